@@ -11,11 +11,17 @@ GROUPS = ("answers", "requests", "rounds")
 ROWS = (
     *("kill_server", "kill_worker", "kill_engine_core", "kill_in_push", "poison", "cut_reply", "late_reply"),
     *("wrong_weights", "unchanged_weights", "foreign_server", "quick_restart"),
+    *("kill_courier", "one_of_two", "rolling_installs", "disk_kill", "disk_full", "disk_torn"),
 )
 """Of the fault table."""
 SYSTEMS = NAIVE, MERGED, *_OURS = ("stock naive", "stock merged", "vllm", "transformers")
 STAND_IN = "stand-in"
 _SERVERS = ("stock", "vllm", "transformers")
+_ON_PENDING = Option(
+    "on-pending", "wait", "of a round that meets rollouts", choices=("wait", "abort", "resume")
+)
+_ORDERS = ("given", "reading", "random", "any")
+_SYNC_SERVERS = ("transformers", "vllm", "stock", "vllm-serve")
 _PLACES = ("process", "thread")
 
 
@@ -80,6 +86,17 @@ _MEASURED = (
         turn=Turn(15, 5, "--objects 1 20 100 --repeats 5"),
     ),
     Bench(
+        name="evaluate",
+        purpose="seconds of all detection metrics of a data set, pycocotools beside",
+        detail="AP and AR of both are compared. Needs pycocotools.",
+        takes="about 5 minutes",
+        options=(
+            Option("images", 100_000, "images, of seven objects on average", least=1),
+            Option("classes", 20, "classes", least=1),
+        ),
+        turn=Turn(10, 2, "--images 5000"),
+    ),
+    Bench(
         name="interference",
         purpose="what channel B's pipeline costs the steps of channel A beside it",
         detail="A-steps while the pipeline works against A-steps while it is off, in one run beside a server that "
@@ -114,6 +131,13 @@ _MEASURED = (
         takes="about 20 minutes",
         options=(
             _LATENCY,
+            Option(
+                "b-ratio", 1.0, "share of our steps that want rollouts; all of GRPO's do", above=0, most=1
+            ),
+            Option("slow-share", 0.0, "share of the rollouts that wait ten times as long", least=0, most=1),
+            Option("other-latency-s", 0.0, "mean wait on a second server; 0: there is none", least=0),
+            Option("sync-every-steps", 4, "steps between two of our rounds", least=1),
+            _ON_PENDING,
             Option("steps", 72, _WARM, least=16),
             Option("repeats", 3, _REPEATS, least=1),
         ),
@@ -133,20 +157,22 @@ _MEASURED = (
     ),
     Bench(
         name="sync",
-        purpose="a sync round against a raw broadcast of the same bytes (vLLM, unless --servers transformers)",
-        detail="Both on the same transport.",
+        purpose="a sync round: the learner's pause, the time to the proof (vLLM, unless --servers transformers)",
+        detail="Against a bare copy and a raw broadcast of the same bytes; servers of ours over shared memory and, of "
+        "transformers, TCP; stock ones (unmodified swift rollout) with and without the plugin that proves; plain vLLM.",
         takes="about a minute with the transformers server and up to 100 MiB, else more",
         options=(
             Option("mib", [1, 100, 1024], "bytes of weights, MiB", least=1),
-            Option("servers", ["transformers", "stock"], "servers", choices=_SERVERS),
-            Option("repeats", 5, "pairs per cell", least=1),
+            Option("servers", [*_SYNC_SERVERS], "servers", choices=_SYNC_SERVERS),
+            Option("repeats", 5, "rounds per system and size, and pairs with --training", least=1),
+            Option("training", False, "also steps of a busy loop beside rounds, at the largest size"),
         ),
         turn=Turn(
             60,
             10,
             "--servers transformers --mib 1 100 --repeats 2",
-            full="--servers transformers vllm stock",
-            without_vllm="--servers transformers",
+            full="--training",
+            without_vllm="--servers transformers --training",
         ),
     ),
     Bench(
@@ -183,6 +209,7 @@ _MEASURED = (
             Option("steps", 200, "optimizer steps", least=1),
             Option("seeds", 1, "seeds 0, 1, …", least=1),
             _numbers("b-ratios", (0.0, 0.3), 1, "arms"),
+            Option("orders", ["given"], "orders of what rollouts missed", choices=_ORDERS),
             Option("kind", "shapes", "what is in the scenes", choices=("shapes", "digits")),
         ),
         turn=Turn(75, 15, "--steps 20", full="--steps 150 --seeds 3 --b-ratios 0,0.1,0.3"),
@@ -204,7 +231,7 @@ _MEASURED = (
         name="faults",
         module="faults.bench",
         purpose="a server broken in every way under a real job (vLLM with --server stock or vllm)",
-        takes="about 15 minutes with the transformers server, 20 with vllm, an hour with stock",
+        takes="about 30 minutes with the transformers server or vllm, an hour with stock",
         succeeds="every row went as it should and nothing was left",
         options=(_SERVER, _names("rows", "rows", ROWS, "faults, in any order")),
         turn=Turn(45, 15, "--rows kill_server"),
@@ -262,6 +289,7 @@ _MEASURED = (
                 least=76,
             ),
             Option("seed", 0, "of the faults"),
+            _ON_PENDING,
         ),
         turn=Turn(60, 20, "--steps 76"),
     ),

@@ -136,11 +136,10 @@ def train(
         ChildFailed: it did not end well.
     """
     config = load_config(job.config_path)
+    prefetch, b_ratio = config.stage2_ab.channel_b.prefetch, config.stage2_ab.schedule.exact_b_ratio
+    limit = prefetch.limit(config.gradient_accumulation_steps or 1, b_ratio)
     progress = RunProgress(
-        job.run_dir,
-        job.num_ranks,
-        job.num_steps,
-        queue_limit=config.stage2_ab.channel_b.prefetch.queue_limit if config.b_enabled else None,
+        job.run_dir, job.num_ranks, job.num_steps, queue_limit=limit if config.b_enabled else None
     )
 
     notice = WaitNotice(say)

@@ -5,7 +5,6 @@ One rank, one torch thread, everything on loopback. Called by the benches interf
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,14 +15,15 @@ from typing import Any
 from benchmarks.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, ChildRuns
 from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS, THREAD_CLOCK, Clock, read_clock
 from benchmarks.faults.accounting import of_kind
-from benchmarks.plugins.pipeline import PIPELINE_VARIABLE, WAITS_FILE
-from swift_stage2.config import Preprocessing, load_config
+from benchmarks.plugins.pipeline import PIPELINE_VARIABLE
+from swift_stage2.config import Mode, Preprocessing, load_config
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, GRADIENT_ACCUMULATION_STEPS, DemoJob, config_of
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.telemetry.audit import Record, audit_path
+from swift_stage2.telemetry.reading import read_audit
 
 GRPO_CLOCK = "stage2_grpo_clock"
 """Of the callback in ``plugins/grpo.py``."""
@@ -36,6 +36,7 @@ MICRO_BATCH = 7
 """Completions of a forward: on average channel B's packs of 512 tokens hold 6 to 8 of the tiny model's."""
 COMPLETIONS_PER_STEP = MICRO_BATCH * GRADIENT_ACCUMULATION_STEPS
 _NUM_ROWS = 512
+_LOOPBACK = "127.0.0.1"
 _UNATTENDED: Mapping[str, Any] = {
     "save_strategy": "no",
     "report_to": ["none"],
@@ -46,29 +47,32 @@ _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One training run. ``ports`` are those of the server's HTTP and of its weight group."""
+    """One training run. ``ports`` are those of the server's HTTP and of its weight group; ``more_ports``, of others."""
 
     name: str
     directory: Path
     rows: Path
     num_steps: int
     ports: tuple[int, int]
+    more_ports: tuple[tuple[int, int], ...] = ()
     b_ratio: float = 0.0
+    mode: Mode = Mode.ASYNC
     pipeline: str = ""
     """How ``plugins/pipeline.py`` makes packs; empty: as a user's run does."""
     prefetch: Mapping[str, Any] = field(default_factory=dict)
     """Differences from the demo's section ``prefetch``."""
+    sync: Mapping[str, Any] = field(default_factory=dict)
+    """Differences from the demo's section ``rollout.sync``."""
     preprocessing: Preprocessing = Preprocessing.PROCESS
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ArmRecords:
-    """One run left these records; ``waits`` are the seconds that an inline run's steps waited, by step."""
+    """One run left these records."""
 
     clock: Clock
     audit: list[Record]
-    waits: Mapping[int, float] = field(default_factory=dict)
 
     def of_kind(self, kind: str) -> list[Record]:
         return of_kind(self.audit, kind)
@@ -86,9 +90,7 @@ def run_arm(children: ChildRuns, arm: Arm) -> ArmRecords:
         ChildFailed: it did not end well, or not in time.
     """
     _train(children, arm, "swift_stage2", "train", str(write_arm_config(arm)))
-    audit = _json_lines(audit_path(arm.directory / "run", 0))
-    waits = {line["step"]: line["seconds"] for line in _json_lines(arm.directory / WAITS_FILE)}
-    return ArmRecords(read_clock(arm.directory), audit, waits)
+    return ArmRecords(read_clock(arm.directory), read_audit(audit_path(arm.directory / "run", 0)))
 
 
 def run_grpo(children: ChildRuns, arm: Arm, *, asynchronous: bool) -> Clock:
@@ -111,7 +113,11 @@ def write_arm_config(arm: Arm) -> Path:
         return write_job(job, arm.ports)
     channel_b = {"prefetch": arm.prefetch, "preprocessing": arm.preprocessing.value}
     # The stand-in answers no canary as a model does; what it holds is proven tensor by tensor.
-    rollout = {"sync": {"timeout_s": 60.0, "proof": "checksum"}}
+    rollout: dict[str, Any] = {"sync": {"timeout_s": 60.0, "proof": "checksum", **arm.sync}}
+    rollout["servers"] = [
+        {"base_url": f"http://{_LOOPBACK}:{port}", "group_port": group_port}
+        for port, group_port in _servers(arm)
+    ]
     return write_job(job, arm.ports, {"stage2_ab": {"channel_b": channel_b}, "rollout": rollout})
 
 
@@ -126,6 +132,10 @@ def write_job(
     job.config_path.write_text(write_yaml(config), encoding="utf-8")
     load_config(job.config_path)
     return job.config_path
+
+
+def _servers(arm: Arm) -> tuple[tuple[int, int], ...]:
+    return (arm.ports, *arm.more_ports)
 
 
 def _change(section: dict[str, Any], changes: Mapping[str, Any]) -> None:
@@ -146,9 +156,9 @@ def grpo_arguments(arm: Arm, *, asynchronous: bool) -> dict[str, Any]:
         "reward_funcs": [REWARD],
         "use_vllm": True,
         "vllm_mode": "server",
-        "vllm_server_host": "127.0.0.1",
-        "vllm_server_port": arm.ports[0],
-        "vllm_server_group_port": arm.ports[1],
+        "vllm_server_host": [_LOOPBACK] * len(_servers(arm)),
+        "vllm_server_port": [port for port, _ in _servers(arm)],
+        "vllm_server_group_port": [group_port for _, group_port in _servers(arm)],
         "async_generate": asynchronous,
     }
     job = _job(arm, ["grpo.py"], swift)
@@ -163,6 +173,7 @@ def _job(arm: Arm, plugins: list[str], swift: Mapping[str, Any]) -> DemoJob:
         num_steps=arm.num_steps,
         b_ratio=arm.b_ratio,
         num_ranks=1,
+        mode=arm.mode,
         plugins=tuple(PLUGINS / name for name in plugins),
         swift={**_UNATTENDED, **swift},
     )
@@ -178,10 +189,4 @@ def _train(children: ChildRuns, arm: Arm, *words: str) -> None:
         log_dir=arm.directory / "logs",
         deadline_s=START_DEADLINE_S + DEADLINE_PER_STEP_S * arm.num_steps,
         environment={**CHILD_ENVIRONMENT, **place, **chosen, **arm.environment},
-    )
-
-
-def _json_lines(path: Path) -> list[Any]:
-    return (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     )

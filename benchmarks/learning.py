@@ -1,7 +1,8 @@
 """``swift-stage2 bench learning``: whether channel B pays, on scenes whose truth is known.
 
 Every arm starts from the same stage-1 weights and runs the same number of optimizer steps with the same seed and
-data; only ``b_ratio`` differs. All checkpoints are scored by one process on the same held-out scenes.
+data; only ``b_ratio`` and the order of missed objects in B's targets differ. All checkpoints are scored by one process
+on the same held-out scenes.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import TypeVar
 from benchmarks.child_runs import ChildRuns, score, train
 from benchmarks.estimates import mean_and_range
 from benchmarks.results import ResultTable, grouped, publish, say
-from swift_stage2.demo.demo_config import STAGE1, DemoJob, free_ports, write_config
+from swift_stage2.config import MissedOrder
+from swift_stage2.demo.demo_config import STAGE1, DemoJob, write_config
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
+from swift_stage2.process.ports import free_ports
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import summarise
 
@@ -38,9 +41,10 @@ class ScoredArm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningArm(ScoredArm):
-    """One share of channel B."""
+    """One share of channel B, and the order of its targets."""
 
     b_ratio: float
+    missed_order: MissedOrder
     num_steps: int
     num_b_wanted: int
     num_b_run: int
@@ -55,8 +59,9 @@ Columns = Mapping[str, Callable[[Sequence[ArmT]], str]]
 def run(options: argparse.Namespace, directory: Path) -> int:
     """Trains every arm and scores all. Raises ChildFailed when a job did not end well."""
     kind = SceneKind(options.kind)
-    jobs = list(plan_jobs(directory, options.steps, options.seeds, options.b_ratios, kind))
-    start, scores = train_and_score(directory, [(job, f"b_ratio {job.b_ratio:g}", {}) for job in jobs])
+    orders = [MissedOrder(order) for order in options.orders]
+    jobs = list(plan_jobs(directory, options.steps, options.seeds, options.b_ratios, kind, orders))
+    start, scores = train_and_score(directory, [(job, _name(job), {}) for job in jobs])
     arms = [_arm(job, result) for job, result in zip(jobs, scores, strict=True)]
     facts = {"kind": kind, "stage1": asdict(start), "arms": [asdict(arm) for arm in arms]}
     publish(directory, "learning", facts, learning_table(start, arms), *notes(arms))
@@ -64,26 +69,33 @@ def run(options: argparse.Namespace, directory: Path) -> int:
 
 
 def plan_jobs(
-    directory: Path, num_steps: int, num_seeds: int, b_ratios: Sequence[float], kind: SceneKind
+    directory: Path,
+    num_steps: int,
+    num_seeds: int,
+    b_ratios: Sequence[float],
+    kind: SceneKind,
+    orders: Sequence[MissedOrder] = (MissedOrder.GIVEN,),
 ) -> Iterator[DemoJob]:
-    """One job per seed and b_ratio, seeds outermost."""
+    """One job per seed, b_ratio and order of what was missed, seeds outermost; A alone has no such order."""
     for seed in range(num_seeds):
         base = first_job(directory, num_steps, seed, max(b_ratios), kind)
         for b_ratio in b_ratios:
-            yield replace(base, directory=base.directory / f"b{b_ratio:g}", b_ratio=b_ratio)
+            for order in orders if b_ratio else orders[:1]:
+                place = base.directory / f"b{b_ratio:g}-{order}"
+                yield replace(base, directory=place, b_ratio=b_ratio, missed_order=order)
 
 
 def learning_table(start: DetectionScore, arms: Sequence[LearningArm]) -> ResultTable:
-    """One row per b_ratio."""
-    groups = grouped(arms, lambda arm: f"{arm.b_ratio:g}")
+    """One row per b_ratio and order."""
+    groups = grouped(arms, _name)
     reference = next(iter(groups))
     run: Columns[LearningArm] = {
-        "b_ratio": lambda group: f"{group[0].b_ratio:g}",
+        "arm": lambda group: _name(group[0]),
         "B steps run": lambda group: (
             f"{sum(arm.num_b_run for arm in group)} of {sum(arm.num_b_wanted for arm in group)}"
         ),
     }
-    over = f"F1 over b_ratio {reference} of the same seed"
+    over = f"F1 over {reference} of the same seed"
     took: Columns[LearningArm] = {
         "training, s": lambda group: mean_and_range([arm.train_seconds for arm in group], ".0f")
     }
@@ -100,10 +112,15 @@ def notes(arms: Sequence[LearningArm]) -> list[str]:
     ]
 
 
+def _name(arm: DemoJob | LearningArm) -> str:
+    return f"b_ratio {arm.b_ratio:g}" + (f", {arm.missed_order}" if arm.b_ratio else "")
+
+
 def _arm(job: DemoJob, result: DetectionScore) -> LearningArm:
     summary = summarise(job.run_dir)
     return LearningArm(
         b_ratio=job.b_ratio,
+        missed_order=job.missed_order,
         seed=job.seed,
         num_steps=summary.num_steps,
         num_b_wanted=summary.num_b_wanted,

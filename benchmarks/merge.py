@@ -28,10 +28,10 @@ from benchmarks.benches import MERGED, NAIVE
 from benchmarks.estimates import Spread
 from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import BenchServers, ServerKind
-from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.demo.grounding_dataset import PROMPT
 from swift_stage2.demo.scenes import SceneKind, Split, make_scene, scene_seed
 from swift_stage2.errors import ChildFailed, ProtocolError, UserError
+from swift_stage2.process.ports import free_ports
 from swift_stage2.servers import protocol
 
 

@@ -23,10 +23,11 @@ from benchmarks.cores import split_cores
 from benchmarks.estimates import Floats, PairedRatio, Spread, compare, num_common, step_seconds
 from benchmarks.results import ResultTable, publish, say
 from swift_stage2.config import load_config
-from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, free_ports, write_config
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, write_config
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed
+from swift_stage2.process.ports import free_ports
 
 NUM_WARMUP = 5
 _LEAST_STEPS = NUM_WARMUP + 2

@@ -25,9 +25,9 @@ from benchmarks.cores import split_cores, started_on
 from benchmarks.estimates import verdict
 from benchmarks.interference import B_RATIO
 from benchmarks.learner_job import Arm, ArmRecords, run_arm, write_rows
-from benchmarks.plugins.pipeline import INLINE
 from benchmarks.results import ResultTable, in_turns, publish, spread_table
 from benchmarks.servers import BenchServers, ServerKind, start_stand_in
+from swift_stage2 import config
 from swift_stage2.errors import ChildFailed
 
 BUDGET = 0.9
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
                 num_steps=options.steps,
                 b_ratio=0.0 if mode is Mode.A_ONLY else B_RATIO,
                 ports=ports,
-                pipeline=INLINE if mode is Mode.INLINE else "",
+                mode=config.Mode.INLINE if mode is Mode.INLINE else config.Mode.ASYNC,
             )
             runs[number][mode] = run_of(mode, run_arm(children, arm), NUM_WARMUP)
     repetitions = [
@@ -136,7 +136,7 @@ def run_of(mode: Mode, records: ArmRecords, num_warmup: int) -> OverlapRun:
     run = OverlapRun(
         mode=mode,
         seconds=since(records.clock, "end_ns", num_warmup),
-        waited=sum(seconds for step, seconds in records.waits.items() if step >= num_warmup),
+        waited=sum(step["plan_seconds"] for step in steps if mode is Mode.INLINE and step["wants_b"]),
         num_b_wanted=sum(bool(step["wants_b"]) for step in steps),
         num_b_run=sum(step["channel"] == "B" for step in steps),
         num_rollouts=sum(batch["num_rollouts"] for batch in records.of_kind("batch")),

@@ -16,7 +16,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.child_runs import ChildRuns
@@ -32,14 +34,15 @@ from benchmarks.learner_job import (
     write_rows,
 )
 from benchmarks.overlap import NUM_WARMUP, Mode, run_of
-from benchmarks.plugins.pipeline import INLINE
 from benchmarks.results import ResultTable, in_turns, publish, spread_table
 from benchmarks.servers import BenchServers, start_stand_in
+from benchmarks.stand_in_server import SLOW_FACTOR
+from swift_stage2 import config
 from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.telemetry.ledger import Entry, ledger_path
 
-B_RATIO = 1.0
-"""GRPO trains rollouts at every step, so ours wants to; what it cannot have in time becomes steps of channel A."""
+_PREFETCH = {"queue_limit": 16, "prefetch_target_packs": 16}
+"""At 5 steps/s of 2 packs each and a second from a request to its pack, 10 packs are in the making."""
 
 
 class LoopArm(StrEnum):
@@ -72,6 +75,8 @@ class LearnerLoop:
     num_rollout_steps: int
     """Steps that trained on rollouts; the others of ours trained channel A."""
     num_completions: int
+    server_idle_share: float = 0.0
+    """Of the time in which no request ran on a server, by its own clock; the mean over servers. 0 to 1."""
 
     @classmethod
     def of(cls, arm: LoopArm, clock: Clock, num_warmup: int, **rest: Any) -> LearnerLoop:
@@ -124,8 +129,19 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     rows = write_rows(directory)
     runs: dict[int, Repetition] = defaultdict(dict)
     with BenchServers(directory / "logs") as servers, ChildRuns() as children:
+        latencies = [options.latency_s, *([options.other_latency_s] if options.other_latency_s else [])]
+        logs = {
+            stock: [directory / f"load-{stock=:d}-{number}.txt" for number in range(len(latencies))]
+            for stock in (False, True)
+        }
         ports = {
-            stock: start_stand_in(servers, rows, options.latency_s, stock=stock) for stock in (False, True)
+            stock: [
+                start_stand_in(
+                    servers, rows, latency_s, slow_share=options.slow_share, stock=stock, load_log=log
+                )
+                for latency_s, log in zip(latencies, logs[stock], strict=True)
+            ]
+            for stock in logs
         }
         for number, loop in in_turns(LoopArm, options.repeats):
             is_peer = loop in (LoopArm.PEER, LoopArm.PEER_INLINE)
@@ -134,16 +150,22 @@ def run(options: argparse.Namespace, directory: Path) -> int:
                 directory=directory / f"{number}-{loop.name.lower()}",
                 rows=rows,
                 num_steps=options.steps,
-                ports=ports[is_peer],
-                b_ratio=0.0 if is_peer else B_RATIO,
-                pipeline=INLINE if loop is LoopArm.OURS_INLINE else "",
+                ports=ports[is_peer][0],
+                more_ports=tuple(ports[is_peer][1:]),
+                b_ratio=0.0 if is_peer else options.b_ratio,
+                prefetch={**_PREFETCH, "sync_every_steps": options.sync_every_steps},
+                sync={"on_pending": options.on_pending},
+                mode=config.Mode.INLINE if loop is LoopArm.OURS_INLINE else config.Mode.ASYNC,
             )
-            runs[number][loop] = (_run_peer if is_peer else _run_ours)(children, loop, arm)
+            runs[number][loop] = (_run_peer if is_peer else _run_ours)(children, loop, arm, logs[is_peer])
     repetitions = list(runs.values())
     facts = {
-        "latency_s": options.latency_s,
+        "latencies_s": latencies,
+        "slow_share": options.slow_share,
         "steps": options.steps - NUM_WARMUP,
-        "b_ratio": B_RATIO,
+        "b_ratio": options.b_ratio,
+        "sync_every_steps": options.sync_every_steps,
+        "on_pending": options.on_pending,
         "learner_cores": sorted(os.sched_getaffinity(0)),
         "server_cores": sorted(split_cores()[1]),
         "repetitions": [
@@ -153,7 +175,13 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         ],
     }
     tables = [loop_table(repetitions), work_table(repetitions), bound_table(repetitions)]
-    publish(directory, "peer", facts, *tables, *notes(options.latency_s))
+    publish(
+        directory,
+        "peer",
+        facts,
+        *tables,
+        *notes(latencies, options.slow_share, options.b_ratio, options.sync_every_steps),
+    )
     return 0
 
 
@@ -181,6 +209,7 @@ def loop_table(repetitions: Sequence[Repetition]) -> ResultTable:
             "in weights, ms/step": (0, lambda loop: 1e3 * loop.in_push / loop.num_steps),
             "step, ms": (0, lambda loop: 1e3 * loop.seconds / loop.num_steps),
             "of it without a core, ms": (0, lambda loop: 1e3 * loop.queued / loop.num_steps),
+            "server idle, %": (1, lambda loop: 100 * loop.server_idle_share),
         },
     )
 
@@ -221,28 +250,30 @@ def shares_of_bound(each: Repetition, arm: LoopArm) -> tuple[float, float]:
     return share_of_bound(loop, inline), share_of_bound(loop, inline, less_queued=True)
 
 
-def notes(latency_s: float) -> list[str]:
+def notes(latencies: Sequence[float], slow_share: float, b_ratio: float, sync_every_steps: int) -> list[str]:
     """Sentences tell where the learners are alike and where they are not."""
+    waits = " or, on the other server, ".join(f"{each:g}" for each in latencies)
     return [
-        "Alike: model, rows, one rank, one torch thread, optimizer, gradient accumulation; a batch of rollouts waits "
-        f"{latency_s:g} s on average, drawn by the same class of stand-in and independent of how many there are; "
-        "weights really move, over gloo. ms-swift's trainer and client are unmodified but for NCCL, in whose place "
-        "gloo sends.",
+        "Alike: model, rows, one rank, one torch thread, optimizer, gradient accumulation; every rollout waits "
+        f"{waits} s on average, {slow_share:.0%} of them {SLOW_FACTOR:g} times as long, drawn by the same class of "
+        "stand-in and independent of how many there are; a batch ends with its slowest; weights really move, over "
+        "gloo. ms-swift's trainer and client are unmodified but for NCCL, in whose place gloo sends.",
         f"Not alike: GRPO trains {COMPLETIONS_PER_STEP} completions per step with rewards, advantages and the "
         "log-probabilities of a reference model, several completions of one prompt, padded; ours trains corrected "
         "answers, packed, and proves by checksums what it pushed. So steps/s of the two do not compare; idle shares "
         "do.",
         "GRPO asks once per step, one step ahead, and pushes weights before each time; ours asks further ahead, trains "
-        "what is at most 2 versions old, and pushes every 4 steps. That difference in design is what is measured here.",
-        f"b_ratio is {B_RATIO:g}, for GRPO trains rollouts at every step. A step for which no packs are ready trains "
+        f"what is at most 2 versions old, and pushes every {sync_every_steps} steps. That difference in design is "
+        "what is measured here.",
+        f"b_ratio is {b_ratio:g}; GRPO trains rollouts at every step. A step for which no packs are ready trains "
         "channel A instead of waiting, which takes another time than a step on packs: read ours' idle share and its "
         "bound beside its steps on rollouts.",
     ]
 
 
-def _run_ours(children: ChildRuns, loop: LoopArm, arm: Arm) -> LearnerLoop:
+def _run_ours(children: ChildRuns, loop: LoopArm, arm: Arm, logs: Sequence[Path]) -> LearnerLoop:
     records = run_arm(children, arm)
-    run = run_of(Mode.INLINE if arm.pipeline else Mode.ASYNC, records, NUM_WARMUP)
+    run = run_of(Mode.INLINE if loop is LoopArm.OURS_INLINE else Mode.ASYNC, records, NUM_WARMUP)
     steps = [record for record in records.of_kind("step") if record["step"] >= NUM_WARMUP]
     return LearnerLoop.of(
         loop,
@@ -252,10 +283,11 @@ def _run_ours(children: ChildRuns, loop: LoopArm, arm: Arm) -> LearnerLoop:
         in_push=sum(step["activity_ns"].get("syncing", 0) for step in steps) / 1e9,
         num_rollout_steps=run.num_b_run,
         num_completions=num_trained(ledger_path(arm.directory / "run", 0), NUM_WARMUP),
+        server_idle_share=_mean_idle_share(logs, records.clock),
     )
 
 
-def _run_peer(children: ChildRuns, loop: LoopArm, arm: Arm) -> LearnerLoop:
+def _run_peer(children: ChildRuns, loop: LoopArm, arm: Arm, logs: Sequence[Path]) -> LearnerLoop:
     clock = run_grpo(children, arm, asynchronous=loop is LoopArm.PEER)
     return LearnerLoop.of(
         loop,
@@ -265,7 +297,23 @@ def _run_peer(children: ChildRuns, loop: LoopArm, arm: Arm) -> LearnerLoop:
         in_push=since(clock, PUSH_NS, NUM_WARMUP),
         num_rollout_steps=arm.num_steps - NUM_WARMUP,
         num_completions=COMPLETIONS_PER_STEP * (arm.num_steps - NUM_WARMUP),
+        server_idle_share=_mean_idle_share(logs, clock),
     )
+
+
+def _mean_idle_share(logs: Sequence[Path], clock: Clock) -> float:
+    begin_ns, end_ns = clock["end_ns"][NUM_WARMUP - 1], clock["end_ns"][-1]
+    return fmean(idle_share_of(log.read_text(encoding="utf-8"), begin_ns, end_ns) for log in logs)
+
+
+def idle_share_of(load_log: str, begin_ns: int, end_ns: int) -> float:
+    """Share of an interval in which no request ran; ``load_log`` as ``StandInEngine.load_log``."""
+    changes = [(int(at), int(load)) for at, load in map(str.split, load_log.splitlines())]
+    idle_ns = 0
+    for (at, load), (until, _) in pairwise([(0, 0), *changes, (end_ns, 0)]):
+        if load == 0:
+            idle_ns += max(0, min(until, end_ns) - max(at, begin_ns))
+    return idle_ns / (end_ns - begin_ns)
 
 
 def num_trained(ledger: Path, first_step: int) -> int:

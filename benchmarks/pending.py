@@ -1,7 +1,8 @@
 """``swift-stage2 bench pending``: how long sync rounds wait for running rollouts, with aborts and without.
 
-The same job twice per repetition, in turns, with rollouts so long that a due round usually meets one. Everything is
-read from the audit of rank 0: waits of the rounds, phases of the learner's pause, what was aborted, what B ran.
+The same job for every policy per repetition, in turns, with rollouts so long that a due round usually meets one.
+Everything is read from the audit of rank 0: waits of the rounds, phases of the learner's pause, what was aborted and
+what became of its tokens, what B ran.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from benchmarks.estimates import Spread
 from benchmarks.faults.accounting import of_kind
 from benchmarks.results import ResultTable, grouped, in_turns, publish
 from swift_stage2.config import OnPending, ServerEngine
-from swift_stage2.demo.demo_config import DemoJob, free_ports, write_config
+from swift_stage2.demo.demo_config import DemoJob, write_config
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
+from swift_stage2.process.ports import free_ports
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.reading import read_audit
@@ -40,7 +42,10 @@ class PendingArm:
     pauses: list[dict[str, float]]
     """The main thread's pause of each of these rounds: canary, snapshot, ``total``; and the whole ``round``."""
     num_aborted: int
+    """Rollouts that servers aborted, those that began anew and those that were resumed together."""
     num_rollouts: int
+    tokens_kept: int
+    tokens_thrown_away: int
     num_b_wanted: int
     num_b_run: int
 
@@ -60,6 +65,7 @@ def arm_of(on_pending: str, records: Iterable[dict[str, Any]]) -> PendingArm:
     """Reads one rank's audit records. The first round is left out: nothing can be in flight before it."""
     every = list(records)
     rounds, batches, steps = (of_kind(every, kind) for kind in ("round", "batch", "step"))
+    numbers = ([metrics["numbers"] for metrics in of_kind(every, "metrics")] or [{}])[-1]
     pending_steps = [step["step"] for step in steps if step["round_pending"]]
     later = rounds[1:]
     previous = [each["step"] for each in rounds[:-1]]
@@ -71,8 +77,10 @@ def arm_of(on_pending: str, records: Iterable[dict[str, Any]]) -> PendingArm:
             for before, each in zip(previous, later, strict=True)
         ],
         pauses=[_pause(each) for each in later],
-        num_aborted=sum(batch["num_aborted"] for batch in batches),
+        num_aborted=sum(batch["num_aborted"] + len(batch["partial"]) for batch in batches),
         num_rollouts=sum(batch["num_rollouts"] for batch in batches),
+        tokens_kept=int(numbers.get("tokens_kept", 0)),
+        tokens_thrown_away=int(numbers.get("tokens_aborted", 0) + numbers.get("tokens_partial_dropped", 0)),
         num_b_wanted=sum(bool(step["wants_b"]) for step in steps),
         num_b_run=sum(step["channel"] == "B" for step in steps),
     )
@@ -92,6 +100,9 @@ def pending_table(arms: Sequence[PendingArm]) -> ResultTable:
             },
             "round, s": _spread([pause["round"] for arm in mine for pause in arm.pauses]),
             "rollouts aborted / made": f"{_sum(mine, 'num_aborted')} / {_sum(mine, 'num_rollouts')}",
+            "tokens of these kept / thrown away": (
+                f"{_sum(mine, 'tokens_kept')} / {_sum(mine, 'tokens_thrown_away')}"
+            ),
             "B steps run / wanted": f"{_sum(mine, 'num_b_run')} / {_sum(mine, 'num_b_wanted')}",
         }
     title = "sync rounds: how long they wait, how long the learner pauses"

@@ -278,7 +278,9 @@ def _match(predicted: Boxes, true: Boxes) -> object:
 
 
 def _matching_options() -> dict[str, Any]:
-    return {name: value for name, value in asdict(_SETTINGS).items() if name != "same_label"}
+    """Those of boxes without labels."""
+    others = ("same_label", "max_distance")
+    return {name: value for name, value in asdict(_SETTINGS).items() if name not in others}
 
 
 @contextmanager

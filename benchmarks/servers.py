@@ -5,24 +5,29 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
 from benchmarks.cores import split_cores, started_on
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
-from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, free_ports, server_entry
-from swift_stage2.errors import ChildFailed
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, server_entry
+from swift_stage2.errors import ChildFailed, ServerFault
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.managed_server import ReadinessProbe
 from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
+from swift_stage2.process.ports import free_ports
+from swift_stage2.servers import vllm_serve
+from swift_stage2.servers.session import Deadline, ServerSession
 
 _GRACE_S = 30.0
-_START_S = 300.0
+_START_S = 600.0
+_LOOK_S = 5.0
 
 Found = TypeVar("Found")
 
@@ -33,10 +38,14 @@ class ServerKind(StrEnum):
     STOCK = "stock"  # the unmodified ``swift rollout``
     VLLM = "vllm"  # ``swift-stage2 rollout --engine vllm``
     TRANSFORMERS = "transformers"  # ``swift-stage2 rollout --engine transformers``
+    VLLM_SERVE = "vllm-serve"  # plain vLLM with its own weight transfer
 
     @property
     def engine(self) -> ServerEngine:
-        return ServerEngine.SWIFT if self is ServerKind.STOCK else ServerEngine(self.value)
+        """Its engine in ``launch.servers``; plain vLLM has none and takes the variables of stock servers."""
+        if self in (ServerKind.STOCK, ServerKind.VLLM_SERVE):
+            return ServerEngine.SWIFT
+        return ServerEngine(self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +110,15 @@ class BenchServers:
             (step or self.moment)()
         return found
 
-    def start(self, kind: ServerKind, *, model: Path = STAGE1, max_batch_size: int = 64) -> BenchServer:
-        """Starts one server and waits until it answers.
+    def start(
+        self,
+        kind: ServerKind,
+        *,
+        model: Path = STAGE1,
+        max_batch_size: int = 64,
+        plugins: Sequence[Path] = (),
+    ) -> BenchServer:
+        """Starts one server, with ``plugins`` as ``server_arguments`` has them, and waits until it answers.
 
         Raises:
             UserError: what the server needs is not installed.
@@ -110,10 +126,14 @@ class BenchServers:
             KeyboardInterrupt: a signal asked for the end.
         """
         port, group_port = free_ports(2)
-        argv = (sys.executable, "-u", *server_arguments(kind, model, port, max_batch_size))
-        tree = self.start_process(kind.value, argv, server_environment(kind))
+        argv = (sys.executable, "-u", *server_arguments(kind, model, port, max_batch_size, plugins))
+        name = "+".join((kind.value, *(plugin.stem for plugin in plugins)))
+        tree = self.start_process(name, argv, server_environment(kind))
         base_url = f"http://127.0.0.1:{port}"
-        self.await_answer(base_url, tree)
+        if kind is ServerKind.VLLM_SERVE:  # it has no ``/infer/``
+            self.wait_for(partial(_serves_model, base_url), "a server answers", _START_S, tree=tree)
+        else:
+            self.await_answer(base_url, tree)
         return BenchServer(kind, base_url, group_port, tree)
 
     def start_process(
@@ -142,22 +162,43 @@ class BenchServers:
 
 
 def stand_in_arguments(
-    rows: Path, latency_s: float, model: Path, port: int, *, stock: bool = False
+    rows: Path,
+    latency_s: float,
+    model: Path,
+    port: int,
+    *,
+    slow_share: float = 0.0,
+    stock: bool = False,
+    load_log: Path | None = None,
 ) -> list[str]:
     """The words after ``python`` on the stand-in's command line."""
     place = ["--model", str(model), "--port", str(port), "--rows", str(rows), "--latency-s", str(latency_s)]
+    place += ["--slow-share", str(slow_share), *(["--load-log", str(load_log)] if load_log else [])]
     return ["-m", "benchmarks.stand_in_server", *place, *(["--stock"] if stock else [])]
 
 
 def start_stand_in(
-    servers: BenchServers, rows: Path, latency_s: float, *, stock: bool = False
+    servers: BenchServers,
+    rows: Path,
+    latency_s: float,
+    *,
+    slow_share: float = 0.0,
+    stock: bool = False,
+    load_log: Path | None = None,
 ) -> tuple[int, int]:
     """Starts the server on the cores that are not the learner's, and returns its ports once it answers.
 
-    ``stock``: for ms-swift's own client. Raises ChildFailed when it did not answer in time.
+    ``slow_share`` of the requests wait ten times as long. ``stock``: for ms-swift's own client. ``load_log`` gets the
+    number of its running requests.
+
+    Raises:
+        ChildFailed: it did not answer in time.
     """
     port, group_port = free_ports(2)
-    argv = (sys.executable, "-u", *stand_in_arguments(rows, latency_s, STAGE1, port, stock=stock))
+    arguments = stand_in_arguments(
+        rows, latency_s, STAGE1, port, slow_share=slow_share, stock=stock, load_log=load_log
+    )
+    argv = (sys.executable, "-u", *arguments)
     with started_on(split_cores()[1]):
         tree = servers.start_process("stock_stand_in" if stock else "stand_in_server", argv)
     servers.await_answer(f"http://127.0.0.1:{port}", tree)
@@ -166,21 +207,42 @@ def start_stand_in(
 
 def server_environment(kind: ServerKind) -> dict[str, str]:
     """A server needs these variables besides the children's. Raises as ``server_arguments``."""
-    return {name: str(value) for name, value in server_entry(kind.engine).get("env", {}).items()}
+    own = {"VLLM_SERVER_DEV_MODE": 1} if kind is ServerKind.VLLM_SERVE else {}  # the routes of a round
+    return {name: str(value) for name, value in {**server_entry(kind.engine).get("env", {}), **own}.items()}
 
 
-def server_arguments(kind: ServerKind, model: Path, port: int, max_batch_size: int) -> list[str]:
+def server_arguments(
+    kind: ServerKind, model: Path, port: int, max_batch_size: int, plugins: Sequence[Path] = ()
+) -> list[str]:
     """The words after ``python`` on the command line of a server of the demo's kind of model.
+
+    ``plugins`` are more files for ``external_plugins`` of one on vLLM.
 
     Raises:
         UserError: vLLM, or what it needs on a machine without a GPU, is not installed.
     """
     place = ["--host", "127.0.0.1", "--port", str(port)]
-    options = as_argv(server_entry(kind.engine)["args"])
+    options = server_entry(kind.engine)["args"]
     if kind is ServerKind.TRANSFORMERS:
         batch = ["--max-batch-size", str(max_batch_size)]
-        return ["-m", "swift_stage2", "rollout", str(model), *place, *options, *batch]
+        return ["-m", "swift_stage2", "rollout", str(model), *place, *as_argv(options), *batch]
+    if kind is ServerKind.VLLM_SERVE:
+        names = {"torch_dtype": "dtype", "vllm_max_model_len": "max-model-len"}
+        options = {name: options[key] for key, name in names.items()}
+        options |= {"max-num-seqs": max_batch_size, "weight-transfer-config": '{"backend": "nccl"}'}
+        # As a module: the command `vllm` wants a distribution of that name, and the one for CPUs has another.
+        program = ["-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+        return [*program, "--model", str(model), *place, *as_argv(options)]
+    options["external_plugins"] += map(str, plugins)
     batch = ["--vllm_max_num_seqs", str(max_batch_size)]
     ours = ["-m", "swift_stage2", "rollout", "--engine", "vllm"]
     program = ["-m", "swift.cli.rollout"] if kind is ServerKind.STOCK else ours
-    return [*program, "--model", str(model), *place, *options, *batch]
+    return [*program, "--model", str(model), *place, *as_argv(options), *batch]
+
+
+def _serves_model(base_url: str) -> bool:
+    with ServerSession(base_url) as session:
+        try:
+            return vllm_serve.find_model(session, Deadline(_LOOK_S)) is not None
+        except ServerFault:
+            return False

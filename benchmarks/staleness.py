@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS
+from benchmarks.clocks import PLUGINS
 from benchmarks.estimates import mean_and_range
 from benchmarks.faults.accounting import of_kind
 from benchmarks.learning import Columns, ScoredArm, first_job, score_table, train_and_score
 from benchmarks.plugins.pipeline import FIRST_VERSION_VARIABLE, LAG_VARIABLE, LAGGING, PIPELINE_VARIABLE
 from benchmarks.results import ResultTable, grouped, publish
+from swift_stage2.config import Mode
 from swift_stage2.demo.demo_config import DemoJob
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         ChildFailed: a job did not end well, or arms trained different numbers of B steps.
     """
     jobs = list(plan_arms(directory, options.steps, options.seeds, options.lags))
-    named = [(job, _name(lag), _environment(job, lag, max(options.lags))) for lag, job in jobs]
+    named = [(job, _name(lag), _environment(lag, max(options.lags))) for lag, job in jobs]
     start, scores = train_and_score(directory, named)
     arms = [_arm(lag, job, result) for (lag, job), result in zip(jobs, scores, strict=True)]
     facts = {"steps": options.steps, "stage1": asdict(start), "arms": [asdict(arm) for arm in arms]}
@@ -80,7 +81,8 @@ def plan_arms(
         yield None, replace(base, directory=base.directory / "a", b_ratio=0.0)
         for lag in lags:
             place = base.directory / f"lag{lag}"
-            yield lag, replace(base, directory=place, plugins=(PLUGINS / "pipeline.py",))
+            plugins = (PLUGINS / "pipeline.py",)
+            yield lag, replace(base, directory=place, mode=Mode.INLINE, plugins=plugins)
 
 
 def staleness_table(start: DetectionScore, arms: Sequence[StaleArm], num_steps: int) -> ResultTable:
@@ -102,7 +104,7 @@ def _name(lag: int | None) -> str:
     return "A only" if lag is None else f"lag {lag}"
 
 
-def _environment(job: DemoJob, lag: int | None, longest_lag: int) -> dict[str, str]:
+def _environment(lag: int | None, longest_lag: int) -> dict[str, str]:
     if lag is None:
         return {}
     # The first round makes version 1; what is made under it has the longest lag so many versions later.
@@ -110,7 +112,6 @@ def _environment(job: DemoJob, lag: int | None, longest_lag: int) -> dict[str, s
         PIPELINE_VARIABLE: LAGGING,
         LAG_VARIABLE: str(lag),
         FIRST_VERSION_VARIABLE: str(1 + longest_lag),
-        DIRECTORY_VARIABLE: str(job.directory),
     }
 
 

@@ -1,9 +1,11 @@
 """Our rollout server with a model that does not compute: every answer is prepared before, and comes after a wait.
 
 ``python -m benchmarks.stand_in_server --model DIR --port N --rows FILE --latency-s S`` speaks the whole wire,
-rounds included, so that a learner beside it has its processor to itself. The wait of a batch is drawn from the seed of
-its first request, or where a client sends none from the number of its row, so that the same POST waits as long in every
-arm of a bench. With ``--stock`` it takes weights as a stock server does from ms-swift's own client.
+rounds included, so that a learner beside it has its processor to itself. Requests begin and end one by one, as with
+continuous batching, and a POST ends with its last one. A request's wait is drawn from the number of its row, so that it
+waits as long in every arm of a bench; an aborted one gives as much of its answer as it has waited for, and the rest of
+an answer takes the rest of its wait. With ``--stock`` it takes weights as a stock server does from ms-swift's own
+client.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ import argparse
 import base64
 import hashlib
 import json
+import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +37,21 @@ from swift_stage2.demo.tiny_template import TINY_VL
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server import routes
 from swift_stage2.rollout_server.command_line import ServerCommand, serve
-from swift_stage2.rollout_server.engine import Engine, GenerationRequest, Sampling
+from swift_stage2.rollout_server.engine import Engine, GenerationJob, GenerationRequest, Sampling, WeightStamp
+from swift_stage2.rollout_server.open_round import RoundState
 from swift_stage2.rollout_server.routes import RolloutService
 from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow, RowEnd, SwiftGenerator
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.rollout_server.weight_receiver import Bucket
-from swift_stage2.rollout_server.weight_rounds import RoundState
+from swift_stage2.servers.batching import ExclusiveTask
 from swift_stage2.servers.request_checks import RequestLimits
 
 SPREAD = 0.5
 """A wait is drawn evenly from ``1 - SPREAD`` to ``1 + SPREAD`` times the mean."""
+SLOW_FACTOR = 10.0
+"""So much longer waits a request that is slow."""
+_MOST_AT_ONCE = 256
+_DRAIN_S = 600.0
 _ABORT_POLL_S = 0.05
 _LOOPBACK = "127.0.0.1"
 _SERVER_RANK, _LEARNER_RANK, _NUM_MEMBERS = 0, 1, 2
@@ -58,9 +68,9 @@ class _Prepared:
 class StandInGenerator(SwiftGenerator):
     """Knows the answers to a data set's rows; the weights are taken and proven, and never used."""
 
-    def learn(self, rows: Path, latency_s: float) -> None:
-        """Encodes every row and writes its answer, before anybody asks."""
-        self._latency_s = latency_s
+    def learn(self, rows: Path, wait_of: Callable[[int | None], float]) -> None:
+        """Encodes every row and writes its answer, before anybody asks; ``wait_of`` a row's number is its wait."""
+        self._wait_of = wait_of
         self._prepared: dict[str, _Prepared] = {}
         lines = rows.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines):
@@ -86,8 +96,9 @@ class StandInGenerator(SwiftGenerator):
         if prepared is None:
             return replace(super().encode_row(request, is_aborted), inputs={}, template_inputs=None)
         # In a place that only the real generator's template uses, the row carries its answer.
-        seed = prepared.number if request.seed is None else request.seed
-        return replace(prepared.row, template_inputs=prepared.answer, seed=seed)
+        return replace(
+            prepared.row, template_inputs=prepared.answer, prefix=request.prefix, seed=prepared.number
+        )
 
     def generate_rows(
         self,
@@ -97,17 +108,65 @@ class StandInGenerator(SwiftGenerator):
         with_log_probs: bool,
         aborted: Callable[[], Sequence[bool]],
     ) -> list[GeneratedRow]:
-        nothing = GeneratedRow("", (self.tokenizer.eos_token_id,), RowEnd.STOP, None)
-        if any(row.template_inputs is not None for row in rows):
-            left_s = drawn_latency(self._latency_s, rows[0].seed)
-            pause = threading.Event()
-            while left_s > 0 and not all(aborted()):
-                pause.wait(min(left_s, _ABORT_POLL_S))
-                left_s -= _ABORT_POLL_S
-        return [
-            replace(row.template_inputs or nothing, end=RowEnd.ABORT if ended else RowEnd.STOP)
-            for row, ended in zip(rows, aborted(), strict=True)
-        ]
+        """Waits for one row; ``StandInEngine`` asks for no more at once."""
+        (row,) = rows
+        answer = row.template_inputs
+        if answer is None:
+            return [GeneratedRow("", (self.tokenizer.eos_token_id,), RowEnd.STOP, None)]
+        num_tokens, wait_s = len(answer.token_ids), self._wait_of(row.seed)
+        left_s, pause = wait_s * (1 - len(row.prefix) / num_tokens), threading.Event()
+        while left_s > 0 and not all(aborted()):
+            pause.wait(min(left_s, _ABORT_POLL_S))
+            left_s -= _ABORT_POLL_S
+        if left_s <= 0:
+            return [replace(answer, token_ids=answer.token_ids[len(row.prefix) :])]
+        # The token that ends an answer comes with its end.
+        reached = min(num_tokens - 1, max(len(row.prefix), int(num_tokens * (1 - left_s / wait_s))))
+        text = self.tokenizer.decode(answer.token_ids[:reached])
+        return [GeneratedRow(text, answer.token_ids[len(row.prefix) : reached], RowEnd.ABORT, None)]
+
+
+class StandInEngine(TransformersRolloutEngine):
+    """Has every request answered by a thread of its own. Weights are copied when none is left."""
+
+    load_log: Path
+    """Gets a line whenever the number of running requests changes: nanoseconds of ``perf_counter``, the number."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._answering = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="answer")
+        self._changed = threading.Condition()
+        self._loads = self.load_log.open("w", buffering=1, encoding="utf-8")
+        super().__init__(*args, **options)
+
+    def _do(self, work: list[GenerationJob] | ExclusiveTask) -> None:
+        if isinstance(work, ExclusiveTask):
+            with self._changed:
+                self._changed.wait_for(lambda: not self._running, _DRAIN_S)
+        super()._do(work)
+
+    def _run_batch(self, jobs: list[GenerationJob]) -> None:
+        with self._changed:
+            self._running += tuple(jobs)
+            self._note_load()
+        for job in jobs:
+            self._answering.submit(self._answer, job, self.stamp)
+
+    def _answer(self, job: GenerationJob, stamp: WeightStamp) -> None:
+        assert job.row is not None
+        (row,) = self.generator.generate_rows(
+            [job.row], job.request.sampling, with_log_probs=False, aborted=lambda: [job.aborted]
+        )
+        with self._changed:
+            self._running = tuple(each for each in self._running if each is not job)
+            self._note_load()
+            self._changed.notify_all()
+        self._book.finish(
+            job,
+            job.completion(stamp, finish_reason=row.end.name.lower(), text=row.text, token_ids=row.token_ids),
+        )
+
+    def _note_load(self) -> None:
+        self._loads.write(f"{time.perf_counter_ns()} {len(self._running)}\n")
 
 
 class StockWeights:
@@ -130,16 +189,16 @@ class StockWeights:
         """A stock server answers always, proven or not; it is for the client not to ask while it pushes."""
         yield False
 
-    def open_receiver(self, port: int, timeout_s: float) -> str:
+    def open_receiver(self, port: int, timeout_s: float, round_id: str | None = None) -> str:
         """Returns before anybody can connect, as stock does, and has no secret. Listens on loopback only."""
         self.close_receiver()
         self._under_way = [self._thread.submit(self._join, port)]
         return ""
 
-    def expect(self, bucket: Bucket) -> None:
+    def expect(self, bucket: Bucket, round_id: str | None = None) -> None:
         self._under_way.append(self._thread.submit(self._receive, bucket.num_bytes))
 
-    def load(self, given_up: threading.Event) -> tuple[str, ...]:
+    def load(self, given_up: threading.Event, *_: object) -> tuple[str, ...]:
         """Waits until all that was announced has arrived.
 
         Raises:
@@ -153,7 +212,7 @@ class StockWeights:
             raise RoundFailed(f"weights must arrive within {_TIMEOUT_S:.0f} s: {error!r}") from error
         return ()
 
-    def close_receiver(self) -> None:
+    def close_receiver(self, round_id: str | None = None) -> None:
         """Lets the communicator go, and its port with it."""
         self._thread.submit(self._leave).result(timeout=2 * _TIMEOUT_S)
         self._under_way = []
@@ -185,14 +244,17 @@ class StockWeights:
 class StockService(RolloutService):
     """A service without rounds."""
 
-    def __init__(self, engine: Engine, host: str = "127.0.0.1") -> None:
-        super().__init__(engine, host)
+    def __init__(self, engine: Engine, host: str = "127.0.0.1", weights_root: Path | None = None) -> None:
+        super().__init__(engine, host, weights_root)
         self.rounds = StockWeights()  # type: ignore[assignment]
 
 
-def drawn_latency(mean_s: float, seed: int | None) -> float:
-    """Seconds that a batch waits whose first request has this seed."""
-    return mean_s * random.Random(seed).uniform(1 - SPREAD, 1 + SPREAD)
+def drawn_latency(mean_s: float, slow_share: float, row: int | None) -> float:
+    """Seconds that a request of this row waits. ``mean_s`` is the mean of those that are not slow."""
+    draw = random.Random(row)
+    return (
+        mean_s * draw.uniform(1 - SPREAD, 1 + SPREAD) * (SLOW_FACTOR if draw.random() < slow_share else 1.0)
+    )
 
 
 def _key(images: Sequence[str]) -> str:
@@ -206,8 +268,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--latency-s", type=float, required=True)
+    parser.add_argument("--slow-share", type=float, default=0.0)
     parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--load-log", type=Path, default=Path(os.devnull))
     options = parser.parse_args(argv)
+    StandInEngine.load_log = options.load_log
     if options.stock:
         routes.RolloutService = StockService  # type: ignore[misc]
 
@@ -220,7 +285,7 @@ def main(argv: Sequence[str]) -> int:
         }
         generator = StandInGenerator(str(options.model), device_map="cpu", **given)
         generator.prepare()
-        generator.learn(options.rows, options.latency_s)
+        generator.learn(options.rows, partial(drawn_latency, options.latency_s, options.slow_share))
         return generator
 
     return serve(
@@ -229,7 +294,7 @@ def main(argv: Sequence[str]) -> int:
             port=options.port,
             api_key=None,
             has_children=False,
-            start_engine=lambda: TransformersRolloutEngine(load, model=str(options.model)),
+            start_engine=lambda: StandInEngine(load, model=str(options.model)),
             limits=RequestLimits(checks_images=False),  # a path is known by its text, and is not opened
         )
     )

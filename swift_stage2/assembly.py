@@ -6,11 +6,10 @@ parts to the learner. Called by the trainer; knows no ms-swift.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -19,22 +18,18 @@ from typing import Any
 
 from torch import nn
 
+from swift_stage2.channel_b.attempts import Attempts
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import ProcessPreprocessor, ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import usable_rows
-from swift_stage2.channel_b.task import Rows
+from swift_stage2.channel_b.task import Rows, needed_columns
 from swift_stage2.collectives import ControlGroup, join_control_group, together
-from swift_stage2.config import (
-    OnPending,
-    OnPipelineFailure,
-    RolloutConfig,
-    Stage2Config,
-    StarvationAction,
-)
-from swift_stage2.errors import ConfigError
+from swift_stage2.config import Fenced, Mode, OnPending, OnPipelineFailure, Stage2Config, StarvationAction
+from swift_stage2.config.best_model import require_metric
+from swift_stage2.detections.recorded import evaluations_directory
 from swift_stage2.evaluation import make_evaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
@@ -44,10 +39,13 @@ from swift_stage2.preflight.channel_b_parts import (
     check_parts,
     check_preprocessing,
     make_task,
-    tell_lengths,
+    merge_lengths,
+    run_ahead_budget,
 )
+from swift_stage2.preflight.checks import refuse_differing_settings
+from swift_stage2.preflight.joining_server import requests_of
 from swift_stage2.preflight.packing_isolation import PackedLoss, empty_rollout
-from swift_stage2.preflight.servers import wait_for_servers
+from swift_stage2.preflight.servers import FoundServers, wait_for_servers
 from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.process.watches import ProgressWatch, Standing
 from swift_stage2.records import Pack, Sample
@@ -57,23 +55,25 @@ from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import StarvationWatch, TruncationGuard
-from swift_stage2.servers import protocol
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.ledger import Entry, RecordEntry, rows_to_keep
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.trace import align_clocks
+from swift_stage2.weights.courier import Courier, thread_courier
+from swift_stage2.weights.courier_process import process_courier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import Canary, WeightSync
-from swift_stage2.weights.transport import ServerEndpoint, StockTransport, StreamTransport, WeightTransport
+from swift_stage2.weights.proof import Canary
+from swift_stage2.weights.snapshot_memory import SnapshotMemory
+from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.transport import WrapTransport
 
 logger = logging.getLogger(__name__)
 
 _STALL_MARGIN_S = 60.0
 
 MakeCanary = Callable[[Encoder, Sample], Canary]
-WrapTransport = Callable[[WeightTransport], WeightTransport]
 
 
 def start_run(
@@ -91,15 +91,15 @@ def start_run(
     packed_loss: PackedLoss,
     packs_per_step: int,
     logging_steps: int,
-    wrap_transport: WrapTransport = lambda transport: transport,
+    wrap_transport: WrapTransport | None = None,
     validation_rows: Rows | None = None,
     make_queue: Callable[..., ReadyQueue[Pack]] = ReadyQueue,
     make_pipeline: Callable[..., Pipeline] = Pipeline,
 ) -> Stage2Run:
     """Builds one rank's run; nothing runs in the background yet.
 
-    ``wrap_transport`` gets every transport that a sync round is about to use. ``validation_rows`` are what
-    ``stage2_ab.evaluation`` asks. ``make_queue`` and ``make_pipeline`` are called like their defaults.
+    ``wrap_transport`` gets every transport that a sync round is about to use; rounds then have their pushes in this
+    process. ``validation_rows`` are for ``stage2_ab.evaluation``. Whatever makes a part is called like its default.
 
     Raises:
         ConfigError, DatasetError: a setting does not fit the template, the tokenizer, the data or the model.
@@ -111,7 +111,8 @@ def start_run(
     refuse_differing_settings(settings, control)
     run_id = str(control.broadcast(uuid.uuid4().hex))
     task = together(control, lambda: make_task(config))
-    channel = config.stage2_ab.channel_b
+    require_metric(config.swift, task.metrics)
+    channel, b_ratio = config.stage2_ab.channel_b, config.stage2_ab.schedule.exact_b_ratio
     usable = together(control, lambda: usable_rows(rows, task, channel.rows_without_objects))
     kept = rows_to_keep(len(usable), config.telemetry.gallery_rows, seed)
     telemetry = Telemetry(
@@ -125,7 +126,7 @@ def start_run(
         kept_rows=frozenset(usable[number] for number in kept),
         live=LiveView(sys.stderr, plain_every_steps=max(1, logging_steps)) if control.rank == 0 else None,
         total_steps=total_steps,
-        queue_limit=channel.prefetch.queue_limit if config.b_enabled else None,
+        queue_limit=channel.prefetch.limit(packs_per_step, b_ratio) if config.b_enabled else None,
     )
     channel_b, failures = None, BackgroundFailures()
     with ExitStack() as on_failure:
@@ -135,13 +136,13 @@ def start_run(
         if config.telemetry.trace:
             telemetry.trace.clock_offset = align_clocks(lambda: control.reduce_max([0]), control.gather)
         if config.b_enabled:
-            ours = wait_for_servers(config, control, telemetry.record_warning)
+            servers = wait_for_servers(config, control, telemetry.record_warning, telemetry.record_awaited)
             # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.
             look = partial(
                 check_parts, config, task, rows, usable, template, seed, control, telemetry, on_failure
             )
             parts = together(control, look)
-            tell_lengths(parts.lengths, control, telemetry)
+            parts = merge_lengths(parts, control, telemetry)
             check_packing(parts, packed_loss, control)
             build = partial(
                 _build_channel_b,
@@ -159,8 +160,9 @@ def start_run(
                 make_pipeline,
                 validation_rows,
                 total_steps,
-                ours,
+                servers,
                 failures,
+                run_directory,
             )
             channel_b = together(control, build)
         on_failure.pop_all()
@@ -186,34 +188,6 @@ def start_run(
     return Stage2Run(learner, telemetry, control, channel_b, logging_steps, start_record, start_ledger, watch)
 
 
-def refuse_differing_settings(settings: Mapping[str, Any], control: ControlGroup) -> None:
-    """Every rank has read a file of its own. Section ``launch`` is left out: a host may number its devices as it does.
-
-    Raises:
-        ConfigError: a setting is not every rank's; on every rank.
-    """
-    mine = {place: value for place, value in _leaves(settings) if not place.startswith("launch.")}
-    told = [json.loads(each) for each in control.gather(json.dumps(mine))]
-    places = sorted({place for each in told for place in each})
-    differing = [place for place in places if any(each.get(place) != told[0].get(place) for each in told)]
-    if differing:
-        place, rest = differing[0], f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""
-        values = [each.get(place) for each in told]
-        rank = next(rank for rank, value in enumerate(values) if value != values[0])
-        raise ConfigError(
-            f"every rank must have the same settings, got {place}={values[0]} on rank 0 and {values[rank]} on rank "
-            f"{rank}{rest}; give every host the same file"
-        )
-
-
-def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", str(value)
-
-
 def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: ChannelB | None) -> ProgressWatch:
     """Over a rank's main thread and, if it has one, its pipeline."""
     who: dict[str, Callable[[], Standing | None]] = {"main thread": lambda: telemetry.clock.standing}
@@ -237,17 +211,21 @@ def _build_channel_b(
     seed: int,
     make_canary: MakeCanary,
     packs_per_step: int,
-    wrap_transport: WrapTransport,
+    wrap_transport: WrapTransport | None,
     make_queue: Callable[..., ReadyQueue[Pack]],
     make_pipeline: Callable[..., Pipeline],
     validation_rows: Rows | None,
     total_steps: int,
-    ours: set[str],
+    servers: FoundServers,
     failures: BackgroundFailures,
+    run_directory: str,
 ) -> ChannelB:
+    ours = servers.ours
     prefetch, packing = config.stage2_ab.channel_b.prefetch, config.stage2_ab.channel_b.packing
-    rollout = config.rollout
-    base_urls = tuple(server.base_url.rstrip("/") for server in rollout.servers)
+    rollout, b_ratio = config.rollout, config.stage2_ab.schedule.exact_b_ratio
+    base_urls = [server.base_url for server in rollout.servers]
+    is_inline = config.stage2_ab.mode is Mode.INLINE
+    may_stage = rollout.sync.fenced is Fenced.WHEN_NEEDED and not is_inline
     api_key = rollout.api_key()
     clock, fence = VersionClock(), InferFence(start_closed=True)
     guard = TruncationGuard(config.stage2_ab.channel_b.max_truncated_ratio)
@@ -255,9 +233,10 @@ def _build_channel_b(
         b_ratio=config.stage2_ab.schedule.b_ratio,
         version_window=prefetch.version_window,
         sync_every_steps=prefetch.sync_every_steps,
-        target_packs=prefetch.prefetch_target_packs,
+        target_packs=prefetch.target(packs_per_step, b_ratio),
         packs_per_b_step=packs_per_step,
     )
+    attempts = Attempts(telemetry.ledger)
     client = RolloutClient(
         base_urls,
         fence=fence,
@@ -269,10 +248,12 @@ def _build_channel_b(
         api_key=api_key,
         run_id=run_id,
         canary={"messages": [{"role": "user", "content": "ping"}]},
-        full_share=rollout.max_inflight_per_server,
+        max_inflight_per_server=rollout.max_inflight_per_server,
         is_lost=lambda url, version: control.notes.read(_note_of_loss(url, version)) is not None,
-        events=telemetry.ledger,
+        events=attempts,
         watch_post=telemetry.pipeline.post,
+        chat_models=servers.chat_models,
+        columns=needed_columns(config),
     )
     evaluation = make_evaluation(
         config,
@@ -284,8 +265,17 @@ def _build_channel_b(
         control=control,
         events=telemetry.evaluation,
         record=telemetry.record_evaluation,
+        record_scores=lambda scored: telemetry.record_scores(scored.evaluation, scored.scores, scored.fault),
+        directory=evaluations_directory(Path(run_directory)) if config.telemetry.audit else None,
         last_step=total_steps - 1,
     )
+    memory = SnapshotMemory()
+    device = next(module.parameters()).device
+    courier: Courier  # first, because its process starts meanwhile
+    if wrap_transport is None and control.rank == 0:
+        courier = process_courier(rollout, device, ours=ours, trace=telemetry.trace)
+    else:
+        courier = thread_courier(rollout, device, memory, wrap_transport, ours=ours, trace=telemetry.trace)
     if isinstance(parts.preprocessor, ProcessPreprocessor):
         parts.preprocessor.await_ready()
         check_preprocessing(
@@ -294,11 +284,14 @@ def _build_channel_b(
             [empty_rollout(sample, parts.encoder) for sample in parts.samples],
         )
     queue = make_queue(
-        prefetch.queue_limit, prefetch.version_window, lambda pack, reason: pipeline.on_drop(pack, reason)
+        prefetch.limit(packs_per_step, b_ratio),
+        prefetch.version_window,
+        lambda pack, reason: pipeline.on_drop(pack, reason),
     )
     pipeline: Pipeline = make_pipeline(
         source=parts.source,
         client=client,
+        attempts=attempts,
         make_request=parts.encoder.request,
         preprocessor=parts.preprocessor,
         queue=queue,
@@ -311,22 +304,28 @@ def _build_channel_b(
         redraw_dropped=prefetch.redraw_dropped,
         max_attempts=prefetch.max_attempts,
         version_window=prefetch.version_window,
+        max_rollouts_per_version=run_ahead_budget(config, parts.lengths, packs_per_step),
+        max_resumes=config.max_resumes,
         ask_evaluation=evaluation.part.ask if evaluation is not None else None,
+        take_evaluated=evaluation.part.take if evaluation is not None else None,
     )
     sync = WeightSync(
-        endpoints_of(rollout),
         control=control,
         export=WeightExport(module),
         canary=make_canary(parts.encoder, parts.samples[0]),
-        make_transport=lambda info: wrap_transport(transport_for(info, module, api_key)),
+        courier=courier,
+        memory=memory,
+        on_pending=rollout.sync.on_pending,
+        rolling=rollout.sync.rolling,
         run_id=run_id,
         timeout_s=rollout.sync.timeout_s,
         bucket_mib=rollout.sync.bucket_mib,
         proof=rollout.sync.proof,
         canary_every_rounds=rollout.sync.canary_every_rounds,
-        api_key=api_key,
+        # A server may have to wait for rollouts of another rank before it installs, or for those resumed often enough.
+        straggler_s=rollout.sync.straggler_s
+        + (rollout.request_timeout_s if rollout.sync.on_pending is not OnPending.ABORT else 0.0),
         span=telemetry.trace.span,
-        ours=ours,
     )
     return ChannelB(
         source=parts.source,
@@ -342,6 +341,7 @@ def _build_channel_b(
             prefetch.sync_every_steps,
             backoff_steps=rollout.sync.backoff_steps,
             max_backoff_steps=rollout.sync.max_backoff_steps,
+            staging=(index for index, url in enumerate(base_urls) if url in ours and may_stage),
         ),
         sync=sync,
         probe=SuspectProbe(
@@ -356,35 +356,25 @@ def _build_channel_b(
             failures=failures,
         ),
         abort=PendingAbort(
-            enabled=rollout.sync.on_pending is OnPending.ABORT,
+            enabled=rollout.sync.on_pending is not OnPending.WAIT,
             rank=control.rank,
             api_key=api_key,
             run_id=run_id,
             ours=ours,
             failures=failures,
         ),
+        run_id=run_id,
         base_urls=base_urls,
         max_inflight_per_server=rollout.max_inflight_per_server,
         min_ready_tokens=prefetch.min_ready_tokens,
         continue_on_failure=config.stage2_ab.channel_b.on_pipeline_failure is OnPipelineFailure.CONTINUE_A,
         evaluation=evaluation,
         answer_spelling=parts.task.spelling,
+        may_stage=may_stage,
+        longest_fill_s=config.control_timeout_s - rollout.sync.timeout_s if is_inline else None,
+        courier=courier,
+        requests=requests_of(config, run_directory, control.rank, WeightExport(module).manifest(), failures),
     )
-
-
-def endpoints_of(rollout: RolloutConfig) -> tuple[ServerEndpoint, ...]:
-    """The addresses at which each of ``rollout.servers`` answers and takes weights."""
-    return tuple(
-        ServerEndpoint(server.base_url, server.group_port, server.group_host, server.group_bind)
-        for server in rollout.servers
-    )
-
-
-def transport_for(info: protocol.ServerInfo, module: nn.Module, api_key: str | None) -> WeightTransport:
-    """The way to carry weights to a server of this kind."""
-    if not info.stock:
-        return StreamTransport()
-    return StockTransport(next(module.parameters()).device, api_key)
 
 
 def _note_of_loss(base_url: str, version: int) -> str:

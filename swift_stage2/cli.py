@@ -7,6 +7,7 @@ its output any more (as SIGPIPE would cut it; 0 would promise what was not done)
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -18,8 +19,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from swift_stage2 import __version__
 from swift_stage2.errors import EXIT_USER_MISTAKE, UserError
-from swift_stage2.terminal.output import has_lost_its_reader, let_go, print_error
-from swift_stage2.terminal.parser import CommandParser, rank_count
+from swift_stage2.terminal.output import has_lost_its_reader, let_go, print_error, throw_away
+from swift_stage2.terminal.parser import CommandParser, whole_number
 
 if TYPE_CHECKING:
     from swift_stage2.config import Stage2Config
@@ -38,15 +39,29 @@ _OWN_PARSER = {
     "merge": ("swift_stage2.rollout_merger.app", "batch the ranks' calls in front of a stock rollout server"),
     "demo": ("swift_stage2.demo.run", "train a tiny model on both channels, on this machine"),
     "doctor": ("swift_stage2.doctor.command", "check everything that can be known before training"),
+    "import": ("swift_stage2.convert.import_command", "turn a COCO, YOLO or VOC data set into rows"),
+    "export": ("swift_stage2.convert.export_command", "turn predictions or rows into COCO's JSON"),
     "data": ("swift_stage2.dataset.command", "check every row of a data set, without a model"),
+    "evaluate": (
+        "swift_stage2.evaluate.command",
+        "standard detection metrics of predictions or of a running server, with intervals",
+    ),
     "report": (
         "swift_stage2.report.command",
         "tell how a run went, on one page: speed against its bound, quality, what was lost",
+    ),
+    "rollouts": (
+        "swift_stage2.report.rollouts_command",
+        "print finished rollouts with their matches, also while the run goes on",
     ),
     "init": ("swift_stage2.starter_config", "ask for data, model and GPUs, and write the YAML for them"),
     "completion": (
         "swift_stage2.terminal.completion",
         "print a script that completes commands in bash or zsh",
+    ),
+    "servers": (
+        "swift_stage2.run_directory.servers_command",
+        "add a rollout server to a run that goes on, or tell how its servers stand",
     ),
     "replay": ("swift_stage2.replay.command", "take the steps of a recorded run again, without servers"),
 }
@@ -69,16 +84,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 def ended(command: str, work: Callable[[], int]) -> int:
     """The exit status of ``work``; what a user did wrong is told in one line that names ``command``."""
     try:
-        return work()
+        return _written(work)
     except UserError as exc:
         print_error(command, exc)
         return EXIT_USER_MISTAKE
+
+
+def _written(work: Callable[[], int]) -> int:
+    """The exit status of ``work``, all of whose words are written by then.
+
+    Raises:
+        UserError: by ``work``, or because the output takes nothing.
+    """
+    try:
+        return work()
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
         if not has_lost_its_reader():
             raise
         return _UNREAD
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        throw_away()
+        raise UserError(
+            f"what is written needs an output that takes it, got {error}; send it elsewhere, or make room"
+        ) from error
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # how rich's console gives up, with status 1
             return _UNREAD
@@ -147,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("config", metavar="CONFIG.yaml")
     launch.add_argument(
         "--nproc-per-node",
-        type=rank_count,
+        type=whole_number(1),
         metavar="N",
         help="learner ranks (default: launch.learner.nproc_per_node)",
     )

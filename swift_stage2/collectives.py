@@ -181,6 +181,32 @@ def together(control: ControlGroup, work: Callable[[], ResultT]) -> ResultT:
     raise (UserError if is_users else Stage2Error)(causes)
 
 
+class LastWords:
+    """Why a rank ends in the middle of a collective, for the others, which wait in it; for any thread."""
+
+    def __init__(self, control: ControlGroup) -> None:
+        self._control = control
+
+    def leave(self, why: str) -> None:
+        """This rank's, in the place of what it has left before."""
+        self._control.notes.write(_words_of(self._control.rank), f"rank {self._control.rank}: {why}")
+
+    def leave_if_none(self, why: str) -> str:
+        """This rank's, unless it has left some; returns what ``read`` does."""
+        if self._control.notes.read(_words_of(self._control.rank)) is None:
+            self.leave(why)
+        return self.read()
+
+    def read(self) -> str:
+        """Those of all ranks; empty if none has left any."""
+        said = (self._control.notes.read(_words_of(rank)) for rank in range(self._control.world_size))
+        return "; ".join(words for words in said if words)
+
+
+def _words_of(rank: int) -> str:
+    return f"end of rank {rank}"
+
+
 class GlooCommunicator:
     """vLLM's ``PyNcclCommunicator`` over gloo, for a stock server without a GPU and for the learner beside it.
 
@@ -215,10 +241,15 @@ class GlooCommunicator:
         options.rootRank, options.timeout = src, timeout
         self._members.broadcast([tensor], options).wait(timeout)
 
+    def destroy(self) -> None:
+        """Lets the other members go, as vLLM's weight transfer asks at its end."""
+        self._members = None
+
     def _own_address(self) -> str:
-        """The learner, the highest rank, routes to the store and leaves its address there; the others route to that.
+        """The highest rank routes to the store and leaves its address there; the others route to that.
 
         The store's own host would not do for them: it may be a wildcard, or a name that only the learner uses.
+        The highest rank is the learner beside a stock server, and a worker in vLLM's own weight transfer.
         """
         store = PrefixStore("gloo_address", self.group.store)
         if self.rank < self.world_size - 1:

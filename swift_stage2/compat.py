@@ -1,4 +1,4 @@
-"""Prepares other packages before they are imported or started: torchvision beside a CPU torch, DeepSpeed."""
+"""Prepares other packages before they are imported or started: torchvision, DeepSpeed, Accelerate."""
 
 from __future__ import annotations
 
@@ -76,6 +76,27 @@ def start_communication(swift: Mapping[str, Any]) -> None:
         auto_mpi_discovery=False,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
+
+
+def shard_on_cpu_ranks(swift: Mapping[str, Any]) -> None:
+    """Before the trainer is made: lets Accelerate shard on CPU ranks, if ``swift`` says ``fsdp`` and ``use_cpu``.
+
+    It knows FSDP on devices only: on CPUs it trains with DDP instead, without a word.
+    """
+    if not (swift.get("fsdp") and swift.get("use_cpu") is True and "RANK" in os.environ):
+        return
+    state: Any = importlib.import_module("accelerate.state")
+    make = state.AcceleratorState.__init__
+
+    def make_sharding(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        make(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type is state.DistributedType.MULTI_CPU:
+            if self.mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self.mixed_precision)
+            self.distributed_type = state.DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+
+    state.AcceleratorState.__init__ = make_sharding
 
 
 def keep_buffers_exact() -> None:

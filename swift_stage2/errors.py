@@ -62,6 +62,10 @@ class MatchingError(Stage2Error):
     """Boxes or settings that cannot be matched."""
 
 
+class StaleSample(Stage2Error):
+    """A sample older than the version window was about to be trained; only a bug lets it come so far."""
+
+
 class QueueClosed(Stage2Error):
     """The ready queue was closed by its owner."""
 
@@ -132,7 +136,7 @@ class WeightSyncError(Stage2Error):
 
 
 class WeightSyncHang(Stage2Error):
-    """A push did not return by its deadline, or a rank is lost to the others inside a round.
+    """A rank is lost to the others while all of them take part in a round: in a gather, a canary or a copy.
 
     It cannot be taken back: every rank exits with 70.
     """

@@ -1,7 +1,7 @@
 """Evaluation at one version: this rank's part, and the schedule that all ranks share, which adds the parts up.
 
-``RankEvaluation.ask`` belongs to the pipeline's thread, between productions; every answer that is counted is of the
-version that the evaluation began with, and nothing of it enters the stream that trains. ``PinnedEvaluation`` is the
+``RankEvaluation.ask`` and ``take`` belong to the pipeline's thread; every answer that is counted is of the version that
+the evaluation began with, and nothing of it enters the stream that trains. ``PinnedEvaluation`` is the
 learner's, on the main thread at every step: it begins, ends and collects at the same step on every rank, because every
 decision comes from agreed facts.
 """
@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST
 from swift_stage2.channel_b.preprocessing import Judged, Preprocessor
 from swift_stage2.channel_b.rollout_client import RolloutClient, Terms
 from swift_stage2.channel_b.rollout_client.trust import PERMUTED, permuting_servers
 from swift_stage2.channel_b.sample_source import read_sample, usable_rows
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.collectives import ControlGroup
+from swift_stage2.columns import COLUMNS
 from swift_stage2.config import DecodingConfig, Stage2Config
+from swift_stage2.detections.recorded import EvaluationKeeper, Scored, as_line, recorded_row
 from swift_stage2.errors import SampleError
 from swift_stage2.records import (
     BatchOutcome,
@@ -29,10 +33,10 @@ from swift_stage2.records import (
     Rollout,
     Sample,
     SampleKey,
-    Target,
 )
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule
 from swift_stage2.scheduling.feasibility_gate import GateOutcome
+from swift_stage2.servers.protocol import protect_from_abort
 from swift_stage2.telemetry.recorders import EvaluationRecorder
 
 MAX_ASKS = 3
@@ -44,11 +48,13 @@ _EPOCH = 2**31 - 1
 class _Progress:
     """One evaluation on this rank. Samples are numbers in this rank's share."""
 
-    version: int
+    terms: Terms
     waiting: deque[int]
     counts: EvaluationCounts
+    lines: list[str] = field(default_factory=list)
+    """Of a file of predictions, as answers come."""
     num_asks: Counter[int] = field(default_factory=Counter)
-    is_asking: bool = False  # for some that are not in ``waiting`` meanwhile
+    num_out: int = 0  # asked, and not in ``waiting`` meanwhile
     may_ask: bool = True
 
 
@@ -82,24 +88,32 @@ class RankEvaluation:
         self._make_request = make_request
         self._preprocessor = preprocessor
         self._decoding = replace(decoding, temperature=0.0)
+        self._columns = tuple(COLUMNS[name] for name in task.columns)  # it corrects no answer without them
         self._events = events
         self._nothing = EvaluationCounts(metrics=dict.fromkeys(task.metrics, (0.0, 0.0)))
         self._lock = threading.Lock()
         self._progress: _Progress | None = None
+        self._ended: Sequence[str] = ()
+
+    @property
+    def lines(self) -> str:
+        """Of the evaluation that ended last: a ``RecordedRow`` for each answer that is counted, and each failure."""
+        return "\n".join(self._ended)
 
     @property
     def is_finished(self) -> bool:
         """Whether this rank has nothing left to ask or to wait for."""
         with self._lock:
             progress = self._progress
-            return progress is None or not (progress.waiting or progress.is_asking)
+            return progress is None or not (progress.waiting or progress.num_out)
 
     def begin(self, version: int) -> None:
         """From now on ``ask`` has something to ask, under ``version`` only."""
         waiting = deque(range(len(self._keys)))
         counts = replace(self._nothing, num_wanted=len(waiting))
+        terms = Terms(self._decoding, self._events, self._columns, only_version=version)
         with self._lock:
-            self._progress = _Progress(version, waiting, counts)
+            self._progress = _Progress(terms, waiting, counts)
 
     def ask_no_more(self) -> None:
         """Samples that are asked at the moment still count; no other is asked before the next ``begin``."""
@@ -112,59 +126,80 @@ class RankEvaluation:
         """The counts until now. An answer that comes later is of no evaluation."""
         with self._lock:
             progress, self._progress = self._progress, None
-        return self._nothing if progress is None else progress.counts
+        if progress is None:
+            return self._nothing
+        self._ended = progress.lines
+        return progress.counts
 
-    def ask(self, max_prompts: int) -> bool:
-        """Asks for one batch, if something is to be asked; False when nothing came of it.
-
-        Raises:
-            FenceShutDown: the fence will never open again.
-        """
+    def ask(self, max_prompts: int) -> int:
+        """Asks for at most so many, if something is to be asked; how many that are."""
         with self._lock:
             progress = self._progress
             if progress is None or not progress.waiting:
-                return False
+                return 0
             numbers = [progress.waiting.popleft() for _ in range(min(max_prompts, len(progress.waiting)))]
-            progress.is_asking = True
+            progress.num_out += len(numbers)
         samples, requests, failed = self._read(numbers)
-        outcome = BatchOutcome()
-        targets: dict[int, Target] = {}
+        if failed:
+            self._take(progress, list(failed), {}, failed, was_asked=False)
         if samples:
-            terms = Terms(self._decoding, self._events, only_version=progress.version)
-            outcome = self._client.generate(samples, requests, terms)
-            failed |= {sample.key.position: reason for sample, reason in outcome.quarantined}
-            asked_for = [
-                rollout
-                for rollout in outcome.rollouts
-                if {span.version for span in rollout.spans} == {progress.version}
-            ]
-            self._judge(asked_for, targets, failed)
-        return self._take(progress, numbers, targets, failed, was_asked=outcome.num_posts > 0)
+            self._client.submit(samples, requests, progress.terms)
+        return len(samples)
+
+    def take(self, outcome: BatchOutcome) -> bool:
+        """Takes the outcome of some that were asked; False when nothing came of it."""
+        with self._lock:
+            progress = self._progress
+        if progress is None or outcome.terms is not progress.terms:
+            return False  # of one that has ended
+        failed = {sample.key.position: reason for sample, reason in outcome.quarantined}
+        numbers = [rollout.sample.key.position for rollout in outcome.rollouts]
+        numbers += [sample.key.position for sample in outcome.returned]
+        found: dict[int, tuple[Rollout, Judged]] = {}
+        asked_for = [
+            rollout
+            for rollout in outcome.rollouts
+            if {span.version for span in rollout.spans} == {progress.terms.only_version}
+        ]
+        self._judge(asked_for, found, failed)
+        return self._take(
+            progress,
+            [*numbers, *failed.keys() - set(numbers)],
+            found,
+            failed,
+            was_asked=outcome.num_posts > 0,
+        )
 
     def _read(self, numbers: Sequence[int]) -> tuple[list[Sample], list[dict[str, Any]], dict[int, str]]:
         samples, requests, failed = [], [], {}
         for number in numbers:
             try:
                 sample = read_sample(self._rows, self._task, self._keys[number])
-                requests.append(self._make_request(sample))
+                # A server installs new weights behind them, also where a round aborts rollouts.
+                requests.append(protect_from_abort(self._make_request(sample)))
                 samples.append(sample)
             except SampleError as error:
                 failed[number] = str(error)
         return samples, requests, failed
 
-    def _judge(self, rollouts: Sequence[Rollout], targets: dict[int, Target], failed: dict[int, str]) -> None:
+    def _judge(
+        self,
+        rollouts: Sequence[Rollout],
+        found: dict[int, tuple[Rollout, Judged]],
+        failed: dict[int, str],
+    ) -> None:
         if not rollouts:
             return
-        found = list(self._preprocessor.judge(rollouts))
-        permuting = permuting_servers(rollouts, found)
+        verdicts = list(self._preprocessor.judge(rollouts))
+        permuting = permuting_servers(rollouts, verdicts)
         for server in sorted(permuting):
             self._client.distrust(server, PERMUTED)
-        for rollout, judged in zip(rollouts, found, strict=True):
+        for rollout, judged in zip(rollouts, verdicts, strict=True):
             if rollout.server in permuting:
                 continue  # as if it had not answered
             number = rollout.sample.key.position
             if isinstance(judged, Judged):
-                targets[number] = judged.target
+                found[number] = rollout, judged
                 self._events.matched(rollout, judged.target, judged.space)
             else:
                 failed[number] = str(judged)
@@ -173,30 +208,42 @@ class RankEvaluation:
         self,
         progress: _Progress,
         numbers: Sequence[int],
-        targets: dict[int, Target],
+        found: dict[int, tuple[Rollout, Judged]],
         failed: dict[int, str],
         *,
         was_asked: bool,
     ) -> bool:
-        """Counts a batch, unless its evaluation has ended meanwhile."""
+        """Counts some, unless their evaluation has ended meanwhile."""
+        for number in numbers:
+            if number not in found and number not in failed:
+                progress.num_asks[number] += was_asked
+                if progress.num_asks[number] == MAX_ASKS:
+                    failed[number] = f"no answer to {MAX_ASKS} requests"
+        lines = [self._line(number, found.get(number)) for number in (*found, *failed)]
         with self._lock:
             if progress is not self._progress:
-                return bool(targets)
-            progress.is_asking = False
+                return bool(found)
+            progress.num_out -= len(numbers)
+            progress.lines += lines
             for number in numbers:
-                if number in targets:
-                    progress.counts = progress.counts.with_answer(targets[number])
-                elif number not in failed:
-                    progress.num_asks[number] += was_asked
-                    if progress.num_asks[number] == MAX_ASKS:
-                        failed[number] = f"no answer to {MAX_ASKS} requests"
-                    elif progress.may_ask:
-                        progress.waiting.append(number)  # behind what was not asked yet
+                if number in found:
+                    progress.counts = progress.counts.with_answer(found[number][1].target)
+                elif number not in failed and progress.may_ask:
+                    progress.waiting.append(number)  # behind what was not asked yet
             num_failed = progress.counts.num_failed + len(failed)
             progress.counts = replace(progress.counts, num_failed=num_failed)
         for number, message in sorted(failed.items()):
             self._events.given_up(self._keys[number].index, message)
-        return bool(targets or failed)
+        return bool(found or failed)
+
+    def _line(self, number: int, answer: tuple[Rollout, Judged] | None = None) -> str:
+        index = self._keys[number].index
+        row = self._rows[index]
+        try:
+            truth = answer[0].sample.truth if answer else self._task.read_truth(row)
+        except SampleError:
+            truth = None
+        return as_line(recorded_row(index, row, truth, answer))
 
 
 class PinnedEvaluation:
@@ -209,11 +256,18 @@ class PinnedEvaluation:
         *,
         control: ControlGroup,
         record: Callable[[EvaluationRecord], None],
+        record_scores: Callable[[Scored], None] | None = None,
+        keeper: EvaluationKeeper | None = None,
     ) -> None:
+        """``keeper`` gets all ranks' rows on rank 0; all ranks have one, or none."""
         self.part = part
         self._schedule = schedule
         self._control = control
         self._record = record
+        self._record_scores = record_scores
+        self._keeper = keeper
+        self.latest: EvaluationRecord | None = None
+        """That ended last, in this process."""
 
     @property
     def wanted(self) -> bool:
@@ -230,16 +284,19 @@ class PinnedEvaluation:
         self._schedule.resume(unfinished)
 
     def holds_round(self, step: int) -> bool:
-        """Whether the round that would fall due at ``step`` waits; once it cannot, what runs asks for no more."""
+        """True if the evaluation holds the round that is due or in transfer. When its time is over it stops asking."""
         held = self._schedule.holds_round(step)
-        if self._schedule.is_cut:
-            self.part.ask_no_more()
+        self._ask_no_more_if_cut()
         return held
 
     def observe(
         self, step: int, outcome: GateOutcome, *, version: int, has_server: bool, pending: bool
     ) -> None:
-        """Ends what has to end at ``step``, or begins what is due. ``pending``: a round is."""
+        """Ends what has to end at ``step``, or begins what is due. ``pending``: a round is, or is in transfer."""
+        if self._keeper is not None:
+            self._tell(self._keeper.finished())
+        self._schedule.observe_version(version)
+        self._ask_no_more_if_cut()
         reason = self._schedule.reason_to_end(
             step,
             wanted=outcome.evaluation_wanted,
@@ -258,14 +315,32 @@ class PinnedEvaluation:
         if (begun := self._schedule.begin_if_due(step, version, may_begin=may_begin)) is not None:
             self.part.begin(begun.version)
 
+    def close(self) -> None:
+        """Tells the scores that are still to come. May be called again."""
+        if self._keeper is not None:
+            self._tell(self._keeper.close())
+
+    def _tell(self, scored: Iterator[Scored]) -> None:
+        for each in scored:
+            if self._record_scores is not None:
+                self._record_scores(each)
+
+    def _ask_no_more_if_cut(self) -> None:
+        if self._schedule.is_cut:
+            self.part.ask_no_more()
+
     def _end(self, step: int, reason: EvaluationEnd) -> None:
         mine = self.part.end()
         counts = mine.decode(self._control.reduce_sum(mine.encode()))
         end = EvaluationEnd.COMPLETE if counts.is_whole else reason
         # The run that resumes asks an evaluation again that a stop has ended.
         ended = self._schedule.end(again=end is EvaluationEnd.TRAINING_ENDS)
-        record = EvaluationRecord(ended, step, end, counts)
-        self._record(record)
+        if self._keeper is not None:
+            parts = self._control.gather(self.part.lines)
+            if self._control.rank == 0:
+                self._keeper.take(ended, parts)
+        self.latest = EvaluationRecord(ended, step, end, counts)
+        self._record(self.latest)
 
 
 def make_evaluation(
@@ -279,9 +354,14 @@ def make_evaluation(
     control: ControlGroup,
     events: EvaluationRecorder,
     record: Callable[[EvaluationRecord], None],
+    record_scores: Callable[[Scored], None],
+    directory: Path | None,
     last_step: int,
 ) -> PinnedEvaluation | None:
-    """By the section ``stage2_ab.evaluation``; None when it is off. ``rows`` are the validation set's."""
+    """By the section ``stage2_ab.evaluation``; None when it is off. ``rows`` are the validation set's.
+
+    ``directory`` is where every evaluation leaves its rows; None keeps none.
+    """
     settings = config.stage2_ab.evaluation
     if not settings.every_steps:
         return None
@@ -307,4 +387,13 @@ def make_evaluation(
         events=events,
         usable=usable,
     )
-    return PinnedEvaluation(schedule, part, control=control, record=record)
+    written = config.stage2_ab.channel_b.target.dialect
+    dialect = written or str(getattr(task, "default_dialect", OBJECT_LIST.name))
+    return PinnedEvaluation(
+        schedule,
+        part,
+        control=control,
+        record=record,
+        record_scores=record_scores,
+        keeper=EvaluationKeeper(directory, DIALECTS[dialect]),
+    )

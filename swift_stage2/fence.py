@@ -19,7 +19,7 @@ from swift_stage2.errors import FenceShutDown, TicketTimeout
 
 @dataclass(frozen=True, slots=True)
 class InferTicket:
-    """Leave to have one ``/infer/`` call in flight; ``version`` names the weights that answer it."""
+    """Leave to have one ``/infer/`` call in flight; ``version`` names the weights that answer, unless a stamp does."""
 
     version: int
 

@@ -17,6 +17,7 @@ from swift_stage2.scheduling.step_plan import StepPlan
 
 Box = tuple[float, float, float, float]
 IntegerBox = tuple[int, int, int, int]
+Coordinates = tuple[int, ...]  # a box x1, y1, x2, y2 or a point x, y, in the template's coordinate space
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class Rollout:
     spans: tuple[VersionSpan, ...]
     log_probs: tuple[float, ...] | None = None
     seconds: float = 0.0
+    round_id: str | None = None  # that brought those weights; None where the server does not tell
 
     @property
     def version(self) -> int:
@@ -129,24 +131,32 @@ class PostFailure:
 
 @dataclass(frozen=True, slots=True)
 class BatchOutcome:
-    """The answer of ``RolloutClient.generate``; samples keep the order in which they were given."""
+    """The ends of samples that were asked together; they keep the order in which they were given."""
 
     rollouts: tuple[Rollout, ...] = ()
     returned: tuple[Sample, ...] = ()
     """To be asked again later, their attempts not counted up."""
     aborted: tuple[Rollout, ...] = ()
-    """Answers that the server aborted for a round, as far as they had come. Their samples are among ``returned``, and
-    are not aborted twice."""
+    """Answers as far as they had come when a server aborted them. Their samples are among ``returned``."""
+    partial: tuple[Rollout, ...] = ()  # aborted, and to be resumed: their samples are in no other field
     timed_out: tuple[Sample, ...] = ()
     """Those of ``returned`` that were asked alone and did not answer in time: perhaps too slow for ever."""
     quarantined: tuple[tuple[Sample, str], ...] = ()
     """Poisonous requests, each with its reason."""
-    suspects: Mapping[str, str] = field(default_factory=dict)
-    """Base URL → reason, for servers that became suspect since the last outcome."""
-    abandoned: Mapping[str, int] = field(default_factory=dict)
-    """Base URL → POSTs that their deadline ended."""
+    suspects: Mapping[str, str] = field(default_factory=dict)  # base URL → reason, since the last outcome
+    abandoned: Mapping[str, int] = field(default_factory=dict)  # base URL → POSTs that their deadline ended
     failures: tuple[PostFailure, ...] = ()
     num_posts: int = 0
+    seconds: float = 0.0
+    """At their place, waits for tickets included."""
+    terms: object = None
+    """As they were given to ``RolloutClient.submit``."""
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """All of them: each has one end."""
+        answered = (rollout.sample for rollout in self.rollouts)
+        return (*answered, *self.returned, *(sample for sample, _ in self.quarantined))
 
 
 class ObjectDropReason(StrEnum):
@@ -190,9 +200,9 @@ def match_ratios(
 class ObjectMatch:
     """The objects that a rollout found and those that there were, in the template's coordinate space."""
 
-    predicted: tuple[tuple[str, IntegerBox], ...]
-    truth: tuple[tuple[str, IntegerBox], ...]
-    pairs: tuple[tuple[int, int, float], ...]  # prediction, truth, IoU
+    predicted: tuple[tuple[str, Coordinates], ...]
+    truth: tuple[tuple[str, Coordinates], ...]
+    pairs: tuple[tuple[int, int, float], ...]  # prediction, truth, IoU or closeness
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +213,12 @@ class Target:
     token_ids: tuple[int, ...]
     weights: tuple[float, ...]  # one per token, for ``loss_scale``
     quality: MatchQuality
-    match: ObjectMatch | None = None  # None of a task without boxes
+    match: ObjectMatch | None = None  # None of a task without boxes or points
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """The task's own: an amount, and out of how much. An evaluation divides the sums of both."""
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # of ``Task.columns``
+    alternatives: tuple[tuple[int, int], ...] = ()  # (place, token) that is as right there; ascending
+    duplicates: tuple[tuple[int, int], ...] = ()  # (place, token) that would repeat an object; ascending
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +247,7 @@ class Pack:
     num_supervised_tokens: int
     capacity_tokens: int
     quality: tuple[MatchQuality, ...] = ()
+    versions: tuple[int, ...] = ()  # of the segments, one per key
 
     @property
     def fill_ratio(self) -> float:
@@ -261,8 +275,8 @@ class StepRecord:
 class ServerReport:
     """How one server fared in one round.
 
-    ``seconds`` by phase: begin, connect, push, acknowledge, prove; apart from these, during the push: pack
-    (checksums, and a cast where the server has other dtypes).
+    ``seconds`` by phase: begin, connect, push, turn (until other servers had installed), acknowledge, prove; apart from
+    these, during the push: pack (checksums, and a cast where the server has other dtypes).
     """
 
     proven: bool
@@ -271,22 +285,25 @@ class ServerReport:
     num_bytes: int
     seconds: dict[str, float]
     incarnation: str | None = None
+    transport: str = ""
+    """The weights' way: "shared_memory", "tcp" ("tcp (REASON)" if nothing was mapped), "disk", "gloo" or "nccl"."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """One round, as every rank learns of it."""
+    """One round, as every rank learns of it: once, or of a staged one as its servers prove the weights."""
 
     round_id: str
     version: int
     reports: dict[int, ServerReport] = field(default_factory=dict)
+    news: tuple[int, ...] = ()  # servers of whose report nobody had heard before
+    ended: bool = True
+    staged: bool = False  # servers answered with their old weights until they installed these
+    is_catch_up: bool = False  # the last round's weights, brought to servers that came late
     learner_fault: str | None = None
-    hung: str | None = None
-    seconds: float = (
-        0.0  # from its beginning until all ranks heard of its end: nothing was asked of its servers
-    )
+    seconds: float = 0.0  # from its beginning until all ranks heard of its end
     canary_seconds: float = 0.0
-    snapshot_seconds: float = 0.0  # gathering, merging and copying the weights; once for all servers
+    snapshot_seconds: float = 0.0  # of the main thread: gathering, merging, copying; once for all servers
 
     @property
     def proven(self) -> tuple[int, ...]:
@@ -302,7 +319,7 @@ class RoundOutcome:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RoundOutcome:
         reports = {int(server): ServerReport(**report) for server, report in data["reports"].items()}
-        return cls(**{**data, "reports": reports})
+        return cls(**{**data, "reports": reports, "news": tuple(data["news"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,8 +328,7 @@ class EvaluationCounts:
 
     num_wanted: int = 0
     num_answered: int = 0
-    num_failed: int = 0
-    """Given up: unreadable, poisonous, or without an answer after ``MAX_ASKS`` requests."""
+    num_failed: int = 0  # given up: unreadable, poisonous, or without an answer after ``MAX_ASKS`` requests
     num_truncated: int = 0
     num_predictions: int = 0
     num_ground_truth: int = 0

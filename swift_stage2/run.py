@@ -15,7 +15,9 @@ from typing import Any, Protocol, TypeVar
 from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.learner import ChannelB, StepDecision
+from swift_stage2.learner.server_requests import AddedServer
 from swift_stage2.process.watches import ProgressWatch
+from swift_stage2.records import EvaluationRecord
 from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.facade import Telemetry
 
@@ -68,6 +70,12 @@ class Stage2Run:
         self._watch = watch
         self._resumed_save_id: str | None = None
         self._switch_interval_before: float | None = None
+
+    @property
+    def latest_evaluation(self) -> EvaluationRecord | None:
+        """The evaluation on the servers that ended last in this process, equal on every rank."""
+        evaluation = self._channel_b.evaluation if self._channel_b is not None else None
+        return evaluation.latest if evaluation is not None else None
 
     def start(self) -> None:
         """Starts the background threads; from here on the main thread counts as busy unless it says otherwise."""
@@ -132,6 +140,11 @@ class Stage2Run:
             self._channel_b.source.load_state_dict(state["learner"]["source"])
             while self._channel_b.clock.current < state["learner"]["version"]:
                 self._channel_b.clock.advance()
+            for server in map(AddedServer.from_json, state["learner"].get("added_servers", ())):
+                if (
+                    server.address.base_url not in self._channel_b.base_urls
+                ):  # by now the configuration may name it
+                    self._channel_b.add(server)
             if self._channel_b.evaluation is not None:
                 self._channel_b.evaluation.resume(state["learner"].get("unfinished_evaluation"))
 

@@ -13,11 +13,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from swift_stage2.channel_b.dialects import coordinates_of
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
+from swift_stage2.config.device_shares import UTILIZATION, even_share
 from swift_stage2.config.launch import ServerEngine
-from swift_stage2.config.stage2_ab import SHIPPED_TASKS
-from swift_stage2.config.yaml_text import parse_yaml, write_yaml
+from swift_stage2.config.stage2_ab import DEFAULT_TASK
+from swift_stage2.config.yaml_text import key_values, parse_yaml, write_yaml
 from swift_stage2.dataset.command import lines_of_task
 from swift_stage2.dataset.files import local_files
 from swift_stage2.dataset.survey import survey
@@ -55,7 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for question in _QUESTIONS.values():
         question.check(options)
     write_starter(options)
-    engine, reason = _engine(_devices(options.rollout_gpus))
+    rollout = _devices(options.rollout_gpus)
+    engine, reason = _engine(rollout)
+    if shared := sorted(set(rollout) & set(_devices(options.learner_gpus))):
+        print(f"learner and servers share GPU {', '.join(map(str, shared))}; doctor tells whether both fit")
     print(f"servers run engine {engine}, because {reason}; launch.servers[].engine names another")
     for line in lines_of_task(options.task):
         print(line)
@@ -67,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write_starter(options: argparse.Namespace) -> None:
     """Writes the YAML after the configuration has taken it. Raises ConfigError or UserError; then nothing is left."""
     data = starter_config(options)
+    for word in options.set:
+        _set(data, word)
     try:
         config = bind(Stage2Config, data)
         if options.swift:  # names and values that init has not written itself
@@ -96,10 +103,11 @@ def starter_config(options: argparse.Namespace) -> dict[str, Any]:
         "gradient_accumulation_steps": _GRADIENT_ACCUMULATION_STEPS,
         **({} if learner else {"use_cpu": True, "ddp_backend": "gloo", "attn_impl": "sdpa"}),
         "add_version": False,  # so that the report, and a resume, find the run in output_dir itself
-        **_further(options.swift),
+        **key_values(options.swift),
     }
     swift |= {name: _absolute(swift[name]) for name in _PATHS if name in swift}
     ports = _free_ports(len(rollout) or 1)
+    shares = {gpu: even_share(1 + rollout.count(gpu)) for gpu in learner if gpu in rollout}
     return {
         "swift": swift,
         "stage2_ab": {"schedule": {"b_ratio": options.b_ratio}, "task": options.task},
@@ -110,9 +118,27 @@ def starter_config(options: argparse.Namespace) -> dict[str, Any]:
         },
         "launch": {
             "learner": {"nproc_per_node": len(learner) or 1, "devices": learner},
-            "servers": [_server([gpu], swift) for gpu in rollout] or [_server([], swift)],
+            "servers": [_server([gpu], swift, shares.get(gpu)) for gpu in rollout] or [_server([], swift)],
+            **({"share_devices": True} if shares else {}),
         },
     }
+
+
+def _set(data: dict[str, Any], word: str) -> None:
+    """Puts ``SECTION.KEY=VALUE`` in its place."""
+    path, equals, value = word.partition("=")
+    *sections, key = path.split(".")
+    if not equals or not all(map(str.isidentifier, (*sections, key))):
+        raise UserError(
+            f"--set must be SECTION.KEY=VALUE, got {word!r}; write it like --set rollout.max_resumes=1"
+        )
+    for name in sections:
+        data = data.setdefault(name, {})
+        if not isinstance(data, dict):
+            raise UserError(
+                f"--set must name a key of a section, got {word!r}, in which {name} is none; correct it"
+            )
+    data |= parse_yaml(f"{key}: {value}", f"--set {word}")
 
 
 def _absolute(value: Any) -> Any:
@@ -133,14 +159,16 @@ def _engine(devices: Sequence[int]) -> tuple[ServerEngine, str]:
     return ServerEngine.VLLM, "vLLM is installed here"
 
 
-def _server(devices: list[int], swift: dict[str, Any]) -> dict[str, Any]:
-    """Our server, told of the learner what decides how a prompt is read."""
+def _server(devices: list[int], swift: dict[str, Any], share: float | None = None) -> dict[str, Any]:
+    """Our server, told of the learner what decides how a prompt is read, and its part of a GPU that it shares."""
     engine, _ = _engine(devices)
     # On vLLM ms-swift's own parser reads the options, and they are spelt as the learner's.
     spelt = {
         key: key.replace("_", "-") if engine is ServerEngine.TRANSFORMERS else key for key in _OF_BOTH_SIDES
     }
     args = {option: swift[key] for key, option in spelt.items() if swift.get(key)}
+    if share is not None and engine is ServerEngine.VLLM:  # on transformers it takes what it needs
+        args[UTILIZATION] = share
     return {"engine": str(engine), "devices": devices, **({"args": args} if args else {})}
 
 
@@ -161,11 +189,10 @@ def _ask(options: argparse.Namespace, name: str) -> None:
 def _check_data(options: argparse.Namespace) -> None:
     if not options.data:
         raise UserError("--data must name a JSONL file, got nothing; write its path")
-    is_ours = options.task in SHIPPED_TASKS
     for argument, files in local_files({"dataset": [options.data]}).items():
         if files:
-            found = survey(files, judge_objects=is_ours)
-            refuse_faults(argument, found, "" if is_ours else f" --task {options.task}")
+            found = survey(files, num_coordinates=coordinates_of(options.task))
+            refuse_faults(argument, found, "" if options.task == DEFAULT_TASK else f" --task {options.task}")
 
 
 def _check_output(options: argparse.Namespace) -> None:
@@ -215,22 +242,6 @@ _QUESTIONS = {
 }
 
 
-def _further(words: Sequence[str]) -> dict[str, Any]:
-    """``KEY=VALUE`` options with the values read as YAML does."""
-    found: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key.isidentifier():
-            raise UserError(f"--swift must be KEY=VALUE, got {word!r}; write it like --swift tuner_type=full")
-        if key in found:
-            raise UserError(
-                f"--swift must name a key once, got {key} again with {word!r}; where the key takes several values, "
-                f"write them as one list: --swift '{key}=[A,B]'"
-            )
-        found |= parse_yaml(f"{key}: {value}", f"--swift {word}")
-    return found
-
-
 def _free_ports(number: int) -> list[tuple[int, int]]:
     """HTTP and group port of each server: the first that nobody here holds."""
     http, group = (
@@ -250,7 +261,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", metavar=question.metavar, help=question.text)
     parser.add_argument(
         "--task",
-        default=SHIPPED_TASKS[0],
+        default=DEFAULT_TASK,
         metavar="NAME",
         help="the meaning of answers (default %(default)s); one of your own needs --swift external_plugins=FILE.py",
     )
@@ -264,5 +275,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="KEY=VALUE",
         help="a further ms-swift training argument, as tuner_type=full or 'external_plugins=[a.py,b.py]'; "
         "may be given again with another KEY",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="any other key of the YAML by its whole path, as stage2_ab.channel_b.packing.packing_length=2048; may be "
+        "given again",
     )
     return parser.parse_args(argv)

@@ -5,13 +5,23 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 
 def write_whole(path: Path, text: str, *, errors: str = "strict") -> None:
-    """Writes ``text`` to ``path`` in one move; readers see the old file or the new one, and nothing is left beside it.
+    """Writes ``text`` to ``path`` as ``whole_file`` does. Raises OSError as it does."""
+    with whole_file(path, errors=errors) as file:
+        file.write(text)
 
-    A link is followed. Raises:
+
+@contextmanager
+def whole_file(path: Path, *, errors: str = "strict") -> Iterator[TextIO]:
+    """A file to write to that takes ``path``'s place in one move when the block ends well.
+
+    Readers see the old file or the new one, and nothing is left beside it. A link is followed. Raises:
         OSError: it cannot be written, or is a device or a pipe; what was there before is untouched.
     """
     path = path.resolve()
@@ -21,7 +31,7 @@ def write_whole(path: Path, text: str, *, errors: str = "strict") -> None:
     file = partial.open("x", encoding="utf-8", errors=errors)  # what cannot be begun leaves nothing to remove
     try:
         with file:
-            file.write(text)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

@@ -13,10 +13,12 @@ import torch
 from fake_rollout_server import FakeRolloutServer
 
 from swift_stage2.collectives import SingleRank
+from swift_stage2.weights import stock_transport
 from swift_stage2.weights import transport as weight_transport
+from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
-from swift_stage2.weights.transport import WeightTransport
+from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 LINEAR = torch.nn.Linear(2, 2)
 
@@ -55,14 +57,14 @@ def a_round_at_a_dropping_port(
     monkeypatch: pytest.MonkeyPatch, fake: FakeRolloutServer, transport: Callable[[], WeightTransport]
 ) -> None:
     """The round has 300 s, of which 240 for calls; it fails in the joining time, here 1 s, and names the port."""
-    monkeypatch.setattr(weight_transport, "_JOIN_TIMEOUT_S", 1.0)
+    for module in (weight_transport, stock_transport):
+        monkeypatch.setattr(module, "JOIN_TIMEOUT_S", 1.0)
     with fake as server, dropping_port() as port:
         sync = WeightSync(
-            [ServerEndpoint(server.url, port)],
             control=SingleRank(),
             export=WeightExport(LINEAR),
             canary=AnyCanary(),
-            make_transport=lambda info: transport(),
+            courier=ThreadCourier([ServerEndpoint(server.url, port)], lambda info: transport()),
             run_id="run",
             timeout_s=300.0,
             bucket_mib=1,

@@ -20,7 +20,7 @@ from typing import Any
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.servers import protocol
 
-LONGEST_WAIT_S = 20.0
+LONGEST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)

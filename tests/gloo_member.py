@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from swift_stage2.collectives import GlooCommunicator
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 60.0
 _NUM_ELEMENTS = 1 << 18
 
 

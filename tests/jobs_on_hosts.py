@@ -5,22 +5,29 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from network_hosts import Host
 from torchrun_job import ENVIRONMENT, MODEL, TEMPLATE, write_config
 
+from swift_stage2.telemetry.audit import audit_path
+from swift_stage2.telemetry.ledger import ledger_path
+from swift_stage2.telemetry.reading import read_audit, read_ledger
+
 TESTS = Path(__file__).resolve().parent
 HTTP_PORT, GROUP_PORT = 8000, 51216
-_START_S, _RUN_S = 300.0, 400.0
+_START_S, _RUN_S = 300.0, 900.0
+_DEADLINE_S = 240.0
 _PATHS = os.pathsep.join(str(path) for path in (TESTS, TESTS / "rollout_server"))
 
 
@@ -81,8 +88,51 @@ def two_ranks(learner: Host, directory: Path, rows: Path, address: Address, **se
     path.write_text(yaml.safe_dump(config))
     words = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "swift_stage2", "train", path]
     log = directory.with_suffix(".log")
-    status, output = ended(start(learner, log, words, RECORD_DIR=str(directory / "micro_steps")), log)
+    told = {"RECORD_DIR": str(directory / "micro_steps"), "INJECT": "*:1:await_packs"}
+    status, output = ended(start(learner, log, words, **told), log)
     assert status == 0, output[-3000:]
+
+
+class RunOnHost:
+    """Two ranks that train on one host, and their files meanwhile."""
+
+    def __init__(self, learner: Host, directory: Path, config: Path) -> None:
+        self.directory, self.log = directory, directory.with_suffix(".log")
+        words = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "swift_stage2", "train", config]
+        record = {"RECORD_DIR": str(directory / "micro_steps")}
+        self.torchrun = start(learner, self.log, words, **record)
+
+    def audit(self, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
+        """Rank 0's."""
+        path = audit_path(self.directory, 0)
+        records = read_audit(path) if path.exists() else []
+        return [each for each in records if each["kind"] == kind and each["time"] > since]
+
+    def ends(self, since: float) -> set[tuple[str, str]]:
+        """Base URL and how a POST to it has ended since then, of either rank."""
+        records = [record for rank in (0, 1) for record in read_ledger(ledger_path(self.directory, rank))]
+        return {
+            (record["server"], record["end"])
+            for record in records
+            if record["kind"] == "finished" and record["time"] > since
+        }
+
+    def answering(self, since: float) -> set[str]:
+        """Base URLs of servers that have answered either rank since then."""
+        return {server for server, end in self.ends(since) if end == "answered"}
+
+    def wait_until(self, holds: Callable[[], object], what: str) -> None:
+        end, pause = time.monotonic() + _DEADLINE_S, threading.Event()
+        while not holds():
+            told = self.log.read_text(errors="replace")[-3000:]
+            assert self.torchrun.poll() is None, f"training ended before {what}:\n{told}"
+            assert time.monotonic() < end, f"{what} did not come:\n{told}"
+            pause.wait(0.1)
+
+    def stop(self) -> tuple[int, str]:
+        """At a step boundary that all ranks agree on."""
+        psutil.Process(self.torchrun.pid).children()[0].send_signal(signal.SIGTERM)
+        return ended(self.torchrun, self.log)
 
 
 def audit(directory: Path, rank: int, kind: str) -> list[dict[str, Any]]:

@@ -23,10 +23,17 @@ DEADLINE_S = 600.0
 
 
 def write_launch_config(
-    directory: Path, rows: Path, address: dict[str, Any], server: dict[str, Any], **swift: Any
+    directory: Path,
+    rows: Path,
+    address: dict[str, Any],
+    server: dict[str, Any],
+    *,
+    record: bool = False,
+    **swift: Any,
 ) -> Path:
     """One rank and one server that is restarted when it fails; the run goes on until it is stopped."""
-    path = write_config(directory, rows, None, b_ratio=0.5, swift={"max_steps": 100_000, **swift})
+    swift = {"max_steps": 100_000, **swift}
+    path = write_config(directory, rows, None, b_ratio=0.5, swift=swift, record=record)
     config = yaml.safe_load(path.read_text())
     config["rollout"] = {
         "servers": [address],
@@ -41,7 +48,7 @@ def write_launch_config(
         "learner": {"nproc_per_node": 1, "shutdown_timeout_s": 60},
         "restart": {"policy": "on_failure", "max_restarts": 2, "backoff_s": 0.5},
     }
-    config["control_timeout_s"] = 180
+    config["control_timeout_s"] = 240
     path.write_text(yaml.safe_dump(config))
     return path
 
@@ -119,7 +126,7 @@ class LaunchedRun:
         for process in [*self.descendants(), *self.alive()]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=60)
 
     def num_b_steps(self) -> int:
         return sum(each["channel"] == "B" for each in self.audit("step"))

@@ -1,7 +1,8 @@
 """Several hosts on this machine: network namespaces around one switch, with names, hostnames and address of their own.
 
-As root only; tests that use it are marked ``namespaces``. File system and processes stay this machine's. However the
-context ends, namespaces, interfaces, files and the processes inside them are gone.
+As root only; tests that use it are marked ``namespaces``. The file system stays this machine's, and so do processes,
+unless they are asked for apart. However the context ends, namespaces, interfaces, files and the processes inside them
+are gone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -21,8 +23,8 @@ INTERFACE = "eth0"
 """Of every host."""
 
 _NAMES = Path("/etc/netns")  # what lies here is bound over /etc inside of a namespace: see ip-netns(8)
-_COMMAND_S = 30.0
-_END_S = 30.0
+_COMMAND_S = 60.0
+_END_S = 60.0
 _numbers = itertools.count()
 
 
@@ -34,10 +36,16 @@ class Host:
     address: str
     second_address: str
     namespace: str
+    switch: str
+    """The namespace of the switch that it is connected to."""
+    port: str
+    """The switch's end of its cable."""
+    own_processes: bool = False
 
     def command(self, words: Sequence[str | Path]) -> list[str]:
         """The command that runs ``words`` on this host."""
-        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name]
+        apart = ["--pid", "--fork", "--kill-child", "--mount-proc"] if self.own_processes else []
+        named = ["unshare", "--uts", *apart, "sh", "-c", 'hostname "$0" && exec "$@"', self.name]
         return ["ip", "netns", "exec", self.namespace, *named, *map(str, words)]
 
     def processes(self) -> list[psutil.Process]:
@@ -48,27 +56,60 @@ class Host:
         """As a firewall that drops: who connects from there hears nothing."""
         _ip("-n", self.namespace, "route", "add", "blackhole", f"{address}/32")
 
+    @contextlib.contextmanager
+    def slow(self, kbit_per_s: int) -> Iterator[None]:
+        """What other hosts send to it arrives at this rate meanwhile."""
+        of_port = ("dev", self.port, "root")
+        limit = ("tbf", "rate", f"{kbit_per_s}kbit", "burst", "32kbit", "latency", "400ms")
+        _run("tc", "-n", self.switch, "qdisc", "add", *of_port, *limit)
+        yield
+        _run("tc", "-n", self.switch, "qdisc", "del", *of_port)
+
+    @contextlib.contextmanager
+    def cut_off(self) -> Iterator[None]:
+        """Its cable is pulled meanwhile: nobody is told, packets are lost."""
+        _ip("-n", self.switch, "link", "set", self.port, "down")
+        yield
+        _ip("-n", self.switch, "link", "set", self.port, "up")
+
+    def received_bytes(self, port: int) -> int:
+        """By its connections to this port of its own that stand now."""
+        sockets = ("state", "established", "sport", "=", f":{port}")
+        told = _run("ip", "netns", "exec", self.namespace, "ss", "-Htin", *sockets)
+        return sum(map(int, re.findall(r"bytes_received:(\d+)", told)))
+
 
 @contextlib.contextmanager
-def network_hosts(*names: str, own_name_is_loopback: bool = False) -> Iterator[tuple[Host, ...]]:
+def network_hosts(
+    *names: str, own_name_is_loopback: bool = False, own_processes: Sequence[str] = ()
+) -> Iterator[tuple[Host, ...]]:
     """Hosts of these names in one network, 10.77.0.0/24, and in a second one, 10.78.0.0/24.
 
-    ``own_name_is_loopback``: a host takes its own name for 127.0.1.1, as a fresh Debian does.
+    ``own_name_is_loopback``: a host takes its own name for 127.0.1.1, as a fresh Debian does. The /proc of those
+    in ``own_processes`` shows no process of another host.
     """
-    number = next(_numbers)
+    mark = f"stage2-{os.getpid()}-{next(_numbers)}"
+    switch = f"{mark}-switch"
     hosts = [
-        Host(name, f"10.77.0.{index}", f"10.78.0.{index}", f"stage2-{os.getpid()}-{number}-{name}")
+        Host(
+            name,
+            f"10.77.0.{index}",
+            f"10.78.0.{index}",
+            f"{mark}-{name}",
+            switch,
+            f"port{index}",
+            own_processes=name in own_processes,
+        )
         for index, name in enumerate(names, start=1)
     ]
-    switch = f"stage2-{os.getpid()}-{number}-switch"
     try:
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "bridge0", "up", "type", "bridge")
-        for index, host in enumerate(hosts):
+        for host in hosts:
             _ip("netns", "add", host.namespace)
-            peer = f"port{index}"
-            _ip("-n", switch, "link", "add", peer, "type", "veth", "peer", INTERFACE, "netns", host.namespace)
-            _ip("-n", switch, "link", "set", peer, "master", "bridge0", "up")
+            peer = ("peer", INTERFACE, "netns", host.namespace)
+            _ip("-n", switch, "link", "add", host.port, "type", "veth", *peer)
+            _ip("-n", switch, "link", "set", host.port, "master", "bridge0", "up")
             for address in (host.address, host.second_address):
                 _ip("-n", host.namespace, "address", "add", f"{address}/24", "dev", INTERFACE)
             for interface in ("lo", INTERFACE):
@@ -115,5 +156,10 @@ def _processes(namespace: str) -> list[psutil.Process]:
 
 
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=_COMMAND_S, check=False)
-    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+    _run("ip", *words)
+
+
+def _run(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
+    return done.stdout

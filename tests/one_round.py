@@ -12,22 +12,25 @@ import torch
 from live_server import load_learner
 from test_weight_sync import GenerateCanary
 
-from swift_stage2.assembly import transport_for
 from swift_stage2.collectives import SingleRank
+from swift_stage2.weights.courier import ThreadCourier, transport_for
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
+from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.transport import ServerEndpoint
 
 
 def main(timeout_s: float, endpoints: list[ServerEndpoint]) -> None:
     torch.set_num_threads(1)
     module = load_learner(seed=1)
     for version, endpoint in enumerate(endpoints, start=1):
+        courier = ThreadCourier(
+            [endpoint], lambda info: transport_for(info, device=torch.device("cpu"), api_key=None)
+        )
         sync = WeightSync(
-            [endpoint],
             control=SingleRank(),
             export=WeightExport(module),
             canary=GenerateCanary(module),
-            make_transport=lambda info: transport_for(info, module, None),
+            courier=courier,
             run_id="run",
             timeout_s=timeout_s,
             bucket_mib=1,

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-_STANDS_BY_S = 30.0
+_STANDS_BY_S = 60.0
 _STOPPED = "T"
 
 

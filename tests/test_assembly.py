@@ -21,11 +21,11 @@ from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 from swift_stage2.learner import Learner
-from swift_stage2.preflight import servers
+from swift_stage2.preflight import checks, servers
 from swift_stage2.preflight.samples import check_samples, usable_samples
 from swift_stage2.preflight.servers import wait_for_servers
 from swift_stage2.run import SWITCH_INTERVAL_S, Stage2Run
-from swift_stage2.servers import protocol
+from swift_stage2.servers import protocol, vllm_serve
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def configure(tmp_path: Path) -> Callable[..., Stage2Config]:
             "rollout": {
                 "servers": [{"base_url": url, "group_port": 51216 + n} for n, url in enumerate(urls)],
                 "decoding": {"max_new_tokens": 100},
-                "start_timeout_s": 0.2,
+                "start_timeout_s": 60.0,
                 **rollout,
             },
         }
@@ -128,11 +128,11 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_server_is_named(configure: Callable[..., Stage2Config], server: FakeRolloutServer) -> None:
     missing = _closed_port()
-    config = configure(server.url, missing)
+    config = configure(server.url, missing, start_timeout_s=1.5)
     with pytest.raises(ServerUnavailable) as caught:
         wait_for_servers(config, SingleRank())
     message = str(caught.value)
-    assert "rollout.start_timeout_s=0.2" in message
+    assert "rollout.start_timeout_s=1.5" in message
     assert missing in message
     assert server.url not in message
     assert message.endswith("with a --host that this machine reaches, or correct rollout.servers")
@@ -144,7 +144,7 @@ def test_a_server_that_errs_until_the_time_is_over_is_missing(
 ) -> None:
     server.on_get = lambda call: Answer(status=503, body=b"loading")
     with pytest.raises(ServerUnavailable, match="status 503: loading"):
-        wait_for_servers(configure(server.url), SingleRank())
+        wait_for_servers(configure(server.url, start_timeout_s=2.0), SingleRank())
 
 
 def test_a_wrong_key_is_told_at_once_with_the_place_to_set_it(
@@ -162,7 +162,7 @@ def test_a_server_that_still_loads_its_model_is_waited_for(
     loading = protocol.ServerInfo(stock=False, incarnation="one", state="loading")
     server.on_get = lambda call: Answer(body=json.dumps(loading.to_json()).encode())
     with pytest.raises(ServerUnavailable, match="engine must be ready, got state=loading"):
-        wait_for_servers(configure(server.url), SingleRank())
+        wait_for_servers(configure(server.url, start_timeout_s=2.0), SingleRank())
 
 
 def test_a_server_that_comes_up_late_is_waited_for(
@@ -170,9 +170,26 @@ def test_a_server_that_comes_up_late_is_waited_for(
 ) -> None:
     stock = server.on_get
     server.on_get = lambda call: Answer(status=503) if len(server.calls) < 2 else stock(call)
-    wait_for_servers(configure(server.url, start_timeout_s=20.0), SingleRank())
+    wait_for_servers(configure(server.url, start_timeout_s=60.0), SingleRank())
     # That a server is stock is asked twice.
-    assert [call.path for call in server.calls] == [protocol.SERVER_INFO] * 3 + [protocol.WORLD_SIZE]
+    assert [call.path for call in server.calls] == [
+        protocol.SERVER_INFO,
+        *[protocol.SERVER_INFO, vllm_serve.WEIGHT_INFO] * 2,
+        protocol.WORLD_SIZE,
+    ]
+
+
+def test_a_server_that_is_silent_is_told_of_until_it_answers_and_holds_up_no_other_look(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "_WAIT_SLICE_S", 0.1)
+    told: list[list[str]] = []
+    with FakeRolloutServer() as late:
+        stock = late.on_get
+        late.on_get = lambda call: stock(call) if server.calls and told else Answer(status=503)
+        config = configure(late.url, server.url, start_timeout_s=60.0)
+        wait_for_servers(config, SingleRank(), tell_silent=lambda urls: told.append(list(urls)))
+        assert told == [[late.url], []]
 
 
 def test_another_program_is_no_stock_server(
@@ -190,7 +207,7 @@ def test_one_odd_answer_makes_no_server_a_stock_one(
     info = protocol.ServerInfo(stock=False, incarnation="one", state="serving")
     body = json.dumps(info.to_json()).encode()
     server.on_get = lambda call: Answer(status=404) if len(server.calls) < 2 else Answer(body=body)
-    assert wait_for_servers(configure(server.url), SingleRank()) == {server.url}
+    assert wait_for_servers(configure(server.url), SingleRank()).ours == {server.url}
 
 
 def test_a_server_that_cannot_abort_is_warned_of_where_it_should(
@@ -209,11 +226,63 @@ def test_a_server_that_cannot_abort_is_warned_of_where_it_should(
     assert len(warnings) == 1
 
 
+@pytest.mark.parametrize(
+    ("info", "told"),
+    [
+        (
+            None,
+            "stock swift rollout; serve with swift-stage2 rollout of this release, or write on_pending: wait",
+        ),
+        ({"can_abort": True}, "of an earlier release; serve with .*or write on_pending: abort"),
+        ({"can_abort": True, "resume": True}, None),
+    ],
+)
+def test_a_server_that_cannot_resume_is_refused_where_it_must(
+    configure: Callable[..., Stage2Config],
+    server: FakeRolloutServer,
+    info: dict[str, bool] | None,
+    told: str | None,
+) -> None:
+    if info is not None:
+        said = protocol.ServerInfo(stock=False, incarnation="one", state="serving", **info).to_json()
+        server.on_get = lambda call: Answer(body=json.dumps(said).encode())
+    config = configure(server.url, sync={"on_pending": "resume"})
+    if told is None:
+        assert wait_for_servers(config, SingleRank()).ours == {server.url}
+        return
+    with pytest.raises(ConfigError, match=f"on_pending: resume needs .*got {server.url}, .*{told}"):
+        wait_for_servers(config, SingleRank())
+
+
 def test_a_stock_server_needs_vllm_beside_the_learner(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "vllm_is_installed", lambda: False)
     with pytest.raises(ConfigError, match="vLLM must be installed beside the learner, got none; install it"):
+        wait_for_servers(configure(server.url), SingleRank())
+
+
+def test_a_plain_vllm_is_found_with_the_name_that_it_is_asked_by(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+) -> None:
+    answers = {
+        vllm_serve.WEIGHT_INFO: {"weight_version": "default"},
+        vllm_serve.MODELS: {"data": [{"id": "tiny"}]},
+    }
+    server.on_get = lambda call: (
+        Answer(body=json.dumps(answers[call.path]).encode()) if call.path in answers else Answer(status=404)
+    )
+    found = wait_for_servers(configure(server.url), SingleRank())
+    assert (found.ours, found.chat_models) == (set(), {server.url: "tiny"})
+
+
+def test_vllm_without_the_routes_of_a_round_is_refused_with_the_line_to_start_it_by(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+) -> None:
+    server.on_get = lambda call: (
+        Answer(body=b'{"version": "0.32.0"}') if call.path == "/version" else Answer(status=404)
+    )
+    with pytest.raises(ConfigError, match="VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"):
         wait_for_servers(configure(server.url), SingleRank())
 
 
@@ -243,7 +312,7 @@ def test_a_run_whose_other_host_has_another_file_does_not_start(
     with pytest.raises(
         ConfigError, match=r"got control_timeout_s=1800\.0 on rank 0 and 7\.0 on rank 1; give every"
     ):
-        _start(configure(_closed_port()), rows, tmp_path, _token_count)
+        _start(configure(_closed_port(), start_timeout_s=0.2), rows, tmp_path, _token_count)
 
 
 def test_a_run_without_its_server_does_not_start_and_leaves_nothing_open(
@@ -258,7 +327,7 @@ def test_a_run_without_its_server_does_not_start_and_leaves_nothing_open(
         assembly.Telemetry, "close", lambda telemetry: (closed.append(telemetry), close(telemetry))
     )
     with pytest.raises(ServerUnavailable):
-        _start(configure(_closed_port()), rows, tmp_path, _token_count)
+        _start(configure(_closed_port(), start_timeout_s=0.2), rows, tmp_path, _token_count)
     assert len(closed) == 1
 
 
@@ -281,11 +350,11 @@ def _told_of(*settings: dict[str, Any]) -> str:
     """What both ranks are told of the settings that each of them has read; "" if these agree."""
     control = TwoHosts()
     for mine in settings:
-        assembly.refuse_differing_settings({"control_timeout_s": 10.0} | mine, control)
+        checks.refuse_differing_settings({"control_timeout_s": 10.0} | mine, control)
     told = []
     for mine in settings:
         try:
-            assembly.refuse_differing_settings({"control_timeout_s": 10.0} | mine, control)
+            checks.refuse_differing_settings({"control_timeout_s": 10.0} | mine, control)
             told.append("")
         except ConfigError as error:
             told.append(str(error))
@@ -496,7 +565,7 @@ def test_an_evaluation_that_had_not_ended_is_resumed(
     )
     try:
         part = channel_bs[0].evaluation.part
-        assert given["ask_evaluation"] == part.ask
+        assert (given["ask_evaluation"], given["take_evaluated"]) == (part.ask, part.take)
         part.begin(1)
         assert part.end().num_wanted == 3, "there are no more rows"
         state = json.loads(json.dumps(run.checkpoint(step=7)))

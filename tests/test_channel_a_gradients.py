@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from transformers import TrainerCallback
 
 from swift_stage2 import Stage2Trainer
 from swift_stage2.channel_b.targets import TokenGroup
+from swift_stage2.config import MissedOrder
 from swift_stage2.records import Segment
+from swift_stage2.run_directory.lock import is_held
 
 Gradients = dict[str, torch.Tensor]
 
@@ -95,18 +98,34 @@ def trainer(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Stage2
         freeze_vit=False,
         learning_rate=0.0,
     )
+    trainer.add_callback(_Held())
     trainer.train()
     return trainer
 
 
+class _Held(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.is_held = is_held(Path(args.output_dir))
+
+
+def test_the_directory_is_held_while_it_is_trained_in(trainer: Stage2Trainer) -> None:
+    """Whoever follows the run sees there that it goes on, also without ``train`` around it."""
+    (told,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, _Held)]
+    assert told.is_held
+    assert not is_held(Path(trainer.args.output_dir))
+
+
 @pytest.fixture(scope="module")
 def segments(trainer: Stage2Trainer, rows: list[dict[str, Any]]) -> list[Segment]:
+    return _segments(trainer, rows, MissedOrder.GIVEN)
+
+
+def _segments(trainer: Stage2Trainer, rows: list[dict[str, Any]], missed_order: MissedOrder) -> list[Segment]:
     """Three segments with four different weights per token, one of them zero."""
     weights = {TokenGroup.STRUCTURE: 0.0, TokenGroup.MISSED_LABEL: 2.0, TokenGroup.CLOSURE: 0.5}
     encoder = make_encoder(trainer.template)
-    return [
-        segment_of(encoder, make_task(weights=weights), sample_of(row, n)) for n, row in enumerate(rows[:3])
-    ]
+    task = make_task(weights=weights, missed_order=missed_order)
+    return [segment_of(encoder, task, sample_of(row, n)) for n, row in enumerate(rows[:3])]
 
 
 def _step(trainer: Stage2Trainer, batch: dict[str, Any], num_items: int) -> tuple[float, Gradients]:
@@ -116,10 +135,11 @@ def _step(trainer: Stage2Trainer, batch: dict[str, Any], num_items: int) -> tupl
     return float(loss), _gradients(trainer.model)
 
 
+@pytest.mark.parametrize("missed_order", [MissedOrder.GIVEN, MissedOrder.ANY])
 def test_a_packs_gradient_is_the_sum_of_its_segments_gradients(
-    trainer: Stage2Trainer, segments: list[Segment]
+    trainer: Stage2Trainer, rows: list[dict[str, Any]], missed_order: MissedOrder
 ) -> None:
-    encoder = make_encoder(trainer.template)
+    segments, encoder = _segments(trainer, rows, missed_order), make_encoder(trainer.template)
     num_items = sum(segment.num_supervised_tokens for segment in segments)
     pack_loss, packed = _step(trainer, encoder.collate(segments), num_items)
     singles = [_step(trainer, encoder.collate([segment]), num_items) for segment in segments]
@@ -131,6 +151,32 @@ def test_a_packs_gradient_is_the_sum_of_its_segments_gradients(
         torch.testing.assert_close(
             gradient, total, rtol=1e-4, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def test_columns_change_no_loss_and_reach_it_beside_their_labels_in_their_own_dtype(
+    trainer: Stage2Trainer, segments: list[Segment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where DeepSpeed's plugin casts what is prepared, and only the supervised places are kept."""
+    batch = make_encoder(trainer.template).collate(segments)
+    marked = batch["labels"] * -0.001  # a value tells its label
+    seen: set[str] = set()  # by the model, which would take any name
+    hook = trainer.model.register_forward_pre_hook(lambda *call: seen.update(call[-1]), with_kwargs=True)
+    assert _step(trainer, {**batch, "log_probs": marked}, 9)[0] == _step(trainer, batch, 9)[0]
+    hook.remove()
+    assert "pixel_values" in seen
+    assert "log_probs" not in seen
+    casting = SimpleNamespace(hf_ds_config=SimpleNamespace(dtype=lambda: torch.bfloat16))
+    state = SimpleNamespace(deepspeed_plugin=casting)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "is_deepspeed_enabled", True)
+        patch.setattr(trainer, "accelerator", SimpleNamespace(state=state))
+        prepared = trainer._prepare_inputs({**batch, "log_probs": marked})
+    labels, column = prepared["labels"], prepared["log_probs"]
+    assert (labels.shape, prepared["loss_scale"].dtype) == (column.shape, torch.bfloat16)
+    assert labels.numel() < batch["labels"].numel()
+    kept = labels != -100
+    assert kept.any()
+    assert torch.equal(column[kept], labels[kept] * -0.001)
 
 
 def test_the_number_of_items_is_that_of_supervised_tokens(
@@ -170,3 +216,26 @@ def test_the_loss_is_the_weighted_cross_entropy_over_the_number_of_items(
                 total -= weight * float(log_probabilities[place - 1, token])
     loss, _ = _step(trainer, make_encoder(trainer.template).collate(segments), 37)
     assert loss == pytest.approx(total / 37, rel=1e-4)
+
+
+def test_a_pack_without_an_order_trains_the_summed_probability_of_what_may_come(
+    trainer: Stage2Trainer, rows: list[dict[str, Any]]
+) -> None:
+    """Against a sum over the model's own logits of the whole pack, token by token."""
+    encoder, task = make_encoder(trainer.template), make_task(missed_order=MissedOrder.ANY)
+    batch = encoder.collate([segment_of(encoder, task, sample_of(row, n)) for n, row in enumerate(rows[:3])])
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "pixel_values", "image_grid_thw")}
+    with torch.no_grad():
+        trainer.model.eval()
+        log_probs = torch.log_softmax(trainer.model(**inputs, use_cache=False).logits[0].double(), dim=-1)
+        trainer.model.train()
+    right: dict[int, list[int]] = {
+        place: [label] for place, label in enumerate(batch["labels"][0].tolist()) if label != -100
+    }
+    for place, token in batch["alternatives"].tolist():
+        right[place].append(token)
+    assert max(map(len, right.values())) > 2
+    losses = [-torch.logsumexp(log_probs[place - 1, tokens], dim=0) for place, tokens in right.items()]
+    assert trainer.packed_loss(batch) == pytest.approx(float(sum(losses)), rel=1e-5)
+    without = {name: value for name, value in batch.items() if name != "alternatives"}
+    assert trainer.packed_loss(batch) < trainer.packed_loss(without)

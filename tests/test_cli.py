@@ -406,7 +406,7 @@ def test_launch_refuses_a_number_of_ranks_that_is_none(
     with pytest.raises(SystemExit) as end:
         cli.main(["launch", "x.yaml", f"--nproc-per-node={number}"])
     assert end.value.code == 2
-    assert f"must be a number of ranks, at least 1, got '{number}'" in capsys.readouterr().err
+    assert f"must be a whole number, at least 1, got '{number}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["rollout", "merge"])
@@ -423,3 +423,12 @@ def test_credentials_of_an_upstream_are_not_echoed(capsys: pytest.CaptureFixture
     error = capsys.readouterr().err
     assert "credentials" in error
     assert "hush" not in error
+
+
+def test_a_line_break_in_an_option_leaves_the_error_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["evaluate", "--data", "val.jsonl", "--model", "m", "--no-such\nthing"])
+    *usage, error = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
+    assert error == "swift-stage2 evaluate: error: unrecognized arguments: --no-such thing"
+    assert all(line.startswith(("usage: ", " ")) for line in usage)

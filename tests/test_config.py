@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from swift_stage2.config import ServerConfig, ServerProcess, Stage2Config, StarvationAction, load_config
 from swift_stage2.config.binding import bind
+from swift_stage2.config.stage2_ab import PrefetchConfig
 from swift_stage2.config.swift_arguments import UNSUPPORTED, as_argv, refuse_unknown_names
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import ConfigError, UserError
@@ -63,8 +64,8 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
     config = load(tmp_path, BASE)
     channel_b, rollout = config.stage2_ab.channel_b, config.rollout
     prefetch = channel_b.prefetch
-    assert (prefetch.queue_limit, prefetch.version_window, prefetch.sync_every_steps) == (8, 2, 4)
-    assert (prefetch.prefetch_target_packs, prefetch.min_ready_tokens, prefetch.max_attempts) == (4, 0, 3)
+    assert (prefetch.queue_limit, prefetch.version_window, prefetch.sync_every_steps) == (None, 2, 4)
+    assert (prefetch.prefetch_target_packs, prefetch.min_ready_tokens, prefetch.max_attempts) == (None, 0, 3)
     assert prefetch.redraw_dropped is True
     assert (channel_b.packing.packing_length, channel_b.packing.packing_min_fill_ratio) == (4096, 0.65)
     assert (channel_b.matching.iou_threshold, channel_b.matching.top_k, channel_b.matching.same_label) == (
@@ -72,7 +73,9 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
         10,
         False,
     )
-    assert (channel_b.target.dialect, channel_b.on_pipeline_failure) == ("object_list", "raise")
+    assert (channel_b.target.dialect, config.stage2_ab.dialect) == (None, "object_list")
+    assert channel_b.on_pipeline_failure == "raise"
+    assert channel_b.matching.max_distance == 0.05
     assert channel_b.max_truncated_ratio == 0.3
     assert (config.stage2_ab.starvation.action, config.stage2_ab.starvation.grace_steps) == ("warn", 200)
     assert rollout.servers == (ServerConfig(base_url="http://127.0.0.1:8000", group_port=51216),)
@@ -93,10 +96,14 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
         (f"{PREFETCH}.sync_every_steps", 0, ["sync_every_steps=0", "at least 1"]),
         (f"{PREFETCH}.prefetch_target_packs", 0, ["prefetch_target_packs=0", "at least 1"]),
         (f"{PREFETCH}.prefetch_target_packs", 9, ["prefetch_target_packs=9", "queue_limit=8", "queue_limit: 9"]),
+        (PREFETCH, {"queue_limit": 4, "prefetch_target_packs": 5}, ["prefetch_target_packs=5", "queue_limit=4"]),
+        (f"{PREFETCH}.queue_limit", 3, ["B could never run", "gradient_accumulation_steps=4", "queue_limit=3"]),
         (f"{PREFETCH}.prefetch_target_packs", 2, ["B could never run", "gradient_accumulation_steps=4", "=2"]),
         (f"{PREFETCH}.max_attempts", 0, ["max_attempts=0"]),
+        (f"{PREFETCH}.max_rollouts_per_version", 0, ["max_rollouts_per_version=0", "at least 1", "leave it out"]),
+        (f"{PREFETCH}.max_rollouts_per_version", 3, ["B could never run", "gradient_accumulation_steps=4 packs of a "
+         "sample or more", "max_rollouts_per_version=3", "max_rollouts_per_version: 4 or more"]),
         ("rollout.max_inflight_per_server", 4097, ["max_inflight_per_server=4097", "at most 4096"]),
-        ("swift.gradient_accumulation_steps", 5, ["B could never run", "=5", "prefetch_target_packs=4"]),
         ("swift.gradient_accumulation_steps", 0, ["gradient_accumulation_steps=0", "at least 1"]),
         ("swift.gradient_accumulation_steps", "4", ["gradient_accumulation_steps='4'", "integer"]),
         (PREFETCH, {"version_window": 0, "sync_every_steps": 1}, ["version_window=0", "sync_every_steps=1", "fresh"]),
@@ -111,9 +118,10 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
         ("rollout.request_timeout_s", None, ["request_timeout_s=None", "a number"]),
         ("rollout.start_timeout_s", -3, ["start_timeout_s=-3.0"]),
         ("rollout.sync.timeout_s", 0, ["timeout_s=0.0", "rollout.sync"]),
-        ("rollout.sync.mode", "delta", ["mode='delta'", "full"]),
+        ("rollout.sync.mode", "delta", ["mode='delta'; write full"]),
+        ("stage2_ab.mode", "sync", ["must be async or inline, got mode='sync'; write one of them"]),
         ("control_timeout_s", 0, ["control_timeout_s=0.0"]),
-        ("control_timeout_s", 539, ["control_timeout_s=539", "300 + 240", "540 or more"]),
+        ("control_timeout_s", 929, ["control_timeout_s=929", "3 * (300 + 10)", "930 or more"]),
         ("rollout.servers", [], ["rollout.servers", "b_ratio=0.25", "b_ratio: 0"]),
         ("rollout.servers", [{"base_url": "127.0.0.1:8000"}], ["base_url='127.0.0.1:8000'", "http://"]),
         ("rollout.servers", [{"base_url": "http://h"}], ["base_url='http://h'", "server's port", "port 80", ":8000"]),
@@ -121,7 +129,9 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
         ("rollout.servers", [{"base_url": "http://h:8000/x"}], ["base_url", "scheme, host and port only"]),
         ("rollout.servers", [{"base_url": "http://h:99999"}], ["base_url='http://h:99999'"]),
         ("rollout.servers", [{"group_port": 5}], ["rollout.servers[0].base_url is required"]),
-        ("rollout.servers", [{"base_url": "http://h:1", "group_port": 1}], ["group_port=1", "must differ"]),
+        ("rollout.servers", [{"base_url": "http://h:1", "group_port": 80}],
+         ["rollout.servers[0]: group_port must be in the range 1024..65535", "group_port=80; write 29600"]),
+        ("rollout.servers", [{"base_url": "http://h:1024", "group_port": 1024}], ["group_port=1024", "must differ"]),
         (
             "rollout.servers",
             [{"base_url": "http://h:1", "group_host": "tcp://h"}],
@@ -175,13 +185,78 @@ def test_refused_values_are_named_with_range_and_remedy(
         assert part in message
 
 
-def test_a_stock_server_that_launch_starts_cannot_be_asked_to_abort(tmp_path: Path) -> None:
-    data = changed("rollout.sync.on_pending", "abort")
+@pytest.mark.parametrize("on_pending", ["abort", "resume"])
+def test_a_stock_server_that_launch_starts_cannot_be_asked_to_abort(tmp_path: Path, on_pending: str) -> None:
+    data = changed("rollout.sync.on_pending", on_pending)
     message = refusal(tmp_path, data | {"launch": {"servers": [{"engine": "swift"}]}})
     for part in (
-        "on_pending: abort needs",
+        f"on_pending: {on_pending} needs",
         "launch.servers[0].engine='swift'",
         "on_pending: wait, or engine: vllm",
+    ):
+        assert part in message
+    load(tmp_path, data | {"launch": {"servers": [{"engine": "vllm"}]}})
+    load(tmp_path, data | {"launch": {"servers": []}})
+
+
+def test_a_rollout_is_resumed_no_oftener_than_its_tokens_stay_fresh(tmp_path: Path) -> None:
+    data = changed("rollout.sync.on_pending", "resume")
+    assert load(tmp_path, data).max_resumes == 2, "the version window"
+    data["rollout"]["max_resumes"] = 1
+    assert load(tmp_path, data).max_resumes == 1
+    data["rollout"]["max_resumes"] = 3
+    assert "max_resumes=3 version_window=2; write max_resumes: 2" in refusal(tmp_path, data)
+    data["stage2_ab"]["channel_b"] = {"prefetch": {"version_window": 0}}
+    assert "on_pending: resume needs version_window of at least 1" in refusal(tmp_path, data)
+    del data["stage2_ab"]["channel_b"]
+    data["rollout"]["max_resumes"] = -1
+    assert "max_resumes must be at least 0, got max_resumes=-1; 0 waits" in refusal(tmp_path, data)
+    aborting = changed("rollout.sync.on_pending", "abort")
+    assert load(tmp_path, aborting).max_resumes is None
+    aborting["rollout"]["max_resumes"] = 1
+    assert "max_resumes needs rollout.sync.on_pending: resume, got max_resumes=1" in refusal(
+        tmp_path, aborting
+    )
+
+
+@pytest.mark.parametrize(
+    ("sync", "told"),
+    [
+        (
+            {"transport": "disk"},
+            "transport: disk and disk_directory must be written together, got transport='disk'",
+        ),
+        (
+            {"disk_directory": "/w"},
+            "got transport='auto' disk_directory='/w'; write both, the directory like /shared/weights",
+        ),
+        (
+            {"transport": "disk", "disk_directory": "weights"},
+            "disk_directory must be an absolute path, because learner and servers may work in other directories",
+        ),
+        ({"transport": "disk", "disk_directory": "/w", "disk_keep": 0}, "disk_keep must be at least 1"),
+    ],
+)
+def test_the_directory_of_weights_is_named_in_full_and_with_its_transport(
+    tmp_path: Path, sync: dict[str, Any], told: str
+) -> None:
+    assert told in refusal(tmp_path, changed("rollout.sync", sync))
+    loaded = load(tmp_path, changed("rollout.sync", {"transport": "disk", "disk_directory": "/w"}))
+    assert (loaded.rollout.sync.disk_directory, loaded.rollout.sync.disk_keep) == ("/w", 2)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "disk"])
+def test_a_stock_server_that_launch_starts_reads_no_memory_and_no_directory(
+    tmp_path: Path, transport: str
+) -> None:
+    data = changed("rollout.sync.transport", transport)
+    if transport == "disk":
+        data["rollout"]["sync"]["disk_directory"] = "/shared/weights"
+    message = refusal(tmp_path, data | {"launch": {"servers": [{"engine": "swift"}]}})
+    for part in (
+        f"{transport} needs servers of ours",
+        "launch.servers[0].engine='swift'",
+        "transport: auto",
     ):
         assert part in message
     load(tmp_path, data | {"launch": {"servers": [{"engine": "vllm"}]}})
@@ -195,6 +270,9 @@ def test_a_stock_server_that_launch_starts_cannot_be_asked_to_abort(tmp_path: Pa
         ("stage2_abc", {}, ["top level", "'stage2_ab'"]),
         ("b_ratio", 0.5, ["belongs at 'stage2_ab.schedule.b_ratio'"]),
         ("rollout.temperature", 0.5, ["belongs at 'rollout.decoding.temperature'"]),
+        ("rollout.timeout_s", 5, ["belongs at 'rollout.sync.timeout_s'"]),  # though near to start_timeout_s
+        ("engine", "vllm", ["belongs at 'launch.servers[].engine'"]),
+        ("rollout.mode", "inline", ["belongs at 'stage2_ab.mode' or 'rollout.sync.mode'"]),
         ("rollout.servers", [{"base_ulr": "http://h:1"}], ["rollout.servers[0]", "did you mean 'base_url'"]),
         ("rollout.sync.qqqq", 1, ["'qqqq'", "its keys are", "bucket_mib"]),
         ("temperature", 0.5, ["temperature is retired", "rollout.decoding.temperature"]),
@@ -254,7 +332,11 @@ def test_a_misspelt_key_is_refused_at_every_level(tmp_path: Path, place: str, ke
             "0.25",
             "a number, got b_ratio='0.25'; write for example b_ratio: 0.5",
         ),
-        ("rollout.api_key_env", 7, "a text, got api_key_env=7; write for example api_key_env: 'text'"),
+        (
+            "rollout.api_key_env",
+            7,
+            "a text, got api_key_env=7; write for example api_key_env: 'SWIFT_ROLLOUT_API_KEY'",
+        ),
         ("rollout.servers", {"base_url": "http://h:1"}, "write for example servers: [{base_url: …}]"),
         (
             "rollout.servers",
@@ -266,11 +348,17 @@ def test_a_misspelt_key_is_refused_at_every_level(tmp_path: Path, place: str, ke
         (
             "launch.learner",
             {"devices": [0, "1"]},
-            "or names GPU-… or MIG-…, got devices=[0, '1']; write numbers without quotes",
+            "or names GPU-… or MIG-…, got devices=[0, '1']; write each once, and numbers without quotes",
         ),
         ("launch.learner.devices", [0, 1.5], "an integer, got devices[1]=1.5; write for example the entry 4"),
         ("launch.learner.devices", 0, "write for example devices: [4]"),
-        ("rollout.sync.on_pending", 3, "wait or abort, got on_pending=3; write for example on_pending: wait"),
+        ("rollout.sync.on_pending", 3, "wait or abort or resume, got on_pending=3; write one of them"),
+        (
+            "rollout.sync.straggler_s",
+            "60s",
+            "a number, got straggler_s='60s'; write for example straggler_s: 60",
+        ),
+        ("rollout.sync.transport", "TCP", "got transport='TCP'; did you mean 'tcp'?"),
         ("stage2_ab.starvation.action", "wran", "did you mean 'warn'"),
         ("stage2_ab.channel_b.target.dialect", "object_lst", "did you mean 'object_list'"),
     ],
@@ -279,6 +367,23 @@ def test_wrong_types_are_refused_with_their_place(tmp_path: Path, path: str, val
     message = refusal(tmp_path, changed(path, value))
     assert wanted in message
     assert path in message
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "beside"),
+    [
+        ("rollout", "max_resumes", BASE["rollout"] | {"sync": {"on_pending": "resume"}}),
+        ("rollout.sync", "disk_directory", {"transport": "disk"}),
+        ("launch.learner", "node_rank", {}),
+        ("launch.learner", "rdzv_endpoint", {"nnodes": 2}),
+    ],
+)
+def test_the_example_for_a_wrong_type_is_taken(
+    tmp_path: Path, section: str, key: str, beside: dict[str, Any]
+) -> None:
+    message = refusal(tmp_path, changed(section, beside | {key: ["two"]}))
+    example = yaml.safe_load(message.partition("; write for example ")[2])
+    load(tmp_path, changed(section, beside | example))
 
 
 def test_an_integer_may_stand_for_a_float(tmp_path: Path) -> None:
@@ -336,6 +441,16 @@ def test_unsupported_arguments_are_refused_with_a_reason(tmp_path: Path, rule: A
         assert part in message
 
 
+@pytest.mark.parametrize("target", [{"missed_order": "any"}, {"weights": {"duplicate": 0.5}}])
+@pytest.mark.parametrize(("key", "value"), [("enable_dft_loss", True), ("loss_type", "mine")])
+def test_two_losses_are_refused(tmp_path: Path, key: str, value: Any, target: Any) -> None:
+    data = changed(f"swift.{key}", value)
+    assert load(tmp_path, data).swift[key] == value
+    data["stage2_ab"]["channel_b"] = {"target": target}
+    for part in (f"swift.{key}", "missed_order: any", "weights.duplicate", repr(value)):
+        assert part in refusal(tmp_path, data)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -352,10 +467,46 @@ def test_unsupported_arguments_are_refused_with_a_reason(tmp_path: Path, rule: A
         ("group_by_length", True),
         ("quant_bits", None),
         ("fsdp", ""),
+        ("fsdp", "fsdp2"),
+        ("fsdp", {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}),
+        ("fsdp", {"_comment": "no offload", "fsdp": "full_shard", "fsdp_config": {"offload_params": False}}),
     ],
 )
 def test_harmless_values_of_the_same_arguments_are_accepted(tmp_path: Path, key: str, value: Any) -> None:
     assert load(tmp_path, changed(f"swift.{key}", value)).swift[key] == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "full_shard",
+        "mine.json",
+        {"fsdp_config": {"fsdp_version": 1}},
+        {"fsdp_config": {"version": 1}},
+        {"fsdp": "full_shard auto_wrap offload"},
+        {"fsdp_config": {"fsdp_version": 2, "cpu_offload": True}},
+        {"fsdp_config": {"fsdp_version": 2, "offload_params": True}},
+    ],
+)
+def test_of_fsdp_only_the_second_version_is_taken_and_never_offloaded(tmp_path: Path, value: Any) -> None:
+    assert "write fsdp: fsdp2" in refusal(tmp_path, changed("swift.fsdp", value))
+
+
+@pytest.mark.parametrize(("key", "value"), [("deepspeed", "zero3"), ("save_only_model", True)])
+def test_fsdp_stands_alone(tmp_path: Path, key: str, value: Any) -> None:
+    data = changed("swift.fsdp", "fsdp2")
+    data["swift"] |= {key: value, "tuner_type": "full"}
+    assert f"ms-swift takes swift.fsdp or swift.{key}, not both, got {key}=" in refusal(tmp_path, data)
+
+
+@pytest.mark.parametrize(("tuner", "is_refused"), [("lora", True), (None, True), ("full", False)])
+def test_an_adapter_is_not_resumed_under_fsdp2(tmp_path: Path, tuner: str | None, is_refused: bool) -> None:
+    data = changed("swift.fsdp", "fsdp2")
+    data["swift"] |= {"resume_from_checkpoint": "run/checkpoint-6"} | ({"tuner_type": tuner} if tuner else {})
+    if is_refused:
+        assert "resume_from_checkpoint is not supported with LoRA under FSDP2" in refusal(tmp_path, data)
+    else:
+        load(tmp_path, data)
 
 
 def test_a_queue_that_outlives_its_packs_is_warned_about_with_the_useful_limit(tmp_path: Path) -> None:
@@ -397,7 +548,34 @@ def test_the_useful_queue_limit_is_exact(
     rules = bind(Stage2Config, data).inequalities(accumulation)
     (useful,) = [rule for rule in rules if rule.name == "useful limit"]
     assert useful.numbers.endswith(f"= {expected}")
-    assert useful.holds == (expected >= 8)
+    assert useful.holds == (expected >= 8), "a derived limit above 8 is of use"
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "b_ratio", "accumulation", "target", "limit"),
+    [
+        # A pack may age 2 * 4 steps: at b_ratio 0.25 they hold two B steps, at 1 eight.
+        ({}, "0.25", 4, 8, 8),
+        ({}, "1", 4, 32, 32),
+        ({}, "1", 2, 16, 16),
+        ({}, "0.3", 1, 4, 8),
+        ({}, "0.3", 9, 27, 27),
+        ({"sync_every_steps": 1}, "0.25", 4, 4, 8),
+        ({"sync_every_steps": 50_000}, "1", 4, 32, 32),
+        ({"version_window": 0}, "1", 16, 16, 16),
+        ({"queue_limit": 6}, "1", 4, 6, 6),
+        ({"queue_limit": 40}, "1", 4, 32, 40),
+        ({"queue_limit": 3}, "1", 4, 4, 3),
+        ({"prefetch_target_packs": 5}, "1", 4, 5, 8),
+        ({"queue_limit": 9, "prefetch_target_packs": 9}, "0.1", 4, 9, 9),
+    ],
+)
+def test_target_and_limit_follow_from_the_steps_that_a_pack_may_age_unless_they_are_written(
+    prefetch: dict[str, int], b_ratio: str, accumulation: int, target: int, limit: int
+) -> None:
+    found = PrefetchConfig(**prefetch)  # type: ignore[arg-type]
+    assert found.target(accumulation, Fraction(b_ratio)) == target
+    assert found.limit(accumulation, Fraction(b_ratio)) == limit
 
 
 def test_accumulation_that_swift_decides_is_checked_when_it_is_known(tmp_path: Path) -> None:
@@ -405,9 +583,38 @@ def test_accumulation_that_swift_decides_is_checked_when_it_is_known(tmp_path: P
     del data["swift"]["gradient_accumulation_steps"]
     config = load(tmp_path, data)
     assert config.gradient_accumulation_steps is None
+    config.check_accumulation(5)
+    data["stage2_ab"]["channel_b"] = {"prefetch": {"prefetch_target_packs": 4}}
+    config = load(tmp_path, data)
     config.check_accumulation(4)
     with pytest.raises(ConfigError, match=r"B could never run.*=5.*prefetch_target_packs=4"):
         config.check_accumulation(5)
+
+
+@pytest.mark.parametrize(
+    ("samples_per_pack", "needed"), [(1.0, 4), (2.6, 11), (2.75, 11), (3.0, 12), (13.0, 52)]
+)
+def test_a_budget_fills_a_step_or_is_refused_by_its_name(
+    tmp_path: Path, samples_per_pack: float, needed: int
+) -> None:
+    for budget in (None, 4, needed - 1, needed):
+        data = changed(f"{PREFETCH}.max_rollouts_per_version", budget)
+        if budget is not None and budget < 4:
+            continue  # refused at load: a pack holds one sample at least
+        rule = load(tmp_path, data).stage2_ab.channel_b.prefetch.budget_inequality(4, samples_per_pack)
+        assert rule.holds == (budget is None or budget >= needed)
+        assert f"max_rollouts_per_version={budget}" in rule.refusal
+        assert rule.numbers.endswith(f">= 4 * {samples_per_pack:g} = {needed}")
+        assert f"max_rollouts_per_version: {needed} or more" in rule.remedy
+
+
+def test_a_budget_is_held_against_the_accumulation_that_swift_decides(tmp_path: Path) -> None:
+    data = changed(f"{PREFETCH}.max_rollouts_per_version", 3)
+    del data["swift"]["gradient_accumulation_steps"]
+    config = load(tmp_path, data)
+    config.check_accumulation(3)
+    with pytest.raises(ConfigError, match=r"B could never run.*=4 packs.*max_rollouts_per_version=3"):
+        config.check_accumulation(4)
 
 
 @pytest.mark.parametrize(
@@ -557,7 +764,6 @@ def test_credentials_in_a_url_are_refused_and_not_shown(tmp_path: Path, base_url
             ],
             "port 7001 of host 127.0.0.1 for both servers[0].base_url and servers[1].base_url",
         ),
-        ([{"base_url": "http://h:7001", "group_port": 4}], "servers[0].group_port must be at least 1024"),
     ],
 )
 def test_ports_of_one_host_are_all_different(
@@ -682,10 +888,79 @@ def test_there_are_examples() -> None:
     assert len(list((Path(__file__).parents[1] / "configs").glob("*.yaml"))) >= 2
 
 
-@pytest.mark.parametrize("name", ["host", "--port", "model", "api-key-env", "api_key", "engine"])
+@pytest.mark.parametrize(
+    "name", ["host", "--port", "model", "api-key-env", "api_key", "engine", "weights-root"]
+)
 def test_what_launch_writes_itself_is_refused_among_a_servers_args(name: str) -> None:
     with pytest.raises(ConfigError, match=f"args must not set {name}; launch takes it from"):
         ServerProcess(args={name: "x"})
+
+
+# --- shared devices ------------------------------------------------------------------------------------
+
+
+def sharing(*servers: dict[str, Any], **launch: Any) -> dict[str, Any]:
+    """BASE with learner and servers on device 0."""
+    data = copy.deepcopy(BASE)
+    data["rollout"]["servers"] = [
+        {"base_url": f"http://127.0.0.1:{8000 + index}", "group_port": 29600 + index}
+        for index in range(len(servers))
+    ]
+    placed = [{"devices": [0]} | server for server in servers]
+    data["launch"] = {"share_devices": True, "learner": {"devices": [0]}, "servers": placed} | launch
+    return data
+
+
+def on_vllm(share: Any, key: str = "vllm_gpu_memory_utilization", **server: Any) -> dict[str, Any]:
+    return {"engine": "vllm", "args": {key: share}} | server
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        sharing(on_vllm(0.4)),
+        sharing(on_vllm(0.4, "--vllm-gpu-memory-utilization")),
+        sharing(on_vllm(0.3), on_vllm(0.3), {"engine": "transformers"}),
+        sharing({"engine": "transformers"}),
+        sharing({"engine": "vllm", "devices": [1]}),  # its own: vLLM's default is right
+        sharing({"engine": "swift", "devices": []}, learner={}),
+        sharing(on_vllm(0.4, engine="swift"), learner={"devices": [1, 0], "nproc_per_node": 2}),
+    ],
+)
+def test_devices_that_may_be_shared_are_taken(tmp_path: Path, data: dict[str, Any]) -> None:
+    assert load(tmp_path, data).launch.share_devices
+
+
+@pytest.mark.parametrize(
+    ("data", "parts"),
+    [
+        (
+            sharing({"engine": "vllm"}),
+            ["device 0 for learner and servers[0]", "take 0.9; write vllm_gpu_memory_utilization: 0.5"],
+        ),
+        (
+            sharing(on_vllm(0.3), {"engine": "vllm"}),
+            ["launch.servers[1].args", "beside 0.3 of servers[0]; write vllm_gpu_memory_utilization: 0.35"],
+        ),
+        (
+            sharing(on_vllm(0.6), on_vllm(0.4)),
+            ["below 1", "0.6 of servers[0], 0.4 of servers[1]: 1;", ": 0.33"],
+        ),
+        (sharing(on_vllm("0.4")), ["launch.servers[0].args.vllm_gpu_memory_utilization must be", "='0.4'"]),
+        (sharing(on_vllm(True)), ["vllm_gpu_memory_utilization=True"]),
+        (sharing(on_vllm(1)), ["below 1, got vllm_gpu_memory_utilization=1"]),
+        (
+            sharing(on_vllm(0.4, engine="swift")),
+            ["NCCL", "rank 0 and servers[0] with engine='swift'", "engine: vllm"],
+        ),
+        (sharing(on_vllm(0.4), share_devices=False), ["devices of their own", "launch.share_devices: true"]),
+    ],
+)
+def test_shared_devices_that_cannot_work_are_refused(
+    tmp_path: Path, data: dict[str, Any], parts: list[str]
+) -> None:
+    message = refusal(tmp_path, data)
+    assert all(part in message for part in parts), message
 
 
 # --- the record of a run -------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def results() -> list[dict[str, Any]]:
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait(timeout=10)
+            rank.wait(timeout=60)
     assert [rank.returncode for rank in ranks] == [0, 0], [error[-1500:] for _, error in outputs]
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
@@ -178,6 +178,31 @@ def test_both_channels_train_while_a_round_is_in_transfer_and_its_version_counts
         assert scenario["rounds"] == [[0, 1, [0]], [5, 2, [0]]]
 
 
+def test_a_staged_round_waits_for_no_rollout_and_leaves_the_fence_open(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        scenario = result["staged_round"]
+        assert scenario["in_transfer"] == [False, False, True, True, True, False]
+        assert scenario["open"] == [True] * 4
+        assert scenario["versions"] == [1, 1, 2, 2]
+        assert scenario["rounds"] == [[0, 1, [0]], [4, 2, [0]]]
+
+
+def test_a_server_that_rank_zero_was_asked_to_add_joins_on_both_ranks_and_is_caught_up(
+    results: list[dict[str, Any]],
+) -> None:
+    first, late = "http://127.0.0.1:9", "http://127.0.0.1:8"
+    alone, suspect, both = ["proven"], ["proven", "suspect"], ["proven", "proven"]
+    for rank, result in enumerate(results):
+        scenario = result["server_joins"]
+        assert scenario["added"] == [[2, 1, late]]
+        assert scenario["states"] == [alone, alone, suspect, suspect, suspect, suspect, both]
+        assert scenario["standings"] == (scenario["states"] if rank == 0 else [[]] * 7)
+        assert (scenario["lanes"], scenario["proven"]) == ([late], [first, late])
+        assert scenario["watched"] == [[], [], [late], [late], [late], [late], []]
+        assert scenario["rounds"] == [[0, 1, [0]], [6, 1, [1]]], "no second round"
+        assert scenario["resumed"] == [[[7, 1, late]], [first, late], suspect]
+
+
 def test_a_stop_asked_on_one_rank_is_taken_by_both_at_the_same_step(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["stop"]["stops"][:3] == [False, False, True]
@@ -207,6 +232,35 @@ def test_a_cut_evaluation_counts_what_is_matched_after_the_round(results: list[d
         assert scenario["rounds"] == [0, 7], "matching delays no round"
         assert scenario["evaluations"] == [[4, 4, 9, 1, "round_due", 6]]
         assert scenario["versions"] == [1, 2], "the one that fell due at 8 begins after it"
+
+
+def test_an_evaluation_holds_only_the_install_of_a_staged_round(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        scenario = result["evaluation_beside_a_round"]
+        assert scenario["in_transfer"] == [5, 6, 7, 8], "it began when it was due"
+        assert scenario["evaluations"] == [[4, 4, 7, 1, "complete", 7]]
+        assert scenario["rounds"] == [0, 8], "servers installed once the evaluation had ended"
+        assert scenario["versions"] == [1, 2], "the one that fell due at 8 has the new version"
+
+
+def test_an_evaluation_is_cut_short_where_an_install_can_wait_no_longer(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        scenario = result["evaluation_is_cut_beside_a_round"]
+        assert scenario["in_transfer"] == [5, 6, 7, 8]
+        assert scenario["evaluations"] == [[4, 4, 8, 1, "round_due", 5]]
+        assert scenario["rounds"] == [0, 8], "due at 5, two steps later servers installed"
+
+
+def test_an_evaluation_that_outlives_the_hold_is_cut_once_all_hear_of_the_proof(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        scenario = result["evaluation_outlives_its_hold"]
+        assert scenario["rounds"] == [0, 6]
+        assert scenario["evaluations"] == [[4, 4, 7, 1, "round_due", 4]], "not of two versions"
+        assert scenario["versions"] == [1, 2]
 
 
 def test_an_evaluation_ends_with_the_last_server_and_begins_with_none(results: list[dict[str, Any]]) -> None:

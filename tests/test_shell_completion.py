@@ -21,7 +21,7 @@ def complete(script: str, *words: str) -> list[str]:
     typed = f'COMP_WORDS=({" ".join(words[:-1])} "{words[-1]}"); COMP_CWORD={len(words) - 1}'
     ask = f'{typed}; _swift_stage2; echo "${{COMPREPLY[@]}}"'
     done = subprocess.run(
-        [bash, "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=30, check=True
+        [bash, "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=60, check=True
     )
     return done.stdout.split()
 

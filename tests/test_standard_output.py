@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from ledger_run import LedgerRun
 
 from swift_stage2 import cli
+from swift_stage2.run_directory.server_board import ServerBoard, ServerStanding
 
 CUT = 128 + signal.SIGPIPE
 
@@ -105,15 +107,44 @@ def test_another_broken_pipe_is_not_hidden(tmp_path: Path, monkeypatch: pytest.M
         cli.main(["train", str(file)])
 
 
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["report", "servers list"])
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path, command: str, unbuffered: str) -> None:
     LedgerRun(tmp_path).train_drawn(2)
+    (tmp_path / "servers").mkdir()
+    ServerBoard((ServerStanding("http://127.0.0.1:8000", "proven", proof="version 3"),)).write(tmp_path)
     with open("/dev/full", "w", encoding="utf-8") as full:
         ended = subprocess.run(
-            [sys.executable, "-m", "swift_stage2", "report", str(tmp_path)],
+            [sys.executable, "-m", "swift_stage2", *command.split(), str(tmp_path)],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
             timeout=100,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
         )
-    assert ended.returncode not in (0, CUT)
-    assert "No space left on device" in ended.stderr
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"swift-stage2 {command.split()[0]}: error: ")
+    assert "needs an output that takes it" in line
+    assert "No space left on device" in line
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", ">&-"])
+def test_what_is_exported_is_whole_though_its_summary_cannot_be_told(
+    tmp_path: Path, redirection: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"image": "a.png", "width": 4, "height": 5, "objects": {}}\n')
+    words = f'"{sys.executable}" -m swift_stage2 export coco rows.jsonl --output out.json {redirection}'
+    root = os.fspath(Path(cli.__file__).parents[1])
+    ended = subprocess.run(
+        ["bash", "-c", words],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": root},
+    )
+    told = "needs an output that takes it" if redirection == ">/dev/full" else ""
+    assert (ended.returncode, ended.stderr.count("\n")) == ((2, 1) if told else (0, 0))
+    assert told in ended.stderr
+    assert len(json.loads((tmp_path / "out.json").read_text())["images"]) == 1

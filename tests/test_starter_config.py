@@ -69,6 +69,32 @@ def test_what_init_writes_can_be_used_from_any_folder(
     assert "read from the folder in which a command is started" in (tmp_path / "job.yaml").read_text()
 
 
+def test_any_key_can_be_set_by_its_path(rows_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "job.yaml"
+    words = ["--set", "rollout.decoding.max_new_tokens=128", "--set", "telemetry.record=true"]
+    assert cli.main(["init", *answers(rows_file, output), *words]) == 0
+    config = load_config(output)
+    assert (config.rollout.decoding.max_new_tokens, config.telemetry.record) == (128, True)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("rollout.decoding", "--set must be SECTION.KEY=VALUE"),
+        ("rollout.servers.base_url=x", "--set must name a key of a section"),
+        ("rollout.decodng.max_new_tokens=1", "unknown key 'decodng'"),
+        ("stage2_ab.schedule.b_ratio=no", "stage2_ab.schedule.b_ratio"),
+    ],
+)
+def test_a_key_that_cannot_be_set_is_told_and_nothing_is_written(
+    rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, told: str
+) -> None:
+    output = tmp_path / "job.yaml"
+    assert cli.main(["init", *answers(rows_file, output), "--set", word]) == 2
+    assert told in capsys.readouterr().err
+    assert not output.exists()
+
+
 def test_a_hub_id_and_a_number_of_rows_stay(
     rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,16 +164,42 @@ def test_every_rollout_gpu_gets_a_server_with_ports_of_its_own(rows_file: Path, 
 
 
 @pytest.mark.parametrize(
+    ("rollout_gpus", "has_vllm", "shares"),
+    [
+        ("0", True, [0.5]),
+        ("1,2", True, [0.5, None]),
+        ("0,0", True, [0.33, 0.33]),
+        ("0", False, [None]),
+        ("2", True, [None]),
+    ],
+)
+def test_gpus_of_both_sides_are_shared(
+    rows_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rollout_gpus: str,
+    has_vllm: bool,
+    shares: list[float | None],
+) -> None:
+    monkeypatch.setattr(starter_config, "find_spec", lambda _: object() if has_vllm else None)
+    output = tmp_path / "job.yaml"
+    words = answers(rows_file, output, learner_gpus="0,1", rollout_gpus=rollout_gpus)
+    assert cli.main(["init", *words]) == 0, capsys.readouterr().err
+    launch = load_config(output).launch
+    assert launch.share_devices is (rollout_gpus != "2")
+    assert ("share GPU" in capsys.readouterr().out) is launch.share_devices
+    assert [server.args.get("vllm_gpu_memory_utilization") for server in launch.servers] == shares
+
+
+@pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"data": "/nowhere/rows.jsonl"}, "must name files that exist"),
         ({"data": ""}, "--data must name a JSONL file"),
         ({"model": "/nowhere/model"}, "swift.model must be a directory that exists"),
         ({"learner_gpus": "first"}, "GPUs must be numbers with commas between, got 'first'"),
-        (
-            {"learner_gpus": "0,1", "rollout_gpus": "1"},
-            "what was asked for cannot run: launch: learner and servers",
-        ),
+        ({"learner_gpus": "0,0", "rollout_gpus": "0"}, "what was asked for cannot run: launch.learner"),
         ({"rollout_gpus": "1,1"}, "need devices of their own"),
         ({"output": "job.txt"}, "--output must be the name of a YAML file"),
     ],

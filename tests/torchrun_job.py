@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import httpx
 import psutil
+import pytest
 import yaml
 from free_port import free_port as free_port
 
@@ -28,8 +29,10 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "QWENVL_BBOX_FORMAT": "new",
 }
-_SERVER_START_S = 120
-_RUN_S = 400
+DROPOUT = {"tuner_type": "lora", "lora_dropout": 0.2, "learning_rate": 1e-2}
+"""Arguments for ms-swift. Every draw of a random number that a run and its replay do not share shows in the loss."""
+_SERVER_START_S = 480
+_RUN_S = 900
 
 
 class Address(Protocol):
@@ -50,8 +53,9 @@ class Server:
     log: Path
 
     def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(timeout=30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(timeout=60)
 
 
 def start_server(directory: Path, *, torch_dtype: str = "float32") -> Server:
@@ -78,8 +82,9 @@ def start_server(directory: Path, *, torch_dtype: str = "float32") -> Server:
                 return server
         except httpx.HTTPError:
             pass
-        assert process.poll() is None, log.read_text()[-2000:]
-        assert time.monotonic() < end, log.read_text()[-2000:]
+        if process.poll() is not None or time.monotonic() >= end:
+            server.kill()
+            pytest.fail(log.read_text()[-2000:])
         time.sleep(0.2)  # bounded polling of another process's start
 
 
@@ -100,6 +105,15 @@ class LearnerRun:
             json.loads(line)
             for line in (self.directory / "micro_steps" / f"rank{rank}.jsonl").read_text().splitlines()
         ]
+
+    def micro_steps(self, rank: int) -> list[dict[str, Any]]:
+        """Their channels and batches, in order."""
+        return [record for record in self.recorded(rank) if "batch" in record]
+
+    def last_weights(self, rank: int) -> dict[str, str]:
+        """Digests by name, once training has ended."""
+        (last,) = [record["weights"] for record in self.recorded(rank) if "weights" in record]
+        return dict(last)
 
 
 def write_config(
@@ -156,7 +170,7 @@ def write_config(
     }
     if evaluation is not None:
         config["stage2_ab"]["evaluation"] = evaluation
-    config["telemetry"] = {"record": record, "trace": trace}
+    config["telemetry"] = {"record": record, "log_probs": record, "trace": trace}
     if server is not None:
         config["rollout"] = {
             "servers": [{"base_url": server.base_url, "group_port": server.group_port}],
@@ -166,7 +180,7 @@ def write_config(
             "start_timeout_s": 30,
             "sync": {"timeout_s": 60},
         }
-        config["control_timeout_s"] = 180
+        config["control_timeout_s"] = 240
     path = directory.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(config))
     return path
@@ -181,7 +195,7 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
     for member in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
-    psutil.wait_procs(tree, timeout=30)
+    psutil.wait_procs(tree, timeout=60)
 
 
 def run_learner(
@@ -199,6 +213,16 @@ def run_replay(run_dir: Path, output: Path) -> LearnerRun:
     """Replays to its end, within a deadline, and leaves no process behind. No rollout server is told of to it."""
     command = [sys.executable, "-m", "swift_stage2", "replay", str(run_dir), "--output", str(output)]
     return _run(command, output)
+
+
+def assert_replays(recorded: LearnerRun, num_steps: int, output: Path) -> None:
+    """All steps of a run, from the first: every loss, every batch and the weights at the end are the same bits."""
+    replay = run_replay(recorded.directory, output)
+    assert replay.status == 0, replay.output[-3000:]
+    assert f"equal: every loss of steps 0 to {num_steps - 1}" in replay.output
+    for rank in range(len(list((recorded.directory / "record").iterdir()))):
+        assert replay.micro_steps(rank) == recorded.micro_steps(rank)
+        assert replay.last_weights(rank) == recorded.last_weights(rank)
 
 
 def _run(command: list[str], directory: Path, *, inject: str = "") -> LearnerRun:

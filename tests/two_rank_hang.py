@@ -22,10 +22,12 @@ from swift_stage2.process.watches import EXIT_HANG
 from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.weights import push as server_push
 from swift_stage2.weights import sync_round as weight_sync
+from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
+from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.transport import ServerEndpoint
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 4.0
 COLLECTIVES_S = 300.0  # far longer than the test waits
 
 
@@ -35,7 +37,7 @@ class StockSession(server_push.ServerSession):
     def info(self, deadline: Any) -> Any:
         return rollout_protocol.ServerInfo(stock=True)
 
-    def post(self, path: str, body: Any, deadline: Any, **_: Any) -> Any:
+    def post(self, path: str, body: Any, deadline: Any) -> Any:
         return {"message": "status: True"}
 
     def get(self, path: str, deadline: Any, **_: Any) -> Any:
@@ -72,13 +74,12 @@ def main(scenario: str) -> int:
     module = torch.nn.ParameterList([torch.ones(512, 512) for _ in range(4)])
     exports = {"gather": FailsInAGather, "canary": GatheredExport, "main_thread": BlocksInACall}
     server_push.ServerSession = StockSession  # type: ignore[misc]
-    weight_sync._WATCH_MARGIN_S = 1.0
+    weight_sync.ROUND_MARGIN_S = 1.0
     sync = WeightSync(
-        [ServerEndpoint(URL, 10)],
         control=join_control_group(COLLECTIVES_S),
         export=exports[scenario](module),
         canary=FailsInTheCanary() if scenario == "canary" else SilentCanary(),
-        make_transport=lambda info: OpenTransport(),  # type: ignore[arg-type,return-value]
+        courier=ThreadCourier([ServerEndpoint(URL, 10)], lambda info: OpenTransport()),  # type: ignore[arg-type,return-value]
         run_id="run",
         timeout_s=TIMEOUT_S,
         bucket_mib=1,

@@ -12,7 +12,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,11 +24,15 @@ from detection_task import make_task
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.collectives import join_control_group, together
+from swift_stage2.config import ServerConfig
 from swift_stage2.errors import ConfigError, ServerFault, Stage2Error
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
+from swift_stage2.learner.server_requests import AddedServer, ServerRequests
+from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.records import EvaluationCounts, ServerReport
+from swift_stage2.run_directory.server_board import clear_requests, leave_request
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
@@ -34,8 +40,11 @@ from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
+from swift_stage2.weights import sync_round
+from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
+from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 URL = "http://127.0.0.1:9"  # nothing listens on the discard port
 RANK = int(os.environ.get("RANK", "0"))
@@ -48,6 +57,7 @@ class StandInPack:
     keys: tuple[Any, ...] = ()
     num_tokens: int = 1
     num_supervised_tokens: int = 1
+    versions: tuple[int, ...] = ()
 
 
 @dataclass
@@ -68,10 +78,18 @@ class StandInClient:
     suspects: dict[str, str] = field(default_factory=dict)
     num_unsettled: int = 0
     proven: list[str] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
 
-    def set_proven(self, servers: Any, incarnations: Any = None) -> None:
+    def add_server(self, base_url: str, chat_model: str | None) -> None:
+        self.added.append(base_url)
+
+    def set_proven(self, servers: Any, *, drained: bool) -> None:
         self.proven = list(servers)
         self.suspects = {}
+
+    def expect_round(self, round_id: str, version: int) -> None: ...
+
+    def forgive(self, servers: Any) -> None: ...
 
     def withdraw(self, servers: Any) -> None:
         self.proven = [url for url in self.proven if url not in servers]
@@ -108,6 +126,7 @@ class Events:
         self.steps: list[tuple[Any, ...]] = []
         self.in_transfer: list[bool] = []
         self.rounds: list[tuple[Any, ...]] = []
+        self.added: list[tuple[Any, ...]] = []
 
     def activity(self, name: str) -> Any:
         return nullcontext()
@@ -118,6 +137,9 @@ class Events:
 
     def record_round(self, step: int, outcome: Any, pending_seconds: float) -> None:
         self.rounds.append((step, outcome.version, list(outcome.proven)))
+
+    def record_added_server(self, step: int, server: int, base_url: str) -> None:
+        self.added.append((step, server, base_url))
 
     def record_warning(self, message: str) -> None: ...
 
@@ -155,18 +177,20 @@ class ProvingSync(WeightSync):
     num_rounds = 0
     ends_at_once = True
 
-    def begin(self, version: int, targets: Any) -> None:
-        super().begin(version, targets)
+    def begin(self, version: int, targets: Any, **terms: Any) -> None:
+        super().begin(version, targets, **terms)
         if self._round is not None and self.ends_at_once:
-            self._round.hung()
+            self._courier.wait(20.0)
 
     def _outcome(self) -> Any:
+        round_ = self._round
         outcome = super()._outcome()
         self.num_rounds += 1
         if self.num_rounds in self.dead_rounds or outcome.learner_fault:
             return outcome
+        self._kept = round_ if outcome.ended and not outcome.is_catch_up else self._kept
         proven = ServerReport(True, None, "checksums", 0, {}, "incarnation")
-        return type(outcome)(outcome.round_id, outcome.version, dict.fromkeys(outcome.reports, proven))
+        return replace(outcome, reports=dict.fromkeys(outcome.reports, proven))
 
 
 def build(
@@ -176,6 +200,8 @@ def build(
     continue_on_failure: bool = False,
     sync_every: int = 1000,
     evaluation: tuple[EvaluationSchedule, StandInPart] | None = None,
+    transport: Any = None,
+    is_staging: bool = False,
     **sync_parts: Any,
 ) -> Any:
     control = join_control_group(30.0)
@@ -186,11 +212,10 @@ def build(
     sync_parts = {
         "export": WeightExport(module),
         "canary": SilentCanary(),
-        "make_transport": lambda info: OpenTransport(),
+        "courier": ThreadCourier([ServerEndpoint(URL, 10)], lambda info: transport or OpenTransport()),
         **sync_parts,
     }
     sync = ProvingSync(
-        [ServerEndpoint(URL, 10)],
         control=control,
         run_id="run",
         timeout_s=20.0,
@@ -217,11 +242,16 @@ def build(
             packs_per_b_step=4,
         ),
         guard=TruncationGuard(1.0),
-        rounds=RoundSchedule(1, sync_every, backoff_steps=1, max_backoff_steps=64),
+        rounds=RoundSchedule(
+            1, sync_every, backoff_steps=1, max_backoff_steps=64, staging=[0] if is_staging else ()
+        ),
         sync=sync,
+        courier=sync_parts["courier"],
+        requests=ServerRequests(Path("unused"), admit, rank=RANK, failures=BackgroundFailures()),
         probe=SuspectProbe(rank=RANK, api_key=None),
         abort=PendingAbort(enabled=False, rank=RANK, api_key=None, run_id="run"),
-        base_urls=(URL,),
+        run_id="run",
+        base_urls=[URL],
         max_inflight_per_server=8,
         min_ready_tokens=0,
         continue_on_failure=continue_on_failure,
@@ -236,6 +266,10 @@ def build(
         channel_b=channel_b,
     )
     return learner, channel_b, events, module
+
+
+def admit(server: ServerConfig, others: Any) -> AddedServer:
+    return AddedServer(address=server, is_ours=True)
 
 
 def uneven_queues() -> dict[str, Any]:
@@ -264,27 +298,53 @@ def pipeline_dies(continue_on_failure: bool) -> dict[str, Any]:
 
 
 def evaluating(
-    num_steps: int, *, sync_every: int, delay: int, last_step: int = 1000, **script: Any
+    num_steps: int,
+    *,
+    sync_every: int,
+    delay: int,
+    last_step: int = 1000,
+    is_staging: bool = False,
+    waits_in_hold: bool = False,
+    **script: Any,
 ) -> dict[str, Any]:
     """Evaluations fall due at every fourth step. ``script`` (step → change) happens after that step, on rank 1 only;
-    rank 0 has its answers at once."""
+    rank 0 has its answers at once. A staged round ends in the step behind the one in which its servers may install."""
     part = StandInPart()
     schedule = EvaluationSchedule(every_steps=4, max_round_delay_steps=delay, last_step=last_step)
     learner, b, events, _ = build(
-        packs=0, sync_every=sync_every, continue_on_failure=True, evaluation=(schedule, part)
+        packs=0,
+        sync_every=sync_every,
+        continue_on_failure=True,
+        evaluation=(schedule, part),
+        is_staging=is_staging,
     )
-    for step in range(num_steps):
-        learner.begin_step(step, 1)
-        if RANK == 0 and not part.is_finished:
-            part.num_answered, part.is_finished = 4, True
-        if RANK == 1:
-            script.get(f"after_{step}", lambda learner, b, part: None)(learner, b, part)
+    b.sync.ends_at_once = not is_staging
+    with stock_sessions() if is_staging else nullcontext():
+        for step in range(num_steps):
+            learner.begin_step(step, 1)
+            if RANK == 0 and not part.is_finished:
+                part.num_answered, part.is_finished = 4, True
+            if RANK == 1:
+                script.get(f"after_{step}", lambda learner, b, part: None)(learner, b, part)
+            round_ = b.sync._round
+            if RANK == 0 and is_staging and round_ is not None and (waits_in_hold or not round_.held):
+                b.sync._courier.wait(20.0)
     return {
         "evaluations": events.evaluations,
         "rounds": [step for step, _, _ in events.rounds],
+        "in_transfer": [step for step, is_in in enumerate(events.in_transfer) if is_in],
         "versions": part.versions,
         "unfinished": learner.checkpoint(step=num_steps, save_id="s")["unfinished_evaluation"],
     }
+
+
+def evaluation_outlives_its_hold() -> dict[str, Any]:
+    """The install has waited for as long as the round's time allows, in the middle of step 5."""
+    share, sync_round._SHARE_FOR_HOLD = sync_round._SHARE_FOR_HOLD, 0.01
+    try:
+        return evaluating(9, sync_every=5, delay=4, is_staging=True, waits_in_hold=True)
+    finally:
+        sync_round._SHARE_FOR_HOLD = share
 
 
 def finish(learner: Any, b: Any, part: StandInPart) -> None:
@@ -352,7 +412,7 @@ def stock_sessions() -> Iterator[None]:
                 raise ServerFault("no such route", status=404)
             return {"keys": [], "world_size": 1}
 
-        def post(self, path: str, body: Any, deadline: Any, **_: Any) -> Any:
+        def post(self, path: str, body: Any, deadline: Any) -> Any:
             return {"message": "status: True"}
 
     real_session = server_push.ServerSession
@@ -416,7 +476,7 @@ def gathered(
     return one_round(learner, b) | {"num_gathers": export.num_gathers}
 
 
-class OpenTransport:
+class OpenTransport(WeightTransport):
     def open(self, session: Any, endpoint: ServerEndpoint, deadline: Any) -> None: ...
 
     def send(self, flat: Any, deadline: Any) -> None: ...
@@ -524,9 +584,7 @@ def round_beside_training() -> dict[str, Any]:
     """Rank 0's push of the second round is held through steps 2, 3 and 4, while packs of the first version train."""
     let_go = threading.Event()
     let_go.set()
-    learner, b, events, _ = build(
-        packs=0, window=0, sync_every=2, make_transport=lambda info: HeldTransport(let_go)
-    )
+    learner, b, events, _ = build(packs=0, window=0, sync_every=2, transport=HeldTransport(let_go))
     with stock_sessions():
         learner.begin_step(0, 1)
         learner.begin_step(1, 1)
@@ -537,7 +595,7 @@ def round_beside_training() -> dict[str, Any]:
             b.queue.offer(StandInPack(version=1), current_version=b.clock.current)
             if step == 5 and RANK == 0:
                 let_go.set()
-                b.sync._round.hung()
+                b.sync._courier.wait(20.0)
             learner.begin_step(step, 1)
             opens.append(b.fence.is_open)
             versions.append(b.clock.current)
@@ -549,6 +607,72 @@ def round_beside_training() -> dict[str, Any]:
         "in_transfer": events.in_transfer,
         "open": opens,
         "versions": versions,
+    }
+
+
+def staged_round_beside_a_rollout() -> dict[str, Any]:
+    """Rank 1 has a rollout in flight from before the round until after its end; the push is held through two steps."""
+    let_go = threading.Event()
+    let_go.set()
+    learner, b, events, _ = build(packs=0, sync_every=2, transport=HeldTransport(let_go), is_staging=True)
+    opens, versions = [], []
+    with stock_sessions():
+        learner.begin_step(0, 1)
+        learner.begin_step(1, 1)
+        let_go.clear()
+        b.sync.ends_at_once = False
+        with b.fence.ticket(timeout_s=5) if RANK == 1 else nullcontext():
+            for step in range(2, 6):
+                if step == 4 and RANK == 0:
+                    let_go.set()
+                    b.sync._courier.wait(20.0)
+                learner.begin_step(step, 1)
+                b.rounds._sync_every_steps = 1000  # no third round
+                opens.append(b.fence.is_open)
+                versions.append(b.clock.current)
+    return {"rounds": events.rounds, "in_transfer": events.in_transfer, "open": opens, "versions": versions}
+
+
+def server_joins() -> dict[str, Any]:
+    """Rank 0 finds a request before step 2, and its probe an answer before step 4. Nobody else knows of either."""
+    late = "http://127.0.0.1:8"
+    let_go = threading.Event()
+    let_go.set()
+    learner, b, events, _ = build(packs=0, is_staging=True, transport=HeldTransport(let_go))
+    states, standings, watched = [], [], []
+    with stock_sessions(), TemporaryDirectory() as run_dir:
+        if RANK == 0:
+            b.requests._run_dir = Path(run_dir)
+            clear_requests(Path(run_dir))
+        for step in range(7):
+            if step == 2 and RANK == 0:
+                leave_request(Path(run_dir), ServerConfig(base_url=late))
+                b.requests._look()
+            if step == 4 and RANK == 0:
+                let_go.clear()
+                b.probe._answering = frozenset([late])
+            if step == 6 and RANK == 0:
+                let_go.set()
+                b.sync._courier.wait(20.0)
+            learner.begin_step(step, 1)
+            states.append([str(state) for state in b.rounds.states()])
+            watched.append(list(b.probe._watched))
+            standings.append([standing.state for standing in b.requests._board.servers])
+        known = learner.checkpoint(step=7, save_id="s")["added_servers"]
+    other_learner, other, other_events, _ = build(packs=0, is_staging=True)
+    for entry in known:
+        other.add(AddedServer.from_json(entry))
+    with stock_sessions():
+        other_learner.begin_step(7, 1)
+    return {
+        "added": events.added,
+        "states": states,
+        "standings": standings,
+        "lanes": b.client.added,
+        "proven": b.client.proven,
+        "rounds": events.rounds,
+        "watched": watched,
+        "resumed": [other_events.added, other.base_urls, [str(state) for state in other.rounds.states()]],
     }
 
 
@@ -578,12 +702,21 @@ SCENARIOS = {
     "start_fails": start_fails_on_one_rank,
     "busy_rank": busy_rank_delays_only_the_round,
     "round_beside_training": round_beside_training,
+    "staged_round": staged_round_beside_a_rollout,
+    "server_joins": server_joins,
     "stop": stop_is_agreed,
     "evaluation_ends": lambda: evaluating(10, sync_every=5, delay=4, after_6=finish),
     "evaluation_is_cut": lambda: evaluating(12, sync_every=5, delay=2, after_5=answer_one),
     "evaluation_matches_late": lambda: evaluating(
         12, sync_every=5, delay=2, after_5=match, after_8=count_last
     ),
+    "evaluation_beside_a_round": lambda: evaluating(
+        10, sync_every=5, delay=4, is_staging=True, after_6=finish
+    ),
+    "evaluation_is_cut_beside_a_round": lambda: evaluating(
+        10, sync_every=5, delay=2, is_staging=True, after_5=answer_one
+    ),
+    "evaluation_outlives_its_hold": evaluation_outlives_its_hold,
     "evaluation_without_server": lambda: evaluating(12, sync_every=50, delay=2, after_5=lose_the_server),
     "evaluation_without_pipeline": lambda: evaluating(12, sync_every=50, delay=2, after_5=lose_the_pipeline),
     "evaluation_deferred": evaluation_waits_for_a_pending_round,

@@ -25,7 +25,7 @@ import httpx
 from benchmarks.attacks.hostile_server import Answer, HostileServer, odd_answer
 from benchmarks.attacks.run import AttackResult
 from benchmarks.results import say
-from swift_stage2.channel_b.rollout_client import RolloutClient
+from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
@@ -208,9 +208,11 @@ class AnswerTargets:
         return "hang" if time.monotonic() - started > _LONGEST_S else end
 
     def _generate(self) -> str:
-        self._client.set_proven([self._url], {self._url: "one"})
+        self._client.set_proven({self._url: ServedWeights(None, 3, "one")})
         sample = Sample(SampleKey(epoch=0, position=0, index=0), row={})
-        outcome = self._client.generate([sample], [_TARGET_REQUEST])
+        self._client.submit([sample], [_TARGET_REQUEST])
+        outcome = self._client.next_finished(_LONGEST_S)
+        assert outcome is not None
         assert len(outcome.rollouts) + len(outcome.returned) + len(outcome.quarantined) == 1
         return "record" if outcome.rollouts else "fault"
 

@@ -15,6 +15,8 @@ from itertools import pairwise
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger_account import RankAccount, RunAccount, Violation
 
+TAKEN = "taken"
+"""Kind of the record that the plugin of the bench's jobs writes of rollouts as they go on to be trained."""
 _NUM_WARMUP_STEPS = 3
 _NANOSECONDS = 1e9
 COUNTERS = (
@@ -39,6 +41,8 @@ class Moments:
     """From here on another process answers at the server's address, with weights that this run did not send."""
     spoilt_round: float | None = None
     """When the round was recorded whose weights were spoilt."""
+    asked_unproven: int = 0
+    """Rollouts that a proxy saw asked of a server that the rounds meanwhile did not prove."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +120,7 @@ class FaultReport:
     round_errors: tuple[str, ...]
     """Of rounds that failed after the fault, each once."""
     proofs_passed: tuple[str, ...]
-    """Kinds of proof that rounds after the fault passed."""
+    """Kinds of proof that servers passed after the fault, in rounds or as they caught up."""
     steps_until_proof: int | None
     """Steps from the fault to the first committed round after it was healed; None when there was none."""
     steps_run_meanwhile: int
@@ -126,7 +130,8 @@ class FaultReport:
     pause: Pause
     samples: SampleCount
     unproven_rollouts: int
-    """Accepted from a restarted server before a round proved it."""
+    """Accepted from a restarted server before a round proved it, made by weights of a round that proved nobody, or
+    asked of the one server that did not prove."""
     counters: Mapping[str, int]
     warnings: tuple[str, ...]
     caught_by: str | None = None
@@ -144,7 +149,7 @@ def report(records: Sequence[Sequence[Record]], samples: RunAccount, moments: Mo
     """``records[rank]`` is one rank's audit; ``samples`` what the ledgers of all ranks come to."""
     first = records[0]
     steps, rounds = of_kind(first, "step"), of_kind(first, "round")
-    proof = _proof_after(rounds, moments)
+    proof = _proof_after(first, moments)
     end = proof["time"] if proof else float("inf")
     noticed = first_notice(records, moments.fault)
     later = [record for record in rounds if record["time"] >= moments.fault]
@@ -156,14 +161,18 @@ def report(records: Sequence[Sequence[Record]], samples: RunAccount, moments: Mo
         noticed_after_steps=_step_at(steps, noticed["time"]) - step_of_fault if noticed else None,
         noticed_as=_words(noticed) if noticed else "",
         round_errors=_each_once(_errors(later)),
-        proofs_passed=_each_once(_proofs(later)),
+        proofs_passed=_each_once(
+            _proofs(record for record in first if is_proof(record) and record["time"] >= moments.fault)
+        ),
         steps_until_proof=_step_at(steps, end) - step_of_fault if proof else None,
         steps_run_meanwhile=len(meanwhile),
         b_steps_meanwhile=sum(step["channel"] == "B" for step in meanwhile),
         b_skipped=dict(Counter(step["skip_reason"] for step in meanwhile if step["skip_reason"])),
         pause=pause(gaps(steps), later, moments.fault, end),
         samples=SampleCount.of(samples.ranks, samples.violations),
-        unproven_rollouts=sum(
+        unproven_rollouts=moments.asked_unproven
+        + num_taken_of_failed_rounds(records, moments.fault)
+        + sum(
             batch["num_rollouts"]
             for batch in of_kind(everything, "batch")
             if moments.restarted is not None and moments.restarted <= batch["time"] < end
@@ -239,16 +248,21 @@ def first_notice(records: Sequence[Sequence[Record]], fault: float) -> Record | 
         if record["time"] >= fault
         and (
             record["kind"] in ("warning", "quarantine")
-            or (record["kind"] == "round" and not record["committed"])
+            or (record["kind"] == "round" and (not record["committed"] or _errors([record])))
             or (record["kind"] == "batch" and any(f["end"] != "stopped" for f in record["failures"]))
         )
     ]
     return min(found, key=lambda record: float(record["time"]), default=None)
 
 
-def _proof_after(rounds: Sequence[Record], moments: Moments) -> Record | None:
+def is_proof(record: Record) -> bool:
+    """True for the record of a round or of a catch-up that proved at least one server."""
+    return record["kind"] in ("round", "catch_up") and any(_proofs([record]))
+
+
+def _proof_after(records: Sequence[Record], moments: Moments) -> Record | None:
     since = moments.fault if moments.healed is None else moments.healed
-    return next((record for record in rounds if record["committed"] and record["time"] >= since), None)
+    return next((record for record in records if is_proof(record) and record["time"] >= since), None)
 
 
 def _caught_by(rounds: Sequence[Record], spoilt_round: float | None) -> str | None:
@@ -307,6 +321,22 @@ def num_disagreements(records: Sequence[Sequence[Record]]) -> int:
 
 def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
     return [record for record in records if record["kind"] == kind]
+
+
+def num_taken_of_failed_rounds(records: Sequence[Sequence[Record]], since: float) -> int:
+    """Rollouts of all ranks that went on to be trained, and whose stamp names no round that proved a server.
+
+    The last round of a run may have no record. Stock servers do not stamp.
+    """
+    rounds = of_kind(records[0], "round")
+    committed = {each["round_id"]: each["committed"] for each in rounds}
+    last = max((each["time"] for each in rounds), default=0.0)
+    return sum(
+        taken["num_rollouts"]
+        for part in records
+        for taken in of_kind(part, TAKEN)
+        if taken["time"] >= since and not committed.get(taken["round_id"], taken["time"] > last)
+    )
 
 
 def _each_once(texts: Iterable[str]) -> tuple[str, ...]:

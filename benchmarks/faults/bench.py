@@ -19,24 +19,28 @@ from benchmarks.faults.accounting import report
 from benchmarks.faults.commit import Switches
 from benchmarks.faults.fault_table import RowResult, as_json, markdown
 from benchmarks.faults.proxy import FaultProxy
-from benchmarks.faults.rows import ROWS, Row, Scene
+from benchmarks.faults.rows import ROWS, Row
+from benchmarks.faults.scene import Scene
 from benchmarks.faults.server import Leftovers, Program, TestedServer
+from benchmarks.faults.small_disk import SmallDisk
 from benchmarks.faults.training_job import NUM_RANKS, JobSettings, TrainingJob
 from benchmarks.results import say
 from benchmarks.servers import BenchServers, ServerKind, server_arguments
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.sample_source import SampleSource
-from swift_stage2.config import Stage2Config
+from swift_stage2.config import Stage2Config, Transport
 from swift_stage2.config.binding import bind
-from swift_stage2.demo.demo_config import STAGE1, free_ports
+from swift_stage2.demo.demo_config import STAGE1
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.errors import ChildFailed
+from swift_stage2.process.ports import free_ports
 
 NUM_SCENES = 1024
 POISON_POSITION = 45
 """Where rank 0's stream meets the poisonous row: late enough for the job to be warm."""
 _SEED = 0
+_SMALL_DISK = "48m"  # three rounds of 7 MB lie there at most
 _FAILED = 1
 
 
@@ -83,10 +87,11 @@ class FaultBench(BenchServers):
         self.kind = kind
         self._directory = directory
         self._server = TestedServer(kind, self, Switches(directory / "switches"), program)
+        self._other = TestedServer(kind, self, Switches(directory / "switches_of_other"), program)
 
-    def ready_server(self, *, foreign: bool = False) -> TestedServer:
-        """The server, answering; ``foreign``: with another model."""
-        server = self._server
+    def ready_server(self, *, foreign: bool = False, other: bool = False) -> TestedServer:
+        """The server, or the ``other`` one of a row with two, answering; ``foreign``: with another model."""
+        server = self._other if other else self._server
         server.switches.clear_all()
         if foreign and server.is_alive:
             server.kill()
@@ -96,16 +101,17 @@ class FaultBench(BenchServers):
         return server
 
     def start_job(
-        self, name: str, directory: Path, rows: Path, settings: JobSettings, port: int | None = None
+        self, name: str, directory: Path, rows: Path, settings: JobSettings, *ports: int
     ) -> TrainingJob:
-        """A learner that asks the server, or what stands before it on ``port``."""
-        ports = port or self._server.port, free_ports(1)[0]
+        """A learner that asks the server, or what stands before servers on ``ports``."""
+        ports = ports or (self._server.port,)
+        told = list(zip(ports, free_ports(len(ports)), strict=True))
         name = f"{self.kind}-learner-{name}"
-        return TrainingJob(name, self, directory, rows, ports, self._server.switches, settings)
+        return TrainingJob(name, self, directory, rows, told, self._server.switches, settings)
 
     def end_server(self) -> int:
-        """Ends the server; returns how much it left behind."""
-        return self._server.end().num
+        """Ends both servers; returns how much they left behind."""
+        return self._server.end().num + self._other.end().num
 
     def run(self, row: Row, rows: Path) -> RowResult:
         """Runs one row on a data set; one that breaks says so in its result."""
@@ -117,20 +123,31 @@ class FaultBench(BenchServers):
             result = self._run(row, write_poisonous_rows(rows) if row.poison else rows)
         except ChildFailed as error:
             result = RowResult(name=row.name, title=row.title, note=f"broke: {error}")
-            if self._server.is_alive:
-                self._server.kill()
+            for server in (self._server, self._other):
+                if server.is_alive:
+                    server.kill()
         result = replace(result, seconds=time.monotonic() - started)
         say(f"{row.name}: {'; '.join(result.problems) or 'as it should be'} ({result.seconds:.0f} s)")
         return result
 
     def _run(self, row: Row, rows: Path) -> RowResult:
         server = self.ready_server(foreign=row.foreign)
+        servers = [server, self.ready_server(other=True)] if row.with_other else [server]
         with ExitStack() as stack:
-            proxy = stack.enter_context(FaultProxy(server.port)) if row.through_proxy else None
-            port = proxy.port if proxy else None
-            place = self._directory / row.name
-            job = stack.enter_context(self.start_job(row.name, place, rows, row.settings, port))
-            scene = Scene(server, job, proxy)
+            ports = [each.port for each in servers]
+            proxy = stack.enter_context(FaultProxy(ports[-1])) if row.through_proxy else None
+            if proxy:
+                ports[-1] = proxy.port
+            place, settings, disk = self._directory / row.name, row.settings, None
+            if row.by_disk:
+                by_disk = {"transport": Transport.DISK.value, "disk_directory": str(server.weights_root)}
+                settings = replace(settings, sync={**settings.sync, **by_disk})
+            if row.small_disk:
+                disk = SmallDisk(server.weights_root, _SMALL_DISK)
+                stack.callback(disk.unmount)
+            job = stack.enter_context(self.start_job(row.name, place, rows, settings, *ports))
+            scene = Scene(server, job, proxy, disk)
+            scene.other = servers[-1]
             if not row.foreign:
                 scene.warm_up()
             row.commit(scene)

@@ -1,7 +1,7 @@
 """Faults are committed inside learner and server by these parts, and the bench tells them which by switches.
 
 A switch is a small text in a file of one directory, which appears whole or not at all. Used by the bench's process, by
-the learner's plugin, which gives the learner a transport and a disk that fail on demand, and by
+the learner's plugin, which gives the learner a disk that fails on demand and the ``courier`` of this folder, and by
 ``python -m benchmarks.faults.commit``, which takes the options of ``swift-stage2 rollout`` and is that server.
 """
 
@@ -19,30 +19,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
 from swift_stage2.errors import UserError
-from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 from swift_stage2.whole_file import write_whole
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.engine import Engine
 
 VARIABLE = "SWIFT_STAGE2_FAULT_SWITCHES"
+COURIER = "benchmarks.faults.courier"
+"""Stands in for the product's own in the learners of the bench."""
 
 # --- names, and who reads them ------------------------------------------------------------------
-PUSH = "push"  # learner: what its transport does to the weights of a round, a ``PushFault``
+PUSH = "push"  # courier: what its transport does to the weights of a round, a ``PushFault``
 PUSH_HELD = "push_held"  # bench: the second bucket waits
-PUSH_RELEASED = "push_released"  # learner: let it go
+PUSH_RELEASED = "push_released"  # courier: let it go
+KILL_COURIER = "kill_courier"  # courier: so many seconds into its next errand it is killed; it turns this off
 SLOW_DISK = "slow_disk"  # learner: seconds that every write of its audit and ledger takes longer
 INSTALL = "install"  # our server: an ``InstallFault``
 INSTALL_SEEN = "install_seen"  # bench: the one that its engine commits now
 
 _POLL_S = 0.02
 LONGEST_WRITE_S = 0.2
-_HELD_BUCKET = 1
-_LONGEST_HOLD_S = 30.0
 
 
 class Switches:
@@ -94,61 +92,7 @@ class PushFault(StrEnum):
     HOLD = "hold"  # the second bucket waits until the bench lets it go
     ZEROS = "zeros"  # announced honestly, but zeros are sent
     REPEAT = "repeat"  # the round before is sent once more: weights that do not move
-
-
-class PushHistory:
-    """The buckets of the present and of the last round; outlives transports, which may be made anew for each.
-
-    Two sets of buffers take turns: memory that comes and goes with every round would look like a leak of the learner.
-    """
-
-    def __init__(self) -> None:
-        self.last: list[torch.Tensor] = []
-        self.present: list[torch.Tensor] = []
-
-    def begin_round(self) -> None:
-        self.last, self.present = self.present, self.last
-
-    def keep(self, number: int, flat: torch.Tensor) -> None:
-        """Copies one bucket of the present round; ``number`` counts from 0."""
-        if number < len(self.present) and self.present[number].shape == flat.shape:
-            self.present[number].copy_(flat)
-        else:
-            self.present[number:] = [flat.clone()]
-
-
-class FaultyTransport:
-    """A real transport; ``switches`` say what becomes of what it is given."""
-
-    def __init__(self, real: WeightTransport, switches: Switches, history: PushHistory) -> None:
-        self._real = real
-        self._switches = switches
-        self._history = history
-        self._num_sent = 0
-
-    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
-        self._num_sent = 0
-        self._history.begin_round()
-        self._real.open(session, endpoint, deadline)
-
-    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
-        fault, number = self._switches.read(PUSH), self._num_sent
-        self._num_sent += 1
-        if fault == PushFault.HOLD and number == _HELD_BUCKET:
-            self._switches.set(PUSH_HELD)
-            self._switches.wait(PUSH_RELEASED, _LONGEST_HOLD_S)
-        elif fault == PushFault.ZEROS:
-            flat = torch.zeros_like(flat)
-        elif fault == PushFault.REPEAT:
-            flat = self._history.last[number]
-        self._history.keep(number, flat)
-        self._real.send(flat, deadline)
-
-    def is_lost(self) -> bool:
-        return self._real.is_lost()
-
-    def close(self, deadline: Deadline) -> None:
-        self._real.close(deadline)
+    TEAR = "tear"  # by a directory: half of its manifest is lost before a server is told of it
 
 
 class SlowDisk:

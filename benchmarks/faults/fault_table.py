@@ -22,6 +22,7 @@ _HEADINGS = (
     "left",
 )
 _ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
+_WEIGHTS_ROOT = re.compile(r"(?:/[^\s/]+)+/weights\b")
 _SOURCE_LINE = re.compile(r"\[?/\S+\.(?:cc|cpp|h|py):\d+\]? ?")
 _LONG_HEX = re.compile(r"'?[0-9a-f]{16,}'?")
 _LONGEST_QUOTE = 170
@@ -148,4 +149,5 @@ def _clean(value: Any) -> Any:
 
 
 def _clean_text(text: str) -> str:
-    return _LONG_HEX.sub("…", _SOURCE_LINE.sub("", _ADDRESS.sub("SERVER", text)))
+    text = _WEIGHTS_ROOT.sub("WEIGHTS", _ADDRESS.sub("SERVER", text))
+    return _LONG_HEX.sub("…", _SOURCE_LINE.sub("", text))

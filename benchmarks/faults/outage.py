@@ -24,7 +24,7 @@ from benchmarks.estimates import Ratio, ratio_of_medians
 from benchmarks.faults import bench as fault_bench
 from benchmarks.faults.accounting import Gap, SampleCount, gaps
 from benchmarks.faults.bench import FaultBench, write_rows
-from benchmarks.faults.rows import Scene
+from benchmarks.faults.scene import Scene
 from benchmarks.faults.training_job import JobSettings, TrainingJob
 from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import ServerKind, stand_in_arguments

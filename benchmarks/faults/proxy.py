@@ -56,6 +56,8 @@ class FaultProxy:
 
     def __init__(self, upstream_port: int, *, delay_s: float = 60.0) -> None:
         self.committed: list[Committed] = []
+        self.num_rollouts = 0
+        """Rollout requests that have come so far."""
         self.num_held_rollouts = 0
         """Rollout requests that wait at the closed gate."""
         self.num_passing = 0
@@ -76,8 +78,8 @@ class FaultProxy:
         self._faults.append((fault, self._delay_s if delay_s is None else delay_s))
 
     def hold(self) -> None:
-        """Every new rollout waits and does not reach the server until ``release``. With one in flight no sync round
-        can begin, so that nothing else is sent to the server either."""
+        """Every new rollout waits and does not reach the server until ``release``. With one in flight no fenced
+        round can begin, so that nothing else is sent to the server either."""
         self._gate.clear()
 
     def release(self) -> None:
@@ -106,6 +108,7 @@ class FaultProxy:
                 head = await caller.readuntil(_END_OF_HEAD)
                 is_rollout = _is_rollout(head)
                 if is_rollout:
+                    self.num_rollouts += 1
                     self.num_held_rollouts += 1
                     try:
                         await self._gate.wait()  # deadline: the timeout around it

@@ -1,4 +1,4 @@
-"""The faults, one row each: how it is committed and healed, and the scene with the few moves that rows are made of.
+"""The faults, one row each: how it is committed and healed.
 
 A row that is not possible on a server says why. Called by the bench, one after another; a row that kills the server
 starts it again.
@@ -6,89 +6,37 @@ starts it again.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from benchmarks.faults.accounting import Moments, first_notice
-from benchmarks.faults.commit import INSTALL, INSTALL_SEEN, PUSH, PUSH_HELD, PUSH_RELEASED, PushFault
-from benchmarks.faults.proxy import FaultProxy, ReplyFault
-from benchmarks.faults.server import TestedServer
-from benchmarks.faults.training_job import JobSettings, TrainingJob
-from benchmarks.servers import Found, ServerKind
+from benchmarks.faults.commit import (
+    INSTALL,
+    INSTALL_SEEN,
+    KILL_COURIER,
+    PUSH,
+    PUSH_HELD,
+    PUSH_RELEASED,
+    PushFault,
+    Switches,
+)
+from benchmarks.faults.proxy import ReplyFault
+from benchmarks.faults.scene import START_S, Scene
+from benchmarks.faults.small_disk import may_mount
+from benchmarks.faults.training_job import JobSettings
+from benchmarks.servers import ServerKind
+from swift_stage2.config import Fenced
 from swift_stage2.errors import ChildFailed
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.telemetry.audit import Record
 
-START_S = 400.0
-_SOON_S = 180.0
-_NUM_WARM_STEPS = 14
-_NUM_WARM_ROUNDS = 2
 _NUM_STEPS_BROKEN = 20
-_NUM_LAST_STEPS = 4
-
-
-class Scene:
-    """One fault in progress: a running job, its server, what stands between them, and the moments that are noted."""
-
-    def __init__(self, server: TestedServer, job: TrainingJob, proxy: FaultProxy | None = None) -> None:
-        self.server = server
-        self.job = job
-        self.switches = server.switches
-        self.moments = Moments(fault=time.time())
-        self._proxy = proxy
-
-    @property
-    def proxy(self) -> FaultProxy:
-        """Between learner and server. Raises ChildFailed where they talk directly."""
-        if self._proxy is None:
-            raise ChildFailed("this row needs a proxy; set through_proxy")
-        return self._proxy
-
-    def mark(self, **moments: float) -> None:
-        """Notes fields of ``Moments``, as the audit's clock has them."""
-        self.moments = replace(self.moments, **moments)
-
-    def wait_for(self, holds: Callable[[], Found], what: str, timeout_s: float = _SOON_S) -> Found:
-        return self.job.wait_for(holds, what, timeout_s)
-
-    def warm_up(self) -> None:
-        """Trains until both channels run and rounds come as they should."""
-
-        def is_warm() -> bool:
-            steps, rounds = self.job.of_kind("step"), self.job.of_kind("round")
-            committed = sum(record["committed"] for record in rounds)
-            has_both = any(step["channel"] == "B" for step in steps)
-            return has_both and len(steps) >= _NUM_WARM_STEPS and committed >= _NUM_WARM_ROUNDS
-
-        self.wait_for(is_warm, "both channels run", START_S)
-
-    def wait_until_noticed(self) -> None:
-        """Until a rank has written something that only the fault explains."""
-        fault = self.moments.fault
-        self.wait_for(lambda: first_notice(self.job.records, fault), "the fault is noticed")
-
-    def start_server(self) -> None:
-        """Starts it on the port that it had, with the weights of a checkpoint, while training goes on."""
-        self.mark(restarted=time.time())
-        self.server.start()
-        self.server.wait_until_it_answers(self.job.step)
-        self.mark(healed=time.time())
-
-    def wait_until_healed(self) -> None:
-        """Until a round has proven the server and B has run on what it said since, and some steps more."""
-        since = self.moments.fault if self.moments.healed is None else self.moments.healed
-
-        def proof() -> Record | None:
-            return next((record for record in self.job.of_kind("round", since) if record["committed"]), None)
-
-        proven = self.wait_for(proof, "a round proves the server again")
-        assert proven is not None
-        self.wait_for(
-            lambda: any(step["channel"] == "B" for step in self.job.of_kind("step", proven["time"])),
-            "channel B runs again",
-        )
-        self.job.wait_for_steps(_NUM_LAST_STEPS)
+_NUM_COURIER_KILLS = 50
+_COURIER_KILLS_S = 1800.0
+_LATEST_KILL = 1.2  # of the longest round before
+_NUM_ROLLING_ROUNDS = 20
+_TOO_FEW_BYTES = 3 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +54,22 @@ class Row:
     """At the start, the server on the port serves another model."""
     needs_process: bool = False
     """Only where the engine has processes of its own."""
+    with_other: bool = False
+    """There are two servers, whose rounds are staged."""
+    by_disk: bool = False
+    """Weights travel by a directory."""
+    small_disk: bool = False
+    """The weights' directory is a file system of its own, with room for a few versions."""
 
     def why_not(self, kind: ServerKind) -> str:
         """Why a server cannot have this fault; empty if it can."""
-        is_thread = self.needs_process and kind is ServerKind.TRANSFORMERS
-        return "the engine is a thread of the server's one process" if is_thread else ""
+        if self.needs_process and kind is ServerKind.TRANSFORMERS:
+            return "the engine is a thread of the server's one process"
+        if self.small_disk and not may_mount():
+            return "only root may mount a small disk"
+        if kind is ServerKind.STOCK and self.by_disk:
+            return "it reads no directory"
+        return "its rounds are not staged" if kind is ServerKind.STOCK and self.with_other else ""
 
 
 def _train_on_and_restart(scene: Scene) -> None:
@@ -140,13 +99,22 @@ def _kill_engine_process(name: str) -> Callable[[Scene], None]:
 
 def _kill_in_push(scene: Scene) -> None:
     """The first bucket has arrived and the second is about to be sent."""
+    _hold_push(scene)
+    scene.server.kill()
+    _release_push(scene)
+    _train_on_and_restart(scene)
+
+
+def _hold_push(scene: Scene) -> None:
+    """By a directory, all of the round has been written then, and the server has read its manifest alone."""
     scene.switches.set(PUSH, PushFault.HOLD)
     scene.wait_for(lambda: scene.switches.read(PUSH_HELD), "a push has sent its first bucket")
     scene.mark(fault=time.time())
-    scene.server.kill()
+
+
+def _release_push(scene: Scene) -> None:
     scene.switches.clear(PUSH)
     scene.switches.set(PUSH_RELEASED)
-    _train_on_and_restart(scene)
 
 
 def _poison(scene: Scene) -> None:
@@ -172,27 +140,88 @@ def _disturb_reply(fault: ReplyFault) -> Callable[[Scene], None]:
     return commit
 
 
-def _spoil_round(install: InstallFault, push: PushFault) -> Callable[[Scene], None]:
-    """One round's weights: spoilt in the engine's load where our server can do that, else on their way."""
+def _spoil_round(install: InstallFault | None, push: PushFault) -> Callable[[Scene], None]:
+    """One round's weights: by ``install`` in the engine's load where our server can do that, else on their way."""
 
     def commit(scene: Scene) -> None:
-        if scene.server.kind is ServerKind.STOCK:
+        if install is None or scene.server.kind is ServerKind.STOCK:
             scene.switches.set(PUSH, push)
         else:
-            scene.switches.set(INSTALL, install)
-            scene.wait_for(lambda: scene.switches.read(INSTALL_SEEN) == install, "the engine knows its fault")
-        since = time.time()
-
-        def begun_since() -> list[Record]:
-            return [each for each in scene.job.of_kind("round") if each["time"] - each["seconds"] >= since]
-
-        spoilt = scene.wait_for(begun_since, "a round ends")[0]
+            _spoil_installs(scene, scene.switches, install)
+        spoilt = scene.wait_for(scene.rounds_begun_since(time.time()), "a round ends")[0]
         scene.switches.clear(PUSH, INSTALL)
         ended = spoilt["time"]
         began = ended - spoilt["seconds"]
         scene.mark(fault=began, spoilt_round=ended, restarted=ended, healed=time.time())
 
     return commit
+
+
+def _spoil_installs(scene: Scene, switches: Switches, fault: InstallFault) -> None:
+    switches.set(INSTALL, fault)
+    scene.wait_for(lambda: switches.read(INSTALL_SEEN) == fault, "the engine knows its fault")
+
+
+def _fill_disk(scene: Scene) -> None:
+    """No round fits until there is room again."""
+    scene.wait_for(scene.rounds_begun_since(time.time()), "a round ends")
+    scene.job.wait_for_steps(1)  # meanwhile the version goes whose place this round's takes
+    scene.small_disk.fill(leaving_bytes=_TOO_FEW_BYTES)
+    failed = scene.wait_for(scene.rounds_begun_since(time.time(), False), "a round fails")[0]
+    scene.mark(fault=failed["time"] - failed["seconds"])
+    scene.job.wait_for_steps(_NUM_STEPS_BROKEN)
+    scene.small_disk.make_room()
+    scene.mark(healed=time.time())
+
+
+def kill_courier(scene: Scene, after_s: float) -> None:
+    """Its process, so many seconds into its next errand, which the round may be over by; then a round is proven."""
+    (courier,) = scene.job.courier
+    scene.switches.set(KILL_COURIER, str(after_s))
+    scene.wait_for(lambda: not courier.is_running(), "the courier is killed")
+    ended = scene.rounds_begun_since(time.time())
+    scene.wait_for(lambda: any(each["committed"] for each in ended()), "a round after it is proven")
+
+
+def _kill_courier(scene: Scene) -> None:
+    """At drawn moments of rounds. Raises ChildFailed when that takes too long."""
+    end = time.monotonic() + _COURIER_KILLS_S
+    moments = random.Random(_NUM_COURIER_KILLS)
+    latest_s = _LATEST_KILL * max(each["seconds"] for each in scene.job.of_kind("round") if each["staged"])
+    scene.mark(fault=time.time())
+    for number in range(_NUM_COURIER_KILLS):
+        if time.monotonic() > end:
+            raise ChildFailed(
+                f"{_NUM_COURIER_KILLS} kills must end within {_COURIER_KILLS_S:.0f} s, got {number}"
+            )
+        kill_courier(scene, moments.uniform(0.0, latest_s))
+    scene.mark(healed=time.time())
+
+
+def _one_of_two(scene: Scene) -> None:
+    """One server's installs are wrong, round after round. Nobody may ask it meanwhile; the other one goes on."""
+    _spoil_installs(scene, scene.other.switches, InstallFault.FLIP_ELEMENT)
+    spoilt = scene.rounds_begun_since(time.time(), True, False)
+    failed = scene.wait_for(spoilt, "a round proves one server")[0]
+    asked = scene.proxy.num_rollouts
+    scene.mark(fault=failed["time"] - failed["seconds"])
+    scene.job.wait_for_steps(_NUM_STEPS_BROKEN)
+    scene.mark(asked_unproven=scene.proxy.num_rollouts - asked)
+    scene.other.switches.clear(INSTALL)
+    scene.wait_for(lambda: not scene.other.switches.read(INSTALL), "the engine has no fault")
+    _wait_for_both(scene, 1)
+
+
+def _rolling_installs(scene: Scene) -> None:
+    """No fault: both servers get new weights one after the other, and are asked all the time."""
+    scene.mark(fault=time.time())
+    _wait_for_both(scene, _NUM_ROLLING_ROUNDS)
+
+
+def _wait_for_both(scene: Scene, num_rounds: int) -> None:
+    found = scene.rounds_begun_since(time.time(), True, True)
+    scene.wait_for(lambda: len(found()) >= num_rounds, f"{num_rounds} rounds prove both servers", START_S)
+    scene.mark(healed=found()[-1]["time"])
 
 
 def _foreign_server(scene: Scene) -> None:
@@ -223,8 +252,9 @@ def _quick_restart(scene: Scene) -> None:
 _CUT, _LATE = _disturb_reply(ReplyFault.CUT), _disturb_reply(ReplyFault.DELAY)
 _WRONG = _spoil_round(InstallFault.FLIP_ELEMENT, PushFault.ZEROS)
 _UNCHANGED = _spoil_round(InstallFault.SKIP_COPY, PushFault.REPEAT)
-_SHORT, _LONG = JobSettings(request_timeout_s=6.0), JobSettings(request_timeout_s=600.0)
-"""A server may take as long as the second to start."""
+_SHORT = JobSettings(request_timeout_s=6.0)
+_LONG = JobSettings(request_timeout_s=600.0, fenced=Fenced.ALWAYS)
+"""A server may take so long to start, and meanwhile no round may find out that it is another one."""
 
 
 def _killing(name: str, process: str) -> Row:
@@ -236,6 +266,20 @@ def _proxied(name: str, title: str, commit: Callable[[Scene], None], settings: J
     return Row(name=name, title=title, commit=commit, through_proxy=True, settings=settings)
 
 
+_LOAD = JobSettings(b_ratio=0.8)
+_OFTEN = JobSettings(
+    prefetch={
+        "sync_every_steps": 2,
+        "version_window": 8,
+    },  # packs must live as many steps as with rarer rounds
+    sync={"backoff_steps": 1},
+)
+_TORN = _spoil_round(None, PushFault.TEAR)
+_COURIER = f"kill -9 of the courier at {_NUM_COURIER_KILLS} random moments of rounds"
+_ONE = "one of two servers proves, the other does not"
+_ROLLING = f"no fault: {_NUM_ROLLING_ROUNDS} rounds of rolling installs into two servers under load"
+_DISK = "weights by a directory"
+_KILLED_READER = f"{_DISK}: kill -9 of the server between write and load"
 _OLD_WEIGHTS = "restarted with old weights between two POSTs"
 ROWS = (
     Row(name="kill_server", title="kill -9 of the server, restarted later", commit=_kill_server),
@@ -254,4 +298,21 @@ ROWS = (
         foreign=True,
     ),
     _proxied("quick_restart", _OLD_WEIGHTS, _quick_restart, _LONG),
+    Row(name="kill_courier", title=_COURIER, commit=_kill_courier, settings=_OFTEN),
+    Row(name="one_of_two", title=_ONE, commit=_one_of_two, with_other=True, through_proxy=True),
+    Row(name="rolling_installs", title=_ROLLING, commit=_rolling_installs, with_other=True, settings=_LOAD),
+    Row(
+        name="disk_kill",
+        title=_KILLED_READER,
+        commit=_kill_in_push,
+        by_disk=True,
+    ),
+    Row(
+        name="disk_full",
+        title=f"{_DISK}: no room for a round",
+        commit=_fill_disk,
+        by_disk=True,
+        small_disk=True,
+    ),
+    Row(name="disk_torn", title=f"{_DISK}: half of a round's manifest is lost", commit=_TORN, by_disk=True),
 )

@@ -6,6 +6,7 @@ what its processes have mapped, because other programs on the machine make segme
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import time
@@ -56,6 +57,8 @@ class TestedServer:
     """One port, and the server that answers there; at most one is alive at a time."""
 
     __test__ = False
+    _numbers = itertools.count(1)
+    """Of all that are started."""
 
     def __init__(
         self, kind: ServerKind, bench: BenchServers, switches: Switches, program: Program | None = None
@@ -64,13 +67,15 @@ class TestedServer:
         self.kind = kind
         self.port = lasting_port()
         self.switches = switches
+        self.weights_root = switches.directory.parent / "weights"
+        """A learner may leave weights here for it."""
+        self.weights_root.mkdir(parents=True, exist_ok=True)
         self.started_at = 0.0
         """Unix time of the last start."""
-        self._program = program or partial(_arguments, kind)
+        self._program = program or partial(_arguments, kind, self.weights_root)
         self._bench = bench
         self._tree: ProcessTree | None = None
         self._held, self._held_by_killed = Held(), Held()
-        self._num_started = 0
 
     @property
     def is_alive(self) -> bool:
@@ -81,12 +86,11 @@ class TestedServer:
         if self.kind is ServerKind.STOCK:
             what = f"port {self.port} is quiet"
             self._bench.wait_for(lambda: is_quiet(self.port), what, _QUIET_DEADLINE_S)
-        self._num_started += 1
         self.started_at = time.time()
         self._held = Held()
         environment = {**server_environment(self.kind), VARIABLE: str(self.switches.directory)}
         argv = (sys.executable, "-u", *self._program(model, self.port))
-        name = f"{self.kind}-server{self._num_started}"
+        name = f"{self.kind}-server{next(self._numbers)}"
         self._tree = self._bench.start_process(name, argv, environment, _GRACE_S)
 
     def wait_until_it_answers(self, meanwhile: Callable[[], object] | None = None) -> None:
@@ -159,11 +163,12 @@ class TestedServer:
             self._bench.job.end_abandoned(tree, at_once=True)
 
 
-def _arguments(kind: ServerKind, model: Path, port: int) -> list[str]:
+def _arguments(kind: ServerKind, weights_root: Path, model: Path, port: int) -> list[str]:
     arguments = server_arguments(kind, model, port, _MAX_BATCH_SIZE)
     if kind is ServerKind.STOCK:
         return arguments
-    return ["-m", "benchmarks.faults.commit", *arguments[arguments.index("rollout") + 1 :]]
+    root = ["--weights-root", str(weights_root)]
+    return ["-m", "benchmarks.faults.commit", *arguments[arguments.index("rollout") + 1 :], *root]
 
 
 @dataclass(frozen=True, slots=True)

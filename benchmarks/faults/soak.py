@@ -1,7 +1,7 @@
 """``swift-stage2 bench soak``: one long two-rank run, faults of every kind at random steps, and what it came to.
 
 The run ends by itself after its last step. Faults come one after another, each once the one before has healed; memory,
-threads and file descriptors of both ranks are looked at every few steps.
+threads and file descriptors of both ranks, the courier and the server are looked at every few steps.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ from benchmarks.faults.accounting import SampleCount
 from benchmarks.faults.bench import FaultBench, check, write_rows
 from benchmarks.faults.commit import SLOW_DISK, stopped
 from benchmarks.faults.proxy import FaultProxy, ReplyFault
-from benchmarks.faults.rows import START_S, Scene
+from benchmarks.faults.rows import kill_courier
+from benchmarks.faults.scene import START_S, Scene
 from benchmarks.faults.server import TestedServer
 from benchmarks.faults.soak_plan import FaultKind, PlannedFault, plan_faults
 from benchmarks.faults.soak_report import (
     CommittedFault,
-    RankSample,
+    ProcessSample,
     SoakReport,
     kind_reports,
     num_trained_twice,
@@ -65,7 +66,8 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     with FaultBench(kind, directory) as bench, ExitStack() as stack:
         server = bench.ready_server()
         proxy = stack.enter_context(FaultProxy(server.port))
-        settings = JobSettings(swift=_swift_arguments(options.steps))
+        sync = {"on_pending": options.on_pending}
+        settings = JobSettings(swift=_swift_arguments(options.steps), sync=sync)
         job = bench.start_job("soak", directory / "job", write_rows(directory), settings, proxy.port)
         soak = _Soak(server, proxy, stack.enter_context(job), options.steps)
         soak.run(faults)
@@ -74,6 +76,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     facts = {
         "server": options.server,
         "seed": options.seed,
+        "on_pending": options.on_pending,
         "seconds": time.monotonic() - started,
         "problems": problems,
         "plan": [asdict(fault) for fault in faults],
@@ -102,7 +105,7 @@ class _Soak:
 
     def __init__(self, server: TestedServer, proxy: FaultProxy, job: TrainingJob, num_steps: int) -> None:
         self.committed: list[CommittedFault] = []
-        self.samples: list[RankSample] = []
+        self.samples: list[ProcessSample] = []
         self._server, self._proxy, self._job, self._num_steps = server, proxy, job, num_steps
         job.watch = self._sample
         self._next_sample = 1
@@ -168,22 +171,23 @@ class _Soak:
         if step < self._next_sample:
             return
         self._next_sample = step + _SAMPLE_EVERY_STEPS
-        for rank, process in enumerate(self._job.processes_of(Victim.BOTH)):
-            try:
-                self.samples.append(_sample_of(rank, step, process))
-            except psutil.NoSuchProcess:
-                return  # the run is ending
+        ranks = {f"rank {rank}": [each] for rank, each in enumerate(self._job.processes_of(Victim.BOTH))}
+        looked_at = ranks | {"courier": self._job.courier, "server": self._server.processes}
+        for name, processes in looked_at.items():
+            with suppress(psutil.NoSuchProcess, IndexError):  # it is ending, or not there
+                self.samples.append(_sample_of(name, step, processes))
 
 
-def _sample_of(rank: int, step: int, process: psutil.Process) -> RankSample:
-    memory = process.memory_full_info()
-    return RankSample(
-        rank=rank,
+def _sample_of(name: str, step: int, processes: Sequence[psutil.Process]) -> ProcessSample:
+    memory = [process.memory_full_info() for process in processes]
+    return ProcessSample(
+        process=name,
+        pid=processes[0].pid,
         step=step,
-        rss=memory.rss,
-        uss=memory.uss,
-        num_threads=process.num_threads(),
-        num_fds=process.num_fds(),
+        rss=sum(each.rss for each in memory),
+        uss=sum(each.uss for each in memory),
+        num_threads=sum(process.num_threads() for process in processes),
+        num_fds=sum(process.num_fds() for process in processes),
     )
 
 
@@ -215,4 +219,6 @@ def commit(fault: PlannedFault, scene: Scene) -> None:
         case FaultKind.STOP_SERVER:
             with stopped(scene.server.processes):
                 scene.job.wait_s(fault.seconds)
+        case FaultKind.KILL_COURIER:
+            kill_courier(scene, fault.seconds)
     scene.mark(healed=time.time())

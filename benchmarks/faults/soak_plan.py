@@ -34,6 +34,7 @@ class FaultKind(StrEnum):
     SLOW_DISK = "slow disk"  # For ``count`` steps, every write of audit and ledger takes ``seconds`` longer
     STOP_RANK = "rank stopped"  # SIGSTOP to ``rank``, SIGCONT after ``seconds``
     STOP_SERVER = "server stopped"  # SIGSTOP to all of it, SIGCONT after ``seconds``
+    KILL_COURIER = "courier killed"  # ``seconds`` into its next errand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ _DRAWN: Mapping[FaultKind, Mapping[str, tuple[Any, Any]]] = {
     FaultKind.SLOW_DISK: {"seconds": (0.02, LONGEST_WRITE_S), "count": (2, 5)},
     FaultKind.STOP_RANK: {"seconds": (0.5, 4.0), "rank": (0, 1)},
     FaultKind.STOP_SERVER: {"seconds": (0.5, 4.0)},
+    FaultKind.KILL_COURIER: {"seconds": (0.0, 1.0)},
 }
 """From where to where, in the order in which a seed draws them."""
 

@@ -39,10 +39,12 @@ class CommittedFault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankSample:
-    """One rank at one step; memory in bytes."""
+class ProcessSample:
+    """One process at one step, or a server's together; memory in bytes."""
 
-    rank: int
+    process: str
+    pid: int
+    """Tells it from others that a fault has put in its place; of a server, of its first process."""
     step: int
     rss: int
     uss: int
@@ -76,7 +78,7 @@ _SAMPLED = {
     Quantity.THREADS: ("num_threads", 1),
     Quantity.FDS: ("num_fds", 1),
 }
-"""Fields of ``RankSample``, and what they are divided by."""
+"""Fields of ``ProcessSample``, and what they are divided by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,7 @@ class SoakReport:
     left: int
     kinds: tuple[KindReport, ...]
     trends: Mapping[str, Mapping[Quantity, Trend | None]]
-    """By rank."""
+    """By process."""
     account: RunAccount | None
     """None where no ledger was begun."""
     lost: int
@@ -134,12 +136,12 @@ class SoakReport:
             if number != right:
                 found.append(f"{what}: {number} instead of {right}")
         judged = wanted_steps >= 2 * FEWEST_STEPS
-        for rank, trends in self.trends.items():
+        for process, trends in self.trends.items():
             for quantity, each in trends.items():
                 if each is None and judged:
-                    found.append(f"{quantity} of rank {rank}: too few values")
+                    found.append(f"{quantity} of {process}: too few values")
                 elif each and each.verdict is Verdict.RISING:
-                    found.append(f"{quantity} of rank {rank} rises")
+                    found.append(f"{quantity} of {process} rises")
         return found
 
 
@@ -184,24 +186,30 @@ def _kind_report(
 
 
 def trends_of(
-    records: Sequence[Sequence[Record]], samples: Sequence[RankSample]
+    records: Sequence[Sequence[Record]], samples: Sequence[ProcessSample]
 ) -> dict[str, dict[Quantity, Trend | None]]:
-    return {
-        str(rank): _trends(part, [s for s in samples if s.rank == rank]) for rank, part in enumerate(records)
-    }
-
-
-def _trends(records: Sequence[Record], samples: Sequence[RankSample]) -> dict[Quantity, Trend | None]:
-    steps = [sample.step for sample in samples]
-    series: dict[Quantity, tuple[list[int], list[float]]] = {
-        quantity: (steps, [getattr(sample, name) / scale for sample in samples])
-        for quantity, (name, scale) in _SAMPLED.items()
-    }
-    quiet = [gap for gap in gaps(of_kind(records, "step")) if gap.syncing_s == 0]
-    for quantity, channel in ((Quantity.A_STEP, "A"), (Quantity.B_STEP, "B")):
-        mine = [gap for gap in quiet if gap.channel == channel]
-        series[quantity] = ([gap.step for gap in mine], [gap.seconds for gap in mine])
-    return {quantity: trend(*series[quantity], TOLERANCES[quantity]) for quantity in Quantity}
+    """By process; of couriers and servers, which faults replace, that of the one that was seen for longest."""
+    found: dict[str, dict[Quantity, Trend | None]] = {f"rank {rank}": {} for rank in range(len(records))}
+    of_process = grouped(samples, lambda sample: sample.process)
+    for process in (*found, *(name for name in of_process if name not in found)):
+        lives = grouped(of_process.get(process, ()), lambda sample: sample.pid)
+        mine = max(lives.values(), key=len, default=[])
+        found[process] = {
+            quantity: trend(
+                [sample.step for sample in mine],
+                [getattr(sample, name) / scale for sample in mine],
+                TOLERANCES[quantity],
+            )
+            for quantity, (name, scale) in _SAMPLED.items()
+        }
+    for rank, part in enumerate(records):
+        quiet = [gap for gap in gaps(of_kind(part, "step")) if gap.syncing_s == 0]
+        for quantity, channel in ((Quantity.A_STEP, "A"), (Quantity.B_STEP, "B")):
+            steps = [gap for gap in quiet if gap.channel == channel]
+            found[f"rank {rank}"][quantity] = trend(
+                [gap.step for gap in steps], [gap.seconds for gap in steps], TOLERANCES[quantity]
+            )
+    return found
 
 
 def num_trained_twice(ledgers: Mapping[int, Sequence[Record]]) -> int:
@@ -222,10 +230,10 @@ def parts_of(soak: SoakReport) -> list[ResultTable | str]:
     kinds = ResultTable.of("", soak.kinds, _KIND_COLUMNS)
     trends = ResultTable(
         "",
-        ("rank", "quantity", "values", "median", "drift over 2,000 steps (95 %)", "tolerated", "verdict"),
+        ("process", "quantity", "values", "median", "drift over 2,000 steps (95 %)", "tolerated", "verdict"),
         [
-            (rank, quantity, *_trend_cells(each))
-            for rank, of in soak.trends.items()
+            (process, quantity, *_trend_cells(each))
+            for process, of in soak.trends.items()
             for quantity, each in of.items()
         ],
     )

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -19,11 +19,11 @@ from typing import Any
 import psutil
 
 from benchmarks.clocks import PLUGINS
-from benchmarks.faults.commit import VARIABLE, Switches
+from benchmarks.faults.commit import COURIER, VARIABLE, Switches
 from benchmarks.faults.server import Held, Leftovers, command_line, kill_all, tree_of
 from benchmarks.learner_job import write_job
 from benchmarks.servers import BenchServers, Found
-from swift_stage2.config import Proof, load_config
+from swift_stage2.config import Fenced, Proof, load_config
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.plan import plan_launch
@@ -35,6 +35,8 @@ NUM_RANKS = 2
 _STEPS_THAT_NO_ROW_REACHES = 5000
 _STOP_DEADLINE_S = 120.0
 _WATCH_EVERY_S = 2.0
+Ports = Sequence[tuple[int, int]]
+"""Those that the learner is told, by server: of HTTP and of the weight group."""
 _TORCHRUN = "torch.distributed.run"
 
 
@@ -46,6 +48,11 @@ class JobSettings:
     request_timeout_s: float = 60.0
     b_ratio: float = 0.5
     proof: Proof = Proof.AUTO
+    fenced: Fenced = Fenced.WHEN_NEEDED
+    prefetch: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of ``prefetch``."""
+    sync: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of ``rollout.sync``."""
     swift: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments for ms-swift."""
 
@@ -68,17 +75,16 @@ class TrainingJob:
         bench: BenchServers,
         directory: Path,
         rows: Path,
-        ports: tuple[int, int],
+        ports: Ports,
         switches: Switches,
         settings: JobSettings,
     ) -> None:
-        """``ports`` are those that the learner is told: of HTTP and of the weight group."""
         self.run_dir = directory / "run"
         self.records: list[list[Record]] = [[] for _ in range(settings.num_ranks)]
         self.watch: Callable[[], None] = lambda: None
         """Called at every step(), once what was written is taken in."""
         self._bench = bench
-        self._group_port = ports[1]
+        self._group_ports = [group for _, group in ports]
         self._config_path = _write_config(directory, rows, ports, settings)
         environment = {**os.environ, **CHILD_ENVIRONMENT, VARIABLE: str(switches.directory)}
         learner = plan_launch(load_config(self._config_path), self._config_path, environment).learner
@@ -176,9 +182,14 @@ class TrainingJob:
         ranks.sort(key=lambda process: process.create_time())
         return ranks[{Victim.RANK_0: slice(1), Victim.RANK_1: slice(1, 2)}.get(victim, slice(None))]
 
+    @property
+    def courier(self) -> list[psutil.Process]:
+        """The process that carries weights; empty while there is none."""
+        return [process for process in tree_of(self._tree.pid) if COURIER in command_line(process)]
+
     def what_is_left(self) -> Leftovers:
         """Of a job that has ended: what it left behind."""
-        return self._held.left((self._group_port,))
+        return self._held.left(self._group_ports)
 
     def account(self) -> RunAccount:
         """The account of all ranks' ledgers. Raises ChildFailed when the learner left no checkpoint."""
@@ -189,7 +200,7 @@ class TrainingJob:
         return account_of(read_ledgers([self.run_dir]))
 
 
-def _write_config(directory: Path, rows: Path, ports: tuple[int, int], settings: JobSettings) -> Path:
+def _write_config(directory: Path, rows: Path, ports: Ports, settings: JobSettings) -> Path:
     swift = {
         "per_device_train_batch_size": 2,
         "dataset_shuffle": False,  # the poisonous row must stay where it was put; the streams shuffle anyway
@@ -213,13 +224,21 @@ def _write_config(directory: Path, rows: Path, ports: tuple[int, int], settings:
     channel_b = {
         "max_truncated_ratio": 1.0,
         "packing": {"packing_length": 256, "packing_min_fill_ratio": 0.5},
-        "prefetch": {"queue_limit": 6, "version_window": 3},
+        "prefetch": {"queue_limit": 6, "version_window": 3, **settings.prefetch},
     }
     rollout = {
+        "servers": [{"base_url": f"http://127.0.0.1:{http}", "group_port": group} for http, group in ports],
         "decoding": {"top_p": 1.0},
         "max_inflight_per_server": 16,
         "request_timeout_s": settings.request_timeout_s,
-        "sync": {"timeout_s": 60.0, "bucket_mib": 1, "proof": settings.proof.value, "canary_every_rounds": 1},
+        "sync": {
+            "timeout_s": 60.0,
+            "bucket_mib": 1,
+            "proof": settings.proof.value,
+            "canary_every_rounds": 1,
+            "fenced": settings.fenced.value,
+            **settings.sync,
+        },
     }
     changes = {"stage2_ab": {"channel_b": channel_b}, "rollout": rollout}
-    return write_job(job, ports, changes | {"control_timeout_s": 240.0 + settings.request_timeout_s})
+    return write_job(job, ports[0], changes | {"control_timeout_s": 240.0 + settings.request_timeout_s})

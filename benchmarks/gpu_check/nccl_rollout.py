@@ -20,17 +20,20 @@ import torch
 
 from benchmarks.gpu_check.stage import CheckFailed, CheckSkipped, Context
 from benchmarks.servers import BenchServer, BenchServers, ServerKind
-from benchmarks.sync import TextCanary
+from benchmarks.sync_learner import TextCanary
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
-from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, free_ports, server_entry
+from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, server_entry
 from swift_stage2.launch.process_tree import ProcessTree
+from swift_stage2.process.ports import free_ports
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
-from swift_stage2.weights.transport import StockTransport
+from swift_stage2.weights.stock_transport import StockTransport
+from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.transport import ServerEndpoint
 
 _NUM_ROUNDS = 3
 _ROUND_TIMEOUT_S = 40.0
@@ -80,12 +83,12 @@ def _rounds_at(context: Context, processes: BenchServers, tensor_parallel: int) 
         return transports[-1]
 
     server = _start(context, processes, ports, tensor_parallel)
+    endpoints = [ServerEndpoint(server.base_url, server.group_port)]
     sync = WeightSync(
-        [ServerEndpoint(server.base_url, server.group_port)],
         control=SingleRank(),
         export=WeightExport(module),
         canary=TextCanary(module, AutoTokenizer.from_pretrained(STAGE1)),
-        make_transport=make_transport,
+        courier=ThreadCourier(endpoints, make_transport),
         run_id="gpu-check",
         timeout_s=_ROUND_TIMEOUT_S,
         bucket_mib=_BUCKET_MIB,

@@ -204,7 +204,7 @@ def round_memory(context: Context) -> None:
     for shape in sizes:
         model = make_model(shape, context)
         _measure(context, f"{shape.name}_full", WeightExport(model))
-        adapted = WeightExport(_with_lora(model))
+        adapted = WeightExport(with_lora(model))
         if shape is sizes[0]:
             _starve(context, adapted)
         _measure(context, f"{shape.name}_lora", adapted)
@@ -212,7 +212,8 @@ def round_memory(context: Context) -> None:
         free_memory(context.device)
 
 
-def _with_lora(model: Any) -> Any:
+def with_lora(model: Any) -> Any:
+    """The model under adapters that add something to its weights."""
     from peft import LoraConfig, get_peft_model
 
     adapted = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "v_proj", "down_proj"]))
@@ -228,9 +229,9 @@ def _measure(context: Context, name: str, export: WeightExport) -> None:
     free_memory(device)
     resting_gib = peak_gib(device)
     snapshot, reserve_s = timed(device, lambda: Snapshot(export.manifest(), pinned=export.on_gpu))
-    _copy(export, snapshot)
-    _, copy_s = timed(device, lambda: _copy(export, snapshot))
-    _, sum_s = timed(device, lambda: _sums(snapshot))
+    copy_all(export, snapshot)
+    _, copy_s = timed(device, lambda: copy_all(export, snapshot))
+    _, sum_s = timed(device, lambda: sums_of(snapshot))
     note(f"{name}_gib", snapshot.num_bytes / _GIB)
     note(f"{name}_reserve_s", reserve_s)
     note(f"{name}_snapshot_s", copy_s)
@@ -238,12 +239,14 @@ def _measure(context: Context, name: str, export: WeightExport) -> None:
     note(f"{name}_peak_over_weights_gib", peak_gib(device) - resting_gib)
 
 
-def _copy(export: WeightExport, snapshot: Snapshot) -> None:
+def copy_all(export: WeightExport, snapshot: Snapshot, *, non_blocking: bool = False) -> None:
+    """As a sync round fills its snapshot."""
     for names in export.plan(_BUCKET_BYTES):
-        snapshot.put(export.read(names))
+        snapshot.put(export.read(names), non_blocking=non_blocking)
 
 
-def _sums(snapshot: Snapshot) -> dict[str, str]:
+def sums_of(snapshot: Snapshot) -> dict[str, str]:
+    """The checksum of every tensor by name."""
     sums: dict[str, str] = {}
     for bucket in snapshot.buckets(_BUCKET_BYTES):
         sums |= bucket.pack({}, CastMemory()).checksums
@@ -253,19 +256,19 @@ def _sums(snapshot: Snapshot) -> dict[str, str]:
 def _starve(context: Context, export: WeightExport) -> None:
     """Weights that must be merged are copied, copied again without memory, and copied a third time."""
     snapshot = Snapshot(export.manifest(), pinned=export.on_gpu)
-    _copy(export, snapshot)
-    before = _sums(snapshot)
+    copy_all(export, snapshot)
+    before = sums_of(snapshot)
     free_memory(context.device)
     try:
         with _starved_of_memory(context.device):
-            _copy(export, snapshot)
+            copy_all(export, snapshot)
     except RuntimeError as error:  # torch's own class for a GPU without memory is one of them
         context.note("without_memory", f"{type(error).__name__}, the round fails")
     else:
         raise CheckFailed("a merge without memory must fail, and it did not")
     free_memory(context.device)
-    _copy(export, snapshot)
-    if _sums(snapshot) != before:
+    copy_all(export, snapshot)
+    if sums_of(snapshot) != before:
         raise CheckFailed("weights must be the same after a round that got no memory, they are not")
 
 

@@ -70,6 +70,8 @@ STAGES = (
           proves="a late or never-ending transfer on a side stream neither stops training nor outlives its deadline"),
     Stage("round-memory", 7, f"{_HERE}.real_shapes:round_memory", needs=("transformers", "peft"),
           proves="seconds and memory of export, LoRA merge and pack at 3B and 7B, and what a lack of memory does"),
+    Stage("copy-stream", 5, f"{_HERE}.copy_stream:copy_stream", needs=("transformers", "peft"),
+          proves="a snapshot at 3B copied beside training is whole though the optimizer steps at once; pause, GiB/s"),
     Stage("handover", 4, f"{_HERE}.transfers:handover",
           proves="a pinned snapshot under a backward pass, and weights in another process by memory file and CUDA IPC"),
     Stage("learner-lora", 12, f"{_HERE}.training:one_rank", needs=_SWIFT, arguments={"tuner": "lora"},

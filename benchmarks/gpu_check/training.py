@@ -31,7 +31,7 @@ from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.config import MatchingConfig, load_config
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.config.yaml_text import write_yaml
-from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, DemoJob, config_of, free_ports
+from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, DemoJob, config_of
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.demo.tiny_template import TINY_VL, tiny_template
@@ -39,6 +39,7 @@ from swift_stage2.errors import ConfigError
 from swift_stage2.launch.job import last_cause
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.preflight.packing_isolation import check_isolation, isolation_batches
+from swift_stage2.process.ports import free_ports
 from swift_stage2.records import SampleKey
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.summary import RunSummary, summarise
@@ -90,7 +91,7 @@ def two_ranks(context: Context) -> None:
 def _train_for_rounds(
     context: Context, name: str, model: Path, num_ranks: int, *, sync_every_steps: int, swift: dict[str, Any]
 ) -> DemoJob:
-    """The last rank is asked to end after ``_LEAST_ROUNDS`` rounds, however many steps go by beside them."""
+    """The last rank is asked to end after ``_LEAST_ROUNDS`` rounds and a step of channel B, however long they take."""
     end = time.monotonic() + 0.9 * context.deadline_s
     with BenchServers(context.logs) as processes:
         server = start_server(context, processes, model)
@@ -103,7 +104,11 @@ def _train_for_rounds(
         asked: list[float] = []
 
         def look() -> None:
-            if not asked and len(_records(job, 0, "round")) >= _LEAST_ROUNDS:
+            if (
+                not asked
+                and len(_records(job, 0, "round")) >= _LEAST_ROUNDS
+                and any(step["channel"] == "B" for step in _records(job, 0, "step"))
+            ):
                 _rank_below(learner, str(num_ranks - 1)).send_signal(signal.SIGTERM)
                 asked.append(time.monotonic())
 
@@ -215,6 +220,7 @@ def write_job(
     channel_b["prefetch"]["sync_every_steps"] = sync_every_steps
     channel_b["max_truncated_ratio"] = 1.0  # random weights never end their turn
     config["rollout"]["sync"]["timeout_s"] = _ROUND_TIMEOUT_S
+    config["control_timeout_s"] = 4 * _ROUND_TIMEOUT_S
     job.config_path.write_text(write_yaml(config), encoding="utf-8")
     load_config(job.config_path)
     return job

@@ -1,18 +1,24 @@
-"""An ``--external_plugins`` file for ms-swift: the real trainer, whose transport and disk commit faults on demand.
+"""An ``--external_plugins`` file for ms-swift: the real trainer, whose courier and disk commit faults on demand.
 
 Everything else of the learner is what a user runs. Given to the jobs of ``swift-stage2 bench faults``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from swift_stage2 import Stage2Trainer  # isort: skip, it must be imported before torchvision
 
-from benchmarks.faults.commit import FaultyTransport, PushHistory, SlowDisk, Switches
+from benchmarks.faults.accounting import TAKEN
+from benchmarks.faults.commit import COURIER, SlowDisk, Switches
+from swift_stage2.channel_b.pipeline import Pipeline
+from swift_stage2.process.worker import start_worker
+from swift_stage2.records import Rollout
 from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.training.stage2_trainer import register_trainer
-from swift_stage2.weights.transport import WeightTransport
+from swift_stage2.weights import courier_process
 
 
 class FaultyTrainer(Stage2Trainer):
@@ -20,12 +26,20 @@ class FaultyTrainer(Stage2Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._switches = Switches.from_environment()
-        self._history = PushHistory()
-        AuditLog.put = staticmethod(SlowDisk(self._switches).write)
+        AuditLog.put = staticmethod(SlowDisk(Switches.from_environment()).write)
+        Pipeline._prepare = _note_and_prepare  # type: ignore[assignment,method-assign]
+        start = lambda module, environment: start_worker(COURIER, environment)  # noqa: E731
+        courier_process.start_worker = start  # type: ignore[attr-defined]
 
-    def wrap_transport(self, transport: WeightTransport) -> WeightTransport:
-        return FaultyTransport(transport, self._switches, self._history)
+
+_prepare = Pipeline._prepare
+
+
+def _note_and_prepare(pipeline: Pipeline, rollouts: Sequence[Rollout]) -> None:
+    for round_id, number in Counter(rollout.round_id for rollout in rollouts).items():
+        if round_id is not None:
+            pipeline.events._audit.write(TAKEN, round_id=round_id, num_rollouts=number)
+    _prepare(pipeline, rollouts)
 
 
 register_trainer(FaultyTrainer)

@@ -23,8 +23,8 @@ from benchmarks.attacks.hostile_server import HostileServer
 from benchmarks.results import ResultTable, publish
 from benchmarks.wrong_inputs.case import Case, SetupMaker
 from benchmarks.wrong_inputs.cases import all_cases
-from swift_stage2.demo.demo_config import free_ports
 from swift_stage2.errors import UserError
+from swift_stage2.process.ports import free_ports
 
 EXIT_PROBLEMS = 1
 _AT_ONCE = 2

@@ -20,6 +20,7 @@ def register() -> None:
         return
     _keep_linear_weights()
     _use_gloo()
+    _let_weight_transfer_run()
 
 
 def _keep_linear_weights() -> None:
@@ -52,6 +53,21 @@ def _use_gloo() -> None:
     for owner in (swift.utils.torch_utils, swift.utils, *owners[1:]):
         _require(owner, "synchronize")
         owner.synchronize = _nothing_to_wait_for
+
+
+def _let_weight_transfer_run() -> None:
+    """vLLM's own weight transfer (``--weight-transfer-config``) asks for a GPU's number and stream on its way to NCCL.
+
+    Without one PyTorch refuses both: "Cannot access accelerator device when none is available". Gloo needs neither.
+    """
+    import torch
+
+    torch.accelerator.current_device_index = lambda: 0
+    torch.cuda.current_stream = _no_stream  # type: ignore[assignment]
+
+
+def _no_stream(device: object = None) -> None:
+    """Stands in for CUDA's current stream: gloo sends at once and queues nothing."""
 
 
 def _nothing_to_wait_for(device: object = None) -> None:

@@ -191,7 +191,8 @@ def _object_pattern(dialect: Dialect, box_first: bool) -> re.Pattern[str]:
     name = rf'(?P<name>"object_(?P<number>{_DIGITS}))"{_S}:{_S}' if dialect.named else ""
     label = rf'"{dialect.label_key}"{_S}:{_S}"(?P<label>(?:[^"\\]++|\\.)*+)"'
     coordinate = _COORDINATE.pattern
-    box = rf'"{dialect.box_key}"{_S}:{_S}\[{_S}(?P<box>(?:{coordinate})(?:{_S},{_S}(?:{coordinate})){{3}}){_S}\]'
+    more = rf"(?:{_S},{_S}(?:{coordinate})){{{dialect.num_coordinates - 1}}}"
+    box = rf'"{dialect.box_key}"{_S}:{_S}\[{_S}(?P<box>(?:{coordinate}){more}){_S}\]'
     members = f"{_S},{_S}".join((box, label) if box_first else (label, box))
     return re.compile(rf"{name}\{{{_S}{members}{_S}\}}", re.DOTALL)
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -19,7 +18,8 @@ from swift_stage2.channel_b.answer_format import (
     refusal,
     standard_format,
 )
-from swift_stage2.channel_b.dialects import DIALECTS, Dialect
+from swift_stage2.channel_b.continuations import Continuations, TokensInstead
+from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST, Dialect
 from swift_stage2.channel_b.matching import MatchResult, match_objects
 from swift_stage2.channel_b.parsing import (
     ParsedRollout,
@@ -32,25 +32,33 @@ from swift_stage2.channel_b.targets import (
     AnswerFormat,
     TokenGroup,
     order_ground_truth,
+    order_missed,
     render_target,
     weigh_tokens,
 )
 from swift_stage2.channel_b.task import Convert, Rows, Task, Tokenise, register_task
-from swift_stage2.config import MatchingConfig, Stage2Config
+from swift_stage2.config import MatchingConfig, MissedOrder, Stage2Config
 from swift_stage2.config.registry import find
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
-from swift_stage2.records import IntegerBox, MatchQuality, ObjectMatch, Rollout, Sample, Target
+from swift_stage2.records import Coordinates, MatchQuality, ObjectMatch, Rollout, Sample, Target
 
 if TYPE_CHECKING:
     from swift_stage2.channel_b.encoding import Encoder
 
-Objects = Sequence[tuple[str, IntegerBox]]
-"""Labels and boxes in the template's space."""
+Objects = Sequence[tuple[str, Coordinates]]
+"""Labels with boxes, or points, in the template's space."""
 
 
 @register_task("detection")
 class DetectionTask(Task):
-    """Matches objects by their boxes. ``answer_format`` is how targets are written."""
+    """Matches objects by their boxes. ``answer_format`` is how targets are written.
+
+    A dialect of points gives the objects two coordinates; whoever derives a task for these matches them.
+    """
+
+    default_dialect: ClassVar[str] = OBJECT_LIST.name
+    num_coordinates: ClassVar[int] = 4
+    """Of the dialects that it takes."""
 
     def __init__(
         self,
@@ -58,53 +66,84 @@ class DetectionTask(Task):
         dialect: Dialect,
         matching: MatchingConfig,
         weights: Mapping[TokenGroup, float],
+        missed_order: MissedOrder = MissedOrder.GIVEN,
+        weighs_duplicates: bool = False,
     ) -> None:
         self._dialect = dialect
         self.answer_format = standard_format(dialect)
-        self._matching = asdict(matching)
-        self._same_label = self._matching.pop("same_label")
+        self._matching = matching
+        self._costs = {
+            name: getattr(matching, name)
+            for name in ("top_k", "unmatched_prediction_cost", "unmatched_ground_truth_cost")
+        }
         self._weights = dict(weights)
+        self._missed_order = missed_order
+        self._weighs_duplicates = weighs_duplicates
         self.closing_weight = self._weights[TokenGroup.CLOSURE]
 
     @classmethod
     def from_config(cls, config: Stage2Config) -> Self:
-        """By the sections ``matching`` and ``target``."""
+        """By the sections ``matching`` and ``target``.
+
+        Raises:
+            ConfigError: the dialect is unknown, or its objects have another number of coordinates.
+        """
         target = config.stage2_ab.channel_b.target
+        key = "stage2_ab.channel_b.target.dialect"
+        dialect = find(DIALECTS, key, target.dialect or cls.default_dialect)
+        if dialect.num_coordinates != cls.num_coordinates:
+            raise ConfigError(
+                f"{key} must have {cls.num_coordinates} coordinates per object for task {config.stage2_ab.task}, got "
+                f"dialect={dialect} with {dialect.num_coordinates}; leave it out for {cls.default_dialect}"
+            )
         return cls(
-            dialect=find(DIALECTS, "stage2_ab.channel_b.target.dialect", target.dialect),
+            dialect=dialect,
             matching=config.stage2_ab.channel_b.matching,
-            weights={group: getattr(target.weights, group.value) for group in TokenGroup},
+            weights={TokenGroup(name): weight for name, weight in target.weights.by_group().items()},
+            weighs_duplicates=target.weights.duplicate > 0,
+            missed_order=target.missed_order,
         )
 
     def read_truth(self, row: Mapping[str, Any]) -> TrueObjects:
-        return read_ground_truth(row)
+        return read_ground_truth(row, self._dialect.num_coordinates)
 
     def has_truth(self, row: Mapping[str, Any]) -> bool:
         return lists_objects(row)
 
-    def to_space(self, truth: TrueObjects, convert: Convert) -> Objects:
-        boxes = ((x1, y1, x2, y2) for x1, y1, x2, y2 in convert(truth.boxes))
-        return tuple(zip(truth.labels, boxes, strict=True))
+    def to_space(self, truth: TrueObjects, convert: Convert) -> Any:
+        return tuple(zip(truth.labels, convert(truth.boxes), strict=True))
 
-    def correct(self, rollout: Rollout, truth: Objects, tokenise: Tokenise) -> Target:
+    def objects_of(self, truth: Any) -> Objects:
+        """The objects of what ``to_space`` gave."""
+        objects: Objects = truth
+        return objects
+
+    def match(self, predicted: Objects, truth: Any) -> MatchResult:
+        """Pairs what the model named with the truth that ``to_space`` gave."""
+        true = self.objects_of(truth)
+        return match_objects(
+            [box for _, box in predicted],
+            [box for _, box in true],
+            allowed=self._allowed(predicted, true),
+            iou_threshold=self._matching.iou_threshold,
+            **self._costs,
+        )
+
+    def correct(self, rollout: Rollout, truth: Any, tokenise: Tokenise) -> Target:
         """The ground truth in the order in which the model found it, then what it missed.
 
         A rollout with no usable object gives the ground truth in its own order.
         """
-        labels, boxes = [label for label, _ in truth], [box for _, box in truth]
         with self.span("parse"):
             parsed = parse_rollout(rollout.text, self._dialect)
         with self.span("match"):
-            match = match_objects(
-                [found.box for found in parsed.objects],
-                boxes,
-                allowed=_same_label(parsed, labels) if self._same_label else None,
-                **self._matching,
-            )
+            predicted = [(found.label, found.box) for found in parsed.objects]
+            match = self.match(predicted, truth)
+            twice = self._listed_twice(predicted, truth, match) if self._weighs_duplicates else []
         with self.span("target"):
-            return self._target(rollout, truth, tokenise, parsed, match)
+            return self._target(rollout, self.objects_of(truth), tokenise, parsed, match, twice)
 
-    def check_answer(self, text: str, truth: Objects, normalise: Callable[[str], str] = str) -> AnswerFormat:
+    def check_answer(self, text: str, truth: Any, normalise: Callable[[str], str] = str) -> AnswerFormat:
         """The format of channel A's answer; refuses one that channel B could not write.
 
         Answers that pass one by one may still contradict each other: ``join_formats`` finds out, or ``learn_format``.
@@ -115,7 +154,7 @@ class DetectionTask(Task):
         """
         parsed = parse_rollout(text, self._dialect)
         found = tuple((found.label, found.box) for found in parsed.objects)
-        objects = tuple((normalise(label), box) for label, box in truth)
+        objects = tuple((normalise(label), box) for label, box in self.objects_of(truth))
         if found != objects or parsed.dropped or parsed.unclosed:
             raise ConfigError(refusal(self._dialect, text, self.answer_format.write(objects)))
         return read_format(text, self._dialect)
@@ -134,7 +173,7 @@ class DetectionTask(Task):
         text, prompt = encoder.answer_of(sample), encoder.encode_prompt(sample)
         truth = self.to_space(sample.truth, prompt.convert)
         shown = self.check_answer(text, truth, encoder.normalise)
-        objects = [(encoder.normalise(label), box) for label, box in truth]
+        objects = [(encoder.normalise(label), box) for label, box in self.objects_of(truth)]
         answer = encoder.normalise(fill_placeholders(_answer(sample.row), objects))
         before, found, after = text.partition(answer)
         if not found:
@@ -142,7 +181,7 @@ class DetectionTask(Task):
                 "the template must render an answer as it stands in the data set, got "
                 f"answer={text[:160]!r} of {answer[:160]!r}; set QWENVL_BBOX_FORMAT=new"
             )
-        texts = (before + encoder.normalise(filled) + after for filled in _answers(rows))
+        texts = (before + encoder.normalise(filled) + after for filled in self._answers(rows))
         other = copy.copy(self)
         other.answer_format = learn_format(texts, shown.dialect)
         return other
@@ -151,6 +190,34 @@ class DetectionTask(Task):
     def spelling(self) -> list[str]:
         return self.answer_format.spelling
 
+    def _allowed(self, predicted: Objects, truth: Objects) -> np.ndarray | None:
+        """The pairs of one label, where only they may be."""
+        if not self._matching.same_label:
+            return None
+        one, other = (
+            np.array([label for label, _ in objects], dtype=object) for objects in (predicted, truth)
+        )
+        same: np.ndarray = np.equal.outer(one, other).astype(bool)
+        return same
+
+    def _listed_twice(self, predicted: Objects, truth: Any, match: MatchResult) -> list[int]:
+        """Truths that have a partner and that another prediction, under their label, would match as well."""
+        true, matched = self.objects_of(truth), {number for _, number in match.pairs}
+        alone = sorted(set(range(len(predicted))).difference(found for found, _ in match.pairs))
+        rest = [predicted[found] for found in alone]
+        pairs = self.match(rest, truth).pairs
+        return [number for found, number in pairs if number in matched and rest[found][0] == true[number][0]]
+
+    def _answers(self, rows: Rows) -> Iterator[str]:
+        for number in range(len(rows)):
+            row = rows[number]
+            try:
+                truth = read_ground_truth(row, self._dialect.num_coordinates)
+            except SampleError:
+                continue  # nor will channel B draw it
+            if row["messages"][-1]["role"] == "assistant":
+                yield fill_placeholders(_answer(row), tuple(zip(truth.labels, truth.boxes, strict=True)))
+
     def _target(
         self,
         rollout: Rollout,
@@ -158,19 +225,29 @@ class DetectionTask(Task):
         tokenise: Tokenise,
         parsed: ParsedRollout,
         match: MatchResult,
+        listed_twice: Sequence[int],
     ) -> Target:
-        order = order_ground_truth(match.pairs, len(truth))
-        matched = {number for _, number in match.pairs}
-        rendered = render_target(
-            [truth[number] for number in order],
-            [number in matched for number in order],
-            self.answer_format,
+        order, num_found = order_ground_truth(match.pairs, len(truth)), len(match.pairs)
+        found = [truth[number] for number in order[:num_found]]
+        missed = order_missed(
+            [truth[number] for number in order[num_found:]], self._missed_order, rollout.sample.key
         )
+        is_found = [True] * num_found + [False] * len(missed)
+        rendered = render_target([*found, *missed], is_found, self.answer_format)
         token_ids, offsets = tokenise(rendered.text)
+        instead = TokensInstead([*found, *missed], self.answer_format, offsets, tokenise)
+        alternatives: Continuations = ()
+        duplicates: Continuations = ()
+        if self._missed_order is MissedOrder.ANY:
+            alternatives = instead.alternatives(num_found)
+        if listed_twice:
+            duplicates = instead.duplicates(map(order.index, listed_twice), alternatives)
         return Target(
             text=rendered.text,
             token_ids=token_ids,
             weights=weigh_tokens(offsets, rendered.spans, self._weights),
+            alternatives=alternatives,
+            duplicates=duplicates,
             quality=MatchQuality(
                 num_predictions=len(parsed.objects),
                 num_ground_truth=len(truth),
@@ -186,23 +263,6 @@ class DetectionTask(Task):
                 pairs=tuple((*pair, iou) for pair, iou in zip(match.pairs, match.ious, strict=True)),
             ),
         )
-
-
-def _same_label(parsed: ParsedRollout, labels: Sequence[str]) -> np.ndarray:
-    predicted = np.array([found.label for found in parsed.objects], dtype=object)
-    same: np.ndarray = np.equal.outer(predicted, np.array(labels, dtype=object)).astype(bool)
-    return same
-
-
-def _answers(rows: Rows) -> Iterator[str]:
-    for number in range(len(rows)):
-        row = rows[number]
-        try:
-            truth = read_ground_truth(row)
-        except SampleError:
-            continue  # nor will channel B draw it
-        if row["messages"][-1]["role"] == "assistant":
-            yield fill_placeholders(_answer(row), tuple(zip(truth.labels, truth.boxes, strict=True)))
 
 
 def _answer(row: Mapping[str, Any]) -> str:

@@ -6,9 +6,11 @@ written is always what is read. A user's file may add to it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swift_stage2.config.registry import register
+from swift_stage2.config.stage2_ab import SHIPPED_TASKS
 
 END_OF_TURN = "<|im_end|>"
 
@@ -23,12 +25,21 @@ class Dialect:
     label_key: str
     box_key: str
     example: str
-    """One object of label a and box 0, 0, 0, 0: how answers are spelled where no row shows anything else."""
+    """One object of label a whose coordinates are all 0: how answers are spelled where no row shows anything else."""
     named: bool = False
     """Whether every object stands under a key ``object_<digits>``."""
+    num_coordinates: int = 4
+    """Of each object: 4 of a box, x1, y1, x2, y2; 2 of a point, x, y. ``box_key`` holds them."""
 
     def __str__(self) -> str:
         return self.name
+
+
+def is_in_order(coordinates: Sequence[float]) -> bool:
+    """Whether no coordinate of a box or point is negative, and a box's second corner is not before its first."""
+    x, y, *corner = coordinates
+    x2, y2 = corner or (x, y)
+    return 0 <= x <= x2 and 0 <= y <= y2
 
 
 DIALECTS: dict[str, Dialect] = {}
@@ -57,3 +68,20 @@ OBJECT_MAP = register_dialect(
         named=True,
     )
 )
+POINT_LIST = register_dialect(
+    Dialect(
+        "point_list",
+        "[",
+        "]",
+        "label",
+        "point_2d",
+        '[{"point_2d": [0, 0], "label": "a"}]',
+        num_coordinates=2,
+    )
+)
+
+
+def coordinates_of(task: str, dialect: str | None = None) -> int | None:
+    """Of each object in a task's rows: as ``dialect`` has it, else the task's own; None where neither is known yet."""
+    known = DIALECTS.get(dialect or "") or DIALECTS.get(SHIPPED_TASKS.get(task, ""))
+    return known.num_coordinates if known else None

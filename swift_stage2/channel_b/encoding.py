@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -18,11 +19,14 @@ from PIL.Image import DecompressionBombError
 
 from swift_stage2.channel_b.image_files import image_as_base64
 from swift_stage2.channel_b.task import Convert
+from swift_stage2.columns import COLUMNS, Per
 from swift_stage2.errors import ConfigError, DatasetError, PromptMismatch, SampleError
 from swift_stage2.records import Rollout, Sample, Segment, Target
 from swift_stage2.telemetry.trace import EnterSpan, untraced
 
 IGNORED_LABEL = -100
+TOKENS_INSTEAD = ("alternatives", "duplicates")
+"""Fields of a target and entries of a batch: (place, token), in the batch of shape (pairs, 2), ascending."""
 _PLACEHOLDERS = ("<ref-object>", "<bbox>")
 # The template and the picture library raise these for a row that they cannot use.
 _ENCODING_ERRORS = (
@@ -104,7 +108,8 @@ class Encoder:
         """The ``/infer/`` request of a sample: its prompt and its images, base64 of the original files.
 
         Raises:
-            SampleError: an image is missing, or the prompt holds ``<bbox>`` or ``<ref-object>``.
+            SampleError: an image is missing, the row has video or audio, or the prompt holds ``<bbox>`` or
+                ``<ref-object>``.
         """
         return {
             "messages": _prompt_messages(sample.row),
@@ -126,7 +131,9 @@ class Encoder:
         inputs = encoding.pop("template_inputs")
         sizes = tuple(image.size for image in inputs.images)
         space = _space(inputs.images, self._template.norm_bbox)
-        convert = self._converter(inputs, sample.row.get("objects") or {})
+        convert = Convert(
+            self._converter(inputs, sample.row.get("objects") or {}), space, sizes[0] if sizes else None
+        )
         return PromptEncoding(encoding, tuple(encoding["input_ids"]), convert, sizes, space)
 
     def tokenise(self, text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
@@ -167,6 +174,11 @@ class Encoder:
             token if weight > 0 else IGNORED_LABEL for token, weight in zip(answer, weights, strict=True)
         ]
         encoding["loss_scale"] = [0.0] * num_prompt + list(weights)
+        for name, values in target.columns.items():
+            encoding[name] = COLUMNS[name].beside(values, num_prompt, len(self._closing_ids))
+        for name in TOKENS_INSTEAD:
+            if found := [(place, token) for place, token in getattr(target, name) if weights[place] > 0]:
+                encoding[name] = [(num_prompt + place, token) for place, token in found]
         encoding["length"] = num_tokens
         encoding["lengths"] = [num_tokens]
         if (types := encoding.get("mm_token_type_ids")) is not None:
@@ -187,9 +199,12 @@ class Encoder:
 
         Hugging Face isolates packed segments only when the text position ids are the first of four rows
         of ``position_ids`` (and no cache is used, which the trainer sees to); ms-swift's own collator
-        hands them over in a separate entry that its trainer removes again.
+        hands them over in a separate entry that its trainer removes again. Columns that any segment carries are
+        entries of the batch, beside ``labels`` or, of one with a value per segment, of shape (segments,).
         """
-        batch: dict[str, Any] = self._template.data_collator([dict(segment.encoding) for segment in segments])
+        encodings = [dict(segment.encoding) for segment in segments]
+        columns = _take_columns(encodings) | _take_tokens_instead(encodings)
+        batch: dict[str, Any] = self._template.data_collator(encodings) | columns
         text_positions = batch.pop("text_position_ids", None)
         if text_positions is not None:
             batch["position_ids"] = torch.cat([text_positions[None], batch["position_ids"]])
@@ -220,7 +235,9 @@ class Encoder:
         normalizer = self._tokenizer.backend_tokenizer.normalizer
         return str(normalizer.normalize_str(text)) if normalizer is not None else text
 
-    def _converter(self, inputs: Any, objects: Mapping[str, Any]) -> Convert:
+    def _converter(
+        self, inputs: Any, objects: Mapping[str, Any]
+    ) -> Callable[[Sequence[Sequence[float]]], tuple[tuple[int, ...], ...]]:
         """``inputs`` are the template's own, with resized images; ``objects`` says in what a row's coordinates are."""
         sizes = {key: inputs.objects[key] for key in ("width", "height")}
         units = {key: value for key in ("bbox_type", "image_id") if (value := objects.get(key))}
@@ -253,6 +270,32 @@ class Encoder:
         return tuple(encoding["input_ids"][start + len(probe) :])
 
 
+def _take_tokens_instead(encodings: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Those of the whole batch by name, out of the encodings; nothing of which no segment has any."""
+    tensors = {}
+    ends = list(accumulate(encoding["length"] for encoding in encodings))
+    for name in [name for name in TOKENS_INSTEAD if any(name in encoding for encoding in encodings)]:
+        own = zip([0, *ends], (encoding.pop(name, ()) for encoding in encodings), strict=False)
+        tensors[name] = torch.tensor(
+            [(start + place, token) for start, pairs in own for place, token in pairs]
+        )
+    return tensors
+
+
+def _take_columns(encodings: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The columns by name, out of the encodings; fillers for those that lack one."""
+    tensors = {}
+    for name in [name for name in COLUMNS if any(name in encoding for encoding in encodings)]:
+        column = COLUMNS[name]
+        values = [
+            encoding.pop(name, [column.filler] * column.num_values(encoding["length"]))
+            for encoding in encodings
+        ]
+        tensor = torch.tensor(list(chain.from_iterable(values)), dtype=getattr(torch, column.dtype))
+        tensors[name] = tensor[None] if column.per is Per.TOKEN else tensor
+    return tensors
+
+
 def _model_without_weights(template: Any) -> Any:
     """A model on the meta device, which the template asks for position ids.
 
@@ -282,6 +325,12 @@ def _zero3_unknown() -> Iterator[None]:
 
 
 def _prompt_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    for key in ("videos", "audios"):
+        if row.get(key):
+            raise SampleError(
+                f"channel B asks about images alone, got a row with {key}; channel A trains it without its objects, by "
+                "stage2_ab.channel_b.rows_without_objects: channel_a_only"
+            )
     messages = [{"role": turn["role"], "content": turn["content"]} for turn in row["messages"]]
     if messages and messages[-1]["role"] == "assistant":
         messages.pop()
@@ -311,7 +360,8 @@ def _check_inside(boxes: Sequence[tuple[int, ...]], images: Sequence[Any], norm_
     for box in boxes:
         if len(images) == 1 and (max(box[::2]) > width or max(box[1::2]) > height):
             raise SampleError(
-                f"a box must lie inside its image, got bbox={list(box)} width={width} height={height} "
+                f"a {'point' if len(box) == 2 else 'box'} must lie inside its image, got bbox={list(box)} "
+                f"width={width} height={height} "
                 "in the template's space; mend the annotation"
             )
 

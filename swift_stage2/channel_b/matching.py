@@ -16,7 +16,7 @@ from swift_stage2.channel_b.assignment import Candidates, assign
 from swift_stage2.errors import MatchingError
 
 # Areas of larger boxes, and sums of areas, would leave the range of float64.
-_MAX_COORDINATE = 1e150
+MAX_COORDINATE = 1e150
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class MatchResult:
     """Which prediction is which truth. All indices refer to the order in which the boxes were given."""
 
     pairs: tuple[tuple[int, int], ...]  # (prediction, truth), sorted by prediction
-    gated: int  # candidates below the IoU threshold
-    ious: tuple[float, ...] = ()  # of the pairs, in their order
+    gated: int  # candidates below the threshold
+    ious: tuple[float, ...] = ()  # of the pairs, in their order; or what stood in the IoU's place
 
 
 def match_objects(
@@ -56,27 +56,50 @@ def match_objects(
     Raises:
         MatchingError: boxes that are not (n, 4), not finite or not in order.
     """
-    ious = iou_matrix(predicted_boxes, true_boxes)
-    num_predictions, num_truths = ious.shape
-    chosen = ious >= iou_threshold
+    return match_likeness(
+        iou_matrix(predicted_boxes, true_boxes),
+        threshold=iou_threshold,
+        top_k=top_k,
+        unmatched_prediction_cost=unmatched_prediction_cost,
+        unmatched_ground_truth_cost=unmatched_ground_truth_cost,
+        allowed=allowed,
+    )
+
+
+def match_likeness(
+    likeness: NDArray[np.float64],
+    *,
+    threshold: float,
+    top_k: int,
+    unmatched_prediction_cost: float,
+    unmatched_ground_truth_cost: float,
+    allowed: NDArray[np.bool_] | None = None,
+) -> MatchResult:
+    """The same by any measure in place of the IoU: 1 of what is alike, and at least 0 where it reaches ``threshold``.
+
+    Args:
+        likeness: shape (num_predictions, num_truths), finite.
+    """
+    num_predictions, num_truths = likeness.shape
+    chosen = likeness >= threshold
     if allowed is None:
         num_candidates = num_predictions * min(top_k, num_truths)
     else:
         chosen &= allowed
         num_candidates = int(np.minimum(allowed.sum(axis=1), top_k).sum())
-    _keep_best(chosen, ious, top_k)
+    _keep_best(chosen, likeness, top_k)
     predictions, truths = np.nonzero(chosen)
-    pair_ious = ious[predictions, truths]
+    shared = likeness[predictions, truths]
     saved = unmatched_prediction_cost + unmatched_ground_truth_cost
-    feasible = 1.0 - pair_ious <= saved
+    feasible = 1.0 - shared <= saved
     # Once a pair saves more than all other pairs can cost, larger savings only cost precision.
-    gains = min(saved, min(ious.shape) + 1.0) - (1.0 - pair_ious)
+    gains = min(saved, min(likeness.shape) + 1.0) - (1.0 - shared)
     candidates = Candidates(predictions, truths, gains).where(feasible)
     pairs = tuple(assign(candidates)) if len(candidates.rows) else ()
     return MatchResult(
         pairs=pairs,
         gated=num_candidates - len(predictions),
-        ious=tuple(float(ious[pair]) for pair in pairs),
+        ious=tuple(float(likeness[pair]) for pair in pairs),
     )
 
 
@@ -88,6 +111,15 @@ def iou_matrix(predicted_boxes: ArrayLike, true_boxes: ArrayLike) -> NDArray[np.
     """
     predicted = _check_boxes("predicted_boxes", predicted_boxes).T[:, :, None]
     true = _check_boxes("true_boxes", true_boxes).T[:, None, :]
+    return _ious(predicted, true)
+
+
+def paired_ious(predicted_boxes: ArrayLike, true_boxes: ArrayLike) -> NDArray[np.float64]:
+    """The same of each predicted box and the true box at its place, shape (num_pairs,)."""
+    return _ious(_check_boxes("predicted_boxes", predicted_boxes).T, _check_boxes("true_boxes", true_boxes).T)
+
+
+def _ious(predicted: NDArray[np.float64], true: NDArray[np.float64]) -> NDArray[np.float64]:
     width = np.minimum(predicted[2], true[2]) - np.maximum(predicted[0], true[0])
     height = np.minimum(predicted[3], true[3]) - np.maximum(predicted[1], true[1])
     shared: NDArray[np.float64] = np.maximum(width, 0.0, out=width)
@@ -130,7 +162,7 @@ def _check_boxes(name: str, boxes: ArrayLike) -> NDArray[np.float64]:
         raise MatchingError(
             f"{name} must have shape (n, 4), got shape={array.shape}; give x1, y1, x2, y2 per box"
         )
-    sane = (np.abs(array) <= _MAX_COORDINATE).all(axis=1)
+    sane = (np.abs(array) <= MAX_COORDINATE).all(axis=1)
     sane &= (array[:, 0] <= array[:, 2]) & (array[:, 1] <= array[:, 3])
     if not sane.all():
         index = int(np.argmin(sane))

@@ -9,18 +9,17 @@ taken for strings. No text of the model raises, and every character is looked at
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swift_stage2.channel_b.dialects import END_OF_TURN, OBJECT_LIST, Dialect
+from swift_stage2.channel_b.dialects import END_OF_TURN, OBJECT_LIST, Dialect, is_in_order
 from swift_stage2.errors import SampleError
-from swift_stage2.records import Box, ObjectDropReason
+from swift_stage2.records import Coordinates, ObjectDropReason
 
-IntegerBox = tuple[int, int, int, int]
+_MOST_PIXELS = 1e9  # a true coordinate beyond is none
 
 _SEPARATORS = re.compile(r"[ \t\n\r,]*+")
 _OBJECT_NAME = re.compile(r"object_[0-9]+")
@@ -40,10 +39,10 @@ _OPENER_OF = {"}": "{", "]": "["}
 
 @dataclass(frozen=True, slots=True)
 class TrueObjects:
-    """The objects of an image, as its row says them: boxes are x1, y1, x2, y2 in the row's own units."""
+    """The objects of an image, as its row says them: boxes x1, y1, x2, y2, or points x, y, in the row's own units."""
 
     labels: tuple[str, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[tuple[float, ...], ...]
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -55,11 +54,12 @@ def lists_objects(row: Mapping[str, Any]) -> bool:
     return isinstance(objects, Mapping) and objects.get("bbox") is not None
 
 
-def read_ground_truth(row: Mapping[str, Any]) -> TrueObjects:
-    """A row's ``objects``, in their own order; there may be none.
+def read_ground_truth(row: Mapping[str, Any], num_coordinates: int = 4) -> TrueObjects:
+    """A row's ``objects``, in their own order; there may be none. Points stand in ``bbox``, too, as ms-swift has it.
 
     Raises:
-        SampleError: no list of boxes, an object without box or label, a box that is not four ordered numbers.
+        SampleError: no list of boxes, an object without box or label, a box that is not four ordered numbers, a point
+            that is not two, objects of several images.
     """
     objects = row.get("objects")
     if not lists_objects(row) or not isinstance(objects, Mapping):
@@ -76,17 +76,39 @@ def read_ground_truth(row: Mapping[str, Any]) -> TrueObjects:
         )
     if any(not isinstance(label, str) or not label.strip() for label in labels):
         raise SampleError("every label in objects.ref must be non-empty text")
-    return TrueObjects(tuple(label.strip() for label in labels), tuple(_read_true_box(box) for box in boxes))
+    image_ids = objects.get("image_id") or []
+    if not isinstance(image_ids, Sequence) or any(each != image_ids[0] for each in image_ids):
+        # Answers do not say in which image a box lies: boxes of different images would be matched.
+        raise SampleError(
+            f"all objects of a row must lie in one image, got image_id={image_ids}; write a row for each image"
+        )
+    read = _read_true_point if num_coordinates == 2 else _read_true_box
+    return TrueObjects(tuple(label.strip() for label in labels), tuple(map(read, boxes)))
 
 
-def _read_true_box(box: Any) -> Box:
-    numbers = box if isinstance(box, Sequence) and not isinstance(box, str) else ()
-    if len(numbers) != 4 or not all(_is_number(number) for number in numbers):
+def _read_true_box(box: Any) -> tuple[float, ...]:
+    numbers = _numbers_of(box)
+    if len(numbers) != 4:
         raise SampleError(f"a box must be four numbers x1, y1, x2, y2, got bbox={box}")
-    x1, y1, x2, y2 = (float(number) for number in numbers)
-    if not (0 <= x1 <= x2 < math.inf and 0 <= y1 <= y2 < math.inf):
+    x1, y1, x2, y2 = numbers
+    if not (0 <= x1 <= x2 <= _MOST_PIXELS and 0 <= y1 <= y2 <= _MOST_PIXELS):
         raise SampleError(f"a box must have 0 <= x1 <= x2 and 0 <= y1 <= y2, got bbox={box}")
-    return x1, y1, x2, y2
+    return float(x1), float(y1), float(x2), float(y2)
+
+
+def _read_true_point(point: Any) -> tuple[float, ...]:
+    numbers = _numbers_of(point)
+    if len(numbers) != 2:
+        raise SampleError(f"a point must be two numbers x, y, got bbox={point}")
+    if not all(0 <= number <= _MOST_PIXELS for number in numbers):
+        raise SampleError(f"a point must have 0 <= x and 0 <= y, got bbox={point}")
+    return float(numbers[0]), float(numbers[1])
+
+
+def _numbers_of(coordinates: Any) -> Sequence[float]:
+    """None at all where any of them is no number."""
+    numbers = coordinates if isinstance(coordinates, Sequence) and not isinstance(coordinates, str) else ()
+    return numbers if all(_is_number(number) for number in numbers) else ()
 
 
 def _is_number(value: object) -> bool:
@@ -95,10 +117,10 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PredictedObject:
-    """One object that the model named: a stripped label and x1, y1, x2, y2 in the template's space."""
+    """One object that the model named: a stripped label and x1, y1, x2, y2, or x, y, in the template's space."""
 
     label: str
-    box: IntegerBox
+    box: Coordinates
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +184,7 @@ def _judge_element(
     if dialect.box_key not in values:
         return ObjectDropReason.MISSING_BOX
     coordinates = values[dialect.box_key]
-    if not isinstance(coordinates, list) or len(coordinates) != 4:
+    if not isinstance(coordinates, list) or len(coordinates) != dialect.num_coordinates:
         return ObjectDropReason.WRONG_ARITY
     box = _read_box(coordinates)
     if box is None:
@@ -172,15 +194,14 @@ def _judge_element(
     return PredictedObject(text, box) if text else ObjectDropReason.MISSING_LABEL
 
 
-def _read_box(coordinates: list[Any]) -> IntegerBox | None:
-    """Four coordinates of one kind, in order and not negative, or None."""
+def _read_box(coordinates: list[Any]) -> Coordinates | None:
+    """Coordinates of one kind, in order and not negative, or None."""
     tokens = [_COORDINATE_TOKEN.fullmatch(each) for each in coordinates if isinstance(each, str)]
-    if len(tokens) == 4:
+    if len(tokens) == len(coordinates):
         coordinates = [int(token[1]) if token else None for token in tokens]
     if any(type(each) is not int for each in coordinates):
         return None
-    x1, y1, x2, y2 = coordinates
-    return (x1, y1, x2, y2) if 0 <= x1 <= x2 and 0 <= y1 <= y2 else None
+    return tuple(coordinates) if is_in_order(coordinates) else None
 
 
 def _read_members(element: str) -> tuple[tuple[str, Any], ...] | None:

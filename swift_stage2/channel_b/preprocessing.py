@@ -21,15 +21,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Protocol
 
-import swift_stage2
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding, require_same_prompt
 from swift_stage2.channel_b.preprocessing_worker import Reply, Setup, read_batch
 from swift_stage2.channel_b.task import Task, correct_by
 from swift_stage2.config.swift_arguments import PLUGIN_PREFIX
 from swift_stage2.errors import ConfigError, MatchingError, PreprocessorLost, SampleError
+from swift_stage2.process.worker import describe_end, start_worker
 from swift_stage2.records import Pack, Rollout, Segment, Target
 from swift_stage2.telemetry.trace import Trace, untraced
 
@@ -40,7 +39,6 @@ logger = logging.getLogger(__name__)
 _ANSWER_S = 300
 _END_S = 10.0
 _TRACK = "preprocessing"
-_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Refusal = SampleError | MatchingError
 
@@ -105,6 +103,7 @@ def make_pack(pack_id: str, segments: Sequence[Segment], encoder: Encoder, capac
         num_supervised_tokens=sum(segment.num_supervised_tokens for segment in segments),
         capacity_tokens=capacity_tokens,
         quality=tuple(segment.quality for segment in segments),
+        versions=tuple(segment.version for segment in segments),
     )
 
 
@@ -179,20 +178,14 @@ class ProcessPreprocessor(Preprocessor):
         parts = _pickled((encoder.with_span(untraced), task.with_span(untraced), packing_length))
         self._trace = trace
         self._told = "load the template"
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._socket.settimeout(None)
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _ANSWER_S, 0))
-            # Of the same socket: descriptors come through it, and it is shut down while another thread reads here.
-            self._connection = Connection(os.dup(self._socket.fileno()))
-            arguments = (str(theirs.fileno()), str(os.getpid()))
-            self._process = subprocess.Popen(
-                (sys.executable, "-P", "-m", "swift_stage2.channel_b.preprocessing_worker", *arguments),
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env=_environment(),
-            )
+        self._process, self._socket = start_worker(
+            "swift_stage2.channel_b.preprocessing_worker", {"CUDA_VISIBLE_DEVICES": ""}
+        )
+        self._socket.settimeout(None)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _ANSWER_S, 0))
+        # Of the same socket: descriptors come through it, and it is shut down while another thread reads here.
+        self._connection = Connection(os.dup(self._socket.fileno()))
         try:
             self._send(Setup(tuple(sys.path), _plugins(), parts, trace.enabled))
         except BaseException:
@@ -300,8 +293,7 @@ class ProcessPreprocessor(Preprocessor):
                 "was killed by SIGKILL, mostly for lack of main memory; give the machine more, lower "
                 "prefetch.queue_limit, or write stage2_ab.channel_b.preprocessing: thread"
             )
-        how = f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
-        return f"{how}; its own message stands above"
+        return f"{describe_end(status)}; its own message stands above"
 
 
 def _rows(rollouts: Sequence[Rollout]) -> str:
@@ -325,21 +317,3 @@ def _plugins() -> dict[str, str]:
     loaded = list(sys.modules.items())  # at once: other threads import
     plugins = {name: module for name, module in loaded if name.startswith(PLUGIN_PREFIX)}
     return {name: file for name, module in plugins.items() if (file := getattr(module, "__file__", None))}
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
-
-
-def _environment() -> dict[str, str]:
-    """One process, which needs no GPU, counts no ranks and repeats none of ms-swift's notices."""
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "LOG_LEVEL": "ERROR"}
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    # Enough to find its first module; the rest of the import path comes with the first message.
-    found = (environment.get("PYTHONPATH"), str(Path(swift_stage2.__file__).parents[1]))
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, found))
-    return environment

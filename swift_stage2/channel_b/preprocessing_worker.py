@@ -9,14 +9,12 @@ file (memfd_create(2)): no name can outlive its processes, and the kernel takes 
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import io
 import math
 import mmap
 import os
 import pickle
-import signal
 import socket
 import sys
 import time
@@ -27,13 +25,14 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from swift_stage2.process.worker import serve_rank
+
 if TYPE_CHECKING:  # what loads torch is imported once the rank's import path is known
     import torch
 
     from swift_stage2.channel_b.preprocessing import Judged, Prepared, Refusal, ThreadPreprocessor
     from swift_stage2.records import Pack, Rollout, SampleKey, Segment
 
-_PR_SET_PDEATHSIG = 1
 _ALIGNMENT = 64  # bytes; a cache line, and more than any element needs
 _TENSOR = "tensor"
 
@@ -299,32 +298,10 @@ def _text_of(error: Exception) -> tuple[str, str]:
     return f"{type(error).__name__}: {error}", traceback.format_exc()
 
 
-def _end_with(parent: int) -> None:
-    """The kernel kills this process when its rank's main thread is gone, however that ended.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        sys.exit("the rank that started this process is gone")
-
-
 def main(descriptor: int, parent: int) -> None:
     """Serves the rank ``parent`` over the socket ``descriptor``."""
-    _end_with(parent)
-    # A signal to the whole group asks the rank, which lets this process finish what the last steps need.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.set_inheritable(descriptor, False)  # whatever the template starts must not keep the socket open
-    with socket.socket(fileno=descriptor) as channel, Connection(os.dup(descriptor)) as connection:
-        channel.settimeout(None)
-        try:
-            serve(channel, connection)
-        except (BrokenPipeError, ConnectionResetError):
-            return  # the rank is gone
+    with serve_rank(descriptor, parent) as (channel, connection):
+        serve(channel, connection)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class ReadyQueue(Generic[PackT]):
                 f"version_window is at least 0, got version_window={version_window}; 2 is the default"
             )
         self._limit = limit
-        self._window = version_window
+        self.version_window = version_window
         self._on_drop = on_drop
         self._lock = threading.Lock()
         self._ready: deque[PackT] = deque()
@@ -127,6 +127,13 @@ class ReadyQueue(Generic[PackT]):
         with self._lock:
             return tuple(pack.version for pack in self._ready)
 
+    def num_fresh(self, current_version: int) -> int:
+        """Return how many ready packs a reservation at ``current_version`` would find."""
+        return sum(
+            is_fresh(version, current=current_version, window=self.version_window)
+            for version in self.peek_versions()
+        )
+
     def statistics(self) -> QueueStatistics:
         """Return depth, peak depth and drops, consistent with each other."""
         with self._lock:
@@ -168,7 +175,7 @@ class ReadyQueue(Generic[PackT]):
         ready, self._ready = self._ready, deque()
         drops: Drops[PackT] = []
         for pack in ready:
-            if is_fresh(pack.version, current=current_version, window=self._window):
+            if is_fresh(pack.version, current=current_version, window=self.version_window):
                 self._ready.append(pack)
             else:
                 drops.append((pack, DropReason.STALE))

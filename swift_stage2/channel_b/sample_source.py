@@ -27,6 +27,7 @@ from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.errors import DatasetError
 from swift_stage2.records import RowOrigin, Sample, SampleKey, image_paths
+from swift_stage2.scheduling.run_ahead import Place, Shares
 from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.ledger import Entry, Ledger
 
@@ -50,7 +51,8 @@ class ReturnReason(StrEnum):
     ABORTED = "aborted"
     """Its server ended it early for a pending round."""
     FAILED = "failed"
-    """No server answered it: none was proven, the one asked was lost or refused, or the batch's time was over."""
+    """No server answered it: none was proven, the one asked was lost or refused, or the batch's time was over. Or no
+    round proved the weights that answered."""
     STOPPED = "stopped"
     """The run ended while it was asked."""
 
@@ -104,12 +106,19 @@ class SampleSource:
         self._position = 0
         self._shard = self._shard_of(0)
         self._again: deque[SampleKey] = deque()
-        self._outstanding: dict[tuple[int, int], SampleKey] = {}
+        self._outstanding: dict[Place, SampleKey] = {}
+        self._shares = Shares()
 
-    def draw(self, count: int) -> list[SampleKey]:
-        """The keys of the next ``count`` samples: those that came back first, then new ones."""
+    def draw(self, count: int, *, version: int = 0, budget: int | None = None) -> list[SampleKey]:
+        """The keys of the next ``count`` samples: those that came back first, then new ones.
+
+        Fewer, down to none, where ``budget`` allows no more rollouts that were begun under ``version``.
+        """
         with self._lock:
+            if budget is not None:
+                count = min(count, self._shares.num_left(version, budget))
             keys = [self._next_key() for _ in range(count)]
+            self._shares.begin(map(_place, keys), version)
             if keys:
                 self._events.write(Entry.DRAWN, keys)
         return keys
@@ -121,11 +130,12 @@ class SampleSource:
     def give_back(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
         """Puts drawn samples back to be drawn again, in the order given, before any new one."""
         with self._lock:
-            kept = [key for key in keys if (key.epoch, key.position) in self._outstanding]
+            kept = [key for key in keys if _place(key) in self._outstanding]
             if reason.counts_attempt:
                 kept = [replace(key, attempt=key.attempt + 1) for key in kept]
-            self._outstanding.update(((key.epoch, key.position), key) for key in kept)
+            self._outstanding.update((_place(key), key) for key in kept)
             self._again.extend(kept)
+            self._shares.end(map(_place, kept))
             if kept:
                 self._events.write(Entry.RETURNED, kept, reason=reason)
 
@@ -185,7 +195,8 @@ class SampleSource:
             self._position = int(state["position"])
             self._shard = self._shard_of(self._epoch)
             self._again = deque(SampleKey(*entry) for entry in state["outstanding"])
-            self._outstanding = {(key.epoch, key.position): key for key in self._again}
+            self._outstanding = {_place(key): key for key in self._again}
+            self._shares = Shares()
 
     def _state(self) -> dict[str, Any]:
         keys = sorted(self._outstanding.values(), key=lambda key: (key.epoch, key.position))
@@ -201,7 +212,8 @@ class SampleSource:
 
     def _settle(self, keys: Sequence[SampleKey]) -> None:
         for key in keys:
-            self._outstanding.pop((key.epoch, key.position), None)
+            self._outstanding.pop(_place(key), None)
+        self._shares.end(map(_place, keys))
 
     def _next_key(self) -> SampleKey:
         if self._again:
@@ -219,6 +231,10 @@ class SampleSource:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
         permutation: list[int] = torch.randperm(len(self._usable), generator=generator).tolist()
         return [self._usable[number] for number in permutation[self._rank :: self._world_size]]
+
+
+def _place(key: SampleKey) -> Place:
+    return key.epoch, key.position
 
 
 def usable_rows(rows: Rows, task: Task, policy: RowsWithoutObjects) -> Sequence[int]:

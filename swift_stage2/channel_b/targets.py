@@ -8,17 +8,20 @@ the text gives back the same objects. Called by the pipeline.
 from __future__ import annotations
 
 import json
+import random
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from swift_stage2.channel_b.dialects import END_OF_TURN, Dialect
+from swift_stage2.channel_b.dialects import END_OF_TURN, Dialect, is_in_order
+from swift_stage2.config import MissedOrder
 from swift_stage2.errors import SampleError
+from swift_stage2.records import SampleKey
 
 Objects = Sequence[tuple[str, Sequence[int]]]
-"""(label, box) in the order of an answer; boxes are x1, y1, x2, y2 in the template's space."""
+"""(label, box) in the order of an answer; boxes are x1, y1, x2, y2, points x, y, in the template's space."""
 
 SPACE = " \t\n\r"
 
@@ -26,12 +29,13 @@ SPACE = " \t\n\r"
 class TokenGroup(StrEnum):
     """The role of a piece of a target. Weights are configured per group."""
 
-    STRUCTURE = "structure"  # brackets, keys, quotes, and what stands between objects
+    STRUCTURE = "structure"  # brackets, keys and quotes
     MATCHED_LABEL = "matched_label"
     MISSED_LABEL = "missed_label"
     MATCHED_COORDINATES = "matched_coordinates"
     MISSED_COORDINATES = "missed_coordinates"
     CLOSURE = "closure"  # from the bracket that closes the last object: nothing else is to come
+    ANOTHER = "another"  # from the bracket that closes any other one up to the next object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +76,11 @@ class AnswerFormat:
     @property
     def spelling(self) -> list[str]:
         """An answer with objects and one without: what a resumed run must write alike."""
-        return [self.write((("é", (0, 1, 2, 3)), ("b", (4, 5, 6, 7)))), self.without_objects]
+        count = self.dialect.num_coordinates
+        return [
+            self.write((("é", (0, 1, 2, 3)[:count]), ("b", (4, 5, 6, 7)[:count]))),
+            self.without_objects,
+        ]
 
     def pieces(self, objects: Objects, found: Sequence[bool]) -> Iterator[tuple[str, TokenGroup]]:
         """The answer that lists ``objects``, from its first to its last character; ``found`` has a flag for each.
@@ -85,25 +93,38 @@ class AnswerFormat:
             yield self.without_objects[:start], TokenGroup.STRUCTURE
             yield self.without_objects[start:], TokenGroup.CLOSURE
             return
-        bracket = self.closer.rindex("}")
         yield self.head, TokenGroup.STRUCTURE
-        for number, ((label, box), is_found) in enumerate(zip(objects, found, strict=True)):
+        for number, (each, is_found) in enumerate(zip(objects, found, strict=True)):
             if number:
-                yield self.closer[bracket:] + self.between_objects, TokenGroup.STRUCTURE
-            label_group = TokenGroup.MATCHED_LABEL if is_found else TokenGroup.MISSED_LABEL
-            box_group = TokenGroup.MATCHED_COORDINATES if is_found else TokenGroup.MISSED_COORDINATES
-            values = (self._escape(label), label_group), (self._spell(box), box_group)
-            name = f'"object_{self.first_number + number}' if self.dialect.named else ""
-            yield name + self.opener, TokenGroup.STRUCTURE
-            yield values[self.box_first]
-            yield self.middle, TokenGroup.STRUCTURE
-            yield values[not self.box_first]
-            yield self.closer[:bracket], TokenGroup.STRUCTURE
-        yield self.closer[bracket:] + self.tail, TokenGroup.CLOSURE
+                yield self._bracket + self.between_objects, TokenGroup.ANOTHER
+            yield from self._object(number, *each, is_found=is_found)
+        yield self._bracket + self.tail, TokenGroup.CLOSURE
 
     def write(self, objects: Objects) -> str:
         """The answer as text. Raises SampleError as ``pieces`` does."""
         return "".join(text for text, _ in self.pieces(objects, [True] * len(objects)))
+
+    def places(self, objects: Objects) -> list[int]:
+        """The character at which each object begins in what ``write`` gives."""
+        places, end = [], len(self.head)
+        for number, each in enumerate(objects):
+            end += len(self._bracket + self.between_objects) if number else 0
+            places.append(end)
+            end += len(self.object_at(number, each))
+        return places
+
+    def object_at(self, number: int, each: tuple[str, Sequence[int]]) -> str:
+        """An object as it stands at a place of an answer, up to the bracket that closes it."""
+        return "".join(text for text, _ in self._object(number, *each, is_found=True))
+
+    def behind(self, number: int, num_objects: int) -> str:
+        """The text from the bracket that closes object ``number`` to the first value of the next object.
+
+        Behind the last of ``num_objects`` it is the rest of the answer.
+        """
+        if number + 1 == num_objects:
+            return self._bracket + self.tail
+        return self._bracket + self.between_objects + self._opening(number + 1)
 
     def joined(self, other: AnswerFormat) -> AnswerFormat | None:
         """Everything that both show; None if they contradict each other."""
@@ -111,6 +132,26 @@ class AnswerFormat:
             return None
         added = {name: getattr(other, name) for name in other.seen - self.seen}
         return replace(self, **added, seen=self.seen | other.seen)
+
+    @property
+    def _bracket(self) -> str:
+        """The one that closes an object, and what ``closer`` has behind it."""
+        return self.closer[self.closer.rindex("}") :]
+
+    def _object(
+        self, number: int, label: str, box: Sequence[int], *, is_found: bool
+    ) -> Iterator[tuple[str, TokenGroup]]:
+        label_group = TokenGroup.MATCHED_LABEL if is_found else TokenGroup.MISSED_LABEL
+        box_group = TokenGroup.MATCHED_COORDINATES if is_found else TokenGroup.MISSED_COORDINATES
+        values = (self._escape(label), label_group), (self._spell(box), box_group)
+        yield self._opening(number), TokenGroup.STRUCTURE
+        yield values[self.box_first]
+        yield self.middle, TokenGroup.STRUCTURE
+        yield values[not self.box_first]
+        yield self.closer[: self.closer.rindex("}")], TokenGroup.STRUCTURE
+
+    def _opening(self, number: int) -> str:
+        return (f'"object_{self.first_number + number}' if self.dialect.named else "") + self.opener
 
     def _escape(self, label: str) -> str:
         """The label as it stands between quotes."""
@@ -121,13 +162,14 @@ class AnswerFormat:
         return json.dumps(label.strip(), ensure_ascii=self.ensure_ascii)[1:-1]
 
     def _spell(self, box: Sequence[int]) -> str:
-        coordinates = [int(coordinate) for coordinate in box]
-        x1, y1, x2, y2 = coordinates if len(coordinates) == 4 and coordinates == list(box) else (0, 0, -1, -1)
-        if not (0 <= x1 <= x2 and 0 <= y1 <= y2):
-            raise SampleError(
-                "a true box must be four integers with 0 <= x1 <= x2 and 0 <= y1 <= y2, got "
-                f"box={tuple(box)}; mend the row's objects.bbox"
+        coordinates, count = [int(coordinate) for coordinate in box], self.dialect.num_coordinates
+        if len(coordinates) != count or coordinates != list(box) or not is_in_order(coordinates):
+            wanted = (
+                "box must be four integers with 0 <= x1 <= x2 and 0 <= y1 <= y2, got box"
+                if count == 4
+                else "point must be two integers with 0 <= x and 0 <= y, got point"
             )
+            raise SampleError(f"a true {wanted}={tuple(box)}; mend the row's objects.bbox")
         return self.coordinate_separator.join(map(self.coordinate.format, coordinates))
 
 
@@ -163,6 +205,15 @@ def order_ground_truth(pairs: Sequence[tuple[int, int]], num_ground_truth: int) 
             f"num_ground_truth={num_ground_truth}; give the ground truth that was matched"
         )
     return (*found, *sorted(set(range(num_ground_truth)).difference(found)))
+
+
+def order_missed(missed: Objects, order: MissedOrder, key: SampleKey) -> Objects:
+    """``missed`` as ``order`` says; the same for the same attempt at a sample."""
+    if order is MissedOrder.READING:
+        return sorted(missed, key=lambda each: (each[1][1], each[1][0]))
+    if order is MissedOrder.RANDOM:
+        return random.Random(repr(key.entry)).sample(missed, len(missed))
+    return missed
 
 
 def render_target(objects: Objects, matched_flags: Sequence[bool], answer_format: AnswerFormat) -> TargetText:

@@ -1,7 +1,8 @@
 """The ``Task`` says how a row should be answered and corrects what the model said; a table names those that there are.
 
 Everything that knows what an answer means is here; the pipeline, evaluation and the checks before a run ask the task.
-``stage2_ab.task`` names one. Detection is shipped; a file of ms-swift's ``external_plugins`` may register others.
+``stage2_ab.task`` names one. Detection and points are shipped; a file of ms-swift's ``external_plugins`` may register
+others.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
+from swift_stage2.columns import COLUMNS, LOG_PROBS, Column, stand_ins
 from swift_stage2.config import Stage2Config
-from swift_stage2.config.registry import register
-from swift_stage2.errors import TaskError
+from swift_stage2.config.binding import bind
+from swift_stage2.config.registry import find, register
+from swift_stage2.errors import ConfigError, SampleError, TaskError
 from swift_stage2.records import Rollout, Sample, SampleKey, Target, VersionSpan
 from swift_stage2.telemetry.trace import EnterSpan, untraced
 
@@ -23,8 +27,20 @@ if TYPE_CHECKING:
 Tokenise = Callable[[str], tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
 """Token ids of a text as a whole, and the characters ``start <= i < end`` of each token."""
 
-Convert = Callable[[Sequence[Sequence[float]]], tuple[tuple[int, ...], ...]]
-"""Lists of coordinates x, y, x, y, … in the row's own units into the template's space, as the template does it."""
+
+@dataclass(frozen=True, slots=True)
+class Convert:
+    """Called with lists of coordinates x, y, x, y, … in the row's own units, gives them in the template's space."""
+
+    call: Callable[[Sequence[Sequence[float]]], tuple[tuple[int, ...], ...]]
+    """As the template does it; raises SampleError for coordinates outside the image."""
+    space: tuple[int, int] | None = None
+    """Width and height of the template's space; None without images, as ``image_size``."""
+    image_size: tuple[int, int] | None = None
+    """Width and height, in pixels, of the row's first image as the model sees it."""
+
+    def __call__(self, lists: Sequence[Sequence[float]]) -> tuple[tuple[int, ...], ...]:
+        return self.call(lists)
 
 
 class Rows(Protocol):
@@ -46,12 +62,36 @@ class Task(ABC):
     """Loss weight of the template's end-of-turn tokens."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of metrics of its own, which evaluations report beside the shipped ones. See ``Target.metrics``."""
+    likeness: ClassVar[str] = "IoU"
+    """The doctor's word for what ``MatchQuality.sum_iou`` adds up over pairs."""
+    columns: ClassVar[tuple[str, ...]] = ()
+    """Names of the columns that it needs. Of those that servers give it finds the values in a rollout's field of that
+    name, one per token id; its targets may carry any of them, one value per token (or one): ``Target.columns``."""
+    settings: ClassVar[type | None] = None
+    """A frozen dataclass of the settings that ``stage2_ab.task_settings`` may hold; its rules raise ConfigError."""
     span: EnterSpan = staticmethod(untraced)
 
     @classmethod
     def from_config(cls, config: Stage2Config) -> Task:
-        """The task that a run's configuration describes."""
-        return cls()
+        """The task that a run's configuration describes: made with its settings, if it declares any."""
+        return cls() if cls.settings is None else cls(cls.read_settings(config))  # type: ignore[call-arg]
+
+    @classmethod
+    def read_settings(cls, config: Stage2Config) -> Any:
+        """``stage2_ab.task_settings`` as an instance of ``settings``; None of a task that declares none.
+
+        Raises:
+            ConfigError: a setting that is not declared, of another type, or that breaks a rule of its own.
+        """
+        written = config.stage2_ab.task_settings
+        if cls.settings is not None:
+            return bind(cls.settings, written, place="stage2_ab.task_settings")
+        if written:
+            raise ConfigError(
+                "stage2_ab.task_settings must be empty for a task that declares no settings, got task="
+                f"{config.stage2_ab.task} task_settings={dict(written)}; remove them, or declare them in its class"
+            )
+        return None
 
     @abstractmethod
     def read_truth(self, row: Mapping[str, Any]) -> Any:
@@ -119,6 +159,18 @@ def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
     return register(TASKS, "task", name)
 
 
+def needed_columns(config: Stage2Config) -> tuple[Column, ...]:
+    """The columns that the configured task needs, or that ``telemetry`` records.
+
+    Raises:
+        ConfigError: nobody has registered the task, or a column that it names.
+    """
+    task = find(TASKS, "stage2_ab.task", config.stage2_ab.task)
+    recorded = (LOG_PROBS.name,) if config.telemetry.log_probs else ()
+    names = dict.fromkeys((*task.columns, *recorded))
+    return tuple(find(COLUMNS, f"{task.__qualname__}.columns", name) for name in names)
+
+
 def name_of(task: Task) -> str:
     """The name that ``stage2_ab.task`` gives it, or its class's where nobody registered that."""
     return next((name for name, known in TASKS.items() if type(task) is known), type(task).__qualname__)
@@ -128,9 +180,13 @@ def correct_by(task: Task, rollout: Rollout, truth: Any, tokenise: Tokenise) -> 
     """The target that the task gives, after a look at its form; ``truth`` as ``Task.correct`` takes it.
 
     Raises:
-        SampleError, MatchingError: the sample cannot be used.
-        TaskError: the task gives no target, or one with another number of weights than of tokens.
+        SampleError, MatchingError: the sample cannot be used, or the rollout lacks a column that the task needs.
+        TaskError: the task gives no target, or one with another number of weights, or of a column's values, than of
+            tokens.
     """
+    for name in task.columns:
+        if COLUMNS[name].option and getattr(rollout, name) is None:
+            raise SampleError(f"task {name_of(task)} needs a rollout's {name}, got one without")
     target: object = task.correct(rollout, truth, tokenise)
     if not isinstance(target, Target):
         raise TaskError(
@@ -141,17 +197,34 @@ def correct_by(task: Task, rollout: Rollout, truth: Any, tokenise: Tokenise) -> 
             f"task {name_of(task)}: a Target needs one weight per token, got num_weights={len(target.weights)} "
             f"num_token_ids={len(target.token_ids)} text={target.text[:80]!r}; mend the task"
         )
+    for name, values in target.columns.items():
+        if name not in task.columns:
+            raise TaskError(
+                f"task {name_of(task)}: a Target carries columns that the task declares, got {name!r}; add it to the "
+                "task's columns"
+            )
+        if len(values) != COLUMNS[name].num_values(len(target.token_ids)):
+            raise TaskError(
+                f"task {name_of(task)}: a Target's {name} needs one value per {COLUMNS[name].per}, got "
+                f"num_values={len(values)} num_token_ids={len(target.token_ids)}; mend the task"
+            )
     return target
 
 
-def try_task(task: Task, row: Mapping[str, Any], text: str) -> Target:
+def try_task(
+    task: Task, row: Mapping[str, Any], text: str, image_size: tuple[int, int] | None = None
+) -> Target:
     """The target that a task gives for one row and one answer of a model, without any model.
 
-    Every character is a token, and the row's own coordinates, rounded, are the template's.
+    Every character is a token, and the row's own coordinates, rounded, are the template's. ``image_size`` (width and
+    height) is for tasks that ask ``Convert`` for it.
     """
     sample = Sample(SampleKey(0, 0, 0), row, task.read_truth(row))
-    rollout = Rollout(sample, text, _characters(text)[0], (), False, 0, "", (VersionSpan(0, 0, 0),))
-    truth = task.to_space(sample.truth, lambda lists: tuple(tuple(map(round, each)) for each in lists))
+    token_ids, _ = _characters(text)
+    spans = (VersionSpan(0, 0, 0),)
+    rollout = Rollout(sample, text, token_ids, (), False, 0, "", spans, **stand_ins(len(token_ids)))
+    convert = Convert(lambda lists: tuple(tuple(map(round, each)) for each in lists), image_size, image_size)
+    truth = task.to_space(sample.truth, convert)
     return correct_by(task, rollout, truth, _characters)
 
 

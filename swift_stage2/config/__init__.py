@@ -4,7 +4,7 @@ yaml_text   file -> plain mapping (YAML 1.2 scalars, duplicate keys refused)
 binding     plain mapping -> sections (unknown keys, types, missing keys)
 registry    named parts, some from a user's file; an unknown name tells the nearest
 rules       rules about one setting, and between numbers: refused or shown with the numbers put in
-stage2_ab   rollout   launch      the sections with their defaults and their own rules
+stage2_ab   rollout   launch   telemetry   the sections with their defaults and their own rules
 swift_arguments                   what ``swift:`` may not say, and its argv for ms-swift
 root        Stage2Config, the rules between sections, ``load_config``
 """
@@ -18,10 +18,21 @@ from swift_stage2.config.launch import (
     ServerEngine,
     ServerProcess,
 )
-from swift_stage2.config.rollout import DecodingConfig, OnPending, Proof, RolloutConfig, ServerConfig
+from swift_stage2.config.rollout import (
+    ROUND_MARGIN_S,
+    DecodingConfig,
+    Fenced,
+    OnPending,
+    Proof,
+    RolloutConfig,
+    ServerConfig,
+    Transport,
+)
 from swift_stage2.config.root import Stage2Config, load_config
 from swift_stage2.config.stage2_ab import (
     MatchingConfig,
+    MissedOrder,
+    Mode,
     OnPipelineFailure,
     Preprocessing,
     RowsWithoutObjects,
@@ -29,9 +40,13 @@ from swift_stage2.config.stage2_ab import (
 )
 
 __all__ = [
+    "ROUND_MARGIN_S",
     "DecodingConfig",
+    "Fenced",
     "LearnerProcess",
     "MatchingConfig",
+    "MissedOrder",
+    "Mode",
     "OnPending",
     "OnPipelineFailure",
     "Preprocessing",
@@ -45,5 +60,6 @@ __all__ = [
     "ServerProcess",
     "Stage2Config",
     "StarvationAction",
+    "Transport",
     "load_config",
 ]

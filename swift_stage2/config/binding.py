@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import StrEnum
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -44,7 +44,13 @@ def bind(section: type[S], data: Mapping[str, Any], *, root: type | None = None,
             hint = f" ({item.metadata['allowed']})" if "allowed" in item.metadata else ""
             raise ConfigError(f"{full} is required and has no default; add the key {name!r}{hint}")
     values = {
-        key: _convert(hints[key], value, root=root, place=f"{place}.{key}" if place else key)
+        key: _convert(
+            hints[key],
+            value,
+            root=root,
+            place=f"{place}.{key}" if place else key,
+            example=_example_of(declared[key]),
+        )
         for key, value in data.items()
     }
     try:
@@ -58,11 +64,10 @@ _LONGEST_SHOWN = 120
 
 def _unknown_key(key: str, place: str, valid: tuple[str, ...], root: type) -> str:
     where = f"section {place}" if place else "the top level"
+    if elsewhere := [path for path in _all_keys(root) if path.rpartition(".")[2] == key]:
+        return f"unknown key {key!r} in {where}; it belongs at {' or '.join(map(repr, elsewhere))}"
     if near := closest(key, valid):
         return f"unknown key {key!r} in {where}; did you mean {near!r}?"
-    elsewhere = [path for path in _all_keys(root) if path.rpartition(".")[2] == key]
-    if elsewhere:
-        return f"unknown key {key!r} in {where}; it belongs at {elsewhere[0]!r}"
     return f"unknown key {key!r} in {where}; its keys are {', '.join(valid)}"
 
 
@@ -74,16 +79,25 @@ def _all_keys(section: type, place: str = "") -> Iterator[str]:
         yield path
         for candidate in (hints[item.name], *get_args(hints[item.name])):
             if isinstance(candidate, type) and is_dataclass(candidate):
-                yield from _all_keys(candidate, path)
+                yield from _all_keys(candidate, path + "[]" * (candidate is not hints[item.name]))
 
 
-def _convert(hint: Any, value: Any, *, root: type, place: str) -> Any:
+def _example_of(item: Field[Any]) -> str | None:
+    """The example of a scalar that its section gives, or else its default."""
+    default = item.default
+    if isinstance(default, bool):
+        return str(default).lower()
+    shown = f"{default:g}" if isinstance(default, float) else repr(default)
+    return shown if isinstance(default, int | float | str) else item.metadata.get("example")
+
+
+def _convert(hint: Any, value: Any, *, root: type, place: str, example: str | None = None) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if hint == int | str:
         return _scalar(str if isinstance(value, str) else int, value, place)
     if origin in (Union, types.UnionType):  # all others are "or nothing"
         inner = next(argument for argument in arguments if argument is not types.NoneType)
-        return None if value is None else _convert(inner, value, root=root, place=place)
+        return None if value is None else _convert(inner, value, root=root, place=place, example=example)
     if origin is tuple:
         if not isinstance(value, list):
             raise ConfigError(_wrong(place, "a list", value, f"[{_example(arguments[0])}]"))
@@ -99,23 +113,25 @@ def _convert(hint: Any, value: Any, *, root: type, place: str) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(_wrong(place, "a mapping", value, _example(hint)))
         return bind(hint, value, root=root, place=place)
-    return _scalar(hint, value, place)
+    return _scalar(hint, value, place, example)
 
 
-def _scalar(kind: type, value: Any, place: str) -> Any:
+def _scalar(kind: type, value: Any, place: str, example: str | None = None) -> Any:
     if issubclass(kind, StrEnum):
         choices = tuple(str(member) for member in kind)
         if value in choices:
             return kind(value)
-        wanted = " or ".join(choices)
-        if isinstance(value, str) and (near := closest(value, choices)):
-            raise ConfigError(f"{_must_be(place, wanted, value)}; did you mean {near!r}?")
-        raise ConfigError(_wrong(place, wanted, value, choices[0]))
+        remedy = "write one of them" if len(choices) > 1 else f"write {choices[0]}"
+        near = closest(value.lower(), choices) if isinstance(value, str) else None
+        # With another first letter the opposite may be meant: sync is not async.
+        if near is not None and near[0] == value[0].lower():
+            remedy = f"did you mean {near!r}?"
+        raise ConfigError(f"{_must_be(place, ' or '.join(choices), value)}; {remedy}")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:
-        wanted, example = _KINDS[kind]
-        raise ConfigError(_wrong(place, wanted, value, example))
+        wanted, usual = _KINDS[kind]
+        raise ConfigError(_wrong(place, wanted, value, example or usual))
     return value
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -17,6 +17,7 @@ _WRITTEN_BY_LAUNCH = {
     "port": "rollout.servers[].base_url",
     "model": "launch.servers[].model",
     "engine": "launch.servers[].engine",
+    "weights_root": "rollout.sync.disk_directory",
     "api_key": "the variable that rollout.api_key_env names",
     "api_key_env": "rollout.api_key_env",
 }
@@ -51,7 +52,7 @@ class ServerProcess:
     """Environment variables of this server, on top of the launcher's own."""
     merge: bool = False
     """Start a merger on ``base_url``'s port in front of a stock server."""
-    upstream_port: int | None = None
+    upstream_port: int | None = field(default=None, metadata={"example": "8001"})
     """Port of the stock server behind its merger; required with ``merge``, unused without."""
 
     def __post_init__(self) -> None:
@@ -87,9 +88,9 @@ class LearnerProcess:
     """Learner ranks that torchrun starts on each of its hosts."""
     nnodes: int = 1
     """Hosts of the learner, each with a ``launch --learner-only`` of its own."""
-    node_rank: int | None = None
+    node_rank: int | None = field(default=None, metadata={"example": "0"})
     """Which of them this is, from 0; ``launch --node-rank`` overrides it, so that one file serves all."""
-    rdzv_endpoint: str | None = None
+    rdzv_endpoint: str | None = field(default=None, metadata={"example": "learner-0:29400"})
     """HOST:PORT of the learner's host 0, as the others reach it; required with ``nnodes`` above 1."""
     devices: tuple[int | str, ...] = ()
     """GPUs that the learner sees, as a server's."""
@@ -151,6 +152,8 @@ class RestartConfig:
 class LaunchConfig:
     servers: tuple[ServerProcess, ...] = ()
     """One entry for each of ``rollout.servers``, in that order; none when they are started elsewhere."""
+    share_devices: bool = False
+    """Servers and learner may name the same devices; each server on vLLM then states its part of a shared one."""
     learner: LearnerProcess = field(default_factory=LearnerProcess)
     server_shutdown_timeout_s: int = 30
     """Seconds between SIGTERM and SIGKILL of a server."""
@@ -160,24 +163,6 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         rules.deadline(self, "server_shutdown_timeout_s")
 
-    def refuse_shared_devices(self, hosts: Sequence[str]) -> None:
-        """Devices are numbered host by host. ``hosts``: of each server, "" for the learner's.
-
-        Raises:
-            ConfigError: two processes on one host with the same device.
-        """
-        owners: dict[tuple[str, int | str], str] = {
-            ("", device): "learner" for device in self.learner.devices
-        }
-        for index, (server, host) in enumerate(zip(self.servers, hosts, strict=True)):
-            for device in server.devices:
-                owner = owners.setdefault((host, device), f"servers[{index}]")
-                if owner != f"servers[{index}]":
-                    raise ConfigError(
-                        f"launch: learner and servers need devices of their own, got device {device} for both "
-                        f"{owner} and servers[{index}]; give each its own"
-                    )
-
 
 def _check_devices(devices: tuple[int | str, ...]) -> None:
     sound = [
@@ -186,5 +171,5 @@ def _check_devices(devices: tuple[int | str, ...]) -> None:
     if not all(sound) or len(set(devices)) != len(devices):
         raise ConfigError(
             "devices must be different numbers of at least 0, or names GPU-… or MIG-…, got "
-            f"devices={list(devices)}; write numbers without quotes"
+            f"devices={list(devices)}; write each once, and numbers without quotes"
         )

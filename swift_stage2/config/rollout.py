@@ -15,6 +15,8 @@ from swift_stage2.errors import ConfigError
 MAX_REQUESTS_PER_POST = 4096
 """Of one rank to one server: every POST's seeds leave room for as many requests."""
 
+ROUND_MARGIN_S = 10.0
+"""Over ``sync.timeout_s``, for each part of a round on a main thread: then the process ends, for nothing else can."""
 
 _FIRST_FREE_PORT = 1024
 _LAST_PORT = 65535
@@ -29,10 +31,27 @@ class SyncMode(StrEnum):
 
 
 class OnPending(StrEnum):
-    """A pending round waits for rollouts that still run, or aborts them on a server that can."""
+    """A pending round waits for rollouts that still run, or aborts them: to begin anew, or to go on where they were."""
 
     WAIT = "wait"
     ABORT = "abort"
+    RESUME = "resume"
+
+
+class Fenced(StrEnum):
+    """Rounds that close the fence: those with a server that must not be asked while weights arrive, or all."""
+
+    WHEN_NEEDED = "when_needed"
+    ALWAYS = "always"
+
+
+class Transport(StrEnum):
+    """The way that weights take to a server of ours. A stock one always gets them over vLLM's own group."""
+
+    AUTO = "auto"
+    SHARED_MEMORY = "shared_memory"
+    TCP = "tcp"
+    DISK = "disk"
 
 
 class Proof(StrEnum):
@@ -45,31 +64,34 @@ class Proof(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    base_url: str
+    base_url: str = field(metadata={"example": "http://127.0.0.1:8000"})
     """Scheme, host and port of one server, without a path."""
     group_port: int = _DEFAULT_GROUP_PORT
-    """Port on the server's host that the weight group meets at; one of its own for each server there."""
+    """Port on the server's host, of a plain ``vllm serve`` on the learner's, that the weight group meets at; one of its
+    own for each server there."""
     group_host: str | None = None
     """Name or address that the learner connects to for weights; by default the host of ``base_url``."""
     group_bind: str | None = None
-    """Address that the server binds for weights; by default its --host, of a stock server the host of ``base_url``."""
+    """Address that the server binds for weights; by default its --host, of a stock server the host of ``base_url``.
+    Of a plain ``vllm serve`` the learner's own, by default the one on its route to ``base_url``."""
 
     def __post_init__(self) -> None:
         _check_base_url(self.base_url)
-        if not 1 <= self.group_port <= _LAST_PORT:
+        if not _FIRST_FREE_PORT <= self.group_port <= _LAST_PORT:
             raise ConfigError(
-                f"group_port must be in the range {_FIRST_FREE_PORT}..{_LAST_PORT}, got group_port={self.group_port}"
+                f"group_port must be in the range {_FIRST_FREE_PORT}..{_LAST_PORT}, because lower ones belong to the "
+                f"system, got group_port={self.group_port}; write {_DEFAULT_GROUP_PORT}, or another one"
             )
         for key, host in (("group_host", self.group_host), ("group_bind", self.group_bind)):
             if host is not None and not _HOST.fullmatch(host):
                 raise ConfigError(
                     f"{key} must be a name or an address without scheme and port, got {key}={host!r}; write it like "
-                    f"{key}: 10.0.0.5"
+                    "10.0.0.5"
                 )
         if self.group_port == self.port:
             raise ConfigError(
                 f"group_port must differ from the port of base_url, got group_port={self.group_port} "
-                f"base_url={self.base_url!r}"
+                f"base_url={self.base_url!r}; write {_DEFAULT_GROUP_PORT}, or another one"
             )
 
     @property
@@ -112,7 +134,22 @@ class SyncConfig:
     timeout_s: float = 300.0
     """Deadline of a whole round on one server; calls and transfers in it end at 80 % of that."""
     on_pending: OnPending = OnPending.WAIT
-    """wait for running rollouts, or abort them where the server can (ours, not stock); training goes on either way."""
+    """Before new weights: wait for running rollouts, or abort them where the server can (ours, not stock). resume asks
+    for the rest of what was aborted, and every server must be able to give it."""
+    fenced: Fenced = Fenced.WHEN_NEEDED
+    """when_needed: servers of ours are asked on while weights arrive; always: nothing is asked during any round."""
+    rolling: bool = True
+    """Servers of ours install new weights one after another, so that the others go on answering."""
+    transport: Transport = Transport.AUTO
+    """To servers of ours. auto: they map the learner's memory where they can, and get a TCP stream elsewhere; disk:
+    the learner writes a directory that they read."""
+    disk_directory: str | None = field(default=None, metadata={"example": "/shared/weights"})
+    """Absolute path of the directory for transport disk, which learner and servers see."""
+    disk_keep: int = 2
+    """Proven versions of this run that stay in ``disk_directory``."""
+    straggler_s: float = 60.0
+    """Seconds that a round's other servers have after its first proof, beside request_timeout_s where they wait for
+    rollouts before they install; who is later is suspect."""
     proof: Proof = Proof.AUTO
     """auto: checksums and a canary where the server can show them, the canary alone on a stock server."""
     canary_every_rounds: int = 8
@@ -125,9 +162,29 @@ class SyncConfig:
     """Where the doubling ends."""
 
     def __post_init__(self) -> None:
-        rules.deadline(self, "timeout_s")
-        rules.at_least(self, 1, "canary_every_rounds", "bucket_mib", "backoff_steps")
-        rules.at_least(self, self.backoff_steps, "max_backoff_steps", remedy="it is backoff_steps's limit")
+        rules.deadline(self, "timeout_s", "straggler_s")
+        rules.at_least(self, 1, "bucket_mib", "backoff_steps")
+        remedy = "write 1 to ask in every round, or proof: checksum for no canary"
+        rules.at_least(self, 1, "canary_every_rounds", remedy=remedy)
+        rules.at_least(
+            self, self.backoff_steps, "max_backoff_steps", remedy="waits double from backoff_steps up to it"
+        )
+        rules.at_least(self, 1, "disk_keep")
+        self._check_disk()
+
+    def _check_disk(self) -> None:
+        is_wanted, directory = self.transport is Transport.DISK, self.disk_directory
+        if is_wanted != (directory is not None):
+            raise ConfigError(
+                "transport: disk and disk_directory must be written together, got "
+                f"transport={str(self.transport)!r} disk_directory={directory!r}; write both, the directory like "
+                "/shared/weights, or none of them"
+            )
+        if directory is not None and not os.path.isabs(directory):
+            raise ConfigError(
+                "disk_directory must be an absolute path, because learner and servers may work in other directories, "
+                f"got disk_directory={directory!r}; write it like /shared/weights"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +198,8 @@ class RolloutConfig:
     """Prompts that all ranks together may have running on one server."""
     request_timeout_s: float = 240.0
     """Deadline of one POST to ``/infer/``."""
+    max_resumes: int | None = field(default=None, metadata={"example": "1"})
+    """Times that a rollout may be resumed before it is waited for; by default, and at most, version_window."""
     start_timeout_s: float = 600.0
     """How long a run waits at its start for every server to answer."""
     sync: SyncConfig = field(default_factory=SyncConfig)
@@ -150,6 +209,8 @@ class RolloutConfig:
         rules.at_least(self, 1, "max_inflight_per_server")
         rules.above_zero(self, "max_inflight_per_server", MAX_REQUESTS_PER_POST)
         rules.deadline(self, "request_timeout_s", "start_timeout_s")
+        if self.max_resumes is not None:
+            rules.at_least(self, 0, "max_resumes", remedy="0 waits for every rollout")
         _refuse_shared_ports(self.servers)
 
     def api_key(self) -> str | None:
@@ -164,6 +225,10 @@ def _check_base_url(base_url: str) -> None:
             "base_url must hold scheme, host and port only, got credentials in base_url="
             f"{rules.without_credentials(base_url)!r}; {example}, and give the server's key in the variable that "
             "rollout.api_key_env names"
+        )
+    if base_url != "".join(base_url.split()):  # urlsplit leaves breaks out without a word
+        raise ConfigError(
+            f"base_url must be without spaces and line breaks, got base_url={base_url!r}; {example}"
         )
     try:
         parts = urlsplit(base_url)
@@ -189,11 +254,6 @@ def _refuse_shared_ports(servers: Sequence[ServerConfig]) -> None:
     """On one host all ports differ: two servers' URLs, their group ports, and one's URL from another's group port."""
     owners: dict[tuple[str, int], str] = {}
     for index, server in enumerate(servers):
-        if server.group_port < _FIRST_FREE_PORT:
-            raise ConfigError(
-                f"servers[{index}].group_port must be at least {_FIRST_FREE_PORT}, because ports below belong to the "
-                f"system, got group_port={server.group_port}; write group_port: {_DEFAULT_GROUP_PORT}, or another one"
-            )
         host = "127.0.0.1" if server.host == "localhost" else server.host
         for key, port in (("base_url", server.port), ("group_port", server.group_port)):
             owner = owners.setdefault((host, port), f"servers[{index}].{key}")

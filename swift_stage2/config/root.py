@@ -12,24 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.config import rules
+from swift_stage2.config.best_model import best_metric, refuse_best_model
 from swift_stage2.config.binding import bind
+from swift_stage2.config.device_shares import Placement, check_devices
 from swift_stage2.config.launch import LaunchConfig, ServerEngine
 from swift_stage2.config.registry import find
-from swift_stage2.config.rollout import OnPending, RolloutConfig
+from swift_stage2.config.rollout import ROUND_MARGIN_S, OnPending, RolloutConfig, Transport
 from swift_stage2.config.rules import Inequality
 from swift_stage2.config.stage2_ab import (
     SHIPPED_DIALECTS,
     SHIPPED_TASKS,
-    PrefetchConfig,
     Stage2AbConfig,
     StarvationAction,
 )
 from swift_stage2.config.swift_arguments import as_argv, refuse_unsupported
+from swift_stage2.config.telemetry import TelemetryConfig
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError
 from swift_stage2.process.route import is_loopback
 
 _WANTED_STEPS_IN_GRACE = 4
+_PARTS_OF_FIRST_ROUND = 3  # canary, copy, pushes: each may take all of a round's time
 # A round's own waits (a lost group, a busy server, the last calls) are of seconds; a bucket is copied, summed, sent
 # and taken, at this pace or better.
 _ROUND_FIXED_S = 10.0
@@ -52,29 +55,6 @@ RETIRED_AT_TOP = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TelemetryConfig:
-    tensorboard: bool = True
-    """Metrics as TensorBoard tags, through ms-swift's own logging steps."""
-    audit: bool = True
-    """Per-rank events as JSON lines in the run directory."""
-    trace: bool = False
-    """Spans of every stage as a trace file; for finding out where time goes."""
-    gallery_rows: int = 256
-    """Rows of the data set, chosen by the seed, whose matches are kept whole for the report's gallery and its match
-    drift; 0 keeps none."""
-    record: bool = False
-    """Completions, plans and losses as JSON lines in the run directory, so that ``replay`` can run it again."""
-
-    def __post_init__(self) -> None:
-        rules.at_least(self, 0, "gallery_rows", remedy="0 keeps none")
-        if self.record and not self.audit:
-            raise ConfigError(
-                "telemetry.record needs the ledger that telemetry.audit keeps, got record=true audit=false; write "
-                "telemetry.audit: true"
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Stage2Config:
     swift: Mapping[str, Any] = field(default_factory=dict)
     """ms-swift's own training arguments, passed through unchanged."""
@@ -82,7 +62,7 @@ class Stage2Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     control_timeout_s: float = 1800.0
-    """Deadline of every decision that the ranks take together: longer than a round plus the longest save."""
+    """Deadline of every decision that the ranks take together: longer than the first round and the longest save."""
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
@@ -97,15 +77,18 @@ class Stage2Config:
         if self.b_enabled:
             self._control_timeout_inequality().require()
         self._check_launch()
+        self._check_resumes()
         if self.telemetry.record and not self.swift.get("model"):
             raise ConfigError(
                 "telemetry.record needs ms-swift's arguments in the section swift, for a replay reads them there, got "
                 f"model={self.swift.get('model')!r}; write them there and start with swift-stage2 train or launch"
             )
         if self.b_enabled:
-            refuse_unsupported(self.swift)
+            target = self.stage2_ab.channel_b.target
+            refuse_unsupported(self.swift, has_own_loss=target.has_own_loss)
         self._check_names()
         self._check_evaluation()
+        refuse_best_model(self.swift, self.stage2_ab.evaluation.every_steps)
         if self.gradient_accumulation_steps is not None:
             self.check_accumulation(self.gradient_accumulation_steps)
 
@@ -113,6 +96,14 @@ class Stage2Config:
     def b_enabled(self) -> bool:
         """Whether channel B exists at all."""
         return self.stage2_ab.schedule.b_ratio > 0
+
+    @property
+    def max_resumes(self) -> int | None:
+        """Times that a rollout may be resumed; None where one that was aborted begins anew."""
+        if self.rollout.sync.on_pending is not OnPending.RESUME:
+            return None
+        most = self.rollout.max_resumes
+        return self.stage2_ab.channel_b.prefetch.version_window if most is None else most
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
@@ -155,7 +146,7 @@ class Stage2Config:
         """Refuses a queue that cannot hold one step's packs; the trainer calls it with ms-swift's own value.
 
         Raises:
-            ConfigError: queue_limit or prefetch_target_packs is under ``gradient_accumulation_steps``.
+            ConfigError: queue_limit, prefetch_target_packs or max_rollouts_per_version is too small for one step.
         """
         if self.b_enabled:
             for inequality in self._accumulation_inequalities(gradient_accumulation_steps):
@@ -178,7 +169,9 @@ class Stage2Config:
 
     def swift_arguments(self) -> list[str]:
         """The section ``swift`` as argv for ms-swift's parser."""
-        return as_argv(self.swift)
+        metric = best_metric(self.swift)
+        named = {"metric_for_best_model": f"eval_{metric}"} if metric else {}
+        return as_argv({**self.swift, **named})
 
     def without_secrets(self) -> dict[str, Any]:
         """Every setting that a learner needs, as plain values: no ``launch.servers``, and none of ms-swift's tokens."""
@@ -188,20 +181,26 @@ class Stage2Config:
         return plain
 
     def _control_timeout_inequality(self) -> Inequality:
-        sync_s, request_s = self.rollout.sync.timeout_s, self.rollout.request_timeout_s
+        """A rank that waits for rank 0's first round must not give up first."""
+        sync, parts = self.rollout.sync, _PARTS_OF_FIRST_ROUND
+        numbers = f"{parts} * ({sync.timeout_s:g} + {ROUND_MARGIN_S:g})"
+        needed = parts * (sync.timeout_s + ROUND_MARGIN_S)
         return Inequality(
             name="control timeout",
-            statement="control_timeout_s >= sync.timeout_s + request_timeout_s",
-            numbers=f"{self.control_timeout_s:g} >= {sync_s:g} + {request_s:g}",
-            holds=self.control_timeout_s >= sync_s + request_s,
-            refusal="control_timeout_s must be at least rollout.sync.timeout_s + rollout.request_timeout_s, got "
-            f"control_timeout_s={self.control_timeout_s:g} < {sync_s:g} + {request_s:g}",
-            remedy=f"write control_timeout_s: {sync_s + request_s:g} or more, plus the longest save",
+            statement=f"control_timeout_s >= {parts} * (sync.timeout_s + {ROUND_MARGIN_S:g})",
+            numbers=f"{self.control_timeout_s:g} >= {numbers}",
+            holds=self.control_timeout_s >= needed,
+            refusal=f"control_timeout_s must be at least {parts} * (rollout.sync.timeout_s + {ROUND_MARGIN_S:g}), what "
+            "canary, copy and pushes of the first round may take, got "
+            f"control_timeout_s={self.control_timeout_s:g} < {numbers}",
+            remedy=f"write control_timeout_s: {needed:g} or more, plus the longest save",
         )
 
     def _accumulation_inequalities(self, gradient_accumulation_steps: int) -> tuple[Inequality, ...]:
         """Whether target and limit hold the packs of a step, and advice against packs that would expire unused."""
         prefetch, schedule = self.stage2_ab.channel_b.prefetch, self.stage2_ab.schedule
+        per_step, b_ratio = gradient_accumulation_steps, schedule.exact_b_ratio
+        limit = prefetch.limit(per_step, b_ratio)
         holding_a_step = (
             Inequality(
                 name=f"{what} holds a step",
@@ -213,26 +212,28 @@ class Stage2Config:
                 remedy=f"write stage2_ab.channel_b.prefetch.{name}: {gradient_accumulation_steps} or more",
             )
             for what, name, value in (
-                ("target", "prefetch_target_packs", prefetch.prefetch_target_packs),
-                ("limit", "queue_limit", prefetch.queue_limit),
+                ("target", "prefetch_target_packs", prefetch.target(per_step, b_ratio)),
+                ("limit", "queue_limit", limit),
             )
         )
-        steps_in_window = (prefetch.version_window + 1) * prefetch.sync_every_steps
-        useful = gradient_accumulation_steps * max(1, math.ceil(steps_in_window * schedule.exact_b_ratio))
-        default = " (the default)" if prefetch.queue_limit == PrefetchConfig().queue_limit else ""
+        useful = prefetch.packs_in_window(per_step, b_ratio)
+        default = " (the default)" if prefetch.queue_limit is None else ""
         advice = Inequality(
             name="useful limit",
             statement="queue_limit <= gradient_accumulation_steps * max(1, ceil((version_window + 1) * b_ratio "
             "* sync_every_steps))",
-            numbers=f"{prefetch.queue_limit} <= {gradient_accumulation_steps} * max(1, ceil("
+            numbers=f"{limit} <= {gradient_accumulation_steps} * max(1, ceil("
             f"({prefetch.version_window} + 1) * {schedule.b_ratio:g} * {prefetch.sync_every_steps})) = {useful}",
-            holds=prefetch.queue_limit <= useful,
-            refusal=f"queue_limit={prefetch.queue_limit}{default} is more than the {useful} packs that can be trained "
+            holds=limit <= useful,
+            refusal=f"queue_limit={limit}{default} is more than the {useful} packs that can be trained "
             "before they expire",
             remedy=f"write stage2_ab.channel_b.prefetch.queue_limit: {useful}",
             is_advice=True,
         )
-        return (*holding_a_step, advice)
+        # A derived budget follows from the lengths of the rows, and holds.
+        is_written = prefetch.max_rollouts_per_version is not None
+        budget = (prefetch.budget_inequality(gradient_accumulation_steps),) if is_written else ()
+        return (*holding_a_step, *budget, advice)
 
     def _starvation_advice(self) -> Inequality:
         """Starvation is judged on the B steps that were wanted in the grace: one alone decides nothing."""
@@ -250,7 +251,7 @@ class Stage2Config:
         )
 
     def _round_time_advice(self) -> Inequality:
-        """A round with less fails or counts as hung although nothing is wrong: one bucket is the least it sends."""
+        """A round with less is given up although nothing is wrong: one bucket is the least it sends."""
         sync = self.rollout.sync
         needed = math.ceil(_ROUND_FIXED_S + sync.bucket_mib / _SLOW_BUCKET_MIB_PER_S)
         return Inequality(
@@ -259,8 +260,8 @@ class Stage2Config:
             numbers=f"{sync.timeout_s:g} >= {_ROUND_FIXED_S:g} + {sync.bucket_mib} / "
             f"{_SLOW_BUCKET_MIB_PER_S:g} = {needed}",
             holds=sync.timeout_s >= needed,
-            refusal=f"rollout.sync.timeout_s={sync.timeout_s:g} is so short that a sound round may fail or be taken "
-            f"for a hang, which ends the run; got bucket_mib={sync.bucket_mib}",
+            refusal=f"rollout.sync.timeout_s={sync.timeout_s:g} is so short that a sound round may be given up, and "
+            f"its servers with it; got bucket_mib={sync.bucket_mib}",
             remedy=f"write rollout.sync.timeout_s: {needed} or more, plus the seconds that all weights take",
             is_advice=True,
         )
@@ -284,9 +285,8 @@ class Stage2Config:
         """Names that only a user's file could register are left to the start, when it has been loaded."""
         if self.swift.get("external_plugins") or not self.swift.get("model"):
             return
-        dialect = self.stage2_ab.channel_b.target.dialect
-        find(dict.fromkeys(SHIPPED_TASKS), "stage2_ab.task", self.stage2_ab.task)
-        find(dict.fromkeys(SHIPPED_DIALECTS), "stage2_ab.channel_b.target.dialect", dialect)
+        find(SHIPPED_TASKS, "stage2_ab.task", self.stage2_ab.task)
+        find(SHIPPED_DIALECTS, "stage2_ab.channel_b.target.dialect", self.stage2_ab.dialect or "")
 
     def _check_evaluation(self) -> None:
         every_steps = self.stage2_ab.evaluation.every_steps
@@ -302,6 +302,25 @@ class Stage2Config:
             splits = self.swift.get("split_dataset_ratio") and strategy not in ("no", False)
             self.check_validation_set(int(bool(self.swift.get("val_dataset") or splits)))
 
+    def _check_resumes(self) -> None:
+        window, most = self.stage2_ab.channel_b.prefetch.version_window, self.rollout.max_resumes
+        if most is not None and self.rollout.sync.on_pending is not OnPending.RESUME:
+            raise ConfigError(
+                "rollout.max_resumes needs rollout.sync.on_pending: resume, got "
+                f"max_resumes={most} on_pending={str(self.rollout.sync.on_pending)!r}; write on_pending: resume, or "
+                "leave max_resumes out"
+            )
+        if self.rollout.sync.on_pending is OnPending.RESUME and not window:
+            raise ConfigError(
+                "rollout.sync.on_pending: resume needs version_window of at least 1, because a resumed rollout keeps "
+                "tokens of older weights, got version_window=0; write version_window: 1 or more, or on_pending: wait"
+            )
+        if most is not None and most > window:
+            raise ConfigError(
+                "rollout.max_resumes must be at most version_window, because a rollout's oldest tokens age with each "
+                f"resume, got max_resumes={most} version_window={window}; write max_resumes: {window}, or leave it out"
+            )
+
     def _check_launch(self) -> None:
         started, named = len(self.launch.servers), len(self.rollout.servers)
         if started and started != named:
@@ -309,22 +328,35 @@ class Stage2Config:
                 "launch.servers must be empty or have one entry for each of rollout.servers, got "
                 f"{started} launch.servers and {named} rollout.servers; add or remove entries"
             )
-        aborts = self.b_enabled and self.rollout.sync.on_pending is OnPending.ABORT
+        on_pending = self.rollout.sync.on_pending
+        aborts = self.b_enabled and on_pending is not OnPending.WAIT
         hosts = [server.host for server in self.rollout.servers]
-        self.launch.refuse_shared_devices(["" if is_loopback(host) else host for host in hosts[:started]])
+        on_hosts = ["" if is_loopback(host) else host for host in hosts[:started]]
+        placements = [
+            Placement(index, host, process.devices)
+            for index, (process, host) in enumerate(zip(self.launch.servers, on_hosts, strict=True))
+        ]
+        check_devices(self.launch, [Placement(None, "", self.launch.learner.devices), *placements])
         taken = {port for server in self.rollout.servers for port in (server.port, server.group_port)}
         for index, process in enumerate(self.launch.servers):
             if aborts and process.engine is ServerEngine.SWIFT:
                 raise ConfigError(
-                    "rollout.sync.on_pending: abort needs servers that can abort, got a stock one at "
+                    f"rollout.sync.on_pending: {on_pending} needs servers that can {on_pending}, got a stock one at "
                     f"launch.servers[{index}].engine={str(process.engine)!r}; write on_pending: wait, or engine: vllm"
+                )
+            transport = self.rollout.sync.transport
+            is_of_ours = self.b_enabled and transport in (Transport.SHARED_MEMORY, Transport.DISK)
+            if is_of_ours and process.engine is ServerEngine.SWIFT:
+                raise ConfigError(
+                    f"rollout.sync.transport: {transport} needs servers of ours, got a stock one at "
+                    f"launch.servers[{index}].engine={str(process.engine)!r}; write transport: auto, or engine: vllm"
                 )
             if process.upstream_port is None:
                 continue
             if process.upstream_port in taken:
                 raise ConfigError(
                     "every upstream_port must differ from all other ports, got "
-                    f"launch.servers[{index}].upstream_port={process.upstream_port} more than once"
+                    f"launch.servers[{index}].upstream_port={process.upstream_port} more than once; write another"
                 )
             taken.add(process.upstream_port)
 

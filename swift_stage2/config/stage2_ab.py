@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
+from typing import Any
 
 from swift_stage2.config import rules
 from swift_stage2.config.rules import Inequality
 from swift_stage2.errors import ConfigError
+
+
+class Mode(StrEnum):
+    """Whether rollouts are made while the learner trains."""
+
+    ASYNC = "async"
+    INLINE = "inline"
 
 
 class StarvationAction(StrEnum):
@@ -40,9 +50,12 @@ class RowsWithoutObjects(StrEnum):
     CHANNEL_A_ONLY = "channel_a_only"
 
 
-SHIPPED_TASKS = ("detection",)
-SHIPPED_DIALECTS = ("object_list", "object_map")
-"""A user's file may register more of both; see ``Stage2Config``."""
+DEFAULT_TASK = "detection"
+SHIPPED_DIALECTS = {"object_list": "detection", "object_map": "detection", "point_list": "point"}
+"""Each with the task that it is for."""
+SHIPPED_TASKS = {"detection": "object_list", "point": "point_list"}
+"""Each with the dialect that it takes unless another is written. A user's file may register more of both; see
+``Stage2Config``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,40 +87,108 @@ class StarvationConfig:
         rules.at_least(self, 1, "grace_steps")
 
 
+_LEAST_TARGET, _LEAST_LIMIT = 4, 8  # of those that are not written
+_MOST_B_STEPS = 8  # whose packs a derived target holds: they lie in main memory
+
+
+def packs_of_b_steps(packs_per_b_step: int, b_ratio: Fraction, steps: float) -> int:
+    """The packs of all B steps among so many steps, of one B step at least."""
+    return packs_per_b_step * max(1, math.ceil(steps * b_ratio))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetchConfig:
-    queue_limit: int = 8
-    """Ready packs that a rank keeps at most; the oldest goes when one more arrives."""
+    queue_limit: int | None = None
+    """Ready packs that a rank keeps at most; the oldest goes when one more arrives. By default 8, or the derived
+    target if that is more."""
     version_window: int = 2
     """A pack is fresh while it is at most this many versions old."""
     sync_every_steps: int = 4
     """Optimizer steps from one commit of weights to the next sync round."""
-    prefetch_target_packs: int = 4
-    """Packs, ready or in the making, that the producer aims at."""
+    prefetch_target_packs: int | None = None
+    """Packs, ready or in the making, that the producer aims at. By default 4, or as many as B trains in
+    ``version_window`` times ``sync_every_steps`` steps, of 8 B steps at most, and within a written ``queue_limit``."""
     min_ready_tokens: int = 0
     """Supervised tokens that a reservation must hold besides its packs; 0 asks for none."""
     redraw_dropped: bool = True
     """Whether the samples of a dropped pack return to the stream for a new rollout."""
     max_attempts: int = 3
     """Rollouts of one sample before it is quarantined as too slow."""
+    max_rollouts_per_version: int | None = None
+    """Rollouts that a rank may have begun under one version, as long as they are neither trained nor ended; by default
+    as many as the packs that can be of use may hold."""
 
     def __post_init__(self) -> None:
-        rules.at_least(self, 1, "queue_limit", "sync_every_steps", "prefetch_target_packs", "max_attempts")
+        derived = ("queue_limit", "prefetch_target_packs")
+        written = [name for name in derived if getattr(self, name) is not None]
+        rules.at_least(self, 1, "sync_every_steps", "max_attempts", *written)
         rules.at_least(self, 0, "version_window", "min_ready_tokens")
+        if self.max_rollouts_per_version is not None:
+            rules.at_least(self, 1, "max_rollouts_per_version", remedy="leave it out to have it derived")
         for inequality in self.inequalities:
             inequality.require()
+
+    def packs_in_window(self, packs_per_b_step: int, b_ratio: Fraction) -> int:
+        """The packs of one version that B steps can train before it expires, of one B step at least."""
+        steps = (self.version_window + 1) * self.sync_every_steps
+        return packs_of_b_steps(packs_per_b_step, b_ratio, steps)
+
+    def target(self, packs_per_b_step: int, b_ratio: Fraction) -> int:
+        """``prefetch_target_packs`` as written or derived."""
+        if self.prefetch_target_packs is not None:
+            return self.prefetch_target_packs
+        # Production that takes longer brings no fresh packs.
+        longest = self.version_window * self.sync_every_steps
+        packs = min(_MOST_B_STEPS * packs_per_b_step, packs_of_b_steps(packs_per_b_step, b_ratio, longest))
+        target = max(_LEAST_TARGET, packs)
+        # A limit below one step is refused by its own name.
+        return target if self.queue_limit is None else max(packs_per_b_step, min(self.queue_limit, target))
+
+    def limit(self, packs_per_b_step: int, b_ratio: Fraction) -> int:
+        """``queue_limit`` as written or derived."""
+        if self.queue_limit is not None:
+            return self.queue_limit
+        derived = self.prefetch_target_packs is None
+        return max(_LEAST_LIMIT, self.target(packs_per_b_step, b_ratio)) if derived else _LEAST_LIMIT
+
+    def packs_in_budget(self, packs_per_b_step: int, b_ratio: Fraction) -> int:
+        """The packs that a derived ``max_rollouts_per_version`` is for: those in the window, or the target's if more.
+
+        A target may be of use beyond the window: production that holds rounds makes versions last longer.
+        """
+        return max(self.target(packs_per_b_step, b_ratio), self.packs_in_window(packs_per_b_step, b_ratio))
+
+    def budget_inequality(self, packs_per_b_step: int, samples_per_pack: float = 1.0) -> Inequality:
+        """Whether ``max_rollouts_per_version`` fills a B step when all rollouts that end have given their share back.
+
+        Before any row is measured one thing is known for sure: a pack holds a sample at least.
+        """
+        budget, needed = self.max_rollouts_per_version, math.ceil(packs_per_b_step * samples_per_pack)
+        held = "a sample or more" if samples_per_pack == 1 else f"{samples_per_pack:.3g} samples"
+        return Inequality(
+            name="budget fills a step",
+            statement="max_rollouts_per_version >= gradient_accumulation_steps * samples per pack",
+            numbers=f"{'derived' if budget is None else budget} >= {packs_per_b_step} * {samples_per_pack:.3g} "
+            f"= {needed}",
+            holds=budget is None or budget >= needed,
+            refusal=f"B could never run: a step trains gradient_accumulation_steps={packs_per_b_step} packs of "
+            f"{held}, got max_rollouts_per_version={budget}",
+            remedy=f"write stage2_ab.channel_b.prefetch.max_rollouts_per_version: {needed} or more, or leave it out",
+        )
 
     @property
     def inequalities(self) -> tuple[Inequality, ...]:
         """The rules between these settings, with the numbers put in."""
         target, limit = self.prefetch_target_packs, self.queue_limit
+        if target is not None and limit is None:
+            limit = _LEAST_LIMIT
         window, cadence = self.version_window, self.sync_every_steps
         return (
             Inequality(
                 name="target within limit",
                 statement="prefetch_target_packs <= queue_limit",
-                numbers=f"{target} <= {limit}",
-                holds=target <= limit,
+                numbers=f"{target or 'derived'} <= {limit or 'derived'}",
+                holds=target is None or limit is None or target <= limit,
                 refusal="prefetch_target_packs must be at most queue_limit, got "
                 f"prefetch_target_packs={target} queue_limit={limit}",
                 remedy=f"write queue_limit: {target} or more",
@@ -144,14 +225,17 @@ class MatchingConfig:
     top_k: int = 10
     """Ground-truth candidates that each prediction keeps."""
     unmatched_prediction_cost: float = 1.0
-    """Cost of a prediction without a partner; a pair costs 1 - IoU."""
+    """Cost of a prediction without a partner; a pair costs 1 - IoU, of points distance / max_distance."""
     unmatched_ground_truth_cost: float = 1.0
     """Cost of a ground-truth object without a partner."""
+    max_distance: float = 0.05
+    """Pairs of points that are farther apart, as a share of the image's diagonal, are infeasible (task ``point``)."""
     same_label: bool = False
     """Whether only objects of one label may be paired."""
 
     def __post_init__(self) -> None:
         rules.in_unit_range(self, "iou_threshold")
+        rules.above_zero(self, "max_distance", 1.0, "write a share of the image's diagonal, for example 0.05")
         rules.at_least(self, 1, "top_k", remedy="each prediction needs at least one candidate")
         rules.at_least(self, 0, "unmatched_prediction_cost", "unmatched_ground_truth_cost")
 
@@ -161,7 +245,9 @@ class TargetWeights:
     """Loss weight of every token of a target, by the group it belongs to."""
 
     structure: float = 1.0
-    """Brackets, quotes, keys and separators."""
+    """Brackets, quotes and keys."""
+    another: float | None = None
+    """The separator of two objects, where the model says that one more is to come; by default as ``structure``."""
     matched_label: float = 1.0
     """Labels of objects that the model predicted."""
     missed_label: float = 1.0
@@ -172,21 +258,52 @@ class TargetWeights:
     """Coordinates of objects that nobody predicted."""
     closure: float = 1.0
     """The closing of the outermost container and the end of turn."""
+    duplicate: float = 0.0
+    """Not of a target's tokens, but of others: the unlikelihood, ``-log (1 - p)``, of those with which an object would
+    begin once more that the rollout had listed twice."""
+
+    def by_group(self) -> dict[str, float]:
+        """The weights of a target's tokens."""
+        weights = {name: getattr(self, name) for name in self.__slots__ if name != "duplicate"}
+        return weights | {"another": self.structure if self.another is None else self.another}
 
     def __post_init__(self) -> None:
-        rules.at_least(self, 0, *self.__slots__)
-        if not any(getattr(self, name) for name in self.__slots__):
+        given = [name for name in self.__slots__ if getattr(self, name) is not None]
+        rules.at_least(self, 0, *given)
+        if not any(self.by_group().values()):
             raise ConfigError(
                 "at least one target weight must be above 0, got 0 for all; nothing would be trained"
             )
 
 
+class MissedOrder(StrEnum):
+    """The order of the objects that a rollout missed, behind those that it found."""
+
+    GIVEN = "given"
+    """The row's."""
+    READING = "reading"
+    """By upper edge, then by left edge."""
+    RANDOM = "random"
+    """Drawn anew for every attempt at a sample, from its key."""
+    ANY = "any"
+    """The row's, and the loss counts whatever missed object comes next."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetConfig:
-    dialect: str = "object_list"
-    """Answer format of the task ``detection``; it must be the one that channel A's data set uses."""
+    dialect: str | None = None
+    """Answer format, which must be the one that channel A's data set uses; by default the task's own: ``object_list``
+    of detection, ``point_list`` of point."""
+    missed_order: MissedOrder = MissedOrder.GIVEN
+    """Order in which a target lists the objects that the model missed. ``any`` teaches none: at every token the loss is
+    that of all tokens with which a missed object may go on."""
     weights: TargetWeights = field(default_factory=TargetWeights)
     """Loss weights by token group, all 1 by default."""
+
+    @property
+    def has_own_loss(self) -> bool:
+        """True where the loss also reads the probabilities of tokens that are not labels (``beside_labels.py``)."""
+        return self.missed_order is MissedOrder.ANY or self.weights.duplicate > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,7 +334,8 @@ class EvaluationConfig:
     num_samples: int = 64
     """Rows of ms-swift's validation set that are asked each time, the same ones: its first."""
     max_round_delay_steps: int = 4
-    """For how many optimizer steps an evaluation may hold a sync round back before it is cut short."""
+    """For how many optimizer steps an evaluation may hold a sync round back, or only its installs where servers stage,
+    before it is cut short."""
 
     def __post_init__(self) -> None:
         rules.at_least(self, 0, "every_steps", "max_round_delay_steps")
@@ -227,8 +345,27 @@ class EvaluationConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage2AbConfig:
     schedule: ScheduleConfig
-    task: str = "detection"
+    mode: Mode = Mode.ASYNC
+    """``inline``: a B step waits for its rollouts and training for every round, with which to compare what ``async``
+    gives."""
+    task: str = DEFAULT_TASK
     """The meaning of an answer: a task that is shipped or that a file of ``swift.external_plugins`` registers."""
+    task_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that a task of your own declares, by name."""
     starvation: StarvationConfig = field(default_factory=StarvationConfig)
     channel_b: ChannelBConfig = field(default_factory=ChannelBConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        dialect = self.channel_b.target.dialect
+        owner = SHIPPED_DIALECTS.get(dialect or "")
+        if self.task in SHIPPED_TASKS and owner not in (None, self.task):
+            raise ConfigError(
+                f"channel_b.target.dialect must be one of task {self.task}, got dialect={dialect!r} of task {owner}; "
+                f"leave it out for {SHIPPED_TASKS[self.task]}, or write task: {owner}"
+            )
+
+    @property
+    def dialect(self) -> str | None:
+        """The dialect of all answers; None of a user's task where none is written: rows hold what that task says."""
+        return self.channel_b.target.dialect or SHIPPED_TASKS.get(self.task)

@@ -41,6 +41,17 @@ def _above_one(value: Any) -> bool:
     return isinstance(value, int) and value > 1
 
 
+def _other_than_fsdp2(value: Any) -> bool:
+    """ms-swift's preset, or what a file of ms-swift's says, written out; shards that lie in main memory are others."""
+    if not isinstance(value, Mapping):
+        return _is_on(value) and value != "fsdp2"
+    config = value.get("fsdp_config")
+    config = config if isinstance(config, Mapping) else {}
+    words = str(value.get("fsdp", "")).split()
+    is_offloaded = "offload" in words or config.get("offload_params") or config.get("cpu_offload")
+    return config.get("fsdp_version", config.get("version", 2)) != 2 or bool(is_offloaded)
+
+
 _KEEP_ROWS = "rows of the data set must stay single samples; channel B packs by itself"
 _FULL_WEIGHTS = "servers take full or merged LoRA weights only"
 _THINKS = "answers must begin with their list of objects"
@@ -63,11 +74,22 @@ UNSUPPORTED = (
     Unsupported("auto_find_batch_size", _is_on, "a step would change while it runs", "remove it"),
     Unsupported("average_tokens_across_devices", _is_off, "the loss is a mean over all ranks", "remove it"),
     Unsupported("use_liger_kernel", _is_on, "its fused loss knows no weight per token", "remove it"),
+    Unsupported("label_smoothing_factor", _is_on, "its loss knows no weight per token", "remove it"),
     Unsupported("quant_bits", _is_on, _QUANTISED, "remove it"),
     Unsupported("quant_method", _is_on, _QUANTISED, "remove it"),
     Unsupported("deepspeed_autotp_size", _above_one, "no rank holds whole tensors to send", "remove it"),
-    Unsupported("fsdp", _is_on, "no rank holds whole tensors to send", "use DDP"),
+    Unsupported(
+        "fsdp",
+        _other_than_fsdp2,
+        "weights are gathered from FSDP2's shards on devices alone",
+        "write fsdp: fsdp2",
+    ),
     Unsupported("use_ray", _is_on, "ranks are started by torchrun", "remove it"),
+)
+_OF_ITS_OWN = "target.missed_order: any and weights.duplicate have a loss of their own"
+UNSUPPORTED_WITH_OWN_LOSS = tuple(
+    Unsupported(key, _is_on, _OF_ITS_OWN, "remove it, or these two")
+    for key in ("enable_dft_loss", "loss_type")
 )
 
 
@@ -102,22 +124,42 @@ def named_places(arguments: Mapping[str, Any], key: str) -> list[str]:
     return list(places)
 
 
-def refuse_unsupported(arguments: Mapping[str, Any]) -> None:
-    """Refuses the first argument of the table above that is set to a refused value.
+def refuse_unsupported(arguments: Mapping[str, Any], *, has_own_loss: bool = False) -> None:
+    """Refuses the first argument of the tables above that is set to a refused value, and what does not go together.
+
+    ``has_own_loss``: as ``TargetConfig`` tells.
 
     Raises:
         ConfigError: names key, value, reason and remedy.
     """
-    for rule in UNSUPPORTED:
+    for rule in (*UNSUPPORTED, *(UNSUPPORTED_WITH_OWN_LOSS if has_own_loss else ())):
         if rule.key in arguments and rule.refused(arguments[rule.key]):
             raise ConfigError(
                 f"swift.{rule.key} is not supported with channel B ({rule.reason}), "
-                f"got {rule.key}={arguments[rule.key]!r}; {rule.remedy}, or write b_ratio: 0"
+                f"got {rule.key}={arguments[rule.key]!r:.200}; {rule.remedy}, or write b_ratio: 0"
             )
+    if not _is_on(arguments.get("fsdp")):
+        return
+    for other in ("deepspeed", "save_only_model"):
+        if _is_on(arguments.get(other)):
+            raise ConfigError(
+                f"ms-swift takes swift.fsdp or swift.{other}, not both, got {other}={arguments[other]!r:.200}; remove "
+                "one of them"
+            )
+    resumed = arguments.get("resume_from_checkpoint")
+    if resumed and arguments.get("tuner_type", "lora") != "full":
+        raise ConfigError(
+            "swift.resume_from_checkpoint is not supported with LoRA under FSDP2 (Accelerate does not load into what "
+            f"ms-swift makes of a resumed adapter), got resume_from_checkpoint={resumed!r}; remove one of them"
+        )
 
 
-def refuse_unknown_names(arguments: Mapping[str, Any], valid: Collection[str]) -> None:
+def refuse_unknown_names(
+    arguments: Mapping[str, Any], valid: Collection[str], where: str = "section swift"
+) -> None:
     """Refuses an argument that ms-swift does not have; the trainer knows the valid names once it is imported.
+
+    ``where``: where the user has written them.
 
     Raises:
         ConfigError: names the nearest valid argument, where one is near.
@@ -126,7 +168,7 @@ def refuse_unknown_names(arguments: Mapping[str, Any], valid: Collection[str]) -
         if name not in valid:
             near = closest(name, tuple(valid))
             hint = f"did you mean {near!r}?" if near else "`swift sft` has no such argument: remove it"
-            raise ConfigError(f"unknown key {name!r} in section swift; {hint}")
+            raise ConfigError(f"unknown key {name!r} in {where}; {hint}")
 
 
 def as_argv(arguments: Mapping[str, Any]) -> list[str]:

@@ -7,13 +7,13 @@ are those of 1.1. A key written twice, a tag, and what grows without a limit are
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from swift_stage2.errors import ConfigError
+from swift_stage2.errors import ConfigError, UserError
 
 _MAX_DEPTH = 32
 _MAX_VALUES = 100_000
@@ -177,3 +177,23 @@ def _syntax_error(error: yaml.YAMLError, text: str) -> str:
 def write_yaml(data: dict[str, Any]) -> str:
     """``data`` as YAML that ``read_yaml`` reads back equal."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False)
+
+
+def key_values(words: Sequence[str]) -> dict[str, Any]:
+    """``KEY=VALUE`` of repeated options ``--swift``, with the values read as YAML does.
+
+    Raises:
+        UserError: a word of another form, or a key that is named twice.
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key.isidentifier():
+            raise UserError(f"--swift must be KEY=VALUE, got {word!r}; write it like --swift tuner_type=full")
+        if key in found:
+            raise UserError(
+                f"--swift must name a key once, got {key} again with {word!r}; where the key takes several values, "
+                f"write them as one list: --swift '{key}=[A,B]'"
+            )
+        found |= parse_yaml(f"{key}: {value}", f"--swift {word}")
+    return found

@@ -5,5 +5,7 @@ files         which files a configuration names
 picture       an image's stored size and EXIF orientation; writes a data set anew with upright images
 row_check     one row against every rule
 survey        all rows of all files; which format their answers have
+conventions   in which numbers boxes may be written
+coordinates   in which convention a model's answers, or the rows, are
 command       ``swift-stage2 data check``
 """

@@ -14,13 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.channel_b.dialects import DIALECTS
-from swift_stage2.config.stage2_ab import SHIPPED_TASKS
+from swift_stage2.channel_b.dialects import DIALECTS, coordinates_of
+from swift_stage2.config.stage2_ab import DEFAULT_TASK, SHIPPED_TASKS
 from swift_stage2.dataset.fault import Rule
 from swift_stage2.dataset.picture import DrawnOn, apply_orientation
 from swift_stage2.dataset.survey import MOST_KEPT, Findings, OnProgress, survey
 from swift_stage2.errors import UserError
 from swift_stage2.terminal.parser import CommandParser
+from swift_stage2.terminal.progress import progress_bar
 
 EXIT_FAULTS = 1
 MOST_SHOWN = 20
@@ -35,8 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parse(argv)
     files = [Path(name) for name in options.files]
-    for line in lines_of_task(options.task):
+    for line in () if options.dialect else lines_of_task(options.task):
         print(line, file=sys.stderr)  # beside the findings, which --json prints for a program
+    num_coordinates = coordinates_of(options.task, options.dialect)
+    if coordinates_of(options.task) not in (None, num_coordinates):
+        raise UserError(
+            f"--dialect must be one of task {options.task}, got dialect={options.dialect}; name its task with --task, "
+            f"or leave it out for {SHIPPED_TASKS[options.task]}"
+        )
     if options.apply_exif is not None:
         files = [_rewrite(files, options)]
     with ExitStack() as stack:
@@ -45,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             dialect=DIALECTS[options.dialect] if options.dialect else None,
             decode=options.decode,
             needs_objects=not options.rows_without_objects,
-            judge_objects=options.task in SHIPPED_TASKS,
+            num_coordinates=num_coordinates,
             on_progress=_progress(files, stack),
         )
     status = EXIT_FAULTS if findings.num_faults else 0
@@ -57,15 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _progress(files: Sequence[Path], stack: ExitStack) -> OnProgress:
-    """A bar on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        return lambda num_rows, num_bytes: None
-    from rich.console import Console
-    from rich.progress import Progress
-
     total = sum(file.stat().st_size for file in files if file.is_file())
-    bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
-    task = bar.add_task("rows", total=total)
+    move_to = stack.enter_context(progress_bar(total, "rows"))
     before = last = 0
 
     def told(num_rows: int, num_bytes: int) -> None:
@@ -73,7 +73,7 @@ def _progress(files: Sequence[Path], stack: ExitStack) -> OnProgress:
         if num_bytes < last:  # the next file
             before += last
         last = num_bytes
-        bar.update(task, completed=before + num_bytes, description=f"{num_rows:,} rows")
+        move_to(before + num_bytes, f"{num_rows:,} rows")
 
     return told
 
@@ -103,9 +103,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     check.add_argument("files", nargs="+", metavar="FILE.jsonl")
     check.add_argument(
         "--task",
-        default=SHIPPED_TASKS[0],
+        default=DEFAULT_TASK,
         metavar="NAME",
-        help="stage2_ab.task (default %(default)s); of your own task's rows only form and images are checked",
+        help="stage2_ab.task (default %(default)s); of your own task's rows form and images are checked, "
+        "and objects and answers where --dialect says what they are in",
     )
     check.add_argument("--dialect", choices=list(DIALECTS), help="the dialect that answers must be in")
     check.add_argument(
@@ -159,7 +160,8 @@ def lines_of(findings: Findings, most_shown: int = MOST_SHOWN) -> Iterator[str]:
 def facts_of(findings: Findings) -> Iterator[str]:
     """Facts that are no fault, but worth knowing."""
     if (shown := findings.answer_format) is not None:
-        yield f"answers: dialect {shown.dialect}, written {shown.write([('label', (1, 2, 3, 4))])!r}"
+        coordinates = (1, 2, 3, 4)[: shown.dialect.num_coordinates]
+        yield f"answers: dialect {shown.dialect}, written {shown.write([('label', coordinates)])!r}"
     if (longest := findings.longest) is not None and longest.num_objects:
         yield f"longest answer: {longest.num_objects} objects, at {longest.place}"
 

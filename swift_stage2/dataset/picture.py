@@ -180,7 +180,9 @@ def _upright(image: Any, picture: StoredPicture, folder: Path, done: Rewritten) 
         return image
     if path not in done.images:
         folder.mkdir(exist_ok=True)
-        target = (folder / f"{len(done.images):06d}-{Path(path).stem}.png").absolute()
+        target = folder / f"{len(done.images):06d}-{Path(path).stem}.png"
+        if os.path.isabs(path):  # spelt like the other rows, from the working directory or not
+            target = target.absolute()
         with Image.open(find_image(path), formats=RASTER_FORMATS) as stored:
             upright = ImageOps.exif_transpose(stored)
         upright.convert("RGB").save(target)
@@ -194,14 +196,17 @@ def _turn_boxes(objects: dict[str, Any], pictures: list[StoredPicture | None]) -
     for index, box in enumerate(boxes if isinstance(boxes, list) else []):
         number = numbers[index] if index < len(numbers) else 0
         picture = pictures[number] if isinstance(number, int) and 0 <= number < len(pictures) else None
-        if picture is None or picture.orientation == UPRIGHT or not _is_box(box):
+        if picture is None or picture.orientation == UPRIGHT or not _is_place(box):
             continue
         is_share = objects.get("bbox_type") == "norm1"
         size = (1, 1) if is_share else (picture.width, picture.height)
         turn = _TURNS[picture.orientation]
-        (x1, y1), (x2, y2) = turn(box[0], box[1], *size), turn(box[2], box[3], *size)
-        box[:] = [min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)]
+        (x1, y1), (x2, y2) = turn(box[0], box[1], *size), turn(box[-2], box[-1], *size)
+        box[:] = [min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)][: len(box)]
 
 
-def _is_box(box: Any) -> bool:
-    return isinstance(box, list) and len(box) == 4 and all(isinstance(value, int | float) for value in box)
+def _is_place(box: Any) -> bool:
+    """A box, or a point."""
+    return (
+        isinstance(box, list) and len(box) in (2, 4) and all(isinstance(value, int | float) for value in box)
+    )

@@ -14,12 +14,13 @@ from functools import lru_cache
 from typing import Any
 
 from swift_stage2.channel_b.answer_format import fill_placeholders, read_format
-from swift_stage2.channel_b.dialects import DIALECTS
+from swift_stage2.channel_b.dialects import DIALECTS, Dialect
 from swift_stage2.channel_b.parsing import lists_objects, parse_rollout, read_ground_truth
 from swift_stage2.channel_b.targets import AnswerFormat
 from swift_stage2.dataset.fault import Fault, Place, Rule
 from swift_stage2.dataset.picture import UNREADABLE, StoredPicture, path_of
 from swift_stage2.errors import ConfigError, SampleError
+from swift_stage2.records import Coordinates
 
 _PLAIN_LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9 ,._/-]*[A-Za-z0-9])?")
 LABEL_MARK, BOX_MARK = "<ref-object>", "<bbox>"
@@ -49,17 +50,18 @@ def check_line(
     *,
     judge_answer: bool = True,
     needs_objects: bool = True,
-    judge_objects: bool = True,
+    num_coordinates: int | None = 4,
 ) -> CheckedRow:
     """``look`` reads an image as ``picture.look_at`` does.
 
     Without ``judge_answer`` an answer need not list objects; without ``needs_objects`` a row need not have any list
-    of them, and its answer may be anything then. Without ``judge_objects`` nobody looks at either.
+    of them, and its answer may be anything then. ``num_coordinates`` of each object: 4 of boxes, 2 of points; None is
+    where nobody looks at either.
     """
     row = _read(line)
     if isinstance(row, str):
         return CheckedRow((Fault(place, Rule.LINE, row),))
-    return _RowCheck(row, place, look, judge_answer, needs_objects, judge_objects).run()
+    return _RowCheck(row, place, look, judge_answer, needs_objects, num_coordinates).run()
 
 
 def _read(line: bytes) -> Mapping[str, Any] | str:
@@ -98,7 +100,7 @@ class _RowCheck:
     look: Callable[[str], StoredPicture]
     judge_answer: bool
     needs_objects: bool
-    judge_objects: bool
+    num_coordinates: int | None
     faults: list[Fault] = field(default_factory=list)
     shown_image: str | None = None
 
@@ -112,7 +114,7 @@ class _RowCheck:
         pictures = self._read_images()
         self._check_prompt()
         answer = self.row["messages"][-1]["content"]
-        if not self.judge_objects:
+        if self.num_coordinates is None:
             return CheckedRow(tuple(self.faults), None, 0, len(answer))
         if not self.needs_objects and not lists_objects(self.row):
             if LABEL_MARK in answer or BOX_MARK in answer:
@@ -122,7 +124,7 @@ class _RowCheck:
                 )
             return CheckedRow(tuple(self.faults), None, 0, len(answer))
         try:
-            truth = read_ground_truth(self.row)
+            truth = read_ground_truth(self.row, self.num_coordinates)
         except (SampleError, OverflowError) as error:
             remedy = "" if "; " in str(error) else "; mend or remove the row"
             self._tell(Rule.OBJECTS, f"{error}{remedy}")
@@ -164,7 +166,8 @@ class _RowCheck:
             self._tell(
                 Rule.ROTATED,
                 f"an image should carry no EXIF rotation, got orientation={picture.orientation}: boxes are taken on "
-                f"the stored picture of {picture.width} x {picture.height}, not as viewers turn it; see --apply-exif",
+                f"the stored picture of {picture.width} x {picture.height}, not as viewers turn it; write upright "
+                "images with --apply-exif stored, or upright where boxes were drawn as viewers show it",
                 path,
             )
         return picture
@@ -188,7 +191,8 @@ class _RowCheck:
     def _check_boxes(
         self, boxes: Sequence[tuple[float, ...]], pictures: Sequence[StoredPicture | None]
     ) -> None:
-        flat = [box for box in boxes if box[0] == box[2] or box[1] == box[3]]
+        noun, plural = ("a box", "boxes") if self.num_coordinates == 4 else ("a point", "points")
+        flat = [box for box in boxes if len(box) == 4 and (box[0] == box[2] or box[1] == box[3])]
         if flat:
             self._tell(
                 Rule.AREA,
@@ -205,11 +209,13 @@ class _RowCheck:
             )
         if kind != _PIXELS or not pictures:
             return
-        if boxes and not flat and all(max(box) <= 1 for box in boxes):
+        # A point may be the corner of its image; a box of whole numbers that ends there has no area, or is a pixel.
+        may_be_shares = self.num_coordinates == 4 or any(value % 1 for box in boxes for value in box)
+        if boxes and not flat and may_be_shares and all(max(box) <= 1 for box in boxes):
             self._tell(
                 Rule.BOUNDS,
-                f"boxes must be in pixels, got bbox={_numbers(boxes[0])} of at most one pixel like all of the row's: "
-                f"multiply by width and height, or write objects.bbox_type={_SHARES}",
+                f"{plural} must be in pixels, got bbox={_numbers(boxes[0])} of at most one pixel like all of the "
+                f"row's: multiply by width and height, or write objects.bbox_type={_SHARES}",
             )
             return
         for box, number in zip(boxes, self._image_numbers(len(boxes)), strict=True):
@@ -225,12 +231,12 @@ class _RowCheck:
                 remedy = "; mend the annotation"
                 if picture.orientation != 1 and _is_inside(box, *picture.upright_size):
                     remedy = (
-                        f" (it would on the picture turned by its EXIF orientation {picture.orientation}); see "
-                        "--apply-exif upright"
+                        f" (it would on the picture turned by its EXIF orientation {picture.orientation}); write "
+                        "upright images with --apply-exif upright"
                     )
                 self._tell(
                     Rule.BOUNDS,
-                    f"a box must lie inside its image, got bbox={_numbers(box)} width={picture.width} "
+                    f"{noun} must lie inside its image, got bbox={_numbers(box)} width={picture.width} "
                     f"height={picture.height}{remedy}",
                 )
 
@@ -256,16 +262,16 @@ class _RowCheck:
             return None
         as_written = [str(label) for label in self.row["objects"].get("ref") or []]
         # Any ordered numbers do: the template's coordinates are not known here, and each box is told apart.
-        stand_ins = [(number, number, number + 1, number + 1) for number in range(len(boxes))]
+        stand_ins = _stand_ins(len(boxes), self.num_coordinates or 4)
         if num_labels and num_boxes and all(map(_PLAIN_LABEL.fullmatch, as_written)):
-            shown = _format_of_marks(answer, len(boxes))
+            shown = _format_of_marks(answer, len(boxes), self.num_coordinates or 4)
             if shown is not None:
                 return shown
         text = fill_placeholders(answer, list(zip(as_written, stand_ins, strict=True)))
         truth = list(zip(labels, stand_ins if num_boxes else [None] * len(boxes), strict=True))
-        shown = _read_format(text, truth)
+        shown = _read_format(text, truth, self.num_coordinates or 4)
         if shown is None:
-            self._tell(Rule.ANSWER, _why_no_list(text, labels))
+            self._tell(Rule.ANSWER, _why_no_list(text, labels, self.num_coordinates or 4))
         return shown
 
     def _tell(self, rule: Rule, reason: str, image: str | None = None) -> None:
@@ -273,10 +279,19 @@ class _RowCheck:
 
 
 @lru_cache(4096)
-def _format_of_marks(answer: str, num_objects: int) -> AnswerFormat | None:
+def _format_of_marks(answer: str, num_objects: int, num_coordinates: int) -> AnswerFormat | None:
     """``_read_format`` of an answer that is all placeholders: any plain labels give the same. Most rows share a few."""
-    objects = [(f"a{number}", (number, number, number + 1, number + 1)) for number in range(num_objects)]
-    return _read_format(fill_placeholders(answer, objects), objects)
+    places = _stand_ins(num_objects, num_coordinates)
+    objects = [(f"a{number}", place) for number, place in enumerate(places)]
+    return _read_format(fill_placeholders(answer, objects), objects, num_coordinates)
+
+
+def _stand_ins(num_objects: int, num_coordinates: int) -> list[Coordinates]:
+    return [(number, number, number + 1, number + 1)[:num_coordinates] for number in range(num_objects)]
+
+
+def _dialects(num_coordinates: int) -> list[Dialect]:
+    return [dialect for dialect in DIALECTS.values() if dialect.num_coordinates == num_coordinates]
 
 
 def _allowed_marks(num_objects: int) -> set[tuple[int, int]]:
@@ -285,13 +300,13 @@ def _allowed_marks(num_objects: int) -> set[tuple[int, int]]:
 
 
 def _read_format(
-    text: str, truth: Sequence[tuple[str, tuple[int, int, int, int] | None]]
+    text: str, truth: Sequence[tuple[str, Coordinates | None]], num_coordinates: int
 ) -> AnswerFormat | None:
     """How the answer is written, if it lists ``truth`` and nothing else. No text can be read in both dialects.
 
     A box that the answer writes out itself is None: whether it is right shows with the template only.
     """
-    for dialect in DIALECTS.values():
+    for dialect in _dialects(num_coordinates):
         try:
             shown = read_format(text, dialect)
         except ConfigError:
@@ -305,18 +320,19 @@ def _read_format(
     return None
 
 
-def _why_no_list(text: str, labels: Sequence[str]) -> str:
+def _why_no_list(text: str, labels: Sequence[str], num_coordinates: int) -> str:
     odd = next((label for label in labels if json.dumps(label, ensure_ascii=False)[1:-1] != label), None)
     if odd is not None:
         return (
             "a label must need no escape in JSON, because ms-swift writes it as it stands, got "
             f"label={odd!r}; take quotes, backslashes and line breaks out of it"
         )
-    found = max((parse_rollout(text, dialect).objects for dialect in DIALECTS.values()), key=len)
+    dialects = _dialects(num_coordinates)
+    found = max((parse_rollout(text, dialect).objects for dialect in dialects), key=len)
     if not found and labels:
         return (
             f"an answer must list its objects as JSON, got {_cut(text)}; write "
-            '[{"bbox_2d": <bbox>, "label": "<ref-object>"}, …]'
+            f'[{{"{dialects[0].box_key}": <bbox>, "{dialects[0].label_key}": "<ref-object>"}}, …]'
         )
     if [one.label for one in found] != list(labels):
         return (
@@ -330,7 +346,7 @@ def _why_no_list(text: str, labels: Sequence[str]) -> str:
 
 
 def _is_inside(box: Sequence[float], width: int, height: int) -> bool:
-    return box[2] <= width and box[3] <= height
+    return box[-2] <= width and box[-1] <= height
 
 
 def _numbers(box: Sequence[float]) -> list[float]:

@@ -72,13 +72,13 @@ def survey(
     decode: bool = False,
     judge_answers: bool = True,
     needs_objects: bool = True,
-    judge_objects: bool = True,
+    num_coordinates: int | None = 4,
     on_progress: OnProgress = lambda num_rows, num_bytes: None,
 ) -> Findings:
     """Checks all rows of ``files``; ``decode`` reads every image to its last pixel.
 
     Without ``judge_answers`` an answer may be anything, as long as its placeholders find their objects; without
-    ``needs_objects`` a row may have no list of objects; without ``judge_objects`` nobody looks at objects or answers.
+    ``needs_objects`` a row may have no list of objects. ``num_coordinates`` as ``check_line`` takes it.
 
     Raises:
         DatasetError: a file cannot be read or holds no rows.
@@ -88,7 +88,7 @@ def survey(
         look=lru_cache(_PICTURES_REMEMBERED)(partial(look_at, decode=decode)),
         judge_answer=judge_answers,
         needs_objects=needs_objects,
-        judge_objects=judge_objects,
+        num_coordinates=num_coordinates,
     )
     run = _Survey(dialect, check, on_progress)
     for file in files:
@@ -206,5 +206,5 @@ def _example(answer_format: AnswerFormat) -> str:
     """With what the format shows and nothing else."""
     if "empty" in answer_format.seen and "opener" not in answer_format.seen:
         return answer_format.write([])
-    objects = [("…", (1, 2, 3, 4))]
+    objects = [("…", (1, 2, 3, 4)[: answer_format.dialect.num_coordinates])]
     return answer_format.write(objects * (1 + ("separator" in answer_format.seen)))

@@ -7,13 +7,11 @@ with ``swift-stage2 launch``. Called by the demo and the benches.
 from __future__ import annotations
 
 import importlib.util
-import socket
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.config import OnPending, ServerEngine, load_config
+from swift_stage2.config import MissedOrder, Mode, OnPending, ServerEngine, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.process.ports import is_free
 from swift_stage2.rollout_server.command_line import CPU_SUPPORT, require_vllm
@@ -50,9 +48,11 @@ class DemoJob:
     """Further files for ms-swift's ``external_plugins``."""
     engine: ServerEngine = ServerEngine.TRANSFORMERS
     """The rollout server's engine."""
+    mode: Mode = Mode.ASYNC
     on_pending: OnPending = OnPending.WAIT
     max_new_tokens: int = 128
     temperature: float = 0.3
+    missed_order: MissedOrder = MissedOrder.GIVEN
     record: bool = False
     """So that the run can be replayed."""
     swift: dict[str, Any] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
     """The settings that differ from the defaults. Without channel B there is no server."""
     config: dict[str, Any] = {
         "swift": _swift_arguments(job),
-        "stage2_ab": {"schedule": {"b_ratio": job.b_ratio}},
+        "stage2_ab": {"schedule": {"b_ratio": job.b_ratio}, "mode": job.mode.value},
         "launch": {"learner": {"nproc_per_node": job.num_ranks, "shutdown_timeout_s": 60}},
     }
     if job.record:
@@ -114,6 +114,8 @@ def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
         },
         "packing": {"packing_length": 512},
     }
+    if job.missed_order is not MissedOrder.GIVEN:
+        config["stage2_ab"]["channel_b"]["target"] = {"missed_order": job.missed_order.value}
     config["rollout"] = {
         "servers": [{"base_url": f"http://{_LOOPBACK}:{ports[0]}", "group_port": ports[1]}],
         "decoding": {"temperature": job.temperature, "top_p": 0.95, "max_new_tokens": job.max_new_tokens},
@@ -123,7 +125,7 @@ def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
         "sync": {"timeout_s": 60.0, "on_pending": job.on_pending.value},
     }
     config["launch"]["servers"] = [server_entry(job.engine)]
-    config["control_timeout_s"] = 180.0
+    config["control_timeout_s"] = 240.0
     return config
 
 
@@ -161,15 +163,6 @@ def server_entry(engine: ServerEngine) -> dict[str, Any]:
         "VLLM_NO_USAGE_STATS": 1,
     }
     return {"engine": engine.value, "args": options, "env": environment}
-
-
-def free_ports(count: int) -> tuple[int, ...]:
-    """Ports on the loopback address that nobody listens on now, all different."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((_LOOPBACK, 0))
-        return tuple(each.getsockname()[1] for each in sockets)
 
 
 def held_ports(ports: tuple[int, ...]) -> list[int]:

@@ -28,7 +28,6 @@ from swift_stage2.demo.demo_config import (
     CHILD_ENVIRONMENT,
     STAGE1,
     DemoJob,
-    free_ports,
     held_ports,
     server_entry,
     write_config,
@@ -40,8 +39,11 @@ from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.launcher import launch
 from swift_stage2.launch.process_tree import Command, StopSignals
-from swift_stage2.report.terminal import summary_table
+from swift_stage2.pages.terminal import terminal_parts
+from swift_stage2.process.ports import free_ports
+from swift_stage2.report.steps import summary_parts
 from swift_stage2.run_directory.claim import claim_directory
+from swift_stage2.run_directory.next_commands import evaluate_command
 from swift_stage2.telemetry.summary import RunSummary, summarise
 from swift_stage2.terminal.output import print_error
 from swift_stage2.terminal.parser import CommandParser
@@ -110,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     Console().print(outcome_view(outcome))
     _say(f"took {time.monotonic() - started:.0f} s; configuration, logs and checkpoint are in {directory}")
+    _say(f"evaluate it: {evaluate_command(scenes.held_out, job.checkpoint)}")
     _say(f"what it did, as a page: swift-stage2 report {job.run_dir}")
     return _FAILED if problems_of(outcome) else 0
 
@@ -233,7 +236,7 @@ def outcome_view(outcome: DemoOutcome) -> RenderableType:
     lines = [left, *(Text(f"! {problem}", style="bold red") for problem in problems)]
     if not problems:
         lines.append(Text("Everything ran and ended as it should.", style="green"))
-    return Group(summary_table(outcome.summary), score_table(outcome), *lines)
+    return Group(terminal_parts(summary_parts(outcome.summary)), score_table(outcome), *lines)
 
 
 def score_table(outcome: DemoOutcome) -> Table:

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import signal
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -40,8 +40,8 @@ from swift_stage2.doctor.examination import Examination, Finding, Verdict, ok
 from swift_stage2.errors import ConfigError
 from swift_stage2.preflight.checks import Known
 from swift_stage2.process.visible_devices import select_devices
-from swift_stage2.terminal.output import let_go, quieten_libraries
-from swift_stage2.terminal.parser import CommandParser, rank_count
+from swift_stage2.terminal.output import quieten_libraries
+from swift_stage2.terminal.parser import CommandParser, whole_number
 
 EXIT_FAILED = 1
 _SECRET_MARKS = ("token", "secret", "password", "api_key")
@@ -54,6 +54,7 @@ _STYLES = {
 }
 
 _CHECK_COLUMNS = 20
+_FIX_INDENT = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,13 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             secrets=_secrets(data), on_begin=lambda check: status.update(f"{check} …") if status else None
         )
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swift-stage2-doctor-")))
-        hung = examine(exam, path, options, scratch)
+        examine(exam, path, options, scratch)
     status_code = EXIT_FAILED if exam.num_failed else 0
     _show(exam, options, status_code)
-    if hung:  # a thread is stuck in a transfer; a tidy interpreter shutdown could wait for it for ever
-        let_go()
-        sys.stderr.flush()
-        end_process(status_code)
     return status_code
 
 
@@ -101,22 +98,18 @@ def _ended_in_order() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def end_process(status: int) -> None:
-    """Ends without waiting for any thread."""
-    os._exit(status)
-
-
-def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch: Path) -> bool:
-    """All checks in order. Returns whether a transfer hangs on a thread of this process."""
+def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch: Path) -> None:
+    """All checks in order."""
     loaded = check_configuration(exam, path)
     if not loaded.passed:
         for name in ("model and data", "servers"):
             exam.check(name, lambda: ok(""), needs=[loaded])
-        return False
+        return
     config = loaded.result
     exam.check("run directory", lambda: check_run_directory(config))
     learner = config.launch.learner
-    num_ranks = learner.nnodes * (options.nproc_per_node or learner.nproc_per_node)
+    ranks_per_node = options.nproc_per_node or learner.nproc_per_node
+    num_ranks = learner.nnodes * ranks_per_node
     exam.show(config, Known(run_directory=True, num_ranks=num_ranks))
     if config.launch.servers or config.launch.learner.devices:
         exam.check("launch plan", lambda: check_launch_plan(config, path))
@@ -126,22 +119,25 @@ def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch:
 
     prepared, samples = examine_learner(exam, config, scratch)
     if not config.b_enabled:
-        return False
-    routes = examine_addresses(exam, config, live=options.live)
-    if not options.live:
-        return False
+        return
+    from swift_stage2.doctor.memory import examine_memory
+
+    examine_memory(exam, config, prepared, ranks_per_node)
+    routes = examine_addresses(exam, config, live=options.live or options.coordinates)
+    if not (options.live or options.coordinates):
+        return
     from swift_stage2.doctor.live_servers import LiveServers
 
     servers = LiveServers(exam, config, scratch, prepared, samples, routes, with_round=not options.no_sync)
+    if not options.live:
+        servers.examine_coordinates()
+        return
     servers.examine()
-    servers.examine_feeding(
-        options.step_seconds, options.nproc_per_node or config.launch.learner.nproc_per_node
-    )
-    return servers.hung
+    servers.examine_feeding(options.step_seconds, num_ranks)
 
 
 def _take_learner_device(config: Stage2Config) -> None:
-    """The model is loaded where the learner would have it, never on a server's GPU."""
+    """The model is loaded where the learner would have it, never on a GPU that is a server's alone."""
     first = config.launch.learner.devices[:1]
     try:
         visible = select_devices(os.environ, first, "launch.learner.devices")
@@ -184,6 +180,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="also ask the running servers, with one dry sync round and a few rollouts",
     )
+    parser.add_argument(
+        "--coordinates",
+        action="store_true",
+        help="also ask the running servers in which numbers boxes are written; part of --live",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument(
         "--step-seconds",
@@ -193,7 +194,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--nproc-per-node",
-        type=rank_count,
+        type=whole_number(1),
         metavar="N",
         help="learner ranks (default: launch.learner.nproc_per_node)",
     )
@@ -216,22 +217,24 @@ def _positive(text: str) -> float:
 
 
 def findings_table(findings: Sequence[Finding]) -> RenderableType:
-    """A table per section, one row per check, and a line that counts the verdicts."""
+    """A section per heading, one row per check with its fix below, and a line that counts the verdicts."""
     parts: list[RenderableType] = []
-    look: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "show_header": False}
-    look |= {"expand": True, "box": SIMPLE, "show_edge": False, "pad_edge": False}
+    look: dict[str, Any] = {"show_header": False, "expand": True, "box": SIMPLE}
+    look |= {"show_edge": False, "pad_edge": False}
     for section, rows in groupby(findings, key=lambda finding: finding.section):
-        table = Table(title=section, **look)
-        table.add_column("check", width=_CHECK_COLUMNS, overflow="fold")
-        table.add_column("verdict", width=len(Verdict.WARNING))
-        table.add_column("found", ratio=1, overflow="fold")
+        parts.append(Text(section, style="bold italic"))
         for finding in rows:
+            table = Table(**look)  # one for each, so that a fix has the whole width for its long keys
+            table.add_column(width=_CHECK_COLUMNS, overflow="fold")
+            table.add_column(width=len(Verdict.WARNING))
+            table.add_column(ratio=1, overflow="fold")
             style, is_shown = _STYLES[finding.verdict], finding.verdict is not Verdict.NOT_CHECKED
             found = Text(finding.found) if is_shown else Text(f"not checked: {finding.found}", style=style)
-            if finding.fix:
-                found.append(f"\nfix: {finding.fix}", style=style)
             table.add_row(finding.check, Text(str(finding.verdict) if is_shown else "-", style=style), found)
-        parts += [table, Text()]
+            parts.append(table)
+            if finding.fix:
+                parts.append(Padding(Text(f"fix: {finding.fix}", style=style), (0, 0, 0, _FIX_INDENT)))
+        parts.append(Text())
     return Group(*parts, summary_line(findings))
 
 

@@ -22,6 +22,7 @@ from swift_stage2.preflight.checks import Known
 from swift_stage2.preflight.servers import refuse_busy_group_port
 from swift_stage2.process.ports import holder_of, is_here
 from swift_stage2.process.route import addresses_of, connection_error, http_remedy
+from swift_stage2.weights.disk_manifest import is_proven
 
 
 def check_configuration(exam: Examination, path: Path) -> Checked[Stage2Config]:
@@ -110,18 +111,18 @@ def check_devices(config: Stage2Config) -> Outcome[None]:
         for index, server in here.items()
         if not server.devices and not (wants_cpu and server.engine is ServerEngine.TRANSFORMERS)
     ]
-    num_here = torch.cuda.device_count()
+    num_here, how = torch.cuda.device_count(), "may be shared" if launch.share_devices else "disjoint"
     if numbers and max(numbers) >= num_here:
         return failed(
-            f"disjoint ({shown}), but this machine has {num_here} GPU(s) that are visible here",
+            f"{how} ({shown}), but this machine has {num_here} GPU(s) that are visible here",
             "name devices that exist under launch, or run the doctor on the machine that trains",
         )
     if bare and num_here:
         return warning(
-            f"disjoint ({shown}); who is given no devices sees none of the {num_here} GPU(s) here",
+            f"{how} ({shown}); who is given no devices sees none of the {num_here} GPU(s) here",
             f"write numbers of GPUs at {', '.join(bare)}",
         )
-    return ok(f"disjoint ({shown})")
+    return ok(f"{how} ({shown})")
 
 
 _GIB = 1024**3
@@ -150,10 +151,36 @@ def check_run_directory(config: Stage2Config) -> Outcome[None]:
     return ok(found)
 
 
+def check_disk_room(config: Stage2Config, directory: str) -> Outcome[None]:
+    """Room for the versions that stay and one more, which is written before the oldest goes."""
+    num_versions, needed = config.rollout.sync.disk_keep + 1, _model_bytes(config)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".swift-stage2-doctor-", dir=directory):
+            free, others = shutil.disk_usage(directory).free, sum(map(is_proven, Path(directory).iterdir()))
+    except OSError as error:
+        return failed(f"{directory} cannot be written: {error}", "mend rollout.sync.disk_directory")
+    found = (
+        f"{free / _GIB:.1f} GiB free in {directory}, weights take {num_versions} x {needed / _GIB:.1f} GiB"
+    )
+    found += f"; {others} versions of earlier runs lie there" if others else ""
+    if not needed:
+        return ok(f"{found}: the size of a model that is named by a hub id is not known")
+    if free < num_versions * needed:
+        return warning(
+            found, "free room there, remove versions of runs that have ended, or lower sync.disk_keep"
+        )
+    return ok(found)
+
+
 def _weights_bytes(config: Stage2Config) -> int:
-    """Of the model's own files; a LoRA checkpoint is far smaller, and a hub id tells nothing."""
+    """Of one checkpoint; with LoRA it is far smaller than the model."""
+    return _model_bytes(config) if config.swift.get("tuner_type") == "full" else 0
+
+
+def _model_bytes(config: Stage2Config) -> int:
+    """Of the model's own files; a hub id tells nothing."""
     model = config.swift.get("model")
-    if config.swift.get("tuner_type") != "full" or not isinstance(model, str):
+    if not isinstance(model, str):
         return 0
     return sum(file.stat().st_size for file in Path(model).expanduser().glob("*.safetensors"))
 

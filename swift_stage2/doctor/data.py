@@ -15,13 +15,14 @@ from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.channel_b.task import Task
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.stage2_ab import SHIPPED_TASKS
-from swift_stage2.doctor.configuration import check_accumulation
-from swift_stage2.doctor.examination import Checked, Examination, Outcome, ok, warning
-from swift_stage2.preflight.channel_b_parts import make_task
+from swift_stage2.doctor.configuration import check_accumulation, check_disk_room
+from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, ok, warning
+from swift_stage2.preflight.channel_b_parts import make_task, run_ahead_budget
 from swift_stage2.preflight.checks import Known
 from swift_stage2.preflight.packing_isolation import ground_truth_segments
 from swift_stage2.preflight.samples import MOST_LOOKED_AT, RowLengths, check_rows
 from swift_stage2.records import Sample
+from swift_stage2.scheduling.run_ahead import most_samples
 
 if TYPE_CHECKING:
     from swift_stage2.doctor.preparation import LearnerPreparation
@@ -53,6 +54,9 @@ def examine_learner(
     devices = (found.type if found else None, torch.cuda.device_count())
     rows = exam.show(config, Known(devices=devices, files=True, rows=True))
     checkpoint, rows_checked = rows["model directory"], rows["data sets"]
+    directory = config.rollout.sync.disk_directory
+    if directory is not None and "disk directory" in rows and rows["disk directory"].passed:
+        exam.check("disk room", lambda: check_disk_room(config, directory))
     prepared = exam.check(
         "template",
         lambda: _prepare(config, scratch),
@@ -68,6 +72,11 @@ def examine_learner(
         fix="mend the data set, or section swift",
     )
     exam.check("packing_length", lambda: check_packing_length(config, samples.result), needs=[samples])
+    exam.check(
+        "run-ahead",
+        lambda: check_run_ahead(config, samples.result, prepared.result.gradient_accumulation_steps),
+        needs=[prepared, samples],
+    )
     if config.stage2_ab.evaluation.every_steps:
         num_rows = len(prepared.result.row_sets[1]) if prepared.passed and rows_checked.passed else 0
         exam.show(config, Known(num_validation_rows=num_rows), needs=[prepared, rows_checked])
@@ -135,7 +144,7 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcom
         tuple(segment.num_tokens for segment in segments),
     )
     written = (
-        f"in the dialect {config.stage2_ab.channel_b.target.dialect}"
+        f"in the dialect {config.stage2_ab.dialect}"
         if config.stage2_ab.task in SHIPPED_TASKS
         else f"as task {config.stage2_ab.task} checks it"
     )
@@ -180,6 +189,29 @@ def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None
         f"packing_length >= prompt + max_new_tokens: {length} >= {prompt} + {new} = {needed}; of all "
         f"{samples.lengths.num_rows:,} rows the longest with its true answer has {longest.longest} tokens "
         f"({longest.place})"
+    )
+
+
+def check_run_ahead(config: Stage2Config, samples: Samples, packs_per_b_step: int) -> Outcome[None]:
+    """Whether the rollouts that may be begun under one version fill a B step."""
+    channel = config.stage2_ab.channel_b
+    capacity, shortest = channel.packing.packing_length, samples.lengths.shortest_prompt
+    rule = channel.prefetch.budget_inequality(
+        packs_per_b_step, samples_per_pack(samples.segment_lengths or (capacity,), capacity)
+    )
+    if not rule.holds:
+        return failed(f"{rule.refusal} ({rule.numbers})", rule.remedy)
+    budget = run_ahead_budget(config, samples.lengths, packs_per_b_step)
+    most = most_samples(capacity, shortest)
+    found = f"a rank holds at most {budget} rollouts begun under one version"
+    need = f"a B step needs {rule.numbers.partition(' >= ')[2]} of a usual length"
+    if budget < packs_per_b_step * most:
+        return warning(
+            f"{found}; {need}, but up to {packs_per_b_step} * {most} of the shortest: then B waits for a round",
+            f"write stage2_ab.channel_b.prefetch.max_rollouts_per_version: {packs_per_b_step * most} or more",
+        )
+    return ok(
+        f"{found} (a pack holds at most {most} of them: packing_length {capacity} / {shortest}); {need}"
     )
 
 

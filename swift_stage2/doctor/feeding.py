@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
+from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
+from swift_stage2.config.stage2_ab import packs_of_b_steps
 from swift_stage2.doctor.examination import Outcome, failed, ok, warning
 from swift_stage2.scheduling.outlook import PacingState, ProductionPace
 from swift_stage2.scheduling.pacing import Pacer, max_prompts_in_flight
@@ -42,6 +44,8 @@ class Feeding:
     """``max_inflight_per_server`` rollouts at once on that server."""
     rollouts_per_s: float
     """All servers together, every slot in use."""
+    rounds_are_staged: bool = False
+    """True if every server stages: it answers while weights travel, and installs them between two POSTs."""
 
     @property
     def rollouts_per_b_step(self) -> float:
@@ -96,6 +100,11 @@ class Feeding:
         """Steps that pass while its packs are made: their age when they arrive."""
         return self.production_s / step_s
 
+    def versions_passed(self, step_s: float) -> int:
+        """Versions that pass while packs are made: of staged rounds one for each POST at most."""
+        by_steps = math.ceil(self.production(step_s) / self.sync_every_steps)
+        return min(by_steps, self.posts_per_production) if self.rounds_are_staged else by_steps
+
     def load(self, step_s: float) -> float:
         """Need over what production can give; above 1 it cannot keep up."""
         by_rate = self.rollouts_per_step / (self.rollouts_per_s * step_s)
@@ -113,6 +122,7 @@ class Feeding:
             last_commit_step=0,
             pace=ProductionPace(steps, steps),
             packs_per_production=self.packs_per_production,
+            rounds_are_staged=self.rounds_are_staged,
         )
         return max(by_rate, pacer.load(state))
 
@@ -125,13 +135,16 @@ def check_need(feeding: Feeding) -> Outcome[Feeding]:
         if turns > 1
         else ""
     )
-    return ok(
+    found = (
         f"a B step trains {feeding.packs_per_b_step} packs * {feeding.num_ranks} rank(s) * "
         f"{feeding.samples_per_pack:.1f} samples a pack = {feeding.rollouts_per_b_step:.0f} rollouts; at b_ratio "
         f"{float(feeding.b_ratio):g} that is {feeding.rollouts_per_step:.1f} per step; available: "
-        f"{feeding.rollouts_per_s:.2f} rollouts/s{again}",
-        feeding,
+        f"{feeding.rollouts_per_s:.2f} rollouts/s{again}"
     )
+    if turns <= 1:
+        return ok(found, feeding)
+    fix = "train on more rows, or write a smaller stage2_ab.channel_b.packing.packing_length"
+    return warning(found, fix, feeding)
 
 
 def check_rate(feeding: Feeding, step_s: float | None) -> Outcome[None]:
@@ -148,7 +161,8 @@ def check_rate(feeding: Feeding, step_s: float | None) -> Outcome[None]:
     load = feeding.load(step_s)
     found = (
         f"needed {feeding.rollouts_per_step / step_s:.2f} rollouts/s, available {feeding.rollouts_per_s:.2f}; with "
-        f"rounds in between production is busy {load:.0%} of its time; {bound}"
+        f"{'staged ' if feeding.rounds_are_staged else ''}rounds in between production is busy {load:.0%} of its "
+        f"time; {bound}"
     )
     if load <= 1:
         return ok(found)
@@ -165,18 +179,23 @@ def check_age(feeding: Feeding, step_s: float | None) -> Outcome[None]:
     if step_s is None:
         if feeding.window == 0:
             return ok("version_window 0: a pack must be made and trained between two rounds")
+        if feeding.rounds_are_staged and feeding.version_window >= feeding.posts_per_production:
+            return ok(
+                f"staged rounds pass a production {feeding.posts_per_production} time(s) at most; {window}"
+            )
         return ok(
             f"packs arrive within {window} if a step takes {feeding.production_s / feeding.window:.2f} s or more"
         )
     steps = feeding.production(step_s)
     age = f"{feeding.production_s:.2f} s / {step_s:g} s = {steps:.1f} steps"
     found = f"packs arrive {age} after their first POST; {window}"
-    if steps <= max(feeding.window, 1):
+    needed = feeding.versions_passed(step_s)
+    if needed <= feeding.version_window or steps <= 1:
         return ok(found)
-    needed = math.ceil(steps / feeding.sync_every_steps)
     return warning(
         f"{found}: they hold rounds back, or expire",
-        f"write stage2_ab.channel_b.prefetch.version_window: {needed}, or a larger sync_every_steps",
+        f"write stage2_ab.channel_b.prefetch.version_window: {needed}, or a larger "
+        "stage2_ab.channel_b.prefetch.sync_every_steps",
     )
 
 
@@ -190,8 +209,16 @@ def check_settings(feeding: Feeding, step_s: float | None) -> Outcome[None]:
     changes = [name for name, value in wanted.items() if written[name] < value]
     if not changes:
         return ok(f"as written; computed: {reasons}")
-    fix = ", ".join(f"{name}: {wanted[name]} (now {written[name]})" for name in changes)
+    fix = ", ".join(f"{PATHS[name]}: {wanted[name]} (now {written[name]})" for name in changes)
     return warning(f"computed: {reasons}", f"write {fix}")
+
+
+_PREFETCH = "stage2_ab.channel_b.prefetch"
+PATHS = {
+    **{name: f"{_PREFETCH}.{name}" for name in ("prefetch_target_packs", "queue_limit", "version_window")},
+    "max_inflight_per_server": "rollout.max_inflight_per_server",
+}
+"""The settings that are recommended, as a configuration names them."""
 
 
 def recommended(feeding: Feeding, step_s: float | None) -> dict[str, int]:
@@ -201,16 +228,16 @@ def recommended(feeding: Feeding, step_s: float | None) -> dict[str, int]:
     if step_s is None:
         return {"max_inflight_per_server": max(feeding.max_inflight_per_server, fills_a_b_step)}
     steps = feeding.production(step_s)
-    window = max(1, math.ceil(steps / feeding.sync_every_steps), feeding.version_window)
-    in_window = (window + 1) * feeding.sync_every_steps
-    queue_limit = n * max(1, math.ceil(in_window * feeding.b_ratio))
-    in_production = n * max(1, math.ceil(steps * feeding.b_ratio))
+    window = max(1, feeding.versions_passed(step_s), feeding.version_window)
+    useful = packs_of_b_steps(n, feeding.b_ratio, (window + 1) * feeding.sync_every_steps)
+    in_production = packs_of_b_steps(n, feeding.b_ratio, steps)
     return {
-        "prefetch_target_packs": min(queue_limit, in_production),
-        "queue_limit": min(queue_limit, max(feeding.queue_limit, in_production)),
+        "prefetch_target_packs": min(useful, in_production),
+        "queue_limit": min(useful, max(feeding.queue_limit, in_production)),
         "version_window": window,
-        "max_inflight_per_server": max(
-            fills_a_b_step, math.ceil(feeding.max_inflight_per_server * max(1.0, feeding.load(step_s)))
+        "max_inflight_per_server": min(
+            MAX_REQUESTS_PER_POST,
+            max(fills_a_b_step, math.ceil(feeding.max_inflight_per_server * max(1.0, feeding.load(step_s)))),
         ),
     }
 
@@ -221,8 +248,9 @@ def _reason(name: str, feeding: Feeding, step_s: float | None) -> str:
         return "one batch fills a B step, or as many more as the load asks for"
     steps = feeding.production(step_s or 1.0)
     if name == "version_window":
-        needed = math.ceil(steps / feeding.sync_every_steps)
-        found = f"packs of age {steps:.1f} steps / sync_every_steps {feeding.sync_every_steps} need {needed}"
+        needed = feeding.versions_passed(step_s or 1.0)
+        staged = "of staged rounds " if feeding.rounds_are_staged else ""
+        found = f"{staged}packs of age {steps:.1f} steps / sync_every_steps {feeding.sync_every_steps} need {needed}"
         return f"{found}; as written" if needed < feeding.version_window else found
     if name == "queue_limit":
         return f"room for that target, at most {n} packs for each B step within the window"
@@ -233,11 +261,13 @@ def _more_rollouts(feeding: Feeding, load: float) -> str:
     b_ratio = float(feeding.b_ratio) / load
     latency_bound = feeding.batch_s < 2 * feeding.single_s
     more = math.ceil(feeding.max_inflight_per_server * load)
-    slots = f"write rollout.max_inflight_per_server: {more}" if latency_bound else ""
+    slots = (
+        f"write rollout.max_inflight_per_server: {more}"
+        if latency_bound and more <= MAX_REQUESTS_PER_POST
+        else ""
+    )
     servers = math.ceil(feeding.num_servers * load)
-    options = [
-        slots,
-        f"run {servers} such servers",
-        f"write stage2_ab.schedule.b_ratio: {math.floor(100 * b_ratio) / 100:g}",
-    ]
+    digit = min(0.01, 10.0 ** math.floor(math.log10(b_ratio)))
+    lower = f"write stage2_ab.schedule.b_ratio: {math.floor(b_ratio / digit) * digit:.3g}"
+    options = [slots, f"run {servers} such servers", lower]
     return ", or ".join(option for option in options if option)

@@ -10,23 +10,39 @@ carries this doctor's run id until the first round of a learner replaces it.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from swift_stage2.assembly import endpoints_of, transport_for
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.collectives import SingleRank
-from swift_stage2.config import Stage2Config
+from swift_stage2.config import Fenced, Mode, Stage2Config
 from swift_stage2.doctor import feeding
+from swift_stage2.doctor.coordinates import Questions, examine_answers, prepare_questions
 from swift_stage2.doctor.data import Samples, samples_per_pack
-from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, left_out, ok, warning
+from swift_stage2.doctor.examination import (
+    Checked,
+    Examination,
+    Outcome,
+    Verdict,
+    failed,
+    left_out,
+    ok,
+    warning,
+)
 from swift_stage2.doctor.preparation import LearnerPreparation, prepare_learner
-from swift_stage2.doctor.rollouts import TimedCall, check_calls, check_matching, check_prompts
+from swift_stage2.doctor.rollouts import (
+    TimedCall,
+    check_calls,
+    check_matching,
+    check_prompts,
+    connection_by_route,
+)
 from swift_stage2.doctor.server_identity import (
     busy_with,
     check_identity,
@@ -35,19 +51,19 @@ from swift_stage2.doctor.server_identity import (
     check_same_files,
     is_unproven,
 )
-from swift_stage2.errors import ServerFault, WeightSyncHang
+from swift_stage2.errors import ServerFault
 from swift_stage2.process.main_memory import available_memory_bytes
 from swift_stage2.process.ports import is_here
 from swift_stage2.records import ServerReport
-from swift_stage2.servers import protocol
+from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.protocol import ServerInfo
 from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.weights.courier_process import process_courier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot import snapshot_bytes
 from swift_stage2.weights.sync_round import WeightSync
 
 _NUM_PROMPTS = 3
-_CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -61,9 +77,8 @@ class LiveServers:
     samples: Checked[Samples]
     routes: Sequence[Checked[str]]
     with_round: bool
-    hung: bool = False
-    """Whether a transfer hangs on a thread of this process."""
     calls: list[Checked[tuple[TimedCall, ...]]] = field(default_factory=list)
+    infos: list[Checked[ServerInfo]] = field(default_factory=list)
 
     def examine(self) -> None:
         """One section of rows for every server."""
@@ -76,12 +91,68 @@ class LiveServers:
             fix="mend section swift, or free memory for the model",
         )
         sync = self.exam.check("canary", lambda: self._make_sync(module.result), needs=[module, self.samples])
+        for index, session, connection in self._servers():
+            self._examine_server(index, session, connection, module, sync)
+        if sync.passed:
+            sync.result.close()  # its process, where no round was run
+
+    def examine_coordinates(self) -> None:
+        """Who answers, with which files, and in which numbers; without a round and without the learner's weights."""
+        for index, session, connection in self._servers():
+            info = self._check_identity(index, session)
+            model = self._check_model(index, session, [info])
+            self._examine_answers(index, connection, [model])
+
+    @cached_property
+    def _questions(self) -> Questions:
+        return prepare_questions(self.prepared.result, self.config)
+
+    def _examine_answers(
+        self, index: int, connection: ServerConnection, needs: Sequence[Checked[Any]]
+    ) -> None:
+        examine_answers(
+            self.exam, self.config, index, connection, lambda: self._questions, [*needs, self.prepared]
+        )
+
+    def _servers(self) -> Iterator[tuple[int, ServerSession, ServerConnection]]:
         key = self.config.rollout.api_key()
         for index, server in enumerate(self.config.rollout.servers):
             self.exam.begin_section(f"Server {index}: {server.base_url}")
-            connection = ServerConnection(server.base_url, api_key=key, connect_timeout_s=_CONNECT_TIMEOUT_S)
-            with ServerSession(server.base_url, key) as session, closing(connection):
-                self._examine_server(index, session, connection, module, sync)
+            with (
+                ServerSession(server.base_url, key) as session,
+                closing(connection_by_route(session, key)) as connection,
+            ):
+                yield index, session, connection
+
+    def _check_identity(self, index: int, session: ServerSession) -> Checked[ServerInfo]:
+        key = f"rollout.servers[{index}]"
+        return self.exam.check(
+            "who answers",
+            lambda: check_identity(session, self.config.rollout, key),
+            needs=[self.routes[index]],
+        )
+
+    def _check_model(
+        self, index: int, session: ServerSession, needs: Sequence[Checked[Any]]
+    ) -> Checked[ServerInfo]:
+        """``needs`` begins with who answers."""
+        rollout, expected = self.config.rollout, self._expected_model
+        model = self.exam.check(
+            "model served",
+            lambda: check_model(
+                session, needs[0].result, rollout, expected(index), f"rollout.servers[{index}]"
+            ),
+            needs=needs,
+        )
+        self.exam.check(
+            "files",
+            lambda: check_same_files(
+                self.prepared.result.model_directory,
+                self._server_directory(index, model.result, self.routes[index].result),
+            ),
+            needs=[model, self.prepared],
+        )
+        return model
 
     def _examine_server(
         self,
@@ -91,9 +162,9 @@ class LiveServers:
         module: Checked[nn.Module],
         sync: Checked[WeightSync],
     ) -> None:
-        check, samples, prepared, route = self.exam.check, self.samples, self.prepared, self.routes[index]
+        check, samples = self.exam.check, self.samples
         rollout, key = self.config.rollout, f"rollout.servers[{index}]"
-        info = check("who answers", lambda: check_identity(session, rollout, key), needs=[route])
+        info = self._check_identity(index, session)
         manifest = check(
             "parameters",
             lambda: check_parameters(
@@ -104,18 +175,7 @@ class LiveServers:
         # One that is unproven answers nothing else before a round.
         is_first = info.passed and is_unproven(info.result)
         dry = [self._check_round(index, session, info, sync, manifest)] if is_first else []
-        model = check(
-            "model served",
-            lambda: check_model(session, info.result, rollout, self._expected_model(index), key),
-            needs=[info, *dry],
-        )
-        check(
-            "files",
-            lambda: check_same_files(
-                prepared.result.model_directory, self._server_directory(index, model.result, route.result)
-            ),
-            needs=[model, prepared],
-        )
+        model = self._check_model(index, session, [info, *dry])
         prompt = check(
             "prompts",
             lambda: check_prompts(
@@ -139,6 +199,10 @@ class LiveServers:
             needs=[calls],
         )
         self.calls.append(calls)
+        self.infos.append(info)
+        # Also where prompts differ, for then this tells why; a round that failed has left no weights to ask.
+        spoilt = [each for each in dry if each.finding.verdict is Verdict.FAILED]
+        self._examine_answers(index, connection, [model, *spoilt])
 
     def _check_round(
         self,
@@ -151,15 +215,11 @@ class LiveServers:
         if not self.with_round:
             return self.exam.check("dry sync round", lambda: left_out("left out by --no-sync"))
 
-        def run() -> Outcome[Any]:
-            try:
-                return check_round(sync.result, index, session, info.result)
-            except WeightSyncHang:
-                self.hung = True
-                raise
-
         return self.exam.check(
-            "dry sync round", run, needs=[info, sync, *needs], fix="restart the server and read its log"
+            "dry sync round",
+            lambda: check_round(sync.result, index, session, info.result),
+            needs=[info, sync, *needs],
+            fix="restart the server and read its log",
         )
 
     def examine_feeding(self, step_s: float | None, num_ranks: int) -> None:
@@ -179,18 +239,19 @@ class LiveServers:
         config, channel_b = self.config, self.config.stage2_ab.channel_b
         prefetch = channel_b.prefetch
         accumulation = self.prepared.result.gradient_accumulation_steps
+        b_ratio = config.stage2_ab.schedule.exact_b_ratio
         full = [checked.result[-1] for checked in self.calls]
         slowest = max(self.calls, key=lambda checked: checked.result[-1].seconds).result
         return feeding.Feeding(
-            b_ratio=config.stage2_ab.schedule.exact_b_ratio,
+            b_ratio=b_ratio,
             packs_per_b_step=accumulation,
             num_ranks=num_ranks,
             num_servers=len(full),
             max_inflight_per_server=config.rollout.max_inflight_per_server,
             version_window=prefetch.version_window,
             sync_every_steps=prefetch.sync_every_steps,
-            queue_limit=prefetch.queue_limit,
-            prefetch_target_packs=prefetch.prefetch_target_packs,
+            queue_limit=prefetch.limit(accumulation, b_ratio),
+            prefetch_target_packs=prefetch.target(accumulation, b_ratio),
             samples_per_pack=samples_per_pack(
                 self.samples.result.segment_lengths, channel_b.packing.packing_length
             ),
@@ -198,6 +259,9 @@ class LiveServers:
             single_s=slowest[0].seconds,
             batch_s=slowest[-1].seconds,
             rollouts_per_s=sum(call.rollouts_per_s for call in full),
+            rounds_are_staged=config.rollout.sync.fenced is not Fenced.ALWAYS
+            and config.stage2_ab.mode is Mode.ASYNC
+            and all(info.result.staging for info in self.infos),
         )
 
     def _load(self) -> Outcome[nn.Module]:
@@ -225,17 +289,16 @@ class LiveServers:
         rollout, samples = self.config.rollout, self.samples.result
         canary = self._learner.canary(module, samples.encoder, samples.samples[0])
         canary.answer()
+        courier = process_courier(rollout, next(module.parameters()).device, disk_keep=0)
         sync = WeightSync(
-            endpoints_of(rollout),
             control=SingleRank(),
             export=WeightExport(module),
             canary=canary,
-            make_transport=lambda info: transport_for(info, module, rollout.api_key()),
+            courier=courier,
             run_id=f"doctor-{uuid.uuid4().hex[:12]}",
             timeout_s=rollout.sync.timeout_s,
             bucket_mib=rollout.sync.bucket_mib,
             proof=rollout.sync.proof,
-            api_key=rollout.api_key(),
         )
         return ok("the learner answers a greedy question about a sample", sync)
 
@@ -268,7 +331,6 @@ def check_round(
 
     Raises:
         WeightSyncError: the learner's weights cannot be exported.
-        WeightSyncHang: the push did not return; its thread cannot be ended.
     """
     if busy := busy_with(session, info):
         return failed(
@@ -291,13 +353,13 @@ def _describe(report: ServerReport, is_stock: bool) -> Outcome[ServerReport]:
         return failed(report.error, _fix(report.error, is_stock))
     phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in report.seconds.items())
     found = (
-        f"{report.num_bytes / _MIB:.1f} MiB in {sum(report.seconds.values()):.2f} s ({phases}), proven by "
-        f"{report.proof}; the server holds the checkpoint's weights"
+        f"{report.num_bytes / _MIB:.1f} MiB over {report.transport} in {sum(report.seconds.values()):.2f} s "
+        f"({phases}), proven by {report.proof}; the server holds the checkpoint's weights"
     )
     if report.proof == "canary" and not is_stock:
         return warning(found, "write rollout.sync.proof: auto, so that checksums prove the weights", report)
     limit = (
-        " (shows only that nothing is grossly wrong: a stock server without the plugin has no checksums)"
+        " (shows only that nothing is grossly wrong: plain vLLM, or stock without the plugin, has no checksums)"
         if report.proof == "canary"
         else ""
     )
@@ -312,6 +374,14 @@ def _fix(error: str, is_stock: bool) -> str:
             "weight group",
             "mend rollout.servers[].group_host, group_bind or group_port, or the network, as told above",
         ),
+        ("must map the learner's memory", "write rollout.sync.transport: auto"),
+        (
+            "does not hold this round",
+            "give the server's --weights-root the directory of rollout.sync.disk_directory",
+        ),
+        ("--weights-root", "start the server with it, or write rollout.sync.transport: auto"),
+        ("disk_directory must", "mend the directory as told above, or write rollout.sync.transport: auto"),
+        ("not configured", f"start it with {vllm_serve.TRANSFER_OPTION}"),
         ("no checksums", "write rollout.sync.proof: auto"),
         ("other tokens", "start the server with the learner's model, dtype and template, and restart it"),
         ("only a canary", "write rollout.sync.proof: auto"),

@@ -23,10 +23,10 @@ from torch import nn  # noqa: E402
 
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.config.swift_arguments import as_argv, refuse_unknown_names  # noqa: E402
-from swift_stage2.preflight.swift_parsing import parse_swift_arguments  # noqa: E402
+from swift_stage2.preflight.swift_parsing import SECTION, parse_swift_arguments  # noqa: E402
 from swift_stage2.records import Sample  # noqa: E402
 from swift_stage2.training.engine_canary import HALF_PRECISION_DTYPES, EngineCanary  # noqa: E402
-from swift_stage2.weights.sync_round import Canary  # noqa: E402
+from swift_stage2.weights.proof import Canary  # noqa: E402
 
 # These need the ranks that torchrun starts; none of them changes what a server sees.
 _NEEDS_RANKS = ("ddp_backend", "deepspeed", "fsdp")
@@ -76,14 +76,19 @@ class LearnerPreparation(SwiftSft):  # type: ignore[misc]
         return EngineCanary(module, self.template, encoder, sample, half_precision=half_precision)
 
 
-def prepare_learner(swift: Mapping[str, Any], scratch: Path, *, with_weights: bool) -> LearnerPreparation:
+def prepare_learner(
+    swift: Mapping[str, Any], scratch: Path, *, with_weights: bool, where: str = SECTION
+) -> LearnerPreparation:
     """Reads section ``swift`` as the trainer does; whatever ms-swift writes goes to ``scratch``.
+
+    ``where``: where the user has written the arguments, for errors.
 
     Raises:
         ConfigError: ms-swift refuses an argument, or does not know it.
     """
     os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")  # as in training.sft
-    refuse_unknown_names(swift, {field.name for field in dataclasses.fields(SftArguments)})
+    refuse_unknown_names(swift, {field.name for field in dataclasses.fields(SftArguments)}, where)
     kept = {name: value for name, value in swift.items() if name not in _NEEDS_RANKS}
     arguments = {**kept, "output_dir": str(scratch), "add_version": False, "report_to": "none"}
-    return LearnerPreparation(parse_swift_arguments(as_argv(arguments)), with_weights=with_weights)
+    parsed = parse_swift_arguments(as_argv(arguments), where=where)
+    return LearnerPreparation(parsed, with_weights=with_weights)

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
 from swift_stage2.channel_b.preprocessing import make_segment
+from swift_stage2.channel_b.rollout_client.chat_connection import connect
 from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
-from swift_stage2.channel_b.task import Task
+from swift_stage2.channel_b.task import Task, needed_columns
+from swift_stage2.columns import Column, given_by
 from swift_stage2.config import DecodingConfig, Stage2Config
 from swift_stage2.doctor.examination import Outcome, failed, ok, warning
 from swift_stage2.doctor.server_identity import ONE_TOKEN
-from swift_stage2.errors import SampleError
+from swift_stage2.errors import SampleError, ServerFault
 from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import Completion
+from swift_stage2.servers.session import Deadline, ServerSession
 
+_CONNECT_TIMEOUT_S = 10.0
 _SEED = 1
 _FEW_PARSED = 0.5
 _TEXT_PROMPT = "Write one word."
@@ -30,6 +35,14 @@ _FIX = (
     "give the server the learner's model, template and pixel limits (--template, MAX_PIXELS, --max_pixels), "
     "and restart it"
 )
+
+
+def connection_by_route(session: ServerSession, key: str | None) -> ServerConnection:
+    """By the route that the server answers, as far as it answers; whether it does is a row of its own."""
+    chat_model = None
+    with suppress(ServerFault):
+        chat_model = session.info(Deadline(_CONNECT_TIMEOUT_S)).chat_model
+    return connect(session.base_url, chat_model, api_key=key, connect_timeout_s=_CONNECT_TIMEOUT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +68,22 @@ def check_calls(
     for size in sizes:
         chosen = [samples[number % len(samples)] for number in range(size)]
         started = time.perf_counter()
-        result = _infer(connection, encoder, chosen, rollout.decoding, rollout.request_timeout_s)
+        result = infer(
+            connection, encoder, chosen, rollout.decoding, rollout.request_timeout_s, needed_columns(config)
+        )
         seconds = time.perf_counter() - started
         if result.end is PostEnd.TIMED_OUT:
             return failed(
                 f"{size} rollout(s) at once took longer than request_timeout_s={rollout.request_timeout_s:g}",
                 f"write rollout.request_timeout_s: {2 * rollout.request_timeout_s:g}, or a smaller "
-                "max_inflight_per_server or max_new_tokens",
+                "rollout.max_inflight_per_server or rollout.decoding.max_new_tokens",
             )
         if result.end is not PostEnd.ANSWERED:
             return failed(
                 f"{size} rollout(s) at once: {result.reason}",
                 f"read the log of {key}; if its context is too short for prompt + max_new_tokens="
-                f"{rollout.decoding.max_new_tokens}, raise vllm_max_model_len",
+                f"{rollout.decoding.max_new_tokens}, raise "
+                "launch.servers[].args.vllm_max_model_len",
             )
         rollouts = tuple(_rollout(*pair) for pair in zip(chosen, result.completions, strict=True))
         calls.append(TimedCall(size, seconds, rollouts))
@@ -92,7 +108,7 @@ def check_matching(
             f"no rollout can be trained: {refused[0]}", "mend what this names; every sample is quarantined"
         )
     channel_b = config.stage2_ab.channel_b
-    found = _describe(qualities, len(rollouts))
+    found = _describe(qualities, len(rollouts), task.likeness)
     truncated = sum(quality.num_truncated for quality in qualities) / len(qualities)
     if truncated > channel_b.max_truncated_ratio:
         return failed(
@@ -106,7 +122,7 @@ def check_matching(
     parsed = num_parsed / len(qualities)
     if parsed < _FEW_PARSED:
         return warning(
-            f"{found}; only {parsed:.0%} of the rollouts hold an object in the dialect {channel_b.target.dialect}",
+            f"{found}; only {parsed:.0%} of the rollouts hold an object in the dialect {config.stage2_ab.dialect}",
             "start from a stage-1 checkpoint that answers in this dialect, or correct channel_b.target.dialect",
             qualities,
         )
@@ -119,14 +135,16 @@ def check_matching(
     return ok(found, qualities)
 
 
-def _infer(
+def infer(
     connection: ServerConnection,
     encoder: Encoder,
     samples: Sequence[Sample],
     decoding: DecodingConfig,
     timeout_s: float,
+    columns: Iterable[Column] = (),
 ) -> PostResult:
-    config = protocol.request_config(**asdict(decoding), seed=_SEED)
+    """One ``/infer/`` call with the run's own requests."""
+    config = protocol.request_config(**asdict(decoding), seed=_SEED, columns=columns)
     return connection.infer([encoder.request(sample) for sample in samples], config, timeout_s=timeout_s)
 
 
@@ -140,21 +158,22 @@ def _rollout(sample: Sample, completion: protocol.Completion) -> Rollout:
         seed=_SEED,
         server="",
         spans=(VersionSpan(0, 0, len(completion.token_ids)),),
+        **given_by(completion),
     )
 
 
-def _describe(qualities: Sequence[MatchQuality], num_rollouts: int) -> str:
+def _describe(qualities: Sequence[MatchQuality], num_rollouts: int, likeness: str) -> str:
     predicted = sum(quality.num_predictions for quality in qualities)
     truths = sum(quality.num_ground_truth for quality in qualities)
     pairs = sum(quality.num_pairs for quality in qualities)
-    iou = f" (mean IoU {sum(quality.sum_iou for quality in qualities) / pairs:.2f})" if pairs else ""
+    mean = f" (mean {likeness} {sum(quality.sum_iou for quality in qualities) / pairs:.2f})" if pairs else ""
     dropped: Counter[str] = Counter()
     for quality in qualities:
         dropped.update(quality.dropped)
     shown = ", ".join(f"{reason} {count}" for reason, count in dropped.items() if count) or "none"
     return (
-        f"{num_rollouts} rollout(s): {predicted} objects parsed, {pairs} of {truths} in the ground truth matched{iou}, "
-        f"objects dropped: {shown}"
+        f"{num_rollouts} rollout(s): {predicted} objects parsed, {pairs} of {truths} in the ground truth matched"
+        f"{mean}, objects dropped: {shown}"
     )
 
 
@@ -165,7 +184,7 @@ def check_prompts(
     text = {"messages": [{"role": "user", "content": _TEXT_PROMPT}], "objects": {"ref": [], "bbox": []}}
     asked = [*samples, Sample(SampleKey(0, 0, 0), text)]
     prompts = [encoder.encode_prompt(sample) for sample in asked]
-    result = _infer(connection, encoder, asked, ONE_TOKEN, timeout_s)
+    result = infer(connection, encoder, asked, ONE_TOKEN, timeout_s)
     if result.end is not PostEnd.ANSWERED:
         return failed(
             f"{len(samples)} sample(s) of the data set: {result.reason}",

@@ -6,16 +6,17 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from swift_stage2.config import DecodingConfig, RolloutConfig
 from swift_stage2.doctor.examination import Outcome, failed, left_out, ok, warning
-from swift_stage2.errors import ProtocolError, ServerFault
-from swift_stage2.servers import protocol
-from swift_stage2.servers.protocol import RefusalReason, ServerInfo, TensorSpec
+from swift_stage2.errors import ProtocolError, ServerFault, cut_remedy
+from swift_stage2.preflight.servers import cannot_resume
+from swift_stage2.servers import protocol, vllm_serve
+from swift_stage2.servers.protocol import INSTALLING_STATE, RefusalReason, ServerInfo, TensorSpec
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_state_keys, ask_world_size, differing_names, is_foreign
 
@@ -28,7 +29,7 @@ _OTHER_RUN = (
     "end that run, or wait until its round is over, and run the doctor again: runs cannot share a server"
 )
 
-_ROUND_OPEN = str(RefusalReason.ROUND_OPEN)
+_IN_A_ROUND = (str(RefusalReason.ROUND_OPEN), INSTALLING_STATE)
 _HASH_CHARACTERS = 8
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 _NUM_SHOWN = 2
@@ -42,10 +43,19 @@ def is_unproven(info: ServerInfo) -> bool:
 
 def check_identity(session: ServerSession, rollout: RolloutConfig, key: str) -> Outcome[ServerInfo]:
     """Asks ``/stage2/info/``, and of a stock server what only a rollout server answers."""
+    outcome = _identify(session, rollout, key)
+    if outcome.value is not None and (refusal := cannot_resume(rollout, session.base_url, outcome.value)):
+        return failed(*cut_remedy(refusal))
+    return outcome
+
+
+def _identify(session: ServerSession, rollout: RolloutConfig, key: str) -> Outcome[ServerInfo]:
     started = time.perf_counter()
     try:  # a stock server answers after the /infer/ that runs, so as long as one may take
         info = session.info(Deadline(rollout.request_timeout_s))
         latency_ms = 1e3 * (time.perf_counter() - started)
+        if info.chat_model is not None:
+            return _describe_plain_vllm(info, latency_ms)
         if info.stock:
             return _look_at_stock(session, rollout, key, latency_ms)
         return _describe_ours(info, latency_ms)
@@ -71,7 +81,7 @@ def check_model(
                 f"{session.base_url}{protocol.INFER} answers, but not as swift rollout does: {error}",
                 f"start swift-stage2 rollout or swift rollout (ms-swift 4.6) at {key}.base_url",
             )
-        model = protocol.parse_served_model(reply)
+        model = _served_model(reply)
     known = replace(info, model=model)
     if model is None:
         return warning(
@@ -96,7 +106,7 @@ def busy_with(session: ServerSession, info: ServerInfo) -> str:
     if info.stock:
         return ""
     deadline = Deadline(_LOOK_TIMEOUT_S)
-    if session.info(deadline).state == _ROUND_OPEN:
+    if session.info(deadline).state in _IN_A_ROUND:
         return "a sync round of another run is open"
     health = session.get(protocol.HEALTH, deadline)
     counts = [health.get(name) for name in ("num_running", "num_waiting")] if isinstance(health, dict) else []
@@ -113,6 +123,8 @@ def _look_at_stock(
     except ServerFault as fault:
         if not is_foreign(fault):
             return _explain(fault, rollout, key)
+        if vllm_serve.lacks_routes(session, Deadline(_LOOK_TIMEOUT_S)):
+            return failed(f"{session.base_url} is no rollout server", vllm_serve.ROUTES_REMEDY)
         return failed(f"{session.base_url} is no rollout server: {fault}", _foreign_fix(key))
     upstream = health.get("upstream") if isinstance(health, dict) else None  # only a merger names one
     behind = f" at {upstream} behind swift-stage2 merge" if isinstance(upstream, str) else ""
@@ -122,12 +134,24 @@ def _look_at_stock(
     )
 
 
+def _describe_plain_vllm(info: ServerInfo, latency_ms: float) -> Outcome[ServerInfo]:
+    return ok(
+        f"vllm serve, asked for {info.chat_model}, answered in {latency_ms:.0f} ms: weights by vLLM's own transfer, "
+        "proven by a canary alone; no staging, no abort, no checksums",
+        info,
+    )
+
+
 def _describe_ours(info: ServerInfo, latency_ms: float) -> Outcome[ServerInfo]:
     weights = (
         f"version {info.weight_version} of run {info.run_id}" if info.run_id else "those of its checkpoint"
     )
-    found = f"swift-stage2 rollout ({info.engine}), {info.state}, weights: {weights}, answered in {latency_ms:.0f} ms"
-    if info.state == _ROUND_OPEN:
+    resumes = "resumes aborted rollouts" if info.resume else "cannot resume aborted rollouts"
+    found = (
+        f"swift-stage2 rollout ({info.engine}), {info.state}, weights: {weights}, {resumes}, answered in "
+        f"{latency_ms:.0f} ms"
+    )
+    if info.state in _IN_A_ROUND:
         return failed(f"{found}: a sync round of another run is open", _OTHER_RUN)
     if is_unproven(info):
         return warning(
@@ -247,7 +271,12 @@ def check_parameters(
     """Compares the learner's manifest with what the server says of itself."""
     if not info.stock:
         return compare_manifests(manifest, info.manifest)
-    keys = ask_state_keys(session, Deadline(timeout_s))
+    keys: Sequence[str] | None
+    if info.chat_model is not None:
+        digests = vllm_serve.ask_digests(session, Deadline(timeout_s))
+        keys = [name.rpartition(":")[2] for name in digests]
+    else:
+        keys = ask_state_keys(session, Deadline(timeout_s))
     if not keys:
         return warning(
             "the stock server does not say which tensors it holds",
@@ -300,3 +329,11 @@ def _shape(spec: TensorSpec | None) -> str:
 
 def _dtypes(manifest: Sequence[TensorSpec]) -> str:
     return ", ".join(sorted({spec.dtype for spec in manifest}))
+
+
+def _served_model(data: Any) -> str | None:
+    """The model that an ``/infer/`` reply names: a path, or the last part of one. None if it names none."""
+    output = data[0] if isinstance(data, list) and data else None
+    response = output.get("response") if isinstance(output, Mapping) else None
+    model = response.get("model") if isinstance(response, Mapping) else None
+    return model if isinstance(model, str) else None

@@ -15,12 +15,13 @@ from swift_stage2.launch.managed_server import ManagedServer, ReadinessProbe
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, plan_launch
 from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
 from swift_stage2.launch.rank import end_left_in, take_room
-from swift_stage2.launch.run_view import RunView, WaitNotice, describe_end
+from swift_stage2.launch.run_view import RunView, WaitNotice, describe_end, newest_run
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.preflight.servers import warn_of_lone_servers
 from swift_stage2.process.ports import is_here
 from swift_stage2.run_directory.claim import StartingPoint, starting_point
 from swift_stage2.run_directory.lock import hold_run_directory
+from swift_stage2.run_directory.next_commands import next_commands
 from swift_stage2.terminal.output import print_error
 
 _NO_SERVER_LEFT = 1
@@ -83,6 +84,9 @@ def launch(
         show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
         view = RunView(output_dir, since, show, verbose=verbose)
         status = run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, view)
+        run_dir = newest_run(output_dir, since)
+        for line in next_commands(run_dir, config.swift) if run_dir and not status else ():
+            show(f"[launch] {line}")
         show(f"[launch] {describe_end(output_dir, status, since)}; logs in {plan.log_dir}")
         if status and (left := end_left_in(plan.exit_status_file)) and left[1]:
             print_error("launch", left[1])  # the last line names the cause, however much was told after it
@@ -134,9 +138,10 @@ def run_plan(
     with StopSignals() as signals, Job(plan.log_dir, signals, show, shows_logs=shows_logs) as job:
         if plan.argument_check is not None:
             _check_arguments(job, signals, plan.argument_check)
-        if _start_servers(job, signals, servers):
-            waiting = [(server, _probe(server, plan, api_key, start_timeout_s)) for server in servers]
-            _wait_until_answering(job, signals, waiting, start_timeout_s)
+        for group in _loading_together(servers):
+            if _start_servers(job, signals, group):
+                waiting = [(server, _probe(server, plan, api_key, start_timeout_s)) for server in group]
+                _wait_until_answering(job, signals, waiting, start_timeout_s)
         if signals.received is None and plan.learner is None:
             _watch_servers(job, signals, servers)
         elif signals.received is None and plan.learner is not None:
@@ -168,6 +173,18 @@ def _check_arguments(job: Job, signals: StopSignals, command: Command) -> None:
     if check.poll() == EXIT_USER_MISTAKE:
         lines = check.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         raise ConfigError(lines[-1] if lines else f"ms-swift refuses an argument; see {check.log_path}")
+
+
+def _loading_together(servers: Sequence[ManagedServer]) -> list[list[ManagedServer]]:
+    """Groups to load in turn: vLLM takes for its own whatever others allocate on its device meanwhile."""
+    groups: list[list[ManagedServer]] = []
+    for server in servers:
+        devices = set(server.planned.devices)
+        free = (g for g in groups if all(devices.isdisjoint(each.planned.devices) for each in g))
+        if (group := next(free, None)) is None:
+            groups.append(group := [])
+        group.append(server)
+    return groups
 
 
 def _start_servers(job: Job, signals: StopSignals, servers: Sequence[ManagedServer]) -> bool:

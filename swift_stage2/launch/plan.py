@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +16,7 @@ from swift_stage2.config import (
     ServerProcess,
     Stage2Config,
 )
+from swift_stage2.config.device_shares import Placement, check_devices
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.errors import ConfigError
 from swift_stage2.launch.process_tree import Command
@@ -66,6 +67,11 @@ class PlannedServer:
     def commands(self) -> tuple[Command, ...]:
         """Commands to start, in order."""
         return (self.command,) if self.merger is None else (self.command, self.merger)
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices that the server sees."""
+        return devices_of(self.command)
 
     @property
     def restart_commands(self) -> tuple[Command, ...]:
@@ -125,7 +131,7 @@ def plan_launch(
     Raises:
         ConfigError: no ``swift.output_dir``, no model for a server, more ranks than learner devices, no such
             ``node_rank``, servers and a learner of several hosts in one launch, or a device that the environment does
-            not leave visible or that two processes would share.
+            not leave visible or that processes may not share.
     """
     process = config.launch.learner
     given_rank = process.node_rank if node_rank is None else node_rank
@@ -164,11 +170,16 @@ def plan_launch(
         grace_s=_CHECK_GRACE_S,
     )
     places = ["" if part is LaunchPart.ALL else server.address.host for server in servers]
-    placed = [
-        *([("", learner)] if learner else []),
-        *zip(places, [server.command for server in servers], strict=True),
-    ]
-    _refuse_shared_devices(placed)
+    check_devices(  # again: here one device has one name, which the configuration may call by number, too
+        config.launch,
+        [
+            *([Placement(None, "", devices_of(learner))] if learner else []),
+            *(
+                Placement(server.index, place, server.devices)
+                for server, place in zip(servers, places, strict=True)
+            ),
+        ],
+    )
     return LaunchPlan(
         servers=servers,
         learner=learner,
@@ -246,6 +257,8 @@ def _server_arguments(
     key = ["--api-key-env", config.rollout.api_key_env]
     if address.group_bind:
         key += ["--group-bind", address.group_bind]  # the learner names it to a stock server
+    if config.rollout.sync.disk_directory is not None:
+        key += ["--weights-root", config.rollout.sync.disk_directory]
     if process.engine is ServerEngine.TRANSFORMERS:
         return ["-m", "swift_stage2", "rollout", "--engine", "transformers", model, *place, *key, *options]
     if process.engine is ServerEngine.VLLM:
@@ -336,14 +349,6 @@ def _environment(
     return {**outer, "CUDA_VISIBLE_DEVICES": visible, "PYTHONUNBUFFERED": "1"}
 
 
-def _refuse_shared_devices(placed: Iterable[tuple[str, Command]]) -> None:
-    """Refuses, host by host, one device by its number and by its name, which the configuration cannot see."""
-    owners: dict[tuple[str, str], str] = {}
-    for host, command in placed:
-        for device in filter(None, command.environment["CUDA_VISIBLE_DEVICES"].split(",")):
-            owner = owners.setdefault((host, device), command.name)
-            if owner != command.name:
-                raise ConfigError(
-                    f"learner and servers need devices of their own, got device {device} for both {owner} and "
-                    f"{command.name}; correct devices under launch"
-                )
+def devices_of(command: Command) -> list[str]:
+    """The devices that it sees, each by the one name that it has on this machine."""
+    return [device for device in command.environment["CUDA_VISIBLE_DEVICES"].split(",") if device]

@@ -58,7 +58,12 @@ class RunView:
         if self._progress is None:
             run_dir = newest_run(self._output_dir, self._since)
             self._progress = RunProgress.of_run(run_dir) if run_dir is not None else None
-        if self._progress is None or not (state := self._progress.refresh()).step:
+        state = self._progress.refresh() if self._progress is not None else LiveState()
+        if state.awaited_servers:
+            self._notice.remind(
+                f"no step yet: the learner waits for {', '.join(state.awaited_servers)} to answer"
+            )
+        elif not state.step:
             self._notice.remind("no step yet: the learner loads")
         elif self._panel is not None:
             self._panel.update(state)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from swift_stage2.channel_b import detection as detection  # registers the task that is shipped
+from swift_stage2.channel_b import detection as detection  # registers a task that is shipped
+from swift_stage2.channel_b import points as points  # and another
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import (
     Prepared,
@@ -20,7 +21,7 @@ from swift_stage2.channel_b.preprocessing import (
     ThreadPreprocessor,
 )
 from swift_stage2.channel_b.sample_source import SampleSource
-from swift_stage2.channel_b.task import TASKS, Rows, Task
+from swift_stage2.channel_b.task import TASKS, Rows, Task, needed_columns
 from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.config import Preprocessing, Stage2Config
 from swift_stage2.config.registry import find
@@ -33,6 +34,7 @@ from swift_stage2.preflight.packing_isolation import (
 )
 from swift_stage2.preflight.samples import RowLengths, check_rows
 from swift_stage2.records import Rollout, Sample
+from swift_stage2.scheduling.run_ahead import most_samples
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.trace import Trace
 
@@ -41,9 +43,12 @@ def make_task(config: Stage2Config) -> Task:
     """The task that ``stage2_ab.task`` names.
 
     Raises:
-        ConfigError: nobody has registered it, or it does not like its settings.
+        ConfigError: nobody has registered it or a column that it needs, or it does not like its settings.
     """
-    return find(TASKS, "stage2_ab.task", config.stage2_ab.task).from_config(config)
+    needed_columns(config)
+    task = find(TASKS, "stage2_ab.task", config.stage2_ab.task)
+    task.read_settings(config)
+    return task.from_config(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +100,22 @@ def check_parts(
     )
 
 
-def tell_lengths(mine: RowLengths, control: ControlGroup, telemetry: Telemetry) -> None:
-    """Every rank has measured its share of the rows; the first one tells what does not fit."""
-    parts = [RowLengths.from_note(note) for note in control.gather(mine.to_note())]
+def merge_lengths(mine: CheckedParts, control: ControlGroup, telemetry: Telemetry) -> CheckedParts:
+    """Every rank has measured its share of the rows, and gets all lengths; the first one tells what does not fit."""
+    lengths = reduce(RowLengths.merged, map(RowLengths.from_note, control.gather(mine.lengths.to_note())))
     if control.rank == 0:
-        for found, remedy in reduce(RowLengths.merged, parts).troubles:
+        for found, remedy in lengths.troubles:
             telemetry.record_warning(f"{found}; {remedy}")
+    return replace(mine, lengths=lengths)
+
+
+def run_ahead_budget(config: Stage2Config, lengths: RowLengths, packs_per_b_step: int) -> int:
+    """Rollouts that a rank may have begun under one version: as written, or derived from all rows' ``lengths``."""
+    channel = config.stage2_ab.channel_b
+    if channel.prefetch.max_rollouts_per_version is not None:
+        return channel.prefetch.max_rollouts_per_version
+    num_packs = channel.prefetch.packs_in_budget(packs_per_b_step, config.stage2_ab.schedule.exact_b_ratio)
+    return num_packs * most_samples(channel.packing.packing_length, lengths.shortest_prompt)
 
 
 def _preprocessor(config: Stage2Config, encoder: Encoder, task: Task, trace: Trace) -> Preprocessor:

@@ -6,13 +6,16 @@ answering servers stand in the other files of this folder; a run's start and the
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from swift_stage2.config import Stage2Config
+from swift_stage2.config import Stage2Config, Transport
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.preflight.dataset import check_data
@@ -20,6 +23,7 @@ from swift_stage2.preflight.model import check_family, check_hub_ids, check_mode
 from swift_stage2.preflight.servers import (
     refuse_busy_ports,
     refuse_deaf_endpoint,
+    refuse_far_servers,
     refuse_lone_addresses,
     warn_of_open_servers,
 )
@@ -27,6 +31,9 @@ from swift_stage2.process.torchrun import check_gloo_address, check_rank_environ
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
 from swift_stage2.run_directory.claim import starting_point
 from swift_stage2.run_directory.resume import check_world_size
+
+if TYPE_CHECKING:
+    from swift_stage2.collectives import ControlGroup  # torch
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +140,18 @@ def _addresses(config: Stage2Config, known: Known) -> Found | None:
     return Found(f"every server has an address that leads there from all {num_hosts} hosts of the learner")
 
 
+def _shared_memory(config: Stage2Config, known: Known) -> Found | None:
+    if not config.b_enabled or config.rollout.sync.transport is not Transport.SHARED_MEMORY:
+        return None
+    # A rank knows whether it is the first; who starts it knows the machine only if there is but one.
+    ranks = known.rank_environment
+    if ranks.get("RANK", "0") != "0" if ranks is not None else config.launch.learner.nnodes > 1:
+        return None
+    if not refuse_far_servers(config):
+        return None  # its own row says so
+    return Found("every server has an address of this machine, and may map the weights")
+
+
 def _rendezvous(config: Stage2Config, known: Known) -> Found | None:
     if (endpoint := config.launch.learner.rdzv_endpoint) is None:
         return None
@@ -147,6 +166,33 @@ def _model(config: Stage2Config, known: Known) -> Found:
     return Found(", ".join(f"{name} {config.swift[name]}" for name in names if config.swift.get(name)))
 
 
+def _deepspeed(config: Stage2Config, known: Known) -> Found | None:
+    if not config.swift.get("deepspeed"):
+        return None
+    if (
+        importlib.util.find_spec("deepspeed") is None
+    ):  # else the ranks would learn it once the model is loaded
+        raise ConfigError(
+            "swift.deepspeed needs DeepSpeed in the learner's environment, got "
+            f"deepspeed={config.swift['deepspeed']!r:.200} and no such package; install the extra "
+            "swift-stage2[deepspeed], or remove the key"
+        )
+    return Found("DeepSpeed is installed")
+
+
+def _resume(config: Stage2Config, known: Known) -> Found | None:
+    """As ``refuse_unsupported`` refuses it, when it would be too late."""
+    swift = config.swift
+    is_sharded_adapter = swift.get("fsdp") and swift.get("tuner_type", "lora") != "full"
+    if not is_sharded_adapter or swift.get("save_strategy") == "no":
+        return None
+    return Found(
+        "the run saves checkpoints",
+        ("checkpoints of LoRA under FSDP2 cannot be resumed: a run that ends early must begin anew",),
+        "train with DDP or ZeRO, or write swift.tuner_type: full",
+    )
+
+
 def _plugins(config: Stage2Config, known: Known) -> Found | None:
     plugins = [Path(place).expanduser() for place in named_places(config.swift, "external_plugins")]
     for plugin in plugins:
@@ -155,6 +201,18 @@ def _plugins(config: Stage2Config, known: Known) -> Found | None:
                 f"swift.external_plugins must name Python files, got {str(plugin)!r}, which is none; correct the path"
             )
     return Found(", ".join(map(str, plugins))) if plugins else None
+
+
+def _disk_directory(config: Stage2Config, known: Known) -> Found | None:
+    directory = config.rollout.sync.disk_directory
+    if not config.b_enabled or directory is None or os.environ.get("RANK", "0") != "0":
+        return None
+    if not os.path.isdir(directory) or not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(
+            "rollout.sync.disk_directory must be a directory that the learner's user can write, got "
+            f"disk_directory={directory!r}; make it, or mount it, and let learner and servers see it"
+        )
+    return Found(f"weights travel by {directory}, which can be written")
 
 
 def _data_sets(config: Stage2Config, known: Known) -> Found:
@@ -214,9 +272,13 @@ CHECKS = (
     Check("learner's devices", "devices", _devices),
     Check("API key", "addresses", _api_key),
     Check("addresses of hosts", "addresses", _addresses),
+    Check("shared memory", "addresses", _shared_memory),
     Check("rendezvous", "starts_learner", _rendezvous),
     Check("model directory", "files", _model),
+    Check("DeepSpeed", "files", _deepspeed),
+    Check("resume", "files", _resume),
     Check("plugins", "files", _plugins),
+    Check("disk directory", "files", _disk_directory),
     Check("data sets", "rows", _data_sets),
     Check("hub ids", "files", _hub_ids),
     Check("earlier run", "run_directory", _earlier_run),
@@ -224,3 +286,31 @@ CHECKS = (
     Check("ports", "started_servers", _ports),
     Check("validation set", "num_validation_rows", _validation_set),
 )
+
+
+def refuse_differing_settings(settings: Mapping[str, Any], control: ControlGroup) -> None:
+    """Every rank has read a file of its own. Section ``launch`` is left out: a host may number its devices as it does.
+
+    Raises:
+        ConfigError: a setting is not every rank's; on every rank.
+    """
+    mine = {place: value for place, value in _leaves(settings) if not place.startswith("launch.")}
+    told = [json.loads(each) for each in control.gather(json.dumps(mine))]
+    places = sorted({place for each in told for place in each})
+    differing = [place for place in places if any(each.get(place) != told[0].get(place) for each in told)]
+    if differing:
+        place, rest = differing[0], f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""
+        values = [each.get(place) for each in told]
+        rank = next(rank for rank, value in enumerate(values) if value != values[0])
+        raise ConfigError(
+            f"every rank must have the same settings, got {place}={values[0]} on rank 0 and {values[rank]} on rank "
+            f"{rank}{rest}; give every host the same file"
+        )
+
+
+def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", str(value)

@@ -11,9 +11,9 @@ import os
 import time
 from typing import Any
 
-from swift_stage2.channel_b.dialects import DIALECTS
+from swift_stage2.channel_b.dialects import DIALECTS, Dialect, coordinates_of
 from swift_stage2.config import RowsWithoutObjects, Stage2Config
-from swift_stage2.config.stage2_ab import SHIPPED_TASKS
+from swift_stage2.config.stage2_ab import DEFAULT_TASK, SHIPPED_TASKS
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.dataset.fault import Rule
 from swift_stage2.dataset.files import local_files
@@ -51,7 +51,9 @@ def check_data(config: Stage2Config) -> tuple[str, list[str]]:
         names += f"; for validation {', '.join(validation)}"
     if not (num_rows := sum(findings.num_rows for findings in surveyed.values())):
         return f"{names}: no local JSONL, so that no row was checked", []
-    parts = "picture, boxes and answer" if config.stage2_ab.task in SHIPPED_TASKS else "form and pictures"
+    parts = "form and pictures"
+    if (num_coordinates := _num_coordinates(config)) is not None:
+        parts = f"picture, {'points' if num_coordinates == 2 else 'boxes'} and answer"
     found = f"{names}: all {num_rows:,} rows checked, each with its {parts}"
     return found, [
         f"swift.{name}: {line}" for name, findings in surveyed.items() for line in _advice(findings)
@@ -69,7 +71,7 @@ def survey_data(config: Stage2Config) -> dict[str, Findings]:
     """
     _check_split(config.swift.get("split_dataset_ratio"))
     channel_b = config.stage2_ab.channel_b
-    dialect = DIALECTS.get(channel_b.target.dialect)  # a user's is loaded later, and judged then
+    dialect = _dialect(config)
     found: dict[str, Findings] = {}
     for argument, files in local_files(config.swift).items():
         if not files:
@@ -80,7 +82,7 @@ def survey_data(config: Stage2Config) -> dict[str, Findings]:
                 dialect=dialect if config.b_enabled else None,
                 judge_answers=config.b_enabled and dialect is not None,
                 needs_objects=channel_b.rows_without_objects is RowsWithoutObjects.REFUSE,
-                judge_objects=config.stage2_ab.task in SHIPPED_TASKS,
+                num_coordinates=_num_coordinates(config),
                 on_progress=_progress(),
             )
         except DatasetError as error:
@@ -88,10 +90,21 @@ def survey_data(config: Stage2Config) -> dict[str, Findings]:
     return found
 
 
+def _dialect(config: Stage2Config) -> Dialect | None:
+    """The dialect of all answers; None of a user's, which is loaded later, and judged then."""
+    return DIALECTS.get(config.stage2_ab.dialect or "")
+
+
+def _num_coordinates(config: Stage2Config) -> int | None:
+    return coordinates_of(config.stage2_ab.task, config.stage2_ab.dialect)
+
+
 def _options_of(config: Stage2Config) -> str:
     """Options with which ``data check`` judges these rows as a run with channel B does."""
-    channel_b, task = config.stage2_ab.channel_b, config.stage2_ab.task
-    options = "" if task in SHIPPED_TASKS else f" --task {task}"
+    channel_b, task, dialect = config.stage2_ab.channel_b, config.stage2_ab.task, _dialect(config)
+    options = "" if task == DEFAULT_TASK else f" --task {task}"
+    if task not in SHIPPED_TASKS and dialect is not None:
+        options += f" --dialect {dialect}"
     allows_none = channel_b.rows_without_objects is not RowsWithoutObjects.REFUSE
     return options + (" --rows-without-objects" if allows_none else "")
 

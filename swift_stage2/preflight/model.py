@@ -57,8 +57,10 @@ _PLACEHOLDERS = ("<bbox>", "<ref-object>")
 _MOE = "Qwen3VLMoeForConditionalGeneration"
 
 
-def check_model(swift_arguments: Mapping[str, Any]) -> None:
+def check_model(swift_arguments: Mapping[str, Any], *, of: str = "swift.") -> None:
     """Checks every local directory that ``model``, ``adapters`` and ``resume_from_checkpoint`` name.
+
+    ``of`` stands before their names in what is said of them.
 
     Raises:
         ConfigError: none of them is given, one is no path, or a directory is missing, no checkpoint or not whole.
@@ -68,21 +70,21 @@ def check_model(swift_arguments: Mapping[str, Any]) -> None:
         for place in named_places(swift_arguments, argument):
             named += 1
             if argument == "resume_from_checkpoint" or _is_local(place):  # no hub holds what a run left
-                check_checkpoint(argument, Path(place).expanduser())
+                check_checkpoint(argument, Path(place).expanduser(), of=of)
     if named == 0:
         raise ConfigError(
             "swift.model must name a checkpoint, got none; write the directory of a stage-1 checkpoint"
         )
 
 
-def check_hub_ids(swift_arguments: Mapping[str, Any]) -> list[str]:
+def check_hub_ids(swift_arguments: Mapping[str, Any], *, of: str = "swift.") -> list[str]:
     """Checks every hub id that ``model`` and ``adapters`` name, as ``check_hub_id`` does; returns them."""
     uses_hf = _is_on(str(swift_arguments.get("use_hf", "")))
     hub_ids = []
     for argument in ("model", "adapters"):
         for place in named_places(swift_arguments, argument):
             if not _is_local(place):
-                check_hub_id(f"swift.{argument}", place, uses_hf=uses_hf)
+                check_hub_id(f"{of}{argument}", place, uses_hf=uses_hf)
                 hub_ids.append(place)
     return hub_ids
 
@@ -129,6 +131,15 @@ def check_checkpoint(argument: str, directory: Path, *, of: str = "swift.") -> N
         raise ConfigError(
             f"{setting} must be a directory that exists, got {argument}={str(directory)!r}; check the path"
         )
+    if (
+        argument == "model"
+        and not (directory / mark).is_file()
+        and (directory / _MARKS["adapters"]).is_file()
+    ):
+        raise ConfigError(
+            f"{setting} must hold {mark}, got an adapter in model={str(directory)!r}; merge it into its model with "
+            f"swift export --adapters {directory} --merge_lora true, and name what that writes"
+        )
     if not (directory / mark).is_file():
         raise ConfigError(
             f"{setting} must hold {mark}, got {argument}={str(directory)!r} without it; name a checkpoint"
@@ -147,6 +158,33 @@ def check_checkpoint(argument: str, directory: Path, *, of: str = "swift.") -> N
                 f"{setting} must hold whole weights, got {path} of {path.stat().st_size:,} bytes: "
                 f"{' '.join(str(error).split())}; copy or save it again, a full disk or a broken copy has cut it"
             ) from error
+
+
+def recorded_plugins(checkpoint: Path, remedy: str) -> list[str]:
+    """The plugin files of the run that wrote a checkpoint, from the ``args.json`` that ms-swift puts beside weights.
+
+    ms-swift imports them again wherever it takes up a checkpoint; only files of this machine's are ever meant, so
+    that what came along with the weights runs nothing.
+
+    Raises:
+        ConfigError: one is not there any more, or lies in the checkpoint; ``remedy`` names others.
+    """
+    try:
+        recorded = json.loads((checkpoint / "args.json").read_text(encoding="utf-8")).get("external_plugins")
+    except (OSError, ValueError, AttributeError):
+        return []  # not ms-swift's, or none: it says itself what it misses
+    plugins = [name for name in recorded or () if isinstance(name, str)] if isinstance(recorded, list) else []
+    for plugin in plugins:
+        path = Path(plugin)
+        if not path.is_file():
+            raise ConfigError(
+                f"the plugin that {checkpoint / 'args.json'} names must be there, got {plugin}; write {remedy}"
+            )
+        if path.resolve().is_relative_to(checkpoint.resolve()):
+            raise ConfigError(
+                f"a checkpoint may not bring its own code, got {plugin}; read that code, then write {remedy}"
+            )
+    return plugins
 
 
 def check_family(config: Stage2Config) -> None:

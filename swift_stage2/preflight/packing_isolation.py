@@ -20,6 +20,7 @@ import torch
 from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder
 from swift_stage2.channel_b.preprocessing import make_segment
 from swift_stage2.channel_b.task import Task
+from swift_stage2.columns import stand_ins
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
 from swift_stage2.records import Rollout, Sample, Segment, VersionSpan
 
@@ -144,6 +145,7 @@ def empty_rollout(sample: Sample, encoder: Encoder) -> Rollout:
         seed=0,
         server="",
         spans=(VersionSpan(0, 0, 0),),
+        **stand_ins(0),
     )
 
 

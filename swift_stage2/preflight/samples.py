@@ -168,6 +168,8 @@ class RowLengths:
     num_unusable: int = 0
     """Further rows, which cannot be read or whose truth the task refuses."""
     first_unusable: str = ""
+    shortest_prompt: int = 0
+    """Tokens; 0 of no rows."""
 
     def merged(self, other: RowLengths) -> RowLengths:
         """Of both parts of the rows."""
@@ -177,6 +179,7 @@ class RowLengths:
             self.answers.merged(other.answers),
             self.num_unusable + other.num_unusable,
             self.first_unusable or other.first_unusable,
+            min(filter(None, (self.shortest_prompt, other.shortest_prompt)), default=0),
         )
 
     @property
@@ -238,6 +241,7 @@ def measure_lengths(
         config.rollout.decoding.max_new_tokens,
     )
     num_over, longest, longest_number = [0, 0], [0, 0], [-1, -1]
+    shortest_prompt = 0
     for number in numbers:
         try:
             prompt, answer = ruler.measure(rows[number])
@@ -246,13 +250,14 @@ def measure_lengths(
             first_unusable = first_unusable or f"({origins.find(rows[number])}): {cut_remedy(str(error))[0]}"
             continue
         num_rows += 1
+        shortest_prompt = min(prompt, shortest_prompt or prompt)
         for which, length in enumerate((prompt + answer, answer)):
             num_over[which] += length > limits[which]
             if length > longest[which]:
                 longest[which], longest_number[which] = length, number
     places = [str(origins.find(rows[number])) if number >= 0 else "" for number in longest_number]
     segments, answers = (Excess(limits[i], num_over[i], longest[i], places[i]) for i in (0, 1))
-    return RowLengths(num_rows, segments, answers, num_unusable, first_unusable)
+    return RowLengths(num_rows, segments, answers, num_unusable, first_unusable, shortest_prompt)
 
 
 class _Ruler:

@@ -10,13 +10,18 @@ import importlib.util
 import ipaddress
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from swift_stage2.config import OnPending, ServerConfig, Stage2Config
-from swift_stage2.errors import ConfigError, ServerFault, ServerUnavailable, cut_remedy
+from swift_stage2.channel_b.task import needed_columns
+from swift_stage2.columns import request_options
+from swift_stage2.config import OnPending, RolloutConfig, ServerConfig, Stage2Config
+from swift_stage2.errors import ConfigError, FaultKind, ServerFault, ServerUnavailable, cut_remedy
 from swift_stage2.process.ports import ANY_ADDRESS, is_here, refuse_busy
 from swift_stage2.process.route import addresses_of
+from swift_stage2.servers import vllm_serve
+from swift_stage2.servers.protocol import ServerInfo
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size, is_foreign
 
@@ -83,6 +88,22 @@ def refuse_lone_addresses(config: Stage2Config) -> None:
             )
 
 
+def refuse_far_servers(config: Stage2Config) -> bool:
+    """Checks on rank 0's machine that every server can map its memory; False where a name tells no address.
+
+    Raises:
+        ConfigError: an address is another machine's.
+    """
+    unknown = [isinstance(addresses_of(server.host, 0), str) for server in config.rollout.servers]
+    for index, server in enumerate(config.rollout.servers):
+        if not unknown[index] and not is_here(server.host):
+            raise ConfigError(
+                "rollout.sync.transport: shared_memory needs every server on rank 0's machine, got host="
+                f"{server.host!r} in rollout.servers[{index}].base_url, which is another's; write transport: auto"
+            )
+    return not any(unknown)
+
+
 def refuse_deaf_endpoint(endpoint: str) -> None:
     """Checks ``launch.learner.rdzv_endpoint``, which torchrun would wait for without a word.
 
@@ -135,14 +156,28 @@ def _lone_address(host: str) -> str:
 
 _POLL_S = 0.5
 _WAIT_SLICE_S = 10.0
+_LOOK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class FoundServers:
+    """The kinds of a run's servers, by base URL; a stock one is in neither."""
+
+    ours: set[str] = field(default_factory=set)
+    chat_models: dict[str, str] = field(default_factory=dict)
+    """Names of the models of plain ``vllm serve``s."""
 
 
 def wait_for_servers(
-    config: Stage2Config, control: ControlGroup, warn: Callable[[str], None] = lambda message: None
-) -> set[str]:
-    """Returns once every server answers and can be given weights: the base URLs of those that are ours.
+    config: Stage2Config,
+    control: ControlGroup,
+    warn: Callable[[str], None] = lambda message: None,
+    tell_silent: Callable[[Sequence[str]], None] = lambda base_urls: None,
+) -> FoundServers:
+    """Returns once every server answers and can be given weights.
 
-    ``warn`` is told on rank 0 of a server that cannot abort although ``sync.on_pending`` asks for it.
+    ``warn`` is told on rank 0 of a server that cannot abort although ``sync.on_pending`` asks for it. ``tell_silent``
+    gets there those that have been asked for some seconds and not answered, whenever they become others.
 
     Raises:
         ConfigError: a server cannot be given weights from here; on every rank.
@@ -151,10 +186,11 @@ def wait_for_servers(
     start_timeout_s = config.rollout.start_timeout_s
     end = time.monotonic() + start_timeout_s
     waiting = [server.base_url for server in config.rollout.servers]
-    ours: set[str] = set()
+    found = FoundServers()
+    silent: set[str] = set()
     while waiting:
         # In slices, each with a broadcast: no rank waits in one collective for as long as a server may take.
-        told = control.broadcast(_look_for(config, waiting[0], end) if control.rank == 0 else None)
+        told = control.broadcast(look_for(config, waiting[0], end) if control.rank == 0 else None)
         if told["refused"]:
             raise ConfigError(told["refused"])
         if told["missing"]:
@@ -163,23 +199,34 @@ def wait_for_servers(
                 f"every rollout server must answer within rollout.start_timeout_s={start_timeout_s:g}, "
                 f"got no answer: {missing}; {remedy or 'start it'}, or correct rollout.servers"
             )
+        base_url, num_silent = waiting.pop(0), len(silent)
         if told["answers"]:
-            base_url = waiting.pop(0)
+            silent.discard(base_url)
+        else:
+            silent.add(base_url)
+            waiting.append(base_url)  # the others may answer meanwhile
+        if len(silent) != num_silent and control.rank == 0:
+            tell_silent(sorted(silent))
+        if told["answers"]:
             if told["ours"]:
-                ours.add(base_url.rstrip("/"))
+                found.ours.add(base_url.rstrip("/"))
+            if told["chat_model"]:
+                found.chat_models[base_url.rstrip("/")] = told["chat_model"]
             wants_abort = control.rank == 0 and config.rollout.sync.on_pending is OnPending.ABORT
             if wants_abort and not told["can_abort"]:
                 warn(
                     f"{base_url} cannot abort rollouts, so that a pending round waits for those in flight there; "
                     "rollout.sync.on_pending: abort needs swift-stage2 rollout"
                 )
-    return ours
+    return found
 
 
-def _look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
-    """One slice of the wait for one server."""
+def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
+    """One slice of the wait for one server, at most until ``end``, a moment of ``time.monotonic``."""
     told: dict[str, Any] = {"answers": False, "ours": False, "can_abort": False, "missing": "", "refused": ""}
+    told["chat_model"] = None
     slice_ends = min(end, time.monotonic() + _WAIT_SLICE_S)
+    said: ServerFault | None = None
     with ServerSession(base_url, config.rollout.api_key()) as session:
         while True:
             deadline = Deadline(max(0.1, slice_ends - time.monotonic()))
@@ -187,31 +234,56 @@ def _look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]
                 info = session.info(deadline)
                 if info.stock:  # for the whole run, so one odd answer shall not decide it
                     info = session.info(deadline)
-                if info.stock:
+                if info.stock and info.chat_model is None:
                     ask_world_size(session, deadline)
             except ServerFault as fault:
                 if fault.refuses_key:
                     told["missing"] = str(fault)
                     return told
+                # The last look has next to no time: an answer from before says more.
+                said = said if said is not None and fault.kind is FaultKind.LATE else fault
                 if time.monotonic() >= slice_ends:  # until then it may be one odd answer
-                    told["missing"] = str(fault) if time.monotonic() >= end else ""
-                    told["refused"] = _foreign(base_url, fault) if is_foreign(fault) else ""
+                    told["missing"] = str(said) if time.monotonic() >= end else ""
+                    told["refused"] = _foreign(session, said) if is_foreign(said) else ""
                     return told
             else:
                 told |= {"answers": True, "ours": not info.stock, "can_abort": info.can_abort}
-                if info.stock and not vllm_is_installed():
+                told["chat_model"] = info.chat_model
+                told["refused"] = cannot_resume(config.rollout, base_url, info)
+                if info.stock and not told["refused"] and not vllm_is_installed():
                     told["refused"] = (
-                        f"{base_url} is a stock swift rollout, which takes weights over vLLM's own group: vLLM must be "
+                        f"{base_url} is no server of ours and takes weights over vLLM's own group: vLLM must be "
                         "installed beside the learner, got none; install it, or serve with swift-stage2 rollout"
+                    )
+                if info.chat_model is not None and (options := request_options(needed_columns(config))):
+                    told["refused"] = (
+                        f"{base_url} is a plain vllm serve, which tells log-probabilities of the model and not of what "
+                        f"it draws from, got a run that asks for {', '.join(options)}; serve with swift-stage2 rollout "
+                        "or swift rollout, or leave telemetry.log_probs out"
                     )
                 return told
             time.sleep(_POLL_S)
 
 
-def _foreign(base_url: str, fault: ServerFault) -> str:
+def cannot_resume(rollout: RolloutConfig, base_url: str, info: ServerInfo) -> str:
+    """Why a run cannot have this server though it answers; empty if it can, as far as aborted rollouts go."""
+    if rollout.sync.on_pending is not OnPending.RESUME or info.resume:
+        return ""
+    kind = "swift-stage2 rollout of an earlier release"
+    if info.stock:
+        kind = "stock swift rollout" if info.chat_model is None else "a plain vllm serve"
     return (
-        f"{base_url} must be a rollout server, got an answer of another program ({str(fault)[:200]}); end what listens "
-        "there, or correct rollout.servers"
+        f"rollout.sync.on_pending: resume needs servers that resume aborted rollouts, got {base_url}, {kind}; serve "
+        f"with swift-stage2 rollout of this release, or write on_pending: {'wait' if info.stock else 'abort'}"
+    )
+
+
+def _foreign(session: ServerSession, fault: ServerFault) -> str:
+    if vllm_serve.lacks_routes(session, Deadline(_LOOK_S)):
+        return f"{session.base_url} must be a rollout server: {vllm_serve.ROUTES_REMEDY}"
+    return (
+        f"{session.base_url} must be a rollout server, got an answer of another program ({str(fault)[:200]}); end what "
+        "listens there, or correct rollout.servers"
     )
 
 

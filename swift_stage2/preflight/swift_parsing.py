@@ -30,12 +30,25 @@ from swift.utils import parse_args  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
+SECTION, OPTION, COMMAND_LINE = "section swift", "--swift", "the command line"
+"""Where the user has written arguments: in a configuration, as ``--swift KEY=VALUE``, as options of a server."""
+_REMEDIES = {
+    OPTION: "its option --NAME is --swift NAME=VALUE",
+    COMMAND_LINE: "see swift-stage2 rollout --help",
+}
+_UNKNOWN_KIND = (" not in [", "automatically match", "no suitable")
+_KIND_REMEDIES = {
+    SECTION: "name the plugin that brings it, external_plugins: [FILE], or its kind, model_type: NAME",
+    OPTION: "name the plugin that brings it, --swift external_plugins=FILE, or its kind, --swift model_type=NAME",
+    COMMAND_LINE: "name the plugin that brings it, --external-plugins FILE, or its kind, --model-type NAME",
+}
+
 # Errors by which ms-swift's own checks of its arguments refuse them; a missing package is one.
 _REFUSALS = (ValueError, TypeError, AssertionError, ImportError, OSError)
 
 
 def refuse_unreadable(
-    argv: Sequence[str], arguments_class: type = SftArguments, *, where: str = "section swift"
+    argv: Sequence[str], arguments_class: type = SftArguments, *, where: str = SECTION
 ) -> None:
     """Names and values as ms-swift's parser reads them; what it checks after that is left out, so no model is needed.
 
@@ -55,7 +68,7 @@ def refuse_unreadable(
 
 
 def parse_swift_arguments(
-    argv: Sequence[str], arguments_class: type = SftArguments, *, where: str = "section swift"
+    argv: Sequence[str], arguments_class: type = SftArguments, *, where: str = SECTION
 ) -> Any:
     """ms-swift's arguments, read and checked by ms-swift. ``where``: where the user has written them.
 
@@ -81,6 +94,8 @@ def _parse(argv: Sequence[str], arguments_class: type, where: str) -> tuple[Any,
             raise ConfigError(
                 f"a plugin must be importable, got {words} from {plugin}; mend that file"
             ) from error
+        if unknown := unknown_kind(error, where):
+            raise unknown from error
         if not isinstance(error, _REFUSALS):
             raise
         logger.debug("ms-swift refused its arguments", exc_info=True)
@@ -109,7 +124,24 @@ def _refusal(words: str, where: str) -> str:
             "torchrun --nproc_per_node N -m swift_stage2 train CONFIG.yaml, or with swift-stage2 launch"
         )
     reason = without_list(" ".join(words.split()))
-    return f"ms-swift refuses {where}: {reason}; correct it (its option --NAME is the key NAME of {where})"
+    remedy = _REMEDIES.get(where, f"its option --NAME is the key NAME of {where}")
+    return f"ms-swift refuses {where}: {reason}; correct it ({remedy})"
+
+
+def unknown_kind(error: Exception, where: str) -> ConfigError | None:
+    """The line to say where ``error`` means that ms-swift does not know a model's kind, perhaps a plugin's."""
+    words = " ".join(str(error).split())
+    if isinstance(
+        error, KeyError
+    ):  # ms-swift looks up what args.json says without asking whether it is there
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        if frame.f_code.co_name != "get_model_info_meta":
+            return None
+        words = f"model_type {words}, which it has not"
+    elif "model_type" not in words or not any(part in words for part in _UNKNOWN_KIND):
+        return None
+    remedy = _KIND_REMEDIES.get(where, _KIND_REMEDIES[SECTION])
+    return ConfigError(f"ms-swift must know the model's kind, got: {without_list(words)}; {remedy}")
 
 
 def check_arguments(config: Stage2Config) -> None:

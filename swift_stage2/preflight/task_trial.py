@@ -14,6 +14,7 @@ from dataclasses import replace
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import make_target
 from swift_stage2.channel_b.task import Task, name_of
+from swift_stage2.columns import stand_ins
 from swift_stage2.errors import DatasetError, MatchingError, SampleError, Stage2Error, TaskError
 from swift_stage2.preflight.packing_isolation import empty_rollout
 from swift_stage2.records import Sample
@@ -35,7 +36,9 @@ def try_answers(encoder: Encoder, task: Task, samples: Sequence[Sample]) -> None
             continue  # told elsewhere
         half = answer[: len(answer) // 2]
         for text in ("", answer, _NONSENSE, half):
-            rollout = replace(silence, text=text, token_ids=encoder.tokenise(text)[0], truncated=text == half)
+            token_ids, _ = encoder.tokenise(text)
+            said = {"text": text, "token_ids": token_ids, **stand_ins(len(token_ids))}
+            rollout = replace(silence, **said, truncated=text == half)
             try:
                 make_target(rollout, prompt, encoder, task)
             except TaskError:

@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import psutil
@@ -98,6 +99,15 @@ def is_free(host: str, port: int) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Ports on the loopback address that nobody listens on now, all different."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return tuple(each.getsockname()[1] for each in sockets)
 
 
 def refuse_busy(host: str, port: int, key: str) -> tuple[str, int]:

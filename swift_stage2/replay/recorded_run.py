@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from swift_stage2.columns import read_back
 from swift_stage2.errors import UserError
 from swift_stage2.records import Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.scheduling.step_plan import Channel
@@ -293,4 +294,5 @@ class _Join:
             seed=0,
             server="the record",
             spans=tuple(VersionSpan(*span) for span in line["spans"]),
+            **read_back(line),
         )

@@ -6,9 +6,11 @@
     verdict, speed     how fast, how fast at best, what binds and which knob helps
     steps              what was wanted and what ran, queue, drops, where time went, sync rounds, how full packs were
     matches, drift     how good matches were, how they grow old
+    evaluations        detection metrics of every evaluation, from its rows;  suspects  labels that are probably wrong
     samples, gallery   what became of every sample, whom the run trained, and pictures to page through
-    content            sentences, tables and charts, of which sections are made
-    page, terminal     their two forms; the page's files are in page_files/
+    two_runs           two runs compared
+
+``swift-stage2 rollouts RUN_DIR`` follows the rollouts of a run: finished_rollouts reads them, rollouts_command prints.
 
 Finished, killed and running runs alike; the run itself is not touched.
 """

@@ -1,14 +1,13 @@
-"""The ``report`` command: what a run left behind in; tables, a page and the account of its samples out.
+"""The ``report`` command: what a run, or two, left behind in; tables, a page and the account of samples out.
 
-Exit status: 0 every sample has one end or is in hand, 1 not so or not provable, 2 there is no such run, its directories
-are of several, or the report cannot be written.
+Exit status: 0 every sample has one end or is in hand, 1 not so or not provable, 2 there is no such run, directories are
+of one run neither nor of two, or the report cannot be written.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,18 +16,22 @@ from typing import Any
 from rich.console import Console
 
 from swift_stage2.errors import UserError
+from swift_stage2.pages.page import write_page
+from swift_stage2.pages.terminal import terminal_report
 from swift_stage2.report.gallery import DEFAULT_SIZE
-from swift_stage2.report.page import page, write_page
-from swift_stage2.report.report import RunReport, report_of
-from swift_stage2.report.run_data import read_run
-from swift_stage2.report.terminal import terminal_report
+from swift_stage2.report.report import RunReport, page, report_of
+from swift_stage2.report.run_data import are_two_runs, read_run
+from swift_stage2.report.suspects import suspect_lines
+from swift_stage2.report.two_runs import RunComparison, compare_runs, comparison_page
 from swift_stage2.telemetry.trace import merge_traces
-from swift_stage2.terminal.output import throw_away
+from swift_stage2.terminal.output import needs_stdout
 from swift_stage2.terminal.parser import CommandParser
 
 EXIT_BALANCED = 0
 EXIT_NOT_BALANCED = 1
 _PAGE = "report.html"
+_COMPARISON = "comparison.html"
+_SUSPECTS = "label_suspects.jsonl"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,17 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: there is no such run, or the report cannot be written.
     """
     options = _parser().parse_args(argv)
+    if are_two_runs(options.run_dir):
+        first, second = (read_run([run_dir]) for run_dir in options.run_dir)
+        comparison = compare_runs(first, second, options.gallery)
+        with needs_stdout("a comparison"):
+            _tell_two(comparison, options)
+        return EXIT_BALANCED if all(comparison.is_balanced) else EXIT_NOT_BALANCED
     report = report_of(read_run(options.run_dir), options.gallery)
-    try:
+    with needs_stdout("a report"):
         _tell(report, options)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise  # who reads it has seen enough
-    except OSError as error:
-        throw_away()
-        raise UserError(
-            f"a report needs an output that takes it, got {error}; send it elsewhere, or make room"
-        ) from error
     return EXIT_BALANCED if report.is_balanced else EXIT_NOT_BALANCED
 
 
@@ -56,12 +57,14 @@ def _tell(report: RunReport, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(_facts(report), indent=2))
         if options.output is not None:
-            write_page(options.output, page(report))
+            _write(options.output, report)
         return
     Console().print(terminal_report(report.sections))
     output = options.output or options.run_dir[-1] / _PAGE
-    write_page(output, page(report))
+    _write(output, report)
     print(f"page: {output}")
+    if report.suspects:
+        print(f"suspected label errors: {output.parent / _SUSPECTS}")
     try:
         trace = merge_traces(options.run_dir[-1])
     except (UserError, OSError) as error:
@@ -69,6 +72,34 @@ def _tell(report: RunReport, options: argparse.Namespace) -> None:
     else:
         if trace is not None:
             print(f"trace: {trace}, for ui.perfetto.dev")
+
+
+def _write(output: Path, report: RunReport) -> None:
+    write_page(output, page(report))
+    if report.suspects is not None:
+        write_page(output.parent / _SUSPECTS, suspect_lines(report.suspects))
+
+
+def _tell_two(comparison: RunComparison, options: argparse.Namespace) -> None:
+    output = options.output or options.run_dir[-1] / _COMPARISON
+    if options.json:
+        print(json.dumps(_facts_of_two(comparison), indent=2))
+    else:
+        Console().print(terminal_report(comparison.sections))
+    if options.output is not None or not options.json:
+        write_page(output, comparison_page(comparison))
+    if not options.json:
+        print(f"page: {output}")
+
+
+def _facts_of_two(comparison: RunComparison) -> dict[str, Any]:
+    return {
+        "run_dirs": comparison.run_dirs,
+        "balanced": comparison.is_balanced,
+        "sections": {
+            section.key: [asdict(part) for part in section.parts] for section in comparison.sections
+        },
+    }
 
 
 def _facts(report: RunReport) -> dict[str, Any]:
@@ -88,27 +119,28 @@ def _parser() -> argparse.ArgumentParser:
         prog="swift-stage2 report",
         exit_statuses="0 every sample has one end or is in hand; 1 not so, or not provable",
         description="Tells how a run went, on one HTML page and here: how fast and why, what was skipped and dropped, "
-        "how good its rollouts were, and whether every sample drawn was trained once, quarantined, or is in hand.",
+        "how good its rollouts were, and whether every sample drawn was trained once, quarantined, or is in hand. "
+        "Compares two runs where two directories are of two.",
     )
     parser.add_argument(
         "run_dir",
         metavar="RUN_DIR",
         type=Path,
         nargs="+",
-        help="a run's output directory; if it was resumed into others, all of them, oldest first",
+        help="a run's output directory; if it was resumed into others, all of them, oldest first; or those of two runs",
     )
     parser.add_argument(
         "--output",
         metavar="FILE",
         type=Path,
-        help=f"where the page goes (default: {_PAGE} in the last RUN_DIR)",
+        help=f"where the page goes (default: {_PAGE} in the last RUN_DIR, of two runs {_COMPARISON})",
     )
     parser.add_argument(
         "--gallery",
         metavar="N",
         type=_at_least_zero,
         default=DEFAULT_SIZE,
-        help=f"how many matches the page shows, the newest (default {DEFAULT_SIZE})",
+        help=f"how many pictures each gallery of the page shows (default {DEFAULT_SIZE})",
     )
     parser.add_argument(
         "--json",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations, groupby
 
 from swift_stage2.config import MatchingConfig
-from swift_stage2.report.content import (
+from swift_stage2.pages.content import (
     Chart,
     Mark,
     Section,
@@ -25,7 +25,7 @@ from swift_stage2.report.content import (
     filled,
     number,
 )
-from swift_stage2.report.matches import Box, LoggedMatch
+from swift_stage2.report.matches import LoggedMatch
 from swift_stage2.report.run_data import RunData
 
 MOST_ANSWERS = 24
@@ -58,9 +58,11 @@ class Drift:
 
 
 def drift_of(matches: Iterable[LoggedMatch], threshold: float) -> list[Drift]:
-    """A measurement per purpose and lag, in order; pairs of answers with unlike ground truth are left out."""
+    """A measurement per purpose and lag, in order; pairs of answers with unlike truth are left out, and points."""
     by_image: dict[tuple[str, int], list[LoggedMatch]] = defaultdict(list)
     for match in matches:
+        if match.is_of_points:
+            continue  # two points have no overlap
         by_image[match.purpose, match.row].append(match)
     by_lag: dict[tuple[str, int], dict[int, tuple[int, int]]] = defaultdict(dict)
     for (purpose, row), answers in by_image.items():
@@ -73,7 +75,7 @@ def drift_of(matches: Iterable[LoggedMatch], threshold: float) -> list[Drift]:
     return [_drift(*key, list(by_lag[key].values())) for key in sorted(by_lag)]
 
 
-def iou(one: Box, other: Box) -> float:
+def iou(one: Sequence[float], other: Sequence[float]) -> float:
     """Intersection over union; 0 for two boxes without area."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
@@ -124,21 +126,21 @@ def _num_changed(one: LoggedMatch, other: LoggedMatch, threshold: float) -> int:
     return sum(_differ(mine, theirs, threshold) for mine, theirs in partners)
 
 
-def _partners(match: LoggedMatch) -> list[Box | None]:
+def _partners(match: LoggedMatch) -> list[Sequence[float] | None]:
     """By ground-truth box, the predicted box that it was matched to."""
-    partners: list[Box | None] = [None] * len(match.truth)
+    partners: list[Sequence[float] | None] = [None] * len(match.truth)
     for prediction, truth, _ in match.pairs:
         partners[truth] = match.predicted[prediction].box
     return partners
 
 
-def _differ(one: Box | None, other: Box | None, threshold: float) -> bool:
+def _differ(one: Sequence[float] | None, other: Sequence[float] | None, threshold: float) -> bool:
     if one is None or other is None:
         return one is not other
     return one != other and iou(one, other) < threshold
 
 
-def _area(box: Box) -> float:
+def _area(box: Sequence[float]) -> float:
     return max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1])
 
 
@@ -148,7 +150,10 @@ def drift_section(run: RunData, matches: Sequence[LoggedMatch]) -> Section:
     threshold = MatchingConfig().iou_threshold if threshold is None else threshold
     found = drift_of(matches, threshold)
     if not found:
-        return Section("drift", "Match drift", (Sentence(DEFINITION), Sentence("No image was asked twice.")))
+        why = "No image was asked twice."
+        if any(match.is_of_points for match in matches):
+            why = "It is measured of boxes; this run's objects are points."
+        return Section("drift", "Match drift", (Sentence(DEFINITION), Sentence(why)))
     if len(found) > _MANY_LAGS:  # the first ones and those that double
         found = [one for one in found if one.lag <= 8 or one.lag & (one.lag - 1) == 0]
     rows = tuple(

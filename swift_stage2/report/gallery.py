@@ -1,98 +1,28 @@
 """Turns matches into pictures to page through: what was seen, said, matched, missed, invented and trained.
 
-Bounded: the newest matches only, one thumbnail per image. It makes data for the page's script, which puts
-every text in as text. A path comes from a data set: it is opened as an image of a known raster format and as nothing
-else, only if it is a regular file, and only if it is of a bounded size.
+Bounded: the newest matches only, one thumbnail per image.
 """
 
 from __future__ import annotations
 
-import base64
-import io
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
-from PIL import Image
-
-from swift_stage2.channel_b.image_files import RASTER_FORMATS
-from swift_stage2.report.content import Section, Sentence, Tone, number
+from swift_stage2.pages.content import Section, Sentence, Tone, number
+from swift_stage2.pages.pictures import GALLERY_KEY, DrawnBox, Filter, Gallery, Picture, Thumbnails
 from swift_stage2.report.matches import EVALUATION, Key, Labelled, LoggedMatch
 
-GALLERY_KEY = "gallery"
 DEFAULT_SIZE = 200
-MOST_SIDE = 384
-"""Pixels of a thumbnail's longer side."""
-_MOST_PIXELS = 100_000_000
-_QUALITY = 70
-_DrawnBox = tuple[str, float, float, float, float, str]
-
-
-class UnreadableImage(Exception):
-    """There is no picture; the message says why."""
-
-
-class Filter(StrEnum):
-    """A property to choose pictures by; several may hold, except the first."""
-
-    ALL_RIGHT = "all right"
-    MISSED = "has missed"
-    FALSE = "has false"
-    NOTHING_FOUND = "nothing found"
-    DROPPED = "dropped objects"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """One rollout. ``image`` numbers the gallery's thumbnails; None with ``trouble``, which says why there is none."""
-
-    image: int | None
-    trouble: str | None
-    name: str
-    facts: tuple[str, ...]
-    fate: str
-    space: tuple[int, int]
-    boxes: tuple[_DrawnBox, ...]
-    """(truth, matched, missed or false; x1, y1, x2, y2; label). Ground truth first, predictions lie on top."""
-    outcomes: tuple[str, ...]
-    """Values of ``Filter``."""
-    rollout: str
-    target: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gallery:
-    """Newest first."""
-
-    pictures: tuple[Picture, ...]
-    thumbnails: tuple[str, ...]
-    """Data URIs."""
-    num_matches: int
-    """Of which the pictures are the newest."""
-
-    def count(self, chosen: Filter) -> int:
-        """Pictures that a filter keeps."""
-        return sum(chosen in picture.outcomes for picture in self.pictures)
 
 
 def gallery_of(
     matches: Sequence[LoggedMatch], fates: Mapping[int, Mapping[Key, str]], size: int = DEFAULT_SIZE
 ) -> Gallery:
     """The newest ``size`` matches; ``matches`` by time, ``fates`` by rank and draw. Opens their images."""
-    thumbnails: list[str] = []
-    seen: dict[str | None, tuple[int | None, str | None]] = {None: (None, "the image has no path")}
-    pictures = []
+    thumbnails, pictures = Thumbnails(), []
     for match in reversed(matches[max(0, len(matches) - size) :]):
         path = match.images[0] if match.images else None
-        if path is not None and path not in seen:
-            try:
-                thumbnails.append(thumbnail(path))
-                seen[path] = len(thumbnails) - 1, None
-            except UnreadableImage as reason:
-                seen[path] = None, str(reason)
-        image, trouble = seen[path]
+        image, trouble = thumbnails.add(path)
         fate = fates.get(match.rank, {}).get(match.sample, "not trained")
         pictures.append(
             Picture(
@@ -111,7 +41,7 @@ def gallery_of(
                 target=match.target,
             )
         )
-    return Gallery(pictures=tuple(pictures), thumbnails=tuple(thumbnails), num_matches=len(matches))
+    return Gallery(pictures=tuple(pictures), thumbnails=thumbnails.uris, num_matches=len(matches))
 
 
 def gallery_section(gallery: Gallery, num_odd: int) -> Section:
@@ -141,38 +71,6 @@ def filters_of(match: LoggedMatch) -> tuple[Filter, ...]:
     return tuple(name for name, held in holds.items() if held) or (Filter.ALL_RIGHT,)
 
 
-def thumbnail(path: str) -> str:
-    """A data URI of a WebP image of at most ``MOST_SIDE`` pixels a side.
-
-    Raises:
-        UnreadableImage: the file is absent, no image, damaged or too large.
-    """
-    try:
-        if not Path(path).is_file():
-            raise UnreadableImage("there is no such file here")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path, formats=RASTER_FORMATS) as image:
-                return _encode(image)
-    except UnreadableImage:
-        raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UnreadableImage("the image has too many pixels") from error
-    except Exception as error:  # decoders of damaged files raise anything
-        raise UnreadableImage(f"no image that can be read: {type(error).__name__}") from error
-
-
-def _encode(image: Image.Image) -> str:
-    if image.width * image.height > min(_MOST_PIXELS, Image.MAX_IMAGE_PIXELS or _MOST_PIXELS):
-        raise UnreadableImage(f"the image has too many pixels: {image.width} × {image.height}")
-    image.draft("RGB", (MOST_SIDE, MOST_SIDE))
-    small = image.convert("RGB")
-    small.thumbnail((MOST_SIDE, MOST_SIDE))
-    buffer = io.BytesIO()
-    small.save(buffer, "WEBP", quality=_QUALITY, icc_profile=None)  # a profile may be larger than the picture
-    return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
 def _facts(match: LoggedMatch) -> Iterator[str]:
     epoch, position, row, attempt = match.sample
     again = f", attempt {attempt}" if attempt else ""
@@ -192,6 +90,6 @@ def _facts(match: LoggedMatch) -> Iterator[str]:
 
 def _boxes(
     objects: Sequence[Labelled], alone: frozenset[int], without_partner: str, with_partner: str
-) -> Iterator[_DrawnBox]:
+) -> Iterator[DrawnBox]:
     for index, one in enumerate(objects):
         yield (without_partner if index in alone else with_partner, *one.box, one.label)

@@ -15,8 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field, FiniteFloat, TypeAdapter
 
-from swift_stage2.records import match_ratios
-from swift_stage2.report.content import (
+from swift_stage2.pages.content import (
     Chart,
     Mark,
     Part,
@@ -28,6 +27,7 @@ from swift_stage2.report.content import (
     number,
     series_of,
 )
+from swift_stage2.records import match_ratios
 from swift_stage2.report.run_data import RunData
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry
@@ -48,6 +48,8 @@ _Text = Annotated[str, BeforeValidator(_shortened)]
 _Path = Annotated[str | None, BeforeValidator(lambda path: path if isinstance(path, str) else None)]
 Box = tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat]
 """x1, y1, x2, y2 in the match's space."""
+Point = tuple[FiniteFloat, FiniteFloat]
+"""x, y in the match's space."""
 Key = tuple[_Whole, _Whole, _Whole, _Whole]
 """Epoch, position in the rank's shard, row of the data set, attempt; of an evaluation only the row tells anything."""
 EVALUATION = "evaluation"
@@ -58,7 +60,7 @@ class Labelled:
     """One object."""
 
     label: str
-    box: Box
+    box: Box | Point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +74,11 @@ class LoggedMatch:
     version: _Whole
     images: tuple[_Path, ...]
     space: tuple[_Side, _Side]
-    """Width and height that the boxes are measured in."""
+    """Width and height that the boxes, or points, are measured in."""
     truth: tuple[Labelled, ...]
     predicted: tuple[Labelled, ...]
     pairs: tuple[tuple[int, int, float], ...]
-    """(prediction, truth, IoU)."""
+    """(prediction, truth, IoU, or closeness of points)."""
     rollout: _Text
     target: _Text
     truncated: bool
@@ -87,6 +89,11 @@ class LoggedMatch:
     def row(self) -> int:
         """Of its data set."""
         return self.sample[2]
+
+    @property
+    def is_of_points(self) -> bool:
+        """Whether any object is a point; a task has objects of one kind."""
+        return any(len(one.box) == 2 for one in (*self.truth, *self.predicted))
 
     @property
     def missed(self) -> frozenset[int]:
@@ -112,7 +119,7 @@ def matches_of(records: Iterable[Record]) -> tuple[list[LoggedMatch], int]:
     num_odd = 0
     for record in records:
         try:
-            match = _match(record)
+            match = match_of(record)
         except (ValueError, OverflowError):
             num_odd += 1
         else:
@@ -120,8 +127,13 @@ def matches_of(records: Iterable[Record]) -> tuple[list[LoggedMatch], int]:
     return sorted(found.values(), key=lambda match: match.time), num_odd
 
 
-def _match(record: Record) -> LoggedMatch:
+def match_of(record: Record) -> LoggedMatch:
+    """Raises ValueError or OverflowError: the record has not the form."""
     match = _FORM.validate_python(record)
+    for box in (each.box for each in (*match.truth, *match.predicted)):
+        # Of a point both are alike.
+        if box[0] > box[-2] or box[1] > box[-1] or max(-box[0], -box[1], *box[-2:]) > _MOST:
+            raise ValueError("no box")
     for numbers, limit in (
         ([prediction for prediction, _, _ in match.pairs], len(match.predicted)),
         ([truth for _, truth, _ in match.pairs], len(match.truth)),
@@ -148,8 +160,11 @@ class _Counts(NamedTuple):
 _ByVersion = Mapping[int, Sequence[_Counts]]
 
 
-def quality_section(run: RunData, matches: Iterable[LoggedMatch]) -> Section:
+def quality_section(run: RunData, matches: Sequence[LoggedMatch]) -> Section:
     """Match quality by version, and of evaluations by step."""
+    names = _NAMES
+    if any(match.is_of_points for match in matches):
+        names = _NAMES | {"mean_iou": "mean closeness"}
     by_version = _of_ledger(run.ledger_records) or _of_matches(matches)
     versions = sorted(by_version)
     evaluations = run.first.evaluations if run.first else []
@@ -157,16 +172,16 @@ def quality_section(run: RunData, matches: Iterable[LoggedMatch]) -> Section:
         name for record in evaluations for name in record["ratios"] if name not in _NOT_SHOWN
     )
     own = {name: name for name in told if name not in _NAMES}  # of the task, which may be no shares
-    measures = {**_NAMES, **own} if own else _NAMES
+    measures = {**names, **own}
     parts: list[Part] = [
-        _halves(versions, by_version),
+        _halves(versions, by_version, names),
         _chart(
             "quality",
             "Match quality of rollouts",
             "Rollouts against ground truth before correction, by the version of the weights that gave them.",
             "version",
             [(float(group[0]), _ratios(group, by_version)) for group in grouped(versions)],
-            _NAMES,
+            names,
         ),
         _evaluations(evaluations, measures),
         _chart(
@@ -206,7 +221,7 @@ def _ratios(versions: Iterable[int], by_version: _ByVersion) -> dict[str, float]
     return match_ratios(**dict(zip(_Counts._fields, sums, strict=True)))
 
 
-def _halves(versions: Sequence[int], by_version: _ByVersion) -> Table:
+def _halves(versions: Sequence[int], by_version: _ByVersion, names: Mapping[str, str]) -> Table:
     """The older half of the versions against the newer one, and all: the trend in numbers."""
     parts = {"all versions": versions}
     if len(versions) > 1:
@@ -217,8 +232,8 @@ def _halves(versions: Sequence[int], by_version: _ByVersion) -> Table:
     for name, members in parts.items() if versions else ():
         ratios = _ratios(members, by_version)
         num_rollouts = sum(len(by_version[version]) for version in members)
-        rows.append((name, *(number(ratios.get(measure)) for measure in _NAMES), number(num_rollouts)))
-    return Table("Rollouts before correction", ("version", *_NAMES.values(), "rollouts"), tuple(rows))
+        rows.append((name, *(number(ratios.get(measure)) for measure in names), number(num_rollouts)))
+    return Table("Rollouts before correction", ("version", *names.values(), "rollouts"), tuple(rows))
 
 
 def _evaluations(evaluations: Sequence[Record], measures: Mapping[str, str]) -> Table:
@@ -248,7 +263,7 @@ def _chart(
         name: [(place, values[measure]) for place, values in points if measure in values]
         for measure, name in measures.items()
     }
-    y_title = "0 to 1" if measures is _NAMES else "value"
+    y_title = "0 to 1" if measures.keys() == _NAMES.keys() else "value"
     series = tuple(series_of(name, Mark.LINE, told) for name, told in by_measure.items() if told)
     return Chart(
         key=key, title=title, description=description, x_title=x_title, y_title=y_title, series=series

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from swift_stage2.report.content import Section, number
+from swift_stage2.pages.content import Section, Sentence, number
+from swift_stage2.pages.page import PageContent, page_of
+from swift_stage2.pages.pictures import GALLERY_KEY, Gallery
 from swift_stage2.report.drift import drift_section
-from swift_stage2.report.gallery import DEFAULT_SIZE, Gallery, gallery_of, gallery_section
+from swift_stage2.report.evaluations import RowEvaluation, detection_section, evaluations_of
+from swift_stage2.report.gallery import DEFAULT_SIZE, gallery_of, gallery_section
 from swift_stage2.report.matches import matches_of, quality_section
 from swift_stage2.report.run_data import RunData
 from swift_stage2.report.samples import Comparison, account_section, compare, draws_of, selection_section
@@ -20,7 +24,15 @@ from swift_stage2.report.steps import (
     steps_section,
     time_section,
 )
+from swift_stage2.report.suspects import (
+    SUSPECTS_KEY,
+    Suspect,
+    suspects_gallery,
+    suspects_of,
+    suspects_section,
+)
 from swift_stage2.report.verdict import knobs_of, post_steps_of, verdict_section
+from swift_stage2.run_directory.next_commands import next_commands
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 from swift_stage2.telemetry.summary import summary_of
 
@@ -33,18 +45,22 @@ class RunReport:
     state: str
     """How the run stands, in a few words."""
     sections: tuple[Section, ...]
-    gallery: Gallery
+    galleries: Mapping[str, Gallery]
+    """By the section that they stand in."""
     account: RunAccount | None
     """None without channel B."""
     comparisons: tuple[Comparison, ...]
     speed: Speed | None
+    evaluations: tuple[RowEvaluation, ...]
+    suspects: Sequence[Suspect] | None
+    """None where too few versions were evaluated."""
     is_balanced: bool
     """Whether it is proven that no sample was lost; nothing can be lost without channel B."""
 
 
 def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
     """Computes the whole report; opens at most ``gallery_size`` images."""
-    account = account_of(run.ledgers, run.doubts) if run.ledgers else None
+    account, is_balanced = account_of_run(run)
     matches, num_odd = matches_of(chain.from_iterable(records.matches for records in run.ranks))
     summary, works, knobs = summary_of(run.ranks), works_of(run), knobs_of(run)
     found = slowest(works)
@@ -53,6 +69,9 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
     comparisons = compare(list(chain.from_iterable(draws.values())))
     fates = {rank: {draw.key: draw.fate for draw in of_rank if draw.key} for rank, of_rank in draws.items()}
     gallery = gallery_of(matches, fates, gallery_size)
+    evaluations = evaluations_of(run, matches)
+    suspects = suspects_of(evaluations)
+    suspected = suspects_gallery(suspects or (), evaluations, gallery_size)
     sections = (
         verdict_section(works, summary, knobs, post_steps_of(run)),
         steps_section(run, summary),
@@ -61,25 +80,57 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
         drops_section(summary),
         rounds_section(run, summary),
         quality_section(run, matches),
+        detection_section(evaluations),
+        suspects_section(suspects, suspected),
         drift_section(run, matches),
         selection_section(comparisons),
         fill_section(run),
         account_section(account, run.ranks, had_no_b=run.had_no_b),
         gallery_section(gallery, num_odd + sum(rank.num_odd_matches for rank in run.ranks)),
+        *_next_section(run),
     )
     return RunReport(
         run_dirs=tuple(map(str, run.run_dirs)),
-        state=_state(run),
+        state=state_of(run),
         sections=sections,
-        gallery=gallery,
+        galleries={SUSPECTS_KEY: suspected, GALLERY_KEY: gallery},
+        evaluations=tuple(evaluations),
+        suspects=suspects,
         account=account,
         comparisons=comparisons,
         speed=speed,
-        is_balanced=account.is_balanced if account else run.had_no_b,
+        is_balanced=is_balanced,
     )
 
 
-def _state(run: RunData) -> str:
+def _next_section(run: RunData) -> Iterator[Section]:
+    """The last checkpoint, if there is one, and the commands that merge and evaluate it."""
+    swift = run.setting("swift")
+    lines = next_commands(run.run_dirs[-1], swift if isinstance(swift, Mapping) else {})
+    if lines:
+        yield Section("next", "Next", tuple(Sentence(line) for line in lines))
+
+
+def account_of_run(run: RunData) -> tuple[RunAccount | None, bool]:
+    """Its account, None without a ledger, and whether it is proven that no sample was lost."""
+    account = account_of(run.ledgers, run.doubts) if run.ledgers else None
+    return account, account.is_balanced if account else run.had_no_b
+
+
+def page(report: RunReport) -> str:
+    """The whole page."""
+    return page_of(
+        PageContent(
+            heading="Run report",
+            places=report.run_dirs,
+            state=report.state,
+            sections=report.sections,
+            galleries=report.galleries,
+        )
+    )
+
+
+def state_of(run: RunData) -> str:
     if run.first is None:
         return "no audit"
     end = "ended in order" if all(records.has_ended for records in run.ranks) else "running, or was killed"

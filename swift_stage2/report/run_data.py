@@ -133,22 +133,41 @@ def read_run(run_dirs: Sequence[Path]) -> RunData:
     )
 
 
+def are_two_runs(run_dirs: Sequence[Path]) -> bool:
+    """Whether these are the directories of two runs, neither of which goes on with the other.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    return (
+        len({each.resolve() for each in run_dirs}) == len(run_dirs) == 2
+        and _stranger(run_dirs) is not None
+        and _stranger(run_dirs[::-1]) is not None
+    )
+
+
 def _refuse_unrelated(run_dirs: Sequence[Path]) -> None:
-    """Every directory but the first must begin with a process that resumed a checkpoint of those before it."""
+    if (stranger := _stranger(run_dirs)) is not None:
+        raise UserError(
+            "several directories are those of one run, each resumed from a checkpoint of those before it, oldest "
+            f"first, or exactly two, of two runs to compare, got {stranger}, which resumed none of them; run report on "
+            "each directory by itself, or on two"
+        )
+
+
+def _stranger(run_dirs: Sequence[Path]) -> Path | None:
+    """The first directory, but for the very first, whose run did not resume a checkpoint of those before it."""
     if len(run_dirs) == 1:
-        return
+        return None
     saved: set[str] = set()
     for number, run_dir in enumerate(run_dirs):
         ledgers = read_ledgers([run_dir]) if rank_files(run_dir, "ledger") else {}
         records = list(chain.from_iterable(ledgers.values()))
         if number and not _goes_on(run_dir, records, saved):
-            raise UserError(
-                "the directories given to one report are those of one run, each resumed from a checkpoint of those "
-                f"before it, oldest first, got {run_dir}, which resumed none of them; run report on each directory by "
-                "itself (it tells of one run, and compares none)"
-            )
+            return run_dir
         saved |= {record["save_id"] for record in records if record["kind"] == Entry.CHECKPOINT}
         saved |= {each.save_id for each in chain.from_iterable(_read_checkpoints([run_dir]).values())}
+    return None
 
 
 def _goes_on(run_dir: Path, ledger: Sequence[Record], saved: set[str]) -> bool:

@@ -17,7 +17,7 @@ from enum import StrEnum
 import numpy as np
 from scipy.stats import mannwhitneyu
 
-from swift_stage2.report.content import Part, Section, Sentence, Table, Tone, filled, pairs
+from swift_stage2.pages.content import Part, Section, Sentence, Table, Tone, filled, pairs
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry
 from swift_stage2.telemetry.ledger_account import Key, RankAccount, RunAccount, ledger_key
@@ -52,7 +52,7 @@ def account_section(account: RunAccount | None, ranks: Iterable[RankRecords], *,
 def _ranks(ranks: Sequence[RankAccount]) -> Table:
     rows = [(str(rank.rank), _numbers(rank)) for rank in ranks]
     sums = {name: sum(numbers[name] for _, numbers in rows) for name in rows[0][1]}
-    shown = [name for name, total in sums.items() if total or name != "taken over"]
+    shown = [name for name, total in sums.items() if total or name not in ("taken over", "rollouts resumed")]
     rows += [("all", sums)] if len(rows) > 1 else []
     return Table(
         "Samples of channel B",
@@ -68,6 +68,7 @@ def _numbers(rank: RankAccount) -> dict[str, int]:
         "trained": rank.trained,
         "quarantined": sum(rank.quarantined.values()),
         "in hand": sum(rank.in_hand.values()),
+        "rollouts resumed": rank.num_cut,
         "resumes": rank.num_resumes,
         "void": rank.num_void,
     }
@@ -136,7 +137,7 @@ _REMEDIES = {
     "stale": "raise prefetch.version_window or prefetch.sync_every_steps",
     "overflow": "lower prefetch.prefetch_target_packs",
     "timed_out": "raise rollout.request_timeout_s or lower rollout.decoding.max_new_tokens",
-    "aborted": "write rollout.sync.on_pending: wait",
+    "aborted": "write rollout.sync.on_pending: resume where all servers are ours, or wait",
     "failed": "read the servers' logs",
     str(Entry.QUARANTINED): "see its reasons above; too_slow ends with a longer rollout.request_timeout_s",
 }

@@ -174,6 +174,10 @@ def measure(work: RankWork) -> Speed | str:
     if not training_s:
         return "no step was timed: a run of two steps or more tells"
     if not any(step.channel == "B" for step in work.steps):
+        if work.packs_trained:
+            return (
+                "no step on channel B was timed: a run's last step is not, because no later one tells its end"
+            )
         return "no step trained on channel B, so nothing ran side by side"
     if not work.pipeline_s:
         return "no clock of the pipeline thread: no logging step was reached, or an earlier release wrote the run"

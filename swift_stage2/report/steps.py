@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from swift_stage2.config.stage2_ab import PackingConfig
-from swift_stage2.report.content import (
+from swift_stage2.pages.content import (
     Chart,
     Limit,
     Mark,
@@ -112,7 +112,11 @@ def _rounds(summary: RunSummary) -> Table | None:
     if not summary.num_rounds_committed + summary.num_rounds_failed:
         return None
     facts = {"committed": number(summary.num_rounds_committed), "failed": number(summary.num_rounds_failed)}
+    if summary.num_caught_up:
+        facts["servers caught up between rounds"] = number(summary.num_caught_up)
+    facts |= {f"server added: {url}": f"at step {step}" for url, step in summary.added_servers.items()}
     facts |= {f"servers proven by {proof}": number(count) for proof, count in summary.proofs.items()}
+    facts |= {f"weights carried by {name}": number(count) for name, count in summary.transports.items()}
     facts |= {f"server failed: {error}": number(count) for error, count in summary.server_errors.items()}
     return pairs("Sync rounds", facts)
 

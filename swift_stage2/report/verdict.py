@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from swift_stage2.report.content import Headline, Part, Section, Sentence, Table, Tone, filled, seconds
+from swift_stage2.pages.content import Headline, Part, Section, Sentence, Table, Tone, filled, seconds
 from swift_stage2.report.run_data import RunData
 from swift_stage2.report.speed import FEWEST_QUIET, RankWork, Speed, measure, slowest, trained_steps
 from swift_stage2.telemetry.ledger import Entry
@@ -34,7 +34,7 @@ def verdict_section(
     )
     parts: list[Part | None] = [Sentence(f"{unused[0].upper()}{unused[1:]}.", Tone.WARN) if unused else None]
     if known:
-        parts += [_headline(known, summary), *_cautions(known)]
+        parts += [_headline(known, summary), _missed(summary), *_cautions(known)]
     else:
         parts.append(Sentence(f"No speed-up can be told: {speed}.", Tone.WARN))
     parts += [*(Sentence(each.sentence) for each in found), _advice(found)]
@@ -46,13 +46,26 @@ def verdict_section(
 def _headline(speed: Speed, summary: RunSummary) -> Headline:
     once = "over the same work done one after another, from this run's own times"
     most = "the most that overlap can give (Amdahl), from this run's own times"
+    is_short = summary.num_b_run < summary.num_b_wanted
+    of_bound = f"of the bound for the {summary.num_b_run} B steps that ran" if is_short else "of the bound"
     return Headline(
         (
             ("speed-up, computed", f"{speed.speed_up:.2f} ×", once),
             ("bound", f"{speed.bound:.2f} ×", most),
-            ("reached", f"{min(1.0, speed.fraction):.0%}", "of the bound"),
+            ("reached", f"{min(1.0, speed.fraction):.0%}", of_bound),
             ("B steps", f"{summary.num_b_run} of {summary.num_b_wanted}", "that the schedule wanted"),
         )
+    )
+
+
+def _missed(summary: RunSummary) -> Sentence | None:
+    """Without it a run that left its B steps out would look as good as one that trained them."""
+    if (missed := summary.num_b_wanted - summary.num_b_run) <= 0:
+        return None
+    return Sentence(
+        f"Speed-up and bound are of the work that was done: the {missed} of {summary.num_b_wanted} wanted B steps that "
+        "did not run count in neither.",
+        Tone.WARN if missed > MISSED_SHARE * summary.num_b_wanted else Tone.PLAIN,
     )
 
 
@@ -166,6 +179,11 @@ class Bottleneck:
     advice: tuple[Advice, ...] = ()
 
 
+_OTHER_SKIPS = {
+    "servers_suspect": "found no server that was proven; section Sync rounds and the log say what became of them",
+    "truncation_guard": "were held back because too many rollouts are cut off: raise rollout.decoding.max_new_tokens",
+    "pipeline_failed": "came after the pipeline had failed; the learner's log says why",
+}
 PostSteps = tuple[float, float] | None
 """Lower and upper decile of what a POST takes, in steps; None without POSTs."""
 
@@ -174,8 +192,11 @@ def bottlenecks(
     speed: Speed | None, summary: RunSummary, knobs: Knobs, post_steps: PostSteps
 ) -> Iterator[Bottleneck]:
     """The part that binds, if speed and number of steps are known; then all else that costs something."""
+    has_advice = False
     if speed and summary.num_steps:
-        yield _binding(speed, summary, knobs)
+        binding = _binding(speed, summary, knobs)
+        has_advice = bool(binding.advice) and not speed.learner_binds
+        yield binding
         if speed.rounds_s > ROUNDS_SHARE * speed.wall_s:
             yield _rounds(speed, summary, knobs)
         for pace in speed.paces:
@@ -185,11 +206,10 @@ def bottlenecks(
                     f"{seconds(pace.busy_s)} against {seconds(pace.quiet_s)}. Give servers and learner cores of their "
                     "own."
                 )
-    yield from _missing_packs(speed, summary, knobs, post_steps)
-    if missed := summary.skips.get("servers_suspect", 0):
-        yield Bottleneck(
-            f"{missed} wanted B steps found no server that was proven; the log says what became of them."
-        )
+    yield from _missing_packs(speed, summary, knobs, post_steps, is_told=has_advice)
+    for reason, sentence in _OTHER_SKIPS.items():
+        if missed := summary.skips.get(reason, 0):
+            yield Bottleneck(f"{missed} wanted B steps {sentence}.")
     if errors := summary.server_errors:
         yield Bottleneck(
             f"Rounds could not prove a server {sum(errors.values())} times, mostly: {next(iter(errors))}."
@@ -200,6 +220,7 @@ def knobs_of(run: RunData) -> Knobs:
     """The settings; the window also from the ledger, which has always held it."""
     prefetch = ("stage2_ab", "channel_b", "prefetch")
     servers = run.setting("rollout", "servers")
+    num_added = len({record["base_url"] for record in run.first.added_servers}) if run.first else 0
     window = run.number_setting(*prefetch, "version_window")
     if window is None:
         starts = [record for record in run.ledger_records if record["kind"] == Entry.START]
@@ -208,7 +229,7 @@ def knobs_of(run: RunData) -> Knobs:
         b_ratio=run.number_setting("stage2_ab", "schedule", "b_ratio"),
         sync_every_steps=run.number_setting(*prefetch, "sync_every_steps") or None,
         version_window=window,
-        num_servers=len(servers) if isinstance(servers, list) and servers else None,
+        num_servers=len(servers) + num_added if isinstance(servers, list) and servers else None,
     )
 
 
@@ -320,19 +341,30 @@ def _rounds(speed: Speed, summary: RunSummary, knobs: Knobs) -> Bottleneck:
 
 
 def _missing_packs(
-    speed: Speed | None, summary: RunSummary, knobs: Knobs, post_steps: PostSteps
+    speed: Speed | None, summary: RunSummary, knobs: Knobs, post_steps: PostSteps, *, is_told: bool
 ) -> Iterator[Bottleneck]:
+    """``is_told``: what binds, and what would help, has been named already."""
     missed = summary.skips.get("not_enough_packs", 0)
     num_stale = int(summary.totals["packs_dropped_stale"] + summary.totals["segments_dropped_stale"])
     if missed and num_stale:
-        sentence = f"{missed} wanted B steps lacked packs while {num_stale} packs and segments went stale."
-        yield Bottleneck(sentence, _window(knobs, post_steps))
-    elif missed > MISSED_SHARE * summary.num_b_wanted and (speed is None or speed.learner_binds):
+        sentence = f"{missed} wanted B steps lacked packs while {num_stale} packs and segments went stale"
+        advice = _window(knobs, post_steps)
+        remedy = "" if advice else "; raise stage2_ab.channel_b.prefetch.version_window"
+        yield Bottleneck(f"{sentence}{remedy}.", advice)
+    elif missed > MISSED_SHARE * summary.num_b_wanted and not is_told:
+        advice = _b_ratio(speed, summary, knobs, upwards=False) if speed else ()
         yield Bottleneck(
             f"{missed} of {summary.num_b_wanted} wanted B steps lacked packs while nothing went stale: production was "
-            "too slow for this share, or began too late.",
-            _b_ratio(speed, summary, knobs, upwards=False) if speed else (),
+            f"too slow for this share, or began too late.{'' if advice else _FEED}",
+            advice,
         )
+
+
+_FEED = (
+    " A smaller stage2_ab.channel_b.packing.packing_length needs fewer rollouts for a step, a larger "
+    "rollout.max_inflight_per_server makes more at once, a smaller stage2_ab.schedule.b_ratio wants fewer; section "
+    "Queue and version lag shows how many packs were ready, and doctor --live computes the settings."
+)
 
 
 def _window(knobs: Knobs, post_steps: PostSteps) -> tuple[Advice, ...]:

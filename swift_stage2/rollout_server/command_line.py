@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError
 from swift_stage2.nearest_word import without_list
-from swift_stage2.preflight.model import check_checkpoint, check_hub_id
+from swift_stage2.preflight.model import check_checkpoint, check_hub_id, recorded_plugins
 from swift_stage2.process.children import ServerChildren
 from swift_stage2.process.heap_trim import HeapTrim
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
@@ -61,6 +61,7 @@ class ServerCommand:
     has_children: bool  # the engine starts processes of its own
     start_engine: Callable[[], Engine]
     group_bind: str | None = None  # address for weights; None is ``host``
+    weights_root: Path | None = None  # directory to read weights from
     limits: RequestLimits = field(default_factory=RequestLimits)
 
 
@@ -120,7 +121,7 @@ def _serve(command: ServerCommand, listener: socket.socket) -> int:
     from swift_stage2.servers.http_app import HttpServer
 
     engine = command.start_engine()
-    service = RolloutService(engine, command.group_bind or command.host)
+    service = RolloutService(engine, command.group_bind or command.host, command.weights_root)
     server = HttpServer(create_app(service, command.api_key, command.limits), service.end_work)
     host, port = listener.getsockname()[:2]
     ended = threading.Event()
@@ -194,6 +195,7 @@ def transformers_command(
     parser.add_argument("--max-batch-size", type=positive_integer, default=64)
     parser.add_argument("--num-threads", type=positive_integer, help="CPU threads of the engine")
     options = parser.parse_args(argv)
+    _take_recorded_plugins(options, options.model)
 
     def start_engine() -> Engine:
         from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
@@ -228,7 +230,12 @@ def _load_transformers(
         require_known_accelerator(found.type if found else None)
         require_visible_devices(os.environ, torch.cuda.device_count())
     device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
-    generator = load_generator()(options.model, device_map=device, **given)
+    try:
+        generator = load_generator()(options.model, device_map=device, **given)
+    except (ValueError, KeyError) as error:
+        from swift_stage2.preflight.swift_parsing import COMMAND_LINE, unknown_kind
+
+        raise unknown_kind(error, COMMAND_LINE) or error from error
     generator.template.max_pixels = options.max_pixels
     return generator
 
@@ -249,6 +256,7 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
         raise UserError(
             f"exactly one model must be named, got model={options.model!r} and {leading!r}; write --model"
         )
+    _take_recorded_plugins(options, model)
     plugins = ["--external_plugins", *options.external_plugins] if options.external_plugins else []
     swift_argv = ["--model", model, *plugins, *rest]
 
@@ -275,11 +283,9 @@ def swift_rollout_builder(
         declare_operators()  # before ms-swift imports torchvision
         from swift.arguments import RolloutArguments
 
-        from swift_stage2.preflight.swift_parsing import refuse_unreadable
+        from swift_stage2.preflight.swift_parsing import COMMAND_LINE, refuse_unreadable
 
-        refuse_unreadable(
-            swift_argv, RolloutArguments, where="the command line"
-        )  # vLLM takes longer to import
+        refuse_unreadable(swift_argv, RolloutArguments, where=COMMAND_LINE)  # vLLM takes longer to import
         from swift_stage2.rollout_server.vllm_generator import build_generator
 
         if not trusts_code:
@@ -299,6 +305,12 @@ ENGINES: dict[str, Callable[[Sequence[str]], ServerCommand]] = {
 
 
 # --- all ----------------------------------------------------------------------------------------
+def _take_recorded_plugins(options: argparse.Namespace, model: str) -> None:
+    """Without plugins of the user's own those of the run that wrote the checkpoint, as `swift rollout` takes them."""
+    if not options.external_plugins:
+        options.external_plugins = recorded_plugins(Path(model), "--external-plugins FILE")
+
+
 def _parser(program: str, description: str) -> CommandParser:
     """Options that every engine has. The underscores are ms-swift's way to write them."""
     parser = CommandParser(
@@ -309,6 +321,12 @@ def _parser(program: str, description: str) -> CommandParser:
     parser.add_argument("--port", type=int, default=8000, help="0 takes any free port")
     parser.add_argument(
         "--group-bind", metavar="ADDRESS", help="address to take weights at (default: --host)"
+    )
+    parser.add_argument(
+        "--weights-root",
+        type=Path,
+        metavar="DIR",
+        help="let a learner have weights read from DIR, its disk_directory",
     )
     parser.add_argument("--api-key-env", "--api_key_env", type=variable_option,
                         default="SWIFT_ROLLOUT_API_KEY", metavar="NAME")  # fmt: skip
@@ -335,10 +353,15 @@ def _command(
     for plugin in options.external_plugins:
         if not Path(plugin).is_file():
             raise UserError(f"an external plugin must be a Python file, got external_plugins={plugin}")
+    if (root := options.weights_root) is not None and not root.is_dir():
+        raise UserError(
+            f"--weights-root must be a directory that is there, got weights_root={root}; make it first"
+        )
     return ServerCommand(
         host=options.host,
         port=options.port,
         group_bind=options.group_bind,
+        weights_root=options.weights_root,
         api_key=api_key or os.environ.get(options.api_key_env) or None,
         has_children=has_children,
         start_engine=start_engine,
@@ -352,7 +375,7 @@ def _require_model(model: str) -> None:
         check_hub_id("the model", model)
         return
     directory = Path(model)
-    if not (directory / "config.json").is_file():
+    if not any((directory / mark).is_file() for mark in ("config.json", "adapter_config.json")):
         raise UserError(
             f"the model must be a checkpoint directory with a config.json, or a hub id like owner/name, got "
             f"model={model}; check the path"

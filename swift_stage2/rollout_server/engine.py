@@ -21,6 +21,7 @@ from swift_stage2.errors import EngineUnavailable, UserError
 from swift_stage2.servers.protocol import Completion, TensorSpec
 
 if TYPE_CHECKING:
+    from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
     from swift_stage2.rollout_server.swift_generator import EncodedRow
 
 _log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class GenerationRequest:
     sampling: Sampling
     max_new_tokens: int | None = None  # None: as many as the model's length allows
     seed: int | None = None  # None: another one at every call
+    prefix: tuple[int, ...] = ()  # first ids of the answer; in ``max_new_tokens``, not in the completion
     with_log_probs: bool = False
     may_abort: bool = True  # whether /stage2/abort/ may end it
 
@@ -58,6 +60,7 @@ class WeightStamp:
 
     version: int | None = None
     run_id: str | None = None
+    round_id: str | None = None  # a version's number may come again after a round that failed
 
 
 class JobAborted(Exception):
@@ -105,6 +108,7 @@ class GenerationJob:
             log_probs=log_probs,
             weight_version=stamp.version,
             run_id=stamp.run_id,
+            round_id=stamp.round_id,
         )
 
 
@@ -135,7 +139,7 @@ class JobBook:
     def fail(self, job: GenerationJob, error: Exception) -> None:
         """Fails the job, unless it has ended."""
         if self._strike(job):
-            _let_go_of_frames(error)
+            let_go_of_frames(error)
             job.future.set_exception(error)
 
     def settle(self, timeout_s: float, given_up: threading.Event) -> bool:
@@ -154,8 +158,8 @@ class JobBook:
             return was_open
 
 
-def _let_go_of_frames(error: BaseException | None) -> None:
-    """A failure's frames hold pictures, and the job that holds the failure: a ring that only the collector opens."""
+def let_go_of_frames(error: BaseException | None) -> None:
+    """A failure's frames hold pictures or weights, and what holds the failure: a ring that only the collector opens."""
     seen: set[int] = set()  # an exception may be its own cause
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -218,6 +222,7 @@ class Engine(ABC):
 
     name: str
     can_abort = True
+    can_resume = False  # whether ``submit`` goes on behind a request's prefix
     _traces_failed_load = False
 
     def __init__(self, model: str, install_fault: InstallFault = InstallFault.NONE) -> None:
@@ -280,11 +285,32 @@ class Engine(ABC):
         """Other memory to receive weights into; what still reads or writes the old one may keep it."""
         self.staging = type(self.staging)()
 
-    @abstractmethod
-    def install(self, weights: Mapping[str, Any], stamp: WeightStamp, timeout_s: float) -> InstalledWeights:
-        """Copies all tensors into the model while it computes nothing; later completions carry ``stamp``.
+    def sum_arrived(self, weights: Mapping[str, Any]) -> Mapping[str, str] | None:
+        """Checksums of what arrived, while requests still run; None where the install reads the weights itself.
 
         Raises:
+            RoundFailed: they cannot be summed.
+        """
+        return None
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether an install that nobody waits for any more still reads its weights and writes the model."""
+        return False
+
+    @abstractmethod
+    def install(
+        self,
+        weights: Mapping[str, Any],
+        stamp: WeightStamp,
+        timeout_s: float,
+        arrived: Mapping[str, str] | None = None,
+        snapshot: MappedSnapshot | None = None,
+    ) -> InstalledWeights:
+        """Copies all tensors into the model while it computes nothing; later completions carry ``stamp``.
+
+        ``arrived`` is what ``sum_arrived`` has returned; ``snapshot`` the learner's memory that the weights are views
+        of, None if they lie in ``staging``. Raises:
             RoundFailed: not loaded; ``torn`` says whether the model may hold a part of the weights.
         """
 

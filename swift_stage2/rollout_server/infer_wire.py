@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from reprlib import repr as shown
 from typing import Any
 
-from swift_stage2.errors import ProtocolError
+from swift_stage2.errors import ProtocolError, SampleError
 from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
-from swift_stage2.servers.protocol import Completion, may_abort
+from swift_stage2.servers.protocol import PREFIX, Completion, may_abort
 from swift_stage2.servers.request_checks import CONVERSATION_KEYS, RequestLimits, check_conversations
 from swift_stage2.servers.wire_record import mapping
 
@@ -61,6 +61,9 @@ class InferCall:
         self.return_details = options.get("return_details") is True
         self.num_requests = len(conversations)
         self.faults = check_conversations(conversations, limits or RequestLimits())
+        for place, item in enumerate(conversations):
+            if place not in self.faults and (fault := _prefix_fault(item, options)):
+                self.faults[place] = SampleError(fault)
         self.requests = [
             _request(item, options) for place, item in enumerate(conversations) if place not in self.faults
         ]
@@ -103,6 +106,7 @@ def output_json(
     stamp = {
         "weight_version": completion.weight_version,
         "run_id": completion.run_id,
+        "round_id": completion.round_id,
         "incarnation": incarnation,
         "proven": is_proven,
     }
@@ -130,9 +134,27 @@ def _request(record: Mapping[str, Any], options: Mapping[str, Any]) -> Generatio
         ),
         max_new_tokens=options.get("max_tokens"),
         seed=options.get("seed"),
+        prefix=tuple(record.get(PREFIX) or ()),
         with_log_probs=bool(options.get("logprobs", False)),
         may_abort=may_abort(record),
     )
+
+
+def _prefix_fault(record: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """Why no engine can go on behind a request's prefix; empty if one can, or there is none."""
+    prefix, most = record.get(PREFIX), options.get("max_tokens")
+    if prefix is None or prefix == []:
+        return ""
+    if not isinstance(prefix, list) or not all(type(token) is int and 0 <= token < 2**31 for token in prefix):
+        return f"{PREFIX} must be a list of token ids, integers from 0, got {PREFIX}={shown(prefix)}"
+    if most is not None and len(prefix) >= most:
+        return (
+            f"{PREFIX} must be shorter than max_tokens, which counts them, too, got num_prefix={len(prefix)} "
+            f"max_tokens={most}; take such an answer as one that was cut, or ask for more"
+        )
+    if options.get("stop"):
+        return f"a stop word may stand across the cut of an answer, got stop with {PREFIX}; leave one of them out"
+    return ""
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

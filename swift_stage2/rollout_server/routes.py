@@ -7,13 +7,12 @@ or takes long for a large call, runs off the event loop, so that ``/health/`` al
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from reprlib import repr as shown
@@ -24,7 +23,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from swift_stage2.errors import EngineUnavailable, ProtocolError, RoundFailed, RoundRefused
-from swift_stage2.rollout_server.engine import CacheKind, Engine, EngineState, GenerationJob, WeightStamp
+from swift_stage2.rollout_server.engine import CacheKind, Engine, EngineState, GenerationJob
+from swift_stage2.rollout_server.infer_wait import admission, failures_of, named_round
 from swift_stage2.rollout_server.infer_wire import InferCall, output_json
 from swift_stage2.rollout_server.weight_receiver import Bucket
 from swift_stage2.rollout_server.weight_rounds import WeightRounds
@@ -37,11 +37,20 @@ from swift_stage2.servers.http_app import (
     retrieve,
     while_attended,
 )
-from swift_stage2.servers.protocol import AbortRequest, Completion, FinishRequest, RoundRequest, ServerInfo
+from swift_stage2.servers.protocol import (
+    AbortRequest,
+    FinishRequest,
+    InstallRequest,
+    LearnerMemory,
+    RefusalReason,
+    RoundRequest,
+    ServerInfo,
+)
 from swift_stage2.servers.request_checks import RequestLimits
+from swift_stage2.servers.wire_record import mapping, text
 
-_DISCONNECT_POLL_S = 0.25
 _SETTLE_TIMEOUT_S = 600.0
+_LOOP_TIMEOUT_S = 30.0  # the event loop waits for nothing
 _CONTROL_THREADS = 8
 _DECODING_THREADS = 2  # for each kind of body
 _SMALL_BODY_BYTES = 2**20
@@ -61,11 +70,12 @@ ResultT = TypeVar("ResultT")
 class RolloutService:
     """Engine and rounds, as the routes talk to them. ``incarnation`` is new at every start of the process."""
 
-    def __init__(self, engine: Engine, host: str = "127.0.0.1") -> None:
-        """``host``: the address to listen on for weights, too."""
+    def __init__(self, engine: Engine, host: str = "127.0.0.1", weights_root: Path | None = None) -> None:
+        """``host``: the address to listen on for weights, too. ``weights_root``: the directory to read them from."""
         self.engine = engine
         self.incarnation = uuid.uuid4().hex
-        self.rounds = WeightRounds(engine, self.incarnation, host=host)
+        self.rounds = WeightRounds(engine, self.incarnation, host=host, weights_root=weights_root)
+        self._reads_disk = weights_root is not None
 
     def end_work(self) -> None:
         """Ends the open round and what is being generated, because the server is asked to end."""
@@ -89,6 +99,10 @@ class RolloutService:
             state=self.state(),
             can_abort=self.engine.can_abort,
             manifest=self.engine.manifest(),
+            staging=True,
+            round_id=stamp.round_id,
+            reads_disk=self._reads_disk,
+            resume=self.engine.can_resume,
         )
 
     def health(self) -> tuple[bool, dict[str, Any]]:
@@ -111,7 +125,8 @@ def create_app(
     service: RolloutService, api_key: str | None = None, limits: RequestLimits | None = None
 ) -> FastAPI:
     """The application. With an ``api_key`` every route but ``/health/`` wants it as a bearer token."""
-    routes = _ServerRoutes(service, limits or RequestLimits())
+    takes = replace(limits or RequestLimits(), takes_prefix=service.engine.can_resume)
+    routes = _ServerRoutes(service, takes)
     statuses: dict[type[Exception], int] = {RoundRefused: 409, RoundFailed: 500, EngineUnavailable: 503}
     return make_app(routes.table(), routes.health, api_key, statuses)
 
@@ -178,7 +193,7 @@ class _ServerRoutes:
 
     async def infer(self, request: Request) -> Response:
         call, is_aborted = await self._decoded_call(request)
-        with self._rounds.admission(request.headers.get(protocol.ROUND_HEADER)) as is_proven:
+        async with admission(self._rounds, request) as is_proven:
             if call.faults:
                 return failed_requests(call.faults, call.num_requests)
             jobs = self._engine.submit(call.requests)
@@ -187,7 +202,7 @@ class _ServerRoutes:
             for job in in_flight if is_aborted else ():
                 job.abort()
             try:
-                failures = await self._wait(jobs, request)
+                failures = await failures_of(jobs, request)
             finally:
                 self._may_abort -= in_flight
                 for job in jobs:
@@ -197,25 +212,43 @@ class _ServerRoutes:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._writers, self._reply, jobs, call, is_proven)
 
-    async def init_communicator(self, request: Request) -> dict[str, str]:
-        port, timeout_s = _port_and_timeout(await self._json(request))
-        secret = await self._off_loop(request, lambda _: self._rounds.open_receiver(port, timeout_s))
+    async def init_communicator(self, request: Request) -> dict[str, Any]:
+        body, round_id = mapping(await self._json(request), "the body"), named_round(request)
+        if body.get("backend") == protocol.SHARED_MEMORY:
+            offer = LearnerMemory.from_json(body)
+            answer = await self._off_loop(request, lambda _: self._rounds.map_memory(offer, round_id))
+            return answer.to_json()
+        if body.get("backend") == protocol.DISK:
+            name = text(body, "directory")
+            await self._off_loop(request, lambda _: self._rounds.read_directory(name, round_id))
+            return {"message": f"weights are read from {name}"}
+        port, timeout_s = _port_and_timeout(body)
+        secret = await self._off_loop(
+            request, lambda _: self._rounds.open_receiver(port, timeout_s, round_id)
+        )
         return {"message": f"listening for weights on port {port}", "secret": secret}
 
     async def update_flattened_params(self, request: Request) -> dict[str, str]:
-        self._rounds.expect(Bucket.from_json(await self._json(request)))
+        self._rounds.expect(Bucket.from_json(await self._json(request)), named_round(request))
         return {"message": "ready for the bucket"}
 
     async def update_named_param(self, request: Request) -> dict[str, str]:
-        self._rounds.expect(Bucket.of_one(await self._json(request)))
+        self._rounds.expect(Bucket.of_one(await self._json(request)), named_round(request))
         return {"message": "ready for the tensor"}
 
     async def process_weights(self, request: Request) -> dict[str, Any]:
-        non_finite = await self._off_loop(request, self._rounds.load)
+        wanted = InstallRequest.from_json(await self._json(request, if_empty=b"{}"))
+        abort = partial(self._abort_running, asyncio.get_running_loop()) if wanted.aborts else None
+        round_id = named_round(request)
+        non_finite = await self._off_loop(
+            request, lambda given_up: self._rounds.load(given_up, round_id, abort)
+        )
         return {"message": "all weights arrived and are loaded", "non_finite": list(non_finite)}
 
     async def reset_cache(self, request: Request) -> dict[str, str]:
         kind = _CACHES[request.url.path]
+        if (round_id := named_round(request)) is not None:
+            self._rounds.require(round_id)
         await self._decode_earlier()
         succeeded = await while_attended(
             request,
@@ -225,17 +258,23 @@ class _ServerRoutes:
         return {"message": f"Request received, resetting {kind} cache status: {succeeded}"}
 
     async def close_communicator(self, request: Request) -> dict[str, str]:
-        await self._off_loop(request, lambda _: self._rounds.close_receiver())
+        round_id = named_round(request)
+        await self._off_loop(request, lambda _: self._rounds.close_receiver(round_id))
         return {"message": "Request received, closing communicator"}
 
     async def begin_round(self, request: Request) -> dict[str, str]:
         wanted = RoundRequest.from_json(await self._json(request))
-        await self._decode_earlier()
+        if not wanted.staged:
+            await self._decode_earlier()
         await self._off_loop(request, lambda _: self._rounds.begin(wanted))
         return {"message": "the round is open", "incarnation": self._service.incarnation}
 
     async def finish_round(self, request: Request) -> dict[str, Any]:
         wanted = FinishRequest.from_json(await self._json(request))
+        if named_round(request) not in (None, wanted.round_id):
+            raise RoundRefused(
+                RefusalReason.NO_ROUND, f"one call names two rounds, got round_id={wanted.round_id}"
+            )
         proof = await self._off_loop(request, lambda _: self._rounds.finish(wanted))
         if proof is None:
             return {"message": "the round was given up", "state": self._service.state()}
@@ -243,21 +282,33 @@ class _ServerRoutes:
 
     async def abort(self, request: Request) -> dict[str, int]:
         wanted = AbortRequest.from_json(await self._json(request))
-        if self._engine.stamp != WeightStamp(wanted.version, wanted.run_id):
+        stamp = self._engine.stamp
+        if (stamp.version, stamp.run_id) != (wanted.version, wanted.run_id):
             return {"aborted": 0}  # asked for before a round that has ended meanwhile
         self._aborted_early |= self._arrived
         jobs = list(self._may_abort)
         return {"aborted": await self._off_loop(request, lambda _: self._engine.abort(jobs))}
+
+    def _abort_running(self, loop: asyncio.AbstractEventLoop) -> None:
+        """On a control thread: ends what may be aborted.
+
+        A call is admitted and submitted in one step of the loop, so none is missed that was admitted before.
+        """
+        running: Future[list[GenerationJob]] = Future()
+        loop.call_soon_threadsafe(lambda: running.set_result(list(self._may_abort)))
+        self._engine.abort(running.result(_LOOP_TIMEOUT_S))
 
     async def _decode_earlier(self) -> None:
         """Until the bodies that have arrived are submitted or refused: what came before is ended or waited for, too."""
         if earlier := tuple(self._arrived):
             await asyncio.wait(earlier, timeout=_UPLOAD_TIMEOUT_S)
 
-    async def _json(self, request: Request) -> Any:
+    async def _json(self, request: Request, if_empty: bytes = b"") -> Any:
         max_bytes = min(self._limits.body_bytes, _CONTROL_BODY_BYTES)
         async with self._control_room.body(request, max_bytes, _UPLOAD_TIMEOUT_S) as raw:
-            return await while_attended(request, self._control_decoders, lambda _: parse_json(raw))
+            return await while_attended(
+                request, self._control_decoders, lambda _: parse_json(raw or if_empty)
+            )
 
     async def _decoded_call(self, request: Request) -> tuple[InferCall, bool]:
         """The call, and whether an abort came while it was decoded. Raises ProtocolError."""
@@ -274,22 +325,6 @@ class _ServerRoutes:
     async def _off_loop(self, request: Request, call: Callable[[threading.Event], ResultT]) -> ResultT:
         return await while_attended(request, self._control, call)
 
-    async def _wait(self, jobs: list[GenerationJob], request: Request) -> dict[int, BaseException]:
-        """Returns when all have ended, one has failed or the caller has gone; the failures by index."""
-        over = _over(jobs)
-        while not over.done():
-            await asyncio.wait({over}, timeout=_DISCONNECT_POLL_S)
-            if await request.is_disconnected():
-                break
-        ended = {i: job.future for i, job in enumerate(jobs) if job.future.done()}
-        failures = {i: error for i, future in ended.items() if (error := future.exception(0)) is not None}
-        unavailable = next((e for e in failures.values() if isinstance(e, EngineUnavailable)), None)
-        if unavailable is not None:
-            raise unavailable
-        if len(ended) < len(jobs) and not failures:
-            raise EngineUnavailable("the caller has gone; its requests were aborted")
-        return failures
-
     def _reply(self, jobs: list[GenerationJob], call: InferCall, is_proven: bool) -> Response:
         """Written output by output: no single step of it holds up other threads."""
         write = partial(
@@ -303,33 +338,7 @@ class _ServerRoutes:
         return Response(f"[{','.join(outputs)}]", media_type="application/json")
 
 
-def _over(jobs: list[GenerationJob]) -> asyncio.Future[None]:
-    """Done, on the running loop, when all have ended or one has failed."""
-    loop = asyncio.get_running_loop()
-    over: asyncio.Future[None] = loop.create_future()
-    lock, num_open = threading.Lock(), len(jobs)
-
-    def finish() -> None:
-        if not over.done():
-            over.set_result(None)
-
-    def count(future: Future[Completion]) -> None:
-        nonlocal num_open
-        with lock:
-            num_open -= 1
-            is_last = num_open == 0
-        if is_last or future.exception(0) is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and who waited with it
-                loop.call_soon_threadsafe(finish)
-
-    for job in jobs:
-        job.future.add_done_callback(count)
-    return over
-
-
-def _port_and_timeout(body: Any) -> tuple[int, float]:
-    if not isinstance(body, dict):
-        raise ProtocolError(f"the body must be an object, got {type(body).__name__}")
+def _port_and_timeout(body: Mapping[str, Any]) -> tuple[int, float]:
     port, timeout_s = body.get("port"), body.get("timeout_s", 300.0)
     if type(port) is not int:
         raise ProtocolError(f"port must be given as int, got port={shown(port)}")

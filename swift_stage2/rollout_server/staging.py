@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,13 +136,29 @@ def open_staged(path: str, num_bytes: int, layout: list[LayoutEntry]) -> dict[st
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        flat = map_privately(fd, num_bytes)
     finally:
         os.close(fd)
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
     tensors = {}
     for name, shape, dtype, start in layout:
         kind: torch.dtype = getattr(torch, dtype)
         end = start + kind.itemsize * math.prod(shape)
-        tensors[name] = flat[start:end].view(kind).reshape(shape)
+        tensors[name] = typed_view(flat[start:end], kind, shape)
     return tensors
+
+
+def map_privately(fd: int, num_bytes: int) -> torch.Tensor:
+    """The first bytes of a file, which are read where they lie: a page is copied only when it is written to.
+
+    Raises:
+        OSError: the file cannot be mapped.
+    """
+    memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def typed_view(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor's bytes as that tensor; a copy where it begins between two items of its dtype."""
+    if flat.storage_offset() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype).reshape(list(shape))

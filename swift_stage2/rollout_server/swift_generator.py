@@ -32,6 +32,7 @@ from transformers import (
 
 from swift_stage2.compat import declare_operators
 from swift_stage2.errors import SampleError, UserError
+from swift_stage2.rollout_server.answer_prefix import append_prefix
 from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted, Sampling
 from swift_stage2.servers.image_opening import decode_image
 from swift_stage2.servers.protocol import TensorSpec
@@ -158,19 +159,26 @@ class RowLedger(StoppingCriteria):
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
-    """One conversation as the model reads it, with the most tokens that it may still add."""
+    """One conversation as the model reads it, with the most tokens that it may still add.
+
+    ``inputs`` end in ``prefix``; ``prompt_token_ids`` do not.
+    """
 
     inputs: dict[str, Any]
     template_inputs: Any
     prompt_token_ids: tuple[int, ...]
     images_size: tuple[tuple[int, int], ...]
+    prefix: tuple[int, ...]
     limit: int
     seed: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedRow:
-    """The tokens as they were sampled: the stop token is included, as vLLM and so the stock server do."""
+    """The tokens as they were sampled: the stop token is included, as vLLM and so the stock server do.
+
+    ``text`` begins with the prefix's: a character may be spelt by its last id and the first new one.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -196,22 +204,30 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
 
         Raises:
             JobAborted: it was true.
-            SampleError: an image that is none, or a prompt that leaves no room for a token.
+            SampleError: an image that is none, a prefix that no answer has, or no room for a token.
             Exception: whatever ms-swift's template raises on data it cannot encode.
         """
         conversation = {**request.conversation, "images": decode_images(request, is_aborted)}
         inputs = self.template.encode(conversation, return_template_inputs=True)
         template_inputs = inputs.pop("template_inputs")
-        prompt = tuple(inputs["input_ids"])
-        room = (self.max_model_len or len(prompt)) - len(prompt)
+        prompt, prefix = tuple(inputs["input_ids"]), request.prefix
+        if prefix:
+            inputs = append_prefix(
+                inputs,
+                prefix,
+                num_ids=self.model.get_input_embeddings().num_embeddings,
+                end_ids=self._stop_ids(),
+                media_ids=self.template.placeholder_tokens,
+            )
+        room = (self.max_model_len or len(prompt)) - len(prompt) - len(prefix)
         if room <= 0:
             raise SampleError(
                 f"a prompt must leave room for one token, got prompt_tokens={len(prompt)} "
-                f"max_model_len={self.max_model_len}; shorten it or shrink its images"
+                f"prefix_tokens={len(prefix)} max_model_len={self.max_model_len}; shorten it or shrink its images"
             )
-        limit = room if request.max_new_tokens is None else min(request.max_new_tokens, room)
+        limit = room if request.max_new_tokens is None else min(request.max_new_tokens - len(prefix), room)
         sizes = tuple(image.size for image in template_inputs.images if isinstance(image, Image.Image))
-        return EncodedRow(inputs, template_inputs, prompt, sizes, limit, _row_seed(request))
+        return EncodedRow(inputs, template_inputs, prompt, sizes, prefix, limit, _row_seed(request))
 
     @torch.inference_mode()
     def generate_rows(
@@ -261,7 +277,9 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
         generated = []
         for i, (length, end) in enumerate(ledger.ends()):
             tokens = sequences[i][:length]
-            text = self.template.decode_generate_ids(tokens, template_inputs=rows[i].template_inputs)
+            text = self.template.decode_generate_ids(
+                [*rows[i].prefix, *tokens], template_inputs=rows[i].template_inputs
+            )
             generated.append(
                 GeneratedRow(text, tuple(tokens), end, tuple(log_probs[i][:length]) if log_probs else None)
             )
@@ -294,10 +312,10 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
 
 
 def _row_seed(request: GenerationRequest) -> int | None:
-    """Mixes the call's seed with the conversation: one call's rows must not all draw the same numbers."""
+    """Mixes the call's seed with the conversation and prefix: one call's rows must not all draw the same numbers."""
     if request.seed is None:
         return None
-    text = json.dumps([request.seed, request.conversation], sort_keys=True)
+    text = json.dumps([request.seed, request.conversation, *request.prefix], sort_keys=True)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING
 
@@ -34,6 +33,7 @@ from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.tensors import checksum_tensors
 
 if TYPE_CHECKING:  # ms-swift takes seconds to import; the engine's thread does it
+    from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator
 
 _log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class TransformersRolloutEngine(Engine):
     """An ``Engine`` on Hugging Face's ``generate``. ``load`` builds the generator, on the engine's thread."""
 
     name = "transformers"
+    can_resume = True
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class TransformersRolloutEngine(Engine):
         self._encoders = ThreadPoolExecutor(_ENCODER_THREADS, thread_name_prefix="encode")
         self._running: tuple[GenerationJob, ...] = ()
         self._generator: SwiftGenerator | None = None
+        self._late_copy: Future[InstalledWeights] | None = None  # that outlived its install
         self._thread.start()
 
     @property
@@ -92,21 +94,36 @@ class TransformersRolloutEngine(Engine):
         """As ``Engine.reset_cache``. Nothing is kept from one batch to the next."""
         return kind is not CacheKind.PREFIX or self._book.settle(timeout_s, given_up)
 
-    def install(
-        self, weights: Mapping[str, torch.Tensor], stamp: WeightStamp, timeout_s: float
-    ) -> InstalledWeights:
-        """As ``Engine.install``. A copy that never began is taken back: then the old weights are whole."""
-        end = time.monotonic() + timeout_s
+    def sum_arrived(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, str]:
+        """As ``Engine.sum_arrived``."""
         try:
-            arrived = _checksums(weights)
+            return _checksums(weights)
         except RuntimeError as error:
             raise RoundFailed(f"the weights that arrived could not be summed: {error}") from error
+
+    @property
+    def is_copying(self) -> bool:
+        """As ``Engine.is_copying``."""
+        return self._late_copy is not None and not self._late_copy.done()
+
+    def install(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        stamp: WeightStamp,
+        timeout_s: float,
+        arrived: Mapping[str, str] | None = None,
+        snapshot: MappedSnapshot | None = None,
+    ) -> InstalledWeights:
+        """As ``Engine.install``. A copy that never began is taken back: then the old weights are whole."""
+        sums = self.sum_arrived(weights) if arrived is None else arrived
         try:
-            future = self._queue.put_task(lambda: self._copy_weights(weights, arrived, stamp)).future
-            installed: InstalledWeights = future.result(max(0.0, end - time.monotonic()))
+            future = self._queue.put_task(lambda: self._copy_weights(weights, sums, stamp)).future
+            installed: InstalledWeights = future.result(timeout_s)
         except FutureTimeout as error:
+            if has_begun := not future.cancel():
+                self._late_copy = future
             raise RoundFailed(
-                f"the engine did not load within timeout_s={timeout_s:.1f}", torn=not future.cancel()
+                f"the engine did not load within timeout_s={timeout_s:.1f}", torn=has_begun
             ) from error
         except (CancelledError, EngineUnavailable) as error:
             raise RoundFailed("the engine was shut down before it loaded") from error
@@ -146,6 +163,7 @@ class TransformersRolloutEngine(Engine):
         self._become_ready()
         while (work := self._queue.take()) is not None:
             self._do(work)
+            del work  # else pictures, or a learner's weights, until more work comes
 
     def _do(self, work: list[GenerationJob] | ExclusiveTask) -> None:
         if isinstance(work, ExclusiveTask):

@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
@@ -36,6 +36,7 @@ from swift_stage2.rollout_server.staging import SharedStaging
 from swift_stage2.rollout_server.vllm_weights import installed_weights
 
 if TYPE_CHECKING:  # ms-swift and vLLM take many seconds to import; the engine's thread does it
+    from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
     from swift_stage2.rollout_server.vllm_generator import VllmGenerator
 
 _LIVENESS_POLL_S = 0.1
@@ -66,6 +67,7 @@ class VllmRolloutEngine(Engine):
     """
 
     name = "vllm"
+    can_resume = True
     staging: SharedStaging
     _traces_failed_load = True
 
@@ -79,7 +81,7 @@ class VllmRolloutEngine(Engine):
         super().__init__(model, install_fault)
         self._build = build
         self.staging = SharedStaging()
-        self._abandoned: list[SharedStaging] = []  # a worker may still read them
+        self._abandoned: list[SharedStaging | BinaryIO] = []  # a worker may still read them
         self._workers_may_read = False  # of a load that has begun and is not known to be over
         self._generator: VllmGenerator | None = None
         self._loop = asyncio.new_event_loop()
@@ -120,15 +122,21 @@ class VllmRolloutEngine(Engine):
             old.close()
 
     def install(
-        self, weights: Mapping[str, torch.Tensor], stamp: WeightStamp, timeout_s: float
+        self,
+        weights: Mapping[str, torch.Tensor],
+        stamp: WeightStamp,
+        timeout_s: float,
+        arrived: Mapping[str, str] | None = None,
+        snapshot: MappedSnapshot | None = None,
     ) -> InstalledWeights:
         """As ``Engine.install``. ``resident`` is read back from vLLM's own parameters, fused or cut as they
-        are: ``vllm_weights`` says how. ``loaded`` are the tensors of which any part was found there.
+        are: ``vllm_weights`` says how. ``loaded`` are the tensors of which any part was found there. The workers open
+        ``snapshot`` themselves.
         """
         generator = self._generator
         if generator is None:
             raise RoundFailed("the model is not loaded yet")
-        work = self._install(generator, weights, stamp, timeout_s)
+        work = self._install(generator, weights, stamp, timeout_s, snapshot)
         try:
             installed: InstalledWeights = self._call(work, timeout_s + _RPC_MARGIN_S)
             return installed
@@ -209,6 +217,7 @@ class VllmRolloutEngine(Engine):
         weights: Mapping[str, torch.Tensor],
         stamp: WeightStamp,
         timeout_s: float,
+        snapshot: MappedSnapshot | None,
     ) -> InstalledWeights:
         end = self._loop.time() + timeout_s
         try:
@@ -217,8 +226,12 @@ class VllmRolloutEngine(Engine):
         except TimeoutError as error:
             raise RoundFailed(f"completions in the making did not end within {timeout_s:.1f} s") from error
         try:
-            staged = await asyncio.to_thread(self.staging.stage, weights)
-            self._workers_may_read = True
+            if snapshot is None:
+                staged = await asyncio.to_thread(self.staging.stage, weights)
+                self._workers_may_read = True
+            else:
+                staged, file = snapshot.lend(weights)
+                self._abandoned.append(file)
             async with asyncio.timeout_at(end):
                 reports = await generator.load_weights(staged, str(self.install_fault))
                 self._close_abandoned()  # workers do one thing after another: earlier loads are over
@@ -229,12 +242,14 @@ class VllmRolloutEngine(Engine):
             self.stamp = stamp
             return installed
         except asyncio.CancelledError:
-            self.renew_staging()
+            if snapshot is None:
+                self.renew_staging()
             raise
         except TimeoutError as error:
             late = f"vLLM did not load within {timeout_s:.1f} s"
             try:
-                self.renew_staging()
+                if snapshot is None:
+                    self.renew_staging()
             except OSError as full:
                 raise RoundFailed(
                     f"{late}, and there is no memory for another load: {full}", torn=True

@@ -15,6 +15,7 @@ import torch
 
 from swift_stage2.compat import declare_operators
 from swift_stage2.errors import UserError
+from swift_stage2.rollout_server.answer_prefix import append_prefix
 from swift_stage2.rollout_server.engine import CacheKind, GenerationRequest, JobAborted, WeightStamp
 from swift_stage2.rollout_server.staging import StagedWeights
 from swift_stage2.rollout_server.swift_generator import checkpoint_manifest, decode_images, seal_template
@@ -29,7 +30,7 @@ from swift.utils import get_seed  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: E402
 
-from swift_stage2.preflight.swift_parsing import parse_swift_arguments  # noqa: E402
+from swift_stage2.preflight.swift_parsing import COMMAND_LINE, parse_swift_arguments  # noqa: E402
 
 __all__ = ["EngineDeadError", "VllmGenerator", "build_generator", "request_failure"]
 
@@ -55,7 +56,7 @@ def build_generator(argv: Sequence[str], *, trusts_code: bool = False) -> VllmGe
     Raises:
         UserError: arguments that ms-swift refuses, or that this server does not serve.
     """
-    arguments = parse_swift_arguments(argv, ServerArguments, where="the command line")
+    arguments = parse_swift_arguments(argv, ServerArguments, where=COMMAND_LINE)
     _refuse_unserved(arguments)
     engine_kwargs = {
         **(arguments.vllm_engine_kwargs or {}),
@@ -118,30 +119,57 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
 
         Raises:
             JobAborted: ``is_aborted`` was true when the request had been encoded.
-            SampleError: an image that is none.
+            SampleError: an image that is none, or a prefix that no answer has.
             EngineDeadError: vLLM's processes have died.
             Exception: whatever ms-swift's template or vLLM raises on a request it cannot take.
         """
 
+        template_inputs = None
+
         def before_start(arguments: dict[str, Any]) -> dict[str, Any]:
+            nonlocal template_inputs
             if is_aborted():
                 raise JobAborted
-            arguments["generation_config"].output_kind = RequestOutputKind.FINAL_ONLY
+            sampling, template_inputs = arguments["generation_config"], arguments["inputs"]["template_inputs"]
+            sampling.output_kind = RequestOutputKind.FINAL_ONLY
+            if request.prefix:
+                arguments["inputs"] = self._with_prefix(arguments["inputs"], request.prefix, sampling)
+                # Where nothing is left, vLLM refuses the prompt as too long.
+                sampling.max_tokens = max(1, sampling.max_tokens - len(request.prefix))
             return arguments
 
         images = await asyncio.to_thread(decode_images, request, is_aborted)
         wanted = RolloutInferRequest(**{**request.conversation, "images": images}, uuid=request_id)
         response = await self.infer_async(wanted, _request_config(request), pre_infer_hook=before_start)
         choice = response.choices[0]
+        text = choice.message.content
+        if request.prefix:  # a character may be spelt by its last id and the first new one
+            text = self.template.decode_generate_ids(
+                [*request.prefix, *choice.token_ids], template_inputs=template_inputs
+            )
+        num_prompt = len(response.prompt_token_ids) - len(request.prefix)
         return Completion(
-            text=choice.message.content,
+            text=text,
             token_ids=tuple(choice.token_ids),
             finish_reason=choice.finish_reason,
-            prompt_token_ids=tuple(response.prompt_token_ids),
+            prompt_token_ids=tuple(response.prompt_token_ids[:num_prompt]),
             images_size=tuple((width, height) for width, height in response.images_size or ()),
             log_probs=_log_probs(choice.logprobs) if request.with_log_probs else None,
             weight_version=stamp.version,
             run_id=stamp.run_id,
+            round_id=stamp.round_id,
+        )
+
+    def _with_prefix(self, inputs: dict[str, Any], prefix: tuple[int, ...], sampling: Any) -> dict[str, Any]:
+        """vLLM itself puts as many ids as an image needs in the place of the one that the prompt has for it."""
+        configured = self.engine.input_processor.generation_config_fields.get("eos_token_id")
+        ends = configured if isinstance(configured, list) else [configured]
+        return append_prefix(
+            inputs,
+            prefix,
+            num_ids=self.engine.model_config.get_vocab_size(),
+            end_ids={self.tokenizer.eos_token_id, *sampling.stop_token_ids, *ends},
+            media_ids=self.template.placeholder_tokens,
         )
 
     async def abort(self, request_id: str) -> None:

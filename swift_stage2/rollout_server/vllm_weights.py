@@ -196,7 +196,14 @@ def _resident(shape: Sequence[int], given: str, pieces: Sequence[TensorPiece]) -
 def installed_weights(
     weights: Mapping[str, torch.Tensor], reports: Sequence[Mapping[str, Any]]
 ) -> InstalledWeights:
-    """One answer of the reports of all workers. Raises RoundFailed when they did not read the same bytes."""
+    """One answer of the reports of all workers. Raises RoundFailed when they did not read the same bytes, or none."""
+    unreadable = [report["unreadable"] for report in reports if "unreadable" in report]
+    if unreadable:
+        raise RoundFailed(
+            f"vLLM's workers must be able to open the memory that the weights lie in, got {unreadable[0]} in "
+            f"{len(unreadable)} of {len(reports)}; run learner, server and workers as one user in one container",
+            torn=len(unreadable) < len(reports),
+        )
     read = dict(reports[0]["read"])
     if any(dict(report["read"]) != read for report in reports):
         raise RoundFailed("vLLM's workers read different weights", torn=True)

@@ -30,14 +30,17 @@ class StagedWeightsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
 
         Returns:
             ``read``: checksum by name of each tensor as this process read it. ``pieces``: ``TensorPiece`` fields of
-            every part that the model now holds.
+            every part that the model now holds. Or ``unreadable`` alone: why the memory could not be opened.
 
         Raises:
             RuntimeError: a parameter of the model was left out.
             Exception: whatever vLLM's loader raises.
         """
         model = self.model_runner.model
-        weights = open_staged(path, num_bytes, layout)
+        try:
+            weights = open_staged(path, num_bytes, layout)
+        except OSError as error:
+            return {"unreadable": str(error)}
         read = dict(zip(weights, checksum_tensors(list(weights.values())), strict=True))
         patch_vllm_moe_model_weight_loader(model)
         trace = LoadTrace(weights, drop_copies=fault == InstallFault.SKIP_COPY)

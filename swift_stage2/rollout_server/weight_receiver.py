@@ -10,17 +10,21 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swift_stage2.errors import ProtocolError, RoundFailed, RoundRefused
-from swift_stage2.rollout_server.staging import StagingBuffers
+from swift_stage2.rollout_server.staging import StagingBuffers, typed_view
 from swift_stage2.servers.protocol import RefusalReason, TensorSpec
+from swift_stage2.servers.wire_record import optional_integer
 from swift_stage2.weights.stream import WeightListener, WeightStream
 from swift_stage2.weights.tensors import all_finite
+
+if TYPE_CHECKING:
+    from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
 
 _GIVEN_UP_POLL_S = 0.25
 _ENDED = "the round has ended"
@@ -47,10 +51,14 @@ class BucketEntry:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The layout of one broadcast: entries that fill ``num_bytes`` without a gap."""
+    """The layout of one broadcast: entries that fill ``num_bytes`` without a gap.
+
+    ``offset`` is the byte of a learner's memory file at which it begins, None if it comes by a stream.
+    """
 
     entries: tuple[BucketEntry, ...]
     num_bytes: int
+    offset: int | None = None
 
     @classmethod
     def from_json(cls, body: Any) -> Bucket:
@@ -58,16 +66,16 @@ class Bucket:
         metadatas = body.get("metadatas") if isinstance(body, dict) else None
         if not isinstance(metadatas, list):
             raise ProtocolError("update_flattened_params takes {metadatas: [...]}")
-        return cls.from_entries([BucketEntry.from_json(item) for item in metadatas])
+        return cls.from_entries([BucketEntry.from_json(item) for item in metadatas], _offset(body))
 
     @classmethod
     def of_one(cls, body: Any) -> Bucket:
         """The body of ``/update_named_param/``. Raises ProtocolError."""
         spec = TensorSpec.from_json(body)
-        return cls.from_entries([BucketEntry(spec, 0, num_bytes(spec))])
+        return cls.from_entries([BucketEntry(spec, 0, num_bytes(spec))], _offset(body))
 
     @classmethod
-    def from_entries(cls, entries: Sequence[BucketEntry]) -> Bucket:
+    def from_entries(cls, entries: Sequence[BucketEntry], offset: int | None = None) -> Bucket:
         """Raises ProtocolError for no entry, a gap or overlap, or a length that is not shape times item size."""
         if not entries:
             raise ProtocolError("a bucket must hold at least one tensor, got metadatas=[]")
@@ -80,15 +88,28 @@ class Bucket:
                     f"start_idx={entry.start} end_idx={entry.end}, expected {position} to {position + size}"
                 )
             position = entry.end
-        return cls(tuple(entries), position)
+        return cls(tuple(entries), position, offset)
+
+
+def _offset(body: Mapping[str, Any]) -> int | None:
+    offset = optional_integer(body, "offset")
+    if offset is not None and offset < 0:
+        raise ProtocolError(f"offset must be a byte of the memory file, got offset={offset}")
+    return offset
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedWeights:
-    """Tensors that arrived, by name (views of the buffers), and names of those with NaN or infinity."""
+    """Tensors that arrived, by name (views of the buffers), and names of those with NaN or infinity.
+
+    ``snapshot`` is the learner's memory that they are views of, None if they were received. ``sums`` are the tensors'
+    checksums where they are known.
+    """
 
     tensors: dict[str, torch.Tensor]
     non_finite: tuple[str, ...]
+    snapshot: MappedSnapshot | None = None
+    sums: Mapping[str, str] | None = None
 
 
 class WeightReceiver:
@@ -158,7 +179,9 @@ class WeightReceiver:
             cause = failure or f"timeout_s={timeout_s:.1f} is over"
             raise RoundFailed(f"{num_received} of {len(buckets)} buckets arrived: {cause}")
         self._staging.trim(len(buckets))
-        return _describe(buckets, self._staging)
+        return describe(
+            (bucket, self._staging.buffer(index, bucket.num_bytes)) for index, bucket in enumerate(buckets)
+        )
 
     def close(self) -> None:
         """Frees the port and ends the thread, also in the middle of a transfer. May be called again."""
@@ -219,21 +242,19 @@ class WeightReceiver:
             return self._expected[self._num_received]
 
 
-def _describe(buckets: Sequence[Bucket], staging: StagingBuffers) -> ReceivedWeights:
-    tensors: dict[str, torch.Tensor] = {}
-    for index, bucket in enumerate(buckets):
-        flat = staging.buffer(index, bucket.num_bytes)
-        for entry in bucket.entries:
-            tensors[entry.spec.name] = _view(flat[entry.start : entry.end], entry.spec)
+def describe(
+    buckets: Iterable[tuple[Bucket, torch.Tensor]], snapshot: MappedSnapshot | None = None
+) -> ReceivedWeights:
+    """All tensors of buckets and their bytes."""
+    tensors = {
+        entry.spec.name: typed_view(
+            flat[entry.start : entry.end], torch_dtype(entry.spec.dtype), entry.spec.shape
+        )
+        for bucket, flat in buckets
+        for entry in bucket.entries
+    }
     non_finite = tuple(name for name, tensor in tensors.items() if not all_finite(tensor))
-    return ReceivedWeights(tensors, non_finite)
-
-
-def _view(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    dtype = torch_dtype(spec.dtype)
-    if flat.storage_offset() % dtype.itemsize:
-        flat = flat.clone()  # a view needs an aligned start
-    return flat.view(dtype).reshape(spec.shape)
+    return ReceivedWeights(tensors, non_finite, snapshot)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -2,7 +2,8 @@
 
 A round: begin, open the receiver, expect buckets, load, finish. Arrived weights reach the model only when the
 whole manifest is there, in one step, so a push that is cut off leaves the old version serving under its old
-stamp. Called by the routes from any thread; holds its lock for decisions only, never while it waits.
+stamp. A staged round shuts the door of ``/infer/`` from its load to its end, any other from begin to end. Called by
+the routes from any thread; holds its lock for decisions only, never while it waits.
 """
 
 from __future__ import annotations
@@ -10,47 +11,41 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import StrEnum
+from pathlib import Path
 
 from swift_stage2.errors import EngineUnavailable, RoundFailed, RoundRefused
-from swift_stage2.rollout_server.engine import Engine, InstalledWeights, WeightStamp
+from swift_stage2.rollout_server.disk_weights import DiskWeights
+from swift_stage2.rollout_server.engine import Engine, let_go_of_frames
+from swift_stage2.rollout_server.infer_door import InferDoor
+from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
+from swift_stage2.rollout_server.open_round import (
+    OpenRound,
+    Receiver,
+    RoundState,
+    is_vouched_for,
+    release_port,
+)
+from swift_stage2.rollout_server.receivers import Receivers
 from swift_stage2.rollout_server.weight_receiver import (
     Bucket,
     ReceivedWeights,
-    WeightReceiver,
     compare_bucket,
     compare_manifests,
     require_all,
 )
-from swift_stage2.servers.protocol import FinishRequest, RefusalReason, RoundProof, RoundRequest
+from swift_stage2.servers.protocol import (
+    FinishRequest,
+    LearnerMemory,
+    MemoryAnswer,
+    RefusalReason,
+    RoundProof,
+    RoundRequest,
+)
 
 _log = logging.getLogger(__name__)
-_JOIN_TIMEOUT_S = 2.0
-# A round whose learner has been silent for so long gives way to another run's: the learner is dead.
-_LEASE_S = 30.0
-
-
-class RoundState(StrEnum):
-    """Decides over ``/infer/``: all calls are answered, the round's own only, or none."""
-
-    SERVING = "serving"
-    ROUND_OPEN = "round_open"
-    UNPROVEN = "unproven"
-
-
-@dataclass(slots=True)
-class _Round:
-    request: RoundRequest
-    end: float  # monotonic
-    last_call: float
-    receiver: WeightReceiver | None = None
-    announced: set[str] = field(default_factory=set)
-    is_loading: bool = False
-    installed: InstalledWeights | None = None
-    failure: str | None = None
+_GIVEN_UP_POLL_S = 0.25
 
 
 class WeightRounds:
@@ -63,25 +58,27 @@ class WeightRounds:
         clock: Callable[[], float] = time.monotonic,
         *,
         host: str = "127.0.0.1",
+        weights_root: Path | None = None,
     ) -> None:
-        """``host``: the address of this machine to listen on for weights."""
+        """``host``: the address of this machine to listen on for weights; ``weights_root``: where to read them."""
         self._engine = engine
-        self._host = host
+        self._receivers = Receivers(engine, host, weights_root, self._is_loading)
         self._incarnation = incarnation
         self._clock = clock
         self._lock = threading.Lock()
-        self._round: _Round | None = None
+        self._door = InferDoor(self._lock)
+        self._round: OpenRound | None = None
         self._unproven = False
         self._closed = False
-        self._num_loading = 0  # loads that the engine is busy with, also of rounds that have ended
-        self._num_admitted = 0
+        self._num_loading = 0  # loads that are waited for, also of rounds that have ended
         self._last_proof: RoundProof | None = None
-        self._last_receiver: WeightReceiver | None = None
 
     @property
     def state(self) -> RoundState:
         with self._lock:
             self._expire()
+            if self._is_loading():
+                return RoundState.INSTALLING
             if self._round is not None:
                 return RoundState.ROUND_OPEN
             return RoundState.UNPROVEN if self._is_unproven() else RoundState.SERVING
@@ -91,60 +88,50 @@ class WeightRounds:
         """One ``/infer/``, counted while it lasts; says whether a round has proven the weights that answer it.
 
         Raises:
-            RoundRefused: a round is open and this is not its request, or the weights are unproven.
+            RoundRefused: a round is open that is not staged and not this request's, or the weights are unproven.
+            DoorShut: a staged round installs its weights.
+            EngineUnavailable: the server is shutting down.
         """
         with self._lock:
             self._expire()
-            if self._round is not None and self._round.request.round_id != round_id:
-                raise RoundRefused(
-                    RefusalReason.ROUND_OPEN,
-                    f"round {self._round.request.round_id} is open; until it ends only its own requests count",
-                )
-            if self._round is None and round_id is not None:
-                raise RoundRefused(RefusalReason.NO_ROUND, f"round {round_id} is not open")
-            if self._round is None and self._is_unproven():
-                raise RoundRefused(
-                    RefusalReason.UNPROVEN,
-                    "the model holds weights that no round has proven; run a sync round",
-                )
-            self._num_admitted += 1
-            is_proven = self._round is None and self._engine.stamp.version is not None
+            self._require_running()
+            request = self._round.request if self._round is not None else None
+            is_own = self._door.enter(round_id, request, is_unproven=self._is_unproven())
+            is_proven = not is_own and self._engine.stamp.version is not None
         try:
             yield is_proven
         finally:
             with self._lock:
-                self._num_admitted -= 1
+                self._door.leave()
+                if is_own and self._round is not None:
+                    self._round.last_call = self._clock()  # its learner lives
 
     def begin(self, request: RoundRequest) -> None:
-        """Opens a round; until it ends, only its own requests are answered.
+        """Opens a round; until it ends, only its own requests are answered, unless it is staged.
 
         A round that failed, or that the same run left open, gives way. Raises:
-            RoundRefused: other tensors than the model's, another run's round, or completions in the making.
+            RoundRefused: other tensors than the model's, another run's round, or completions in the making (of no
+                matter to a staged round).
         """
         compare_manifests(self._engine.manifest(), request.manifest)
         with self._lock:
-            if self._closed:
-                raise EngineUnavailable("the server is shutting down")
+            self._require_running()
             self._expire()
-            held = self._round
-            if held is not None and held.request.run_id != request.run_id and self._is_alive(held):
-                raise RoundRefused(
-                    RefusalReason.ROUND_OPEN,
-                    f"run {held.request.run_id} holds the server with round {held.request.round_id}; give every "
-                    f"run a server of its own, or wait {_LEASE_S:.0f} s if that learner is dead",
-                )
-            if self._num_admitted:
+            if (held := self._round) is not None:
+                held.give_way(request.run_id, self._clock())
+            if self._door.num_inside and not request.staged:
                 raise RoundRefused(
                     RefusalReason.BUSY,
-                    f"a round must find the server idle, got num_running={self._num_admitted} /infer/ calls; "
+                    f"a round must find the server idle, got num_running={self._door.num_inside} /infer/ calls; "
                     "drain or abort them and ask again",
                 )
             self._end_round()
+            self._last_proof = None  # a round may be brought once more
             now = self._clock()
-            self._round = _Round(request, end=now + request.timeout_s, last_call=now)
-        self._release_port(held)
+            self._round = OpenRound(request, end=now + request.timeout_s, last_call=now)
+        release_port(held)
 
-    def open_receiver(self, port: int, timeout_s: float) -> str:
+    def open_receiver(self, port: int, timeout_s: float, round_id: str | None = None) -> str:
         """Listens for the learner; returns the secret that it must present when it connects.
 
         Raises:
@@ -152,24 +139,37 @@ class WeightRounds:
             RoundFailed: the address cannot be listened on, or there is no memory to receive into.
         """
         with self._lock:
-            current = self._open_round()
-            if current.receiver is not None:
-                raise RoundRefused(RefusalReason.WRONG_ORDER, "the round listens for weights already")
+            current = self._open_round(round_id).without_receiver()
             timeout_s = min(timeout_s, max(0.1, current.end - self._clock()))
-            is_stuck = self._last_receiver is not None and not self._last_receiver.join(0)
-            if (
-                is_stuck or self._num_loading
-            ):  # it may still be written, or read by a load that nobody waits for
-                self._renew_staging()
-            receiver = WeightReceiver(self._host, port, timeout_s, self._engine.staging)
-            self._last_receiver = current.receiver = receiver
-        try:
+            receiver = current.receiver = self._receivers.stream(port, timeout_s)
+        with self._failing(current):
             return receiver.start()
-        except RoundFailed as error:
-            self._fail(current, error)
-            raise
 
-    def expect(self, bucket: Bucket) -> None:
+    def map_memory(self, offer: LearnerMemory, round_id: str | None = None) -> MemoryAnswer:
+        """Maps a learner's memory in the place of a stream, and says whether it could.
+
+        Raises:
+            RoundRefused: no round is open, or it has a way for weights already.
+        """
+        with self._lock:
+            current = self._open_round(round_id).without_receiver()
+        try:
+            snapshot = MappedSnapshot(offer)
+        except OSError as error:
+            why = error.strerror or error  # without the path, which differs from run to run
+            return MemoryAnswer(f"the learner's memory cannot be read here: {why}", mapped=False)
+        self._adopt(current, snapshot)
+        return MemoryAnswer(f"{offer.num_bytes} bytes are mapped", mapped=True)
+
+    def read_directory(self, name: str, round_id: str | None = None) -> None:
+        """Has weights read from that directory of ``weights_root``. Raises as ``map_memory`` and ``DiskWeights``."""
+        with self._lock:
+            current = self._open_round(round_id).without_receiver()
+            find = self._receivers.directory(name, current.request)
+        with self._failing(current):
+            self._adopt(current, find())
+
+    def expect(self, bucket: Bucket, round_id: str | None = None) -> None:
         """Announces the next broadcast.
 
         Raises:
@@ -177,60 +177,67 @@ class WeightRounds:
             RoundFailed: a tensor that the manifest does not have so, or for the second time, or a learner that is lost.
         """
         with self._lock:
-            current = self._open_round()
-            receiver = self._listening(current)
-        try:
+            current = self._open_round(round_id)
+            receiver = current.require_receiver()
+        with self._failing(current):
             compare_bucket(current.request.manifest, bucket, current.announced)
             receiver.expect(bucket)
-        except RoundFailed as error:
-            self._fail(current, error)
-            raise
 
-    def load(self, given_up: threading.Event) -> tuple[str, ...]:
+    def load(
+        self,
+        given_up: threading.Event,
+        round_id: str | None = None,
+        abort_pending: Callable[[], object] | None = None,
+    ) -> tuple[str, ...]:
         """Waits for all announced buckets and copies them into the model; names with NaN or infinity return.
 
-        Once ``given_up`` is set, its caller has gone: nothing is waited for or copied any more.
+        A staged round then shuts the door and waits for the calls inside, after ``abort_pending``, which ends those
+        that may be. Once ``given_up`` is set, its caller has gone: nothing is waited for or copied any more, and nobody
+        is going to prove what is being copied.
 
         Raises:
             RoundRefused: no round is open, it does not listen, or it has loaded or is being loaded already.
-            RoundFailed: not everything arrived (the old weights serve on), or the copy failed.
+            RoundFailed: not everything arrived or calls did not end (the old weights serve on), or the copy failed.
         """
         with self._lock:
-            current = self._open_round()
-            if current.is_loading:
-                raise RoundRefused(
-                    RefusalReason.WRONG_ORDER, "the round's weights are loaded already, or about to be"
-                )
-            receiver = self._listening(current)
-            current.is_loading = True
-            current.last_call = current.end  # not silent while it loads
+            current = self._open_round(round_id)
+            receiver = current.begin_load(given_up)
         try:
-            if current.failure:
-                raise RoundFailed(current.failure)
-            received = receiver.collect(current.end - self._clock(), given_up)
-            require_all(current.request.manifest, received)
-            self._install(current, received, given_up)
+            with self._failing(current):
+                if current.failure:
+                    raise RoundFailed(current.failure)
+                return self._collect_and_install(current, receiver, given_up, abort_pending)
         except RoundFailed as error:
-            self._fail(current, error)
-            with self._lock:
-                if self._round is current:
-                    self._end_round()
+            let_go_of_frames(error)  # they hold a learner's memory
             raise
-        if received.non_finite:
-            _log.warning("NaN or infinity arrived in %s", ", ".join(received.non_finite))
-        return received.non_finite
+        finally:
+            with self._lock:
+                if self._round is current and (current.installed is None or given_up.is_set()):
+                    self._end_round()
 
-    def close_receiver(self) -> None:
-        """Ends the connection for weights, if there is one, and frees its port."""
+    def close_receiver(self, round_id: str | None = None) -> None:
+        """Ends the way for weights, if there is one, and frees its port."""
         with self._lock:
+            if round_id is not None:
+                self._open_round(round_id)
             current = self._round
             receiver = current.receiver if current is not None else None
         if receiver is not None:
             receiver.close()
-        self._release_port(current)
+        release_port(current)
+
+    def require(self, round_id: str) -> None:
+        """Raises RoundRefused unless that round is open."""
+        with self._lock:
+            self._open_round(round_id)
+
+    def expire(self) -> None:
+        """Ends the open round if its time is over or its learner lost; else the next call of anybody would."""
+        with self._lock:
+            self._expire()
 
     def finish(self, wanted: FinishRequest) -> RoundProof | None:
-        """Ends the round with its proof; asked again, the same proof returns. None when it was given up.
+        """Ends the round with its proof; asked again, the same proof returns. None when it was given up or has ended.
 
         Weights that were loaded and are not vouched for (given up, not resident as they arrived, or with other
         checksums than those that the learner has sent) leave the server unproven. Raises:
@@ -240,29 +247,18 @@ class WeightRounds:
         with self._lock:
             if self._last_proof is not None and self._last_proof.round_id == round_id:
                 return self._last_proof
-            current = self._open_round()
-            if current.request.round_id != round_id:
-                raise RoundRefused(RefusalReason.NO_ROUND, f"round {round_id} is not the open one")
+            self._expire()
+            if self._round is None and not commit:
+                return None  # this server noticed the loss first, and has ended it already
+            current = self._open_round(round_id)
             installed = current.installed
             proof = None
             if commit and installed is not None:
-                proof = self._last_proof = RoundProof(
-                    round_id=round_id,
-                    incarnation=self._incarnation,
-                    weight_version=current.request.version,
-                    arrived=installed.arrived,
-                    resident=installed.resident,
-                    loaded=installed.loaded,
-                )
-                arrived = dict(proof.arrived)
-                self._unproven = not (
-                    dict(proof.resident) == arrived
-                    and set(arrived) <= set(proof.loaded)
-                    and (wanted.checksums is None or dict(wanted.checksums) == arrived)
-                )
+                proof = self._last_proof = current.proof(installed, self._incarnation)
+                self._unproven = not is_vouched_for(proof, wanted)
                 current.installed = None
             self._end_round()
-        self._release_port(current)
+        release_port(current)
         if commit and proof is not None and self._unproven:
             _log.warning(
                 "round %s brought weights that differ from what was sent; nothing is served", round_id
@@ -281,41 +277,35 @@ class WeightRounds:
             self._end_round()
 
     # --- decisions, under the lock --------------------------------------------------------------
-    def _renew_staging(self) -> None:
-        try:
-            self._engine.renew_staging()
-        except OSError as error:
-            raise RoundFailed(f"the server has no memory to receive weights into: {error}") from error
+    def _require_running(self) -> None:
+        if self._closed:
+            raise EngineUnavailable("the server is shutting down")
 
     def _is_unproven(self) -> bool:
         """A round may end while the engine still loads for it: what the model holds then is anybody's guess."""
-        return self._unproven or self._num_loading > 0
+        return self._unproven or self._is_loading()
 
-    def _open_round(self) -> _Round:
+    def _is_loading(self) -> bool:
+        return self._num_loading > 0 or self._engine.is_copying
+
+    def _open_round(self, round_id: str | None) -> OpenRound:
+        """The open round, which must be the one that is named, if any is."""
         self._expire()
         if self._round is None:
             raise RoundRefused(RefusalReason.NO_ROUND, "no round is open; begin one first")
+        if round_id not in (None, self._round.request.round_id):
+            raise RoundRefused(RefusalReason.NO_ROUND, f"round {round_id} is not the open one")
         self._round.last_call = self._clock()
         return self._round
 
-    def _is_alive(self, held: _Round) -> bool:
-        lost = held.failure is not None or (held.receiver is not None and held.receiver.failed)
-        return not lost and self._clock() - held.last_call < _LEASE_S
-
-    def _listening(self, current: _Round) -> WeightReceiver:
-        if current.receiver is None:
-            raise RoundRefused(
-                RefusalReason.WRONG_ORDER, "init_communicator comes first: nothing listens yet"
-            )
-        return current.receiver
-
     def _expire(self) -> None:
-        if self._round is not None and self._clock() > self._round.end:
-            _log.warning("round %s ran out of time and is forgotten", self._round.request.round_id)
+        idle = not self._door.num_inside
+        if self._round is not None and (why := self._round.why_over(self._clock(), is_idle=idle)):
+            _log.warning("round %s %s and is forgotten", self._round.request.round_id, why)
             self._end_round()
 
     def _end_round(self) -> None:
-        """Forgets the round. Weights that it loaded without a commit are nobody's."""
+        """Forgets the round and opens its door. Weights that it loaded without a commit are nobody's."""
         if self._round is None:
             return
         if self._round.installed is not None:
@@ -323,19 +313,68 @@ class WeightRounds:
         if self._round.receiver is not None:
             self._round.receiver.close()
         self._round = None
+        self._door.open()
+
+    def _require_wanted(self, current: OpenRound, given_up: threading.Event) -> None:
+        if self._round is not current:
+            raise RoundFailed("the round ended before its weights were loaded")
+        if given_up.is_set():
+            raise RoundFailed("the caller has gone before its weights were loaded")
+
+    def _adopt(self, current: OpenRound, receiver: MappedSnapshot | DiskWeights) -> None:
+        with self._lock:
+            if self._round is current and current.receiver is None:
+                current.receiver = receiver
+                return
+        receiver.close()
+        raise RoundRefused(RefusalReason.NO_ROUND, "the round ended while its weights were looked for")
 
     # --- waits, outside the lock ----------------------------------------------------------------
-    def _install(self, current: _Round, received: ReceivedWeights, given_up: threading.Event) -> None:
-        stamp = WeightStamp(current.request.version, current.request.run_id)
+    def _collect_and_install(
+        self,
+        current: OpenRound,
+        receiver: Receiver,
+        given_up: threading.Event,
+        abort_pending: Callable[[], object] | None,
+    ) -> tuple[str, ...]:
+        received = receiver.collect(current.end - self._clock(), given_up)
+        require_all(current.request.manifest, received)
+        arrived = received.sums or self._engine.sum_arrived(received.tensors)
+        if current.request.staged:
+            with self._lock:
+                self._require_wanted(current, given_up)
+                self._door.shut()
+            if abort_pending is not None:
+                abort_pending()
+        self._install(current, received, arrived, given_up)
+        if received.non_finite:
+            _log.warning("NaN or infinity arrived in %s", ", ".join(received.non_finite))
+        return received.non_finite
+
+    def _install(
+        self,
+        current: OpenRound,
+        received: ReceivedWeights,
+        arrived: Mapping[str, str] | None,
+        given_up: threading.Event,
+    ) -> None:
         with self._lock:
-            if self._round is not current:
-                raise RoundFailed("the round ended before its weights were loaded")
-            if given_up.is_set():
-                raise RoundFailed("the caller has gone before its weights were loaded")
+            self._require_wanted(current, given_up)
+            while current.request.staged and self._door.num_inside:
+                if (left_s := current.end - self._clock()) <= 0:
+                    raise RoundFailed(
+                        "completions in the making must end within the round's time, got "
+                        f"num_running={self._door.num_inside} /infer/ calls; write rollout.sync.on_pending: abort, or "
+                        "a longer rollout.sync.timeout_s"
+                    )
+                self._door.wait_for_leave(min(left_s, _GIVEN_UP_POLL_S))
+                self._require_wanted(current, given_up)
             self._num_loading += 1
         remaining_s = max(0.1, current.end - self._clock())
         try:
-            installed = self._engine.install(received.tensors, stamp, remaining_s)
+            installed = self._engine.install(
+                received.tensors, current.stamp, remaining_s, arrived, received.snapshot
+            )
         except BaseException as error:
             with self._lock:
                 self._num_loading -= 1
@@ -345,16 +384,16 @@ class WeightRounds:
             self._num_loading -= 1
             current.installed = installed
             current.last_call = self._clock()
-            if self._round is not current and self._engine.stamp == stamp:
+            if self._round is not current and self._engine.stamp == current.stamp:
                 self._unproven = True  # the round ended while the engine loaded
 
-    def _fail(self, current: _Round, error: RoundFailed) -> None:
-        _log.warning("round %s failed: %s", current.request.round_id, error)
-        with self._lock:
-            current.failure = current.failure or str(error)
-        if current.receiver is not None:
-            current.receiver.close()
-
-    def _release_port(self, ended: _Round | None) -> None:
-        if ended is not None and ended.receiver is not None:
-            ended.receiver.join(_JOIN_TIMEOUT_S)
+    @contextmanager
+    def _failing(self, current: OpenRound) -> Iterator[None]:
+        """A RoundFailed that is raised inside is the end of the round's way for weights."""
+        try:
+            yield
+        except RoundFailed as error:
+            _log.warning("round %s failed: %s", current.request.round_id, error)
+            with self._lock:
+                current.fail(str(error))
+            raise

@@ -24,6 +24,8 @@ _STATE = "trainer_state.json"  # written last, by rank 0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _MIB = 2**20
 _DEEPSPEED = "latest"  # names the folder in which DeepSpeed keeps its part
+_SHARDS = ("pytorch_model_fsdp_0", "optimizer_0")  # folders in which all ranks write their shards under FSDP2
+_WRITTEN_LAST = ".metadata"  # into each, when every rank has written
 
 
 def checkpoint_step(directory: Path) -> int | None:
@@ -62,6 +64,8 @@ def _missing(directory: Path, world_size: int) -> str:
         names |= set(_read_json(index)["weight_map"].values())
     if (directory / _DEEPSPEED).is_file():
         names.add((directory / _DEEPSPEED).read_text(encoding="utf-8").strip())
+    elif (directory / _SHARDS[0]).is_dir():
+        names |= {f"{folder}/{_WRITTEN_LAST}" for folder in _SHARDS}
     else:
         names.add("optimizer.pt")
         if not any(directory.glob("*.safetensors")) and not any(directory.glob("*model*.bin")):

@@ -139,17 +139,18 @@ def _begun(run_dir: Path) -> float:
         return run_dir.stat().st_mtime
 
 
-def claim_directory(path: Path, *, keep: bool, marker: str = _MARKER) -> Path:
+def claim_directory(path: Path, *, keep: bool, marker: str = _MARKER, option: str = "--output") -> Path:
     """An empty directory: ``path``, cleared of an earlier claim, or with ``keep`` the first free ``path-N``.
 
     Only what an earlier claim with the same ``marker``, the name of a hidden file, covers is ever cleared.
+    Errors call it ``option``.
 
     Raises:
         UserError: the directory is a file, holds something that no claim covers, or cannot be written.
     """
     directory, number = path.absolute(), 1
     if directory.exists() and not directory.is_dir():
-        raise UserError(f"--output must be a directory, got {directory}, a file; name another one")
+        raise UserError(f"{option} must be a directory, got {directory}, a file; name another one")
     while keep and directory.exists():
         number += 1
         directory = directory.with_name(f"{path.name}-{number}")
@@ -157,7 +158,7 @@ def claim_directory(path: Path, *, keep: bool, marker: str = _MARKER) -> Path:
         if directory.exists() and any(directory.iterdir()):
             if not (directory / marker).exists():
                 raise UserError(
-                    "--output must be a new directory or one that an earlier run of this command made, "
+                    f"{option} must be a new directory or one that an earlier run of this command made, "
                     f"got {directory} with other files; name another one"
                 )
             shutil.rmtree(directory)
@@ -165,6 +166,6 @@ def claim_directory(path: Path, *, keep: bool, marker: str = _MARKER) -> Path:
         (directory / marker).touch()
     except OSError as error:
         raise UserError(
-            f"--output must be a directory that can be written, got {directory} ({error}); name another one"
+            f"{option} must be a directory that can be written, got {directory} ({error}); name another one"
         ) from error
     return directory

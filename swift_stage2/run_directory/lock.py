@@ -2,7 +2,7 @@
 
 A holder's file appears below ``RUN_DIR/locks`` locked and written, so one that is not locked is of a process that has
 ended, and one that is tells whose it is. ``launch`` and every rank hold one; the ranks of one torchrun are one run,
-with the launch above them.
+with the launch above them. Whoever only reads a run learns there whether it goes on.
 
 Some network file systems have no locks, or show one to its own host alone. So every holder also touches its file, and
 where the kernel cannot know, a file is of a process that has ended once it has been left alone.
@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
@@ -35,13 +36,13 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _TOUCHED_EVERY_S = 10.0
 _LEFT_ALONE_S = 60.0
-_held: set[int] = set()  # descriptors of this process's locks
+_held: dict[int, Path] = {}  # descriptor → directory, of this process's locks
 
 
 def _let_go_in_child() -> None:
     """A lock lasts as long as any copy of its descriptor, and forked DataLoader workers outlive a killed rank."""
     while _held:
-        os.close(_held.pop())
+        os.close(_held.popitem()[0])
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
@@ -71,13 +72,21 @@ class Holder:
 
 
 @contextmanager
-def hold_run_directory(run_dir: Path, role: str, environment: Mapping[str, str]) -> Iterator[None]:
+def hold_run_directory(
+    run_dir: Path, role: str, environment: Mapping[str, str], *, is_alone: bool = False
+) -> Iterator[None]:
     """Makes this process one of the directory's run for as long as it is entered.
+
+    ``is_alone``: nobody else is looked for, for the directory was made for this run or this process holds it already;
+    then it is held as before.
 
     Raises:
         UserError: another run goes on there.
         ConfigError: the directory cannot be written.
     """
+    if is_alone and run_dir.resolve() in _held.values():
+        yield
+        return
     me = _this_process(role, environment)
     folder = run_dir / _FOLDER
     try:
@@ -87,17 +96,18 @@ def hold_run_directory(run_dir: Path, role: str, environment: Mapping[str, str])
         raise ConfigError(
             f"swift.output_dir must be a writable directory, got {run_dir} ({error}); name another one"
         ) from error
-    _held.add(descriptor)
+    _held[descriptor] = run_dir.resolve()
     # Never a name that an earlier process had: whoever finds that one abandoned removes it by its name.
     path = folder / f"{me.host}-{me.pid}{Path(unnamed).name}{_SUFFIX}"
     ended = threading.Event()
     toucher = threading.Thread(target=_touch, args=(path, ended), name="run-lock", daemon=True)
     try:
-        is_locked = _lock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor, fcntl.LOCK_EX)
         os.write(descriptor, json.dumps(asdict(me)).encode())
         os.fchmod(descriptor, 0o644)  # another user's run reads it, too
         os.rename(unnamed, path)
-        _refuse_others(folder, path, me, has_locks=is_locked)
+        if not is_alone:
+            _refuse_others(folder, path, me)
         toucher.start()
         yield
     finally:
@@ -106,7 +116,7 @@ def hold_run_directory(run_dir: Path, role: str, environment: Mapping[str, str])
             toucher.join(_TOUCHED_EVERY_S)
         for name in (Path(unnamed), path):
             name.unlink(missing_ok=True)
-        _held.discard(descriptor)
+        _held.pop(descriptor, None)
         os.close(descriptor)
 
 
@@ -122,12 +132,53 @@ def _this_process(role: str, environment: Mapping[str, str]) -> Holder:
         role=role,
         pid=os.getpid(),
         host=socket.gethostname(),
-        boot_id=_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "",
+        boot_id=_boot_id(),
         since=time.strftime("%Y-%m-%d %H:%M:%S"),
         command=shlex.join(psutil.Process().cmdline())[:_LONGEST_COMMAND],
         agent_pid=os.getppid(),
         rendezvous=" ".join(environment[name] for name in names if name in environment),
     )
+
+
+def _boot_id() -> str:
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+
+
+def is_held(run_dir: Path) -> bool:
+    """Whether a process of a run works there; for one that holds nothing itself, and nothing is changed.
+
+    Of another host's the clocks must agree to within a minute.
+    """
+    if not os.path.isdir(run_dir / _FOLDER):  # glob raises for names that are too long
+        return False
+    for path in (run_dir / _FOLDER).glob(f"*{_SUFFIX}"):
+        with suppress(OSError), path.open("rb") as file:  # else its holder has ended meanwhile
+            if not _see(file, boot_id=_boot_id(), now=time.time()).has_ended:
+                return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Sight:
+    """One holder's file, as it is seen from here."""
+
+    holder: Holder | None
+    is_certain: bool
+    """Whether the kernel knows whose process has ended; else the file's age tells."""
+    has_ended: bool
+
+
+def _see(file: BinaryIO, *, boot_id: str, now: float) -> _Sight:
+    """``boot_id`` is of this host; ``now``, Unix seconds, by the clock that gave the file its time."""
+    holder = _read(file.read())
+    try:
+        # Shared, so that two who look at once do not take each other for the holder.
+        has_locks, is_locked = _lock(file.fileno(), fcntl.LOCK_SH), False
+    except BlockingIOError:
+        has_locks, is_locked = True, True
+    is_certain = has_locks and (holder is None or holder.boot_id == boot_id)
+    is_left_alone = now - os.fstat(file.fileno()).st_mtime > _LEFT_ALONE_S
+    return _Sight(holder, is_certain, has_ended=not is_locked and (is_certain or is_left_alone))
 
 
 def _lock(descriptor: int, kind: int) -> bool:
@@ -141,39 +192,29 @@ def _lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _refuse_others(folder: Path, own: Path, me: Holder, *, has_locks: bool) -> None:
+def _refuse_others(folder: Path, own: Path, me: Holder) -> None:
     now = own.stat().st_mtime  # by the clock that also gave the others theirs
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         if path == own:
             continue
         try:
             with path.open("rb") as file:
-                holder = _read(file.read())
-                is_certain = has_locks and (holder is None or holder.boot_id == me.boot_id)
-                is_left_alone = now - os.fstat(file.fileno()).st_mtime > _LEFT_ALONE_S
-                if not _is_locked(file.fileno()) and (is_certain or is_left_alone):
+                sight = _see(file, boot_id=me.boot_id, now=now)
+                if sight.has_ended:
                     path.unlink(missing_ok=True)
                     continue
         except OSError:
             continue  # its holder has ended meanwhile, or it is another user's to remove
+        holder = sight.holder
         if holder is None or not _is_same_run(me, holder):
             who = holder.describe() if holder else f"a process that {path} does not name"
             remedy = f"wait for its end, end it (kill {holder.pid}), or" if holder else "wait for its end, or"
-            if not is_certain:
+            if not sight.is_certain:
                 remedy = f"if it was killed wait for {_LEFT_ALONE_S:g} s, else {remedy}"
             raise UserError(
                 f"a run directory has one run at a time, got {folder.parent}, where another goes on ({who}); "
                 f"{remedy} name another swift.output_dir"
             )
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Shared, so that two who look at once do not take each other for the holder."""
-    try:
-        _lock(descriptor, fcntl.LOCK_SH)
-    except BlockingIOError:
-        return True
-    return False
 
 
 def _read(text: bytes) -> Holder | None:

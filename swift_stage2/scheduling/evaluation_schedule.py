@@ -1,9 +1,9 @@
 """Decides when an evaluation falls due, begins, holds a sync round back, and ends; identical on all ranks.
 
-One evaluation runs at a time, under one version: while it asks no round falls due, at most ``max_round_delay_steps``
-steps beyond the step at which the round would have been due. Then it is cut: it asks for no more, and ends once what
-was in flight is counted; the round waits for what is in flight, not for the counting. Fed only with facts that all
-ranks agreed on; called by the pinned evaluation at every step.
+One evaluation runs at a time, under one version: while it asks, a round that falls due waits, or, if servers stage
+their weights, only its installs do, for at most ``max_round_delay_steps`` steps. Then it is cut: it asks for no more,
+and ends once what was in flight is counted; the round waits for what is in flight, not for the counting. Fed only with
+facts that all ranks agreed on; called by the pinned evaluation at every step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class EvaluationEnd(StrEnum):
     COMPLETE = "complete"
     """Every sample was answered, or given up."""
     ROUND_DUE = "round_due"
-    """A sync round could be held back no longer."""
+    """A sync round, or its installs, could be held back no longer."""
     NO_SERVER = "no_server"
     """No proven server was left."""
     PIPELINE_FAILED = "pipeline_failed"
@@ -62,13 +62,17 @@ class EvaluationSchedule:
         self._due_step = unfinished
 
     def holds_round(self, step: int) -> bool:
-        """Whether the round that would fall due at ``step`` has to wait for what runs; where not, that is cut."""
+        """True if the running evaluation holds the round that is due or in transfer at ``step``; else it is cut."""
         if self.running is None:
             return False
         if self._round_due_step is None:
             self._round_due_step = step
-        self.is_cut = step - self._round_due_step >= self._max_round_delay_steps
+        self.is_cut |= step - self._round_due_step >= self._max_round_delay_steps
         return not self.is_cut
+
+    def observe_version(self, version: int) -> None:
+        """Cuts what runs under another than the clock's ``version``: its round had no more time to wait."""
+        self.is_cut |= self.running is not None and self.running.version != version
 
     def reason_to_end(
         self, step: int, *, wanted: bool, has_server: bool, pipeline_failed: bool, stop_requested: bool

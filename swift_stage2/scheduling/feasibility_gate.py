@@ -14,7 +14,8 @@ from swift_stage2.scheduling.outlook import INSTANT, ProductionPace
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 
 _FLAGS = (
-    "not_reserved", "pipeline_failed", "stop_requested", "truncation_guard", "evaluation_wanted", "round_ended",
+    "not_reserved", "pipeline_failed", "stop_requested", "truncation_guard", "evaluation_wanted", "round_news",
+    "server_joins",
 )  # fmt: skip
 _NUM_COMMON_ENTRIES = len(_FLAGS) + 2
 _MILLI = 1000  # durations travel as whole thousandths of a step
@@ -31,12 +32,14 @@ class RankFacts:
     truncation_guard: bool = False
     """This rank's `TruncationGuard` pauses channel B."""
     evaluation_wanted: bool = False
-    round_ended: bool = False
-    """Rank 0's: every push of the round in transfer has ended, or its time has."""
+    round_news: bool = False
+    """Rank 0's: of the round in transfer there is something to hear."""
+    server_joins: bool = False
+    """Rank 0's: it was asked to add a server to the run."""
     pace: ProductionPace | None = None
     """Of this rank's productions; the slowest rank paces all."""
     servers_suspect: tuple[bool, ...] = ()
-    """Per server, in the order of the configuration."""
+    """Per server, in the order of the configuration; added ones behind."""
     servers_answer_again: tuple[bool, ...] = ()
     """Per suspect server, what rank 0's probe found; same order and length."""
 

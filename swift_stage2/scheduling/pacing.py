@@ -1,13 +1,14 @@
-"""Turns the schedule, the rounds to come and the packs at hand into "make this many packs now".
+"""Turns the schedule, the rounds to come, the packs at hand and those in the making into "begin so many packs now".
 
 A pack is worth making iff, at the first wanted B step that lacks it, it will still be fresh. Too early
 and it expires unused, too late and the step is skipped; ``docs/design/pacing.md`` has the maths. Pure:
-the pipeline asks before every POST; all ranks pace as the slowest does, told by the step's vector.
+the pipeline asks whenever places are free; all ranks pace as the slowest does, told by the step's vector.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -43,7 +44,7 @@ class PacingReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PacingDecision:
-    """How many packs to make now (0: none) and why."""
+    """How many packs to begin now, beside those in the making (0: none), and why."""
 
     num_packs: int
     reason: PacingReason
@@ -70,14 +71,16 @@ class Pacer:
     """``gradient_accumulation_steps``."""
 
     def decide(self, state: PacingState) -> PacingDecision:
-        """Say how many packs to start making now.
+        """Say how many packs to start making now, beside those that are in the making.
 
         While a round is pending the answer holds for a start right after it, so the caller can wait for
         its ticket; it should ask again with the ticket in hand.
         """
         if self.b_ratio == 0:
             return PacingDecision(0, PacingReason.CHANNEL_B_OFF)
-        room = self.target_packs - self._num_fresh_next(state, self._wanted_from(state.step + 1))
+        coming = [pack.version for pack in state.in_making]
+        at_hand = (*state.ready_versions, *coming)
+        room = self.target_packs - self._num_fresh_next(state, self._wanted_from(state.step + 1), at_hand)
         if room <= 0:
             return PacingDecision(0, PacingReason.TARGET_MET)
         if state.pace is None:
@@ -98,51 +101,61 @@ class Pacer:
     def is_starving(self, state: PacingState) -> bool:
         """Say whether fewer ready packs than a B step needs will be fresh at the next wanted one."""
         step = next_wanted_step(state.step + 1, self.b_ratio)
-        return step is not None and self._num_fresh_next(state, step) < self.packs_per_b_step
+        return (
+            step is not None
+            and self._num_fresh_next(state, step, state.ready_versions) < self.packs_per_b_step
+        )
 
     def load(self, state: PacingState) -> float:
         """Return the share of its time that production must work to meet the schedule's need; over 1 it cannot.
 
-        A round follows ``sync_every_steps`` steps in which productions start back to back, as soon as the
-        last of them has ended; production starts again after it.
+        A fenced round follows ``sync_every_steps`` steps in which productions start back to back, as soon as
+        the last of them has ended; production starts again after it. Staged rounds let it start at once.
         """
-        productions = self._productions_per_cycle(state)
-        made_per_step = productions * state.packs_per_production / self._busy_cycle(state)
-        return self.b_ratio * self.packs_per_b_step / made_per_step
+        needed_per_step = self.b_ratio * self.packs_per_b_step
+        return needed_per_step * self._steps_per_production(state) / state.packs_per_production
 
     def _decide_blindly(self, state: PacingState, reason: PacingReason) -> PacingDecision:
         """Fill up to the target without a forecast: what is fresh now counts, so no version is made twice over."""
         num_fresh = sum(
             is_fresh(version, current=state.current_version, window=self.version_window)
-            for version in state.ready_versions
+            for version in (*state.ready_versions, *(pack.version for pack in state.in_making))
         )
         room = self.target_packs - num_fresh
         return PacingDecision(room, reason) if room > 0 else PacingDecision(0, PacingReason.TARGET_MET)
 
-    def _num_fresh_next(self, state: PacingState, step: int) -> int:
-        """Count the ready packs that will be fresh at ``step``, the next wanted one."""
+    def _num_fresh_next(self, state: PacingState, step: int, versions: Sequence[int]) -> int:
+        """Count the packs of ``versions`` that will be fresh at ``step``, the next wanted one."""
         forecast = self._outlook(state).rounds_if_idle()
-        return sum(self._is_fresh_at(step, version, forecast) for version in state.ready_versions)
+        return sum(self._is_fresh_at(step, version, forecast) for version in versions)
 
     def _shortage(self, state: PacingState, holding_steps: float) -> _Shortage:
-        """Walk the wanted steps to come, oldest packs first, and count what they lack and packs made now can fill."""
+        """Walk the wanted steps to come, oldest packs first, and count what they lack and packs made now can fill.
+
+        A pack in the making is at hand from the step on at which it can be reserved.
+        """
         outlook = self._outlook(state)
         arrival = outlook.arrival
         forecast = outlook.rounds_if_made(holding_steps)
-        at_hand = list(state.ready_versions)
+        now = first_step_after(state.position)
+        left = [(version, now) for version in state.ready_versions]
+        left += [(pack.version, max(now, first_step_after(pack.arrival))) for pack in state.in_making]
+        left.sort()
         num_packs, first_lacking = 0, None
         step = self._wanted_from(state.step + 1)
         while num_packs < self.target_packs:
-            at_hand = [version for version in at_hand if self._is_fresh_at(step, version, forecast)]
-            lacking = max(0, self.packs_per_b_step - len(at_hand))
+            left = [pack for pack in left if self._is_fresh_at(step, pack[0], forecast)]
+            at_hand = [pack for pack in left if pack[1] <= step][: self.packs_per_b_step]
+            lacking = self.packs_per_b_step - len(at_hand)
             if step >= arrival and lacking:
                 first_lacking = step if first_lacking is None else first_lacking
                 if not self._is_fresh_at(step, outlook.version_at_start, forecast):
                     break
                 num_packs += lacking
             if step >= arrival or not lacking:
-                del at_hand[: self.packs_per_b_step]
-            out_of_reach = len(at_hand) < self.packs_per_b_step
+                for pack in at_hand:
+                    left.remove(pack)
+            out_of_reach = len(left) < self.packs_per_b_step
             step = self._wanted_from(max(step + 1, arrival) if out_of_reach else step + 1)
         return _Shortage(num_packs, first_lacking)
 
@@ -174,17 +187,29 @@ class Pacer:
         wanted steps than these, one after the other is needed and the rounds will not come so often.
         """
         servable = max(1, wanted_count(self.version_window * self.sync_every_steps, self.b_ratio))
-        wanted = self.b_ratio * self._busy_cycle(state) / self._productions_per_cycle(state)
+        wanted = self.b_ratio * self._steps_per_production(state)
         return wanted > servable + _ROUNDING or self.load(state) >= BUSY_LOAD
+
+    def _steps_per_production(self, state: PacingState) -> float:
+        """Return the steps from one production's start to the next one's when none waits but for rounds."""
+        if state.rounds_are_staged:
+            return _busy_steps(state)
+        return self._busy_cycle(state) / self._productions_per_cycle(state)
 
     def _busy_cycle(self, state: PacingState) -> int:
         """Return the steps between rounds when production never idles but for them."""
+        if state.rounds_are_staged:  # one is installed between two productions
+            return max(self.sync_every_steps, math.ceil(_busy_steps(state)))
         busy_steps = self._productions_per_cycle(state) * state.holding_pace.typical_steps
         return max(self.sync_every_steps, first_step_after(busy_steps))
 
     def _productions_per_cycle(self, state: PacingState) -> int:
-        steps = max(state.holding_pace.typical_steps, _SHORTEST_PRODUCTION_STEPS)
-        return math.ceil(self.sync_every_steps / steps)
+        return math.ceil(self.sync_every_steps / _busy_steps(state))
+
+
+def _busy_steps(state: PacingState) -> float:
+    """Return how long a production of the slowest rank takes, never nothing."""
+    return max(state.arrival_pace.slower(state.slowest_pace).typical_steps, _SHORTEST_PRODUCTION_STEPS)
 
 
 def max_prompts_in_flight(max_inflight_per_server: int, num_proven_servers: int, world_size: int) -> int:

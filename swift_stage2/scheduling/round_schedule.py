@@ -1,12 +1,14 @@
 """Decides when a sync round falls due and which servers it includes; a state machine, identical on all ranks.
 
-Fed only with facts that all ranks agreed on, so every rank reaches the same answer without asking.
+Fed only with facts that all ranks agreed on, so every rank reaches the same answer without asking. Between two rounds a
+*catch-up* may run: a server that comes late takes the weights of the last round, which nobody has overwritten.
 Holds no thread, socket or collective; called by the learner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -15,19 +17,39 @@ class ServerState(StrEnum):
 
     UNPROVEN = "unproven"  # never yet part of a proven round of this run
     PROVEN = "proven"
-    SUSPECT = "suspect"  # nothing is inferred from it until a later round proves it
+    SUSPECT = "suspect"  # nothing is inferred from it until a later round or a catch-up proves it
+
+
+@dataclass(slots=True)
+class _Underway:
+    """A round or a catch-up that has begun and of which not all has been heard."""
+
+    begun_step: int
+    is_staged: bool
+    is_catch_up: bool = False
+    doubted: set[int] = field(default_factory=set)  # became suspect meanwhile
 
 
 class RoundSchedule:
     """When rounds are due, and whether one runs.
 
     ``pending`` means due but not yet begun, because some rank is not drained; ``in_transfer``, begun and not yet
-    finished, while training goes on.
+    finished, while training goes on. A *staged* round is not drained: its servers are asked on while it runs.
+
+    A catch-up is a transfer without a round: it has the name and the version of the last one, if that has proven a
+    server. It goes to suspects that answer again, and is staged, so that it needs every server that is asked to stage.
     """
 
     def __init__(
-        self, num_servers: int, sync_every_steps: int, *, backoff_steps: int, max_backoff_steps: int
+        self,
+        num_servers: int,
+        sync_every_steps: int,
+        *,
+        backoff_steps: int,
+        max_backoff_steps: int,
+        staging: Iterable[int] = (),
     ) -> None:
+        """``staging``: servers that take new weights beside the old ones while they answer."""
         self._sync_every_steps = sync_every_steps
         self._first_backoff_steps = backoff_steps
         self._max_backoff_steps = max_backoff_steps
@@ -35,11 +57,14 @@ class RoundSchedule:
         self._backoff_steps = [backoff_steps] * num_servers
         self._retry_step = [0] * num_servers
         self._answers_again = [False] * num_servers
+        self._staging = frozenset(staging)
         self._has_finished_one = False
-        self.in_transfer = False
+        self._transfer: _Underway | None = None
+        self._number = 0
+        self._is_kept = False  # the round before ``_number`` proved a server, and its weights are still there
         self.pending = False
         self.last_commit_step: int | None = None
-        """The step after whose packs the newest proven version began."""
+        """The step from which the next round is counted: a staged round's snapshot, a fenced round's end."""
 
     @property
     def proven(self) -> tuple[int, ...]:
@@ -48,8 +73,18 @@ class RoundSchedule:
 
     @property
     def suspects(self) -> tuple[int, ...]:
-        """Servers that failed and wait for a round to prove them again."""
+        """Servers that failed, or were added, and wait for a round or a catch-up to prove them."""
         return self._in_state(ServerState.SUSPECT)
+
+    @property
+    def in_transfer(self) -> bool:
+        """Whether a round has begun and not ended."""
+        return self._transfer is not None and not self._transfer.is_catch_up
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether a catch-up has begun and not ended."""
+        return self._transfer is not None and self._transfer.is_catch_up
 
     @property
     def is_first(self) -> bool:
@@ -57,8 +92,17 @@ class RoundSchedule:
         return not self._has_finished_one
 
     def states(self) -> tuple[ServerState, ...]:
-        """The state of every server, in the order of the configuration."""
+        """The state of every server: in the order of the configuration, then as they were added."""
         return tuple(self._states)
+
+    def add(self, *, staging: bool) -> None:
+        """One more server, behind the others: suspect, so that nobody waits for it, and due once it answers."""
+        if staging:
+            self._staging |= {len(self._states)}
+        self._states.append(ServerState.SUSPECT)
+        self._backoff_steps.append(self._first_backoff_steps)
+        self._retry_step.append(0)
+        self._answers_again.append(False)
 
     def observe(self, step: int, *, suspect: Iterable[bool], answers_again: Iterable[bool]) -> None:
         """Takes in what all ranks agreed on at ``step``; a round it triggers is due at the next step."""
@@ -75,16 +119,16 @@ class RoundSchedule:
         return self.pending
 
     def falls_due(self, step: int) -> bool:
-        """Whether ``is_due`` would say so at ``step``; nothing becomes pending by it, and nothing during a round."""
-        if self.in_transfer:
-            return False
-        if any(self._may_retry(server, step) for server in self.suspects):
-            return True
-        if ServerState.UNPROVEN in self._states:
-            return True
-        if not self.proven or self.last_commit_step is None:
-            return False
-        return step - self.last_commit_step >= self._sync_every_steps
+        """Whether ``is_due`` would say so at ``step``; nothing becomes pending by it, and nothing during a transfer."""
+        return self._transfer is None and self._is_wanted(step)
+
+    def waits_for_catch_up(self, step: int) -> bool:
+        """Whether a round would fall due at ``step`` were it not for the catch-up that runs."""
+        return self.catching_up and self._is_wanted(step)
+
+    def are_staging(self, servers: Iterable[int]) -> bool:
+        """Whether all of ``servers`` take new weights beside the old ones while they answer."""
+        return self._staging.issuperset(servers)
 
     def targets(self, step: int) -> tuple[int, ...]:
         """Servers that a round at ``step`` includes: never one that is dead, so that none delays the rest."""
@@ -94,13 +138,40 @@ class RoundSchedule:
             if state is not ServerState.SUSPECT or self._may_retry(server, step)
         )
 
-    def begin(self) -> None:
-        """A round begins, with the weights of this moment."""
-        self.pending, self.in_transfer = False, True
+    def round_id(self, run_id: str) -> str:
+        """Names the round in transfer or, between two rounds, the next one; the same on every rank."""
+        return f"{run_id}-{self._number}"
 
-    def finish(self, step: int, *, proven: Iterable[int], failed: Iterable[int]) -> None:
-        """Ends a round. With nothing proven nothing is pending: only ``answers again`` makes a retry due."""
-        self.in_transfer, self._has_finished_one = False, True
+    def kept_round_id(self, run_id: str) -> str:
+        """Names the round whose weights a catch-up brings."""
+        return f"{run_id}-{self._number - 1}"
+
+    def begin(self, step: int, *, staged: bool = False) -> None:
+        """A round begins at the start of ``step``, with the weights of this moment."""
+        self.pending = self._is_kept = False
+        self._transfer = _Underway(step, staged)
+
+    def begin_catch_up(self, step: int) -> tuple[int, ...]:
+        """Begins a catch-up at the start of ``step`` if one can run, and says to whom; called when no round is due."""
+        if self._transfer is not None:
+            return ()
+        targets = tuple(server for server in self.suspects if self._may_catch_up(server, step))
+        if targets:
+            self._transfer = _Underway(step, is_staged=True, is_catch_up=True)
+        return targets
+
+    def finish(
+        self, step: int, *, proven: Iterable[int], failed: Iterable[int], ended: bool = True
+    ) -> tuple[int, ...]:
+        """Takes what was heard of the transfer at ``step``; ``ended``: nothing more will be. Returns whom it proves.
+
+        In a staged round a suspicion may be newer than the proof, and wins. With nothing proven nothing is pending
+        afterwards: only ``answers again`` makes a retry due.
+        """
+        transfer = self._transfer
+        assert transfer is not None
+        if transfer.is_staged:
+            proven = [server for server in proven if server not in transfer.doubted]
         proven = tuple(proven)
         for server in proven:
             self._states[server] = ServerState.PROVEN
@@ -108,15 +179,38 @@ class RoundSchedule:
             self._answers_again[server] = False
         for server in failed:
             self._suspect(server, step)
-        if proven:
-            # Not the step at which it began: a slow transfer would leave servers no time to be asked.
-            self.last_commit_step = step
+        if proven and not transfer.is_catch_up:
+            # Counted from its begin, a slow fenced round would leave servers no time to be asked.
+            self.last_commit_step = transfer.begun_step if transfer.is_staged else step
+            self._is_kept = True
+        if ended:
+            self._transfer = None
+            if not transfer.is_catch_up:
+                self._has_finished_one = True
+                self._number += 1
+        return proven
+
+    def _is_wanted(self, step: int) -> bool:
+        returning = [server for server in self.suspects if self._may_retry(server, step)]
+        if any(not self._may_catch_up(server, step) for server in returning):
+            return True
+        if ServerState.UNPROVEN in self._states:
+            return True
+        if self.last_commit_step is None or not (self.proven or returning):
+            return False
+        return step - self.last_commit_step >= self._sync_every_steps
+
+    def _may_catch_up(self, server: int, step: int) -> bool:
+        """While a stock server is asked none runs: that one's loss shows only between two transfers."""
+        return self._is_kept and self._may_retry(server, step) and self.are_staging((server, *self.proven))
 
     def _may_retry(self, server: int, step: int) -> bool:
         return self._answers_again[server] and step >= self._retry_step[server]
 
     def _suspect(self, server: int, step: int) -> None:
         self._states[server] = ServerState.SUSPECT
+        if self._transfer is not None:
+            self._transfer.doubted.add(server)
         self._answers_again[server] = False
         self._retry_step[server] = step + self._backoff_steps[server]
         self._backoff_steps[server] = min(2 * self._backoff_steps[server], self._max_backoff_steps)

@@ -7,6 +7,9 @@ thread advances it inside the closed fence; pipeline threads read it.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
+
+from swift_stage2.errors import StaleSample
 
 
 def is_fresh(version: int, *, current: int, window: int) -> bool:
@@ -16,6 +19,23 @@ def is_fresh(version: int, *, current: int, window: int) -> bool:
     not stale for that.
     """
     return version >= current - window
+
+
+def require_fresh(versions: Iterable[tuple[object, int]], *, current: int, window: int) -> None:
+    """The last look at what a step is about to train: (sample, its oldest version) of every sample, not of packs.
+
+    The ready queue drops packs by the version of their oldest segment, so that this never finds anything.
+
+    Raises:
+        StaleSample: one is not fresh; the message names it.
+    """
+    for sample, version in versions:
+        if not is_fresh(version, current=current, window=window):
+            raise StaleSample(
+                "a step trains samples of its version window only, got "
+                f"sample={sample} version={version} current={current} version_window={window}; this is a bug, "
+                "report it with the run directory"
+            )
 
 
 class VersionClock:

@@ -1,4 +1,4 @@
-"""HTTP calls to one server, one at a time: an answer or a ``ServerFault``, whatever the server does.
+"""HTTP calls to one server: an answer or a ``ServerFault``, whatever the server does.
 
 The only place that talks to rollout servers. One deadline holds for the whole call; every call has a connection of
 its own, so that an idle one that the server closed cannot be mistaken for a server that was lost. No cookie is kept,
@@ -13,7 +13,7 @@ import json
 import socket
 import threading
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _FOREIGN = (httpx.HTTPError, httpx.InvalidURL, UnicodeError)
 _STATUSES = range(200, 600)
 _OK = 200
+_NOT_WAITED_FOR = "the answer is not waited for any more"
 _JSON = "application/json"
 # zlib's number for the window of each format; gzip is 16 more than zlib's own.
 _WINDOWS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
@@ -103,7 +104,7 @@ class CuttableCall:
 
 
 class ServerCaller:
-    """The way to one server."""
+    """The way to one server. ``call`` and ``ask`` may run on several threads at once."""
 
     def __init__(
         self, base_url: str, *, api_key: str | None, connect_timeout_s: float = _CONNECT_TIMEOUT_S
@@ -115,7 +116,7 @@ class ServerCaller:
         self._connect_timeout_s = connect_timeout_s
         self._lock = threading.Lock()
         self._ended = False
-        self._call: CuttableCall | None = None
+        self._calls: set[CuttableCall] = set()  # in progress
         self._headers = {
             "Content-Type": _JSON,
             "Accept-Encoding": "identity",
@@ -140,8 +141,11 @@ class ServerCaller:
         timeout_s: float,
         most_bytes: int,
         headers: Mapping[str, str] | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Any:
         """The JSON of a good answer, which may have ``most_bytes`` beyond those that were sent: servers echo.
+
+        ``is_wanted`` as in ``call``.
 
         Raises:
             ServerFault: there is none. Of an answer with another status it carries status and record.
@@ -149,7 +153,13 @@ class ServerCaller:
         content = b"" if body is None else json.dumps(body).encode()
         most_bytes += len(content)
         answer = self.call(
-            method, path, content, timeout_s=timeout_s, most_bytes=most_bytes, headers=headers or {}
+            method,
+            path,
+            content,
+            timeout_s=timeout_s,
+            most_bytes=most_bytes,
+            headers=headers or {},
+            is_wanted=is_wanted,
         )
         try:
             record = answer.record()
@@ -176,8 +186,12 @@ class ServerCaller:
         timeout_s: float,
         most_bytes: int,
         headers: Mapping[str, str],
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Answer:
         """A whole answer of any status.
+
+        Whoever lets ``is_wanted`` say no before it calls ``give_up`` meets every call: one that is in progress is cut,
+        one that was still to leave does not.
 
         Raises:
             ServerFault: no answer by the deadline, or none that HTTP or ``most_bytes`` allows.
@@ -186,7 +200,9 @@ class ServerCaller:
         with self._lock:
             if self._ended:
                 raise self._fault(path, "this process is shutting down", FaultKind.ENDED)
-            self._call = call
+            if not is_wanted():  # asked under the lock: ``give_up`` has come, or will find the call
+                raise self._fault(path, _NOT_WAITED_FOR, FaultKind.LOST)
+            self._calls.add(call)
         # httpx limits each read; the timer limits the call, also against a server that trickles.
         timer = threading.Timer(timeout_s, call.cut, (FaultKind.LATE,))
         timer.daemon = True
@@ -210,21 +226,27 @@ class ServerCaller:
         finally:
             timer.cancel()
             with self._lock:
-                self._call = None
+                self._calls.discard(call)
         cut = call.finish()
         if cause is None and cut is None:  # a cut also shows as the end of a reply without a length
             return answer
         raise self._why_not(path, cause, cut, timeout_s) from cause
 
     def end(self) -> None:
-        """Ends the call in progress and refuses later ones. Idempotent."""
+        """Ends the calls in progress and refuses later ones. Idempotent."""
         with self._lock:
             self._ended = True
-            if self._call is not None:
-                self._call.cut(FaultKind.ENDED)
+            for call in self._calls:
+                call.cut(FaultKind.ENDED)
+
+    def give_up(self) -> None:
+        """Ends the calls in progress as lost; later ones go on."""
+        with self._lock:
+            for call in self._calls:
+                call.cut(FaultKind.LOST)
 
     def close(self) -> None:
-        """Frees what the last call used. Idempotent."""
+        """Frees what the last calls used. Idempotent."""
         self._transport.close()
 
     def without_key(self, text: str) -> str:
@@ -236,6 +258,8 @@ class ServerCaller:
     ) -> ServerFault:
         if cut is FaultKind.ENDED:
             return self._fault(path, "this process is shutting down", cut)
+        if cut is FaultKind.LOST:
+            return self._fault(path, _NOT_WAITED_FOR, cut)
         told = f"{type(cause).__name__}: {cause}"
         match cause:
             case httpx.ConnectError() | httpx.ConnectTimeout() | httpx.InvalidURL() | UnicodeError():

@@ -1,7 +1,7 @@
 """Asks servers that can abort, in the background and only on rank 0, to end what is in flight for a pending round.
 
 Nothing depends on the answer: the round waits until every rank is drained, and an abort that is late or lost only
-makes it wait as if nobody had asked. Owned by the learner, used with ``sync.on_pending: abort``.
+makes it wait as if nobody had asked. Owned by the learner, used with ``sync.on_pending: abort`` and ``resume``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Asks, in the background and only on rank 0, whether suspect servers answer again and trusted ones were lost.
 
-An answer proves nothing; it only makes a retry of the sync round due, once all ranks have agreed on it in
+An answer proves nothing; it only makes a catch-up or a sync round due, once all ranks have agreed on it in
 the step's vector. A loss travels there too. Never asks while a round runs. Owned by the learner.
 """
 
@@ -13,6 +13,7 @@ from functools import partial
 
 from swift_stage2.errors import ServerFault
 from swift_stage2.process.background import BackgroundFailures
+from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import require_workers
 
@@ -172,8 +173,9 @@ class SuspectProbe:
                         return False
                     self._session = session
                 info = session.info(deadline)
-                if info.stock:
+                if info.stock and info.chat_model is None:
                     require_workers(session, deadline)
-                return True
+                # A copy that hangs outlives its round; another round would bring its weights for nothing.
+                return info.state != protocol.INSTALLING_STATE
         except ServerFault:
             return False

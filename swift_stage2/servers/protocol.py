@@ -7,22 +7,30 @@ Everything on the wire is JSON and is checked field by field; nothing is unpickl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from pydantic_core import from_json
 
+from swift_stage2.columns import LOG_PROBS, Column, request_options
 from swift_stage2.errors import ProtocolError
+from swift_stage2.servers.weight_sums import (
+    WeightSums as WeightSums,
+)
+from swift_stage2.servers.weight_sums import (
+    sum_differences as sum_differences,
+)
 from swift_stage2.servers.wire_record import (
     TensorSpec as TensorSpec,
 )
 from swift_stage2.servers.wire_record import (
     WireRecord,
-    finite,
     integer,
     integer_list,
+    log_prob_list,
     mapping,
     optional_integer,
     optional_text,
@@ -47,6 +55,9 @@ CLOSE_COMMUNICATOR = "/close_communicator/"
 
 # --- paths that only our server answers (stock: 404) --------------------------------------------
 SERVER_INFO = "/stage2/info/"
+INSTALLING_STATE = (
+    "installing"  # in a server's info: its engine copies weights in, also of a round that has ended
+)
 BEGIN_ROUND = "/stage2/begin_round/"
 FINISH_ROUND = "/stage2/finish_round/"
 ABORT = "/stage2/abort/"
@@ -55,10 +66,15 @@ ABORT = "/stage2/abort/"
 # incarnation, POST what it holds of the last push, once everything sent to it before has been done.
 WEIGHT_SUMS = "/stage2/weight_sums/"
 
-# How our server takes weights: ``backend`` of INIT_COMMUNICATOR, see ``weight_stream``.
+# How our server takes weights: ``backend`` of INIT_COMMUNICATOR. A stream, a memory file of a learner beside it, or a
+# directory below the server's --weights-root, named by ``directory``.
 WEIGHT_STREAM = "tcp"
+SHARED_MEMORY = "shared_memory"
+DISK = "disk"
+MEMORY_PREFIX = "swift-stage2-"  # a memory file that a server may map is named so
+MEMORY_TOKEN_BYTES = 16  # spelt by its token, at its very end
 
-# A round's own requests carry its id; our server refuses any other /infer/ while a round is open.
+# A round's own requests carry its id: one that names another round than the open one changes nothing.
 ROUND_HEADER = "X-Stage2-Round"
 
 
@@ -99,7 +115,10 @@ class RefusalReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo(WireRecord):
-    """A server's word of itself. ``stock`` servers know no ``/stage2/`` path and say little."""
+    """A server's word of itself. ``stock`` servers know no ``/stage2/`` path and say little.
+
+    One with a ``chat_model`` is a plain ``vllm serve`` (``vllm_serve``): it is asked by that name at OpenAI's routes.
+    """
 
     stock: bool
     incarnation: str | None = None  # changes at every start of the server process
@@ -110,16 +129,23 @@ class ServerInfo(WireRecord):
     state: str | None = None
     can_abort: bool = False
     manifest: tuple[TensorSpec, ...] = ()
+    staging: bool = False  # whether it answers with its old weights while a staged round brings new ones
+    round_id: str | None = None  # that brought the resident weights
+    reads_disk: bool = False  # whether it was started with --weights-root
+    resume: bool = False  # whether a request may bring the first ids of its answer
+    chat_model: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         record = WireRecord.to_json(self)
-        del record["stock"]
+        del record["stock"], record["chat_model"]
         return record
 
     @classmethod
     def from_json(cls, data: Any) -> ServerInfo:
         record = mapping(data, "server info")
-        return read(cls, {**record, "incarnation": text(record, "incarnation"), "stock": False})
+        return read(
+            cls, {**record, "incarnation": text(record, "incarnation"), "stock": False, "chat_model": None}
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +157,54 @@ class RoundRequest(WireRecord):
     version: int  # the version that the server will hold once the round is proven
     manifest: tuple[TensorSpec, ...]
     timeout_s: float = 300.0  # the server forgets the round this long after it began
+    staged: bool = False  # /infer/ is answered until the install; else the round must find the server idle
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerMemory(WireRecord):
+    """Names a memory file of a learner on the server's machine: the body of INIT_COMMUNICATOR beside ``backend``."""
+
+    path: str  # /proc/<pid>/fd/<n>
+    num_bytes: int
+    token: str  # its last bytes, in hex digits: whoever reads them reads the file that is meant
+
+    @classmethod
+    def from_json(cls, data: Any) -> LearnerMemory:
+        record = read(cls, mapping(data, "learner memory"))
+        if not re.fullmatch(f"[0-9a-fA-F]{{{2 * MEMORY_TOKEN_BYTES}}}", record.token):
+            raise ProtocolError(f"token must be {2 * MEMORY_TOKEN_BYTES} hex digits")
+        if record.num_bytes < MEMORY_TOKEN_BYTES:
+            raise ProtocolError(f"num_bytes must be at least the token's, got num_bytes={record.num_bytes}")
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAnswer(WireRecord):
+    """Whether the server has mapped a ``LearnerMemory``, and why not; then a stream is left."""
+
+    message: str
+    mapped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InstallRequest(WireRecord):
+    """Body of PROCESS_WEIGHTS: what a staged round does with completions in the making."""
+
+    on_pending: str = "wait"  # "wait" | "abort" | "resume": ended, too; their caller asks for the rest
+
+    @property
+    def aborts(self) -> bool:
+        """Whether those that may be aborted are; the others are waited for."""
+        return self.on_pending != "wait"
+
+    @classmethod
+    def from_json(cls, data: Any) -> InstallRequest:
+        record = read(cls, mapping(data, "install request"))
+        if record.on_pending not in ("wait", "abort", "resume"):
+            raise ProtocolError(
+                f"on_pending must be 'wait', 'abort' or 'resume', got on_pending={record.on_pending!r}"
+            )
+        return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,53 +233,6 @@ class RoundProof(WireRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class WeightSums(WireRecord):
-    """Answer of a stock server with our plugin about the last push: all its workers, in all its engines, agree on it.
-
-    ``resident`` lacks tensors of which no whole copy into the model was seen. ``left_out`` are the model's parameters
-    that nothing was copied into. Of an ``adapter`` only what arrived is known.
-    """
-
-    incarnation: str
-    arrived: Mapping[str, str]
-    resident: Mapping[str, str]
-    left_out: tuple[str, ...]
-    adapter: Mapping[str, str]
-    errors: tuple[str, ...]  # of its workers; ms-swift itself only logs them
-
-    def problems(self, sent: Mapping[str, str]) -> list[str]:
-        """Why the server does not hold the weights whose checksums are ``sent``; empty if it does."""
-        problems = [*self.errors, *sum_differences("arrived", sent, self.arrived)]
-        if not problems:
-            problems += sum_differences(
-                "resident", {name: sent[name] for name in self.resident}, self.resident
-            )
-        untraced = sorted(sent.keys() - self.resident.keys())
-        if untraced and not problems:
-            problems.append(
-                f"{_first_of(untraced)} arrived and was not seen whole in the model: it was dropped, or this model's "
-                "loader leaves no trace"
-            )
-        if self.left_out and not problems:
-            problems.append(f"nothing was loaded into the server's parameter {_first_of(self.left_out)}")
-        return problems
-
-    def adapter_problems(self, sent: Mapping[str, str]) -> list[str]:
-        """Why the last adapter did not arrive as ``sent``. Whether it is resident the server cannot tell."""
-        return [*self.errors, *sum_differences("arrived", sent, self.adapter)]
-
-
-def sum_differences(what: str, sent: Mapping[str, str], got: Mapping[str, str]) -> list[str]:
-    """One line that names the first tensor whose checksum is not as sent; none if all are."""
-    names = [name for name in sorted(sent.keys() | got.keys()) if sent.get(name) != got.get(name)]
-    return [f"{what} checksum of {names[0]} differs ({len(names)} in all)"] if names else []
-
-
-def _first_of(names: Sequence[str]) -> str:
-    return f"{names[0]} ({len(names)} in all)"
-
-
-@dataclass(frozen=True, slots=True)
 class AbortRequest(WireRecord):
     """Asks our server to end what is in flight under these weights, apart from requests that must not be aborted.
 
@@ -229,6 +256,7 @@ class Completion:
     weight_version: int | None = None  # stamped by our server
     run_id: str | None = None
     incarnation: str | None = None
+    round_id: str | None = None  # that brought the weights
     seed: int | None = None  # that it was sampled with, where a merger shared a POST among callers
 
 
@@ -240,6 +268,7 @@ def request_config(
     top_k: int,
     repetition_penalty: float,
     seed: int,
+    columns: Iterable[Column] = (),
 ) -> dict[str, Any]:
     """ms-swift's ``RequestConfig`` as JSON; ``return_details`` asks for token ids and prompt ids."""
     return {
@@ -250,17 +279,24 @@ def request_config(
         "repetition_penalty": repetition_penalty,
         "seed": seed,
         "return_details": True,
+        **request_options(columns),
     }
+
+
+def greedy_config(max_new_tokens: int) -> dict[str, Any]:
+    """A ``request_config`` under which equal weights give equal answers."""
+    return request_config(
+        max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
+    )
 
 
 def one_token_request() -> dict[str, Any]:
     """An ``/infer/`` body that asks for one greedy token: whether the server answers, and with which model."""
-    config = request_config(
-        max_new_tokens=1, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
-    )
-    return {"infer_requests": [{"messages": [{"role": "user", "content": "?"}]}], "request_config": config}
+    message = {"role": "user", "content": "?"}
+    return {"infer_requests": [{"messages": [message]}], "request_config": greedy_config(1)}
 
 
+PREFIX = "prefix_token_ids"  # of an infer request: the first ids of its answer, where ``ServerInfo.resume``
 _MAY_ABORT = "may_abort"
 
 
@@ -276,11 +312,12 @@ def may_abort(request: Mapping[str, Any]) -> bool:
     return not (isinstance(ours, Mapping) and ours.get(_MAY_ABORT) is False)
 
 
-def parse_infer_reply(data: Any, num_requests: int) -> tuple[Completion, ...]:
+def parse_infer_reply(data: Any, num_requests: int, asked: Collection[str] = ()) -> tuple[Completion, ...]:
     """Checks the body of an ``/infer/`` reply and returns one completion per request, in order.
 
     Raises:
-        ProtocolError: not a list, another number of outputs than requests, a field of a wrong type.
+        ProtocolError: not a list, another number of outputs than requests, a field of a wrong type, or one of the
+            columns ``asked`` for is missing or is none.
     """
     if not isinstance(data, list):
         raise ProtocolError(f"an /infer/ reply must be a list, got {type(data).__name__}")
@@ -289,7 +326,7 @@ def parse_infer_reply(data: Any, num_requests: int) -> tuple[Completion, ...]:
             f"an /infer/ reply must hold one output per request, got num_outputs={len(data)} "
             f"num_requests={num_requests}"
         )
-    return tuple(_parse_completion(item) for item in data)
+    return tuple(_parse_completion(item, asked) for item in data)
 
 
 def parse_failed_places(record: Any) -> tuple[int, ...]:
@@ -298,14 +335,6 @@ def parse_failed_places(record: Any) -> tuple[int, ...]:
     entries = failures if isinstance(failures, list) else []
     places = [entry.get("index") for entry in entries if isinstance(entry, Mapping)]
     return tuple(place for place in places if type(place) is int and place >= 0)
-
-
-def parse_served_model(data: Any) -> str | None:
-    """The model that an ``/infer/`` reply names: a path, or the last part of one. None if it names none."""
-    output = data[0] if isinstance(data, list) and data else None
-    response = output.get("response") if isinstance(output, Mapping) else None
-    model = response.get("model") if isinstance(response, Mapping) else None
-    return model if isinstance(model, str) else None
 
 
 def parse_cache_reset(data: Any) -> bool:
@@ -327,7 +356,7 @@ def parse_stream_secret(data: Any) -> str:
     return text(mapping(data, "answer"), "secret")
 
 
-def _parse_completion(item: Any) -> Completion:
+def _parse_completion(item: Any, asked: Collection[str]) -> Completion:
     output = mapping(item, "output")
     response = mapping(output.get("response"), "response")
     choices = response.get("choices")
@@ -340,16 +369,19 @@ def _parse_completion(item: Any) -> Completion:
     infos = output.get("rollout_infos") or {}
     stamp = infos.get("stage2") if isinstance(infos, Mapping) else None
     stamp = mapping(stamp, "rollout_infos.stage2") if stamp is not None else {}
+    token_ids = tuple(integer_list(choice, "token_ids"))
+    log_probs = log_prob_list(choice)
     return Completion(
         text=content,
-        token_ids=tuple(integer_list(choice, "token_ids")),
+        token_ids=token_ids,
         finish_reason=optional_text(choice, "finish_reason"),
         prompt_token_ids=tuple(integer_list(response, "prompt_token_ids")),
         images_size=_sizes(response.get("images_size")),
-        log_probs=_log_probs(choice.get("logprobs")),
+        log_probs=LOG_PROBS.check(log_probs, len(token_ids), asked=LOG_PROBS.name in asked),
         weight_version=optional_integer(stamp, "weight_version"),
         run_id=optional_text(stamp, "run_id"),
         incarnation=optional_text(stamp, "incarnation"),
+        round_id=optional_text(stamp, "round_id"),
         seed=optional_integer(stamp, "seed"),
     )
 
@@ -362,13 +394,3 @@ def _sizes(value: Any) -> tuple[tuple[int, int], ...]:
     ):
         raise ProtocolError("images_size must be a list of (width, height)")
     return tuple((integer(width, "width"), integer(height, "height")) for width, height in value)
-
-
-def _log_probs(value: Any) -> tuple[float, ...] | None:
-    if value is None:
-        return None
-    content = mapping(value, "logprobs").get("content")
-    if not isinstance(content, list):
-        raise ProtocolError("logprobs.content must be a list")
-    numbers = [mapping(entry, "logprobs entry").get("logprob") for entry in content]
-    return tuple(finite(number, "logprob") for number in numbers)

@@ -18,6 +18,7 @@ from typing import Any
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import RequestTooLarge, SampleError
 from swift_stage2.servers.image_opening import decode_base64, open_image
+from swift_stage2.servers.protocol import PREFIX
 
 CONVERSATION_KEYS = frozenset({"messages", "images", "tools", "objects", "chat_template_kwargs"})
 # Fields of ms-swift's RolloutInferRequest that do not change what is generated, or that must be empty here.
@@ -53,6 +54,7 @@ class RequestLimits:
     checks_images: bool = (
         True  # no option: for a server that knows its requests and opens none of their images
     )
+    takes_prefix: bool = False  # no option: whether the server goes on behind the first ids of an answer
 
     @property
     def body_bytes(self) -> int:
@@ -119,7 +121,8 @@ def _check(record: Any, limits: RequestLimits) -> int:
     """The pixels of all its images, as their headers say."""
     if not isinstance(record, Mapping):
         raise SampleError(f"a request must be an object, got {type(record).__name__}")
-    _refuse_unknown(record, CONVERSATION_KEYS | _IGNORED_KEYS | _EMPTY_KEYS, "a request")
+    known = CONVERSATION_KEYS | _IGNORED_KEYS | _EMPTY_KEYS
+    _refuse_unknown(record, known | {PREFIX} if limits.takes_prefix else known, "a request")
     for key in _EMPTY_KEYS:
         if record.get(key):
             raise SampleError(f"this server takes text and images only, got {key}")

@@ -7,12 +7,12 @@ Used by rank 0's weight sync and by start-up checks, never for rollouts. Whateve
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
-from swift_stage2.servers import protocol
+from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.call import ServerCaller
 
 _SHORTEST_TIMEOUT_S = 0.05
@@ -49,6 +49,8 @@ class ServerSession(ServerCaller):
         """``must_be_ours``: the server was ours before, so that an answer as a stock one gives it is a fault."""
         super().__init__(base_url, api_key=api_key)
         self._must_be_ours = must_be_ours
+        self.round_id: str | None = None
+        """Of the round that every POST from now on belongs to: a server of ours refuses those of another one."""
 
     def __enter__(self) -> ServerSession:
         return self
@@ -62,7 +64,7 @@ class ServerSession(ServerCaller):
         return urlsplit(self.base_url).hostname or ""
 
     def info(self, deadline: Deadline) -> protocol.ServerInfo:
-        """The server's word of itself. A server that knows no ``/stage2/`` path is a stock one.
+        """The server's word of itself. A server that knows no ``/stage2/`` path is a plain vLLM or a stock one.
 
         Raises:
             ServerFault: unreachable, an error status, a reply that is not what the wire allows, an engine that cannot
@@ -83,18 +85,26 @@ class ServerSession(ServerCaller):
                     f"{fault}: a server that was ours in this run must stay ours; start swift-stage2 rollout there",
                     kind=FaultKind.STATUS,
                 ) from fault
-            return protocol.ServerInfo(stock=True)
+            return self._info_of_another(deadline)
         if info.state in _OUT_OF_SERVICE:
             raise ServerFault(
                 f"{self.base_url}{protocol.SERVER_INFO}: the server's engine must be ready, got state={info.state}"
             )
         return info
 
+    def _info_of_another(self, deadline: Deadline) -> protocol.ServerInfo:
+        model = vllm_serve.find_model(self, deadline)
+        if model is None:
+            return protocol.ServerInfo(stock=True)
+        return protocol.ServerInfo(stock=True, model=model.root, chat_model=model.name)
+
     def get(self, path: str, deadline: Deadline) -> Any:
         """Body of a GET. Raises ServerFault as ``info`` does."""
         return self.ask("GET", path, timeout_s=deadline.remaining_s(), most_bytes=protocol.MOST_CONTROL_BYTES)
 
-    def post(self, path: str, body: Any, deadline: Deadline, *, round_id: str | None = None) -> Any:
+    def post(
+        self, path: str, body: Any, deadline: Deadline, *, headers: Mapping[str, str] | None = None
+    ) -> Any:
         """Body of a POST's reply. Raises ServerFault as ``info`` does."""
         return self.ask(
             "POST",
@@ -102,7 +112,7 @@ class ServerSession(ServerCaller):
             body,
             timeout_s=deadline.remaining_s(),
             most_bytes=protocol.MOST_CONTROL_BYTES,
-            headers={protocol.ROUND_HEADER: round_id} if round_id else {},
+            headers=headers or ({protocol.ROUND_HEADER: self.round_id} if self.round_id else {}),
         )
 
 

@@ -92,6 +92,17 @@ def integer_list(record: Mapping[str, Any], key: str) -> list[int]:
     return value
 
 
+def log_prob_list(choice: Mapping[str, Any]) -> tuple[float, ...] | None:
+    """The log-probability of every token of one of ms-swift's choices; None where it has none."""
+    if choice.get("logprobs") is None:
+        return None
+    content = mapping(choice["logprobs"], "logprobs").get("content")
+    if not isinstance(content, list):
+        raise ProtocolError("logprobs.content must be a list")
+    numbers = (mapping(entry, "logprobs entry").get("logprob") for entry in content)
+    return tuple(finite(number, "logprob") for number in numbers)
+
+
 def _text_list(record: Mapping[str, Any], key: str) -> list[str]:
     value = record.get(key)
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.records import EvaluationRecord, RoundOutcome, StepRecord
+from swift_stage2.scheduling.evaluation_schedule import RunningEvaluation
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity, ActivityClock
 from swift_stage2.telemetry.audit import AuditLog, StorageWarning, rank_path, to_json
@@ -83,6 +84,7 @@ class Telemetry:
         self._total_steps = total_steps
         self._tracker = LiveTracker(world_size, total_steps, queue_limit=queue_limit)
         self._round_errors: dict[int, str | None] = {}  # by server, of its last round
+        self._transports: set[tuple[int, str]] = set()  # by which weights have reached servers
         self._num_errors: Counter[str] = Counter()  # of servers that a round did not prove
         self._queue_limit = queue_limit
         self._window_start: dict[str, float] = {}
@@ -125,30 +127,58 @@ class Telemetry:
     def record_round(self, step: int, outcome: RoundOutcome, pending_seconds: float = 0.0) -> None:
         """Count one sync round that has ended, on every rank, and how long it waited until it could begin.
 
-        It is committed iff a server was proven.
+        It is committed iff a server was proven. A catch-up is no round: the servers that it proved are counted apart.
         """
         committed = bool(outcome.proven)
-        self.counters.add("sync_rounds_committed" if committed else "sync_rounds_failed")
+        facts = {
+            "step": step,
+            "round_id": outcome.round_id,
+            "version": outcome.version,
+            "seconds": outcome.seconds,
+            "servers": dict(outcome.reports),
+        }
+        if outcome.is_catch_up:
+            self.counters.add("sync_servers_caught_up", len(outcome.proven))
+            self._tell("catch_up", **facts)
+        else:
+            self.counters.add("sync_rounds_committed" if committed else "sync_rounds_failed")
+            self._tell(
+                "round",
+                **facts,
+                committed=committed,
+                staged=outcome.staged,
+                pending_seconds=pending_seconds,
+                canary_seconds=outcome.canary_seconds,
+                snapshot_seconds=outcome.snapshot_seconds,
+            )
         self.counters.add("sync_servers_failed", len(outcome.failed))
-        self._tell(
-            "round",
-            step=step,
-            round_id=outcome.round_id,
-            version=outcome.version,
-            committed=committed,
-            seconds=outcome.seconds,
-            pending_seconds=pending_seconds,
-            canary_seconds=outcome.canary_seconds,
-            snapshot_seconds=outcome.snapshot_seconds,
-            servers=dict(outcome.reports),
-        )
         self._num_errors.update(str(outcome.reports[server].error) for server in outcome.failed)
         for server, report in outcome.reports.items() if self._rank == 0 else ():
+            if report.transport and (server, report.transport) not in self._transports:
+                self._transports.add((server, report.transport))
+                logger.info("weights reach server %d over %s", server, report.transport)
             told, self._round_errors[server] = self._round_errors.get(server), report.error
             if report.error and report.error != told:
                 self.record_warning(
-                    f"the round of version {outcome.version} did not prove a server: {report.error}"
+                    f"the {'catch-up with' if outcome.is_catch_up else 'round of'} version {outcome.version} "
+                    f"did not prove a server: {report.error}"
                 )
+        self._show()
+
+    def record_added_server(self, step: int, server: int, base_url: str) -> None:
+        """Write down that a server joined the run at ``step``, on every rank; ``server`` is its number in rounds."""
+        self._tell("server_added", step=step, server=server, base_url=base_url)
+        if self._rank == 0:
+            logger.info(
+                "%s joins the run as server %d; a round or a catch-up brings it weights", base_url, server
+            )
+        self._show()
+
+    def record_awaited(self, base_urls: Sequence[str]) -> None:
+        """Write down, on rank 0, for whose first answers the start waits; none: all have come."""
+        if base_urls:
+            logger.info("the start waits for the first answer of %s", ", ".join(base_urls))
+        self._tell("awaited", base_urls=base_urls)
         self._show()
 
     def record_evaluation(self, facts: EvaluationRecord) -> None:
@@ -174,6 +204,16 @@ class Telemetry:
                 f"samples ({facts.end}); round_due: rollouts for training left it no time, lower "
                 "stage2_ab.schedule.b_ratio or raise stage2_ab.evaluation.max_round_delay_steps"
             )
+
+    def record_scores(self, run: RunningEvaluation, scores: Mapping[str, float], fault: str = "") -> None:
+        """Write down what rank 0 has computed of an evaluation beside training, and its ``fault``, if it has one."""
+        told = {"due_step": run.due_step, "begun_step": run.begun_step, "version": run.version}
+        self._tell("evaluation_scores", **told, scores=scores)
+        if self._board is not None:
+            tags = {f"{PREFIX}eval/{name}": value for name, value in scores.items()}
+            self._board.write_scalars(run.begun_step, tags)
+        if fault:
+            self.record_warning(f"the evaluation that began at step {run.begun_step} is not kept: {fault}")
 
     @property
     def unused_b(self) -> str:
@@ -249,6 +289,7 @@ class Telemetry:
             return
         self._closed = True
         self.ledger.close()  # before the audit tells the end, so that it never tells one that the ledger does not
+        self.pipeline.tell_batches()
         self._tell_metrics(None, self.counters.snapshot(), *self.clock.read_ns())
         if self.unused_b:
             self.audit.write("unused_b", cause=self.unused_b)

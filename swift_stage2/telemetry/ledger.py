@@ -18,7 +18,8 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Literal
 
-from swift_stage2.records import IntegerBox, Pack, Rollout, SampleKey, Segment, Target
+from swift_stage2.columns import given_by
+from swift_stage2.records import Coordinates, Pack, Rollout, SampleKey, Segment, Target, VersionSpan
 from swift_stage2.telemetry.audit import AuditLog, rank_path
 
 ledger_path = partial(rank_path, "ledger")
@@ -38,8 +39,11 @@ class Entry(StrEnum):
     """A POST left: ``server``, ``seed``, ``version``."""
     FINISHED = "finished"
     """It ended: ``end`` is "answered" or says why not."""
+    CUT = "cut"
+    """Its answer had been aborted and is going to be resumed: ``spans`` are those of all ``num_tokens`` so far."""
     MATCHED = "matched"
-    """A rollout of ``num_rollout_tokens`` was parsed, matched, corrected and encoded; ``version`` is the rollout's."""
+    """A rollout of ``num_rollout_tokens`` was parsed, matched, corrected and encoded; ``version`` is that of the oldest
+    of its ``spans``."""
     PACKED = "packed"
     RETURNED = "returned"
     """They are drawn again before any new one; ``samples`` have the attempt that they are drawn with."""
@@ -68,19 +72,26 @@ class Ledger:
         self._log.write(entry, **samples, **facts)
 
     def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
-        """A POST asks ``server``, which holds ``version``, for one rollout each."""
+        """A POST asks ``server``, which was proven with ``version``, for one rollout each."""
         self.write(Entry.SENT, keys, server=server, seed=seed, version=version)
 
     def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
         """That POST ended."""
         self.write(Entry.FINISHED, keys, server=server, end=end, seconds=round(seconds, 4))
 
-    def matched(self, segment: Segment) -> None:
-        """A rollout became a segment."""
+    def cut(self, rollout: Rollout) -> None:
+        """It was aborted, and its rest is asked for."""
+        self.write(
+            Entry.CUT, [rollout.sample.key], num_tokens=len(rollout.token_ids), spans=spans_of(rollout.spans)
+        )
+
+    def matched(self, segment: Segment, spans: Sequence[VersionSpan] = ()) -> None:
+        """A rollout of ``spans`` became a segment."""
         self.write(
             Entry.MATCHED,
             [segment.key],
             version=segment.version,
+            spans=spans_of(spans),
             num_tokens=segment.num_tokens,
             num_rollout_tokens=segment.num_rollout_tokens,
             quality=segment.quality,
@@ -119,6 +130,11 @@ class RecordEntry(StrEnum):
     """The step is over; the loss of every micro_step as ``float.hex``."""
 
 
+def spans_of(spans: Sequence[VersionSpan]) -> list[list[int]]:
+    """The form in which every file of a run has them: version, start, end."""
+    return [[span.version, span.start, span.end] for span in spans]
+
+
 def completion_of(rollout: Rollout) -> dict[str, Any]:
     """The facts of a ``COMPLETION``."""
     return {
@@ -126,7 +142,8 @@ def completion_of(rollout: Rollout) -> dict[str, Any]:
         "text": rollout.text,
         "token_ids": rollout.token_ids,
         "truncated": rollout.truncated,
-        "spans": [[span.version, span.start, span.end] for span in rollout.spans],
+        "spans": spans_of(rollout.spans),
+        **given_by(rollout),
     }
 
 
@@ -165,6 +182,7 @@ class MatchLog:
             purpose=purpose,
             sample=key.entry,
             version=rollout.version,
+            spans=spans_of(rollout.spans),
             images=rollout.sample.image_paths,
             space=space,
             truth=[_object(each) for each in match.truth],
@@ -177,6 +195,6 @@ class MatchLog:
         )
 
 
-def _object(each: tuple[str, IntegerBox]) -> dict[str, object]:
+def _object(each: tuple[str, Coordinates]) -> dict[str, object]:
     label, box = each
     return {"label": label, "box": box}

@@ -14,7 +14,7 @@ from typing import Any
 
 from swift_stage2.telemetry.audit import GAP, Record
 from swift_stage2.telemetry.ledger import Entry
-from swift_stage2.telemetry.reading import Process, effective_histories
+from swift_stage2.telemetry.reading import Numbering, Process, effective_histories
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,7 @@ class SampleStage(StrEnum):
     DRAWN = "drawn"
     SENT = "sent"
     FINISHED = "finished"
+    PARTIAL = "partial"
     MATCHED = "matched"
     PACKED = "packed"
 
@@ -123,6 +124,8 @@ class RankAccount:
     """By stage."""
     returned: Mapping[str, int]
     """Returns by reason; a sample may return several times."""
+    num_cut: int
+    """How often a rollout was aborted, to be resumed."""
     num_resumes: int
     num_void: int
     """Samples that were trained in steps which did not survive; each counts again where it ended then."""
@@ -145,8 +148,13 @@ class _Life:
 
 _MOVES: dict[str, tuple[tuple[SampleStage, ...], SampleStage, str]] = {
     Entry.READ: ((SampleStage.DRAWN,), SampleStage.DRAWN, "read once it was drawn"),
-    Entry.SENT: ((SampleStage.DRAWN, SampleStage.SENT), SampleStage.SENT, "sent once it was drawn"),
+    Entry.SENT: (
+        (SampleStage.DRAWN, SampleStage.SENT, SampleStage.PARTIAL),
+        SampleStage.SENT,
+        "sent once it was drawn",
+    ),
     Entry.FINISHED: ((SampleStage.SENT,), SampleStage.FINISHED, "finished once it was sent"),
+    Entry.CUT: ((SampleStage.FINISHED,), SampleStage.PARTIAL, "cut once it was answered"),
     Entry.MATCHED: ((SampleStage.FINISHED,), SampleStage.MATCHED, "matched once it was answered"),
     Entry.PACKED: ((SampleStage.MATCHED,), SampleStage.PACKED, "packed once it was matched"),
 }
@@ -159,11 +167,11 @@ class Replay:
 
     rank: int
     num_trained: int = 0
+    _num_cut: int = 0
     _taken_over: int = 0
     _num_drawn: int = 0
     _num_lost: int = 0  # as gaps and torn lines tell
-    _num_missing: int = 0  # as the numbers of the others tell; much of it the same
-    _next_sequence: int = 0
+    _numbering: Numbering = field(default_factory=Numbering)  # tells of missing ones, much of it the same
     _has_ended: bool = False
     _quarantined: Counter[str] = field(default_factory=Counter)
     _returned: Counter[str] = field(default_factory=Counter)
@@ -181,7 +189,7 @@ class Replay:
     def take(self, record: Record) -> None:
         """Replays one record."""
         self._has_ended = record["kind"] == Entry.END
-        self._find_missing(record)
+        self._numbering.take(record)
         match record["kind"]:
             case Entry.TORN:
                 self._num_lost += 1
@@ -222,21 +230,13 @@ class Replay:
             quarantined=dict(sorted(self._quarantined.items())),
             in_hand={stage.value: in_hand[stage] for stage in SampleStage if in_hand[stage]},
             returned=dict(sorted(self._returned.items())),
+            num_cut=self._num_cut,
             num_resumes=num_resumes,
             num_void=num_void,
-            num_records_lost=max(self._num_lost, self._num_missing),
+            num_records_lost=max(self._num_lost, self._numbering.num_missing),
             has_ended=self._has_ended,
             violations=tuple(Violation(rule, tuple(samples)) for rule, samples in self._broken.items()),
         )
-
-    def _find_missing(self, record: Record) -> None:
-        """Each process numbers its records from 0; those of earlier releases have no number."""
-        sequence = record.get("sequence")
-        if sequence is None:
-            return
-        expected = 0 if record["kind"] == Entry.START else self._next_sequence
-        self._num_missing += max(0, sequence - expected)
-        self._next_sequence = max(expected, sequence + 1)
 
     def _start(self, record: Record) -> None:
         state = record["state"]
@@ -296,8 +296,11 @@ class Replay:
             case Entry.QUARANTINED:
                 self._quarantined[record["reason"]] += 1
                 self._end(key, Entry.QUARANTINED)
+        self._num_cut += record["kind"] == Entry.CUT
         if record["kind"] == Entry.MATCHED:
             life.version = record["version"]
+            if any(version < life.version for version, _, _ in record.get("spans") or ()):
+                self._break("a rollout is as old as its oldest token", [key])
         elif record["kind"] == Entry.PACKED:
             life.pack_id = record["pack_id"]
 

@@ -155,6 +155,8 @@ def _rows(state: LiveState) -> Iterator[tuple[str, str]]:
     rate = state.rollouts_per_s
     yield "rollouts", _known("{:.1f}/s" if (rate or 1) >= 1 else "{:.2g}/s", rate) or "-"
     yield "round", state.last_round
+    if state.added_servers:
+        yield "added", ", ".join(state.added_servers)
     if state.last_evaluation is not None:
         yield "evaluation", state.last_evaluation
 

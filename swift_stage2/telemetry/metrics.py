@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from swift_stage2.config.best_model import SCORED
 from swift_stage2.records import ObjectDropReason, QuarantineReason
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import Activity
@@ -101,12 +102,35 @@ METRICS: tuple[Metric, ...] = (
     ),
     _counter("sync_rounds_committed", "rounds with at least one server proven", None, Merge.SAME),
     _counter("sync_rounds_failed", "rounds that proved no server", "async/sync_failed_total", Merge.SAME),
-    _counter("sync_servers_failed", "servers that a round could not prove", None, Merge.SAME),
+    _counter("sync_servers_failed", "servers that a round or a catch-up could not prove", None, Merge.SAME),
+    _counter("sync_servers_caught_up", "servers proven without a round", "async/caught_up_total", Merge.SAME),
     _counter("rollouts_received", "rollouts that came back"),
     _counter("rollouts_prepared", "rollouts that became segments"),
     _counter("rollouts_truncated", "those of them that were cut off at max_new_tokens"),
     _counter("rollouts_failed", "POSTs that brought no rollout", "async/rollout_fail_total"),
     _counter("rollouts_aborted", "rollouts that a pending round ended; their samples are asked again"),
+    _counter("tokens_aborted", "tokens that these had", "async/tokens_aborted_total"),
+    _counter(
+        "rollouts_resumed",
+        "aborted rollouts whose rest is asked for, each as often as it was aborted",
+        "async/rollout_resumed_total",
+    ),
+    _counter("tokens_kept", "tokens that finished rollouts had when aborted last", "async/tokens_kept_total"),
+    _counter(
+        "tokens_partial_dropped",
+        "tokens of aborted rollouts that were not resumed after all",
+        "async/tokens_partial_dropped_total",
+    ),
+    _counter(
+        "rollouts_unconfirmed",
+        "rollouts of weights that no round proved in the end; their samples are asked again",
+        "async/rollout_unconfirmed_total",
+    ),
+    _counter(
+        "run_ahead_exhausted",
+        "turns of a pipeline that began fewer rollouts than the pacer wanted: max_rollouts_per_version left no more",
+        "async/run_ahead_exhausted_total",
+    ),
     _counter("samples_returned", "samples that go back to the stream without a rollout"),
     _counter("samples_quarantined", "samples given up", "async/quarantined_total"),
     *_family("samples_quarantined", QuarantineReason, "samples given up", None, Merge.SUM),
@@ -147,7 +171,12 @@ RATIOS: tuple[Ratio, ...] = (
     Ratio(
         "match/f1", ("match_pairs", "match_pairs"), ("match_predictions", "match_ground_truths"), "their mean"
     ),
-    Ratio("match/mean_iou", ("match_sum_iou",), ("match_pairs",), "mean IoU of matched pairs"),
+    Ratio(
+        "match/mean_iou",
+        ("match_sum_iou",),
+        ("match_pairs",),
+        "mean IoU, or closeness of points, of matched pairs",
+    ),
     Ratio("parse/truncated_ratio", ("rollouts_truncated",), ("rollouts_prepared",), "rollouts cut off"),
     Ratio("packing/fill_ratio", ("tokens_packed",), ("tokens_capacity",), "filled share of packs"),
 )
@@ -157,6 +186,7 @@ EVALUATION_TAGS: tuple[str, ...] = tuple(
     f"eval/{name}"
     for name in ("precision", "recall", "f1", "mean_iou", "truncated_ratio", "num_samples", "version")
 )
+SCORE_TAGS: tuple[str, ...] = tuple(f"eval/{name}" for name in SCORED)
 
 METRICS_BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
 

@@ -8,6 +8,7 @@ else by time, those of the ledger by the checkpoints that its processes resumed.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,6 +24,7 @@ ContentT = TypeVar("ContentT")
 Process = Sequence[Record]
 """All that one process wrote to a ledger; the first record is its ``start``, unless the ledger begins without one."""
 _HEAD = b'{"kind":"'  # of every record
+_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -32,6 +34,9 @@ class RankRecords:
     rank: int
     steps: dict[int, Record] = field(default_factory=dict)
     rounds: list[Record] = field(default_factory=list)
+    catch_ups: list[Record] = field(default_factory=list)
+    added_servers: list[Record] = field(default_factory=list)
+    """Servers that joined; told again by a process that resumes with them."""
     metrics: list[Record] = field(default_factory=list)
     evaluations: list[Record] = field(default_factory=list)
     starts: list[Record] = field(default_factory=list)
@@ -39,6 +44,8 @@ class RankRecords:
     num_odd_matches: int = 0
     """Lines of its matches that are no record."""
     quarantines: list[Record] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    """By number of steps taken, as logged; those that are finite."""
     num_lost: int = 0
     """Records that a full disk did not take, and lines that are none or have not the form of their kind."""
     has_ended: bool = False
@@ -60,6 +67,10 @@ class RankRecords:
                 self.steps[record["step"]] = record
             case "round":
                 self.rounds.append(record)
+            case "catch_up":
+                self.catch_ups.append(record)
+            case "server_added":
+                self.added_servers.append(record)
             case "metrics":
                 self.metrics.append(record)
                 self.has_ended = record["step"] is None
@@ -67,6 +78,8 @@ class RankRecords:
                 self.quarantines.append(record)
             case "evaluation":
                 self.evaluations.append(record)
+            case "loss" if record.get("step") is not None and math.isfinite(loss := float(record["loss"])):
+                self.losses[record["step"]] = loss
             case "gap":
                 self.num_lost += record["records_lost"]
 
@@ -79,9 +92,16 @@ class RankRecords:
         lost = [record["time"] for record in (*self.steps.values(), *self.rounds) if record["step"] >= step]
         self.steps = {number: record for number, record in self.steps.items() if number < step}
         self.rounds = [record for record in self.rounds if record["step"] < step]
+        self.losses = {number: loss for number, loss in self.losses.items() if number <= step}
         if lost:
             self.void.append((min(lost), start["time"]))
-            for records in (self.metrics, self.evaluations, self.quarantines):
+            for records in (
+                self.catch_ups,
+                self.added_servers,
+                self.metrics,
+                self.evaluations,
+                self.quarantines,
+            ):
                 records[:] = [record for record in records if record["time"] < min(lost)]
 
 
@@ -182,20 +202,38 @@ def read_ledgers(run_dirs: Sequence[Path]) -> dict[int, list[Record]]:
     ledgers: dict[int, list[Record]] = {}
     for run_dir in run_dirs:
         if not rank_files(run_dir, "ledger"):
-            inside = " or ".join(sorted(str(path.parent) for path in run_dir.glob("v*/ledger")))
-            named = inside or "swift.output_dir (and in it the folder vN-DATE) of a run that had channel B"
-            raise UserError(
-                f"a report needs a run's directory with ledger/rank*.jsonl, got {run_dir}"
-                f"{'' if run_dir.is_dir() else ', which does not exist'}; name {named}, with telemetry.audit: true"
-            )
+            raise no_ledger(run_dir, "a report needs")
         for rank, records in _read_each(run_dir, "ledger", read_ledger, "a ledger"):
             ledgers.setdefault(rank, []).extend(records)
     return ledgers
 
 
+def no_ledger(run_dir: Path, who: str) -> UserError:
+    """That ``run_dir`` holds no ledger; ``who`` needs one."""
+    inside = " or ".join(sorted(str(path.parent) for path in run_dir.glob("v*/ledger")))
+    named = inside or "swift.output_dir (and in it the folder vN-DATE) of a run that had channel B"
+    return UserError(
+        f"{who} a run's directory with ledger/rank*.jsonl, got {run_dir}"
+        f"{'' if run_dir.is_dir() else ', which is no directory'}; name {named}, with telemetry.audit: true"
+    )
+
+
 def rank_files(run_dir: Path, folder: str) -> list[Path]:
     """The ranks' files in one folder of a run."""
     return sorted((run_dir / folder).glob("rank*.jsonl"))
+
+
+def rank_of(path: Path, what: str) -> int:
+    """Whose file it is; ``what`` it is.
+
+    Raises:
+        UserError: its name does not tell, or it cannot be read.
+    """
+    try:
+        with path.open("rb"):
+            return int(path.stem.removeprefix("rank"))
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, what, error) from error
 
 
 def _read_each(
@@ -205,9 +243,13 @@ def _read_each(
         try:
             yield int(path.stem.removeprefix("rank")), read(path)
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"{what} is rank<number>.jsonl and can be read, got path={path}: {error}; make it readable"
-            ) from error
+            raise _unreadable(path, what, error) from error
+
+
+def _unreadable(path: Path, what: str, error: Exception) -> UserError:
+    return UserError(
+        f"{what} is rank<number>.jsonl and can be read, got path={path}: {error}; make it readable"
+    )
 
 
 def effective_histories(ledgers: Mapping[int, Sequence[Record]]) -> dict[int, list[Process]]:
@@ -267,13 +309,43 @@ class AuditTail:
 
     def read(self) -> list[Record]:
         """The records with a time that have become whole since the last call."""
+        return list(self.stream())
+
+    def stream(self) -> Iterator[Record]:
+        """The same, of which few are held at a time; a further call goes on behind the last chunk that was begun."""
+        while lines := self._next_lines():
+            records = (record_of(line) for line in lines)
+            yield from (
+                each for each in records if each is not None and isinstance(each.get("time"), int | float)
+            )
+
+    def _next_lines(self) -> list[bytes]:
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
-                data = file.read()
+                data = file.read(_CHUNK_BYTES) + file.readline()
         except OSError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        records = (record_of(line) for line in whole.splitlines())
-        return [each for each in records if each is not None and isinstance(each.get("time"), int | float)]
+        return whole.splitlines()
+
+
+@dataclass(slots=True)
+class Numbering:
+    """Counts the records that a ledger lacks, by the numbers of the others.
+
+    Each process numbers its records from 0; those of earlier releases have no number.
+    """
+
+    num_missing: int = 0
+    _next: int = 0
+
+    def take(self, record: Record) -> None:
+        """Counts those between the record before and this one."""
+        sequence = record.get("sequence")
+        if sequence is None:
+            return
+        expected = 0 if record["kind"] == Entry.START else self._next
+        self.num_missing += max(0, sequence - expected)
+        self._next = max(expected, sequence + 1)

@@ -13,11 +13,13 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    FiniteFloat,
     ValidationError,
     create_model,
     model_validator,
 )
 
+from swift_stage2.columns import served
 from swift_stage2.telemetry.metrics import METRICS, Kind
 
 Forms = Mapping[str, type[BaseModel]]
@@ -57,6 +59,16 @@ def _aligned(form: BaseModel) -> BaseModel:
     return form
 
 
+def _whole(form: BaseModel) -> BaseModel:
+    """Every column that a completion has is whole."""
+    num_tokens = len(form.token_ids)  # type: ignore[attr-defined]
+    for column in served():
+        values = getattr(form, column.name)
+        if values is not None and len(values) != column.num_values(num_tokens):
+            raise ValueError(f"{column.name}: one value per {column.per}")
+    return form
+
+
 _Integer = Annotated[int, Field(gt=-_MOST, lt=_MOST)]
 _Count = Annotated[int, Field(ge=0, lt=_MOST)]
 _NumRanks = Annotated[int, Field(ge=1, le=2**16)]
@@ -92,7 +104,13 @@ _Seconds = dict[str, _Number]
 _State = _form(
     epoch=_Count, position=_Count, num_rows=_Count, world_size=_NumRanks, seed=_Integer, outstanding=_Samples
 )
-_Quality = _form(num_predictions=_Count, num_ground_truth=_Count, num_pairs=_Count, sum_iou=_Number)
+_Quality = _form(
+    {"num_truncated": bool | _Count, "dropped": dict[str, _Count]},
+    num_predictions=_Count,
+    num_ground_truth=_Count,
+    num_pairs=_Count,
+    sum_iou=_Number,
+)
 _GAP = _form(records_lost=_Count)
 
 LEDGER_FORMS: Forms = {
@@ -110,9 +128,12 @@ LEDGER_FORMS: Forms = {
         __base__=_told(samples=_Samples, num_objects=list[_Count], num_pixels=list[_Count | None]),
         __validators__={"aligned": model_validator(mode="after")(_aligned)},  # type: ignore[dict-item]
     ),
-    "sent": _told(samples=_Samples),
+    "sent": _told({"server": str}, samples=_Samples),
     "finished": _told(samples=_Samples, end=str, seconds=_Number),
-    "matched": _told(samples=_Samples, version=_Count, num_rollout_tokens=_Count, quality=_Quality),
+    "cut": _told(samples=_Samples, num_tokens=_Count, spans=list[_Span]),
+    "matched": _told(
+        {"spans": list[_Span]}, samples=_Samples, version=_Count, num_rollout_tokens=_Count, quality=_Quality
+    ),
     "packed": _told(samples=_Samples, pack_id=str, num_tokens=_Count, capacity_tokens=_Count),
     "returned": _told(samples=_Samples, reason=str),
     "trained": _told(samples=_Samples, pack_id=str, step=_Count, version=_Count),
@@ -121,7 +142,7 @@ LEDGER_FORMS: Forms = {
     "end": _told(),
 }
 
-_SERVER = _form(proven=bool, error=str | None, proof=str | None, seconds=_Seconds)
+_SERVER = _form({"transport": str}, proven=bool, error=str | None, proof=str | None, seconds=_Seconds)
 
 AUDIT_FORMS: Forms = {
     "gap": _GAP,
@@ -158,6 +179,14 @@ AUDIT_FORMS: Forms = {
         snapshot_seconds=_Number,
         servers=dict[str, _SERVER],  # type: ignore[valid-type]
     ),
+    "catch_up": _kept(
+        step=_Count,
+        version=_Count,
+        seconds=_Number,
+        servers=dict[str, _SERVER],  # type: ignore[valid-type]
+    ),
+    "awaited": _kept(base_urls=list[str]),
+    "server_added": _kept(step=_Count, server=_Count, base_url=str),
     "batch": _kept(num_rollouts=_Count),
     "metrics": _kept(
         {"epoch": _Number, "pipeline_ns": _Seconds, "pipeline_wall_ns": _Number},
@@ -167,13 +196,14 @@ AUDIT_FORMS: Forms = {
         wall_ns=_Number,
     ),
     "evaluation": _kept(
+        {"due_step": _Count},
         begun_step=_Count,
         version=_Count,
         end=str,
         counts=_form(num_answered=_Count, num_wanted=_Count),
         ratios=dict[str, _Number | None],
     ),
-    "loss": _kept(loss=_Loss),
+    "loss": _kept({"step": _Count}, loss=_Loss),
     "warning": _kept(message=str),
 }
 
@@ -182,7 +212,18 @@ RECORD_FORMS: Forms = {
     "start": _form(
         run_id=str, step=_Count, world_size=_NumRanks, config=dict[str, Any], surroundings=dict[str, Any]
     ),
-    "completion": _form(sample=_Sample, text=str, token_ids=list[_Count], truncated=bool, spans=list[_Span]),
+    "completion": create_model(
+        "Completion",
+        __base__=_form(
+            {column.name: list[FiniteFloat] for column in served()},
+            sample=_Sample,
+            text=str,
+            token_ids=list[_Count],
+            truncated=bool,
+            spans=list[_Span],
+        ),
+        __validators__={"whole": model_validator(mode="after")(_whole)},  # type: ignore[dict-item]
+    ),
     "step": _form(step=_Count, channel=_Channel, version=_Count),
     "losses": _form(step=_Count, losses=list[_HexFloat]),
 }

@@ -20,10 +20,11 @@ from swift_stage2.records import (
     SampleKey,
     Segment,
     Target,
+    VersionSpan,
 )
 from swift_stage2.telemetry.activity import IntervalClock, PipelineActivity
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import Entry, Ledger, MatchLog, RecordEntry, completion_of
+from swift_stage2.telemetry.ledger import Entry, Ledger, MatchLog, RecordEntry, completion_of, spans_of
 from swift_stage2.telemetry.metrics import Counters
 from swift_stage2.telemetry.trace import Trace
 
@@ -53,6 +54,7 @@ class PipelineRecorder:
         self._matches = matches
         self._trace = trace
         self.clock = IntervalClock(PipelineActivity.IDLE, trace.now_ns, trace.recorder_of("pipeline"))
+        self._untold: list[BatchOutcome] = []
         self._num_posts_out = 0
         self._posts_lock = threading.Lock()
         self._now_s = now_s
@@ -64,26 +66,61 @@ class PipelineRecorder:
         """Seconds since the last segment or pack was made, or since the start."""
         return self._now_s() - self._last_progress_s
 
-    def batch(self, outcome: BatchOutcome, seconds: float) -> None:
-        """One batch came back from the servers; ``seconds`` includes the wait for a ticket."""
-        self._stage("rollout", seconds)
+    def batch(self, outcome: BatchOutcome) -> None:
+        """Some came back from the servers, out of one share.
+
+        The audit gets one record of all that came until a pack is made, or until something went wrong.
+        """
+        self._stage("rollout", outcome.seconds)
         self._counters.add("rollouts_received", len(outcome.rollouts))
         failed = [failure for failure in outcome.failures if failure.end != _CUT_BY_OUR_OWN_STOP]
         self._counters.add("rollouts_failed", sum(failure.num_requests > 0 for failure in failed))
         self._counters.add("samples_returned", len(outcome.returned))
         self._counters.add("rollouts_aborted", len(outcome.aborted))
-        self._audit.write(
-            "batch",
-            seconds=seconds,
-            num_rollouts=len(outcome.rollouts),
-            num_returned=len(outcome.returned),
-            num_aborted=len(outcome.aborted),
-            num_quarantined=len(outcome.quarantined),
-            num_posts=outcome.num_posts,
-            failures=list(outcome.failures),
-        )
+        self._counters.add("tokens_aborted", sum(len(rollout.token_ids) for rollout in outcome.aborted))
+        self._counters.add("rollouts_resumed", len(outcome.partial))
+        # Of a whole one, all before its last part: an abort that keeps nothing would have lost them.
+        self._counters.add("tokens_kept", sum(rollout.spans[-1].start for rollout in outcome.rollouts))
+        self._untold.append(outcome)
+        if outcome.failures or outcome.returned or outcome.quarantined:
+            self.tell_batches()
+        for rollout in outcome.partial:
+            self._ledger.cut(rollout)
         for rollout in outcome.rollouts:
             self._record.write(RecordEntry.COMPLETION, **completion_of(rollout))
+
+    def tell_batches(self) -> None:
+        """Writes what came back into the audit, as far as it is not there."""
+        untold, self._untold = self._untold, []
+        if not untold:
+            return
+        self._audit.write(
+            "batch",
+            seconds=sum(each.seconds for each in untold),
+            num_rollouts=sum(len(each.rollouts) for each in untold),
+            num_returned=sum(len(each.returned) for each in untold),
+            num_aborted=sum(len(each.aborted) for each in untold),
+            partial=[
+                {"sample": rollout.sample.key.entry, "spans": spans_of(rollout.spans)}
+                for each in untold
+                for rollout in each.partial
+            ],
+            num_quarantined=sum(len(each.quarantined) for each in untold),
+            num_posts=sum(each.num_posts for each in untold),
+            failures=[failure for each in untold for failure in each.failures],
+        )
+
+    def partial_dropped(self, rollout: Rollout) -> None:
+        """An aborted rollout is not resumed after all: stale, unproven, refused, or too slow."""
+        self._counters.add("tokens_partial_dropped", len(rollout.token_ids))
+
+    def unconfirmed(self, num_rollouts: int) -> None:
+        """So many rollouts were given up because their round did not prove their server."""
+        self._counters.add("rollouts_unconfirmed", num_rollouts)
+
+    def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:
+        """So many rollouts were wanted and begun; fewer where ``max_rollouts_per_version`` left no more."""
+        self._counters.add("run_ahead_exhausted", num_begun < num_wanted)
 
     def read(
         self, keys: Sequence[SampleKey], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]
@@ -92,12 +129,14 @@ class PipelineRecorder:
         self._ledger.write(Entry.READ, keys, num_objects=num_objects, num_pixels=num_pixels)
 
     def enter(self, activity: PipelineActivity) -> None:
-        """The pipeline's thread does this from now on."""
-        self.clock.switch(activity)
+        """The pipeline's thread does this from now on; waiting for a ticket is asking while a POST is out."""
+        with self._posts_lock:
+            is_asking = activity is PipelineActivity.TICKET and self._num_posts_out > 0
+            self.clock.switch(PipelineActivity.ASKING if is_asking else activity)
 
     @contextmanager
     def post(self) -> Iterator[None]:
-        """One POST is out, on its lane's thread. The pipeline is asking while at least one is."""
+        """One POST is out, on the thread of its place. The pipeline that waits is asking while at least one is."""
         with self._posts_lock:
             self._num_posts_out += 1
             if self._num_posts_out == 1:
@@ -112,15 +151,18 @@ class PipelineRecorder:
                     self.clock.switch_from(PipelineActivity.ASKING, PipelineActivity.TICKET)
 
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
-        """A rollout became the segment that was just told; ``space`` is that of the boxes, width and height."""
+        """A rollout became the segment that is told next; ``space`` is that of the boxes, width and height.
+
+        So whoever reads of the segment finds the match, too.
+        """
         self._matches.write("training", rollout, target, space)
 
-    def segment(self, segment: Segment, seconds: float) -> None:
-        """One rollout became a segment: parsed, matched, corrected and encoded."""
+    def segment(self, segment: Segment, seconds: float, spans: Sequence[VersionSpan] = ()) -> None:
+        """One rollout of ``spans`` became a segment: parsed, matched, corrected and encoded."""
         self._stage("prepare", seconds)
         self._last_progress_s = self._now_s()
         self._count_quality(segment.quality)
-        self._ledger.matched(segment)
+        self._ledger.matched(segment, spans)
 
     def pack(self, pack: Pack, seconds: float) -> None:
         """One pack was collated and is about to be offered to the queue."""
@@ -131,6 +173,7 @@ class PipelineRecorder:
         self._counters.add("tokens_packed", pack.num_tokens)
         self._counters.add("tokens_capacity", pack.capacity_tokens)
         self._ledger.packed(pack)
+        self.tell_batches()
 
     def dropped(self, pack: Pack, reason: str) -> None:
         """The queue dropped a pack; ``reason`` is ``dropped_stale`` or ``dropped_oldest``."""
@@ -177,19 +220,20 @@ class EvaluationRecorder:
     def __init__(self, audit: AuditLog, matches: MatchLog) -> None:
         self._audit = audit
         self._matches = matches
-        self._versions: dict[str, int] = {}  # of the POST that each server is asked; a lane has one at a time
+        self._versions: dict[SampleKey, int] = {}  # of the POST that is out with it
 
     def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
         """A POST begins."""
-        self._versions[server] = version
+        self._versions.update(dict.fromkeys(keys, version))
 
     def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
         """It is over; its ticket is still held."""
+        versions = {self._versions.pop(key) for key in keys}
         self._audit.write(
             "post",
             purpose="evaluation",
             server=server,
-            version=self._versions[server],
+            version=versions.pop(),
             end=end,
             seconds=seconds,
             rows=[key.index for key in keys],

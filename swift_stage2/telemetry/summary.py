@@ -24,6 +24,7 @@ _DROPS = (
     "segments_dropped_stale",
     "rollouts_failed",
     "rollouts_aborted",
+    "rollouts_unconfirmed",
 )
 _DROP_FAMILIES = ("samples_quarantined/", "objects_dropped/")
 
@@ -69,10 +70,15 @@ class RunSummary:
     """Match quality, truncation and pack fill over the whole run, by tag; absent where nothing was counted."""
     num_rounds_committed: int
     num_rounds_failed: int
+    num_caught_up: int
+    """Servers that were proven between two rounds, once each time."""
+    added_servers: Mapping[str, int]
+    """Base URL of a server that joined → the step at which it first did."""
     round_seconds: Spread | None
     phase_seconds: Mapping[str, Spread]
     """By phase of a sync round; one duration per server and round."""
     proofs: Mapping[str, int]
+    transports: Mapping[str, int]
     """Kind of proof → servers that passed it."""
     server_errors: Mapping[str, int]
     """Error → how often a server failed a round with it."""
@@ -119,9 +125,14 @@ def summary_of(ranks: Sequence[RankRecords]) -> RunSummary:
         ratios={each.tag: value for each in RATIOS if (value := each.value(totals, {})) is not None},
         num_rounds_committed=sum(record["committed"] for record in first.rounds),
         num_rounds_failed=sum(not record["committed"] for record in first.rounds),
+        num_caught_up=sum(
+            server["proven"] for record in first.catch_ups for server in record["servers"].values()
+        ),
+        added_servers={record["base_url"]: record["step"] for record in reversed(first.added_servers)},
         round_seconds=_spread([record["seconds"] for record in first.rounds]),
         phase_seconds=_phases(first.rounds, servers),
         proofs=_count(server["proof"] for server in servers if server["proven"]),
+        transports=_count(server["transport"] for server in servers if server.get("transport")),
         server_errors=_count(str(server["error"]) for server in servers if not server["proven"]),
         activity=tuple(
             RankActivity(rank.rank, in_seconds(last["activity_ns"]), last["wall_ns"] / NANOSECONDS)

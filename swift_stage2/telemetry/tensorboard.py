@@ -30,6 +30,7 @@ from swift_stage2.telemetry.metrics import (
     METRICS,
     PREFIX,
     RATIOS,
+    SCORE_TAGS,
     STAGES,
     MergedMetrics,
 )
@@ -56,11 +57,22 @@ LAYOUT: dict[str, Charts] = {
         "lag": ("async/ver_lag",),
         "in flight": ("async/infer_inflight", "async/sync_pending", "async/sync_in_transfer"),
         "progress": ("async/prefetch_last_progress_s_ago",),
+        "run-ahead": ("async/run_ahead_exhausted_total",),
     },
     "Drops by cause": {
         "packs": ("async/drop_stale_total", "async/drop_oldest_total"),
-        "samples and rollouts": ("async/quarantined_total", "async/rollout_fail_total"),
-        "rounds": ("async/sync_failed_total",),
+        "samples and rollouts": (
+            "async/quarantined_total",
+            "async/rollout_fail_total",
+            "async/rollout_unconfirmed_total",
+        ),
+        "aborted rollouts": ("async/rollout_resumed_total",),
+        "tokens of aborted rollouts": (
+            "async/tokens_kept_total",
+            "async/tokens_aborted_total",
+            "async/tokens_partial_dropped_total",
+        ),
+        "rounds": ("async/sync_failed_total", "async/caught_up_total"),
         "objects": tuple(f"parse/dropped/{reason}" for reason in ObjectDropReason),
     },
     "Time by activity": {
@@ -75,7 +87,9 @@ LAYOUT: dict[str, Charts] = {
     },
     "Evaluation": {
         "against the validation set": EVALUATION_TAGS[:4],
-        "truncated": ("eval/truncated_ratio",),
+        "COCO": SCORE_TAGS[:4],
+        "over IoU 0.5 to 0.95": SCORE_TAGS[4:7],
+        "truncated, invalid, failed": ("eval/truncated_ratio", *SCORE_TAGS[7:]),
         "answered": ("eval/num_samples",),
         "version": ("eval/version",),
     },

@@ -6,7 +6,11 @@ import logging
 import os
 import select
 import sys
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from swift_stage2.errors import UserError
 
 _STDOUT = 1
 
@@ -39,16 +43,55 @@ def has_lost_its_reader() -> bool:
     return bool(poll.poll(0))
 
 
+def check_new_file(path: Path, *, force: bool, sources: Iterable[Path]) -> None:
+    """Makes the folder of a file that will be written.
+
+    Raises:
+        UserError: the file exists and nobody said --force, it is one of ``sources``, or its folder cannot be made.
+    """
+    is_there = os.path.exists(path)  # Path.exists raises for names that are too long
+    if is_there and any(os.path.exists(source) and source.samefile(path) for source in sources):
+        raise UserError(f"--output must not be a file that is read, got {path}; name another one")
+    if is_there and not force:
+        raise UserError(
+            f"--output must be a new file, got {path}, which exists; name another one or add --force"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output must be a file that can be written, got {error}; name another") from error
+
+
+@contextmanager
+def needs_stdout(who: str) -> Iterator[None]:
+    """Writes at its end all that was printed within; ``who`` needs that.
+
+    Raises:
+        UserError: it cannot be written.
+        BrokenPipeError: nobody reads it any more.
+    """
+    try:
+        yield
+        if sys.stdout is not None:  # closed from the start: print writes nowhere then
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise  # who reads it has seen enough
+    except OSError as error:
+        throw_away()
+        raise UserError(
+            f"{who} needs an output that takes it, got {error}; send it elsewhere, or make room"
+        ) from error
+
+
 def let_go() -> None:
     """Writes what is buffered; without a reader it is thrown away, so that the interpreter's own flush cannot fail.
 
     Raises:
-        OSError: it cannot be written for another reason.
+        UserError: it cannot be written for another reason.
     """
-    if sys.stdout is None:  # the process was started without one
-        return
     try:
-        sys.stdout.flush()
+        with needs_stdout("what is written"):
+            pass
     except BrokenPipeError:
         throw_away()
 

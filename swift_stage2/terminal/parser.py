@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from swift_stage2.nearest_word import closest
@@ -14,6 +14,8 @@ _FOR_ALL = (
 )
 _UNKNOWN = re.compile(r"unrecognized arguments: (?:.*?\s)?(?P<word>--[\w-]+)")
 _NO_CHOICE = re.compile(r"invalid choice: '(?P<word>[^']*)' \(choose from (?P<choices>.*)\)")
+
+_MOST = 10**18  # of an option that knows no smaller one
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -37,6 +39,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         near = self._nearest(message)
+        message = " ".join(message.split())  # whatever breaks an option's value holds
         super().error(f"{message}; did you mean {near}?" if near else message)
 
     def _nearest(self, message: str) -> str | None:
@@ -47,12 +50,14 @@ class CommandParser(argparse.ArgumentParser):
         return None
 
 
-def rank_count(text: str) -> int:
-    """An option's value as a number of ranks."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a number of ranks, at least 1, got {text!r}")
-    return value
+def whole_number(least: int, most: int = _MOST) -> Callable[[str], int]:
+    """The type of an option whose value is a whole number from ``least`` to ``most``."""
+    rule = f"at least {least}" if most == _MOST else f"from {least} to {most}"
+
+    def parse(text: str) -> int:
+        is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
+        if not is_number or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"must be a whole number, {rule}, got {text[:40]!r}")
+        return int(text)
+
+    return parse

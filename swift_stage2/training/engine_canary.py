@@ -31,14 +31,7 @@ class EngineCanary:
         self._module = module
         self._template = template
         self.request: dict[str, Any] = encoder.request(sample)
-        self.config = protocol.request_config(
-            max_new_tokens=_CANARY_TOKENS,
-            temperature=0.0,
-            top_p=1.0,
-            top_k=-1,
-            repetition_penalty=1.0,
-            seed=1,
-        )
+        self.config = protocol.greedy_config(_CANARY_TOKENS)
         self._closing = encoder.closing_token_ids
         # Of its own: answers are compared while training tokenises, and a fast tokenizer is not for two threads.
         self._decode = copy.deepcopy(template.tokenizer).decode

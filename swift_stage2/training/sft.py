@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from swift_stage2.collectives import leave_job
-from swift_stage2.compat import declare_operators, keep_buffers_exact, start_communication
+from swift_stage2.compat import (
+    declare_operators,
+    keep_buffers_exact,
+    shard_on_cpu_ranks,
+    start_communication,
+)
 from swift_stage2.config import Stage2Config, StarvationAction
 from swift_stage2.config.swift_arguments import refuse_unknown_names
 from swift_stage2.errors import ChannelBStarved, StorageFull, WeightSyncHang
@@ -68,6 +73,7 @@ def train(
     if asks_servers and int(os.environ.get("RANK", "0")) == 0:
         _tell_of_deaf_servers(config)
     start_communication(config.swift)
+    shard_on_cpu_ranks(config.swift)
     register_trainer()  # a plugin may name one that it derives from ours
     try:
         arguments = parse_swift_arguments(config.swift_arguments())
@@ -110,8 +116,8 @@ def _tell_of_deaf_servers(config: Stage2Config) -> None:
     for server in config.rollout.servers if config.b_enabled else ():
         if reason := why_deaf(server.base_url, _CONNECT_TIMEOUT_S):
             logger.warning(
-                "rollout server %s does not answer yet (%s); training waits for it rollout.start_timeout_s=%g seconds "
-                "once the model is loaded",
+                "rollout server %s does not answer yet (%s); training waits for it up to %g seconds "
+                "(rollout.start_timeout_s), once the model is loaded",
                 server.base_url,
                 reason,
                 config.rollout.start_timeout_s,

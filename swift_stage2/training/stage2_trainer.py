@@ -9,18 +9,20 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from swift.pipelines import SwiftSft
-from swift.trainers import Seq2SeqTrainer, TrainerFactory
+from swift.trainers import TrainerFactory
 from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from swift_stage2.assembly import start_run as assemble_run
+from swift_stage2.channel_b.encoding import TOKENS_INSTEAD
+from swift_stage2.columns import COLUMNS
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, WeightSyncHang
 from swift_stage2.learner import StepDecision
@@ -30,9 +32,12 @@ from swift_stage2.records import Pack
 from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory import resume
 from swift_stage2.run_directory.checkpoints import whole_checkpoint
+from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.scheduling.step_plan import Channel
+from swift_stage2.training.beside_labels import cut_beside_labels, loss_with_tokens_instead
+from swift_stage2.training.best_model import EvaluatedTrainer
 from swift_stage2.training.engine_canary import HALF_PRECISION_DTYPES, EngineCanary
-from swift_stage2.weights.transport import WeightTransport
+from swift_stage2.weights.transport import WrapTransport
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +45,11 @@ _CLEAN_UP_S = 45.0  # closing may take 30 s for the pipeline alone
 CONFIG_VARIABLE = "SWIFT_STAGE2_CONFIG"
 
 
-class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
+class Stage2Trainer(EvaluatedTrainer):
     """ms-swift's supervised trainer whose optimizer steps may train channel B's packs instead of its batches."""
+
+    wrap_transport: WrapTransport | None = None
+    """For subclasses that watch or disturb what a sync round sends: a method that takes a transport and returns one."""
 
     def __init__(
         self,
@@ -64,7 +72,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
         self._start_run = start_run or assemble_run
         self.stage2_config.check_accumulation(self.args.gradient_accumulation_steps)
         run_checks(self.stage2_config, Known(num_validation_rows=len(self.eval_dataset or ())))
-        self.stage2: Stage2Run | None = None
+        self.stage2 = None
         self._resume_directory: str | None = None
         self._resumed_a_batches: int | None = None
         self._a_batches_in_epoch = 0
@@ -75,7 +83,9 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trains, and ends every thread of ours however training ends."""
         self._resume_directory = resume_from_checkpoint or None
-        with _StopSignals(self):
+        role, directory = f"rank {self.args.process_index}", Path(self.args.output_dir)
+        # Also where ms-swift has just made the directory: whoever follows the run sees there that it goes on.
+        with hold_run_directory(directory, role, os.environ, is_alone=True), _StopSignals(self):
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
@@ -108,6 +118,27 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
             self._losses.append(loss.detach())
         return loss
 
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As ms-swift does it, whose loss knows no columns: one that needs them overrides this and takes them first."""
+        for name in COLUMNS:
+            inputs.pop(name, None)
+        if found := {name: inputs.pop(name) for name in TOKENS_INSTEAD if name in inputs}:
+            weight = self.stage2_config.stage2_ab.channel_b.target.weights.duplicate
+            inputs["compute_loss_func"] = partial(loss_with_tokens_instead, duplicate_weight=weight, **found)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def prepare_logits_to_keep(self, inputs: dict[str, Any]) -> None:
+        """As ms-swift does it: labels and weights are cut to the supervised places, and so is all beside them."""
+        cut_beside_labels(inputs, super().prepare_logits_to_keep)
+        super().prepare_logits_to_keep(inputs)
+
+    def _prepare_input(self, data: Any) -> Any:
+        """As Hugging Face does it, which under DeepSpeed casts floats to the weights' dtype; not those of columns."""
+        if not isinstance(data, Mapping) or not (names := COLUMNS.keys() & data.keys()):
+            return super()._prepare_input(data)
+        rest = super()._prepare_input({name: value for name, value in data.items() if name not in names})
+        return {**rest, **{name: data[name].to(self.args.device) for name in names}}
+
     def end_step(self) -> None:
         """An optimizer step is over."""
         assert self.stage2 is not None
@@ -120,7 +151,7 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
             return self.stage2.learner.begin_step(self.state.global_step, num_batches)
         except WeightSyncHang as hang:
             # Told here, and with an end of its own: what follows is clean-up of others beside a thread that is stuck.
-            logger.error("a push hung and cannot be taken back: %s", hang)
+            logger.error("a round hung and cannot be taken back: %s", hang)
             _leave_within(_CLEAN_UP_S)
             raise
 
@@ -198,10 +229,6 @@ class Stage2Trainer(Seq2SeqTrainer):  # type: ignore[misc]
         if self._resume_directory and self.stage2_config.b_enabled:
             self._resume()
         self.stage2.start()
-
-    def wrap_transport(self, transport: WeightTransport) -> WeightTransport:
-        """For subclasses that watch or disturb what a sync round sends."""
-        return transport
 
     def _resume(self) -> None:
         assert self.stage2 is not None

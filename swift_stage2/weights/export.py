@@ -1,14 +1,15 @@
 """Turns the learner's module into named full tensors for a push, without touching the training weights.
 
 Under LoRA every adapted weight leaves merged, computed on a copy. Names are those of the model without
-its adapter, tied weights appear once. Under ZeRO-3 no rank holds a whole tensor: all ranks gather a bucket
-together, and rank 0 copies it. Knows PEFT's layers and DeepSpeed's parameters, not ms-swift.
+its adapter, tied weights appear once. Under ZeRO-3 and FSDP2 no rank holds a whole tensor: all ranks gather a bucket
+together, and rank 0 copies it. Knows PEFT's layers, DeepSpeed's parameters and torch's DTensors, not ms-swift.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from swift_stage2.servers.protocol import TensorSpec
 
 _ADAPTER_PREFIX = "base_model.model."
 _BASE_LAYER = ".base_layer"
+_CHECKPOINTED = "_checkpoint_wrapped_module."  # by torch's activation checkpointing, which FSDP2 comes with
 
 
 class WeightExport:
@@ -29,26 +31,37 @@ class WeightExport:
 
     def __init__(self, module: nn.Module) -> None:
         _refuse_other_adapters(module)
-        self._module = module
+        self._sharded: list[Any] = [part for part in module.modules() if hasattr(part, "reshard")]  # FSDP2
+        self._reshard()
         self._adapted = _adapted_layers(module)
+        self._own = {  # by the name that a push carries
+            _exported_name(name): (name, parameter)
+            for name, parameter in module.named_parameters()
+            if not _belongs_to_adapter(name)
+        }
 
     @property
     def partitioned(self) -> bool:
-        """Whether every read is a collective of all ranks, because each holds only a part of a tensor (ZeRO-3)."""
-        return any(_is_partitioned(parameter) for parameter in self._module.parameters())
+        """Whether every read is a collective of all ranks, because each holds a part of a tensor (ZeRO-3, FSDP2)."""
+        return any(_is_partitioned(parameter) for _, parameter in self._own.values())
 
     @property
     def on_gpu(self) -> bool:
         """Whether weights are read from a GPU."""
-        return any(parameter.is_cuda for parameter in self._module.parameters())
+        return any(parameter.is_cuda for _, parameter in self._own.values())
+
+    @property
+    def gpu(self) -> torch.device | None:
+        """The GPU that holds every tensor whole, if one does: a stream of it can read them all beside training."""
+        devices = {parameter.device for _, parameter in self._own.values()}
+        device = devices.pop() if len(devices) == 1 else None
+        return device if device is not None and device.type == "cuda" and not self.partitioned else None
 
     def manifest(self) -> tuple[TensorSpec, ...]:
         """Name, shape and dtype of every tensor that a push carries, in push order."""
         return tuple(
-            TensorSpec(
-                _exported_name(name), tuple(_full_shape(tensor)), str(tensor.dtype).removeprefix("torch.")
-            )
-            for name, tensor in self._own_tensors()
+            TensorSpec(name, tuple(_full_shape(tensor)), str(tensor.dtype).removeprefix("torch."))
+            for name, (_, tensor) in self._own.items()
         )
 
     def plan(self, max_bytes: int) -> tuple[tuple[str, ...], ...]:
@@ -59,12 +72,12 @@ class WeightExport:
         buckets: list[tuple[str, ...]] = []
         names: list[str] = []
         size = 0
-        for name, tensor in self._own_tensors():
-            num_bytes = _full_shape(tensor).numel() * tensor.element_size()
+        for name, (_, tensor) in self._own.items():
+            num_bytes = _full_shape(tensor).numel() * tensor.dtype.itemsize
             if names and size + num_bytes > max_bytes:
                 buckets.append(tuple(names))
                 names, size = [], 0
-            names.append(_exported_name(name))
+            names.append(name)
             size += num_bytes
         return (*buckets, tuple(names)) if names else tuple(buckets)
 
@@ -74,44 +87,53 @@ class WeightExport:
         A tensor that is neither merged nor partitioned shares memory with the training weights. If ``partitioned``,
         the other ranks must call ``help_read`` with the same names at the same time.
         """
-        own = self._named(names)
+        own = [self._own[name] for name in names]
         exported = []
-        with torch.no_grad(), self._gathered(own):
-            for name, (own_name, parameter) in zip(names, own, strict=True):
+        with torch.no_grad(), self._gathered(own) as whole:
+            for name, (own_name, parameter), tensor in zip(names, own, whole, strict=True):
                 layer = self._adapted.get(own_name)
-                tensor = parameter.detach() if layer is None else _merged(layer, parameter)
-                if layer is None and _is_partitioned(parameter):
+                if layer is not None:
+                    tensor = _merged(layer, tensor)
+                elif hasattr(parameter, "ds_shape"):
                     tensor = tensor.clone()  # the gathered memory is freed with the context
                 exported.append((name, tensor.contiguous()))
         return exported
 
     def help_read(self, names: Sequence[str]) -> None:
         """This rank's part of rank 0's ``read`` of partitioned tensors; keeps nothing."""
-        with self._gathered(self._named(names)):
+        with torch.no_grad(), self._gathered([self._own[name] for name in names]):
             pass
 
-    def _own_tensors(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self._module.named_parameters():
-            if not _belongs_to_adapter(name):
-                yield name, parameter
-
-    def _named(self, names: Sequence[str]) -> list[tuple[str, nn.Parameter]]:
-        own = {_exported_name(name): (name, parameter) for name, parameter in self._own_tensors()}
-        return [own[name] for name in names]
-
-    def _gathered(self, own: Sequence[tuple[str, nn.Parameter]]) -> AbstractContextManager[None]:
-        """A context in which these parameters, and what adapters add to them, are whole on every rank."""
+    @contextmanager
+    def _gathered(self, own: Sequence[tuple[str, nn.Parameter]]) -> Iterator[list[torch.Tensor]]:
+        """These parameters whole on every rank; within, what adapters add to them is whole as well."""
+        self._reshard()
         parameters = [parameter for _, parameter in own]
-        for name, _ in own:
-            layer = self._adapted.get(name)
-            if layer is not None:
-                parameters += [p for part, p in layer.named_parameters() if _belongs_to_adapter(f".{part}")]
-        if not any(_is_partitioned(parameter) for parameter in parameters):
-            return nullcontext()
-        import deepspeed
+        adapters = [
+            (layer, part, parameter)
+            for name, _ in own
+            if (layer := self._adapted.get(name)) is not None
+            for part, parameter in layer.named_parameters()
+            if _belongs_to_adapter(f".{part}")
+        ]
+        every = parameters + [parameter for _, _, parameter in adapters]
+        with ExitStack() as stack:
+            if any(hasattr(parameter, "ds_shape") for parameter in every):
+                import deepspeed
 
-        context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameters)
-        return context
+                stack.enter_context(deepspeed.zero.GatheredParameters(every))
+            for layer, part, parameter in adapters:
+                if _is_sharded(parameter):
+                    owner, _, key = part.rpartition(".")
+                    held = layer.get_submodule(owner)._parameters
+                    stack.callback(held.__setitem__, key, parameter)
+                    held[key] = nn.Parameter(_whole(parameter), requires_grad=False)
+            yield [_whole(parameter) for parameter in parameters]
+
+    def _reshard(self) -> None:
+        """Puts the shards back that a forward pass without a backward one (the canary's) has left whole."""
+        for part in self._sharded:
+            part.reshard()
 
 
 def _adapted_layers(module: nn.Module) -> dict[str, nn.Module]:
@@ -135,11 +157,23 @@ def _refuse_other_adapters(module: nn.Module) -> None:
 
 
 def _is_partitioned(parameter: torch.Tensor) -> bool:
-    return hasattr(parameter, "ds_shape")
+    return hasattr(parameter, "ds_shape") or _is_sharded(parameter)
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    return hasattr(parameter, "full_tensor")  # torch's DTensor
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    """Of a sharded one: a collective, which makes it anew on every rank."""
+    if not _is_sharded(parameter):
+        return parameter.detach()
+    whole: torch.Tensor = parameter.full_tensor()  # type: ignore[attr-defined]
+    return whole
 
 
 def _full_shape(parameter: torch.Tensor) -> torch.Size:
-    """Shape of the whole tensor; a partitioned one shows itself as empty."""
+    """Shape of the whole tensor; DeepSpeed shows a partitioned one as empty."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -156,4 +190,5 @@ def _belongs_to_adapter(name: str) -> bool:
 
 
 def _exported_name(name: str) -> str:
-    return name.removeprefix(_ADAPTER_PREFIX).replace(_BASE_LAYER, "").replace(".modules_to_save.default", "")
+    name = name.replace(_CHECKPOINTED, "").removeprefix(_ADAPTER_PREFIX)
+    return name.replace(_BASE_LAYER, "").replace(".modules_to_save.default", "")

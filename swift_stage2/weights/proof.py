@@ -8,15 +8,16 @@ push inside its round; the trainer makes the learner's own ``CanaryAnswer``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from swift_stage2.config import Proof
+from swift_stage2.config import OnPending, Proof
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import ServerFault
-from swift_stage2.servers import protocol
+from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.servers.session import Deadline, ServerSession, read_reply
 from swift_stage2.servers.stock import ask_world_size
@@ -43,20 +44,15 @@ def prove_server(
     """
     if info.stock and order.proof is Proof.CHECKSUM and sums_of is None:
         raise ServerFault(
-            f"{session.base_url} is a stock server and has no checksums; set sync.proof: auto, or start it with the "
-            "plugin that shows them"
+            f"{session.base_url} is a stock server and has no checksums; write rollout.sync.proof: auto, or start it "
+            "with the plugin stock_proof"
         )
     shown = []
     if sums_of is not None and order.proof is not Proof.CANARY:  # before the canary: they name the tensor
         _check_stock_sums(session, order, sums_of, sent)
         shown.append("checksums")
     if order.canary is not None:
-        try:
-            _ask_canary(session, order, info, order.canary, must_agree=same_dtypes)
-        except ServerFault:
-            if not info.stock:
-                give_up(session, order)
-            raise
+        _ask_canary(session, order, info, order.canary, must_agree=same_dtypes)
         shown += ["canary"] if same_dtypes else []
     if not info.stock:
         by_sums = order.proof is not Proof.CANARY
@@ -72,14 +68,14 @@ def prove_server(
     if not shown:
         raise ServerFault(
             f"{session.base_url} holds other dtypes than the learner, so that a canary alone shows nothing; "
-            "set sync.proof: auto"
+            "write rollout.sync.proof: auto"
         )
     return "+".join(shown)
 
 
 def give_up(session: ServerSession, order: RoundOrder) -> None:
     """Ends the round at a server of ours at once; a server that does not hear of it ends it at the round's time."""
-    if order.deadline.expired:  # nothing answered in time, and a push that is late is a hang
+    if order.deadline.expired:  # nothing answered in time, and the push must end in it
         return
     wanted = protocol.FinishRequest(order.round_id, commit=False).to_json()
     with suppress(ServerFault):
@@ -104,16 +100,22 @@ def _num_copies(session: ServerSession, order: RoundOrder, info: protocol.Server
 def _ask_canary(
     session: ServerSession, order: RoundOrder, info: protocol.ServerInfo, canary: Canary, *, must_agree: bool
 ) -> None:
-    num_copies = _num_copies(session, order, info)
-    body = {"infer_requests": [canary.request] * num_copies, "request_config": canary.config}
-    reply = session.post(protocol.INFER, body, order.deadline, round_id=order.round_id)
-    where = f"{session.base_url}{protocol.INFER}"
-    completions = read_reply(where, lambda body: protocol.parse_infer_reply(body, num_copies), reply)
-    wanted = (order.version, info.incarnation)
+    if info.chat_model is not None:
+        completions: Sequence[protocol.Completion] = vllm_serve.ask_canary(
+            session, info.chat_model, (canary.request, canary.config), order.round_id, order.deadline
+        )
+        num_copies = len(completions)
+    else:
+        num_copies = _num_copies(session, order, info)
+        body = {"infer_requests": [canary.request] * num_copies, "request_config": canary.config}
+        reply = session.post(protocol.INFER, body, order.deadline)
+        where = f"{session.base_url}{protocol.INFER}"
+        completions = read_reply(where, lambda body: protocol.parse_infer_reply(body, num_copies), reply)
+    wanted = (order.version, order.round_id, info.incarnation)
     for completion in completions if not info.stock else ():
-        if (stamp := (completion.weight_version, completion.incarnation)) != wanted:
+        if (stamp := (completion.weight_version, completion.round_id, completion.incarnation)) != wanted:
             raise ServerFault(
-                f"{session.base_url} answers the canary as (version, incarnation) {stamp}, expected {wanted}"
+                f"{session.base_url} answers the canary as (version, round, incarnation) {stamp}, expected {wanted}"
             )
     num_wrong = sum(not canary.agrees(completion.token_ids) for completion in completions)
     if must_agree and num_wrong:
@@ -185,8 +187,42 @@ class RoundOrder:
     manifest: tuple[TensorSpec, ...]  # the learner's own
     canary: Canary | None  # None: none is due, checksums must prove
     proof: Proof
-    api_key: str | None
     deadline: Deadline  # of every call
+    staged: bool = False
+    on_pending: OnPending = OnPending.WAIT  # when a server installs a staged round
+    hold: Deadline | None = None  # until then a server waits for leave to install
+    turn_s: float = 0.0  # how long a server waits until those before it have installed
+    step: int | None = None  # after which the weights were copied
+
+
+class InstallTurns:
+    """Lets the servers of a staged round install one after another, so that the others answer meanwhile.
+
+    That is worth no server: who holds the turn may hang, or wait for long answers. Before that, all may have to wait
+    for leave.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._has_leave = threading.Event()
+
+    def give_leave(self) -> None:
+        """Who waits for it goes on, and nobody waits any more."""
+        self._has_leave.set()
+
+    def wait_for_leave(self, timeout_s: float) -> None:
+        """Waits for ``give_leave``; goes on without after ``timeout_s``."""
+        self._has_leave.wait(timeout_s)
+
+    @contextmanager
+    def take(self, timeout_s: float) -> Iterator[None]:
+        """Waits for a turn and holds it; goes without one after ``timeout_s``."""
+        has_turn = self._lock.acquire(timeout=timeout_s)
+        try:
+            yield
+        finally:
+            if has_turn:
+                self._lock.release()
 
 
 class CanarySchedule:
@@ -221,6 +257,7 @@ class CanarySchedule:
 # A token at least this close to the learner's first choice counts as tied with it. Logits of 16 to 32 have
 # steps of an eighth in bfloat16, and a difference of two logits may be off by a few of them.
 HALF_PRECISION_TIE_NATS = 0.5
+_LARGEST_TOKEN_ID = 2**32 - 1  # a tokenizer raises at any other: it holds them so
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +280,8 @@ class CanaryAnswer:
         shorter = min(len(theirs), len(self.token_ids))
         at = next((n for n in range(shorter) if theirs[n] != self.token_ids[n]), shorter)
         if self.tie_nats == 0 or at >= len(self.likely):
+            return False
+        if at < len(theirs) and not 0 <= theirs[at] <= _LARGEST_TOKEN_ID:
             return False
         likely = self.likely[at]
         chosen = likely.get(text_of(theirs[at]) if at < len(theirs) else end)

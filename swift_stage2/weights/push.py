@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import ServerReport
@@ -18,7 +18,7 @@ from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
 from swift_stage2.servers.stock import ask_state_keys, ask_sums_incarnation, differing_names, is_foreign
 from swift_stage2.telemetry.trace import EnterSpan, untraced
-from swift_stage2.weights.proof import RoundOrder, give_up, prove_server
+from swift_stage2.weights.proof import InstallTurns, RoundOrder, give_up, prove_server
 from swift_stage2.weights.snapshot import CastMemory, WeightBucket
 from swift_stage2.weights.tensors import agreed_manifest
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
@@ -27,16 +27,17 @@ logger = logging.getLogger(__name__)
 
 _SHARE_FOR_PATIENCE = 0.25  # of the calls' time, with a server that is still busy
 _BUSY_POLL_S = 0.05
+_SHARE_FOR_TURN = 0.5  # of what is left of the calls' time
 
 MakeTransport = Callable[[protocol.ServerInfo], WeightTransport]
 
 
 class ServerPush(threading.Thread):
-    """Brings one server to one version. ``finished`` is set last; then ``report`` or ``learner_fault`` is there.
+    """Brings one server to one version. Once ``finished`` is set ``report`` or ``learner_fault`` is there.
 
     ``transports`` keeps, by server, what outlives a round; a ``distrusted`` one is replaced. ``ours`` are base URLs of
     servers that must not answer as stock ones do. Once ``given_up`` is set nothing more is sent. ``span`` is entered
-    with the name of every phase.
+    with the name of every phase. ``on_end`` is called last, on this thread.
     """
 
     def __init__(
@@ -48,10 +49,13 @@ class ServerPush(threading.Thread):
         transports: MutableMapping[int, WeightTransport],
         make_transport: MakeTransport,
         *,
+        turns: InstallTurns,
+        api_key: str | None,
         given_up: threading.Event,
         distrusted: bool,
         ours: set[str],
         span: EnterSpan = untraced,
+        on_end: Callable[[ServerPush], None] = lambda push: None,
     ) -> None:
         super().__init__(name=f"push to {endpoint.base_url}", daemon=True)
         self.server = server
@@ -60,14 +64,18 @@ class ServerPush(threading.Thread):
         self._order = order
         self._buckets = buckets
         self._transports = transports
+        self._transport = transports.get(server)
         self._make_transport = make_transport
+        self._turns = turns
+        self._api_key = api_key
+        self._on_end = on_end
         self._given_up = given_up
         self._distrusted = distrusted
         self._ours = ours
         self._span = span
         self._seconds: dict[str, float] = {}
         self._num_bytes = 0
-        self._proof = ""
+        self._proof = self._carried_by = ""
         self._incarnation: str | None = None
         self.report: ServerReport | None = None
         self.learner_fault: str | None = None
@@ -75,9 +83,14 @@ class ServerPush(threading.Thread):
 
     def run(self) -> None:
         try:
-            base_url, key = self._endpoint.base_url.rstrip("/"), self._order.api_key
-            with ServerSession(base_url, key, must_be_ours=base_url in self._ours) as session:
-                self._transfer(session)
+            base_url = self._endpoint.base_url.rstrip("/")
+            with ServerSession(base_url, self._api_key, must_be_ours=base_url in self._ours) as session:
+                try:
+                    self._transfer(session)
+                except ServerFault:
+                    if session.round_id and not self._given_up.is_set():  # it began a round there
+                        give_up(session, self._order)
+                    raise
             self.report = self._make_report(None)
         except ServerFault as error:
             self._drop_transport()
@@ -87,6 +100,7 @@ class ServerPush(threading.Thread):
             self.learner_fault = describe_fault("the push of the learner's weights", error)
         finally:
             self.finished.set()
+            self._on_end(self)
 
     def _transfer(self, session: ServerSession) -> None:
         order = self._order
@@ -101,7 +115,8 @@ class ServerPush(threading.Thread):
             sums_of = None
             if not info.stock:
                 self._begin(session, agreed_manifest(order.manifest, info.manifest))
-            else:  # ordered: it answers once nothing runs any more that a lost caller has asked
+            elif info.chat_model is None:
+                # Ordered: it answers once nothing runs any more that a lost caller has asked.
                 self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
                 sums_of = ask_sums_incarnation(session, order.deadline)
                 if self.server not in self._transports:
@@ -109,36 +124,64 @@ class ServerPush(threading.Thread):
                     shown = "can show every tensor's checksum" if sums_of else "shows no checksums"
                     logger.info("%s is a stock server and %s", session.base_url, shown)
         with self._phase("connect"):
-            transport = self._transports.setdefault(self.server, self._make_transport(info))
-            try:
-                transport.open(session, self._endpoint, order.deadline)
-            except ServerFault:
-                if not info.stock:
-                    give_up(session, order)
-                raise
+            if self.server not in self._transports:
+                self._transports[self.server] = self._make_transport(info)
+            transport = self._transport = self._transports[self.server]
+            self._carried_by = transport.open(session, self._endpoint, order.deadline)
         sent = self._send_buckets(session, transport, dtypes)
+        if order.hold is not None:
+            with self._phase("hold"):
+                self._turns.wait_for_leave(order.hold.remaining_s())
+        with ExitStack() as turn:
+            if order.turn_s:
+                with self._phase("turn"):
+                    # The install needs time as well, also behind a long transfer or hold.
+                    turn_s = min(order.turn_s, order.deadline.remaining_s() * _SHARE_FOR_TURN)
+                    turn.enter_context(self._turns.take(turn_s))
+            self._install(session, info, transport, sent, sums_of)
+
+    def _install(
+        self,
+        session: ServerSession,
+        info: protocol.ServerInfo,
+        transport: WeightTransport,
+        sent: dict[str, str],
+        sums_of: str | None,
+    ) -> None:
+        order = self._order
         with self._phase("acknowledge"):
-            session.post(protocol.PROCESS_WEIGHTS, {}, order.deadline)
-            # The prefix cache last: vLLM's engine returns nothing from the other two, so that a stock server
-            # reports False for them also when they worked; they are ordered before the one that can tell.
-            for path in (protocol.RESET_ENCODER_CACHE, protocol.RESET_MM_CACHE):
-                self._reset_cache(session, path, must_succeed=not info.stock)
-            self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
+            transport.finish(session, order, sent)
+            if info.chat_model is None:
+                self._acknowledge(session, is_stock=info.stock)
             if not info.stock:
                 self._drop_transport()
         with self._phase("prove"):
             same_dtypes = info.stock or order.manifest == info.manifest
             self._proof = prove_server(session, order, info, sent, same_dtypes=same_dtypes, sums_of=sums_of)
+        if info.chat_model is not None:
+            self._incarnation = order.round_id  # the round's name becomes that of the process
+
+    def _acknowledge(self, session: ServerSession, *, is_stock: bool) -> None:
+        install = {} if is_stock else protocol.InstallRequest(self._order.on_pending).to_json()
+        session.post(protocol.PROCESS_WEIGHTS, install, self._order.deadline)
+        # The prefix cache last: vLLM's engine returns nothing from the other two, so that a stock server
+        # reports False for them also when they worked; they are ordered before the one that can tell.
+        for path in (protocol.RESET_ENCODER_CACHE, protocol.RESET_MM_CACHE):
+            self._reset_cache(session, path, must_succeed=not is_stock)
+        self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
 
     def _begin(self, session: ServerSession, manifest: tuple[protocol.TensorSpec, ...]) -> None:
         """Opens the round; a server that still ends what an abandoned caller asked is asked again."""
         order = self._order
         timeout_s = order.deadline.remaining_s()
-        request = protocol.RoundRequest(order.round_id, order.run_id, order.version, manifest, timeout_s)
+        request = protocol.RoundRequest(
+            order.round_id, order.run_id, order.version, manifest, timeout_s, staged=order.staged
+        )
         patience = Deadline(timeout_s * _SHARE_FOR_PATIENCE)
         while True:
             try:
                 session.post(protocol.BEGIN_ROUND, request.to_json(), order.deadline)
+                session.round_id = order.round_id
                 return
             except ServerFault as fault:
                 if fault.reason != protocol.RefusalReason.BUSY or patience.expired:
@@ -180,25 +223,28 @@ class ServerPush(threading.Thread):
         sent: dict[str, str] = {}
         memory = CastMemory()
         for bucket in self._buckets:
-            if self._given_up.is_set():
-                raise ServerFault(f"{session.base_url}: training has ended before it had all weights")
             with self._phase("pack"):
                 packed = bucket.pack(dtypes, memory)
             with self._phase("push"):
-                body = {"metadatas": packed.metadata}
-                session.post(protocol.UPDATE_FLATTENED_PARAMS, body, self._order.deadline)
-                transport.send(packed.flat, self._order.deadline)
+                deadline = self._order.deadline
+                with transport.announce(session, packed, self._num_bytes, deadline) as parts:
+                    for part in parts:
+                        transport.send(part, deadline)
             sent.update(packed.checksums)
             self._num_bytes += packed.flat.numel()
         return sent
 
     def _reset_cache(self, session: ServerSession, path: str, *, must_succeed: bool = True) -> None:
         if not reset_cache(session, path, self._order.deadline) and must_succeed:
-            raise ServerFault(f"{session.base_url}{path} reports status: False; earlier commands failed")
+            raise ServerFault(
+                f"{session.base_url}{path} reports status: False: an earlier command failed; read its log"
+            )
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Adds the seconds spent inside to one phase."""
+        """Adds the seconds spent inside to one phase. Raises ServerFault: the round was given up."""
+        if self._given_up.is_set():
+            raise ServerFault(f"{self.base_url}: the round was given up before it was proven")
         started = time.perf_counter()
         try:
             with self._span(name):
@@ -207,8 +253,10 @@ class ServerPush(threading.Thread):
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _drop_transport(self) -> None:
-        transport = self._transports.pop(self.server, None)
-        if transport is not None:
+        """Not that of a later round, which is in its place if this push was given up."""
+        transport = self._transport
+        if transport is not None and self._transports.get(self.server) is transport:
+            del self._transports[self.server]
             close_quietly(transport, self._order.deadline)
 
     def _make_report(self, error: str | None) -> ServerReport:
@@ -219,6 +267,7 @@ class ServerPush(threading.Thread):
             num_bytes=self._num_bytes,
             seconds=self._seconds,
             incarnation=self._incarnation,
+            transport=self._carried_by,
         )
 
 

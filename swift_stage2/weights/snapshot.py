@@ -6,16 +6,16 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from swift_stage2.errors import WeightSyncError
-from swift_stage2.process.main_memory import available_memory_bytes
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.weights.tensors import all_finite, checksum_tensors, describe_flat, flatten
+from swift_stage2.weights.snapshot_memory import SnapshotMemory
+from swift_stage2.weights.tensors import all_finite, checksum_tensors, describe_flat
 
 
 def snapshot_bytes(manifest: Iterable[TensorSpec]) -> int:
@@ -30,12 +30,16 @@ def _spec_bytes(spec: TensorSpec) -> int:
 
 logger = logging.getLogger(__name__)
 
+ReadTensors = Callable[[Sequence[str]], Iterable[tuple[str, torch.Tensor]]]
+
 
 class Snapshot:
     """Memory for every tensor of one manifest, in the learner's own dtypes; kept and filled anew for each round."""
 
-    def __init__(self, manifest: Sequence[TensorSpec], *, pinned: bool = False) -> None:
-        """``pinned``: a GPU copies straight into it.
+    def __init__(
+        self, manifest: Sequence[TensorSpec], memory: SnapshotMemory | None = None, *, pinned: bool = False
+    ) -> None:
+        """Fills ``memory``, which holds nothing yet. ``pinned``: a GPU copies straight into it.
 
         Raises:
             WeightSyncError: main memory has no room for it.
@@ -43,8 +47,8 @@ class Snapshot:
         # By item size: one behind the other without a gap, each begins where a view of its dtype may.
         by_size = sorted(manifest, key=lambda spec: -getattr(torch, spec.dtype).itemsize)
         sizes = [_spec_bytes(spec) for spec in by_size]
-        _require_room(sum(sizes))
-        self._flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        self.memory = memory or SnapshotMemory()
+        self._flat = self.memory.allocate(sum(sizes), {spec.name: spec.dtype for spec in manifest})
         if pinned:
             _pin(self._flat)
         self._tensors = {
@@ -57,10 +61,27 @@ class Snapshot:
         """Of host memory."""
         return self._flat.numel()
 
-    def put(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies tensors in, from whatever device holds them."""
+    def put(self, tensors: Iterable[tuple[str, torch.Tensor]], *, non_blocking: bool = False) -> None:
+        """Copies tensors in, from whatever device holds them; ``non_blocking``: a GPU's copies are only queued."""
         for name, tensor in tensors:
-            self._tensors[name].copy_(tensor)
+            self._tensors[name].copy_(tensor, non_blocking=non_blocking)
+
+    def take(
+        self, read: ReadTensors, names: Sequence[str], *, non_blocking: bool = False, at_once: bool = False
+    ) -> None:
+        """``put`` of what ``read`` gives; one tensor at a time if its device has no memory for all of them.
+
+        Raises torch.OutOfMemoryError: not even for one, or they must be read ``at_once``.
+        """
+        try:
+            self.put(read(names), non_blocking=non_blocking)
+            return
+        except torch.OutOfMemoryError as error:
+            if at_once or len(names) == 1:
+                raise
+            logger.warning("%d tensors of a round are copied one at a time: %s", len(names), error)
+        for name in names:  # here, where the error holds none of those that were read
+            self.put(read([name]), non_blocking=non_blocking)
 
     def buckets(self, max_bytes: int) -> tuple[WeightBucket, ...]:
         """All tensors in buckets of at most ``max_bytes`` in the learner's dtypes; a larger tensor goes alone."""
@@ -89,7 +110,7 @@ class WeightBucket:
     """Named tensors of the learner's own dtypes that lie one behind the other in ``flat``, which nobody changes."""
 
     def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]], flat: torch.Tensor) -> None:
-        self._tensors = tuple(tensors)
+        self.tensors = tuple(tensors)
         self._flat = flat
         self._lock = threading.Lock()
         self._known: dict[tuple[torch.dtype, ...], dict[str, str]] = {}  # checksums
@@ -101,15 +122,15 @@ class WeightBucket:
             WeightSyncError: a tensor is not finite.
         """
         wanted = tuple(
-            getattr(torch, dtypes[name]) if name in dtypes else tensor.dtype for name, tensor in self._tensors
+            getattr(torch, dtypes[name]) if name in dtypes else tensor.dtype for name, tensor in self.tensors
         )
-        own = tuple(tensor.dtype for _, tensor in self._tensors)
-        flat, tensors = self._flat, self._tensors
+        own = tuple(tensor.dtype for _, tensor in self.tensors)
+        flat, tensors = self._flat, self.tensors
         if wanted != own:
-            flat, tensors = memory.cast(self._tensors, wanted)
+            flat, tensors = memory.cast(self.tensors, wanted)
         with self._lock:  # whoever comes second needs the same sums
             if not self._known:
-                _require_finite(self._tensors)
+                _require_finite(self.tensors)
             if wanted not in self._known:
                 sums = checksum_tensors([tensor for _, tensor in tensors])
                 self._known[wanted] = {name: each for (name, _), each in zip(tensors, sums, strict=True)}
@@ -127,11 +148,19 @@ class CastMemory:
         self, tensors: Sequence[tuple[str, torch.Tensor]], dtypes: Sequence[torch.dtype]
     ) -> tuple[torch.Tensor, tuple[tuple[str, torch.Tensor], ...]]:
         """One uint8 tensor, valid until the next call, and the tensors in ``dtypes``."""
-        cast = tuple((name, tensor.to(dtype)) for (name, tensor), dtype in zip(tensors, dtypes, strict=True))
-        num_bytes = sum(tensor.nbytes for _, tensor in cast)
-        if self._kept.numel() < num_bytes:
-            self._kept = torch.empty(num_bytes, dtype=torch.uint8)
-        return flatten(cast, self._kept[:num_bytes])[0], cast
+        sizes = [tensor.numel() * dtype.itemsize for (_, tensor), dtype in zip(tensors, dtypes, strict=True)]
+        if self._kept.numel() < sum(sizes):
+            self._kept = torch.empty(sum(sizes), dtype=torch.uint8)
+        flat = self._kept[: sum(sizes)]
+        cast = []
+        for (name, tensor), dtype, part in zip(tensors, dtypes, torch.split(flat, sizes), strict=True):
+            if part.storage_offset() % dtype.itemsize:  # behind an odd number of smaller items
+                whole = tensor.to(dtype)
+                part.copy_(whole.reshape(-1).view(torch.uint8))
+            else:
+                whole = part.view(dtype).reshape(tensor.shape).copy_(tensor)
+            cast.append((name, whole))
+        return flat, tuple(cast)
 
 
 def _pin(memory: torch.Tensor) -> None:
@@ -143,15 +172,6 @@ def _pin(memory: torch.Tensor) -> None:
         )
     else:
         weakref.finalize(memory.untyped_storage(), cuda.cudaHostUnregister, memory.data_ptr())
-
-
-def _require_room(num_bytes: int) -> None:
-    available = available_memory_bytes()
-    if num_bytes > available:
-        raise WeightSyncError(
-            f"rank 0 keeps a copy of the weights in main memory, got {num_bytes / 1e9:.1f} GB of weights and "
-            f"{available / 1e9:.1f} GB available; give its machine or container more, or train a smaller model"
-        )
 
 
 def _require_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

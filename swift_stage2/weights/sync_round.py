@@ -1,74 +1,45 @@
-"""Runs sync rounds beside training: rank 0 copies the weights, background pushes carry and prove them, all ranks learn.
+"""Runs sync rounds beside training: rank 0 copies the weights, a courier carries and proves them, all ranks learn.
 
-Training waits for ``begin`` alone: one copy of the weights and, when due, the learner's canary, on every main thread
-at the same step. Each server's push has a daemon thread on rank 0. ``finish`` tells every rank the outcome, once
-``has_ended`` has travelled in a step's vector. A round is a transaction: rank 0 never raises before every rank knows,
-and only what was proven counts. A watch ends the process when the main thread itself is stuck.
+Training waits for ``begin`` alone, on every main thread at the same step: one copy of the weights, which a GPU may only
+have queued then, and, when due, the learner's canary. Rank 0's courier takes the copy to the servers once it is done.
+``hear`` tells every rank what has come of it, once ``has_news`` has travelled in a step's vector. A round is a
+transaction: rank 0 never raises before every rank knows, and only what was proven counts. The copy is kept until the
+next one: ``catch_up`` has it pushed to servers that come late. A watch ends the process when the main thread is stuck.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
-from swift_stage2.collectives import ControlGroup
-from swift_stage2.config import Proof
+from swift_stage2.collectives import ControlGroup, LastWords
+from swift_stage2.config import ROUND_MARGIN_S, OnPending, Proof
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
 from swift_stage2.process.heap_trim import HeapTrim
 from swift_stage2.process.watches import RoundWatch
 from swift_stage2.records import RoundOutcome, ServerReport
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline
 from swift_stage2.telemetry.trace import EnterSpan, untraced
+from swift_stage2.weights.copy_stream import CopiesBesideTraining, CopyStream, CudaCopyStream
+from swift_stage2.weights.courier import Courier, PushEnd
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import Canary, CanarySchedule, RoundOrder
-from swift_stage2.weights.push import ServerPush, close_quietly, describe_fault
+from swift_stage2.weights.push import describe_fault
 from swift_stage2.weights.snapshot import Snapshot
-from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
+from swift_stage2.weights.snapshot_memory import SnapshotMemory
+from swift_stage2.weights.transfer import Transfer
 
-__all__ = ["Canary", "RoundOutcome", "ServerEndpoint", "ServerReport", "WeightSync"]
-
-# Every call of a round ends by this share of its time, so that only a thread that does not return by the
-# whole of it is a hang.
-_SHARE_FOR_CALLS = 0.8
-_CLOSE_TIMEOUT_S = 1.0
+_SHARE_FOR_CALLS = 0.8  # of a round's time: only what hangs has to be given up at the whole of it
+_SHARE_FOR_HOLD = 0.5 * _SHARE_FOR_CALLS  # so long an evaluation may hold installs
+_SHARE_FOR_TURN = 0.5  # of what a server has for its install, which then takes as long as the first one's
 _LAST_ROUND_S = 10.0  # for a round that has not ended when training has
-_LAST_CALL_S = 5.0  # for one call of a push that was given up
 _LEAST_WAIT_S = 1.0  # for pushes that have ended, or are about to
-# Over the round's time: only what the deadline on the main thread cannot end lasts so long.
-_WATCH_MARGIN_S = 10.0
+_LOOK_S = 0.1  # for a first proof, in a round that is waited for
 _MIB = 1 << 20
-
-
-@dataclass(slots=True)
-class _Transfer:
-    """On rank 0, from ``begin`` to ``finish``."""
-
-    version: int
-    round_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    started: float = field(default_factory=time.monotonic)
-    canary: Canary | None = None
-    canary_seconds: float = 0.0
-    snapshot_seconds: float = 0.0
-    end: float = 0.0  # monotonic; after it a push hangs
-    pushes: Sequence[ServerPush] = ()
-    learner_fault: str | None = None
-    given_up: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def pushes_have_ended(self) -> bool:
-        return all(push.finished.is_set() for push in self.pushes)
-
-    def hung(self) -> list[ServerPush]:
-        """Waits for the pushes; those that have not returned by the end."""
-        # A process that was itself stopped for so long must not call every push hung.
-        end = max(self.end, time.monotonic() + _LEAST_WAIT_S)
-        return [push for push in self.pushes if not push.finished.wait(max(0.0, end - time.monotonic()))]
 
 
 class WeightSync:
@@ -76,52 +47,72 @@ class WeightSync:
 
     def __init__(
         self,
-        endpoints: Sequence[ServerEndpoint],
         *,
         control: ControlGroup,
         export: WeightExport,
         canary: Canary,
-        make_transport: Callable[[protocol.ServerInfo], WeightTransport],
+        courier: Courier,
         run_id: str,
         timeout_s: float,
+        straggler_s: float | None = None,
         bucket_mib: int,
         proof: Proof = Proof.AUTO,
         canary_every_rounds: int = 1,
-        api_key: str | None = None,
+        on_pending: OnPending = OnPending.WAIT,
+        rolling: bool = True,
+        memory: SnapshotMemory | None = None,
+        copy_stream: CopyStream | None = None,
         span: EnterSpan = untraced,
-        ours: set[str] | None = None,
     ) -> None:
-        """``span`` is entered with the name of every phase, on the thread that goes through it.
+        """``span`` is entered with the name of every phase on the main thread.
 
-        ``ours`` are base URLs of servers that were ours in this run, and must stay so; rounds add to them.
+        ``straggler_s``: what other servers have after the first proof, by default all of ``timeout_s``. ``memory`` is
+        for the snapshot: a transport may let servers map it. ``copy_stream``: by default of the weights' only GPU.
         """
-        self._ours = set() if ours is None else ours
-        self._endpoints = tuple(endpoints)
         self._control = control
         self._export = export
         self._canary = canary
         self._canaries = CanarySchedule(canary_every_rounds)  # rank 0 alone knows what it says
-        self._make_transport = make_transport
+        self._courier = courier
         self._run_id = run_id
         self._timeout_s = timeout_s
+        self._straggler_s = timeout_s if straggler_s is None else straggler_s
         self._bucket_bytes = bucket_mib * _MIB
         self._proof = proof
-        self._api_key = api_key
+        self._on_pending = on_pending
+        least_s = min(self._straggler_s, timeout_s * _SHARE_FOR_CALLS)
+        self._turn_s = least_s * _SHARE_FOR_TURN if rolling else 0.0
+        self._memory = memory or SnapshotMemory()
         self._span = span
-        self._transports: dict[int, WeightTransport] = {}
-        self._distrusted: set[int] = set()
+        self._copies = CopiesBesideTraining(copy_stream or CudaCopyStream.on(export.gpu), self._hand_over)
+        self._distrusted: set[int] = set()  # since the round began
         self._heap = HeapTrim()
         self._snapshot: Snapshot | None = None
-        self._round: _Transfer | None = None
-        self._watch = RoundWatch(timeout_s + _WATCH_MARGIN_S, self._leave_word)
+        self._round: Transfer | None = None
+        self._kept: Transfer | None = None  # whose weights the snapshot is of, once one server is proven
+        self._last_words = LastWords(control)
+        self._watch = RoundWatch(timeout_s + ROUND_MARGIN_S, self._last_words.leave_if_none)
 
     def run(self, version: int, targets: Sequence[int]) -> RoundOutcome:
-        """One whole round that brings ``targets`` to ``version``, waited for; raises as ``finish`` does."""
+        """One whole round that brings ``targets`` to ``version``, waited for; raises as ``hear`` does."""
         self.begin(version, targets)
-        return self.finish()
+        return self.hear()
 
-    def begin(self, version: int, targets: Sequence[int]) -> None:
-        """Copies the weights of this moment and starts a push to each of ``targets``; what fails is told by ``finish``.
+    def begin(
+        self,
+        version: int,
+        targets: Sequence[int],
+        *,
+        round_id: str | None = None,
+        staged: bool = False,
+        held: bool = False,
+        step: int | None = None,
+    ) -> None:
+        """Copies the weights of this moment and starts a push to each of ``targets``; ``hear`` tells what fails.
+
+        A GPU may copy beside training: the next optimizer step waits for that, and finds it done or leaves the
+        pushes to a later call. ``staged``: all targets are servers of ours, asked on until they install. ``held``: they
+        wait with that for ``let_install``, at most for half of the calls' time. ``step`` goes with weights on a disk.
 
         Raises:
             WeightSyncHang: another rank has ended because of this round.
@@ -130,29 +121,72 @@ class WeightSync:
             if self._control.rank > 0:
                 self._help()
                 return
-            round_ = self._round = _Transfer(version)
+            round_id = round_id or f"{self._run_id}-{uuid.uuid4().hex}"
+            round_ = self._transfer(version, round_id, staged, targets, step)
+            self._round, self._kept, round_.held = round_, None, held
+            self._distrusted.clear()
             try:
-                self._begin_rank_zero(round_, targets)
-            except Exception as error:  # rank 0 must reach ``finish`` unless a rank has left for good
-                if isinstance(error, RuntimeError) and self._words():
+                self._begin_rank_zero(round_)
+            except Exception as error:  # rank 0 must reach ``hear`` unless a rank has left for good
+                if isinstance(error, RuntimeError) and self._last_words.read():
                     raise
                 round_.learner_fault = describe_fault("the sync round", error)
-        if not round_.pushes_have_ended:  # a call to a GPU behind a transfer that hangs would stop training
-            self._watch.begin("the transfer of weights", lambda: round_.pushes_have_ended)
+        if not self._copies.is_done():
+            self._watch.begin("the copy of the weights", self._copies.is_done)
+
+    def catch_up(self, targets: Sequence[int], *, round_id: str) -> None:
+        """Starts a push of the last round's weights to ``targets``, servers of ours; ``hear`` tells of it, too.
+
+        Its canary is that round's: where none was due checksums prove, and the next round asks one. Nothing waits.
+
+        Raises:
+            RuntimeError: the weights of ``round_id`` are not kept, or no server has proven them.
+        """
+        if self._control.rank > 0:
+            return
+        kept = self._kept
+        if kept is None or kept.round_id != round_id:
+            raise RuntimeError(
+                f"only weights that are kept and proven can be brought, got round_id={round_id}"
+            )
+        self._round = replace(
+            self._transfer(kept.version, round_id, True, targets, kept.step),
+            canary=kept.canary,
+            is_catch_up=True,
+        )
+        self._distrusted.clear()
+        self._hand_over()
+
+    def hurry(self) -> None:
+        """A round waits for the catch-up that runs, which has from now on what stragglers of a round have."""
+        if self._round is not None:
+            self._round.shorten("the moment at which a round fell due")
+
+    def let_install(self) -> None:
+        """Ends the hold of the round in transfer, if there is one."""
+        if self._round is not None and self._round.held:
+            self._round.held = False
+            if self._round.pushed:
+                self._courier.let_install()
 
     @property
-    def has_ended(self) -> bool:
-        """Whether ``finish`` would not wait; rank 0's fact in the step's vector, False on every other rank."""
+    def has_news(self) -> bool:
+        """Whether ``hear`` would tell something without a wait; rank 0's fact in the step's vector, else False."""
+        self._courier.revive()  # here, because a process ends with the thread that starts it
         round_ = self._round
-        return round_ is not None and (round_.pushes_have_ended or time.monotonic() > round_.end)
+        if round_ is None or not self._hand_over():
+            return False
+        ends = self._ends(round_)
+        return round_.has_ended(ends) or (round_.staged and ends.keys() - round_.told != set())
 
-    def finish(self) -> RoundOutcome:
-        """Ends the round that ``begin`` began; returns the same outcome on every rank. Rank 0 waits for its pushes.
+    def hear(self) -> RoundOutcome:
+        """Tells what has come of the round, alike on every rank; of a staged one as soon as some servers are through.
+
+        Of any other one, or when nothing is there to tell, rank 0 waits for its end.
 
         Raises:
             WeightSyncError: the learner's weights cannot be exported; on every rank.
-            WeightSyncHang: a push did not return by ``sync.timeout_s``, or another rank has ended because of
-                this round; on every rank that can still raise. Others end with status 70.
+            WeightSyncHang: another rank has ended because of this round.
         """
         with self._watched():
             # Until every rank has heard of the outcome. The others may wait for the whole of rank 0's first round.
@@ -160,37 +194,41 @@ class WeightSync:
                 self._watch.begin("the transfer of weights")
             told = {"outcome": self._outcome().to_json()} if self._control.rank == 0 else None
             outcome = RoundOutcome.from_json(self._control.broadcast(told)["outcome"])
-            if self._control.rank == 0:
+            if self._control.rank == 0 and outcome.proven:
+                self._courier.confirm(outcome.round_id)
+            if self._control.rank == 0 and outcome.ended:
                 self._heap.after_round()
-        if outcome.hung:
-            raise WeightSyncHang(outcome.hung)
         if outcome.learner_fault:
             raise WeightSyncError(outcome.learner_fault)
         return outcome
 
     def distrust(self, servers: Iterable[int]) -> None:
         """Connections to these servers are not used again: they may come back as other processes."""
+        servers = tuple(servers)
+        self._distrusted.update(servers)
+        self._courier.distrust(servers)
         for server in servers:
-            self._distrusted.add(server)
             self._canaries.forget(server)
 
     def lost_servers(self) -> tuple[int, ...]:
-        """Servers that what is kept between rounds has lost; for the probe's thread, never while a round runs."""
-        return tuple(server for server, kept in list(self._transports.items()) if kept.is_lost())
+        """Servers that what is kept between rounds has lost; for the probe's thread, never while a round runs.
+
+        None in a catch-up, which uses what is kept, too; no stock server is asked then.
+        """
+        return () if self._round is not None else self._courier.lost_servers()
 
     def close(self) -> None:
-        """Ends a round that still runs, after some time for it, and closes what the transports hold."""
-        round_, self._round = self._round or _Transfer(0), None
+        """Ends a round that still runs, after some time for it, and closes what the courier holds."""
+        round_, self._round = self._round, None
         with self._watch:
-            round_.end = min(round_.end, time.monotonic() + _LAST_ROUND_S)
-            round_.hung()
-            round_.given_up.set()
-            for transport in list(self._transports.values()):
-                close_quietly(transport, Deadline(_CLOSE_TIMEOUT_S))
-            self._transports.clear()
-            round_.end = time.monotonic() + _LAST_CALL_S
-            round_.hung()  # a thread that the interpreter's end meets inside of torch aborts the process
+            if not self._copies.is_done():
+                self._watch.begin("the copy of the weights")
+            self._copies.close()  # the memory that they fill is about to go
+            if round_ is not None and round_.pushed:
+                self._courier.wait(min(round_.end - time.monotonic(), _LAST_ROUND_S))
+            self._courier.close()
         self._snapshot = None
+        self._memory.close()
 
     # If no rank holds whole tensors, rank 0 tells the others what comes next: {"canary": whether it is due}, then
     # {"gather": index of a bucket} any number of times, and {"gather": null} at last. So its failure never leaves them
@@ -204,14 +242,13 @@ class WeightSync:
             with self._watch:
                 yield
         except RuntimeError as error:  # of a collective that another rank has left
-            words = self._words()
+            words = self._last_words.read()
             if not words:
                 raise
             raise WeightSyncHang(words) from error
 
-    def _begin_rank_zero(self, round_: _Transfer, targets: Sequence[int]) -> None:
-        round_.end = time.monotonic() + self._timeout_s
-        due = self._proof is not Proof.CHECKSUM and self._canaries.is_due(targets)
+    def _begin_rank_zero(self, round_: Transfer) -> None:
+        due = self._proof is not Proof.CHECKSUM and self._canaries.is_due(round_.targets)
         if self._export.partitioned:
             self._control.broadcast({"canary": due})
         if due:
@@ -224,38 +261,40 @@ class WeightSync:
                 round_.learner_fault = fault
                 return
         began = time.perf_counter()
-        snapshot = self._take_snapshot()
+        self._take_snapshot()
         round_.snapshot_seconds = time.perf_counter() - began
-        round_.end = time.monotonic() + self._timeout_s
-        order = RoundOrder(
-            round_id=round_.round_id,
-            run_id=self._run_id,
-            version=round_.version,
-            manifest=self._export.manifest(),
-            canary=round_.canary,
-            proof=self._proof,
-            api_key=self._api_key,
-            deadline=Deadline(self._timeout_s * _SHARE_FOR_CALLS),
-        )
-        buckets = snapshot.buckets(self._bucket_bytes)
-        pushes = []
-        for server in targets:
-            push = ServerPush(
-                server,
-                self._endpoints[server],
-                order,
-                buckets,
-                self._transports,
-                self._make_transport,
-                given_up=round_.given_up,
-                distrusted=server in self._distrusted,
-                ours=self._ours,
-                span=self._span,
+        self._hand_over()
+
+    def _hand_over(self, *, wait: bool = False) -> bool:
+        """The courier gets the snapshot once the copies into it are done; False while they are not."""
+        round_ = self._round
+        if round_ is None or round_.pushed or round_.learner_fault is not None:
+            return True
+        if not (wait or self._copies.is_done()):
+            return False
+        try:
+            self._copies.wait()  # deadline: the watch of ``begin`` and ``hear``
+            round_.start_time()
+            order = RoundOrder(
+                round_id=round_.round_id,
+                run_id=self._run_id,
+                version=round_.version,
+                manifest=self._export.manifest(),
+                canary=round_.canary,
+                proof=self._proof,
+                deadline=Deadline(self._timeout_s * _SHARE_FOR_CALLS),
+                staged=round_.staged,
+                on_pending=self._on_pending,
+                hold=Deadline(self._timeout_s * _SHARE_FOR_HOLD) if round_.held else None,
+                turn_s=self._turn_s if round_.staged else 0.0,
+                step=round_.step,
             )
-            self._distrusted.discard(server)
-            push.start()
-            pushes.append(push)
-            round_.pushes = tuple(pushes)  # also if the process may start no more threads
+            assert self._snapshot is not None
+            round_.pushed = True
+            self._courier.begin(order, round_.targets, self._snapshot, self._bucket_bytes)
+        except Exception as error:  # rank 0 must reach ``hear``
+            round_.learner_fault = describe_fault("the sync round", error)
+        return True
 
     def _help(self) -> None:
         if not self._export.partitioned:
@@ -267,66 +306,83 @@ class WeightSync:
         while (index := self._control.broadcast(None)["gather"]) is not None:
             self._take_part("gathering weights", partial(self._export.help_read, plan[index]))
 
-    def _take_snapshot(self) -> Snapshot:
-        partitioned = self._export.partitioned
+    def _take_snapshot(self) -> None:
         try:
             self._watch.begin("the snapshot of weights")
             if self._snapshot is None:
-                self._snapshot = Snapshot(self._export.manifest(), pinned=self._export.on_gpu)
-            snapshot = self._snapshot
+                self._snapshot = Snapshot(self._export.manifest(), self._memory, pinned=self._export.on_gpu)
             with self._span("snapshot"):
-                for index, names in enumerate(self._export.plan(self._bucket_bytes)):
-                    if partitioned:
-                        self._control.broadcast({"gather": index})
-                    copy = lambda names=names: snapshot.put(self._export.read(names))  # noqa: E731
-                    if fault := self._take_part("copying the weights", copy):
-                        raise WeightSyncError(fault)
+                self._copies.copy(partial(self._fill, self._snapshot))
         finally:
-            if partitioned:
+            if self._export.partitioned:
                 self._control.broadcast({"gather": None})
-        return snapshot
+
+    def _fill(self, snapshot: Snapshot) -> None:
+        # What all ranks gather, one of them cannot gather once more.
+        take = partial(snapshot.take, self._export.read, at_once=self._export.partitioned)
+        for index, names in enumerate(self._export.plan(self._bucket_bytes)):
+            if self._export.partitioned:
+                self._control.broadcast({"gather": index})
+            if fault := self._take_part(
+                "copying the weights", partial(take, names, non_blocking=self._copies.on_stream)
+            ):
+                raise WeightSyncError(fault)
+
+    def _transfer(
+        self, version: int, round_id: str, staged: bool, targets: Sequence[int], step: int | None
+    ) -> Transfer:
+        return Transfer(version, round_id, staged, targets, self._timeout_s, self._straggler_s, step)
+
+    def _ends(self, round_: Transfer) -> Mapping[int, PushEnd]:
+        return self._courier.ends() if round_.pushed else {}
+
+    def _all_end(self, round_: Transfer) -> bool:
+        """Waits until all pushes have ended; False when their time, which the first proof shortens, is over."""
+        # A process that was itself stopped for so long must not call every push late.
+        least_end = time.monotonic() + _LEAST_WAIT_S
+        while not self._courier.wait(_LOOK_S):
+            if round_.has_ended(self._ends(round_)) and time.monotonic() > least_end:
+                return False
+        return True
 
     def _outcome(self) -> RoundOutcome:
-        """Rank 0's, once its pushes have ended or their time is over."""
-        round_, self._round = self._round, None
+        """Rank 0's, of the pushes that have ended; once all have, or their time is over, the round's end."""
+        round_ = self._round
         if round_ is None:
-            raise RuntimeError("a round must begin before it can finish")
-        if hung := round_.hung():
-            for push in hung:  # its thread is inside the transport: to close it could hang as well
-                self._transports.pop(push.server, None)
-            names = ", ".join(push.name for push in hung)
-            text = f"{names} did not return within {self._timeout_s} s"
-            return RoundOutcome(round_.round_id, round_.version, hung=text)
-        reports = {push.server: self._still(push) for push in round_.pushes if push.report is not None}
-        for server, report in reports.items():
-            # A server that was lost while the round ran may be another process by now.
+            raise RuntimeError("a round must begin before anything is heard of it")
+        self._hand_over(wait=True)
+        ends = self._ends(round_)
+        is_partial = round_.staged and ends.keys() - round_.told and not round_.has_ended(ends)
+        if not is_partial and round_.learner_fault is None:
+            if not self._all_end(round_):
+                self._courier.give_up(f"the server did not take and prove the weights within {round_.limit}")
+            ends = self._ends(round_)
+        if not is_partial:
+            self._round = None
+        reports = {
+            server: self._still(server, each.report) for server, each in sorted(ends.items()) if each.report
+        }
+        news = tuple(server for server in reports if server not in round_.told)
+        round_.told.update(news)
+        for server in news:  # one that was lost while the round ran may be another process by now
+            report = reports[server]
             by_checksums = report.proven and "checksums" in report.proof and server not in self._distrusted
             self._canaries.record(server, asked=round_.canary is not None, by_checksums=by_checksums)
-        faults = (push.learner_fault for push in round_.pushes if push.learner_fault)
-        return RoundOutcome(
-            round_.round_id,
-            round_.version,
-            reports=reports,
-            learner_fault=round_.learner_fault or next(faults, None),
-            seconds=time.monotonic() - round_.started,
-            canary_seconds=round_.canary_seconds,
-            snapshot_seconds=round_.snapshot_seconds,
-        )
+        if not (is_partial or round_.is_catch_up) and any(report.proven for report in reports.values()):
+            self._kept = round_
+        faults = (each.learner_fault for each in ends.values() if each.learner_fault)
+        return round_.outcome(reports, news, ended=not is_partial, fault=next(faults, None))
 
-    def _still(self, push: ServerPush) -> ServerReport:
-        """The push's report; a server that was lost since its proof has none."""
-        assert push.report is not None
-        kept = self._transports.get(push.server)
-        if not push.report.proven or kept is None or not kept.is_lost():
-            return push.report
-        return replace(
-            push.report, proven=False, error=f"{push.base_url} was lost after it had proven the weights"
-        )
+    def _still(self, server: int, report: ServerReport) -> ServerReport:
+        """The report; a server that was lost since its proof has none."""
+        if not report.proven or not self._courier.is_lost(server):
+            return report
+        return replace(report, proven=False, error="the server was lost after it had proven the weights")
 
     def _answer_canary(self) -> str:
         """Why the learner's own answer could not be had, if so; on all ranks together under ZeRO-3."""
-        if self._export.partitioned:
-            self._watch.begin("the learner's canary, on all ranks together,")
+        together = ", on all ranks together," if self._export.partitioned else ""
+        self._watch.begin(f"the learner's canary{together}")
         return self._take_part("the learner's canary", self._canary.answer)
 
     def _take_part(self, what: str, work: Callable[[], object]) -> str:
@@ -339,22 +395,6 @@ class WeightSync:
         if not self._export.partitioned:
             return fault
         if fault:  # others may be stuck inside
-            self._control.notes.write(_note_of(self._control.rank), f"rank {self._control.rank}: {fault}")
+            self._last_words.leave(fault)
         faults = self._control.gather(fault)
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(faults) if text)
-
-    def _leave_word(self, hang: str) -> str:
-        """Tells the other ranks why this one ends, unless a rank has said more; returns what is known."""
-        notes, rank = self._control.notes, self._control.rank
-        if notes.read(_note_of(rank)) is None:
-            notes.write(_note_of(rank), f"rank {rank}: {hang}")
-        return self._words()
-
-    def _words(self) -> str:
-        """Last words of ranks that have ended; empty if none has."""
-        said = (self._control.notes.read(_note_of(rank)) for rank in range(self._control.world_size))
-        return "; ".join(text for text in said if text)
-
-
-def _note_of(rank: int) -> str:
-    return f"end of rank {rank}"

@@ -1,4 +1,4 @@
-"""Sums, casts and flattens tensors on their way to the servers.
+"""Sums tensors on their way to the servers, and says where each lies.
 
 Learner and server take the same checksum on any device: order-sensitive, one pass without large temporaries, and
 never a defence against an adversary.
@@ -134,14 +134,6 @@ def all_finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point():
         return True
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
-
-
-def flatten(
-    bucket: Sequence[tuple[str, torch.Tensor]], memory: torch.Tensor | None = None
-) -> tuple[torch.Tensor, list[dict[str, object]]]:
-    """One uint8 tensor (``memory``, if it is given) holding a bucket's bytes, and where each tensor lies in it."""
-    chunks = [tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in bucket]
-    return torch.cat(chunks, out=memory), describe_flat(bucket)
 
 
 def describe_flat(bucket: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, object]]:

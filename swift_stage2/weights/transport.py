@@ -1,37 +1,33 @@
-"""Carries flattened weight buckets from learner rank 0 to one server: a stream to ours, vLLM's own group for stock.
+"""Carries flattened weight buckets from learner rank 0 to one server of ours; what every transport has to do.
 
-A transport is used from the push thread only. ``open`` asks the server to listen or join, and connects, ``send``
-returns when the bytes have left and the server has them, ``close`` may be called at any time. Between rounds the
-probe's thread asks ``is_lost``.
+A transport is used from the push thread only. ``open`` asks the server to listen or join, and connects, ``announce``
+tells it of a bucket, ``send`` returns when the bytes have left and the server has them, ``close`` may be called at any
+time. Between rounds the probe's thread asks ``is_lost``.
 """
 
 from __future__ import annotations
 
-import math
-import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from swift_stage2.collectives import GlooCommunicator
-from swift_stage2.errors import ServerFault, WeightSyncError
-from swift_stage2.process.background import BackgroundCall
-from swift_stage2.process.route import connection_error, group_remedy, local_address_towards
+from swift_stage2.config import RolloutConfig, ServerConfig
+from swift_stage2.errors import ServerFault
+from swift_stage2.process.route import group_remedy
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession, read_reply
-from swift_stage2.servers.stock import ask_world_size
+from swift_stage2.weights.disk_rounds import DiskRounds
+from swift_stage2.weights.proof import RoundOrder
+from swift_stage2.weights.snapshot import PackedBucket
+from swift_stage2.weights.snapshot_memory import SnapshotMemory
 from swift_stage2.weights.stream import WeightStream, connect_stream
 
-_POLL_S = 0.001
 _CLOSE_TIMEOUT_S = 1.0
-_IS_LOST_TIMEOUT_S = 1.0
-_DIAGNOSIS_TIMEOUT_S = 2.0
-# For a group to form, whatever the round's time: packets that a firewall drops are no refusal, and training waits.
-_JOIN_TIMEOUT_S = 60.0
-_SHARE_FOR_JOINING = 0.9  # of the time left; the rest is for finding out why a group did not form
-_ANY_KEY = "stage2"  # no member sets it; what counts is that the store answers
+# For a connection or group to form, whatever the round's time: packets that a firewall drops are no refusal.
+JOIN_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +42,50 @@ class ServerEndpoint:
     """A stock server's own address, as it binds what the learner names; by default the host of ``base_url``."""
 
 
-class WeightTransport(Protocol):
-    """One way to move bytes to one server."""
+def endpoints_of(rollout: RolloutConfig) -> tuple[ServerEndpoint, ...]:
+    """The addresses at which each of ``rollout.servers`` answers and takes weights."""
+    return tuple(map(endpoint_of, rollout.servers))
 
-    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None: ...
+
+def endpoint_of(server: ServerConfig) -> ServerEndpoint:
+    """The addresses at which ``server`` answers and takes weights."""
+    return ServerEndpoint(server.base_url, server.group_port, server.group_host, server.group_bind)
+
+
+def not_formed(session: ServerSession, host: str, port: int, error: Exception, remedy: str) -> ServerFault:
+    """Of a stream or group that learner and server could not meet for."""
+    return ServerFault(
+        f"{session.base_url}: the weight group did not form at {host}:{port}: {error}; if it lasts: {remedy}"
+    )
+
+
+class WeightTransport(Protocol):
+    """One way to move bytes to one server. What has a body here is right for servers of ours and ``swift rollout``."""
+
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> str:
+        """Returns how the bytes travel, in a word for reports, with the reason where another way was to be had."""
+        ...
+
+    @contextmanager
+    def announce(
+        self, session: ServerSession, bucket: PackedBucket, offset: int, deadline: Deadline
+    ) -> Iterator[Iterable[torch.Tensor]]:
+        """Tells the server of a bucket that begins at byte ``offset`` of the round; inside, what to ``send`` of it.
+
+        Left, the server has taken all of it. Raises ServerFault: it has not.
+        """
+        body = {"metadatas": bucket.metadata, "offset": offset}
+        session.post(protocol.UPDATE_FLATTENED_PARAMS, body, deadline)
+        yield (bucket.flat,)
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None: ...
+
+    def finish(self, session: ServerSession, order: RoundOrder, sent: Mapping[str, str]) -> None:
+        """After the last bucket, with the checksums of all: ends what ``open`` began, where a server must be told.
+
+        Raises ServerFault: it does not hold the weights.
+        """
+        return
 
     def is_lost(self) -> bool:
         """Whether what is kept between rounds has lost the server; within a second or so, for any thread."""
@@ -60,23 +94,27 @@ class WeightTransport(Protocol):
     def close(self, deadline: Deadline) -> None: ...
 
 
-class StreamTransport:
+WrapTransport = Callable[[WeightTransport], WeightTransport]
+
+
+class StreamTransport(WeightTransport):
     """A fresh connection to our server for every round, so that nothing of a failed round survives it."""
 
     def __init__(self) -> None:
         self._stream: WeightStream | None = None
 
-    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> str:
         host, port = endpoint.group_host or session.host, endpoint.group_port
         body = {"port": port, "backend": protocol.WEIGHT_STREAM, "timeout_s": deadline.remaining_s()}
         where = f"{session.base_url}{protocol.INIT_COMMUNICATOR}"
         answer = session.post(protocol.INIT_COMMUNICATOR, body, deadline)
         secret = read_reply(where, protocol.parse_stream_secret, answer)
-        join_s = min(_JOIN_TIMEOUT_S, deadline.remaining_s())
+        join_s = min(JOIN_TIMEOUT_S, deadline.remaining_s())
         try:
             self._stream = connect_stream(host, port, secret, join_s)
         except OSError as error:
-            raise _not_formed(session, host, port, error, group_remedy(error)) from error
+            raise not_formed(session, host, port, error, group_remedy(error)) from error
+        return protocol.WEIGHT_STREAM
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         if self._stream is None:
@@ -96,168 +134,70 @@ class StreamTransport:
             self._stream = None
 
 
-class StockTransport:
-    """vLLM's stateless group, as stock ``swift rollout`` joins it; kept from round to round.
+class MappedTransport(StreamTransport):
+    """Lets a server of ours map the snapshot where it can, on one host and in one container; elsewhere a stream.
 
-    The members are the server's workers and, as the highest rank, the learner. On a GPU the bytes travel over
-    NCCL, which may not report a lost peer; without one over gloo, which does (``GlooCommunicator``). A stock
-    worker keeps the first communicator it made, without a word, so a new one starts with an ordered close: also
-    the one of an earlier run whose learner was killed. vLLM's group exchanges its metadata with pickle over its
-    own TCP store: whoever can reach ``group_port`` during a round is trusted, as NCCL trusts its peers.
-
-    The store lives in the server's first worker, so its connection breaks with that process: the only word there is
-    of a stock server that is restarted between two calls. A store in a frozen process never answers, whatever its
-    timeout; what talks to it has a thread that is left behind.
+    Its bytes must be the snapshot's own: servers of other dtypes get a stream.
     """
 
-    def __init__(self, device: torch.device, api_key: str | None = None) -> None:
-        self._device = device
-        self._api_key = api_key
-        self._communicator: Any = None
-        self._question: BackgroundCall[bool] | None = None  # to the store, not answered yet
-        self._stream: Any = None
-        self._joined: str | None = None  # base URL of the server that was asked to join
+    def __init__(self, memory: SnapshotMemory, info: protocol.ServerInfo, *, required: bool = False) -> None:
+        """``required``: a server that cannot map the memory is at fault."""
+        super().__init__()
+        self._memory = memory
+        self._why_not = "" if info.staging else "it cannot map memory"
+        if {spec.name: spec.dtype for spec in info.manifest} != memory.dtypes:
+            self._why_not = "it holds other dtypes than the learner"
+        self._required = required
+        self._is_mapped = False
 
-    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
-        if self._communicator is not None and not self.is_lost() and self._question is None:
-            return
-        self._communicator = None
-        self._question = None
-        host, port = endpoint.group_host or session.host, endpoint.group_port
-        try:  # first: a worker that was asked to join would wait for minutes, deaf to every other call
-            local_address_towards(host, port)
-        except OSError as error:
-            raise _not_formed(session, host, port, error, group_remedy(error)) from error
-        world_size = ask_world_size(session, deadline) + 1
-        from vllm.distributed.utils import StatelessProcessGroup
-
-        self._joined = session.base_url
-        session.post(protocol.CLOSE_COMMUNICATOR, {}, deadline)
-        body = {"host": endpoint.group_bind or session.host, "port": port, "world_size": world_size}
-        session.post(protocol.INIT_COMMUNICATOR, body, deadline)
-        join_s = min(_JOIN_TIMEOUT_S, _SHARE_FOR_JOINING * deadline.remaining_s())
-
-        def join() -> Any:
-            group = StatelessProcessGroup.create(
-                host=host,
-                port=port,
-                rank=world_size - 1,
-                world_size=world_size,
-                store_timeout=math.ceil(join_s),
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> str:
+        reason = self._why_not
+        remedy = "give it the learner's torch_dtype and version of swift_stage2"
+        if not reason:
+            body = {"backend": protocol.SHARED_MEMORY, **self._memory.where.to_json()}
+            reply = session.post(protocol.INIT_COMMUNICATOR, body, deadline)
+            where = f"{session.base_url}{protocol.INIT_COMMUNICATOR}"
+            answer = read_reply(where, protocol.MemoryAnswer.from_json, reply)
+            self._is_mapped, reason = answer.mapped, answer.message
+            remedy = "start it on the learner's host, in its container and as its user"
+        if self._is_mapped:
+            return protocol.SHARED_MEMORY
+        if self._required:
+            raise ServerFault(
+                f"{session.base_url} must map the learner's memory, got: {reason}; write rollout.sync.transport: auto, "
+                f"or {remedy}"
             )
-            return self._connect(group, join_s)
-
-        try:
-            joining = BackgroundCall(join, "joining the weight group")
-            self._communicator = joining.result_within(join_s)
-        except (RuntimeError, OSError) as error:
-            raise _not_formed(session, host, port, error, _remedy_for_group(host, port, deadline)) from error
+        return f"{super().open(session, endpoint, deadline)} ({reason})"
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
-        if self._communicator is None:
-            raise ServerFault("the weight group is not open")
-        communicator = self._communicator
-        on_device = self._to_device(flat)  # no part of what a lost server may break
-        try:
-            if self._device.type == "cpu":
-                communicator.broadcast(on_device, communicator.rank, timeout_s=deadline.remaining_s())
-            else:
-                self._send_on_stream(on_device, deadline)
-            # Its own timeout bounds no wait for a key; the store's does, unless the store's process is frozen.
-            communicator.group.store.set_timeout(timedelta(seconds=deadline.remaining_s()))
-            remaining_s = deadline.remaining_s()
-            barrier = BackgroundCall(lambda: communicator.group.barrier(remaining_s), "the group's barrier")
-            barrier.result_within(remaining_s)
-        except RuntimeError as error:
-            raise ServerFault(f"the server was lost while weights were sent: {error}") from error
+        if not self._is_mapped:  # else the bytes are there already
+            super().send(flat, deadline)
+
+
+class DiskTransport(WeightTransport):
+    """Has a server of ours read the round's directory, which is written once for all of them."""
+
+    def __init__(self, disk: DiskRounds, info: protocol.ServerInfo) -> None:
+        self._disk = disk
+        self._round = disk.current
+        self._reads_disk = info.reads_disk
+
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> str:
+        directory = self._round.path
+        if not self._reads_disk:
+            raise ServerFault(
+                f"{session.base_url} must read weights from a directory, got a server without --weights-root; start it "
+                f"with --weights-root {directory.parent}, or write rollout.sync.transport: auto"
+            )
+        self._disk.store(self._round, deadline)
+        body = {"backend": protocol.DISK, "directory": directory.name}
+        session.post(protocol.INIT_COMMUNICATOR, body, deadline)
+        return protocol.DISK
+
+    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        """Nothing: the bytes are there already, in the learner's dtypes."""
 
     def is_lost(self) -> bool:
-        """A server that is merely silent is not called lost; it may be a busy machine, and rollouts will tell."""
-        communicator = self._communicator
-        if communicator is None:
-            return False
-        question, timeout_s = self._question, 0.0
-        if question is None:
-            store, timeout_s = communicator.group.store, _IS_LOST_TIMEOUT_S
-            question = self._question = BackgroundCall(
-                lambda: bool(store.check([_ANY_KEY])), "asking the store"
-            )
-        if not question.ended_within(timeout_s):
-            return False
-        self._question = None
-        try:
-            question.result_within(0.0)
-        except RuntimeError:
-            return True
-        return False
+        return False  # nothing is kept between rounds
 
-    def close(self, deadline: Deadline) -> None:
-        self._communicator = None
-        self._question = None
-        if self._joined is not None:
-            base_url, self._joined = self._joined, None
-            with ServerSession(base_url, self._api_key) as session:  # that of ``open`` ended with its round
-                session.post(
-                    protocol.CLOSE_COMMUNICATOR, {}, Deadline(min(_CLOSE_TIMEOUT_S, deadline.remaining_s()))
-                )
-
-    def _connect(self, group: Any, timeout_s: float) -> Any:
-        if self._device.type == "cpu":
-            return GlooCommunicator(group, timeout_s=timeout_s)
-        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-
-        communicator = PyNcclCommunicator(group, device=self._device)
-        if communicator.disabled:  # it would send nothing, and say nothing
-            raise WeightSyncError(
-                "vLLM must be able to use NCCL beside a learner on a GPU, got a communicator that is switched off; "
-                "unset VLLM_DISABLE_PYNCCL, or install NCCL where vLLM finds it"
-            )
-        return communicator
-
-    def _to_device(self, flat: torch.Tensor) -> torch.Tensor:
-        if self._device.type == "cpu":
-            return flat.to(self._device)
-        with torch.cuda.stream(self._own_stream()):
-            return flat.to(self._device)
-
-    def _own_stream(self) -> Any:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        return self._stream
-
-    def _send_on_stream(self, flat: torch.Tensor, deadline: Deadline) -> None:
-        """On the stream that ``flat`` was copied on: training has the default one, and would wait for a lost server.
-
-        Returns or raises only when the transfer has left the device: one that stays there stops training at its next
-        allocation. So a transfer that also survives the end of its group is waited for, and the round calls it a hang.
-        """
-        stream = self._own_stream()
-        self._communicator.broadcast(flat, src=self._communicator.rank, stream=stream)
-        # The call above returns when the transfer is queued, not when it is done.
-        finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        finished.record(stream)
-        is_aborted = False
-        while not finished.query():  # type: ignore[no-untyped-call]
-            if deadline.expired and not is_aborted:
-                self._communicator.destroy()  # vLLM's word for NCCL's abort; returns within seconds
-                is_aborted = True
-            time.sleep(_POLL_S)
-        if is_aborted:
-            raise ServerFault("the server did not take the weights by the deadline")
-
-
-def _remedy_for_group(host: str, port: int, deadline: Deadline) -> str:
-    """vLLM's store and what it carries raise without saying what failed; a connection of our own does say it."""
-    error = connection_error(host, port, min(_DIAGNOSIS_TIMEOUT_S, deadline.remaining_s()))
-    if error is not None:
-        return group_remedy(error)
-    return (
-        "its store answers there, so what learner and workers open beside it does not form: let a firewall pass every "
-        "TCP port between the two machines, and name the right interface in NCCL_SOCKET_IFNAME on both where it is NCCL"
-    )
-
-
-def _not_formed(session: ServerSession, host: str, port: int, error: Exception, remedy: str) -> ServerFault:
-    return ServerFault(
-        f"{session.base_url}: the weight group did not form at {host}:{port}: {error}; if it lasts: {remedy}"
-    )
+    def close(self, deadline: Deadline) -> None: ...

@@ -9,6 +9,7 @@ import pytest
 from ledger_run import LedgerRun
 
 from benchmarks.faults.accounting import (
+    TAKEN,
     Moments,
     SampleCount,
     first_notice,
@@ -38,7 +39,14 @@ def sync_round(
     time: float, *, proven: bool = True, error: str = "it died", seconds: float = 0.5
 ) -> dict[str, Any]:
     server = {"proven": proven, "error": None if proven else error, "proof": "canary"}
-    return {"kind": "round", "time": time, "committed": proven, "seconds": seconds, "servers": {"0": server}}
+    return {
+        "kind": "round",
+        "round_id": f"run-{time:g}",
+        "time": time,
+        "committed": proven,
+        "seconds": seconds,
+        "servers": {"0": server},
+    }
 
 
 def batch(time: float, num_rollouts: int, *ends: str) -> dict[str, Any]:
@@ -136,6 +144,31 @@ def test_rollouts_taken_between_restart_and_proof_are_counted() -> None:
     records = [*steady(20), batch(7.0, 3), batch(9.0, 5, "lost"), sync_round(14.5), batch(15.0, 8)]
     assert run_of(records, healed=12.0, restarted=8.0).unproven_rollouts == 5
     assert run_of(records, healed=12.0).unproven_rollouts == 0
+
+
+def test_a_server_that_caught_up_between_two_rounds_is_proven() -> None:
+    late = sync_round(12.5) | {"kind": "catch_up"}
+    del late["committed"]
+    records = [*steady(20), batch(9.0, 5), late, batch(13.0, 8), sync_round(14.5)]
+    found = run_of(records, healed=12.0, restarted=8.0)
+    assert (found.unproven_rollouts, found.steps_until_proof) == (5, 11 - 4)
+    failed = sync_round(12.5, proven=False) | {"kind": "catch_up"}
+    assert run_of([*steady(20), failed, sync_round(14.5)], healed=12.0).steps_until_proof == 13 - 4
+
+
+def test_rollouts_made_by_weights_of_a_round_that_proved_nobody_are_counted() -> None:
+    def taken(time: float, round_id: str) -> dict[str, Any]:
+        return {"kind": TAKEN, "time": time, "round_id": round_id, "num_rollouts": 3}
+
+    rounds = [sync_round(8.0), sync_round(12.0, proven=False), sync_round(14.5)]
+    sound = [taken(11.0, "run-8"), taken(16.0, "run-16")]  # the last one has no record yet
+    assert run_of([*steady(20), *rounds, *sound]).unproven_rollouts == 0
+    for bad in (taken(12.5, "run-12"), taken(12.5, "run-16")):
+        assert run_of([*steady(20), *rounds, *sound, bad]).unproven_rollouts == 3
+
+
+def test_rollouts_asked_of_the_one_server_that_did_not_prove_are_counted() -> None:
+    assert run_of([*steady(20), sync_round(14.5)], asked_unproven=2).unproven_rollouts == 2
 
 
 def test_ranks_that_plan_differently_are_counted() -> None:

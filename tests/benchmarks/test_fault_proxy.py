@@ -15,7 +15,7 @@ from fake_rollout_server import FakeRolloutServer, request
 from benchmarks.faults.proxy import FaultProxy, ReplyFault
 from swift_stage2.servers import protocol
 
-_TIMEOUT_S = 20.0
+_TIMEOUT_S = 60.0
 # Closed with a part of the request unread, a connection is reset; with all of it read, it just ends.
 _WITHOUT_ANSWER = (httpx.RemoteProtocolError, httpx.NetworkError)
 
@@ -97,7 +97,7 @@ def test_a_late_reply_comes_after_its_own_delay(proxy: FaultProxy) -> None:
     assert post(proxy).status_code == 200
     (committed,) = proxy.committed
     assert not committed.caller_left
-    assert 0.3 <= committed.at - committed.asked_at < _TIMEOUT_S
+    assert committed.at - committed.asked_at >= 0.3
 
 
 def test_a_fault_falls_on_rollouts_only_and_not_on_a_rounds_own_question(proxy: FaultProxy) -> None:
@@ -121,7 +121,7 @@ def test_the_gate_holds_rollouts_and_lets_everything_else_pass(
     proxy.release()
     caller.join(_TIMEOUT_S)
     assert replies == [200]
-    assert proxy.num_held_rollouts == 0
+    assert (proxy.num_held_rollouts, proxy.num_rollouts) == (0, 1)
 
 
 def test_a_dead_server_looks_dead() -> None:

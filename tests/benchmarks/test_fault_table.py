@@ -20,7 +20,7 @@ _PAUSE = Pause(
 )
 _REPORT = FaultReport(
     noticed_after_steps=0,
-    noticed_as="http://127.0.0.1:34567/infer/: incarnation=0123456789abcdef0123 [/build/pair.cc:553] closed",
+    noticed_as="http://127.0.0.1:34567/infer/: incarnation=0123456789abcdef0123 [/build/pair.cc:553] /out/weights",
     round_errors=(),
     proofs_passed=("canary",),
     steps_until_proof=30,
@@ -65,6 +65,7 @@ def test_the_table_has_one_line_per_row_and_no_address_or_path() -> None:
     assert heading.count("|") == rule.count("|") == line.replace("\\|", "").count("|")
     assert "127.0.0.1" not in line
     assert "/build" not in line
+    assert "/out" not in line
     assert "0123456789abcdef" not in line
     assert "10 = 7 + 1 + 2; 0 |" in line
     assert "after 34 steps" in line

@@ -1,27 +1,41 @@
-"""A faulty transport spoils the weights of a round."""
+"""The courier of the bench's jobs spoils the weights of a round, and is killed in the middle of one."""
 
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
+from fake_staging_server import FakeStagingServer
 
 from benchmarks.faults.commit import (
+    COURIER,
+    KILL_COURIER,
     PUSH,
     PUSH_HELD,
     PUSH_RELEASED,
-    FaultyTransport,
+    VARIABLE,
     PushFault,
-    PushHistory,
     Switches,
 )
+from benchmarks.faults.courier import FaultyTransport, PushHistory, store_and_tear
+from swift_stage2.collectives import SingleRank
+from swift_stage2.config import Proof, RolloutConfig, ServerConfig
+from swift_stage2.process.worker import start_worker
 from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.weights import courier_process
+from swift_stage2.weights.disk_manifest import MANIFEST
+from swift_stage2.weights.disk_rounds import RoundOnDisk
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.proof import Canary
+from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint
 
 _SESSION = cast(ServerSession, None)
+_PROCESS_S = 90.0  # that is started in it
 
 
 class Real:
@@ -107,3 +121,47 @@ def test_the_second_bucket_waits_until_it_is_let_go(switches: Switches) -> None:
     switches.set(PUSH_RELEASED)
     pushing.join(20.0)
     assert real.sent == [[1.0], [2.0], [3.0]]
+
+
+def test_half_of_a_manifest_is_lost_once_the_round_is_written(switches: Switches, tmp_path: Path) -> None:
+    manifest = tmp_path / MANIFEST
+
+    def store(round_: RoundOnDisk, deadline: Deadline) -> Path:
+        manifest.write_text("0123456789")
+        return tmp_path
+
+    told = []
+    for fault in ("", PushFault.TEAR):
+        switches.set(PUSH, fault)
+        assert store_and_tear(store, switches, cast(RoundOnDisk, None), Deadline(1.0)) == tmp_path
+        told.append(manifest.read_text())
+    assert told == ["0123456789", "01234"]
+
+
+@pytest.mark.timeout(3 * _PROCESS_S)
+def test_the_courier_is_killed_in_its_next_errand_and_in_no_other(
+    switches: Switches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(switches.directory))
+    monkeypatch.setattr(
+        courier_process, "start_worker", lambda module, environment: start_worker(COURIER, environment)
+    )
+    export = WeightExport(torch.nn.Linear(3, 2))
+    with FakeStagingServer(export.manifest()) as server:
+        rollout = RolloutConfig(servers=(ServerConfig(base_url=server.url, group_port=51216),))
+        sync = WeightSync(
+            control=SingleRank(),
+            export=export,
+            canary=cast(Canary, None),
+            courier=courier_process.process_courier(rollout, torch.device("cpu")),
+            run_id="run",
+            timeout_s=_PROCESS_S,
+            bucket_mib=1,
+            proof=Proof.CHECKSUM,
+        )
+        with closing(sync):
+            assert sync.run(1, [0]).proven == (0,)
+            switches.set(KILL_COURIER, "0")
+            assert "was killed by SIGKILL" in str(sync.run(2, [0]).reports[0].error)
+            assert switches.read(KILL_COURIER) == ""
+            assert sync.run(3, [0]).proven == (0,)

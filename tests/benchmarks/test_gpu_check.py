@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +23,13 @@ from swift_stage2.errors import UserError
 from swift_stage2.run_directory.claim import claim_directory
 
 ROOT = Path(__file__).parents[2]
-NOT_HERE = {"zero3": "deepspeed", "nccl-rollout": "vllm"}
+NEEDS = {"zero3": "deepspeed", "nccl-rollout": "vllm"}
+NOT_HERE = {stage: package for stage, package in NEEDS.items() if find_spec(package) is None}
 # learner-full is learner-lora with the tuner of two-ranks; a rehearsal of its own would show nothing more.
 REHEARSED = [stage.name for stage in STAGES if stage.name != "learner-full"]
 LEARNERS = ("learner-lora", "two-ranks")
 
-pytestmark = pytest.mark.timeout(1000)
+pytestmark = pytest.mark.timeout(1900)
 
 
 class Check(NamedTuple):
@@ -51,7 +53,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
     options = ["--rehearse", "--deadline-s", "3600", "--output", directory / "check", "--stages", *REHEARSED]
     done = subprocess.run(
         [ROOT / "scripts" / "gpu-check", *options],
-        capture_output=True, text=True, timeout=900, env=os.environ | {"PYTHON": sys.executable}, check=False,
+        capture_output=True, text=True, timeout=1800, env=os.environ | {"PYTHON": sys.executable}, check=False,
     )  # fmt: skip
     commands = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
     return Check(

@@ -99,10 +99,15 @@ def test_the_clock_reads_this_threads_time_apart_from_the_others() -> None:
     assert spent["queued_ns"] >= 0
 
 
-def test_a_wait_is_drawn_from_the_posts_seed_around_the_mean() -> None:
-    waits = [drawn_latency(2.0, seed) for seed in range(500)]
-    assert waits == [drawn_latency(2.0, seed) for seed in range(500)]
+def test_a_wait_is_drawn_from_a_requests_seed_around_the_mean_and_some_are_ten_times_as_long() -> None:
+    waits = [drawn_latency(2.0, 0.0, seed) for seed in range(500)]
+    assert waits == [drawn_latency(2.0, 0.0, seed) for seed in range(500)]
     assert 2.0 * (1 - SPREAD) <= min(waits) < 1.2 < 2.8 < max(waits) <= 2.0 * (1 + SPREAD)
+    slow = [drawn_latency(2.0, 0.05, seed) for seed in range(500)]
+    assert [wait for wait in slow if wait <= max(waits)] == [
+        wait for wait, each in zip(waits, slow, strict=True) if each == wait
+    ]
+    assert 10 < sum(wait > max(waits) for wait in slow) < 45
 
 
 def test_the_runs_configuration_is_checked_and_starts_no_server(tmp_path: Path) -> None:

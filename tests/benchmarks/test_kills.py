@@ -14,8 +14,8 @@ import pytest
 from benchmarks.faults import kills
 from benchmarks.faults.kills import Kill, newest_whole_checkpoint
 
-pytestmark = pytest.mark.timeout(900)
-_DEADLINE_S = 800
+pytestmark = pytest.mark.timeout(1700)
+_DEADLINE_S = 1600
 
 SOUND = Kill(
     number=0,

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.learning import LearningArm, learning_table, plan_jobs
+from swift_stage2.config import MissedOrder
 from swift_stage2.demo.demo_config import STAGE1
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
@@ -16,6 +17,7 @@ def _arm(b_ratio: float, seed: int, f1: float) -> LearningArm:
     wanted = int(100 * b_ratio)
     return LearningArm(
         b_ratio=b_ratio,
+        missed_order=MissedOrder.GIVEN,
         seed=seed,
         num_steps=100,
         num_b_wanted=wanted,
@@ -26,15 +28,18 @@ def _arm(b_ratio: float, seed: int, f1: float) -> LearningArm:
 
 
 def test_arms_differ_in_nothing_but_the_share_of_b(tmp_path: Path) -> None:
-    jobs = list(plan_jobs(tmp_path, 2, 2, (0.0, 0.3), SceneKind.SHAPES))
-    assert [(job.seed, job.b_ratio) for job in jobs] == [(0, 0.0), (0, 0.3), (1, 0.0), (1, 0.3)]
-    for first, second in (jobs[:2], jobs[2:]):
-        assert first.rows == second.rows
-        assert first.rows.is_file()
-        assert (first.num_steps, first.model, first.swift) == (second.num_steps, second.model, second.swift)
+    orders = (MissedOrder.GIVEN, MissedOrder.ANY)
+    jobs = list(plan_jobs(tmp_path, 2, 2, (0.0, 0.3), SceneKind.SHAPES, orders))
+    arms = [(0.0, "given"), (0.3, "given"), (0.3, "any")]
+    assert [(job.seed, job.b_ratio, job.missed_order) for job in jobs] == [
+        (seed, *arm) for seed in (0, 1) for arm in arms
+    ]
+    for of_seed in (jobs[:3], jobs[3:]):
+        assert of_seed[0].rows.is_file()
+        assert len({(job.rows, job.num_steps, job.model, str(job.swift)) for job in of_seed}) == 1
     assert jobs[0].model == STAGE1
-    assert jobs[0].rows.read_text() != jobs[2].rows.read_text()
-    assert len({job.directory for job in jobs}) == 4
+    assert jobs[0].rows.read_text() != jobs[3].rows.read_text()
+    assert len({job.directory for job in jobs}) == 6
 
 
 def test_every_seed_is_scored_on_the_same_scenes(tmp_path: Path) -> None:

@@ -1,22 +1,14 @@
-"""The overlap bench: the bound, what counts as the same work, and the queue that is filled while a step waits."""
+"""The overlap bench: the bound, and what counts as the same work."""
 
 from __future__ import annotations
 
-import json
-import threading
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.clocks import DIRECTORY_VARIABLE
 from benchmarks.learner_job import ArmRecords
 from benchmarks.overlap import Mode, OverlapRun, Repetition, notes, overlap_table, run_of, work_table
-from benchmarks.plugins.pipeline import WAITS_FILE, InlineQueue
 from swift_stage2.errors import ChildFailed
-
-LONGEST_WAIT_S = 20.0
 
 
 def _run(mode: Mode, seconds: float, *, waited: float = 0.0, num_b_run: int = 5) -> OverlapRun:
@@ -60,11 +52,17 @@ def test_the_budget_is_of_the_median_and_a_skipped_step_is_told() -> None:
 
 def _records(channels: str, waits: dict[int, float] | None = None) -> ArmRecords:
     steps: list[dict[str, Any]] = [
-        {"kind": "step", "step": step, "wants_b": step % 4 == 3, "channel": channel}
+        {
+            "kind": "step",
+            "step": step,
+            "wants_b": step % 4 == 3,
+            "channel": channel,
+            "plan_seconds": (waits or {}).get(step, 0.1),
+        }
         for step, channel in enumerate(channels)
     ]
     clock = {"end_ns": [(step + 1) * 500_000_000 for step in range(len(channels))]}
-    return ArmRecords(clock, [*steps, {"kind": "batch", "num_rollouts": 9}], waits or {})
+    return ArmRecords(clock, [*steps, {"kind": "batch", "num_rollouts": 9}])
 
 
 def test_a_run_counts_from_the_end_of_its_warm_up() -> None:
@@ -78,59 +76,3 @@ def test_an_inline_run_that_skipped_a_step_is_no_measurement_but_an_asynchronous
     with pytest.raises(ChildFailed, match="it ran 1 of 2"):
         run_of(Mode.INLINE, skipping, num_warmup=4)
     assert run_of(Mode.ASYNC, skipping, num_warmup=4).num_b_run == 1
-
-
-class _Producer:
-    """Offers one pack after the other on a thread of its own, from ``produce`` until ``rest``."""
-
-    next_step = 7
-
-    def __init__(self, queue: InlineQueue) -> None:
-        self._queue = queue
-        self._resting = threading.Event()
-        self.num_offered = 0
-        self.thread: threading.Thread | None = None
-
-    def produce(self) -> bool:
-        self._resting.clear()
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-        return True
-
-    def rest(self) -> None:
-        self._resting.set()
-
-    def _run(self) -> None:
-        while not self._resting.is_set() and self.num_offered < 100:
-            self.num_offered += 1
-            pack: Any = SimpleNamespace(version=3)
-            self._queue.offer(pack, current_version=3)
-
-
-def test_a_reservation_waits_for_exactly_the_packs_that_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    queue = InlineQueue(8, 2)
-    queue.pipeline = producer = _Producer(queue)
-    stale: Any = SimpleNamespace(version=0)
-    queue.offer(stale, current_version=0)
-    reservation = queue.reserve(2, current_version=3)
-    assert reservation is not None
-    assert producer.thread is not None
-    producer.thread.join(LONGEST_WAIT_S)
-    assert [pack.version for pack in reservation.take()] == [3, 3]
-    assert producer.num_offered == 2
-    (line,) = (tmp_path / WAITS_FILE).read_text().splitlines()
-    assert json.loads(line)["step"] == 7
-    assert json.loads(line)["seconds"] > 0
-
-
-def test_packs_that_are_ready_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    queue = InlineQueue(8, 2)
-    queue.pipeline = producer = _Producer(queue)
-    pack: Any = SimpleNamespace(version=3)
-    queue.offer(pack, current_version=3)
-    assert queue.reserve(1, current_version=3) is not None
-    assert producer.thread is None

@@ -16,6 +16,7 @@ from benchmarks.peer import (
     LearnerLoop,
     LoopArm,
     bound_table,
+    idle_share_of,
     loop_table,
     notes,
     num_trained,
@@ -98,9 +99,16 @@ def test_tables_have_a_row_per_learner_and_say_what_was_trained() -> None:
 
 
 def test_the_notes_say_what_does_not_compare() -> None:
-    text = " ".join(notes(0.5))
+    text = " ".join(notes([0.5], 0.05, 1.0, 4))
     for words in ("0.5 s", f"{COMPLETIONS_PER_STEP} completions", "reference model", "channel A instead"):
         assert words in text
+
+
+def test_a_server_is_idle_while_no_request_runs_on_it() -> None:
+    log = "10 1\n20 2\n30 1\n40 0\n70 1\n"
+    assert idle_share_of(log, 0, 100) == pytest.approx((10 + 30) / 100)
+    assert idle_share_of(log, 50, 60) == 1.0
+    assert idle_share_of(log, 20, 45) == pytest.approx(5 / 25)
 
 
 def test_only_what_steps_after_the_warm_up_trained_is_counted(tmp_path: Path) -> None:
@@ -120,11 +128,18 @@ def test_a_grpo_run_asks_its_server_on_loopback_and_trains_whole_groups(
     tmp_path: Path, asynchronous: bool
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    arm = Arm(name="peer", directory=tmp_path, rows=rows, num_steps=9, ports=(4001, 4002))
+    arm = Arm(
+        name="peer",
+        directory=tmp_path,
+        rows=rows,
+        num_steps=9,
+        ports=(4001, 4002),
+        more_ports=((4003, 4004),),
+    )
     words = grpo_arguments(arm, asynchronous=asynchronous)
     assert words["async_generate"] is asynchronous
-    assert (words["vllm_server_host"], words["vllm_server_port"]) == ("127.0.0.1", 4001)
-    assert words["vllm_server_group_port"] == 4002
+    assert (words["vllm_server_host"], words["vllm_server_port"]) == (["127.0.0.1"] * 2, [4001, 4003])
+    assert words["vllm_server_group_port"] == [4002, 4004]
     assert words["callbacks"] == [GRPO_CLOCK]
     batch = words["per_device_train_batch_size"] * words["gradient_accumulation_steps"]
     assert batch == COMPLETIONS_PER_STEP
@@ -132,16 +147,42 @@ def test_a_grpo_run_asks_its_server_on_loopback_and_trains_whole_groups(
     assert words["gradient_accumulation_steps"] == GRADIENT_ACCUMULATION_STEPS
 
 
-def test_a_stand_in_knows_a_row_by_its_path_and_draws_its_wait_from_the_row_where_no_seed_is_sent() -> None:
+class _Tokenizer:
+    eos_token_id = 0
+
+    def decode(self, tokens: Any) -> str:
+        return "".join(map(str, tokens))
+
+
+def _stand_in(wait_s: float) -> StandInGenerator:
     generator = StandInGenerator.__new__(StandInGenerator)
-    row = EncodedRow({}, None, (1, 2), (), 8, None)
-    answer = GeneratedRow("[]", (3,), RowEnd.STOP, None)
+    generator.processor = _Tokenizer()
+    row = EncodedRow({}, None, (1, 2), (), (), 8, None)
+    answer = GeneratedRow("345670", (3, 4, 5, 6, 7, 0), RowEnd.STOP, None)
     generator._prepared = {_key(["/data/7.png"]): _Prepared(row, answer, 7)}
-    seeds = []
-    for seed in (None, 0, 11):
-        request = GenerationRequest({"images": ["/data/7.png"]}, Sampling(), seed=seed)
-        seeds.append(generator.encode_row(request).seed)
-    assert seeds == [7, 0, 11]
+    generator._wait_of = lambda number: wait_s * (number == 7)
+    return generator
+
+
+@pytest.mark.parametrize("num_before", [0, 3, 5])
+def test_a_stand_in_knows_a_row_by_its_path_and_goes_on_behind_its_first_tokens(num_before: int) -> None:
+    generator = _stand_in(0.0)
+    whole = (3, 4, 5, 6, 7, 0)
+    request = GenerationRequest(
+        {"images": ["/data/7.png"]}, Sampling(), seed=num_before, prefix=whole[:num_before]
+    )
+    row = generator.encode_row(request)
+    assert row.seed == 7
+    (end,) = generator.generate_rows([row], Sampling(), with_log_probs=False, aborted=lambda: [False])
+    assert (end.text, end.token_ids, end.end) == ("345670", whole[num_before:], RowEnd.STOP)
+
+
+def test_an_aborted_answer_of_a_stand_in_has_come_as_far_as_it_has_waited() -> None:
+    generator = _stand_in(0.29)
+    row = generator.encode_row(GenerationRequest({"images": ["/data/7.png"]}, Sampling(), prefix=(3,)))
+    looks = iter([[False], [False], [True], [True]])  # 0.1 of the 0.24 seconds that are left
+    (end,) = generator.generate_rows([row], Sampling(), with_log_probs=False, aborted=lambda: next(looks))
+    assert (end.text, end.token_ids, end.end) == ("345", (4, 5), RowEnd.ABORT)
 
 
 def test_a_client_of_another_release_is_refused() -> None:

@@ -32,10 +32,11 @@ RECORDS = [
     _step(2, pending=True),
     _step(3, pending=True, wants_b=True),
     _round(4, 2.5, 0.1),
-    {"kind": "batch", "num_aborted": 3, "num_rollouts": 5},
+    {"kind": "batch", "num_aborted": 3, "partial": [], "num_rollouts": 5},
     _step(4),
-    {"kind": "batch", "num_aborted": 0, "num_rollouts": 8},
+    {"kind": "batch", "num_aborted": 0, "partial": [{}], "num_rollouts": 8},
     _round(8, 0.0, 0.2),
+    {"kind": "metrics", "numbers": {"tokens_kept": 9, "tokens_aborted": 20, "tokens_partial_dropped": 4}},
 ]
 
 
@@ -46,7 +47,8 @@ def test_waits_pauses_and_aborts_come_from_the_audit_without_the_first_round() -
     assert [pause["snapshot"] for pause in arm.pauses] == [0.1, 0.2]
     assert [pause["total"] for pause in arm.pauses] == [0.6, 0.7]
     assert {pause["round"] for pause in arm.pauses} == {1.0}
-    assert (arm.num_aborted, arm.num_rollouts) == (3, 13)
+    assert (arm.num_aborted, arm.num_rollouts) == (4, 13)
+    assert (arm.tokens_kept, arm.tokens_thrown_away) == (9, 24)
     assert (arm.num_b_run, arm.num_b_wanted) == (1, 2)
 
 
@@ -54,4 +56,4 @@ def test_waits_pauses_and_aborts_come_from_the_audit_without_the_first_round() -
 def test_the_table_has_a_column_for_each_policy(records: list[dict[str, Any]]) -> None:
     table = pending_table([arm_of("wait", records), arm_of("abort", records), arm_of("wait", records)])
     assert table.columns == ("", "on_pending: wait", "on_pending: abort")
-    assert len(table.rows) == 9
+    assert len(table.rows) == 10

@@ -20,8 +20,8 @@ from benchmarks.faults.commit import LONGEST_WRITE_S, SLOW_DISK, SlowDisk, Switc
 from benchmarks.faults.soak_plan import FaultKind
 from benchmarks.faults.soak_report import (
     CommittedFault,
+    ProcessSample,
     Quantity,
-    RankSample,
     SoakReport,
     kind_reports,
     num_trained_twice,
@@ -108,7 +108,14 @@ def audit(rank: int, num_steps: int, *, waits_at: int | None = None, failed_at: 
         if step % 4 == 0:
             servers = {"0": {"proven": True, "error": None, "proof": "canary"}}
             records.append(
-                {"kind": "round", "time": step + 0.5, "committed": True, "seconds": 0.1, "servers": servers}
+                {
+                    "kind": "round",
+                    "round_id": f"run-{step}",
+                    "time": step + 0.5,
+                    "committed": True,
+                    "seconds": 0.1,
+                    "servers": servers,
+                }
             )
         failures = [{"end": "error_answer", "reason": "500"}] if step == failed_at else []
         numbers = {"num_rollouts": 4, "num_returned": 0, "num_quarantined": 0, "num_posts": 1}
@@ -165,10 +172,11 @@ def test_a_hang_is_counted_with_its_kind() -> None:
     assert found.hangs == 1
 
 
-def samples(rank: int, leak_per_step: float) -> list[RankSample]:
+def samples(rank: int, leak_per_step: float) -> list[ProcessSample]:
     return [
-        RankSample(
-            rank=rank,
+        ProcessSample(
+            process=f"rank {rank}",
+            pid=rank,
             step=step,
             rss=int((1000 + leak_per_step * step) * (1 << 20)),
             uss=900 << 20,
@@ -187,10 +195,25 @@ def test_a_leak_of_one_rank_is_found_on_that_rank_alone() -> None:
         for quantity, each in of.items()
         if each is None or each.verdict is not Verdict.FLAT
     ]
-    assert rising == [("1", Quantity.RSS)]
-    leak = trends["1"][Quantity.RSS]
+    assert rising == [("rank 1", Quantity.RSS)]
+    leak = trends["rank 1"][Quantity.RSS]
     assert leak is not None
     assert leak.drift == pytest.approx(100, rel=0.01)
+
+
+def test_of_couriers_that_faults_put_in_each_others_place_the_one_that_was_seen_for_longest_is_judged() -> (
+    None
+):
+    def couriers(leak_per_step: float) -> list[ProcessSample]:
+        every = [replace(each, process="courier", pid=1) for each in samples(0, leak_per_step)]
+        return [replace(each, pid=0, rss=each.step << 20) if each.step < 900 else each for each in every]
+
+    found = {leak: trends_of([audit(0, 2000)], couriers(leak))["courier"] for leak in (0.0, 0.05)}
+    assert {each.verdict for each in found[0.0].values() if each} == {Verdict.FLAT}
+    assert found[0.0].keys() == {Quantity.RSS, Quantity.USS, Quantity.THREADS, Quantity.FDS}
+    leak = found[0.05][Quantity.RSS]
+    assert leak is not None
+    assert (leak.verdict, leak.drift) == (Verdict.RISING, pytest.approx(100, rel=0.01))
 
 
 def whole(tmp_path: Path) -> SoakReport:

@@ -51,8 +51,8 @@ def test_in_two_thousand_steps_every_kind_comes_equally_often_and_several_times(
 
 
 @given(seeds)
-def test_two_hundred_and_eighty_steps_have_room_for_one_of_each(seed: int) -> None:
-    assert sorted(fault.kind for fault in plan(seed, 280)) == sorted(FaultKind)
+def test_three_hundred_steps_have_room_for_one_of_each(seed: int) -> None:
+    assert sorted(fault.kind for fault in plan(seed, 300)) == sorted(FaultKind)
 
 
 @given(seeds, st.integers(FEWEST_STEPS, 3000))

@@ -14,10 +14,10 @@ import pytest
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.reading import read_audit
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
-_DEADLINE_S = 400
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1300)]
+_DEADLINE_S = 1200
 _STEPS = 96
-_SEED = 6  # 500 for three requests, then SIGSTOP of a rank for 2.6 s
+_SEED = 40  # 500 for two requests, then SIGSTOP of a rank for 3.6 s
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_it_trains_to_its_last_step_and_nothing_is_lost_or_left(facts: dict[str,
 def test_both_faults_reach_the_learner(facts: dict[str, Any], soaked: Path) -> None:
     refused, stopped = facts["kinds"]
     assert (refused["kind"], refused["times"], refused["hangs"]) == ("HTTP 500", 1, 0)
-    assert refused["failed_posts"] == {"error_answer": 3}
+    assert refused["failed_posts"] == {"error_answer": 2}
     assert (stopped["kind"], stopped["times"], stopped["hangs"]) == ("rank stopped", 1, 0)
     (planned,) = [fault for fault in facts["plan"] if fault["kind"] == "rank stopped"]
     times = [
@@ -59,10 +59,10 @@ def test_both_faults_reach_the_learner(facts: dict[str, Any], soaked: Path) -> N
     assert max(b - a for a, b in pairwise(times[planned["step"] :])) > planned["seconds"] / 2
 
 
-def test_both_ranks_are_looked_at_while_they_train(facts: dict[str, Any], soaked: Path) -> None:
-    for rank in (0, 1):
-        seen = [sample for sample in facts["samples"] if sample["rank"] == rank]
-        assert len(seen) >= _STEPS // 10 - 1
+def test_ranks_courier_and_server_are_looked_at_while_they_train(facts: dict[str, Any], soaked: Path) -> None:
+    for process in ("rank 0", "rank 1", "courier", "server"):
+        seen = [sample for sample in facts["samples"] if sample["process"] == process]
+        assert len(seen) >= 2
         assert all(sample["rss"] >= sample["uss"] > 1 << 24 for sample in seen)
-        assert all(sample["num_threads"] > 1 and sample["num_fds"] > 3 for sample in seen)
+        assert all(sample["num_threads"] >= 1 and sample["num_fds"] > 3 for sample in seen)
     assert "| rank stopped | 1 | 0 |" in (soaked / "soak.md").read_text(encoding="utf-8")

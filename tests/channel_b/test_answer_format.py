@@ -28,7 +28,7 @@ from swift_stage2.channel_b.parsing import PredictedObject, parse_rollout
 from swift_stage2.channel_b.targets import AnswerFormat, render_target
 from swift_stage2.errors import ConfigError, DatasetError
 
-Object = tuple[str, tuple[int, int, int, int]]
+Object = tuple[str, tuple[int, ...]]
 LIST, MAP = OBJECT_LIST, OBJECT_MAP
 A: Object = ("a", (1, 2, 3, 4))
 B: Object = ("b", (5, 6, 7, 8))
@@ -53,9 +53,9 @@ class Style:
 
     def write(self, objects: Sequence[Object]) -> str:
         """The answer."""
-        items = [self._item(label, box) for label, box in objects]
+        items = [self._item(label, box) for label, box in shaped(objects, self.dialect)]
         numbered = {f"object_{number}": item for number, item in enumerate(items, start=self.first_number)}
-        whole: Any = items if self.dialect is LIST else numbered
+        whole: Any = numbered if self.dialect is MAP else items
         if self.one_per_line and items:
             lines = [self._dump(item) for item in items]
             if self.dialect is MAP:
@@ -67,14 +67,20 @@ class Style:
 
     def _item(self, label: str, box: Sequence[int]) -> dict[str, Any]:
         values: list[Any] = [n if self.coordinates == "integers" else f"<|coord_{n}|>" for n in box]
-        members = {"label" if self.dialect is LIST else "desc": label, "bbox_2d": values}
-        return dict(sorted(members.items(), key=lambda member: (member[0] == "bbox_2d") != self.box_first))
+        place = "bbox_2d" if len(box) == 4 else "point_2d"
+        members = {"desc" if self.dialect is MAP else "label": label, place: values}
+        return dict(sorted(members.items(), key=lambda member: (member[0] == place) != self.box_first))
 
     def _dump(self, value: Any) -> str:
         text = json.dumps(
             value, indent=self.indent, separators=self.separators, ensure_ascii=self.ensure_ascii
         )
         return MARK.sub(r"\1", text) if self.coordinates == "tokens" else text
+
+
+def shaped(objects: Sequence[Object], dialect: Dialect) -> list[Object]:
+    """Of a dialect of points their first corners."""
+    return [(label, box[: dialect.num_coordinates]) for label, box in objects]
 
 
 STYLES = st.builds(
@@ -107,6 +113,7 @@ WHOLE: list[Sequence[Object]] = [[A, ("é", (0, 0, 0, 0))], []]  # shows everyth
 def test_what_was_learned_is_written_again_and_read_back(
     style: Style, answers: list[list[Object]], other: list[Object]
 ) -> None:
+    answers, other = [shaped(objects, style.dialect) for objects in answers], shaped(other, style.dialect)
     learned = learn_format([style.write(objects) for objects in answers], style.dialect)
     for objects in answers:
         text = style.write(objects)
@@ -150,7 +157,9 @@ def test_weights_fall_on_what_they_are_for() -> None:
         ("a", "matched_label"),
         ('", "bbox_2d": [', "structure"),
         ("1, 2, 3, 4", "matched_coordinates"),
-        (']},\n  {"label": "', "structure"),
+        ("]", "structure"),
+        ("},\n  ", "another"),
+        ('{"label": "', "structure"),
         ("b", "missed_label"),
         ('", "bbox_2d": [', "structure"),
         ("5, 6, 7, 8", "missed_coordinates"),
@@ -169,7 +178,7 @@ def test_coordinate_tokens_weigh_as_coordinates() -> None:
 @pytest.mark.parametrize("dialect", list(DIALECTS.values()))
 def test_without_answers_a_dialect_has_its_standard(dialect: Dialect) -> None:
     assert learn_format([], dialect) == standard_format(dialect)
-    assert standard_format(dialect).write([]) == {LIST: "[]", MAP: "{}"}[dialect]
+    assert standard_format(dialect).write([]) == dialect.opener + dialect.closer
 
 
 def test_what_no_answer_shows_follows_from_the_rest() -> None:

@@ -305,6 +305,24 @@ def test_a_row_without_a_question_is_refused(encoder: Encoder, rows: list[dict[s
         encoder.encode_prompt(sample_of(row))
 
 
+@pytest.mark.parametrize("key", ["videos", "audios"])
+def test_other_media_than_images_are_refused(encoder: Encoder, rows: list[dict[str, Any]], key: str) -> None:
+    row = {**rows[0], key: ["a.mp4"]}
+    with pytest.raises(SampleError, match=f"about images alone, got a row with {key}; .*channel_a_only"):
+        encoder.encode_prompt(sample_of(row))
+
+
+def test_objects_of_the_second_of_two_images_are_measured_in_it(
+    encoder: Encoder, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    Image.new("RGB", (56, 224)).save(tmp_path / "first.png")
+    row = copy.deepcopy(rows[0])
+    row["images"] = [str(tmp_path / "first.png"), *row["images"]]
+    row["messages"][0]["content"] = "<image>" + row["messages"][0]["content"]
+    row["objects"]["image_id"] = [1] * len(row["objects"]["bbox"])
+    assert boxes_of(encoder, sample_of(row)) == boxes_of(encoder, sample_of(rows[0]))
+
+
 def _break_picture(row: dict[str, Any], directory: Path) -> dict[str, Any]:
     """A file with a good header and a pixel stream that ends too soon."""
     broken = directory / "broken.png"

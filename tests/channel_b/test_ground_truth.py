@@ -9,8 +9,8 @@ from swift_stage2.channel_b.parsing import TrueObjects, lists_objects, read_grou
 from swift_stage2.errors import SampleError
 
 
-def _row(ref: Any, bbox: Any) -> dict[str, Any]:
-    return {"objects": {"ref": ref, "bbox": bbox}}
+def _row(ref: Any, bbox: Any, **more: Any) -> dict[str, Any]:
+    return {"objects": {"ref": ref, "bbox": bbox, **more}}
 
 
 def test_labels_are_stripped_and_boxes_are_numbers_in_their_own_order() -> None:
@@ -49,7 +49,14 @@ def test_labels_are_stripped_and_boxes_are_numbers_in_their_own_order() -> None:
         (_row(["a"], [[1, 4, 3, 2]]), "0 <= y1 <= y2"),
         (_row(["a"], [[math.nan, 2, 3, 4]]), "0 <= x1 <= x2"),
         (_row(["a"], [[1, 2, math.inf, 4]]), "0 <= x1 <= x2"),
+        (_row(["a"], [[1, 2, 3, 10**400]]), "0 <= x1 <= x2"),
+        (_row(["a"], [[1, 2, 3, 1e200]]), "0 <= x1 <= x2"),
         (_row(["a"], [[1, 2, 3, math.inf]]), "0 <= y1 <= y2"),
+        (
+            _row(["a", "b"], [[1, 2, 3, 4]] * 2, image_id=[0, 1]),
+            r"got image_id=\[0, 1\]; write a row for each",
+        ),
+        (_row(["a"], [[1, 2, 3, 4]], image_id=7), "in one image, got image_id=7"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_its_value(row: dict[str, Any], message: str) -> None:

@@ -27,6 +27,7 @@ from real_model import PACKING_LENGTH, make_encoder, make_task, read_rows, sampl
 
 import swift_stage2
 from swift_stage2.channel_b import preprocessing, preprocessing_worker
+from swift_stage2.channel_b.attempts import Attempts
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import ProcessPreprocessor
@@ -70,10 +71,12 @@ class InAThread:
         *_, descriptor, _ = command
         self._channel = socket.socket(fileno=os.dup(int(descriptor)))
         self._connection = Connection(os.dup(int(descriptor)))
-        self._thread = threading.Thread(
-            target=preprocessing_worker.serve, args=(self._channel, self._connection)
-        )
+        self._thread = threading.Thread(target=self._serve)
         self._thread.start()
+
+    def _serve(self) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # killed before it has answered
+            preprocessing_worker.serve(self._channel, self._connection)
 
     def kill(self) -> None:
         with suppress(OSError):  # twice is once
@@ -118,6 +121,7 @@ def run(
     queue: ReadyQueue[Pack] = ReadyQueue(2, 2)
     pacer = Pacer(b_ratio=1.0, version_window=2, sync_every_steps=4, target_packs=1, packs_per_b_step=1)
     with FakeRolloutServer(on_infer=partial(_answer, encoder, row)) as server:
+        attempts = Attempts()
         client = RolloutClient(
             [server.url],
             fence=fence,
@@ -126,10 +130,12 @@ def run(
             run_seed=1,
             rank=0,
             world_size=1,
+            events=attempts,
         )
         pipeline = Pipeline(
             source=source,
             client=client,
+            attempts=attempts,
             make_request=encoder.request,
             preprocessor=preprocessor,
             queue=queue,
@@ -144,7 +150,7 @@ def run(
             version_window=2,
         )
         report = ServerReport(proven=True, error=None, proof="canary", num_bytes=0, seconds={})
-        round_ = RoundOutcome("r", 1, {0: report})
+        round_ = RoundOutcome("r", 1, {0: report}, news=(0,))
         channel_b = ChannelB(
             source=source,
             client=client,
@@ -155,10 +161,11 @@ def run(
             pacer=pacer,
             guard=guard,
             rounds=RoundSchedule(1, 1000, backoff_steps=1, max_backoff_steps=64),
-            sync=MagicMock(has_ended=False, **{"finish.return_value": round_}),
+            sync=MagicMock(has_news=False, **{"hear.return_value": round_}),
             probe=MagicMock(**{"answering.return_value": (), "lost.return_value": ()}),
             abort=MagicMock(),
-            base_urls=(server.url,),
+            run_id="run",
+            base_urls=[server.url],
             max_inflight_per_server=1,
             min_ready_tokens=0,
             continue_on_failure=False,

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +20,15 @@ import torch
 from channel_b.test_rank_evaluation import Recorder as EvaluationRecorder
 from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
+from swift_stage2.channel_b.attempts import Attempts, AttemptState
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.pipeline import Pipeline, StepView
+from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import Terms
 from swift_stage2.channel_b.rollout_client.trust import MANY_GIVEN_UP
 from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
 from swift_stage2.config import DecodingConfig
-from swift_stage2.errors import FenceShutDown
 from swift_stage2.evaluation import RankEvaluation
 from swift_stage2.records import (
     BatchOutcome,
@@ -40,19 +40,20 @@ from swift_stage2.records import (
     SampleKey,
     Segment,
     Target,
+    VersionSpan,
 )
-from swift_stage2.scheduling.outlook import INSTANT
+from swift_stage2.scheduling.outlook import PacingState, StepView
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
-from swift_stage2.servers.protocol import may_abort
+from swift_stage2.servers.protocol import PREFIX, may_abort
 from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.ledger import Entry, Ledger
 from swift_stage2.telemetry.ledger_account import account_of
 from swift_stage2.telemetry.reading import read_ledger
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 WINDOW = 2
 MAX_ATTEMPTS = 3
 
@@ -81,6 +82,10 @@ class Recorder:
     quarantines: list[tuple[SampleKey, str, str]] = field(default_factory=list)
     origins: list[RowOrigin] = field(default_factory=list)
     num_batches: int = 0
+    num_unconfirmed: int = 0
+    num_exhausted: int = 0
+    partial_dropped_rollouts: list[Rollout] = field(default_factory=list)
+    rollouts: list[Rollout] = field(default_factory=list)  # that became segments
     activities: list[PipelineActivity] = field(default_factory=list)
     matches: list[tuple[SampleKey, Target, tuple[int, int] | None]] = field(default_factory=list)
     reads: list[tuple[SampleKey, int, int | None]] = field(default_factory=list)
@@ -93,19 +98,32 @@ class Recorder:
         self.reads.extend(zip(keys, traits["num_objects"], traits["num_pixels"], strict=True))
         self.ledger.write(Entry.READ, keys, **traits)
 
-    def batch(self, outcome: BatchOutcome, seconds: float) -> None:
+    def batch(self, outcome: BatchOutcome) -> None:
         self.num_batches += 1
+        for rollout in outcome.partial:
+            self.ledger.cut(rollout)
         self._tell()
+
+    def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:
+        self.num_exhausted += num_begun < num_wanted
+
+    def unconfirmed(self, num_rollouts: int) -> None:
+        self.num_unconfirmed += num_rollouts
+        self._tell()
+
+    def partial_dropped(self, rollout: Rollout) -> None:
+        self.partial_dropped_rollouts.append(rollout)
 
     def enter(self, activity: PipelineActivity) -> None:
         self.activities.append(activity)
 
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
         self.matches.append((rollout.sample.key, target, space))
+        self.rollouts.append(rollout)
 
-    def segment(self, segment: Segment, seconds: float) -> None:
+    def segment(self, segment: Segment, seconds: float, spans: Sequence[VersionSpan]) -> None:
         self.segments.append(segment)
-        self.ledger.matched(segment)
+        self.ledger.matched(segment, spans)
         self._tell()
 
     def pack(self, pack: Pack, seconds: float) -> None:
@@ -138,31 +156,75 @@ class Recorder:
 class StandInClient:
     """Answers as told; by default every sample with nothing, sampled under the current version."""
 
-    def __init__(self, clock: VersionClock, server_encoder: Encoder, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, clock: VersionClock, server_encoder: Encoder, events: Attempts) -> None:
+        self._events = events
+        self._changed = threading.Condition()
+        self._is_woken = False
+        self.max_prompts = 6
+        self.is_closed = False
+        self.in_hand: deque[tuple[tuple[Sample, ...], Terms | None]] = deque()
+        self.num_fruitful = 0
         self._clock = clock
         self._encoder = server_encoder
         self.answer: Answer = self.answer_all
         self.calls: list[tuple[SampleKey, ...]] = []
         self.protected: list[set[SampleKey]] = []  # of each call, the samples that must not be aborted
+        self.prefixes: list[list[list[int]]] = []  # of each call, the ids that every request brings
         self.evaluated: list[tuple[int, ...]] = []  # rows
         self.distrusted: list[str] = []
         self.agreeing: set[str] = set()
+        self.proven: tuple[str, ...] = ("http://server",)
+        self.verdicts: dict[str | None, bool | None] = {}  # by round; of any other: proven
+        self.round_id = "run-2"  # of the staged round
 
-    def generate(
+    @property
+    def free_places(self) -> int:
+        return (
+            0
+            if self.is_closed
+            else max(0, self.max_prompts - sum(len(samples) for samples, _ in self.in_hand))
+        )
+
+    def submit(
         self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]], terms: Terms | None = None
-    ) -> BatchOutcome:
+    ) -> None:
         assert len(samples) == len(requests) > 0
+        self.in_hand.append((tuple(samples), terms))
         if terms is not None:
             self.evaluated.append(tuple(sample.key.index for sample in samples))
-            return replace(self.answer_all(samples), num_posts=1)
+            return
         self.calls.append(tuple(sample.key for sample in samples))
         pairs = zip(samples, requests, strict=True)
+        self.prefixes.append([request.get(PREFIX, []) for request in requests])
         self.protected.append({sample.key for sample, request in pairs if not may_abort(request)})
-        keys = self.calls[-1]
-        self._ledger.sent(keys, server="stand-in", seed=1, version=self._clock.current)
-        self._ledger.finished(keys, server="stand-in", end="answered", seconds=0.01)
-        return self.answer(samples)
+
+    def next_finished(self, timeout_s: float) -> BatchOutcome | None:
+        """Answers what was submitted first."""
+        if not self.in_hand:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_woken, timeout_s)
+                self._is_woken = False
+            return None
+        samples, terms = self.in_hand[0]
+        if terms is not None:
+            outcome = replace(self.answer_all(samples), num_posts=1, terms=terms)
+        else:
+            keys = tuple(sample.key for sample in samples)
+            self._events.sent(keys, server="stand-in", seed=1, version=self._clock.current)
+            outcome = self.answer(samples)
+            end = "answered" if outcome.rollouts or outcome.aborted else "lost"
+            self._events.finished(keys, server="stand-in", end=end, seconds=0.01)
+        self.in_hand.popleft()
+        self.num_fruitful += bool(outcome.rollouts or outcome.quarantined)
+        return outcome
+
+    def wake(self) -> None:
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
+
+    def confirms(self, rollout: Rollout) -> bool | None:
+        return self.verdicts.get(rollout.round_id, True)
 
     def distrust(self, server: str, reason: str) -> None:
         self.distrusted.append(server)
@@ -173,6 +235,14 @@ class StandInClient:
 
     def answer_all(self, samples: Sequence[Sample]) -> BatchOutcome:
         return BatchOutcome(rollouts=tuple(self.rollout(sample) for sample in samples))
+
+    def answer_ahead(self, samples: Sequence[Sample]) -> BatchOutcome:
+        """With the weights of a staged round that is in transfer."""
+        version, round_id = self._clock.current + 1, self.round_id
+        self.verdicts.setdefault(round_id, None)
+        spans = (VersionSpan(version, 0, 0),)
+        rollouts = (replace(self.rollout(each), spans=spans, round_id=round_id) for each in samples)
+        return BatchOutcome(rollouts=tuple(rollouts))
 
     def rollout(self, sample: Sample, *, text: str = "[]") -> Rollout:
         prompt = self._encoder.encode_prompt(sample)
@@ -193,18 +263,39 @@ class Bench:
     trained: list[SampleKey] = field(default_factory=list)
 
     def observe(self, **changes: Any) -> None:
+        pacing = {"step": 0, "last_commit_step": 0, "current_version": self.clock.current}
+        known = {each.name for each in fields(PacingState)}
+        pacing |= {name: value for name, value in changes.items() if name in known}
         view: dict[str, Any] = {
-            "step": 0,
+            "pacing": PacingState(**pacing),
             "started_s": time.monotonic(),
             "step_seconds": 10.0,
-            "last_commit_step": 0,
-            "round_pending": False,
-            "slowest_pace": INSTANT,
-            "missed_in_a_row": 0,
             "max_prompts": 6,
             "paused": False,
         }
-        self.pipeline.observe(StepView(**(view | changes)))
+        view |= {name: value for name, value in changes.items() if name not in known}
+        self.client.max_prompts = view["max_prompts"]
+        self.pipeline.observe(StepView(**view))
+
+    def fill(self, num_packs: int, **changes: Any) -> None:
+        """A step's wait; one that nothing ends fails the test."""
+        self.client.max_prompts = changes.get("max_prompts", 6)
+        pacing = PacingState(step=0, last_commit_step=0, current_version=self.clock.current)
+        view = StepView(
+            pacing, time.monotonic(), 10.0, self.client.max_prompts, changes.get("paused", False), num_packs
+        )
+        began = time.monotonic()
+        self.pipeline.fill(view, PATIENCE_S)
+        assert time.monotonic() - began < PATIENCE_S
+
+    def work(self) -> bool:
+        """Asks, and goes on with what came of it, asking no more meanwhile; False when nothing came."""
+        before = self.client.num_fruitful
+        self.pipeline._turn(0.0)
+        self.client.is_closed = True
+        self.pipeline._turn(0.0)
+        self.client.is_closed = False
+        return self.client.num_fruitful > before
 
     def train(self, count: int = 1) -> list[Pack]:
         """Takes a step's packs as the learner does."""
@@ -243,7 +334,8 @@ def make_bench(
             events=events.ledger,
             origins=origins,
         )
-        client = StandInClient(clock, server_encoder, events.ledger)
+        attempts = Attempts(events.ledger)
+        client = StandInClient(clock, server_encoder, attempts)
         evaluation = RankEvaluation(
             rows,
             make_task(),
@@ -268,6 +360,7 @@ def make_bench(
         pipeline = Pipeline(
             source=source,
             client=client,  # type: ignore[arg-type]
+            attempts=attempts,
             make_request=encoder.request,
             preprocessor=ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
             queue=queue,
@@ -282,6 +375,7 @@ def make_bench(
             events=events,
             version_window=WINDOW,
             ask_evaluation=evaluation.ask,
+            take_evaluated=evaluation.take,
             **(settings | changes),
         )
         pipelines.append(pipeline)
@@ -336,7 +430,7 @@ def test_a_pack_is_as_old_as_its_oldest_segment(make_bench: Callable[..., Bench]
     bench.clock.advance()
     bench.client.answer = answer_in_the_middle_of_a_round
     bench.observe()
-    assert bench.pipeline._work_once()
+    assert bench.work()
     (pack,) = bench.events.packs
     assert [segment.version for segment in bench.events.segments] == [2, 1]
     assert (len(pack.keys), pack.version) == (2, 1)
@@ -346,26 +440,26 @@ def test_nothing_is_asked_before_the_first_step_nor_without_a_server(
     make_bench: Callable[..., Bench],
 ) -> None:
     bench = make_bench()
-    assert not bench.pipeline._work_once()
+    assert not bench.work()
     bench.observe(max_prompts=0)
-    assert not bench.pipeline._work_once()
+    assert not bench.work()
     assert bench.client.calls == []
     bench.observe(max_prompts=1)
-    assert bench.pipeline._work_once()
+    assert bench.work()
     assert [len(keys) for keys in bench.client.calls] == [1]
 
 
 def test_the_target_ends_production_and_training_renews_it(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     bench.observe()
-    while bench.pipeline._work_once():
+    while bench.work():
         assert len(bench.client.calls) < 50
     count = len(bench.client.calls)
     assert bench.queue.statistics().depth >= 2
-    assert not bench.pipeline._work_once()
+    assert not bench.work()
     bench.train(2)
     bench.observe(step=1)
-    assert bench.pipeline._work_once()
+    assert bench.work()
     assert len(bench.client.calls) == count + 1
 
 
@@ -374,13 +468,146 @@ def test_segments_wait_for_a_fuller_pack_while_the_queue_is_not_starving(
 ) -> None:
     bench = make_bench(packing_min_fill_ratio=1.0, target_packs=3)
     bench.observe(max_prompts=1)
-    assert bench.pipeline._work_once()
+    assert bench.work()
     assert len(bench.events.packs) == 1, "a starving queue takes what there is"
     while len(bench.client.calls) < 3:
-        assert bench.pipeline._work_once()
+        assert bench.work()
     assert len(bench.events.packs) == 1
     assert len(bench.events.segments) == 3
     assert bench.source.num_outstanding == 3, "what waits is not lost"
+
+
+# --- run-ahead -------------------------------------------------------------------------------------------
+
+
+def ask_until_nothing_more_is_asked(bench: Bench) -> int:
+    """How many samples were asked in all."""
+    while bench.work():
+        assert len(bench.client.calls) < 50
+    return sum(map(len, bench.client.calls))
+
+
+def test_a_used_up_budget_ends_asking_until_training_gives_shares_back(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(target_packs=3, max_rollouts_per_version=5)
+    bench.observe(max_prompts=4)
+    assert ask_until_nothing_more_is_asked(bench) == 5, "the pacer alone goes on until its target is met"
+    assert bench.events.num_exhausted >= 1
+    assert bench.queue.statistics().depth < 3
+    (pack,) = bench.train()
+    bench.observe(step=1, max_prompts=4)
+    assert ask_until_nothing_more_is_asked(bench) == 5 + len(pack.keys)
+    assert bench.pipeline.failure is None
+
+
+def test_a_version_has_a_budget_of_its_own(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(target_packs=4, max_rollouts_per_version=2)
+    bench.observe(max_prompts=4)
+    assert ask_until_nothing_more_is_asked(bench) == 2
+    bench.clock.advance()
+    bench.observe(step=1, max_prompts=4)
+    assert ask_until_nothing_more_is_asked(bench) == 4
+
+
+@pytest.mark.parametrize("end", ["failed", "aborted", "timed_out", "quarantined"])
+def test_a_rollout_that_ends_without_being_packed_gives_its_share_back(
+    make_bench: Callable[..., Bench], end: str
+) -> None:
+    bench = make_bench(max_rollouts_per_version=2)
+    answers: dict[str, Answer] = {
+        "failed": lambda samples: BatchOutcome(returned=tuple(samples)),
+        "aborted": lambda samples: BatchOutcome(
+            returned=tuple(samples), aborted=tuple(bench.client.rollout(sample) for sample in samples)
+        ),
+        "timed_out": lambda samples: BatchOutcome(returned=tuple(samples), timed_out=tuple(samples)),
+        "quarantined": lambda samples: BatchOutcome(
+            quarantined=tuple((sample, "it is poisonous") for sample in samples)
+        ),
+    }
+    bench.client.answer = answers[end]
+    bench.observe()
+    for num_asked in (2, 4, 6):
+        bench.work()
+        assert sum(map(len, bench.client.calls)) == num_asked
+    bench.client.answer = bench.client.answer_all
+    assert ask_until_nothing_more_is_asked(bench) == 8
+
+
+def test_an_evaluation_is_outside_the_budget(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(max_rollouts_per_version=1)
+    bench.observe()
+    assert ask_until_nothing_more_is_asked(bench) == 1
+    bench.evaluation.begin(0)
+    assert ask_until_nothing_more_is_asked(bench) == 1
+    assert bench.evaluation.end().num_answered == 5
+
+
+def test_samples_that_condemned_their_server_take_no_share_that_is_not_there(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(max_rollouts_per_version=1)
+    bench.client.answer = _misread
+    bench.observe()
+    for _ in range(3):
+        bench.work()
+    assert [len(call) for call in bench.client.calls] == [1, 1, 1]
+
+
+# --- one by one ------------------------------------------------------------------------------------------
+
+
+def test_places_are_taken_again_before_what_came_is_prepared(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(target_packs=4)
+    order: list[str] = []
+    submit, prepare = bench.client.submit, bench.pipeline.preprocessor.prepare
+
+    def told_submit(*asked: Any) -> None:
+        order.append("ask")
+        submit(*asked)
+
+    def told_prepare(rollouts: Sequence[Rollout]) -> Any:
+        order.append("prepare")
+        return prepare(rollouts)
+
+    monkeypatch.setattr(bench.client, "submit", told_submit)
+    monkeypatch.setattr(bench.pipeline.preprocessor, "prepare", told_prepare)
+    bench.observe(max_prompts=2)
+    for _ in range(2):
+        bench.pipeline._turn(0.0)
+    assert order == ["ask", "ask", "prepare"]
+
+
+def test_what_is_in_hand_is_not_asked_for_again(make_bench: Callable[..., Bench]) -> None:
+    """Pending and in flight, each as many packs as it makes."""
+    bench = make_bench(target_packs=4)
+    bench.observe()
+    bench.client.next_finished = lambda timeout_s: None  # type: ignore[assignment, method-assign]
+    for _ in range(3):
+        bench.pipeline._turn(0.0)
+    assert [len(keys) for keys in bench.client.calls] == [4], "one rollout a pack is what a new rank expects"
+    pending = bench.pipeline.attempts.open()
+    assert {attempt.state for attempt in pending.values()} == {AttemptState.PENDING}
+    first, *_ = keys = bench.client.calls[0]
+    bench.pipeline.attempts.sent([first], server="http://s", seed=1, version=0)
+    states = [attempt.state for attempt in bench.pipeline.attempts.open().values()]
+    assert states == [AttemptState.IN_FLIGHT, *[AttemptState.PENDING] * (len(keys) - 1)]
+    bench.pipeline._turn(0.0)
+    assert len(bench.client.calls) == 1
+    del bench.client.next_finished
+
+
+def test_nothing_is_asked_in_the_turn_in_which_nothing_came_of_anything(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench()
+    bench.client.answer = lambda samples: BatchOutcome(returned=tuple(samples))
+    bench.observe()
+    for num_calls in (1, 1, 2, 2, 3):  # it asks, they return, it waits, it asks …
+        bench.pipeline._turn(0.0)
+        assert len(bench.client.calls) == num_calls
 
 
 # --- what comes back ---------------------------------------------------------------------------------
@@ -392,8 +619,8 @@ def test_returned_samples_are_asked_first_and_their_attempts_do_not_count(
     bench = make_bench()
     bench.client.answer = lambda samples: BatchOutcome(returned=tuple(samples))
     bench.observe()
-    assert not bench.pipeline._work_once(), "a server that returns everything is not asked without a pause"
-    assert not bench.pipeline._work_once()
+    assert not bench.work(), "a server that returns everything is not asked without a pause"
+    assert not bench.work()
     first, second = bench.client.calls
     assert first == second
     assert {key.attempt for key in second} == {0}
@@ -413,14 +640,14 @@ def test_an_aborted_sample_is_asked_again_first_and_is_not_aborted_twice(
 
     bench.client.answer = abort_all_but_the_first
     bench.observe(max_prompts=3)
-    assert bench.pipeline._work_once()
+    assert bench.work()
     cut = bench.client.calls[0][1:]
     bench.client.answer = bench.client.answer_all
     bench.observe(step=1, max_prompts=1)
-    assert bench.pipeline._work_once()  # one of the two alone, and then the other
-    assert bench.pipeline._work_once()
+    assert bench.work()  # one of the two alone, and then the other
+    assert bench.work()
     assert bench.client.calls[1:] == [cut[:1], cut[1:]]  # the same attempts: an abort is none
-    bench.pipeline._work_once()
+    bench.work()
     assert bench.client.protected[:3] == [set(), set(cut[:1]), set(cut[1:])]
     assert not any(bench.client.protected[3:])
 
@@ -441,7 +668,7 @@ def test_a_sample_that_never_answers_in_time_is_quarantined_after_its_attempts(
     for step in range(MAX_ATTEMPTS):
         bench.observe(step=step, max_prompts=2)
         assert bench.events.quarantines == []
-        assert bench.pipeline._work_once()
+        assert bench.work()
         if bench.queue.statistics().depth:
             bench.train()
     assert [keys[0].attempt for keys in bench.client.calls] == [0, 1, 2]
@@ -466,7 +693,7 @@ def test_a_segment_that_went_stale_is_asked_again_and_its_attempt_counts(
     bench.client.answer = answer_too_late
     for _ in range(MAX_ATTEMPTS):
         bench.observe(max_prompts=2)
-        assert bench.pipeline._work_once()
+        assert bench.work()
     assert [[key.attempt for key in keys] for keys in bench.client.calls] == [[0, 0], [1, 1], [2, 2]]
     assert len({tuple((key.epoch, key.position) for key in keys) for keys in bench.client.calls}) == 1
     assert len(bench.events.stale) == 6
@@ -486,7 +713,7 @@ def test_a_segment_at_the_edge_of_the_window_is_packed(make_bench: Callable[...,
 
     bench.client.answer = answer_late
     bench.observe()
-    assert bench.pipeline._work_once()
+    assert bench.work()
     assert {pack.version for pack in bench.events.packs} == {0}
     assert bench.events.stale == []
 
@@ -498,7 +725,7 @@ def test_the_samples_of_a_dropped_pack_return_or_are_quarantined(
     bench = make_bench(redraw_dropped=redraw)
     bench.observe()
     while not bench.queue.statistics().depth:
-        bench.pipeline._work_once()
+        bench.work()
     num_packs = bench.queue.statistics().depth
     for _ in range(WINDOW + 1):
         bench.clock.advance()
@@ -528,7 +755,7 @@ def test_a_poisonous_request_is_quarantined_and_the_others_train(make_bench: Cal
 
     bench.client.answer = poison_the_second
     bench.observe()
-    assert bench.pipeline._work_once()
+    assert bench.work()
     asked = bench.client.calls[0]
     assert bench.events.quarantines == [(asked[1], QuarantineReason.ROLLOUT, "the server refuses it")]
     assert {segment.key for segment in bench.events.segments} == {asked[0], *asked[2:]}
@@ -588,11 +815,11 @@ def test_a_server_that_agrees_on_no_prompt_is_at_fault_and_no_sample(
     bench = make_bench()
     bench.client.answer = _misread
     bench.observe()
-    assert bench.pipeline._work_once()
+    assert bench.work()
     assert bench.events.quarantines == []
     assert bench.client.distrusted == ["http://127.0.0.1:1"]
     bench.client.answer = bench.client.answer_all  # the server has the learner's processor now
-    bench.pipeline._work_once()
+    bench.work()
     assert set(bench.client.calls[0]) < set(bench.client.calls[1]), "asked again first, no attempt counted"
     assert {segment.key for segment in bench.events.segments} == set(bench.client.calls[1])
 
@@ -608,7 +835,7 @@ def test_one_prompt_that_differs_where_others_agree_is_the_samples_fault(
 
     bench.client.answer = first_is_misread
     bench.observe()
-    assert bench.pipeline._work_once()
+    assert bench.work()
     ((key, reason, message),) = bench.events.quarantines
     assert (key, reason) == (bench.client.calls[0][0], "prompt_mismatch")
     assert "num_server_tokens=3" in message
@@ -625,7 +852,7 @@ def test_a_server_that_misreads_many_samples_beside_others_is_told_once(
     bench.client.answer = _misread
     bench.observe()
     while len(bench.events.quarantines) < 2 * MANY_GIVEN_UP:
-        assert bench.pipeline._work_once()
+        assert bench.work()
     (told,) = [r.getMessage() for r in caplog.records if "compare max_pixels" in r.getMessage()]
     assert told.startswith("http://127.0.0.1:1: ")
     assert "num_server_tokens=3 num_learner_tokens=" in told
@@ -646,10 +873,10 @@ def test_samples_that_alone_condemned_their_server_are_asked_with_another_one(
 
     bench.client.answer = misreads_the_first
     bench.observe(max_prompts=1)
-    assert bench.pipeline._work_once()
+    assert bench.work()
     assert (bench.client.distrusted, bench.events.quarantines) == (["http://127.0.0.1:1"], [])
     for _ in range(num_bad):
-        assert bench.pipeline._work_once()
+        assert bench.work()
     assert [len(call) for call in bench.client.calls] == list(range(1, num_bad + 2))
     assert [(key, why) for key, why, _ in bench.events.quarantines] == [
         (key, "prompt_mismatch") for key in bad
@@ -679,13 +906,168 @@ def test_answers_permuted_among_requests_are_the_servers_fault_and_no_samples(
 
     bench.client.answer = permuted
     bench.observe()
-    assert bench.pipeline._work_once()
+    assert bench.work()
     (server,) = bench.client.distrusted
     assert server == "http://127.0.0.1:1"
     assert (bench.events.quarantines, bench.events.segments, bench.queue.statistics().depth) == ([], [], 0)
     bench.client.answer = bench.client.answer_all
-    bench.pipeline._work_once()
+    bench.work()
     assert set(bench.client.calls[0]) <= set(bench.client.calls[1]), "asked again first, no attempt counted"
+
+
+# --- rollouts that are ahead -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("server_first", [True, False])
+def test_a_rollout_that_is_ahead_waits_for_its_servers_proof_and_for_the_clock(
+    make_bench: Callable[..., Bench], server_first: bool
+) -> None:
+    """In a rolling round another server's proof may move the clock first."""
+    bench = make_bench()
+    bench.client.answer = bench.client.answer_ahead
+    bench.observe()
+    assert bench.work(), "answers came, so that the servers live"
+    asked = bench.client.calls[0]
+
+    def prove() -> None:
+        bench.client.verdicts["run-2"] = True
+
+    hear, then_hear = (prove, bench.clock.advance) if server_first else (bench.clock.advance, prove)
+    hear()
+    bench.observe(step=1, max_prompts=0)
+    assert not bench.work()
+    assert bench.events.segments == []
+    assert bench.pipeline.production_pace is None
+    then_hear()
+    bench.work()  # although no server may be asked
+    assert [segment.key for segment in bench.events.segments] == list(asked)
+    assert {segment.version for segment in bench.events.segments} == {1}
+    assert bench.events.packs
+    assert bench.events.num_unconfirmed == 0
+
+
+def test_what_is_held_is_not_asked_for_again(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.client.answer = bench.client.answer_ahead
+    bench.observe()
+    while bench.work():
+        assert len(bench.client.calls) < 10, "one production after the other while nothing is heard"
+    num_held = sum(len(keys) for keys in bench.client.calls)
+    for step in range(1, 4):
+        bench.observe(step=step)
+        assert not bench.work()
+    assert bench.source.num_outstanding == num_held == sum(len(keys) for keys in bench.client.calls)
+
+
+def test_an_evaluation_has_what_is_left_while_rollouts_are_held(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.client.answer = bench.client.answer_ahead
+    bench.evaluation.begin(0)
+    bench.observe()
+    while not bench.client.evaluated:
+        assert bench.work()
+    assert bench.events.segments == []
+
+
+@pytest.mark.parametrize("clock_moves", [True, False])
+def test_a_rollout_whose_round_does_not_prove_its_server_is_asked_again(
+    make_bench: Callable[..., Bench], clock_moves: bool
+) -> None:
+    bench = make_bench()
+    bench.client.answer = bench.client.answer_ahead
+    bench.observe()
+    assert bench.work()
+    bench.client.verdicts["run-2"] = False
+    if clock_moves:  # for another server's proof of the same version
+        bench.clock.advance()
+    bench.client.answer = bench.client.answer_all
+    bench.observe(step=1)
+    assert bench.work()
+    first, second = bench.client.calls
+    assert second[: len(first)] == first, "asked again first, and no attempt counts"
+    assert bench.events.num_unconfirmed == len(first)
+    assert [segment.key for segment in bench.events.segments] == list(second)
+    assert bench.events.quarantines == []
+
+
+def test_of_two_rounds_of_one_version_each_has_its_own_verdict(make_bench: Callable[..., Bench]) -> None:
+    """A version whose round failed is the next round's."""
+    bench = make_bench(target_packs=4)
+    bench.client.answer = bench.client.answer_ahead
+    bench.observe(max_prompts=1)
+    assert bench.work()
+    bench.client.round_id = "run-3"
+    assert bench.work()
+    bench.client.verdicts |= {"run-2": False, "run-3": True}
+    bench.clock.advance()
+    bench.observe(step=1, max_prompts=0)
+    bench.work()
+    (failed,), (proven,) = bench.client.calls
+    assert [segment.key for segment in bench.events.segments] == [proven]
+    assert bench.source.draw(1) == [failed]
+
+
+def test_a_stop_gives_back_what_is_held_and_a_checkpoint_has_it(
+    make_bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    bench = make_bench(ledger_path=tmp_path / "rank0.jsonl")
+    bench.client.answer = bench.client.answer_ahead
+    bench.pipeline.start()
+    bench.observe(max_prompts=2)
+    bench.events.wait_until(lambda: bench.events.num_batches > 0)
+    assert bench.pipeline.stop(PATIENCE_S)
+    asked = [key for keys in bench.client.calls for key in keys]
+    assert bench.source.state_dict()["outstanding"] == [key.entry for key in asked]
+    (returned,) = [r for r in read_ledger(tmp_path / "rank0.jsonl") if r["kind"] == "returned"]
+    assert returned["samples"] == [key.entry for key in asked]
+    assert returned["reason"] == "stopped"
+
+
+def test_rollouts_whose_preparation_a_stop_interrupts_return(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench()
+    prepares, is_interrupted = threading.Event(), threading.Event()
+
+    def interrupted(rollouts: Sequence[Rollout]) -> Any:
+        prepares.set()
+        assert is_interrupted.wait(PATIENCE_S)
+        raise RuntimeError("interrupted")
+
+    monkeypatch.setattr(bench.pipeline.preprocessor, "prepare", interrupted)
+    monkeypatch.setattr(bench.pipeline.preprocessor, "interrupt", is_interrupted.set)
+    bench.pipeline.start()
+    bench.observe(max_prompts=1)
+    assert prepares.wait(PATIENCE_S)
+    assert bench.pipeline.stop(PATIENCE_S)
+    assert bench.pipeline.failure is None
+    assert bench.source.draw(1) == list(bench.client.calls[0])
+
+
+def test_a_step_wakes_the_thread_for_what_it_holds(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swift_stage2.channel_b.pipeline._IDLE_SLICE_S", 2 * PATIENCE_S)
+    bench = make_bench()
+    bench.client.answer = bench.client.answer_ahead
+    waits = threading.Event()
+    enter = bench.events.enter
+
+    def tell(activity: PipelineActivity) -> None:
+        enter(activity)
+        # Before anything is asked, and once all of it is held.
+        if bench.events.activities.count(PipelineActivity.IDLE) == 2 and bench.client.num_fruitful:
+            waits.set()
+
+    monkeypatch.setattr(bench.events, "enter", tell)
+    bench.observe()
+    bench.pipeline.start()
+    assert waits.wait(PATIENCE_S)
+    assert bench.events.segments == []
+    bench.client.verdicts["run-2"] = True
+    bench.clock.advance()
+    bench.observe(step=1)
+    bench.events.wait_until(lambda: bool(bench.events.packs))
 
 
 # --- evaluation --------------------------------------------------------------------------------------
@@ -695,19 +1077,20 @@ def test_an_evaluation_has_only_what_production_leaves(make_bench: Callable[...,
     bench = make_bench()
     bench.evaluation.begin(0)
     bench.observe(max_prompts=2)
+    assert bench.work()
+    assert bench.client.evaluated == [], "training has both places"
     while not bench.client.evaluated:
-        assert bench.pipeline._work_once()
-    num_calls = len(bench.client.calls)
-    assert bench.queue.statistics().depth >= 2, "asked for although packs were lacking"
-    bench.train(2)
+        assert bench.work()
+    bench.train(bench.queue.statistics().depth)
+    num_calls, num_evaluated = len(bench.client.calls), len(bench.client.evaluated)
     bench.observe(step=1, max_prompts=2)
-    assert bench.pipeline._work_once()
-    assert (len(bench.client.calls), bench.client.evaluated) == (num_calls + 1, [(0, 1)]), (
+    assert bench.work()
+    assert (len(bench.client.calls), len(bench.client.evaluated)) == (num_calls + 1, num_evaluated), (
         "training comes first"
     )
-    while bench.pipeline._work_once():
+    while bench.work():
         assert len(bench.client.evaluated) < 10
-    assert bench.client.evaluated == [(0, 1), (2, 3), (4,)]
+    assert [row for rows in bench.client.evaluated for row in rows] == [0, 1, 2, 3, 4]
     assert bench.evaluation.is_finished
     assert bench.evaluation.end().num_answered == 5
 
@@ -716,14 +1099,14 @@ def test_nothing_of_an_evaluation_reaches_what_trains(make_bench: Callable[..., 
     guard = TruncationGuard(0.0)
     bench = make_bench(guard=guard)
     bench.observe()
-    while bench.pipeline._work_once():
+    while bench.work():
         assert len(bench.client.calls) < 50
     drawn, segments = bench.source.state_dict(), len(bench.events.segments)
     batches, pace = bench.events.num_batches, bench.pipeline.production_pace
     answer = bench.client.rollout
     bench.client.rollout = lambda sample, **_: replace(answer(sample), truncated=True)  # type: ignore[method-assign]
     bench.evaluation.begin(0)
-    while bench.pipeline._work_once():
+    while bench.work():
         assert len(bench.client.evaluated) < 10
     assert bench.evaluation.end().ratios["truncated_ratio"] == 1.0
     assert guard.truncated_ratio == 0.0
@@ -736,12 +1119,12 @@ def test_an_evaluation_goes_on_while_channel_b_pauses_and_not_without_a_server(
 ) -> None:
     bench = make_bench()
     bench.observe(paused=True, max_prompts=3)
-    assert bench.pipeline._work_once(), "one batch of each version shows whether it is over"
+    assert bench.work(), "one batch of each version shows whether it is over"
     bench.evaluation.begin(0)
     bench.observe(paused=True, max_prompts=0)
-    assert not bench.pipeline._work_once()
+    assert not bench.work()
     bench.observe(paused=True, max_prompts=3)
-    assert bench.pipeline._work_once()
+    assert bench.work()
     assert (len(bench.client.calls), bench.client.evaluated) == (1, [(0, 1, 2)])
 
 
@@ -756,11 +1139,11 @@ def test_while_paused_each_version_is_asked_once(make_bench: Callable[..., Bench
     )
     for version in range(1, 4):
         bench.observe(paused=True, max_prompts=2)
-        bench.pipeline._work_once()
+        bench.work()
         assert len(bench.client.calls) == version
         for _ in range(3):
             bench.observe(paused=True, max_prompts=2)
-            assert not bench.pipeline._work_once()
+            assert not bench.work()
         assert len(bench.client.calls) == version
         bench.clock.advance()
 
@@ -773,7 +1156,7 @@ def test_truncated_rollouts_reach_the_guard(make_bench: Callable[..., Bench]) ->
     )
     for step in range(40):
         bench.observe(step=step)
-        bench.pipeline._work_once()
+        bench.work()
         if guard.paused:
             break
         if bench.queue.statistics().depth:
@@ -796,19 +1179,78 @@ def test_an_exception_in_the_source_becomes_the_pipelines_failure(make_bench: Ca
     assert "torn" in str(bench.pipeline.failure)
 
 
-def test_the_end_of_the_fence_or_the_queue_is_no_failure(make_bench: Callable[..., Bench]) -> None:
-    fenced, queued = make_bench(), make_bench()
-    fenced.client.answer = lambda samples: _raise(FenceShutDown("over"))
-    queued.queue.close()
-    for bench in (fenced, queued):
-        bench.pipeline.start()
-        bench.observe()
-        bench.pipeline._thread.join(PATIENCE_S)
-        assert not bench.pipeline._thread.is_alive()
-        assert bench.pipeline.failure is None
-        asked = {(key.epoch, key.position) for keys in bench.client.calls for key in keys}
-        left = {(epoch, position) for epoch, position, *_ in bench.source.state_dict()["outstanding"]}
-        assert left == asked, "a resumed run asks them again"
+def test_a_step_that_waits_gets_its_packs_and_leaves_nothing_out(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(target_packs=1)
+    bench.pipeline.start()
+    bench.fill(3)
+    assert bench.queue.num_fresh(bench.clock.current) >= 3
+    assert not bench.client.in_hand
+    bench.train(3)
+    num_asked = bench.client.num_fruitful
+    bench.observe(step=1, num_demanded=0)
+    bench.fill(0)
+    assert bench.client.num_fruitful == num_asked, "nothing is made that no step demands"
+
+
+def test_a_step_that_waits_goes_on_where_nothing_can_be_made(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.pipeline.start()
+    bench.client.proven = ()
+    bench.fill(3, max_prompts=0)
+    bench.client.proven = ("http://server",)
+    bench.fill(3, paused=True)
+    assert bench.client.num_fruitful == 1, "one batch a version tells whether rollouts are still cut off"
+    bench.fill(3, paused=True)
+    assert bench.client.num_fruitful == 1
+    bench.queue.close()
+    bench.fill(3)
+
+
+def test_a_step_that_waits_takes_a_pack_that_nothing_could_fill_better(
+    make_bench: Callable[..., Bench],
+) -> None:
+    """No two segments fit into one pack, and one alone is below the ratio."""
+    lengths = make_bench()
+    lengths.pipeline.start()
+    lengths.fill(1)
+    (pack,) = lengths.train()
+    num_tokens = pack.num_tokens // len(pack.keys)
+    bench = make_bench(packing_length=2 * num_tokens - 10, packing_min_fill_ratio=0.9)
+    bench.pipeline.start()
+    bench.fill(2)
+    assert bench.queue.num_fresh(bench.clock.current) >= 2
+
+
+def test_a_step_does_not_wait_for_a_budget_that_is_used_up(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(max_rollouts_per_version=1)
+    bench.pipeline.start()
+    bench.fill(1)
+    assert bench.queue.num_fresh(bench.clock.current) == 1, "of what there is"
+    bench.fill(3)
+    assert bench.client.num_fruitful == 1
+
+
+def test_a_step_that_waits_hears_of_a_stop(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()  # its thread never starts
+    pacing = PacingState(step=0, last_commit_step=0, current_version=0)
+    stopping = threading.Event()
+    threading.Timer(0.3, stopping.set).start()
+    began = time.monotonic()
+    bench.pipeline.fill(StepView(pacing, began, 10.0, 6, False, 1), PATIENCE_S, stopping.is_set)
+    assert time.monotonic() - began < PATIENCE_S
+
+
+def test_the_end_of_the_queue_is_no_failure(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    bench.queue.close()
+    bench.pipeline.start()
+    bench.observe()
+    bench.pipeline._thread.join(PATIENCE_S)
+    assert not bench.pipeline._thread.is_alive()
+    assert bench.pipeline.failure is None
+    asked = {(key.epoch, key.position) for keys in bench.client.calls for key in keys}
+    left = {(epoch, position) for epoch, position, *_ in bench.source.state_dict()["outstanding"]}
+    assert left == asked, "a resumed run asks them again"
 
 
 def test_stopping_waits_for_the_client_only_as_long_as_told(make_bench: Callable[..., Bench]) -> None:
@@ -885,7 +1327,10 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
     )
 
     def misbehave(samples: Sequence[Sample]) -> BatchOutcome:
-        turn = len(bench.client.calls) % 5
+        turn = len(bench.client.calls) % 7
+        if turn >= 5:  # of a staged round, whose end the next step brings
+            bench.client.round_id = f"run-{len(bench.client.calls)}"
+            return bench.client.answer_ahead(samples)
         if turn == 0:
             return BatchOutcome(returned=tuple(samples))
         bad, rest = samples[:1], samples[1:]
@@ -896,25 +1341,35 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
             return replace(good, returned=tuple(bad), timed_out=tuple(bad))
         if turn == 3:
             return replace(good, rollouts=(*good.rollouts, rollout_of(bad[0], "[]", (7,))))
-        bench.clock.advance()  # what is in the making ages
-        return bench.client.answer_all(samples)
+        everything = bench.client.answer_all(samples)
+        for _ in range(WINDOW + 1):  # what is in the making ages
+            bench.clock.advance()
+        return everything
 
     bench.client.answer = misbehave
     drawn: dict[tuple[int, int], SampleKey] = {}
     draw = bench.source.draw
 
-    def remember(count: int) -> Any:
-        keys = draw(count)
+    def remember(count: int, **terms: Any) -> Any:
+        keys = draw(count, **terms)
         drawn.update({(key.epoch, key.position): key for key in keys})
         return keys
 
     bench.source.draw = remember  # type: ignore[method-assign]
     bench.pipeline.start()
     for step in range(12):
+        for place, (round_id, verdict) in enumerate(list(bench.client.verdicts.items())):
+            if verdict is None:
+                bench.client.verdicts[round_id] = place % 2 == 0
+                bench.clock.advance()
         bench.observe(step=step, last_commit_step=step)
         num_batches = bench.events.num_batches
         bench.events.wait_until(
-            lambda n=num_batches: bench.events.num_batches > n or bench.queue.statistics().depth >= 3
+            lambda n=num_batches: (
+                bench.events.num_batches > n
+                or bench.queue.statistics().depth >= 3
+                or None in bench.client.verdicts.values()
+            )
         )
         if step % 4 == 3:
             bench.clock.advance()
@@ -966,7 +1421,7 @@ def test_no_segment_falls_between_two_versions(
     segments: Any = [SimpleNamespace(key=SampleKey(0, number, number), version=number) for number in range(9)]
     monkeypatch.setattr(bench.pipeline, "clock", RacingClock())
     monkeypatch.setattr(bench.pipeline, "_segments", segments)
-    monkeypatch.setattr(bench.pipeline, "_return_for_redraw", lambda keys, _: returned.extend(keys))
+    monkeypatch.setattr(bench.pipeline._ends, "dropped", lambda keys, _: returned.extend(keys))
     monkeypatch.setattr(bench.events, "stale_segment", lambda segment: None)
     bench.pipeline._drop_stale_segments()
     kept = [segment.key for segment in bench.pipeline._segments]

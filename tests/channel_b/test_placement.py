@@ -1,126 +1,120 @@
-"""Who gets how much of a batch."""
+"""Which server gets the next share, and how many POSTs a server gets at once."""
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.channel_b.rollout_client.plan import ServerLoad, ServerPace, as_slices, place
-
-PACES = st.one_of(st.none(), st.floats(0.01, 1000.0))
-SERVERS = st.lists(
-    st.builds(lambda pace, busy: ServerLoad(ServerPace(pace, last_batch=1), busy), PACES, st.integers(0, 50)),
-    min_size=1,
-    max_size=6,
+from swift_stage2.channel_b.rollout_client.plan import (
+    PlaceLimit,
+    PostEnd,
+    ServerLoad,
+    ServerPace,
+    choose,
 )
 
 
 def servers(*paces: float | None) -> list[ServerLoad]:
-    return [ServerLoad(ServerPace(pace, last_batch=1)) for pace in paces]
+    return [ServerLoad(ServerPace(pace, last_share=1)) for pace in paces]
 
 
-@given(num_samples=st.integers(0, 200), loads=SERVERS, full=st.integers(1, 64), turn=st.integers(0, 50))
-def test_every_sample_is_placed_on_as_few_servers_as_hold_the_batch(
-    num_samples: int, loads: list[ServerLoad], full: int, turn: int
-) -> None:
-    sizes = place(num_samples, loads, full_share=full, turn=turn, batch=2)
-    assert len(sizes) == len(loads)
-    assert sum(sizes) == num_samples
-    assert min(sizes) >= 0
-    assert sum(size > 0 for size in sizes) == min(len(loads), math.ceil(num_samples / full))
+def fill(loads: list[ServerLoad], num_shares: int, *, size: int = 1, rank: int = 0) -> list[int]:
+    """In hand on each server once so many shares were placed and none has ended."""
+    in_hand = [load.in_hand for load in loads]
+    for share in range(num_shares):
+        now = [ServerLoad(load.pace, count) for load, count in zip(loads, in_hand, strict=True)]
+        in_hand[choose(now, [size] * len(now), share=2, turn=rank + share)] += size
+    return in_hand
 
 
 @given(
-    num_samples=st.integers(1, 200),
+    num_shares=st.integers(1, 200),
     paces=st.lists(st.floats(0.1, 100.0), min_size=2, max_size=5),
-    turn=st.integers(0, 9),
+    rank=st.integers(0, 9),
 )
-def test_a_faster_server_never_gets_less(num_samples: int, paces: list[float], turn: int) -> None:
-    sizes = place(num_samples, servers(*paces), full_share=1, turn=turn, batch=2)
-    by_pace = sorted(zip(paces, sizes, strict=True))
-    if num_samples >= len(paces):
-        for (slow, less), (fast, more) in pairwise(by_pace):
-            assert more >= less - (1 if slow == fast else 0)
+def test_a_faster_server_never_has_less_in_hand(num_shares: int, paces: list[float], rank: int) -> None:
+    in_hand = fill(servers(*paces), num_shares, rank=rank)
+    assert sum(in_hand) == num_shares
+    for (_, less), (_, more) in pairwise(sorted(zip(paces, in_hand, strict=True))):
+        assert more >= less - 1
 
 
-@given(rate=st.floats(1.0, 8.0), first=st.integers(1, 63))
-def test_shares_settle_near_the_proportion_of_two_linear_servers(rate: float, first: int) -> None:
-    """Server 1 computes ``rate`` prompts in the time of one on server 0; from any first split."""
-    paces = [
-        ServerPace().after(first, float(first), 1),
-        ServerPace().after(64 - first, (64 - first) / rate, 1),
-    ]
-    sizes = place(64, [ServerLoad(pace) for pace in paces], full_share=1, turn=0, batch=2)
-    ends = sizes[0] / 1.0, sizes[1] / rate
-    ideal = 64 / (1 + rate)
-    assert max(ends) <= 1.3 * ideal + 1
+@given(
+    counts=st.lists(st.integers(0, 50), min_size=1, max_size=6),
+    size=st.integers(1, 16),
+    turn=st.integers(0, 50),
+)
+def test_of_equal_servers_the_least_loaded_is_first(counts: list[int], size: int, turn: int) -> None:
+    loads = [ServerLoad(ServerPace(3.0, 1), count) for count in counts]
+    assert counts[choose(loads, [size] * len(loads), share=2, turn=turn)] == min(counts)
 
 
-@given(first=st.integers(12, 52))
-def test_shares_of_servers_whose_time_does_not_depend_on_the_share_come_back_to_even(first: int) -> None:
-    """A larger batch looks faster there; nothing may be fed by that."""
-    sizes = (first, 64 - first)
-    paces = [ServerPace(), ServerPace()]
-    for batch in range(1, 60):
-        paces = [pace.after(size, 1.0, batch) for pace, size in zip(paces, sizes, strict=True)]
-        sizes = place(64, [ServerLoad(pace) for pace in paces], full_share=1, turn=0, batch=batch + 1)  # type: ignore[assignment]
-    assert abs(sizes[0] - 32) <= 6
+def test_servers_that_are_about_as_fast_as_the_best_share_evenly() -> None:
+    assert fill(servers(10, 11, 14), 30) == [10, 10, 10]
+    slow, fast = fill(servers(2, 10), 30)
+    assert slow <= fast / 2
 
 
-@given(loads=SERVERS, turn=st.integers(0, 5))
-def test_a_small_batch_goes_to_one_server_that_is_about_the_first_to_end(
-    loads: list[ServerLoad], turn: int
-) -> None:
-    sizes = place(8, loads, full_share=8, turn=turn, batch=2)
-    fastest = max((load.pace.prompts_per_s for load in loads if load.pace.prompts_per_s), default=1.0)
-    ends = [(load.in_flight + 8) / (load.pace.prompts_per_s or fastest) for load in loads]
-    assert ends[sizes.index(8)] <= 1.5 * min(ends)
-
-
-def test_ranks_with_equal_servers_take_turns() -> None:
-    chosen = [place(8, servers(10, 11, 10.5), full_share=8, turn=turn, batch=2).index(8) for turn in range(6)]
+def test_ranks_and_shares_take_turns() -> None:
+    chosen = [choose(servers(10, 11, 10.5), [1] * 3, share=2, turn=turn) for turn in range(6)]
     assert chosen == [0, 1, 2, 0, 1, 2]
 
 
 def test_a_server_without_history_counts_as_fast_as_the_fastest() -> None:
-    assert place(20, servers(10, None), full_share=1, turn=0, batch=2) == (10, 10)
-    assert place(8, servers(1, 10, None), full_share=8, turn=2, batch=2) == (0, 0, 8)
-
-
-def test_what_is_still_in_flight_counts_as_work() -> None:
-    loads = [ServerLoad(ServerPace(10, 1), in_flight=10), ServerLoad(ServerPace(10, 1))]
-    sizes = place(20, loads, full_share=1, turn=0, batch=2)
-    assert sizes == (5, 15)
-    assert place(8, loads, full_share=8, turn=0, batch=2) == (0, 8)
+    assert fill(servers(10, None), 20) == [10, 10]
+    assert choose(servers(1, 10, None), [8] * 3, share=2, turn=2) == 2
 
 
 def test_a_server_that_was_left_out_for_long_is_tried_again() -> None:
     slow = servers(100, 1)
-    assert place(8, slow, full_share=8, turn=1, batch=2) == (8, 0)
-    kept = [ServerLoad(ServerPace(100, last_batch=40)), slow[1]]
-    assert place(8, kept, full_share=8, turn=1, batch=40) == (0, 8)
+    assert choose(slow, [1, 1], share=2, turn=1) == 0
+    kept = [ServerLoad(ServerPace(100, last_share=40)), slow[1]]
+    assert choose(kept, [1, 1], share=40, turn=1) == 1
 
 
 def test_a_pace_follows_the_server_and_an_empty_share_shows_nothing() -> None:
-    pace = ServerPace().after(10, 2.0, batch=1)
+    pace = ServerPace().after(10, 2.0)
     assert pace.prompts_per_s == 5.0
-    assert pace.after(0, 3.0, batch=2) == ServerPace(5.0, 2)
-    for batch in range(3, 30):
-        pace = pace.after(10, 1.0, batch)
+    assert pace.after(0, 3.0) == pace
+    for _ in range(30):
+        pace = pace.after(10, 1.0)
     assert pace.prompts_per_s == pytest.approx(10.0, rel=0.01)
 
 
-def test_slices_cover_the_batch_in_order() -> None:
-    assert as_slices((2, 0, 3)) == [slice(0, 2), slice(2, 2), slice(2, 5)]
+def test_a_share_needs_a_server() -> None:
+    with pytest.raises(ValueError, match="num_servers=0"):
+        choose([], [], share=1, turn=0)
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "loads", "full"), [(1, [], 1), (-1, servers(1), 1), (1, servers(1), 0)]
+# --- the limit -------------------------------------------------------------------------------------------
+
+
+def test_the_limit_halves_when_there_is_no_room_and_grows_by_one_per_full_set() -> None:
+    limit = PlaceLimit()
+    assert limit.within(8) == 8
+    limit.observe(PostEnd.BUSY, began_s=0.0, ended_s=1.0, most=8)
+    assert limit.within(8) == 4
+    limit.observe(PostEnd.TIMED_OUT, began_s=0.5, ended_s=2.0, most=8)
+    assert limit.within(8) == 4, "it left before the cut"
+    for _ in range(5):
+        limit.observe(PostEnd.ANSWERED, began_s=2.0, ended_s=3.0, most=8)
+    assert limit.within(8) == 5
+    limit.observe(PostEnd.LOST, began_s=3.0, ended_s=4.0, most=8)
+    assert limit.within(8) == 5, "trust, not room"
+
+
+@given(
+    ends=st.lists(st.sampled_from((PostEnd.ANSWERED, PostEnd.BUSY, PostEnd.TIMED_OUT, PostEnd.LOST))),
+    most=st.integers(1, 64),
 )
-def test_what_makes_no_sense_is_refused(num_samples: int, loads: list[ServerLoad], full: int) -> None:
-    with pytest.raises(ValueError, match="got"):
-        place(num_samples, loads, full_share=full, turn=0, batch=1)
+def test_the_limit_stays_between_one_and_the_share_and_comes_back(ends: list[PostEnd], most: int) -> None:
+    limit = PlaceLimit()
+    for second, end in enumerate(ends):
+        limit.observe(end, began_s=second, ended_s=second + 1, most=most)
+        assert 1 <= limit.within(most) <= most
+    for _ in range(most * most + 2):
+        limit.observe(PostEnd.ANSWERED, began_s=0.0, ended_s=0.0, most=most)
+    assert limit.within(most) == most

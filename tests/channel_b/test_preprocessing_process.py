@@ -260,7 +260,7 @@ def test_the_kernel_ends_it_with_its_rank_although_its_socket_stays_open() -> No
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             rank.kill()
-        psutil.wait_procs([worker], timeout=30)
+        psutil.wait_procs([worker], timeout=60)
         assert not worker.is_running()
 
 
@@ -334,7 +334,7 @@ def test_an_interrupt_wakes_who_waits_for_a_process_that_stands_still(own: Proce
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(own.await_ready)
         own.interrupt()
-        assert isinstance(waiting.exception(timeout=30), PreprocessorLost)
+        assert isinstance(waiting.exception(timeout=60), PreprocessorLost)
 
 
 def test_closing_leaves_no_process(own: ProcessPreprocessor) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import rollout_batch
+from as_sampled import AsSampled
 from fake_rollout_server import Answer, Call, FakeRolloutServer, echo
 from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
-from swift_stage2.channel_b.rollout_client import RolloutClient, Terms
+from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights, Terms
+from swift_stage2.channel_b.task import Task
+from swift_stage2.columns import LOG_PROBS
 from swift_stage2.config import DecodingConfig
 from swift_stage2.evaluation import MAX_ASKS, RankEvaluation
 from swift_stage2.fence import InferFence
@@ -26,8 +32,9 @@ from swift_stage2.records import (
     SampleKey,
     Target,
 )
+from swift_stage2.servers.protocol import may_abort
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 NUM_SAMPLES = 9  # of the 12 rows
 DECODING = DecodingConfig(temperature=0.7, top_p=0.9, max_new_tokens=64)
 
@@ -67,14 +74,18 @@ class StandInClient:
         self.answer: Callable[[Sequence[Sample]], BatchOutcome] = self.answer_all
         self.asked: list[list[int]] = []
         self.terms: list[Terms | None] = []
+        self._finished: deque[BatchOutcome] = deque()
 
-    def generate(
+    def submit(
         self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]], terms: Terms | None = None
-    ) -> BatchOutcome:
+    ) -> None:
         assert len(samples) == len(requests) > 0
         self.asked.append([sample.key.index for sample in samples])
         self.terms.append(terms)
-        return self.answer(samples)
+        self._finished.append(replace(self.answer(samples), terms=terms))
+
+    def next_finished(self, timeout_s: float) -> BatchOutcome | None:
+        return self._finished.popleft() if self._finished else None
 
     def answer_all(self, samples: Sequence[Sample]) -> BatchOutcome:
         return BatchOutcome(rollouts=tuple(map(self.rollout, samples)), num_posts=1)
@@ -86,22 +97,40 @@ class StandInClient:
 
 class Scene:
     def __init__(
-        self, encoder: Encoder, rows: Sequence[Any], *, rank: int = 0, client: Any = None, **settings: Any
+        self,
+        encoder: Encoder,
+        rows: Sequence[Any],
+        *,
+        rank: int = 0,
+        client: Any = None,
+        task: Task | None = None,
+        **settings: Any,
     ) -> None:
+        task = make_task() if task is None else task
         self.client: Any = StandInClient(encoder) if client is None else client
         self.events = Recorder()
         defaults: dict[str, Any] = {"num_samples": NUM_SAMPLES, "world_size": 2}
         self.part = RankEvaluation(
             rows,
-            make_task(),
+            task,
             rank=rank,
             client=self.client,
             make_request=encoder.request,
-            preprocessor=ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
+            preprocessor=ThreadPreprocessor(encoder, task, packing_length=PACKING_LENGTH),
             decoding=DECODING,
             events=self.events,
             **(defaults | settings),
         )
+
+    def ask(self, most: int) -> bool:
+        """Asks, and takes all that comes of it; False when nothing does."""
+        missing, came = self.part.ask(most), False
+        while missing:
+            outcome = self.client.next_finished(PATIENCE_S)
+            assert outcome is not None
+            missing -= len(outcome.samples)
+            came |= self.part.take(outcome)
+        return came
 
 
 # --- what is asked -----------------------------------------------------------------------------------
@@ -114,7 +143,7 @@ def test_ranks_share_the_first_rows_and_ask_them_greedily_under_one_version(
     for rank in (0, 1):
         scene = Scene(encoder, rows, rank=rank)
         scene.part.begin(5)
-        while scene.part.ask(3):
+        while scene.ask(3):
             pass
         assert scene.part.is_finished
         assert {terms.only_version for terms in scene.client.terms} == {5}
@@ -123,12 +152,29 @@ def test_ranks_share_the_first_rows_and_ask_them_greedily_under_one_version(
     assert asked == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
 
 
+def test_an_evaluation_asks_for_the_columns_without_which_its_task_corrects_nothing(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    for log_probs in (None, ()):
+        scene = Scene(encoder, rows, task=AsSampled())
+        client = scene.client
+        client.answer = lambda samples, client=client, log_probs=log_probs: BatchOutcome(
+            rollouts=tuple(replace(client.rollout(sample), log_probs=log_probs) for sample in samples),
+            num_posts=1,
+        )
+        scene.part.begin(5)
+        scene.ask(2)
+        assert {terms.columns for terms in client.terms} == {(LOG_PROBS,)}
+        counts = scene.part.end()
+        assert (counts.num_answered, counts.num_failed) == ((0, 2) if log_probs is None else (2, 0))
+
+
 def test_every_evaluation_asks_the_same_rows_anew(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
     scene = Scene(encoder, rows)
     for version in (5, 6):
         scene.client.version = version
         scene.part.begin(version)
-        assert scene.part.ask(99)
+        assert scene.ask(99)
         assert scene.part.end().num_answered == 5
     assert scene.client.asked == [[0, 2, 4, 6, 8]] * 2
 
@@ -137,12 +183,12 @@ def test_nothing_is_asked_before_it_begins_nor_after_it_has_ended(
     encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:
     scene = Scene(encoder, rows)
-    assert not scene.part.ask(3)
+    assert not scene.ask(3)
     assert scene.part.is_finished
     scene.part.begin(5)
     assert not scene.part.is_finished
     scene.part.end()
-    assert not scene.part.ask(3)
+    assert not scene.ask(3)
     assert scene.client.asked == []
 
 
@@ -150,7 +196,7 @@ def test_a_rank_without_rows_is_finished_at_once(encoder: Encoder, rows: list[di
     scene = Scene(encoder, rows, rank=1, num_samples=1)
     scene.part.begin(5)
     assert scene.part.is_finished
-    assert not scene.part.ask(3)
+    assert not scene.ask(3)
     assert scene.part.end() == EvaluationCounts()
 
 
@@ -160,7 +206,7 @@ def test_a_rank_without_rows_is_finished_at_once(encoder: Encoder, rows: list[di
 def test_the_ground_truth_as_answer_is_perfect(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
     scene = Scene(encoder, rows)
     scene.part.begin(5)
-    assert scene.part.ask(99)
+    assert scene.ask(99)
     counts = scene.part.end()
     num_objects = sum(len(rows[index]["objects"]["bbox"]) for index in (0, 2, 4, 6, 8))
     assert counts == EvaluationCounts(5, 5, 0, 0, num_objects, num_objects, num_objects, counts.sum_iou)
@@ -169,15 +215,37 @@ def test_the_ground_truth_as_answer_is_perfect(encoder: Encoder, rows: list[dict
     }  # fmt: skip
 
 
+def test_every_answer_that_is_counted_leaves_its_row_and_so_does_every_failure(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    scene = Scene(encoder, rows)
+    scene.client.answer = lambda samples: replace(
+        scene.client.answer_all(samples[1:]), quarantined=((samples[0], "poison"),)
+    )
+    scene.part.begin(5)
+    assert scene.ask(99)
+    scene.part.end()
+    lines = {line["row"]: line for line in map(json.loads, scene.part.lines.splitlines())}
+    assert lines.keys() == {0, 2, 4, 6, 8}
+    assert (lines[0]["finish_reason"], lines[0]["objects"]) == ("failed", {"ref": [], "bbox": []})
+    for number in (2, 4, 6, 8):
+        line, objects = lines[number], rows[number]["objects"]
+        assert (line["image"], line["finish_reason"]) == (rows[number]["images"][0], "stop")
+        assert line["truth"] == {"ref": objects["ref"], "bbox": objects["bbox"]}
+        assert line["objects"]["ref"] == objects["ref"]
+        for found, true in zip(line["objects"]["bbox"], objects["bbox"], strict=True):
+            assert found == pytest.approx(true, abs=0.002 * max(line["width"], line["height"]) + 1)
+
+
 def test_an_answer_of_another_version_is_not_counted_and_asked_again(
     encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:
     scene = Scene(encoder, rows)
     scene.part.begin(5)
     scene.client.version = 6
-    assert not scene.part.ask(2)
+    assert not scene.ask(2)
     scene.client.version = 5
-    assert scene.part.ask(99)
+    assert scene.ask(99)
     assert scene.client.asked == [[0, 2], [4, 6, 8, 0, 2]], "again comes last"
     assert scene.part.end().num_answered == 5
 
@@ -194,9 +262,9 @@ def test_an_answer_that_comes_after_the_end_is_of_no_evaluation(
         return scene.client.answer_all(samples)
 
     scene.part.begin(5)
-    assert scene.part.ask(2)
+    assert scene.ask(2)
     scene.client.answer = end_meanwhile
-    scene.part.ask(99)
+    scene.ask(99)
     assert [counts.num_answered for counts in ended] == [2]
     assert scene.part.end() == EvaluationCounts(num_wanted=5)
 
@@ -214,9 +282,9 @@ def test_what_is_in_flight_counts_although_no_more_may_be_asked(
 
     scene.client.answer = cut_meanwhile
     scene.part.begin(5)
-    assert scene.part.ask(3)
+    assert scene.ask(3)
     assert scene.part.is_finished
-    assert not scene.part.ask(3)
+    assert not scene.ask(3)
     assert scene.client.asked == [[0, 2, 4]]
     counts = scene.part.end()
     assert (counts.num_wanted, counts.num_answered, counts.num_failed) == (5, 1, 0)
@@ -231,7 +299,7 @@ def test_what_is_not_answered_is_asked_again_and_fails_after_so_many_requests(
     scene = Scene(encoder, rows)
     scene.client.answer = lambda samples: BatchOutcome(returned=tuple(samples), num_posts=1)
     scene.part.begin(5)
-    worked = [scene.part.ask(99) for _ in range(MAX_ASKS)]
+    worked = [scene.ask(99) for _ in range(MAX_ASKS)]
     assert worked == [False] * (MAX_ASKS - 1) + [True], (
         "a server that returns everything is not asked without pause"
     )
@@ -244,9 +312,9 @@ def test_where_nobody_was_asked_no_request_was_used_up(encoder: Encoder, rows: l
     scene = Scene(encoder, rows)
     scene.client.answer = lambda samples: BatchOutcome(returned=tuple(samples))
     scene.part.begin(5)
-    assert not any(scene.part.ask(99) for _ in range(2 * MAX_ASKS))
+    assert not any(scene.ask(99) for _ in range(2 * MAX_ASKS))
     scene.client.answer = scene.client.answer_all
-    assert scene.part.ask(99)
+    assert scene.ask(99)
     assert scene.part.end().num_answered == 5
 
 
@@ -263,7 +331,7 @@ def test_rows_that_cannot_be_used_fail_and_the_others_count(
 
     scene.client.answer = misbehave
     scene.part.begin(5)
-    assert scene.part.ask(99)
+    assert scene.ask(99)
     assert scene.part.is_finished
     counts = scene.part.end()
     assert (counts.num_wanted, counts.num_answered, counts.num_failed) == (5, 2, 3)
@@ -308,9 +376,10 @@ def make_client(server: FakeRolloutServer, fence: InferFence, events: Recorder) 
         rank=0,
         world_size=1,
         ticket_timeout_s=0.05,
+        max_inflight_per_server=99,
         events=events,  # type: ignore[arg-type]
     )
-    client.set_proven([server.url])
+    client.set_proven({server.url: ServedWeights(None, fence.version, None)})
     return client
 
 
@@ -321,14 +390,15 @@ def test_posts_of_an_evaluation_are_greedy_and_told_apart_from_those_of_training
     with FakeRolloutServer() as server, make_client(server, InferFence(version=5), training) as client:
         scene = Scene(encoder, rows, client=client)
         scene.part.begin(5)
-        assert scene.part.ask(2)  # the fake server's prompt is not the learner's, so that both fail
+        assert scene.ask(2)  # the fake server's prompt is not the learner's, so that both fail
         (call,) = server.calls
         assert call.config["temperature"] == 0.0
         assert call.config["top_p"] == DECODING.top_p
         assert call.config["max_tokens"] == DECODING.max_new_tokens
+        assert not any(map(may_abort, call.requests)), "a server waits with new weights for them"
         assert (scene.events.posts, training.posts) == ([(server.url, 5)], [])
         sample = Sample(SampleKey(0, 0, 0), rows[0])
-        client.generate([sample], [encoder.request(sample)])
+        rollout_batch.generate(client, [sample], [encoder.request(sample)])
         assert server.calls[-1].config["temperature"] == DECODING.temperature
         assert (len(scene.events.posts), training.posts) == (1, [(server.url, 5)])
 
@@ -341,7 +411,7 @@ def test_a_round_that_comes_while_a_ticket_is_waited_for_leaves_nothing_to_ask(
         scene = Scene(encoder, rows, client=client)
         scene.part.begin(5)
         fence.close()
-        asking = threading.Thread(target=scene.part.ask, args=(2,))
+        asking = threading.Thread(target=scene.ask, args=(2,))
         asking.start()
         fence.reopen(6)
         asking.join(PATIENCE_S)
@@ -356,7 +426,7 @@ def test_the_end_of_the_run_cuts_what_is_in_flight(encoder: Encoder, rows: list[
         with make_client(server, InferFence(version=5), Recorder()) as client:
             scene = Scene(encoder, rows, client=client)
             scene.part.begin(5)
-            asking = threading.Thread(target=scene.part.ask, args=(2,))
+            asking = threading.Thread(target=scene.ask, args=(2,))
             asking.start()
             server.wait_until(lambda: len(server.calls) == 1)
             client.request_stop()
@@ -378,6 +448,6 @@ def test_a_batch_in_flight_is_bounded_by_what_may_be_in_flight(
         with make_client(server, InferFence(version=5), Recorder()) as client:
             scene = Scene(encoder, rows, client=client)
             scene.part.begin(5)
-            while scene.part.ask(2):
+            while scene.ask(2):
                 pass
         assert [len(call.requests) for call in server.calls] == [2, 2, 1]

@@ -2,14 +2,20 @@ from __future__ import annotations
 
 import threading
 from dataclasses import FrozenInstanceError, dataclass
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from swift_stage2 import records
+from swift_stage2.channel_b.preprocessing import make_pack
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue, Reservation
 from swift_stage2.errors import QueueClosed, ReservationSpent
+from swift_stage2.scheduling.version_clock import require_fresh
+
+QUALITY = records.MatchQuality(0, 1, 0, 0.0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -200,7 +206,7 @@ def test_drops_are_reported_outside_the_lock() -> None:
     def ask_from_elsewhere(pack: Pack, reason: DropReason) -> None:
         thread = threading.Thread(target=queue.statistics, daemon=True)
         thread.start()
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         answered.append(not thread.is_alive())
 
     queue: ReadyQueue[Pack] = ReadyQueue(1, 0, ask_from_elsewhere)
@@ -223,19 +229,19 @@ def test_no_pack_is_lost_or_doubled_between_threads() -> None:
     makers_done = threading.Event()
 
     def make(first: int) -> None:
-        start.wait(timeout=10)
+        start.wait(timeout=60)
         for name in range(first, first + num_packs):
             queue.offer(Pack(1, name), current_version=1)
 
     def take(mine: list[int]) -> None:
-        start.wait(timeout=10)
+        start.wait(timeout=60)
         while not makers_done.is_set() or queue.statistics().depth >= 2:
             reservation = queue.reserve(2, current_version=1)
             if reservation is not None:
                 mine.extend(names(reservation.take()))
 
     def release() -> None:
-        start.wait(timeout=10)
+        start.wait(timeout=60)
         while not makers_done.is_set():
             reservation = queue.reserve(3, current_version=1)
             if reservation is not None:
@@ -247,16 +253,41 @@ def test_no_pack_is_lost_or_doubled_between_threads() -> None:
     for thread in makers + users:
         thread.start()
     for thread in makers:
-        thread.join(timeout=30)
+        thread.join(timeout=60)
     makers_done.set()
     for thread in users:
-        thread.join(timeout=30)
+        thread.join(timeout=60)
     assert not any(thread.is_alive() for thread in makers + users)
     left = queue.reserve(queue.statistics().depth, current_version=1)
     assert left is not None
     everything = dropped + taken[0] + taken[1] + names(left.take())
     assert sorted(everything) == list(range(2 * num_packs))
     assert queue.statistics().peak_depth <= 6
+
+
+SEGMENTS = st.lists(st.integers(0, 4), min_size=1, max_size=4)
+
+
+@given(st.lists(st.one_of(SEGMENTS, st.sampled_from(("round", "reserve"))), max_size=40), st.integers(0, 3))
+@settings(max_examples=200)
+def test_no_sample_of_a_pack_that_is_taken_is_stale(events: list[list[int] | str], window: int) -> None:
+    """Packs of segments of any age, as the pipeline makes them: the oldest decides, so every single one is fresh."""
+    current, encoder = 5, SimpleNamespace(collate=lambda segments: {})
+    queue: ReadyQueue[records.Pack] = ReadyQueue(8, window)
+    for number, event in enumerate(events):
+        if event == "round":
+            current += 1
+        elif isinstance(event, list):
+            segments = [
+                records.Segment(records.SampleKey(0, number, at), "", current - age, {}, 1, 1, 1, QUALITY)
+                for at, age in enumerate(event)
+            ]
+            pack = make_pack(str(number), segments, encoder, 4)  # type: ignore[arg-type]
+            assert pack.versions == tuple(segment.version for segment in segments)
+            queue.offer(pack, current_version=current)
+        elif (reservation := queue.reserve(1, current_version=current)) is not None:
+            (taken,) = reservation.take()
+            require_fresh(zip(taken.keys, taken.versions, strict=True), current=current, window=window)
 
 
 class QueueAgainstAList(RuleBasedStateMachine):

@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_rollout_server import (
     Answer,
+    Behaviour,
     Call,
     FakeRolloutServer,
     await_settled,
@@ -26,20 +28,24 @@ from fake_rollout_server import (
     stamped,
 )
 from free_port import free_port
+from rollout_batch import generate
 
-from swift_stage2.channel_b.rollout_client import RolloutClient, lane
+from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights, Terms, lane
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.channel_b.rollout_client.trust import ServerTrust
 from swift_stage2.config import DecodingConfig
-from swift_stage2.errors import ConfigError, FenceShutDown, TicketTimeout
+from swift_stage2.errors import ConfigError, TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
+from swift_stage2.servers.protocol import PREFIX
 from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.ledger import Ledger
 from swift_stage2.telemetry.reading import read_ledger
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 KEY = "sk-very-secret-0123456789"
+UNSTAMPED = ServedWeights(None, 3, None)
 
 
 @pytest.fixture
@@ -76,10 +82,16 @@ def make_client(*servers: FakeRolloutServer | str, fence: InferFence, **changes:
         "rank": 0,
         "world_size": 2,
         "ticket_timeout_s": 0.05,
+        "max_inflight_per_server": 4096,
     }
     client = RolloutClient(urls, fence=fence, **settings | changes)
-    client.set_proven(urls)
+    client.set_proven(dict.fromkeys(urls, UNSTAMPED))
     return client
+
+
+def by(incarnation: str) -> ServedWeights:
+    """The weights of the fence's version in our own server."""
+    return ServedWeights("run-1", 3, incarnation)
 
 
 def make_samples(count: int, first: int = 0) -> list[Sample]:
@@ -91,7 +103,7 @@ def make_samples(count: int, first: int = 0) -> list[Sample]:
 def ask(client: RolloutClient, count: int, *, first: int = 0) -> BatchOutcome:
     """Asks for ``count`` samples; the text of a request is its position."""
     samples = make_samples(count, first)
-    outcome = client.generate(samples, [request(str(sample.key.position)) for sample in samples])
+    outcome = generate(client, samples, [request(str(sample.key.position)) for sample in samples])
     resolved = [r.sample for r in outcome.rollouts] + [sample for sample, _ in outcome.quarantined]
     everything = sorted(s.key.position for s in (*resolved, *outcome.returned))
     assert everything == list(range(first, first + count)), "every sample comes back exactly once"
@@ -152,24 +164,63 @@ def test_finish_reasons(server: FakeRolloutServer, fence: InferFence) -> None:
     assert positions(outcome.returned) == [2]
 
 
+def test_every_part_of_a_rollout_is_drawn_anew(server: FakeRolloutServer, fence: InferFence) -> None:
+    """A seed's numbers may begin anew in every part, as vLLM's do."""
+    server.on_infer = lambda call: outputs([output("x", finish_reason="abort")])
+    with make_client(server, fence=fence) as client:
+        for _ in range(3):
+            assert positions(ask(client, 1).returned) == [0]
+    assert len({call.config["seed"] for call in server.infer_calls}) == 3
+
+
+def test_a_probe_asks_no_rest(server: FakeRolloutServer, fence: InferFence) -> None:
+    """Of the one token that a probe asks for, the ids of a resumed request would leave none."""
+
+    def answer(call: Call) -> Answer:
+        return error() if "1" in call.texts else echo(call)
+
+    server.on_infer = answer
+    with make_client(server, fence=fence) as client:
+        first, second = make_samples(2)
+        resumed = {**request("0"), PREFIX: [5, 6]}
+        assert len(generate(client, [first], [resumed]).rollouts) == 1
+        assert len(generate(client, [second], [request("1")]).quarantined) == 1
+    probe = server.infer_calls[-1]
+    assert (probe.requests, probe.config["max_tokens"]) == ([request("0")], 1)
+
+
 def test_a_server_that_is_not_proven_is_never_asked(server: FakeRolloutServer, fence: InferFence) -> None:
     with make_client(server, fence=fence) as client:
-        client.set_proven([])
+        client.set_proven({})
         assert positions(ask(client, 2).returned) == [0, 1]
         assert server.calls == []
-        client.set_proven([server.url])
+        client.set_proven({server.url: UNSTAMPED})
         assert texts(ask(client, 1)) == ["echo 0"]
 
 
 def test_only_servers_of_the_client_can_be_proven(server: FakeRolloutServer, fence: InferFence) -> None:
     with make_client(server, fence=fence) as client, pytest.raises(ValueError, match="elsewhere"):
-        client.set_proven(["http://elsewhere:1"])
+        client.set_proven({"http://elsewhere:1": UNSTAMPED})
+
+
+def test_a_server_that_is_added_is_asked_once_it_is_proven(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    with FakeRolloutServer() as late, make_client(server, fence=fence) as client:
+        client.add_server(late.url)
+        assert len(ask(client, 4).rollouts) == 4
+        assert late.calls == []
+        client.set_proven(dict.fromkeys([server.url, late.url], UNSTAMPED))
+        rollouts = ask(client, 4).rollouts
+        assert [rollout.server for rollout in rollouts] == [late.url] * 4, (
+            "one without history is as fast as any"
+        )
 
 
 def test_one_request_per_sample(server: FakeRolloutServer, fence: InferFence) -> None:
     with make_client(server, fence=fence) as client:
         with pytest.raises(ValueError, match="num_samples=2 num_requests=1"):
-            client.generate(make_samples(2), [request("0")])
+            generate(client, make_samples(2), [request("0")])
 
 
 def test_an_empty_batch_asks_nobody(server: FakeRolloutServer, fence: InferFence) -> None:
@@ -288,7 +339,7 @@ def test_samples_of_a_server_that_stays_full_return_and_it_stays_trusted(
 ) -> None:
     monkeypatch.setattr(lane, "_BUSY_PAUSE_S", 0.01)
     server.on_infer = lambda call: error(429) if "1" in call.texts else echo(call)
-    with make_client(server, fence=fence, request_timeout_s=0.3) as client:
+    with make_client(server, fence=fence, request_timeout_s=1.0) as client:
         assert texts(ask(client, 1)) == ["echo 0"]
         outcome = ask(client, 2, first=1)
         assert (client.suspects, client.num_unsettled) == ({}, 0)
@@ -449,7 +500,7 @@ def test_of_two_servers_the_dead_one_costs_its_share_once(
     server: FakeRolloutServer, fence: InferFence
 ) -> None:
     dead = closed_port()
-    with make_client(server, dead, fence=fence) as client:
+    with make_client(server, dead, fence=fence, max_inflight_per_server=3) as client:
         first = ask(client, 5)
         second = ask(client, 5)
         assert client.proven == (server.url,)
@@ -460,7 +511,8 @@ def test_of_two_servers_the_dead_one_costs_its_share_once(
 
 
 def test_two_servers_share_a_batch(server: FakeRolloutServer, fence: InferFence) -> None:
-    with FakeRolloutServer() as other, make_client(server, other, fence=fence) as client:
+    few = {"max_inflight_per_server": 4}
+    with FakeRolloutServer() as other, make_client(server, other, fence=fence, **few) as client:
         assert texts(ask(client, 7)) == [f"echo {n}" for n in range(7)]
         assert sorted(server.batch_sizes + other.batch_sizes) == [3, 4]
         for _ in range(2):  # to whom depends on how fast they were; test_placement says how
@@ -468,13 +520,13 @@ def test_two_servers_share_a_batch(server: FakeRolloutServer, fence: InferFence)
         assert len(server.calls) + len(other.calls) == 4
 
 
-def test_one_rank_has_at_most_one_post_per_server_in_flight(
+def test_a_server_that_takes_batches_gets_one_post_at_a_time(
     server: FakeRolloutServer, fence: InferFence, background: ThreadPoolExecutor
 ) -> None:
     go_on = threading.Event()
     server.on_infer = lambda call: echo(call, after=go_on)
     with FakeRolloutServer(on_infer=lambda call: echo(call, after=go_on)) as other:
-        with make_client(server, other, fence=fence) as client:
+        with make_client(server, other, fence=fence, max_inflight_per_server=4) as client:
             outcome = background.submit(ask, client, 8)
             server.wait_until(lambda: len(server.infer_calls) == 1)
             other.wait_until(lambda: len(other.infer_calls) == 1)
@@ -490,20 +542,26 @@ def test_one_rank_has_at_most_one_post_per_server_in_flight(
 @pytest.mark.parametrize(
     ("stamp", "named"),
     [
-        ({"weight_version": 2, "incarnation": "a", "run_id": "run"}, "weight_version=2 version=3"),
-        ({"weight_version": 3, "incarnation": "b", "run_id": "run"}, "incarnation='b' instead of 'a'"),
-        ({"weight_version": 3, "incarnation": "a", "run_id": "old"}, "run_id='old'"),
+        ({"weight_version": 2, "round_id": "run-1", "incarnation": "a", "run_id": "run"}, "weight_version=2"),
+        (
+            {"weight_version": 3, "round_id": "run-1", "incarnation": "b", "run_id": "run"},
+            "incarnation='b' instead of 'a'",
+        ),
+        ({"weight_version": 3, "round_id": "run-1", "incarnation": "a", "run_id": "old"}, "run_id='old'"),
         ({}, "incarnation=None instead of 'a'"),
-        ({"weight_version": None, "incarnation": "a", "run_id": "run"}, "weight_version=None version=3"),
-        ({"weight_version": 3, "incarnation": "a", "run_id": None}, "run_id=None"),
+        (
+            {"weight_version": None, "round_id": "run-1", "incarnation": "a", "run_id": "run"},
+            "weight_version=None",
+        ),
+        ({"weight_version": 3, "round_id": "run-1", "incarnation": "a", "run_id": None}, "run_id=None"),
     ],
 )
 def test_an_answer_of_other_weights_is_discarded_and_its_server_suspect(
     server: FakeRolloutServer, fence: InferFence, stamp: dict[str, Any], named: str
 ) -> None:
     with make_client(server, fence=fence, run_id="run") as client:
-        client.set_proven([server.url], {server.url: "a"})
-        server.on_infer = stamped(weight_version=3, incarnation="a", run_id="run")
+        client.set_proven({server.url: by("a")})
+        server.on_infer = stamped(weight_version=3, round_id="run-1", incarnation="a", run_id="run")
         assert len(ask(client, 2).rollouts) == 2
         server.on_infer = stamped(**stamp)
         outcome = ask(client, 2, first=2)
@@ -512,24 +570,203 @@ def test_an_answer_of_other_weights_is_discarded_and_its_server_suspect(
     assert [failure.end for failure in outcome.failures] == [PostEnd.DISTRUSTED]
 
 
-def test_without_a_proven_incarnation_the_first_reply_names_it(
+def test_a_server_that_was_proven_as_a_stock_one_must_not_stamp(
     server: FakeRolloutServer, fence: InferFence
 ) -> None:
-    server.on_infer = stamped(weight_version=3, incarnation="a")
+    server.on_infer = stamped(weight_version=3, round_id="run-1", incarnation="a")
     with make_client(server, fence=fence) as client:
-        assert len(ask(client, 1).rollouts) == 1
-        server.on_infer = stamped(weight_version=3, incarnation="b")
-        assert ask(client, 1).suspects.keys() == {server.url}
+        assert "incarnation='a' instead of None" in ask(client, 1).suspects[server.url]
 
 
 def test_a_proven_round_ends_the_suspicion(server: FakeRolloutServer, fence: InferFence) -> None:
     with make_client(server, fence=fence) as client:
-        client.set_proven([server.url], {server.url: "a"})
-        server.on_infer = stamped(weight_version=3, incarnation="b")
+        client.set_proven({server.url: by("a")})
+        server.on_infer = stamped(weight_version=3, round_id="run-1", incarnation="b")
         ask(client, 1)
-        client.set_proven([server.url], {server.url: "b"})
+        client.set_proven({server.url: by("b")})
         assert client.suspects == {}
         assert len(ask(client, 1).rollouts) == 1
+
+
+# --- staged rounds -------------------------------------------------------------------------------
+
+
+def stamp(round_id: str | None, version: int, **changes: Any) -> Behaviour:
+    """Echo as our server stamps it with that round's weights."""
+    names = {"weight_version": version, "incarnation": "a", "run_id": "run", "round_id": round_id}
+    return stamped(**names | changes)
+
+
+@pytest.fixture
+def staged(server: FakeRolloutServer, fence: InferFence) -> Iterator[RolloutClient]:
+    """A client whose server was proven by run-1, of version 3, and gets run-2, of version 4, while it answers."""
+    with make_client(server, fence=fence, run_id="run") as client:
+        client.set_proven({server.url: by("a")})
+        client.expect_round("run-2", 4)
+        yield client
+
+
+def test_an_answer_is_of_the_round_that_its_stamp_names(
+    staged: RolloutClient, server: FakeRolloutServer
+) -> None:
+    """One POST's answers may be of two: an engine takes them one by one."""
+    stamps = [("run-1", 3), ("run-2", 4)]
+    server.on_infer = lambda call: outputs(
+        [
+            output("x", weight_version=version, incarnation="a", run_id="run", round_id=round_id)
+            for _, (round_id, version) in zip(call.texts, stamps, strict=True)
+        ]
+    )
+    old, new = ask(staged, 2).rollouts
+    assert [(each.version, each.round_id) for each in (old, new)] == [(3, "run-1"), (4, "run-2")]
+    assert (staged.confirms(old), staged.confirms(new)) == (True, None)
+    staged.set_proven({server.url: by("a")}, drained=False)  # another server was proven
+    assert (staged.confirms(old), staged.confirms(new)) == (True, None)
+    staged.set_proven({server.url: ServedWeights("run-2", 4, "a")}, drained=False)
+    assert (staged.confirms(old), staged.confirms(new)) == (True, True)
+    staged.expect_round("run-3", 5)
+    staged.withdraw([server.url])
+    assert (staged.confirms(old), staged.confirms(new)) == (True, True), "what was proven stays so"
+
+
+def test_a_round_that_ends_without_a_proof_confirms_nothing_and_its_version_comes_again(
+    staged: RolloutClient, server: FakeRolloutServer
+) -> None:
+    server.on_infer = stamp("run-2", 4)
+    (failed,) = ask(staged, 1).rollouts
+    staged.expect_round("run-3", 4)
+    assert staged.confirms(failed) is False
+    server.on_infer = stamp("run-3", 4)
+    (proven,) = ask(staged, 1).rollouts
+    staged.set_proven({server.url: ServedWeights("run-3", 4, "a")}, drained=False)
+    assert failed.version == proven.version
+    assert (staged.confirms(failed), staged.confirms(proven)) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        stamp("run-3", 4),
+        stamp("run-2", 3),
+        stamp("run-1", 4),
+        stamp(None, 3),
+        stamp(None, 4),
+        stamp("run-2", 4, incarnation="b"),
+        stamp("run-2", 4, run_id="other"),
+        echo,
+    ],
+)
+def test_anything_else_makes_the_server_suspect(
+    staged: RolloutClient, server: FakeRolloutServer, answer: Behaviour
+) -> None:
+    server.on_infer = answer
+    assert ask(staged, 1).suspects.keys() == {server.url}
+    assert staged.proven == ()
+
+
+def test_an_answer_is_of_what_the_server_served_since_the_post_left(
+    staged: RolloutClient,
+    server: FakeRolloutServer,
+    background: ThreadPoolExecutor,
+) -> None:
+    """The proof of a staged round is heard while a POST that the old weights have answered is on its way back."""
+    heard = threading.Event()
+    server.on_infer = lambda call: replace(stamp("run-1", 3)(call), after=heard)
+    future = start_and_wait_for_a_post(staged, server, background)
+    staged.set_proven({server.url: ServedWeights("run-2", 4, "a")}, drained=False)
+    staged.expect_round("run-3", 5)
+    heard.set()
+    assert {each.version for each in future.result(timeout=PATIENCE_S).rollouts} == {3}
+    assert ask(staged, 1).suspects.keys() == {server.url}, "the next one left after the proof"
+
+
+def test_a_post_that_left_before_the_round_began_may_be_answered_by_it(
+    server: FakeRolloutServer, fence: InferFence, background: ThreadPoolExecutor
+) -> None:
+    installed = threading.Event()
+    server.on_infer = lambda call: replace(stamp("run-2", 4)(call), after=installed)
+    with make_client(server, fence=fence, run_id="run") as client:
+        client.set_proven({server.url: by("a")})
+        future = start_and_wait_for_a_post(client, server, background)
+        client.expect_round("run-2", 4)
+        installed.set()
+        assert {each.version for each in future.result(timeout=PATIENCE_S).rollouts} == {4}
+
+
+def test_a_server_behind_the_ticket_answers_with_its_own_version(
+    staged: RolloutClient, server: FakeRolloutServer, fence: InferFence
+) -> None:
+    """In a rolling round another server's proof has moved the clock."""
+    server.on_infer = stamp("run-1", 3)
+    staged.set_proven({server.url: by("a")}, drained=False)
+    fence.reopen(4)
+    assert [each.version for each in ask(staged, 1).rollouts] == [3]
+    samples = make_samples(1)
+    of_4, of_3 = (
+        generate(staged, samples, [request("0")], Terms(DecodingConfig(), only_version=version))
+        for version in (4, 3)
+    )
+    assert (of_4.num_posts, len(of_4.returned), len(of_3.rollouts)) == (0, 1, 1)
+
+
+def test_a_suspicion_of_a_staged_round_outlasts_its_proof_until_the_next(
+    staged: RolloutClient, server: FakeRolloutServer
+) -> None:
+    second = ServedWeights("run-2", 4, "a")
+    staged.distrust(server.url, "it permutes")
+    staged.set_proven({server.url: second}, drained=False)
+    assert (staged.proven, dict(staged.suspects)) == ((), {server.url: "it permutes"})
+    staged.expect_round("run-3", 5)
+    staged.forgive([server.url])  # the next round begins
+    assert (staged.proven, dict(staged.suspects)) == ((), {}), "forgotten, and not asked until proven"
+    staged.set_proven({server.url: second}, drained=False)  # another server was proven
+    assert staged.proven == ()
+    staged.set_proven({server.url: ServedWeights("run-3", 5, "a")}, drained=False)
+    assert staged.proven == (server.url,)
+
+
+def test_a_catch_up_brings_back_a_server_with_the_weights_that_it_had_unless_it_is_suspected_since(
+    staged: RolloutClient, server: FakeRolloutServer
+) -> None:
+    again = replace(by("a"), heard_step=5)
+    staged.distrust(server.url, "it was slow")
+    staged.forgive([server.url])  # a catch-up begins
+    staged.distrust(server.url, "it permutes")
+    staged.set_proven({server.url: again}, drained=False)
+    assert (staged.proven, dict(staged.suspects)) == ((), {server.url: "it permutes"})
+    staged.forgive([server.url])
+    staged.set_proven({server.url: again}, drained=False)  # another server was proven
+    assert staged.proven == ()
+    staged.set_proven({server.url: replace(by("a"), heard_step=9)}, drained=False)
+    assert staged.proven == (server.url,)
+
+
+def test_a_server_that_no_proof_names_is_withdrawn(staged: RolloutClient, server: FakeRolloutServer) -> None:
+    staged.set_proven({}, drained=False)
+    assert positions(ask(staged, 1).returned) == [0]
+    assert (server.calls, dict(staged.suspects)) == ([], {})
+
+
+def test_a_staged_proof_does_not_settle_an_abandoned_post() -> None:
+    trust = ServerTrust()
+    trust.prove(ServedWeights("run-1", 3, "a"), drained=True)
+    post = trust.begin_post()
+    assert post is not None
+    assert trust.end_post(post, settle_by=1.0)
+    trust.prove(ServedWeights("run-2", 4, "a"), drained=False)
+    assert trust.settle_by == 1.0
+    trust.prove(ServedWeights("run-3", 5, "a"), drained=True)
+    assert trust.settle_by is None
+
+
+def test_a_stock_servers_answer_is_of_the_ticket_and_needs_no_confirmation(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    with make_client(server, fence=fence) as client:
+        client.set_proven({server.url: ServedWeights("run-1", 3, None)})
+        fence.reopen(5)
+        (rollout,) = ask(client, 1).rollouts
+        assert (rollout.version, rollout.round_id, client.confirms(rollout)) == (5, None, True)
 
 
 # --- deadlines -----------------------------------------------------------------------------------
@@ -539,13 +776,13 @@ def test_what_was_agreed_with_a_server_is_forgotten_when_it_returns(
     server: FakeRolloutServer, fence: InferFence
 ) -> None:
     with make_client(server.url, fence=fence) as client:
-        client.set_proven([server.url])
+        client.set_proven({server.url: UNSTAMPED})
         assert client.note_agreement([]) == frozenset()
         assert client.note_agreement([server.url]) == {server.url}
-        client.set_proven([server.url])
+        client.set_proven({server.url: UNSTAMPED})
         assert client.note_agreement([]) == {server.url}
         client.withdraw([server.url])
-        client.set_proven([server.url])
+        client.set_proven({server.url: UNSTAMPED})
         assert client.note_agreement([]) == frozenset()
 
 
@@ -553,7 +790,7 @@ def test_a_timeout_is_not_asked_again_at_the_same_size(
     server: FakeRolloutServer, fence: InferFence, forever: threading.Event
 ) -> None:
     server.on_infer = lambda call: echo(call, after=forever if len(call.requests) > 1 else None)
-    with make_client(server, fence=fence, request_timeout_s=1.0) as client:
+    with make_client(server, fence=fence, request_timeout_s=2.0) as client:
         outcome = ask(client, 2)
         assert client.num_unsettled == 0
     assert texts(outcome) == ["echo 0", "echo 1"]
@@ -581,7 +818,7 @@ def test_the_budget_of_a_batch_is_two_timeouts(
     server: FakeRolloutServer, fence: InferFence, forever: threading.Event
 ) -> None:
     server.on_infer = lambda call: echo(call, after=forever)
-    with make_client(server, fence=fence, request_timeout_s=0.6) as client:
+    with make_client(server, fence=fence, request_timeout_s=1.5) as client:
         outcome = ask(client, 8)
         # The second POST gets what the first one and its settling have left, and nothing is left for a third.
         assert server.batch_sizes == [8, 4]
@@ -604,8 +841,8 @@ class PatientFence(InferFence):
 
 
 def test_waiting_for_a_ticket_costs_no_budget_and_is_no_failure(server: FakeRolloutServer) -> None:
-    # 12 slices of 0.05 s are longer than the whole budget of 0.4 s.
-    with make_client(server, fence=PatientFence(12), request_timeout_s=0.2) as client:
+    # 50 slices of 0.05 s are longer than the whole budget of 2 s.
+    with make_client(server, fence=PatientFence(50), request_timeout_s=1.0) as client:
         outcome = ask(client, 2)
     assert (texts(outcome), outcome.failures) == (["echo 0", "echo 1"], ())
     assert outcome.rollouts[0].version == 4
@@ -677,12 +914,12 @@ def test_a_batch_whose_budget_ends_does_not_cut_the_settling_short(
     def fail_late_then_hang(call: Call) -> Answer:
         if len(server.infer_calls) > 1:
             return echo(call, after=forever)
-        forever.wait(0.7)  # a slow server: most of the first of two timeouts
+        forever.wait(1.2)  # a slow server: most of the first of two timeouts
         return error()
 
     server.on_infer = fail_late_then_hang
     server.on_reset = lambda call: Answer(body=good_reset(call).body, after=answer_reset)
-    with make_client(server, fence=fence, request_timeout_s=1.0) as client:
+    with make_client(server, fence=fence, request_timeout_s=2.0) as client:
         outcome = ask(client, 2)
         assert (client.suspects, client.num_unsettled) == ({}, 1)
         answer_reset.set()
@@ -743,10 +980,41 @@ def test_a_round_that_leaves_the_server_out_is_noticed_by_who_waited(
     with make_client(server, fence=fence) as client:
         outcome = background.submit(ask, client, 2)
         assert fence.someone_waits.wait(PATIENCE_S)
-        client.set_proven([])
+        client.set_proven({})
         fence.reopen(4)
         assert positions(outcome.result(timeout=PATIENCE_S).returned) == [0, 1]
     assert server.calls == []
+
+
+@pytest.mark.parametrize("by_a_round", [True, False])
+def test_a_batch_does_not_wait_for_a_server_that_is_withdrawn(
+    server: FakeRolloutServer,
+    fence: InferFence,
+    forever: threading.Event,
+    background: ThreadPoolExecutor,
+    by_a_round: bool,
+) -> None:
+    server.on_infer = lambda call: echo(call, after=forever)
+    with (
+        FakeRolloutServer() as other,
+        make_client(
+            server, other, fence=fence, request_timeout_s=3600.0, max_inflight_per_server=1
+        ) as client,
+    ):
+        future = start_and_wait_for_a_post(client, server, background)
+        other.wait_until(lambda: len(other.infer_calls) == 1)
+        if by_a_round:
+            client.set_proven({other.url: UNSTAMPED}, drained=False)
+        else:
+            client.withdraw([server.url])
+        outcome = future.result(timeout=PATIENCE_S)
+        assert (len(outcome.rollouts), len(outcome.returned)) == (1, 1)
+        assert [(failure.server, failure.end) for failure in outcome.failures] == [(server.url, PostEnd.LOST)]
+        assert (fence.in_flight, client.num_unsettled) == (0, 0)
+        client.forgive([server.url])
+        later = ServedWeights(None, 4, None)
+        client.set_proven({server.url: later, other.url: later}, drained=False)
+        assert set(client.proven) == {server.url, other.url}
 
 
 def test_a_stop_ends_the_wait_for_a_ticket(server: FakeRolloutServer, background: ThreadPoolExecutor) -> None:
@@ -770,7 +1038,7 @@ def test_a_stop_cuts_the_post_in_flight_and_condemns_nobody(
         stop.set()
         outcome = future.result(timeout=PATIENCE_S)
         assert (client.suspects, client.num_unsettled) == ({}, 1)
-        client.set_proven([server.url])  # only a round could settle it now
+        client.set_proven({server.url: UNSTAMPED})  # only a round could settle it now
         assert client.num_unsettled == 0
     assert positions(outcome.returned) == [0, 1]
     assert [failure.end for failure in outcome.failures] == [PostEnd.STOPPED]
@@ -785,14 +1053,16 @@ def test_a_connection_that_was_ended_sends_nothing_more(server: FakeRolloutServe
     assert server.calls == []
 
 
-def test_a_shut_down_fence_ends_generate(server: FakeRolloutServer, background: ThreadPoolExecutor) -> None:
+def test_a_shut_down_fence_ends_all_that_waits_for_it(
+    server: FakeRolloutServer, background: ThreadPoolExecutor
+) -> None:
     fence = WatchedFence()
     with make_client(server, fence=fence) as client:
         outcome = background.submit(ask, client, 2)
         assert fence.someone_waits.wait(PATIENCE_S)
         fence.shutdown()
-        with pytest.raises(FenceShutDown):
-            outcome.result(timeout=PATIENCE_S)
+        assert positions(outcome.result(timeout=PATIENCE_S).returned) == [0, 1]
+        assert client.free_places == 0, "nothing more can be asked"
 
 
 def test_close_leaves_no_thread_even_with_a_post_in_flight(
@@ -820,7 +1090,7 @@ def test_a_sample_that_comes_back_is_asked_with_another_seed(
     with make_client(server, fence=fence) as client:
         server.on_infer = lambda call: echo(call, drop=True)
         assert positions(ask(client, 2).returned) == [0, 1]
-        client.set_proven([server.url])
+        client.set_proven({server.url: UNSTAMPED})
         server.on_infer = echo
         assert len(ask(client, 2).rollouts) == 2
     assert len(set(server.seeds)) == 2
@@ -890,7 +1160,7 @@ def test_a_share_that_ends_after_its_lane_was_closed_is_returned(
 
     def at_the_end() -> bool:
         is_stopped = is_set()
-        if sys._getframe(1).f_code.co_name == "_work_on":
+        if sys._getframe(1).f_code.co_name == "_serve":
             decides.set()
             assert go_on.wait(PATIENCE_S)
         return is_stopped

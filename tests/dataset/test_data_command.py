@@ -118,6 +118,18 @@ def test_rows_of_another_task_are_judged_by_form_and_images_alone(tmp_path: Path
     assert "image readable" in done.stdout
 
 
+def test_a_dialect_says_what_rows_of_a_users_task_hold(tmp_path: Path) -> None:
+    rows = [make_row(make_image(tmp_path / "a.png"), boxes=[[100, 9]])]
+    file = str(write_rows(tmp_path / "rows.jsonl", rows))
+    assert _run(file, "--task", "mine").returncode == 0
+    told = _run(file, "--task", "mine", "--dialect", "point_list")
+    assert told.returncode == 1
+    assert "a point must lie inside its image" in told.stdout
+    refused = _run(file, "--dialect", "point_list")
+    assert refused.returncode == 2
+    assert "--dialect must be one of task detection, got dialect=point_list" in refused.stderr
+
+
 def test_rows_for_channel_a_alone_are_allowed_where_asked_for(tmp_path: Path) -> None:
     row = make_row(make_image(tmp_path / "a.png"), answer="A room.")
     del row["objects"]

@@ -54,6 +54,20 @@ def test_boxes_on_the_stored_picture_turn_with_it(tmp_path: Path, orientation: i
 
 
 @pytest.mark.parametrize("orientation", range(2, 9))
+def test_points_on_the_stored_picture_turn_with_it(tmp_path: Path, orientation: int) -> None:
+    image = _marked_image(tmp_path / "a.png", orientation)
+    x1, y1, x2, y2 = BOX
+    corners = [[x1, y1], [x2, y1], [x1, y2], [x2, y2]]
+    source = write_rows(tmp_path / "rows.jsonl", [make_row(image, boxes=corners, labels=["corner"] * 4)])
+    apply_orientation(source, tmp_path / "new.jsonl", DrawnOn.STORED)
+    (row,) = _rows(tmp_path / "new.jsonl")
+    with Image.open(row["images"][0]) as written:
+        found = _white_box(written)
+    assert found is not None
+    assert sorted(row["objects"]["bbox"]) == sorted([x, y] for x in found[::2] for y in found[1::2])
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
 def test_boxes_on_the_upright_picture_stay(tmp_path: Path, orientation: int) -> None:
     image = _marked_image(tmp_path / "a.png", orientation)
     with Image.open(image) as stored:
@@ -85,6 +99,16 @@ def test_shares_and_images_by_number_turn_as_well(tmp_path: Path) -> None:
     assert numbered["objects"]["bbox"] == [[1, 2, 3, 4], [30 - 4, 1, 30 - 2, 3]]
     assert numbered["images"][0] == upright
     assert numbered["images"][1] == shares["images"][0]
+
+
+def test_images_are_named_as_the_rows_name_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [make_row(make_image(path, orientation=6)) for path in (Path("a.jpg"), tmp_path / "b.jpg")]
+    apply_orientation(write_rows(Path("rows.jsonl"), rows), Path("new.jsonl"), DrawnOn.UPRIGHT)
+    (relative,), (absolute,) = (row["images"] for row in _rows(Path("new.jsonl")))
+    assert relative == "new-images/000000-a.png"
+    assert absolute == str(tmp_path / "new-images" / "000001-b.png")
+    assert Path(relative).is_file()
 
 
 def test_lines_without_a_turned_image_are_copied_byte_by_byte(tmp_path: Path) -> None:

@@ -231,3 +231,39 @@ def test_no_line_ends_the_survey(tmp_path: Path, image: str, line: str) -> None:
     for fault in found.faults:
         assert fault.place.line == 1
         str(fault).encode()
+
+
+POINT_ANSWER = '[{"point_2d": <bbox>, "label": "<ref-object>"}]'
+
+
+@pytest.mark.parametrize(
+    ("boxes", "rule", "reason"),
+    [
+        ([[40, 30]], None, ""),
+        ([[0, 0]], None, ""),
+        ([[0.4, 0.7]], Rule.BOUNDS, "points must be in pixels"),
+        (
+            [[41, 3]],
+            Rule.BOUNDS,
+            "a point must lie inside its image, got bbox=[41.0, 3.0] width=40 height=30",
+        ),
+        ([[4, 31]], Rule.BOUNDS, "a point must lie inside its image"),
+        ([[-4, 3]], Rule.OBJECTS, "a point must have 0 <= x and 0 <= y"),
+        ([[1, 2, 30, 20]], Rule.OBJECTS, "a point must be two numbers"),
+        ([[9, 9], [8, 8]], Rule.OBJECTS, "one label and one box, got num_ref=1 num_bbox=2"),
+    ],
+)
+def test_points_are_checked_as_points(
+    tmp_path: Path, image: str, boxes: list[list[float]], rule: Rule | None, reason: str
+) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [make_row(image, answer=POINT_ANSWER, boxes=boxes)])
+    findings = survey([file], num_coordinates=2)
+    assert list(findings.counts) == ([rule] if rule else [])
+    assert reason in "".join(fault.reason for fault in findings.faults)
+
+
+def test_an_answer_of_boxes_is_none_of_points(tmp_path: Path, image: str) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [make_row(image, boxes=[[9, 9]])])
+    (fault,) = survey([file], num_coordinates=2).faults
+    assert fault.rule is Rule.ANSWER
+    assert '[{"point_2d": <bbox>, "label": "<ref-object>"}, …]' in fault.reason

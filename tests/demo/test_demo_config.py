@@ -17,11 +17,11 @@ from swift_stage2.demo.demo_config import (
     STAGE1,
     DemoJob,
     config_of,
-    free_ports,
     held_ports,
     write_config,
 )
 from swift_stage2.errors import ConfigError
+from swift_stage2.process.ports import free_ports
 
 
 def _job(directory: Path, b_ratio: float = 0.3, **changes: object) -> DemoJob:

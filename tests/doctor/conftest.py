@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 _TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(_TESTS / folder) for folder in ("rollout_server", "doctor")]
+sys.path[:0] = [str(_TESTS / folder) for folder in ("rollout_server", "doctor", "dataset")]
 
 from doctor_run import Report, run_doctor, write_config  # noqa: E402
 from live_server import MODEL, LearnerRound, RunningServer, load_generator, load_learner, serve  # noqa: E402
 
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine  # noqa: E402
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 240.0
 KEY_VARIABLE = "SWIFT_ROLLOUT_API_KEY"
 
 

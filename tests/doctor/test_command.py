@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from doctor_run import Report
-from live_server import free_port
+from live_server import MODEL, free_port
 
 from swift_stage2.channel_b.task import TASKS
 from swift_stage2.config import load_config
@@ -23,6 +24,7 @@ from swift_stage2.demo.demo_config import TEMPLATE_FILE
 from swift_stage2.doctor import command, data
 from swift_stage2.errors import ConfigError
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
+from swift_stage2.weights.disk_manifest import mark_proven
 
 Configure = Callable[..., Path]
 Doctor = Callable[..., Report]
@@ -48,7 +50,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests themselves run u
 
 def examine(exam, path, options, scratch):
     print(scratch, flush=True)
-    time.sleep(60)
+    for _ in range(600):  # a signal right before a long sleep begins would not end it
+        time.sleep(0.1)
 
 command.examine = examine
 command.main([sys.argv[1]])
@@ -94,7 +97,7 @@ def test_a_number_of_ranks_must_be_one(ranks: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as caught:
         command.main(["run.yaml", "--nproc-per-node", ranks])
     assert caught.value.code == 2
-    assert f"a number of ranks, at least 1, got '{ranks}'" in capsys.readouterr().err
+    assert f"a whole number, at least 1, got '{ranks}'" in capsys.readouterr().err
 
 
 def test_a_refused_configuration_is_a_failed_check_and_the_rest_names_it(
@@ -133,7 +136,7 @@ def test_every_inequality_is_shown_with_its_numbers(configure: Configure, doctor
     numbers = {
         "target within limit": "prefetch_target_packs <= queue_limit: 4 <= 6",
         "version window": "version_window 2, sync_every_steps 4",
-        "control timeout": "1800 >= 30 + 30",
+        "control timeout": "1800 >= 3 * (30 + 10)",
         "target holds a step": "prefetch_target_packs >= gradient_accumulation_steps: 4 >= 2",
         "limit holds a step": "queue_limit >= gradient_accumulation_steps: 6 >= 2",
         "useful limit": "6 <= 2 * max(1, ceil((2 + 1) * 0.25 * 4)) = 6",
@@ -150,6 +153,13 @@ def test_every_inequality_is_shown_with_its_numbers(configure: Configure, doctor
     assert packing["verdict"] == "ok"
     assert "packing_length >= prompt + max_new_tokens: 256 >= " in packing["found"]
     assert "12 of 12 rows encoded as the model gets them" in report.row("samples")["found"]
+    budget = report.row("run-ahead")
+    assert budget["verdict"] == "ok"
+    assert re.fullmatch(
+        r"a rank holds at most (\d+) rollouts begun under one version \(a pack holds at most (\d+) of them: "
+        r"packing_length 256 / (\d+)\); a B step needs 2 \* [\d.]+ = \d+ of a usual length",
+        budget["found"],
+    ), budget
     assert "no such" not in report.text
 
 
@@ -232,6 +242,33 @@ def test_a_disk_too_full_for_one_checkpoint_is_told(
     assert "the weights alone of one checkpoint take" in row["found"]
 
 
+def test_the_room_for_the_versions_that_stay_is_told(
+    configure: Configure, doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark_proven(make(tmp_path / "weights" / "run-1"), 1)
+    sync = {"transport": "disk", "disk_directory": str(tmp_path / "weights"), "disk_keep": 3}
+    config, real = configure(DEAD, rollout__sync=sync), shutil.disk_usage
+    row = doctor(config).row("disk room")
+    assert row["verdict"] == "ok"
+    assert (
+        f"GiB free in {tmp_path / 'weights'}, weights take 4 x 0.0 GiB; 1 versions of earlier runs"
+        in row["found"]
+    )
+    num_bytes = (MODEL / "model.safetensors").stat().st_size
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: real(place)._replace(free=4 * num_bytes - 1))
+    row = doctor(config).row("disk room")
+    assert row["verdict"] == "warning"
+    assert "lower sync.disk_keep" in row["fix"]
+    shutil.rmtree(tmp_path / "weights")
+    rows = [row for row in doctor(config).findings if "disk" in row["check"]]
+    assert [(row["check"], row["verdict"]) for row in rows] == [("disk directory", "failed")]
+
+
+def make(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    return directory
+
+
 def test_servers_without_channel_b_are_told(configure: Configure, doctor: Doctor) -> None:
     changes = {"stage2_ab__schedule__b_ratio": 0, "launch__servers": [{"engine": "transformers"}]}
     row = doctor(configure(DEAD, swift__model="/nowhere/m", **changes)).row("channel B is off")
@@ -300,6 +337,25 @@ def test_what_the_real_template_and_parser_refuse_is_a_row_with_its_fix(
     assert fix in row["fix"] or fix in row["found"]
     assert report.status == 1
     assert report.row("packing_length")["verdict"] == "not checked"
+
+
+@pytest.mark.parametrize(("budget", "verdict"), [(2, "failed"), (8, "warning"), (None, "ok")])
+def test_a_budget_that_fills_no_b_step_fails_with_the_number_that_does(
+    configure: Configure, doctor: Doctor, budget: int | None, verdict: str
+) -> None:
+    row = doctor(configure(DEAD, stage2_ab__channel_b__prefetch={"max_rollouts_per_version": budget})).row(
+        "run-ahead"
+    )
+    assert row["verdict"] == verdict, row
+    if verdict == "warning":  # two packs of four samples of the usual length, or of more that are shorter
+        assert row["found"].startswith(
+            "a rank holds at most 8 rollouts begun under one version; a B step needs 2 * "
+        )
+        assert row["found"].endswith("of the shortest: then B waits for a round")
+    if verdict == "failed":
+        assert "B could never run: a step trains gradient_accumulation_steps=2 packs of" in row["found"]
+        assert "got max_rollouts_per_version=2" in row["found"]
+        assert "write stage2_ab.channel_b.prefetch.max_rollouts_per_version: " in row["fix"]
 
 
 BREAKING = """

@@ -124,9 +124,28 @@ def test_packs_older_than_the_window_are_told_with_the_window_they_need() -> Non
     old = check_age(FEEDING, 0.25)  # 16 steps
     assert old.verdict is Verdict.WARNING
     assert "4.00 s / 0.25 s = 16.0 steps" in old.found
-    assert old.fix == "write stage2_ab.channel_b.prefetch.version_window: 4, or a larger sync_every_steps"
+    assert old.fix == (
+        "write stage2_ab.channel_b.prefetch.version_window: 4, or a larger "
+        "stage2_ab.channel_b.prefetch.sync_every_steps"
+    )
     assert "if a step takes 0.50 s or more" in check_age(FEEDING, None).found
     assert check_age(replace(FEEDING, version_window=0), None).verdict is Verdict.OK
+
+
+def test_staged_rounds_let_production_go_on_and_pass_a_post_once_at_most() -> None:
+    """Rollouts of 4 s and steps of 3: a fenced round every step waits for the POST, which the next one follows."""
+    fenced = replace(FEEDING, sync_every_steps=1, version_window=1, b_ratio=Fraction(1, 2))
+    staged = replace(fenced, rounds_are_staged=True)
+    assert (fenced.load(3.0), staged.load(3.0)) == pytest.approx((4 / 3, 8 / 9), rel=1e-6)
+    assert check_rate(fenced, 3.0).verdict is Verdict.WARNING
+    assert check_rate(staged, 3.0).verdict is Verdict.OK
+    assert "with staged rounds in between" in check_rate(staged, 3.0).found
+    assert staged.shortest_step_s < fenced.shortest_step_s
+    assert (check_age(fenced, 1.0).verdict, check_age(staged, 1.0).verdict) == (Verdict.WARNING, Verdict.OK)
+    assert (recommended(fenced, 1.0)["version_window"], recommended(staged, 1.0)["version_window"]) == (4, 1)
+    assert "pass a production 1 time(s) at most" in check_age(staged, None).found
+    two_posts = replace(staged, samples_per_pack=20.0)
+    assert check_age(two_posts, 1.0).fix.startswith("write stage2_ab.channel_b.prefetch.version_window: 2")
 
 
 def test_recommended_values_follow_from_the_measurement() -> None:
@@ -156,6 +175,6 @@ def test_samples_per_pack_are_those_of_a_long_run() -> None:
 
 def test_a_b_step_that_asks_for_more_than_all_rows_says_how_often() -> None:
     assert "rows" not in check_need(FEEDING).found
-    assert check_need(replace(FEEDING, num_rows=16)).found.endswith(
-        "the data has 16 rows: one B step asks for each 2.5 times"
-    )
+    told = check_need(replace(FEEDING, num_rows=16))
+    assert told.found.endswith("the data has 16 rows: one B step asks for each 2.5 times")
+    assert "packing_length" in (told.fix or "")

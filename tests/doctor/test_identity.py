@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, erro
 from fake_rollout_server import output as wire_output
 from live_server import MODEL
 
-from swift_stage2.config import RolloutConfig, ServerConfig
+from swift_stage2.config import OnPending, RolloutConfig, ServerConfig
+from swift_stage2.config.rollout import SyncConfig
 from swift_stage2.doctor.examination import Outcome, Verdict
 from swift_stage2.doctor.server_identity import (
     Fingerprint,
@@ -83,8 +85,11 @@ def test_a_merger_is_told_with_the_server_behind_it(
     )
 
 
+@pytest.mark.parametrize(
+    ("can", "told"), [(True, "resumes aborted rollouts"), (False, "cannot resume aborted rollouts")]
+)
 def test_our_server_says_what_it_is(
-    server: FakeRolloutServer, identify: Callable[[], Outcome[ServerInfo]]
+    server: FakeRolloutServer, identify: Callable[[], Outcome[ServerInfo]], can: bool, told: str
 ) -> None:
     info = ServerInfo(
         False,
@@ -94,11 +99,31 @@ def test_our_server_says_what_it_is(
         state="serving",
         weight_version=3,
         run_id="r",
+        resume=can,
     )
     server.on_get = answers(info.to_json())
     outcome = identify()
     assert outcome.verdict is Verdict.OK
-    assert "swift-stage2 rollout (transformers), serving, weights: version 3 of run r" in outcome.found
+    assert (
+        f"swift-stage2 rollout (transformers), serving, weights: version 3 of run r, {told}," in outcome.found
+    )
+
+
+def test_a_server_that_cannot_resume_fails_where_rollouts_shall_be_resumed(server: FakeRolloutServer) -> None:
+    rollout = RolloutConfig(sync=SyncConfig(on_pending=OnPending.RESUME), request_timeout_s=5.0)
+    ours = ServerInfo(False, incarnation="i", engine="vllm", model="/m", state="serving", can_abort=True)
+    for said, kind, policy in (
+        (stock, "stock swift rollout", "wait"),
+        (answers(ours.to_json()), "swift-stage2 rollout of an earlier release", "abort"),
+        (answers(replace(ours, resume=True).to_json()), "", ""),
+    ):
+        server.on_get = said
+        with ServerSession(server.url) as session:
+            outcome = check_identity(session, rollout, KEY)
+        assert outcome.verdict is (Verdict.FAILED if kind else Verdict.OK)
+        if kind:
+            assert outcome.found.endswith(f"servers that resume aborted rollouts, got {server.url}, {kind}")
+            assert outcome.fix.endswith(f"of this release, or write on_pending: {policy}")
 
 
 @pytest.mark.parametrize(

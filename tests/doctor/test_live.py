@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from doctor_run import Report
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 from live_server import LearnerRound, RunningServer, free_port, load_learner, serve
+from stopped_process import stop_process
 
-from swift_stage2.errors import ServerFault, WeightSyncHang
+from swift_stage2.records import RoundOutcome
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.servers import protocol
 from swift_stage2.weights.sync_round import WeightSync
-from swift_stage2.weights.transport import StreamTransport
 
 Configure = Callable[..., Path]
 Doctor = Callable[..., Report]
@@ -53,7 +55,8 @@ def test_a_good_server_is_green_keeps_its_weights_and_takes_a_later_run(
     before = resident_sum(server)
     report = doctor(configure(server.base_url), "--live", "--step-seconds", "5")
     assert report.status == 0, report.text
-    assert [row["check"] for row in report.findings if row["verdict"] != "ok"] == []
+    # The tiny model finds too little in images of this size to tell in which numbers it does.
+    assert [row["check"] for row in report.findings if row["verdict"] != "ok"] == ["coordinates"]
     assert resident_sum(server) == before
     texts = {
         "who answers": "swift-stage2 rollout (transformers), serving",
@@ -63,6 +66,8 @@ def test_a_good_server_is_green_keeps_its_weights_and_takes_a_later_run(
         "dry sync round": "proven by checksums+canary",
         "timed rollouts": "1 in ",
         "parsed and matched": "9 rollout(s): ",
+        "pixel limits": "both sides see all 12 images in the same size",
+        "coordinates": "cannot tell: ",
         "rollouts needed": "a B step trains 2 packs * 1 rank(s)",
         "rate": "rollouts/s",
         "pack age": "version_window 2 * sync_every_steps 4 = 8 steps",
@@ -241,36 +246,30 @@ def test_a_group_port_in_use_is_told(server: RunningServer, configure: Configure
     assert "change rollout.servers[0].group_port" in row["fix"]
 
 
-def test_a_push_that_hangs_is_a_failed_row_and_ends_the_process(
+def test_a_push_that_hangs_is_a_failed_row(
     server: RunningServer, configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hang(*_: object) -> None:
-        raise WeightSyncHang("server 0 did not return within 30 s")
+    run, stopped = WeightSync.run, []
 
-    ends: list[int] = []
+    def run_with_a_stopped_courier(sync: WeightSync, version: int, targets: Sequence[int]) -> RoundOutcome:
+        courier: Any = sync._courier
+        stopped.append(courier.pid)
+        stop_process(courier.pid)
+        sync._timeout_s = 2.0
+        return run(sync, version, targets)
 
-    class Ended(Exception):
-        pass
-
-    def end(status: int) -> None:
-        ends.append(status)
-        raise Ended
-
-    monkeypatch.setattr(WeightSync, "run", hang)
-    monkeypatch.setattr("swift_stage2.doctor.command.end_process", end)  # os._exit ends forked workers, too
-    with pytest.raises(Ended):
-        doctor(configure(server.base_url), "--live")
-    assert ends == [1]
+    monkeypatch.setattr(WeightSync, "run", run_with_a_stopped_courier)
+    report = doctor(configure(server.base_url), "--live")
+    assert report.failed == ["dry sync round"]
+    assert "did not take and prove the weights within 2 s" in report.row("dry sync round")["found"]
+    assert [pid for pid in stopped if psutil.pid_exists(pid)] == []
 
 
 def test_a_transfer_that_fails_names_the_group_port(
-    server: RunningServer, configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+    server: RunningServer, configure: Configure, doctor: Doctor
 ) -> None:
-    def lost(*_: object) -> None:
-        raise ServerFault("the weight group did not form: connection refused")
-
-    monkeypatch.setattr(StreamTransport, "open", lost)
-    report = doctor(configure(server.base_url), "--live")
+    servers = [{"base_url": server.base_url, "group_port": free_port(), "group_host": "127.0.0.2"}]
+    report = doctor(configure(rollout__servers=servers, rollout__sync__transport="tcp"), "--live")
     assert report.failed == ["dry sync round"]
     assert "group_host, group_bind or group_port" in report.row("dry sync round")["fix"]
     assert server.state() == "serving", "the doctor does not leave its round open"

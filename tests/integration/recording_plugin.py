@@ -9,13 +9,17 @@ import hashlib
 import json
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import psutil
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from swift_stage2 import Stage2Trainer
+from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.training.stage2_trainer import register_trainer
 
 WORKER = "swift_stage2.channel_b.preprocessing_worker"
@@ -43,7 +47,7 @@ class RecordingTrainer(Stage2Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         step = self.state.global_step
-        _inject(self, step)
+        _inject(self, step, num_batches)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.latest_b = step if _is_b(batches[0]) else self.latest_b
         for batch in batches:
@@ -64,8 +68,9 @@ class _AtTheEnd(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         module = self._trainer.accelerator.unwrap_model(self._trainer.model)
         with _whole(list(module.parameters())):
-            weights = {name: _digest(parameter) for name, parameter in module.named_parameters()}
-        self._trainer.write(step=state.global_step, weights=weights)
+            weights = {name: _digest(_unsharded(parameter)) for name, parameter in module.named_parameters()}
+        sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+        self._trainer.write(step=state.global_step, weights=weights, is_sharded=sharded)
 
 
 def _is_b(batch):
@@ -81,27 +86,68 @@ def _whole(parameters):
     return deepspeed.zero.GatheredParameters(parameters)
 
 
-def _inject(trainer, step):
-    """``INJECT`` is RANK:STEP:FAULT. A signal comes at STEP; written as SIGTERM/6 at the first step from there on that
-    has one of channel B before it in its block of 6 steps, however late rollouts are."""
-    if not os.environ.get("INJECT"):
-        return
-    rank, at, fault = os.environ["INJECT"].split(":")
-    if trainer.args.process_index != int(rank) or step < int(at):
-        return
+def _unsharded(parameter):
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _inject(trainer, step, num_packs):
+    """``INJECT`` is RANK:STEP:FAULT, with * for all ranks, or several of these with commas between.
+
+    A signal comes at STEP; written as SIGTERM/6 at the first step from there on that has one of channel B before it in
+    its block of 6 steps. ``await_packs`` waits for the packs of the first B step from STEP on; ``await_packs/6``, for
+    those of one in every block of 6 steps. ``await_rounds`` lets no round last longer than the steps that it needs.
+    """
+    for each in filter(None, os.environ.get("INJECT", "").split(",")):
+        rank, at, fault = each.split(":")
+        if rank in ("*", str(trainer.args.process_index)) and step >= int(at):
+            _commit(trainer, step, num_packs, int(at), fault, rank)
+
+
+def _commit(trainer, step, num_packs, at, fault, rank):
     name, _, block = fault.partition("/")
-    if name in signal.Signals.__members__ and (not block or trainer.latest_b >= step - step % int(block)):
+    block_start = step - step % int(block) if block else -1
+    if name == "await_packs" and trainer.latest_b < max(at, block_start):
+        learner = trainer.stage2.learner
+        if wants_channel_b(step, learner._b_ratio):
+            _await(lambda: _has_packs(learner._b, num_packs), f"{num_packs} packs")
+    if fault == "await_rounds":
+        b = trainer.stage2.learner._b
+        _await(lambda: _may_go_on(b, step, trainer.args.process_index), "what a round waits for")
+    if name in signal.Signals.__members__ and (not block or trainer.latest_b >= block_start):
         os.environ["INJECT"] = ""
         os.kill(os.getpid(), signal.Signals[name])
     if fault == "kill_preprocessing":
         os.environ["INJECT"] = ""
         (worker,) = [child for child in psutil.Process().children() if WORKER in " ".join(child.cmdline())]
         worker.kill()
-    if fault == "raise" and step == int(at):
+    if fault == "raise" and step == at:
         raise ValueError(f"what only rank {rank} meets")
-    if fault == "nan" and step == int(at):
+    if fault == "nan" and step == at:
         with torch.no_grad():
             next(trainer.accelerator.unwrap_model(trainer.model).parameters()).view(-1)[0] = float("nan")
+
+
+def _has_packs(b, num_packs):
+    """Also where a round keeps rollouts out, which only goes on with the steps."""
+    return not b.fence.is_open or b.queue.num_fresh(b.clock.current) >= num_packs
+
+
+def _may_go_on(b, step, rank):
+    """Whether the next step brings the round that is due or in transfer further."""
+    if b.rounds.pending:
+        return not b.fence.in_flight and not b.client.num_unsettled
+    if not b.rounds.in_transfer:
+        return True
+    if b.evaluation is not None and b.evaluation.holds_round(step):
+        return not b.evaluation.wanted
+    return rank > 0 or b.sync.has_news
+
+
+def _await(holds, what):
+    pause, end = threading.Event(), time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < end, f"{what} did not come within 120 s"
+        pause.wait(0.05)
 
 
 register_trainer(RecordingTrainer)

@@ -17,7 +17,7 @@ from jobs_on_hosts import Address, assert_trained_on_both_channels
 from network_hosts import Host, network_hosts
 from torchrun_job import ENVIRONMENT, ROOT, TEMPLATE, write_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(1800)]
 
 PAGE = (ROOT / "docs" / "clusters.md").read_text()
 NAMES = ("server-0", "learner-0", "learner-1")
@@ -105,7 +105,7 @@ def test_a_job_over_three_hosts_trains_both_channels_and_leaves_nothing(
             env=os.environ
             | ENVIRONMENT
             | (slurm if way == "slurm" else {})
-            | {"PATH": path, "RECORD_DIR": str(tmp_path / "micro_steps")},
+            | {"PATH": path, "RECORD_DIR": str(tmp_path / "micro_steps"), "INJECT": "*:1:await_packs"},
         ).returncode
     told = log.read_text(errors="replace") + "".join(
         each.read_text(errors="replace")[-3000:] for each in sorted(tmp_path.glob("*-?.log"))

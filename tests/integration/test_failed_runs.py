@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
-from small_disk import SmallDisk
 from torchrun_job import ENVIRONMENT, MODEL, TEMPLATE, Server, free_port, write_config
 
+from benchmarks.faults.small_disk import SmallDisk
 from swift_stage2.run_directory.checkpoints import why_not_whole
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def write_run(directory: Path, rows: Path, output: Path, **swift: Any) -> Path:
@@ -156,6 +156,7 @@ def test_a_run_whose_rounds_prove_nothing_says_so_in_its_last_line(
     config = yaml.safe_load(path.read_text())
     config["stage2_ab"]["starvation"] = {"action": action, "grace_steps": 1000}
     config["rollout"]["servers"][0]["group_host"] = "127.0.0.9"  # where nothing listens
+    config["rollout"].setdefault("sync", {})["transport"] = "tcp"
     path.write_text(yaml.safe_dump(config))
     done = torchrun(path, ranks=1)
     unused = (

@@ -13,7 +13,7 @@ from torchrun_job import LearnerRun, Server, run_learner, write_config
 from swift_stage2.cli import main
 from swift_stage2.telemetry.reading import read_ledgers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 NUM_STEPS = 24
 OBJECT = '{"label": "<ref-object>", "bbox_2d": <bbox>}'
@@ -51,7 +51,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, mixed_file: Path, server: Serv
         swift={"max_steps": NUM_STEPS},
         rows_without_objects="channel_a_only",
     )
-    run = run_learner(config, directory, ranks=2)
+    # More rollouts than there are rows.
+    run = run_learner(config, directory, ranks=2, inject="*:1:await_packs/4")
     assert run.status == 0, run.output[-3000:]
     return run
 

@@ -10,48 +10,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torchrun_job import LearnerRun, Server, run_learner, run_replay, write_config
+from torchrun_job import DROPOUT, LearnerRun, Server, assert_replays, run_learner, run_replay, write_config
 
 from swift_stage2.telemetry.ledger import ledger_path, record_path
 from swift_stage2.telemetry.reading import read_ledger
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 NUM_STEPS = 20
-# Dropout makes every draw of a random number that run and replay do not share show in the loss.
-SWIFT = {"max_steps": NUM_STEPS, "tuner_type": "lora", "lora_dropout": 0.2, "learning_rate": 1e-2}
-
-
-def _weights(run: LearnerRun, rank: int) -> dict[str, str]:
-    (last,) = [record["weights"] for record in run.recorded(rank) if "weights" in record]
-    return last
-
-
-def _micro_steps(run: LearnerRun, rank: int) -> list[dict[str, Any]]:
-    return [record for record in run.recorded(rank) if "batch" in record]
+SWIFT = {"max_steps": NUM_STEPS, **DROPOUT}
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, server: Server) -> LearnerRun:
     directory = tmp_path_factory.mktemp("runs") / "recorded"
     config = write_config(directory, rows_file, server, b_ratio=0.5, swift=SWIFT, record=True)
-    run = run_learner(config, directory, ranks=2)
+    awaited = ",".join(f"*:{step}:await_packs" for step in (1, 7, 13))  # whose windows are whole
+    run = run_learner(config, directory, ranks=2, inject=f"{awaited},0:1:await_rounds")
     assert run.status == 0, run.output[-3000:]
     channels = [record["channel"] for record in run.audit(0, "step")]
     assert channels.count("B") >= 3, channels
     assert len([record for record in run.audit(0, "round") if record["committed"]]) >= 2
+    completions = [json.loads(line) for line in record_path(directory, 0).read_text().splitlines()]
+    completions = [line for line in completions if line["kind"] == "completion"]
+    assert completions
+    assert all(len(line["log_probs"]) == len(line["token_ids"]) for line in completions)
     return run
 
 
 def test_every_loss_every_batch_and_the_last_weights_are_the_same_bits(
     recorded: LearnerRun, tmp_path: Path
 ) -> None:
-    replay = run_replay(recorded.directory, tmp_path / "replay")
-    assert replay.status == 0, replay.output[-3000:]
-    assert f"equal: every loss of steps 0 to {NUM_STEPS - 1}" in replay.output
-    for rank in (0, 1):
-        assert _micro_steps(replay, rank) == _micro_steps(recorded, rank)
-        assert _weights(replay, rank) == _weights(recorded, rank)
+    assert_replays(recorded, NUM_STEPS, tmp_path / "replay")
 
 
 def _copy(recorded: LearnerRun, directory: Path) -> Path:
@@ -119,7 +109,7 @@ def test_a_killed_run_replays_to_its_last_whole_step_and_a_resumed_one_from_its_
     directory = tmp_path / "run"
     swift = SWIFT | {"save_strategy": "steps", "save_steps": 5}
     config = write_config(directory, rows_file, server, b_ratio=0.5, swift=swift, record=True)
-    killed = run_learner(config, directory, ranks=2, inject="1:12:SIGKILL")
+    killed = run_learner(config, directory, ranks=2, inject="*:1:await_packs,1:12:SIGKILL")
     assert killed.status != 0
     for path in (record_path(directory, 1), ledger_path(directory, 0)):
         with path.open("ab") as file:
@@ -128,8 +118,8 @@ def test_a_killed_run_replays_to_its_last_whole_step_and_a_resumed_one_from_its_
     assert replay.status == 0, replay.output[-3000:]
     assert "equal: every loss of steps 0 to 11" in replay.output
     for rank in (0, 1):
-        whole = [record for record in _micro_steps(killed, rank) if record["step"] < 12]
-        assert _micro_steps(replay, rank) == whole
+        whole = [record for record in killed.micro_steps(rank) if record["step"] < 12]
+        assert replay.micro_steps(rank) == whole
     assert not list((tmp_path / "replay1").glob("checkpoint-*"))
 
     resumed = tmp_path / "resumed"  # its own directory of what was trained, the run's own for everything else
@@ -141,5 +131,5 @@ def test_a_killed_run_replays_to_its_last_whole_step_and_a_resumed_one_from_its_
     assert replay.status == 0, replay.output[-3000:]
     assert f"equal: every loss of steps 10 to {NUM_STEPS - 1}" in replay.output
     for rank in (0, 1):
-        assert _micro_steps(replay, rank) == _micro_steps(rest, rank)
-        assert _weights(replay, rank) == _weights(rest, rank)
+        assert replay.micro_steps(rank) == rest.micro_steps(rank)
+        assert replay.last_weights(rank) == rest.last_weights(rank)

@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from jobs_on_hosts import (
     GROUP_PORT,
     TESTS,
+    RunOnHost,
     assert_trained_on_both_channels,
     ended,
     our_server,
     start,
-    two_ranks,
 )
 from network_hosts import INTERFACE, Host, network_hosts
 from torchrun_job import write_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(1800)]
 
 RENDEZVOUS_PORT = 29400
 
@@ -44,20 +45,61 @@ def test_both_sides_of_a_weight_group_over_gloo_bind_an_address_of_their_own(tmp
                 start(server, logs[0], [TESTS / "gloo_member.py", "0", bound, port]),
                 start(learner, logs[1], [TESTS / "gloo_member.py", "1", server.name, port]),
             ]
-            told = [ended(member, log, 60.0) for member, log in zip(members, logs, strict=True)]
+            told = [ended(member, log, 120.0) for member, log in zip(members, logs, strict=True)]
             assert [status for status, _ in told] == [0, 0], told
             assert told[0][1].splitlines()[-1] == told[1][1].splitlines()[-1]
 
 
-def test_two_ranks_train_both_channels_with_our_server_on_another_host(
-    tmp_path: Path, rows_file: Path
+@pytest.mark.parametrize("transport", ["tcp", "disk"])
+def test_two_ranks_train_both_channels_with_our_server_on_another_host_which_catches_up_after_a_restart(
+    tmp_path: Path, rows_file: Path, transport: str
 ) -> None:
-    directory = tmp_path / "run"
-    with network_hosts("server", "learner") as (server, learner):
-        weights = server.second_address  # weights may take another network than HTTP
-        with our_server(server, tmp_path / "server.log", "--group-bind", weights) as address:
-            two_ranks(learner, directory, rows_file, address, group_host=weights)
+    """Weights travel by a network of their own, or by a directory that both hosts see."""
+    directory, shared = tmp_path / "run", tmp_path / "shared"
+    shared.mkdir()
+    # Else the server would map the memory of a learner whose processes it sees.
+    with network_hosts("server", "learner", own_processes=("server",)) as (server, learner):
+        weights = server.second_address
+        words = {"tcp": ("--group-bind", weights), "disk": ("--weights-root", str(shared))}[transport]
+        with our_server(server, tmp_path / "server.log", *words) as address:
+            path = write_config(directory, rows_file, address, b_ratio=0.5, swift={"max_steps": 100_000})
+            config = yaml.safe_load(path.read_text())
+            # So that no round comes before the catch-up.
+            config["stage2_ab"]["channel_b"]["prefetch"]["sync_every_steps"] = 50_000
+            if transport == "disk":
+                config["rollout"]["sync"] |= {"transport": "disk", "disk_directory": str(shared)}
+            else:
+                config["rollout"]["servers"][0]["group_host"] = weights
+            path.write_text(yaml.safe_dump(config))
+            run = RunOnHost(learner, directory, path)
+            run.wait_until(lambda: trains_b(run, since=0.0), "channel B")
+        for process in server.processes():
+            process.kill()
+        with our_server(server, tmp_path / "restarted.log", *words):
+            run.wait_until(lambda: proven(run.audit("catch_up")), "a catch-up of the restarted server")
+            run.wait_until(lambda: trains_b(run, proven(run.audit("catch_up"))[0]["time"]), "channel B")
+            status, output = run.stop()
+    assert status == 0, output[-3000:]
     assert_trained_on_both_channels(directory, 2)
+    (first,), caught_up = run.audit("round"), proven(run.audit("catch_up"))[0]
+    assert (caught_up["round_id"], caught_up["version"]) == (first["round_id"], first["version"])
+    reports = [record["servers"]["0"] for record in (first, caught_up)]
+    assert len({report["incarnation"] for report in reports}) == 2
+    # The stream says in brackets why no memory is mapped.
+    assert {report["transport"].partition(" (")[0] for report in reports} == {transport}
+    assert {report["proof"] for report in reports} == {"checksums+canary"}
+    versions = [path.name for path in shared.iterdir()]
+    assert versions == [first["round_id"]] * (transport == "disk")
+
+
+def trains_b(run: RunOnHost, since: float) -> bool:
+    """Rollouts have come since then, and a step of channel B after them."""
+    answered = [record["time"] for record in run.audit("batch", since) if record["num_rollouts"]]
+    return bool(answered) and any(step["channel"] == "B" for step in run.audit("step", answered[0]))
+
+
+def proven(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record for record in records if record["servers"]["0"]["proven"]]
 
 
 def test_a_learner_over_two_hosts_trains_with_a_server_on_a_third(tmp_path: Path, rows_file: Path) -> None:
@@ -65,7 +107,7 @@ def test_a_learner_over_two_hosts_trains_with_a_server_on_a_third(tmp_path: Path
     with network_hosts("server", "node0", "node1", own_name_is_loopback=True) as (server, *nodes):
         with our_server(server, tmp_path / "server.log") as address:
             path = write_config(directory, rows_file, address, b_ratio=0.5, swift={"max_steps": 16})
-            given = {"RECORD_DIR": str(tmp_path / "micro")}
+            given = {"RECORD_DIR": str(tmp_path / "micro"), "INJECT": "*:1:await_packs"}
             status, output = _learner_over(nodes, tmp_path / "refused", path, **given)
             assert status != 0
             assert "set GLOO_SOCKET_IFNAME=" in output

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from detection_task import make_task
@@ -21,6 +22,7 @@ from interleaving.virtual_collectives import MeetingRoom, VirtualControlGroup
 from interleaving.virtual_servers import Computation, VirtualServer, Watcher, Weights
 from interleaving.virtual_threading import Event, Lock, Thread, TimeNames, active, running
 
+from swift_stage2.channel_b.attempts import Attempts
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource
 from swift_stage2.errors import FenceShutDown, PipelineFailed, QueueClosed, TicketTimeout
@@ -92,9 +94,13 @@ class CoreClient:
         with self._lock:
             return int(self._settling)
 
-    def set_proven(self, servers: list[str], stamps: Any = None) -> None:
+    def set_proven(self, served: dict[str, Any], *, drained: bool) -> None:
+        assert drained, "its server is a stock one"
         with self._lock:
-            self._proven, self._suspicion, self._settling = bool(servers), None, False
+            self._proven, self._suspicion, self._settling = bool(served), None, False
+
+    def expect_round(self, round_id: str, version: int) -> None:
+        """No server of this scene stages."""
 
     def withdraw(self, servers: Any) -> None:
         with self._lock:
@@ -133,7 +139,7 @@ class CoreClient:
         self._scene.ledger.infer_begins(server)
         latency_s = self._scene.draw_latency()
         weights = server.weights
-        server.running.append(Computation(active().now + latency_s, False))
+        server.running.append(Computation(active().now, active().now + latency_s, False))
         TimeNames.sleep(min(latency_s, REQUEST_TIMEOUT_S))
         return repr(weights) if latency_s <= REQUEST_TIMEOUT_S else None
 
@@ -169,6 +175,9 @@ class CorePipeline:
         self._thread = Thread(self._run, name="producer")
         self._num_made = 0
         self._segments: list[Any] = []
+        self._held: list[Any] = []
+        self.attempts = Attempts()
+        self._partial = SimpleNamespace(_waiting=())  # nothing is resumed here
         self.queue: Any = None
         self.failure: BaseException | None = None
 
@@ -209,11 +218,13 @@ class CorePipeline:
                 self._source.give_back([key], ReturnReason.FAILED)
                 mine.producing = False
                 return False
-            self._scene.ledger.rollout(rollout, self._scene.server)
+            self._scene.ledger.rollout(self._rank, rollout, self._scene.server)
             if setting.failing_pipeline == (self._rank, self._num_made):
                 raise RuntimeError("the disk went away")
             self._num_made += 1
-            pack = Pack(str(self._num_made), rollout.version, {}, (key,), 1, 1, 1)
+            pack = Pack(
+                str(self._num_made), rollout.version, {}, (key,), 1, 1, 1, versions=(rollout.version,)
+            )
             self.queue.offer(pack, current_version=self._clock.current)
         mine.producing = False
         return len(self.queue.peek_versions()) < setting.queue_limit
@@ -241,26 +252,38 @@ class CoreSync:
         self._outcome: dict[str, Any] | None = None
         self._ended = Event()
 
-    def begin(self, version: int, targets: tuple[int, ...]) -> None:
+    def begin(
+        self,
+        version: int,
+        targets: tuple[int, ...],
+        *,
+        round_id: str,
+        staged: bool,
+        held: bool,
+        step: int,
+    ) -> None:
         if self._control.rank > 0:
             return
         scene, self._outcome = self._scene, None
         proven = self._rounds.states()[0] is ServerState.PROVEN
-        scene.ledger.round_begins(version, scene.weights, [(scene.server, proven)])
+        scene.ledger.round_begins(
+            version, scene.weights, {0: (scene.server, proven)}, round_id=round_id, is_staged=staged
+        )
         self._ended.clear()
-        Thread(partial(self._push, version, targets, scene.weights), name="push").start()
+        Thread(partial(self._push, version, round_id, scene.weights), name="push").start()
 
     @property
-    def has_ended(self) -> bool:
+    def has_news(self) -> bool:
         return self._outcome is not None
 
-    def finish(self) -> RoundOutcome:
+    def hear(self) -> RoundOutcome:
         if self._control.rank == 0:
             self._ended.wait(SYNC_TIMEOUT_S)
+            self._scene.ledger.round_is_heard(self._outcome or {})
         outcome, self._outcome = self._outcome, None
         return RoundOutcome.from_json(self._control.broadcast(outcome))
 
-    def _push(self, version: int, targets: tuple[int, ...], weights: Weights) -> None:
+    def _push(self, version: int, round_id: str, weights: Weights) -> None:
         scene = self._scene
         while scene.server.computing():  # a server that was suspect may still be at it: the ordered call
             TimeNames.sleep(0.05)
@@ -271,8 +294,7 @@ class CoreSync:
                 scene.ledger.weights_change(scene.server)
         scene.server.weights = scene.server.weights if fails else weights
         report = ServerReport(not fails, "refused" if fails else None, "checksums", 0, {})
-        outcome = RoundOutcome("round", version, {0: report}).to_json()
-        scene.ledger.round_ends(outcome, targets)
+        outcome = RoundOutcome(round_id, version, {0: report}, news=(0,)).to_json()
         self._outcome = outcome
         self._ended.set()
 
@@ -358,7 +380,7 @@ class CoreScene:
         learner.start()
         step = -1
         while (step := step + 1) < self.setting.num_steps or b.rounds.pending:
-            began_s, began_version, ended = active().now, b.clock.current, "well"
+            began_s, ended = active().now, "well"
             try:
                 decision = learner.begin_step(step, self.setting.packs_per_step)
             except PipelineFailed:
@@ -368,7 +390,7 @@ class CoreScene:
             self.ledger.agree(rank, step, "the end", ended)
             if ended != "well":
                 break
-            self.ledger.step(rank, step, decision, b, began_s, began_version)
+            self.ledger.step(rank, step, decision, b, began_s)
             self.ledger.account(rank, b)
             TimeNames.sleep(self.setting.step_s + self._rng.choice(self.setting.skews_s))
             if rank == 0:
@@ -387,7 +409,7 @@ class CoreScene:
         pipeline = parts.pipeline(self, rank, client, source, clock)
         queue = parts.queue(setting.queue_limit, setting.version_window, pipeline.on_drop)
         pipeline.queue = queue
-        self.ledger.watch_queue(rank, queue)
+        self.ledger.watch_queue(rank, queue, clock)
         rounds = RoundSchedule(1, setting.sync_every_steps, backoff_steps=1, max_backoff_steps=64)
         parts_of_b: dict[str, Any] = {
             "client": client,
@@ -404,7 +426,8 @@ class CoreScene:
             clock=clock,
             guard=TruncationGuard(1.0),
             rounds=rounds,
-            base_urls=(_URL,),
+            run_id="run",
+            base_urls=[_URL],
             max_inflight_per_server=2,
             min_ready_tokens=0,
             continue_on_failure=setting.continue_on_failure,

@@ -6,20 +6,40 @@ of itself.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from interleaving.setting import REQUEST_TIMEOUT_S, Setting
-from interleaving.virtual_servers import VirtualServer, Weights
+from interleaving.setting import REQUEST_TIMEOUT_S, SYNC_TIMEOUT_S, Setting
+from interleaving.virtual_servers import BASE_WEIGHTS, NUM_TOKENS, VirtualServer, Weights
 from interleaving.virtual_threading import active
 
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
+from swift_stage2.channel_b.rollout_client.lane import ServerLane
+from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.records import Pack, Rollout, SampleKey
+from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.step_plan import Channel
+from swift_stage2.scheduling.version_clock import VersionClock
 
 Place = tuple[int, int]  # a sample's epoch and position
 _SLACK_S = 1e-6
+_LONGEST_HOLD_S = 0.4 * SYNC_TIMEOUT_S  # of a server's install, for an evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A round as it began."""
+
+    number: int
+    round_id: str
+    version: int
+    weights: Weights
+    is_staged: bool
+    began_s: float
+    is_catch_up: bool = False  # or the round's weights on their way to servers that nobody asks
 
 
 class RankLedger:
@@ -29,11 +49,20 @@ class RankLedger:
         self.trained: set[Place] = set()
         self.quarantined: set[Place] = set()
         self.promised: list[Pack] = []  # in a reservation that is neither taken nor released
+        self.taken_at = -1  # the clock's version at the moment at which a step took its packs
+        self.doubts: dict[
+            str, int
+        ] = {}  # by server: the number of the round that had begun when it became suspect
         self.version = -1
         self.producing = False
+        self.looked_from = (
+            -1
+        )  # the yield point at which the last of the pipeline's turns began that has ended
+        self.heard_at: dict[str, int] = {}  # yield points at which its learner had heard all of these rounds
+        self.proven: frozenset[int] = frozenset()  # servers, after the last step
         self.began_s = 0.0  # the moment at which its last step had been planned
         self.pending_since: float | None = None
-        self.transfer_ended = -1  # the step at which the last round did
+        self.transfer_ended = -1  # the step at which the last round or catch-up did
         self.in_transfer = False
 
 
@@ -46,8 +75,14 @@ class Ledger:
         self.counts: Counter[str] = Counter()
         self.committed: dict[int, Weights] = {}
         self.num_rounds = 0
-        self._round: tuple[int, Weights] | None = None
-        self._targets: list[tuple[VirtualServer, int]] = []
+        self.evaluations: EvaluationSchedule | None = None  # rank 0's
+        self._clocks: list[VersionClock] = []
+        self._round: Round | None = None
+        self._targets: dict[int, tuple[VirtualServer, int]] = {}
+        self._proven: set[tuple[str, str]] = set()  # base URL and round
+        self._last_proof: dict[str, Round] = {}
+        self._rounds: dict[str, Round] = {}  # by name
+        self._ended: set[str] = set()
         self._agreed: dict[tuple[int, str], Any] = {}
         self._slowest_step_s = 0.0
 
@@ -56,52 +91,141 @@ class Ledger:
     def infer_begins(self, server: VirtualServer) -> None:
         self.counts["posts"] += 1
         if self._round is not None:
-            _fail(f"an /infer/ reaches {server.url} while a sync round runs")
+            self.counts["posts during a staged round"] += 1
+            if not self._round.is_staged:
+                _fail(f"an /infer/ reaches {server.url} while a sync round runs")
+
+    def watch_lane(self, rank: int, lane: ServerLane) -> None:
+        """Knows from now on when the rank suspects a server that it asked, and looks whether it asks such a one."""
+        url, trust, doubts = lane.base_url, lane.trust, self.ranks[rank].doubts
+        suspect, post = trust.suspect, lane._post
+
+        def take_note(reason: str) -> None:
+            was_proven, number = trust.is_proven, self.num_rounds
+            suspect(reason)
+            if was_proven:
+                doubts[url] = number
+
+        def look_first(*share: Any) -> PostEnd:
+            proof = self._last_proof.get(url)
+            self.counts["posts beside others of their lane"] += len(trust._out) > 1
+            # One that was about to leave when the doubt came is cut, or nothing of it is believed.
+            is_meant = trust.is_proven and share[-1] in trust._out
+            is_doubted = url in doubts and proof is not None and proof.number < doubts[url] + proof.is_staged
+            if is_meant and is_doubted:
+                _fail(f"rank {rank} asks {url}, suspected since, or in, the round that proved it")
+            return post(*share)
+
+        trust.suspect, lane._post = take_note, look_first  # type: ignore[method-assign]
 
     def weights_change(self, server: VirtualServer) -> None:
         if server.computing():
             _fail(f"weights change on {server.url} while an /infer/ runs there")
+        schedule, round_ = self.evaluations, self._round
+        if round_ is None or round_.is_catch_up:
+            return
+        if schedule is None or schedule.running is None or schedule.is_cut:
+            return
+        if active().now < round_.began_s + _LONGEST_HOLD_S - _SLACK_S:
+            _fail(
+                f"weights change on {server.url} under the evaluation of version {schedule.running.version}"
+            )
 
     def round_begins(
-        self, version: int, weights: Weights, targets: Sequence[tuple[VirtualServer, bool]]
+        self,
+        version: int,
+        weights: Weights,
+        targets: Mapping[int, tuple[VirtualServer, bool]],
+        *,
+        round_id: str = "",
+        is_staged: bool = False,
     ) -> None:
-        """``targets``: each server of the round, and whether it was proven until now."""
+        """``targets``: each server of the round by index, and whether it was proven until now."""
         self.num_rounds += 1
-        self.counts["rounds"] += 1
-        self._round = (version, weights)
-        self._targets = [(server, server.num_starts) for server, _ in targets]
-        for server, was_proven in targets:
-            if was_proven and server.computing():
+        self.counts["rounds staged" if is_staged else "rounds"] += 1
+        self._round = self._rounds[round_id] = Round(
+            self.num_rounds, round_id, version, weights, is_staged, active().now
+        )
+        self._targets = {index: (server, server.num_starts) for index, (server, _) in targets.items()}
+        for server, was_proven in targets.values():
+            if was_proven and server.computing() and not is_staged:
                 _fail(f"a round begins while {server.url} computes an /infer/")
 
-    def round_ends(self, outcome: dict[str, Any], indices: Sequence[int]) -> None:
-        assert self._round is not None
-        version, weights = self._round
-        self._round = None
-        for index, (server, num_starts) in zip(indices, self._targets, strict=True):
-            report = outcome["reports"].get(index, outcome["reports"].get(str(index)))
+    def catch_up_begins(self, round_id: str, targets: Mapping[int, VirtualServer]) -> None:
+        """The weights of that round are on their way to servers that come late."""
+        if not any(proven == round_id for _, proven in self._proven):
+            _fail(f"a catch-up brings the weights of round {round_id}, which nobody has heard proven")
+        self.num_rounds += 1
+        self.counts["catch-ups"] += 1
+        self._round = replace(
+            self._rounds[round_id], number=self.num_rounds, is_staged=True, is_catch_up=True
+        )
+        self._targets = {index: (server, server.num_starts) for index, server in targets.items()}
+
+    def round_is_heard(self, outcome: dict[str, Any]) -> None:
+        """All ranks are about to be told this. What a staged round leaves out is told later."""
+        round_ = self._round
+        assert round_ is not None
+        reports = {int(index): report for index, report in outcome["reports"].items()}
+        self.counts["rounds heard in parts"] += not outcome["ended"]
+        for index in tuple(self._targets):
+            server, num_starts = self._targets[index]
+            if index in outcome["news"]:
+                del self._targets[index]
+            elif not outcome["ended"]:
+                continue
+            report = reports.get(index)
             if report is None or not report["proven"]:
                 self.counts["pushes failed"] += 1
                 if self.setting.is_calm and self.setting.bad_weights_at_round is None:
                     _fail(f"a push to {server.url} fails for no reason: {report and report['error']}")
                 continue
             self.counts["pushes proven"] += 1
+            self.counts["servers caught up"] += outcome["is_catch_up"]
+            version, weights = round_.version, round_.weights
             if server.weights != weights and server.num_starts == num_starts:
                 _fail(f"{server.url} is proven to hold version {version} but computes with {server.weights}")
-            if version in self.committed and self.committed[version] != weights:
+            is_committed = any(clock.current >= version for clock in self._clocks)
+            if is_committed and self.committed.get(version) != weights:
                 _fail(f"version {version} is committed twice, with different weights")
-            self.committed[version] = weights
+            self.committed[version] = (
+                weights  # unless every server that proved it is doubted: then it comes again
+            )
+            self._proven.add((server.url, round_.round_id))
+            self._last_proof[server.url] = round_
+        if outcome["ended"]:
+            self._round = None
+            self._ended.add(round_.round_id)
 
-    def rollout(self, rollout: Rollout, server: VirtualServer) -> None:
-        """The version that a rollout carries is that of the weights that computed it."""
+    def rollout(self, rank: int, rollout: Rollout, server: VirtualServer) -> None:
+        """The version that a rollout carries is that of the weights that computed it, and a proven one."""
         self.counts["rollouts"] += 1
-        if rollout.text == repr(self.committed.get(rollout.version)):
-            return
-        _fail(f"a rollout says version {rollout.version}, but was computed with {rollout.text}")
+        newest = max(span.version for span in rollout.spans)
+        if newest > self._clocks[rank].current:
+            _fail(f"rank {rank} uses a rollout of version {newest} at {self._clocks[rank].current}")
+        if rollout.round_id is not None and (server.url, rollout.round_id) not in self._proven:
+            _fail(
+                f"a rollout of {server.url} is used, whose round {rollout.round_id} nobody heard proven there"
+            )
+        last = rollout.spans[-1].version
+        if rollout.text != repr(self.committed.get(last)):
+            _fail(f"a rollout says version {last}, but was computed with {rollout.text}")
 
-    def evaluated(self, rollout: Rollout, server: VirtualServer, version: int) -> None:
+    def tokens(self, rollout: Rollout) -> None:
+        """It is whole, and its spans say of every token which proven weights sampled it."""
+        said = [
+            int(self.committed.get(span.version, BASE_WEIGHTS)[0])
+            for span in rollout.spans
+            for _ in range(span.start, span.end)
+        ]
+        self.counts["rollouts of several parts"] += len(rollout.spans) > 1
+        self.counts["rollouts of several versions"] += len({span.version for span in rollout.spans}) > 1
+        if said != list(rollout.token_ids) or len(said) != NUM_TOKENS:
+            _fail(f"a rollout of {rollout.spans} has the tokens {rollout.token_ids}, but should have {said}")
+
+    def evaluated(self, rank: int, rollout: Rollout, server: VirtualServer, version: int) -> None:
         """So is an answer that an evaluation of ``version`` counts, and no other version's."""
-        self.rollout(rollout, server)
+        self.rollout(rank, rollout, server)
         self.counts["evaluation answers"] += 1
         if rollout.version != version:
             _fail(f"an evaluation of version {version} counts an answer of version {rollout.version}")
@@ -121,19 +245,20 @@ class Ledger:
 
     # --- queue and samples -------------------------------------------------------------------------
 
-    def watch_queue(self, rank: int, queue: ReadyQueue[Pack]) -> None:
-        """Knows from now on which packs are promised to a step."""
+    def watch_queue(self, rank: int, queue: ReadyQueue[Pack], clock: VersionClock) -> None:
+        """Knows from now on which packs are promised to a step, and under which version it takes them."""
+        self._clocks.append(clock)
         real = queue.reserve
 
         def reserve(n: int, **settings: Any) -> Reservation[Pack] | None:
             reservation = real(n, **settings)
             if reservation is not None:
-                self._promise(rank, reservation)
+                self._promise(rank, reservation, clock)
             return reservation
 
         queue.reserve = reserve  # type: ignore[method-assign]
 
-    def _promise(self, rank: int, reservation: Reservation[Pack]) -> None:
+    def _promise(self, rank: int, reservation: Reservation[Pack], clock: VersionClock) -> None:
         mine = self.ranks[rank]
         mine.promised = list(reservation._packs)
         take, release = reservation.take, reservation.release
@@ -147,7 +272,7 @@ class Ledger:
             promised, packs = mine.promised, take()
             if packs != promised:
                 _fail(f"rank {rank} was promised {len(promised)} packs and gets {len(packs)}, or others")
-            mine.promised = []
+            mine.promised, mine.taken_at = [], clock.current
             return packs
 
         reservation.release, reservation.take = take_back, take_all  # type: ignore[method-assign]
@@ -172,8 +297,7 @@ class Ledger:
         if first != facts:
             _fail(f"ranks disagree at step {step} on {what}: rank {rank} has {facts}, another rank {first}")
 
-    def step(self, rank: int, step: int, decision: Any, b: Any, began_s: float, began_version: int) -> None:
-        """``began_version``: before the step, which a round may have ended after its packs were taken."""
+    def step(self, rank: int, step: int, decision: Any, b: Any, began_s: float) -> None:
         setting, mine = self.setting, self.ranks[rank]
         facts = (
             decision.plan,
@@ -183,6 +307,8 @@ class Ledger:
             b.rounds.states(),
             b.rounds.pending,
             b.rounds.in_transfer,
+            b.rounds.catching_up,
+            b.rounds.round_id("run"),
         )
         self.agree(rank, step, "the plan", facts)
         self.counts[f"steps {decision.plan.channel}"] += 1
@@ -194,19 +320,27 @@ class Ledger:
         if decision.plan.channel is Channel.B and len(decision.packs) != setting.packs_per_step:
             _fail(f"rank {rank} trains {len(decision.packs)} packs, planned are {setting.packs_per_step}")
         for pack in decision.packs:
-            self._train(rank, pack, began_version)
-        if mine.in_transfer and not b.rounds.in_transfer:
+            self._train(rank, pack)
+        in_transfer = b.rounds.in_transfer or b.rounds.catching_up
+        if mine.in_transfer and not in_transfer:
             mine.transfer_ended = step
-        mine.in_transfer = b.rounds.in_transfer
-        self.counts["steps with a round in transfer"] += mine.in_transfer
+        mine.in_transfer = in_transfer
+        self.counts["steps with a round in transfer"] += b.rounds.in_transfer
+        mine.heard_at |= dict.fromkeys(self._ended - mine.heard_at.keys(), active().num_points)
+        for index in mine.proven.difference(b.rounds.proven):
+            mine.doubts[b.base_urls[index]] = self.num_rounds
+        mine.proven = frozenset(b.rounds.proven)
         if b.evaluation is not None:
             self._check_evaluation(rank, step, b)
         self._check_pending(rank, b, began_s)
         self._slowest_step_s = max(self._slowest_step_s, active().now - mine.began_s)
         mine.began_s = active().now
 
-    def _train(self, rank: int, pack: Pack, version: int) -> None:
+    def _train(self, rank: int, pack: Pack) -> None:
         mine = self.ranks[rank]
+        version = mine.taken_at
+        if pack.version not in self.committed:
+            _fail(f"rank {rank} trains a pack of version {pack.version}, which nobody has heard proven")
         if pack.version < version - self.setting.version_window:
             _fail(f"rank {rank} trains a pack of version {pack.version} at version {version}")
         for key in pack.keys:
@@ -236,9 +370,15 @@ class Ledger:
         self.agree(rank, step, "the evaluation that runs", running)
         asks = running is not None and not b.evaluation._schedule.is_cut
         rounds_come = b.rounds.pending or b.rounds.in_transfer
-        if asks and (rounds_come or running.version != b.clock.current):
+        is_staged = b.rounds.in_transfer and b.rounds._transfer.is_staged
+        held_since = b.rounds._transfer.begun_step if is_staged else None
+        if asks and ((rounds_come and held_since is None) or running.version != b.clock.current):
             _fail(f"rank {rank}: a round comes under the evaluation of version {running.version}")
-        if not b.rounds.proven or rounds_come:
+        if asks and held_since is not None:
+            self.counts["steps with an install held"] += 1
+            if step - held_since >= setting.max_round_delay_steps:
+                _fail(f"rank {rank}: a round is held back, {step - held_since} steps after it began")
+        if not b.rounds.proven or rounds_come or b.rounds.catching_up:
             return
         due_step = max(
             b.rounds.last_commit_step + setting.sync_every_steps, self.ranks[rank].transfer_ended + 1
@@ -248,7 +388,8 @@ class Ledger:
             _fail(f"rank {rank}: a round is held back, {step - due_step} steps after it was due")
 
     def account(self, rank: int, b: Any) -> None:
-        """Every sample that was drawn is in one place. Nothing may run between the looks: no yield point in here."""
+        """Every sample that was drawn is in one place: drawn = to be drawn again + pending + in flight + held +
+        prepared + packed + trained + quarantined. Nothing may run between the looks: no yield point in here."""
         mine = self.ranks[rank]
         source, queue, pipeline = b.source, b.queue, b.pipeline
         outstanding = set(source._outstanding)
@@ -267,11 +408,31 @@ class Ledger:
             *((key.epoch, key.position) for key in source._again),
             *((key.epoch, key.position) for pack in queue._ready for key in pack.keys),
             *((segment.key.epoch, segment.key.position) for segment in pipeline._segments),
+            *((rollout.sample.key.epoch, rollout.sample.key.position) for rollout in pipeline._held),
+            *((key.epoch, key.position) for key in pipeline.attempts._open),
         ]
+        waiting = [sample.key for sample in pipeline._partial._waiting]
+        if any(waiting.count(key) > 1 or key not in pipeline.attempts._open for key in waiting):
+            _fail(f"rank {rank}: partial rollouts wait twice, or have no attempt: {waiting}")
+        self.counts["steps with rollouts held"] += bool(pipeline._held)
+        for rollout in pipeline._held:
+            if mine.heard_at.get(rollout.round_id or "", math.inf) < mine.looked_from:
+                _fail(f"rank {rank} holds a rollout of round {rollout.round_id}, which has ended")
         if len(held) != len(set(held)):
             _fail(f"rank {rank}: samples are in two places: {[k for k, n in Counter(held).items() if n > 1]}")
         if set(held) != outstanding:
             _fail(f"rank {rank}: samples are outstanding but nobody holds them: {outstanding ^ set(held)}")
+
+    def check_shares(self, rank: int, b: Any) -> None:
+        """Every sample in hand has one share of a version, one to be drawn again has none, no version has too many."""
+        source = b.source
+        again = {(key.epoch, key.position) for key in source._again}
+        shares = source._shares._versions
+        if shares.keys() != source._outstanding.keys() - again:
+            _fail(f"rank {rank}: shares are not those of the samples in hand: {shares.keys() ^ again}")
+        by_version = Counter(shares.values())
+        if by_version and max(by_version.values()) > b.pipeline.max_rollouts_per_version:
+            _fail(f"rank {rank}: more rollouts are begun under one version than may be: {by_version}")
 
 
 def _fail(message: str) -> None:

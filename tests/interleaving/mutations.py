@@ -7,19 +7,25 @@ further invariants can be broken, too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from interleaving.core_scene import CoreParts, CorePipeline
-from interleaving.scene import Parts
+from interleaving.scene import Parts, RoundSync
+from interleaving.virtual_threading import TimeNames
 
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue, Reservation
-from swift_stage2.channel_b.rollout_client import RolloutClient
-from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
+from swift_stage2.channel_b.rollout_client.lane import ServerLane, Share
+from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
-from swift_stage2.records import Pack, SampleKey
+from swift_stage2.learner import Learner
+from swift_stage2.records import BatchOutcome, Pack, Rollout, RoundOutcome, SampleKey
+from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.telemetry.ledger import Entry
 
 _FOR_EVER_S = 1000.0
@@ -28,10 +34,12 @@ _FOR_EVER_S = 1000.0
 class GuardedPipeline(Pipeline):
     """Failure 2: a sync asked for between guard and POST waits for the guard, and the POST for the sync."""
 
-    def _produce(self, num_samples: int) -> bool:
+    def _ask_for(self, num_samples: int) -> None:
         lane = next(iter(self.client._lanes.values()))
         with lane._settings.fence.ticket(_FOR_EVER_S):
-            return super()._produce(num_samples)
+            super()._ask_for(num_samples)
+            while any(lane.in_hand for lane in self.client._lanes.values()):
+                TimeNames.sleep(0.05)
 
 
 class GuardedCorePipeline(CorePipeline):
@@ -87,6 +95,44 @@ class LosingPipeline(Pipeline):
         self.events.dropped(pack, reason)
 
 
+class ForgettingPipeline(Pipeline):
+    """A share that ends without an answer closes its attempts, and that is all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._ends.take_back = lambda outcome, is_stopped: None  # type: ignore[method-assign]
+
+
+class TwiceAskingPipeline(Pipeline):
+    """A partial rollout is resumed, and its sample goes back to be asked afresh as well."""
+
+    def _take_in(self, outcome: BatchOutcome) -> BatchOutcome:
+        outcome = super()._take_in(outcome)
+        keys = [rollout.sample.key for rollout in outcome.partial]
+        self.source.give_back(keys, ReturnReason.ABORTED)
+        return outcome
+
+
+class YoungPipeline(Pipeline):
+    """A resumed rollout is as old as its newest tokens."""
+
+    def _take_in(self, outcome: BatchOutcome) -> BatchOutcome:
+        outcome = super()._take_in(outcome)
+        return replace(outcome, rollouts=tuple(map(_as_if_of_its_last_part, outcome.rollouts)))
+
+
+def _as_if_of_its_last_part(rollout: Rollout) -> Rollout:
+    return replace(rollout, spans=(replace(rollout.spans[-1], start=0),))
+
+
+class RepeatingClient(RolloutClient):
+    """What ends beside other POSTs of its lane comes out twice."""
+
+    def _take_in(self, lane: ServerLane, share: Share) -> None:
+        for _ in range(1 + bool(lane.trust._out)):
+            super()._take_in(lane, share)
+
+
 class PatientQueue(ReadyQueue[Pack]):
     """Looks for stale packs when one is offered, and not when a step reserves."""
 
@@ -97,9 +143,10 @@ class PatientQueue(ReadyQueue[Pack]):
 class LateTellingSource(SampleSource):
     """Tells the ledger what was drawn once the lock is free again: a checkpoint may be told first."""
 
-    def draw(self, count: int) -> list[SampleKey]:
+    def draw(self, count: int, *, version: int = 0, budget: int | None = None) -> list[SampleKey]:
         with self._lock:
             keys = [self._next_key() for _ in range(count)]
+            self._shares.begin(((key.epoch, key.position) for key in keys), version)
         self._events.write(Entry.DRAWN, keys)
         return keys
 
@@ -118,8 +165,118 @@ class StubbornEvaluation(PinnedEvaluation):
         return self._schedule.running is not None
 
 
+class PromptLearner(Learner):
+    """Servers install a round whose weights have arrived, whoever asks them."""
+
+    def _publish(self, *facts: Any, **more: Any) -> None:
+        super()._publish(*facts, **more)
+        if self._b is not None:
+            self._b.sync.let_install()
+
+
+class HastyPipeline(Pipeline):
+    """Goes on with a rollout of new weights before anybody has heard of their proof."""
+
+    def _heard_proven(self, arrived: Sequence[Rollout] = ()) -> list[Rollout]:
+        return list(arrived)
+
+
+class KeepingPipeline(Pipeline):
+    """What no round has proven is held for ever."""
+
+    def _heard_proven(self, arrived: Sequence[Rollout] = ()) -> list[Rollout]:
+        unconfirmed = [rollout for rollout in arrived if self.client.confirms(rollout) is False]
+        kept = [rollout for rollout in self._held if self.client.confirms(rollout) is False] + unconfirmed
+        self._held = [rollout for rollout in self._held if rollout not in kept]
+        heard = super()._heard_proven([rollout for rollout in arrived if rollout not in kept])
+        self._held += kept
+        return heard
+
+
+class ForgivingClient(RolloutClient):
+    """The proof of a staged round lifts a suspicion of this rank that is newer."""
+
+    def set_proven(self, served: Mapping[str, ServedWeights], *, drained: bool = True) -> None:
+        super().set_proven(served, drained=True)
+
+
+class ForgivingSchedule(RoundSchedule):
+    """So does it on all ranks."""
+
+    def finish(
+        self, step: int, *, proven: Iterable[int], failed: Iterable[int], ended: bool = True
+    ) -> tuple[int, ...]:
+        assert self._transfer is not None
+        self._transfer.doubted.clear()
+        return super().finish(step, proven=proven, failed=failed, ended=ended)
+
+
+class FreshSync(RoundSync):
+    """A catch-up brings weights and canary of this moment under the name of the last round."""
+
+    def catch_up(self, targets: Sequence[int], *, round_id: str) -> None:
+        if self._control.rank == 0:
+            self._take_snapshot()
+            self._canary.answer()
+        super().catch_up(targets, round_id=round_id)
+
+
+class VersionReadingClient(RolloutClient):
+    """A rollout of a round that failed is taken, because the version that the next round proves is the same."""
+
+    def confirms(self, rollout: Rollout) -> bool | None:
+        served = self._lanes[rollout.server].trust._served
+        return True if served is not None and served.version >= rollout.version else None
+
+
+class HastyLearner(Learner):
+    """The clock moves before the packs of the step are taken."""
+
+    def begin_step(self, step: int, num_packs: int) -> Any:
+        self._now = step
+        return super().begin_step(step, num_packs)
+
+    def _hear_of_round(self, reservation: Reservation[Pack] | None) -> RoundOutcome:
+        heard, rounds = super()._hear_of_round(reservation), vars(self._rounds)
+        self._rounds.take_in(self._now, heard)  # type: ignore[union-attr]
+        rounds["take_in"] = lambda step, outcome: rounds.pop("take_in")  # once
+        return heard
+
+
+class AheadUsedAtOnce(Parts):
+    pipeline = HastyPipeline
+
+
+class UnconfirmedKept(Parts):
+    pipeline = KeepingPipeline
+
+
+class ProofLiftsOwnSuspicion(Parts):
+    client = ForgivingClient
+
+
+class ProofLiftsAgreedSuspicion(Parts):
+    rounds = ForgivingSchedule
+
+
+class OtherWeightsBroughtLate(Parts):
+    sync = FreshSync
+
+
+class VersionForRound(Parts):
+    client = VersionReadingClient
+
+
+class ClockBeforePacks(Parts):
+    learner = HastyLearner
+
+
 class RoundsUnderEvaluations(Parts):
     evaluation = UnpinnedEvaluation
+
+
+class InstallsUnderEvaluations(Parts):
+    learner = PromptLearner
 
 
 class RoundsAfterEvaluations(Parts):
@@ -132,6 +289,22 @@ class ForgottenPosts(Parts):
 
 class LostSamples(Parts):
     pipeline = LosingPipeline
+
+
+class ForgottenReturns(Parts):
+    pipeline = ForgettingPipeline
+
+
+class ResumedAndAsked(Parts):
+    pipeline = TwiceAskingPipeline
+
+
+class NewestSpanCounts(Parts):
+    pipeline = YoungPipeline
+
+
+class OutTwice(Parts):
+    client = RepeatingClient
 
 
 class UnpurgedQueue(Parts):
@@ -176,9 +349,21 @@ FAILURES: dict[int, tuple[type[Parts], type[CoreParts]]] = {
 OTHERS: tuple[tuple[type[Parts], str], ...] = (
     (ForgottenPosts, "a round begins while"),
     (LostSamples, "nobody holds them"),
-    (UnpurgedQueue, "trains a pack of version"),
+    (ForgottenReturns, "nobody holds them"),
+    (OutTwice, "PipelineFailed for no reason|EvaluationCounts"),
+    (ResumedAndAsked, "in two places|PipelineFailed for no reason"),
+    (NewestSpanCounts, "has the tokens"),
+    (UnpurgedQueue, "raised StaleSample"),
     (LateTelling, "the ledger does not balance: a checkpoint holds exactly the samples in hand"),
-    (RoundsUnderEvaluations, "a round comes under the evaluation"),
+    (RoundsUnderEvaluations, "a round comes under the evaluation|under the evaluation of version"),
+    (InstallsUnderEvaluations, "under the evaluation of version"),
     (RoundsAfterEvaluations, "a round is held back"),
+    (AheadUsedAtOnce, "uses a rollout of version"),
+    (UnconfirmedKept, "which has ended"),
+    (ProofLiftsOwnSuspicion, "suspected since, or in, the round that proved it"),
+    (ProofLiftsAgreedSuspicion, "suspected since, or in, the round that proved it"),
+    (VersionForRound, "whose round|which has ended"),
+    (ClockBeforePacks, "raised StaleSample"),
+    (OtherWeightsBroughtLate, "is proven to hold version"),
 )
 """Further mistakes in the full scene, and what the violation says."""

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,18 @@ from interleaving.ledger import Ledger
 from interleaving.scheduler import Scheduler, Violation, seeded_chooser
 from interleaving.setting import REQUEST_TIMEOUT_S, SYNC_TIMEOUT_S, Setting, setting_of
 from interleaving.virtual_collectives import MeetingRoom, VirtualControlGroup
-from interleaving.virtual_servers import Fate, Network, VirtualServer, VirtualTransport, Watcher, Weights
+from interleaving.virtual_servers import (
+    NUM_TOKENS,
+    Fate,
+    Network,
+    VirtualServer,
+    VirtualTransport,
+    Watcher,
+    Weights,
+)
 from interleaving.virtual_threading import TimeNames, active, installed, running
 
+from swift_stage2.channel_b.attempts import Attempts
 from swift_stage2.channel_b.encoding import PromptEncoding
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
@@ -29,15 +39,27 @@ from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Task
-from swift_stage2.config import DecodingConfig
-from swift_stage2.errors import PipelineFailed, WeightSyncError, WeightSyncHang
+from swift_stage2.config import DecodingConfig, OnPending
+from swift_stage2.config.stage2_ab import PrefetchConfig
+from swift_stage2.errors import PipelineFailed, WeightSyncError
 from swift_stage2.evaluation import PinnedEvaluation, RankEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
-from swift_stage2.records import BatchOutcome, MatchQuality, Pack, Rollout, Sample, SampleKey, Segment, Target
+from swift_stage2.records import (
+    BatchOutcome,
+    MatchQuality,
+    Pack,
+    Rollout,
+    Sample,
+    SampleKey,
+    Segment,
+    Target,
+    VersionSpan,
+)
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule, ServerState
+from swift_stage2.scheduling.run_ahead import most_samples
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
@@ -46,8 +68,11 @@ from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.ledger import Entry
 from swift_stage2.telemetry.ledger import Ledger as SampleLedger
 from swift_stage2.telemetry.ledger_account import account_of
+from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
+from swift_stage2.weights.snapshot_memory import SnapshotMemory
+from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.transport import ServerEndpoint
 
 _HORIZON_S = 150.0
 _CONTROL_TIMEOUT_S = 60.0
@@ -58,17 +83,6 @@ _BUCKET_MIB = 4 / (1 << 20)  # one of the two tensors per bucket
 _ROWS = [{"index": index, "objects": {"ref": ["it"], "bbox": [[0, 0, 1, 1]]}} for index in range(_NUM_ROWS)]
 _QUALITY = MatchQuality(0, 1, 0, 0.0, 0, 0)
 _NETWORK = Network()
-
-
-class Parts:
-    """Parts that a mutation may replace."""
-
-    fence: type[InferFence] = InferFence
-    queue: type[ReadyQueue[Pack]] = ReadyQueue
-    pipeline: type[Pipeline] = Pipeline
-    client: type[RolloutClient] = RolloutClient
-    source: type[SampleSource] = SampleSource
-    evaluation: type[PinnedEvaluation] = PinnedEvaluation
 
 
 class StubEncoder:
@@ -89,7 +103,8 @@ class StubEncoder:
         return (1,), ((0, 1),)
 
     def encode_segment(self, rollout: Rollout, prompt: Any, target: Any, **settings: Any) -> Segment:
-        self._scene.ledger.rollout(rollout, _NETWORK.servers[rollout.server])
+        self._scene.ledger.rollout(self._rank, rollout, _NETWORK.servers[rollout.server])
+        self._scene.ledger.tokens(rollout)
         failing = self._scene.setting.failing_pipeline
         if failing is not None and failing == (self._rank, self._num_segments):
             raise RuntimeError("the disk went away")
@@ -135,6 +150,7 @@ class WatchedEvaluation(RankEvaluation):
     """Looks at every answer that is about to be counted."""
 
     ledger: Ledger
+    rank: int
 
     def begin(self, version: int) -> None:
         self.pinned = version
@@ -142,7 +158,7 @@ class WatchedEvaluation(RankEvaluation):
 
     def _judge(self, rollouts: Sequence[Rollout], qualities: Any, failed: Any) -> None:
         for rollout in rollouts:
-            self.ledger.evaluated(rollout, _NETWORK.servers[rollout.server], self.pinned)
+            self.ledger.evaluated(self.rank, rollout, _NETWORK.servers[rollout.server], self.pinned)
         super()._judge(rollouts, qualities, failed)
 
 
@@ -157,20 +173,32 @@ class RankEvents:
     def read(self, keys: Sequence[SampleKey], **traits: Any) -> None:
         self._told.write(Entry.READ, keys, **traits)
 
-    def batch(self, outcome: BatchOutcome, seconds: float) -> None:
+    def batch(self, outcome: BatchOutcome) -> None:
         counts = self._ledger.counts
         counts["posts abandoned"] += sum(outcome.abandoned.values())
         counts["rollouts aborted"] += len(outcome.aborted)
+        for rollout in outcome.partial:
+            counts["rollouts cut"] += 1
+            self._told.cut(rollout)
         counts["samples returned"] += len(outcome.returned)
         for reason in outcome.suspects.values():
             self._ledger.suspicion(self._rank, reason)
+
+    def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:
+        self._ledger.counts["budgets exhausted"] += num_begun < num_wanted
+
+    def partial_dropped(self, rollout: Rollout) -> None:
+        self._ledger.counts["partial rollouts dropped"] += 1
+
+    def unconfirmed(self, num_rollouts: int) -> None:
+        self._ledger.counts["rollouts unconfirmed"] += num_rollouts
 
     def enter(self, activity: PipelineActivity) -> None: ...
 
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None: ...
 
-    def segment(self, segment: Segment, seconds: float) -> None:
-        self._told.matched(segment)
+    def segment(self, segment: Segment, seconds: float, spans: Sequence[VersionSpan]) -> None:
+        self._told.matched(segment, spans)
 
     def pack(self, pack: Pack, seconds: float) -> None:
         self._ledger.counts["packs"] += 1
@@ -220,17 +248,17 @@ class Canary:
         self._answer = int(self._scene.weights[0])
 
     def agrees(self, token_ids: Sequence[int]) -> bool:
-        return list(token_ids) == [self._answer]
+        return list(token_ids) == [self._answer] * NUM_TOKENS
 
 
 class RoundControl(VirtualControlGroup):
-    """Rank 0's: the moment at which a round's outcome is told is its end for everybody."""
+    """Rank 0's: the moment at which something of a round is told."""
 
     scene: Scene
 
     def broadcast(self, message: Any) -> Any:
         if isinstance(message, dict) and "outcome" in message:
-            self.scene.ledger.round_ends(message["outcome"], self.scene.targets)
+            self.scene.ledger.round_is_heard(message["outcome"])
         return super().broadcast(message)
 
 
@@ -240,10 +268,37 @@ class RoundSync(WeightSync):
     scene: Scene
     rounds: RoundSchedule
 
-    def begin(self, version: int, targets: Sequence[int]) -> None:
+    def begin(self, version: int, targets: Sequence[int], **terms: Any) -> None:
         if self._control.rank == 0:
-            self.scene.begin_round(version, targets, self.rounds)
-        super().begin(version, targets)
+            self.scene.begin_round(version, targets, self.rounds, terms["round_id"], terms["staged"])
+        super().begin(version, targets, **terms)
+
+    def catch_up(self, targets: Sequence[int], *, round_id: str) -> None:
+        if self._control.rank == 0:
+            servers = self.scene.servers
+            self.scene.ledger.catch_up_begins(round_id, {index: servers[index] for index in targets})
+        super().catch_up(targets, round_id=round_id)
+
+
+class Parts:
+    """Parts that a mutation may replace."""
+
+    fence: type[InferFence] = InferFence
+    queue: type[ReadyQueue[Pack]] = ReadyQueue
+    pipeline: type[Pipeline] = Pipeline
+    client: type[RolloutClient] = RolloutClient
+    source: type[SampleSource] = SampleSource
+    evaluation: type[PinnedEvaluation] = PinnedEvaluation
+    learner: type[Learner] = Learner
+    rounds: type[RoundSchedule] = RoundSchedule
+    sync: type[RoundSync] = RoundSync
+
+
+class PlainMemory(SnapshotMemory):
+    """Nobody maps it."""
+
+    def allocate(self, num_bytes: int, dtypes: Mapping[str, str]) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
 class Scene:
@@ -252,7 +307,6 @@ class Scene:
     def __init__(self, setting: Setting, rng: random.Random, parts: type[Parts] = Parts) -> None:
         self.setting = setting
         self.ledger = Ledger(setting)
-        self.targets: tuple[int, ...] = ()
         self._rng = rng
         self._parts = parts
         self._module = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1)) for _ in range(2)])
@@ -262,10 +316,11 @@ class Scene:
             on_infer=self.ledger.infer_begins,
             on_weights=self.ledger.weights_change,
             fate_of_push=self._fate_of_push,
+            delay_of_round=lambda: rng.choice(setting.round_delays_s),
         )
         self.servers = [
-            VirtualServer(f"http://s{index}", stock, self._watcher, can_abort=not stock)
-            for index, stock in enumerate(setting.stock)
+            VirtualServer(f"http://s{index}", stock, self._watcher, can_abort=not stock, staging=staging)
+            for index, (stock, staging) in enumerate(zip(setting.stock, setting.staging, strict=True))
         ]
         _NETWORK.servers = {server.url: server for server in self.servers}
         self._room = MeetingRoom(setting.num_ranks, _CONTROL_TIMEOUT_S)
@@ -287,30 +342,32 @@ class Scene:
         for rank, (learner, b) in enumerate(learners):
             run.spawn(partial(self._train, rank, learner, b), "learner", f"rank {rank}")
 
-    def begin_round(self, version: int, targets: Sequence[int], rounds: RoundSchedule) -> None:
-        self.targets = tuple(targets)
-        proven = [rounds.states()[index] is ServerState.PROVEN for index in targets]
-        servers = [self.servers[index] for index in targets]
-        self.ledger.round_begins(version, self.weights, list(zip(servers, proven, strict=True)))
+    def begin_round(
+        self, version: int, targets: Sequence[int], rounds: RoundSchedule, round_id: str, is_staged: bool
+    ) -> None:
+        states = rounds.states()
+        of_round = {index: (self.servers[index], states[index] is ServerState.PROVEN) for index in targets}
+        self.ledger.round_begins(version, self.weights, of_round, round_id=round_id, is_staged=is_staged)
         if self.ledger.num_rounds == self.setting.bad_weights_at_round:
             self._set_weights((float("nan"), float("nan")))
 
     def _train(self, rank: int, learner: Learner, b: ChannelB) -> None:
         learner.start()
-        hung, step = False, -1
+        step = -1
         while (step := step + 1) < self.setting.num_steps or b.rounds.pending:
-            began_s, began_version = active().now, b.clock.current
+            began_s = active().now
             ended = "well"
             try:
                 decision = learner.begin_step(step, self.setting.packs_per_step)
-            except (WeightSyncError, WeightSyncHang, PipelineFailed) as error:
-                ended, hung = type(error).__name__, isinstance(error, WeightSyncHang)
+            except (WeightSyncError, PipelineFailed) as error:
+                ended = type(error).__name__
                 self._judge_end(ended, error)
             self.ledger.agree(rank, step, "the end", ended)
             if ended != "well":
                 break
-            self.ledger.step(rank, step, decision, b, began_s, began_version)
+            self.ledger.step(rank, step, decision, b, began_s)
             self.ledger.account(rank, b)
+            self.ledger.check_shares(rank, b)
             if step % _SAVE_STEPS == 0:
                 learner.checkpoint(step=step + 1, save_id=f"save {step + 1}")
             TimeNames.sleep(self.setting.step_s + self._rng.choice(self.setting.skews_s))
@@ -318,13 +375,11 @@ class Scene:
                 self._set_weights((self.weights[0] + 1, self.weights[1] + 1))
             if decision.stop:
                 break
-        if not hung:  # a process that met a hang exits without
-            learner.close()
-            self.ledger.account(rank, b)
-        # A push that hangs when training ends is left behind, and the process ends with it.
-        hung |= b.rounds.in_transfer and "hangs" in self.setting.push_fates.values()
+        learner.close()
+        self.ledger.account(rank, b)
         self._num_over += 1
-        if hung and self._num_over == self.setting.num_ranks:
+        # A push that hangs is left behind, and ends with its process.
+        if "hangs" in self.setting.push_fates.values() and self._num_over == self.setting.num_ranks:
             active().stop()
 
     def check_told(self) -> None:
@@ -339,7 +394,6 @@ class Scene:
         setting = self.setting
         self.ledger.counts[f"runs ended by {ended}"] += 1
         expected = {
-            "WeightSyncHang": "hangs" in setting.push_fates.values() or bool(setting.stall_share),
             "WeightSyncError": setting.bad_weights_at_round is not None,
             "PipelineFailed": setting.failing_pipeline is not None and not setting.continue_on_failure,
         }
@@ -384,6 +438,7 @@ class Scene:
             save_id=None,
             state=source.state_dict(),
         )
+        attempts = Attempts(told)
         client = parts.client(
             urls,
             fence=fence,
@@ -395,9 +450,9 @@ class Scene:
             ticket_timeout_s=0.5,
             run_id="run",
             canary={"messages": []},
-            full_share=setting.max_inflight,
+            max_inflight_per_server=setting.max_inflight,
             is_lost=lambda url, version: control.notes.read(_lost(url, version)) is not None,
-            events=told,
+            events=attempts,
         )
         events = RankEvents(ledger, rank, told)
         pipelines: list[Pipeline] = []
@@ -406,7 +461,9 @@ class Scene:
             setting.version_window,
             lambda pack, reason: pipelines[0].on_drop(pack, reason),
         )
-        ledger.watch_queue(rank, queue)
+        ledger.watch_queue(rank, queue, clock)
+        for lane in client._lanes.values():
+            ledger.watch_lane(rank, lane)
         pacer = Pacer(
             b_ratio=setting.b_ratio,
             version_window=setting.version_window,
@@ -420,6 +477,7 @@ class Scene:
         pipeline = parts.pipeline(
             source=source,
             client=client,
+            attempts=attempts,
             make_request=encoder.request,
             preprocessor=_preprocessor(encoder),
             queue=queue,
@@ -432,22 +490,38 @@ class Scene:
             redraw_dropped=setting.redraw_dropped,
             max_attempts=setting.max_attempts,
             version_window=setting.version_window,
+            max_rollouts_per_version=_budget(setting),
+            max_resumes=setting.max_resumes,
             ask_evaluation=evaluation.part.ask if evaluation is not None else None,
+            take_evaluated=evaluation.part.take if evaluation is not None else None,
         )
         pipelines.append(pipeline)
         self._watch_production(rank, pipeline)
-        sync = RoundSync(
+        courier = ThreadCourier(
             [ServerEndpoint(url, 1) for url in urls],
+            lambda info: VirtualTransport(_NETWORK.servers),  # type: ignore[arg-type,return-value]
+        )
+        sync = parts.sync(
             control=control,
             export=WeightExport(self._module),
             canary=Canary(self),
-            make_transport=lambda info: VirtualTransport(_NETWORK.servers),  # type: ignore[arg-type,return-value]
+            courier=courier,
             run_id="run",
             timeout_s=SYNC_TIMEOUT_S,
+            straggler_s=setting.straggler_s,
+            on_pending=setting.on_pending,
+            rolling=setting.rolling,
+            memory=PlainMemory(),
             bucket_mib=_BUCKET_MIB,  # type: ignore[arg-type]
             canary_every_rounds=2,
         )
-        rounds = RoundSchedule(len(urls), setting.sync_every_steps, backoff_steps=1, max_backoff_steps=64)
+        rounds = parts.rounds(
+            len(urls),
+            setting.sync_every_steps,
+            backoff_steps=1,
+            max_backoff_steps=64,
+            staging=[index for index, staging in enumerate(setting.staging) if staging],
+        )
         sync.scene, sync.rounds = self, rounds
         b = ChannelB(
             source=source,
@@ -467,14 +541,17 @@ class Scene:
                 find_lost=sync.lost_servers,
                 on_lost=lambda server: control.notes.write(_lost(urls[server], clock.current), "lost"),
             ),
-            abort=PendingAbort(enabled=setting.abort_when_pending, rank=rank, api_key=None, run_id="run"),
-            base_urls=tuple(urls),
+            abort=PendingAbort(
+                enabled=setting.on_pending is not OnPending.WAIT, rank=rank, api_key=None, run_id="run"
+            ),
+            run_id="run",
+            base_urls=list(urls),
             max_inflight_per_server=setting.max_inflight,
             min_ready_tokens=0,
             continue_on_failure=setting.continue_on_failure,
             evaluation=evaluation,
         )
-        learner = Learner(
+        learner = parts.learner(
             b_ratio=setting.b_ratio,
             control=control,
             events=events,
@@ -499,26 +576,52 @@ class Scene:
             decoding=DecodingConfig(),
             events=EvaluationEvents(self.ledger),
         )
-        part.ledger = self.ledger
+        part.ledger, part.rank = self.ledger, rank
         schedule = EvaluationSchedule(
             every_steps=setting.evaluate_every_steps,
             max_round_delay_steps=setting.max_round_delay_steps,
             last_step=setting.num_steps - 1,
         )
+        if rank == 0:  # who decides when servers install
+            self.ledger.evaluations = schedule
         return self._parts.evaluation(
             schedule, part, control=control, record=partial(self.ledger.evaluation_ends, rank)
         )
 
     def _watch_production(self, rank: int, pipeline: Pipeline) -> None:
-        mine, real = self.ledger.ranks[rank], pipeline._produce
+        """Samples are in the turn's own hands from the moment at which its wait has ended until it ends."""
+        mine = self.ledger.ranks[rank]
+        turn, look, await_finished = pipeline._turn, pipeline._heard_proven, pipeline.client.next_finished
 
-        def produce(num_samples: int) -> bool:
-            mine.producing = True
-            done = real(num_samples)
+        def one_turn(timeout_s: float) -> None:
+            turn(timeout_s)
             mine.producing = False
-            return done
 
-        pipeline._produce = produce  # type: ignore[method-assign]
+        def next_finished(timeout_s: float) -> BatchOutcome | None:
+            outcome = await_finished(timeout_s)
+            mine.producing = not pipeline._stop._set  # type: ignore[attr-defined]
+            return outcome
+
+        def heard_proven(arrived: Sequence[Rollout] = ()) -> list[Rollout]:
+            looked_from = active().num_points
+            heard = look(arrived)
+            mine.looked_from = looked_from
+            return heard
+
+        pipeline._turn, pipeline._heard_proven = one_turn, heard_proven  # type: ignore[method-assign]
+        pipeline.client.next_finished = next_finished  # type: ignore[method-assign]
+
+
+def _budget(setting: Setting) -> int:
+    """As it is derived, from segments of one token and more; or the least that cannot leave a step without packs."""
+    prefetch = PrefetchConfig(
+        version_window=setting.version_window,
+        sync_every_steps=setting.sync_every_steps,
+        prefetch_target_packs=setting.target_packs,
+    )
+    derived = prefetch.packs_in_budget(setting.packs_per_step, Fraction(str(setting.b_ratio)))
+    num_packs = setting.packs_per_step if setting.tight_budget else derived
+    return num_packs * most_samples(_PACKING_LENGTH, shortest_prompt=1)
 
 
 def _lost(url: str, version: int) -> str:
@@ -562,6 +665,6 @@ def run_seed(
             scene.check_told()
         except Violation as violation:
             violation.scheduler = scheduler  # type: ignore[attr-defined]
-            violation.add_note(f"seed {seed}: {setting}")
+            violation.add_note(f"seed {seed}: {setting} max_resumes={setting.max_resumes}")
             raise
     return scene.ledger.counts, scheduler

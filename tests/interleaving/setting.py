@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
+from swift_stage2.config import OnPending
+
 REQUEST_TIMEOUT_S = 1.0
 SYNC_TIMEOUT_S = 5.0
 _LATENCIES_S = (0.0, 0.05, 0.2, 0.4)
+_CROWDED_S = (0.2, 0.4, 0.6, 0.9)  # long answers, of which an install meets many
 _SLOW_S = (
     0.9,
     1.0,
@@ -19,7 +22,8 @@ _SLOW_S = (
     6.0,
     1e6,
 )  # around the limits, where things end at the same moment
-_PUSH_FATES = ("refused", "corrupt", "dies", "stalls", "hangs")
+_PUSH_FATES = ("refused", "corrupt", "dies", "stalls", "hangs", "not installed", "dies installed", "unheard")
+_ROUND_DELAYS_S = (0.0, 0.05, 0.3, 0.7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,13 @@ class Setting:
     num_ranks: int = 2
     stock: tuple[bool, ...] = (True,)
     """One entry per server: whether it is a stock one."""
+    staging: tuple[bool, ...] = (False,)
+    """One entry per server: whether it answers while the weights of a round arrive."""
+    rolling: bool = True
+    straggler_s: float = SYNC_TIMEOUT_S
+    """What other servers of a round have after the first proof."""
+    round_delays_s: tuple[float, ...] = (0.0,)
+    """A bucket, an install and a proof take so much longer, drawn for each."""
     num_steps: int = 6
     step_s: float = 0.3
     skews_s: tuple[float, ...] = (0.0,)
@@ -49,9 +60,13 @@ class Setting:
     version_window: int = 1
     sync_every_steps: int = 2
     max_inflight: int = 4
+    tight_budget: bool = field(default=False, repr=False)
+    """Whether no more rollouts are begun under one version than may be needed for one step."""
     redraw_dropped: bool = True
     max_attempts: int = 2
     abort_when_pending: bool = False
+    max_resumes: int | None = field(default=None, repr=False)  # drawn by what the rest says
+    """How often an aborted rollout goes on; None where it begins anew."""
     evaluate_every_steps: int = 0
     evaluation_samples: int = 4
     max_round_delay_steps: int = 1
@@ -73,22 +88,45 @@ class Setting:
     stall_share: float = 0.0
 
     @property
+    def on_pending(self) -> OnPending:
+        """The policy of rounds for rollouts that run."""
+        if self.max_resumes is not None:
+            return OnPending.RESUME
+        return OnPending.ABORT if self.abort_when_pending else OnPending.WAIT
+
+    @property
     def is_calm(self) -> bool:
         """Nothing goes wrong: no server may be blamed."""
         return not (
             self.slow_share or self.error_share or self.lost_share or self.deaths or self.push_fates
-            or self.stall_share or self.poison_row is not None
+            or self.stall_share or self.poison_row is not None or self.straggler_s < SYNC_TIMEOUT_S
         )  # fmt: skip
 
 
 def setting_of(rng: random.Random) -> Setting:
-    """A scene with nought to three kinds of trouble."""
-    stock = tuple(rng.random() < 0.5 for _ in range(1 if rng.random() < 0.6 else 2))
+    """A scene with nought to three kinds of trouble, or one whose servers come late; of ours alone, some resume."""
+    setting = _setting_of(rng)
+    of_its_own = random.Random(repr(setting))
+    # Apart from those whose pushes have faults, of which late servers would leave little.
+    if not setting.push_fates and of_its_own.random() < 0.2:
+        setting = _late(setting, of_its_own)
+    if any(setting.stock) or of_its_own.random() < 0.3:
+        return setting
+    most = of_its_own.choice((setting.version_window, of_its_own.randint(0, setting.version_window)))
+    crowded = _CROWDED_S + setting.latencies_s[4:] if of_its_own.random() < 0.7 else setting.latencies_s
+    return replace(setting, max_resumes=most, latencies_s=crowded)
+
+
+def _setting_of(rng: random.Random) -> Setting:
+    stock = tuple(rng.random() < 0.3 for _ in range(1 if rng.random() < 0.6 else 2))
     packs_per_step = rng.choice((1, 1, 2))
     queue_limit = packs_per_step + rng.randint(0, 2)
     setting = Setting(
         num_ranks=3 if rng.random() < 0.15 else 2,
         stock=stock,
+        staging=tuple(not is_stock and rng.random() < 0.85 for is_stock in stock),
+        rolling=rng.random() < 0.7,
+        round_delays_s=rng.choice(((0.0,), _ROUND_DELAYS_S)),
         num_steps=rng.randint(3, 6),
         step_s=rng.choice((0.15, 0.3, 0.5)),
         b_ratio=rng.choice((1.0, 1.0, 0.5)),
@@ -106,6 +144,8 @@ def setting_of(rng: random.Random) -> Setting:
     )
     if setting.version_window == 0 and setting.sync_every_steps == 1:
         setting = replace(setting, sync_every_steps=2)  # refused at load
+    if rng.random() < 0.35:
+        setting = _staged(setting, rng)
     for _ in range(rng.choice((0, 1, 1, 2, 3))):
         setting = _with_trouble(setting, rng)
     if rng.random() < 0.5:
@@ -115,6 +155,47 @@ def setting_of(rng: random.Random) -> Setting:
         evaluate_every_steps=rng.choice((1, 2, 3)),
         evaluation_samples=rng.choice((1, 4, 9)),
         max_round_delay_steps=rng.choice((0, 1, 3)),
+    )
+
+
+def _staged(setting: Setting, rng: random.Random) -> Setting:
+    """More staged rounds, each with more time in which something can come between, and half of them with a fault."""
+    servers = range(len(setting.stock))
+    faults = {(rng.choice(servers), rng.randint(2, 5)): rng.choice(_PUSH_FATES[-3:]) for _ in range(2)}
+    return replace(
+        setting,
+        stock=tuple(False for _ in servers),
+        staging=tuple(True for _ in servers),
+        num_steps=setting.num_steps + rng.randint(2, 5),
+        round_delays_s=_ROUND_DELAYS_S,
+        push_fates=faults if rng.random() < 0.5 else {},
+        skews_s=(0.0, 0.05, 0.4),
+        lost_share=rng.choice((0.0, 0.0, 0.2)),
+        straggler_s=rng.choice((SYNC_TIMEOUT_S, 1.0)),
+    )
+
+
+def _late(setting: Setting, rng: random.Random) -> Setting:
+    """Servers of ours die and come back long before the next round is due, or a round does not prove them."""
+    servers = range(len(setting.stock))
+    setting = replace(
+        setting,
+        stock=tuple(False for _ in servers),
+        staging=tuple(True for _ in servers),
+        sync_every_steps=rng.choice((4, 6, 8)),
+        num_steps=setting.num_steps + 6,
+        stop=None,
+    )
+    span_s = setting.num_steps * setting.step_s
+    deaths = [
+        Death(rng.choice(servers), rng.uniform(0, span_s / 2), rng.choice((0.1, 0.5, 1.0))) for _ in range(2)
+    ]
+    fates = {(rng.choice(servers), rng.randint(2, 5)): rng.choice(_PUSH_FATES) for _ in range(2)}
+    return replace(
+        setting,
+        deaths=(*setting.deaths, *deaths),
+        push_fates=setting.push_fates | (fates if rng.random() < 0.5 else {}),
+        straggler_s=rng.choice((SYNC_TIMEOUT_S, 1.0)),
     )
 
 
@@ -136,7 +217,7 @@ def _with_trouble(setting: Setting, rng: random.Random) -> Setting:
             return replace(setting, deaths=(*setting.deaths, death))
         case 5:
             fate = rng.choice(_PUSH_FATES)
-            fates = setting.push_fates | {(server, rng.randint(1, 3)): fate}
+            fates = setting.push_fates | {(server, rng.randint(1, 4)): fate}
             return replace(setting, push_fates=fates)
         case 6:
             return replace(setting, failing_pipeline=(rank, rng.randint(0, 6)))

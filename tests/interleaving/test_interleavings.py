@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,7 +42,7 @@ def run_batch(run: Callable[[int], Any], seeds: range) -> Counter[str]:
     return counts
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seeds", FULL_BATCHES, ids=str)
 def test_every_invariant_holds_in_the_full_scene(seeds: range) -> None:
     counts = run_batch(run_seed, seeds)
@@ -49,14 +51,31 @@ def test_every_invariant_holds_in_the_full_scene(seeds: range) -> None:
         "steps with a round in transfer", "rollouts",
         "posts abandoned", "rollouts aborted", "suspicions", "samples returned", "quarantined", "packs dropped_stale",
         "packs dropped_oldest", "reservations released", "runs ended by PipelineFailed",
-        "runs ended by WeightSyncError", "runs ended by WeightSyncHang", "evaluation answers",
-        "evaluation rows given up", "steps with a round held", "evaluations complete", "evaluations round_due",
-        "evaluations no_server", "evaluations training_ends",
+        "runs ended by WeightSyncError", "evaluation answers", "rounds staged", "rounds heard in parts",
+        "posts beside others of their lane",
+        "posts during a staged round", "steps with rollouts held", "rollouts unconfirmed",
+        "evaluation rows given up", "steps with a round held", "steps with an install held",
+        "evaluations complete", "evaluations round_due", "evaluations no_server", "evaluations training_ends",
+        "catch-ups", "servers caught up", "rollouts cut", "rollouts of several versions", "partial rollouts dropped",
     ):  # fmt: skip
         assert counts[what], f"no seed of this batch met it: {what}"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
+def test_every_invariant_holds_with_the_smallest_budget_that_fills_a_step() -> None:
+    tight = partial(run_seed, change=lambda setting: replace(setting, tight_budget=True))
+    counts = run_batch(tight, range(300))
+    for what in (
+        "budgets exhausted",
+        "steps B",
+        "evaluation answers",
+        "packs dropped_stale",
+        "samples returned",
+    ):
+        assert counts[what], f"no seed of this batch met it: {what}"
+
+
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seeds", CORE_BATCHES, ids=str)
 def test_every_invariant_holds_in_the_small_scene(seeds: range) -> None:
     counts = run_batch(run_core_seed, seeds)
@@ -68,8 +87,8 @@ def test_every_invariant_holds_in_the_small_scene(seeds: range) -> None:
         assert counts[what], f"no seed of this batch met it: {what}"
 
 
-def first_violation(run: Callable[..., Any], parts: Any, seeds: range | None = None) -> tuple[int, str]:
-    for seed in seeds or range(LONGEST_SEARCH):
+def first_violation(run: Callable[..., Any], parts: Any) -> tuple[int, str]:
+    for seed in range(LONGEST_SEARCH):
         try:
             run(seed, parts=parts)
         except Violation as violation:
@@ -86,9 +105,7 @@ def first_violation(run: Callable[..., Any], parts: Any, seeds: range | None = N
     ],
 )
 def test_the_full_scene_finds_what_broke_before(failure: int, found_as: str) -> None:
-    # A promised pack is seldom within reach: no seed below 1,600 meets it, and they cost half a minute.
-    seeds = range(1_600, 2_600) if failure == 4 else None
-    seed, message = first_violation(run_seed, FAILURES[failure][0], seeds)
+    seed, message = first_violation(run_seed, FAILURES[failure][0])
     print(f"failure {failure}: found by seed {seed}: {message}")
     assert any(part in message for part in found_as.split("|")), message
 
@@ -97,7 +114,7 @@ def test_the_full_scene_finds_what_broke_before(failure: int, found_as: str) -> 
 def test_the_full_scene_finds_other_mistakes(parts: Any, found_as: str) -> None:
     seed, message = first_violation(run_seed, parts)
     print(f"{parts.__name__}: found by seed {seed}: {message}")
-    assert found_as in message
+    assert any(part in message for part in found_as.split("|")), message
 
 
 @pytest.mark.parametrize(

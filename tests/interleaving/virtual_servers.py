@@ -17,23 +17,27 @@ from interleaving.scheduler import Strand
 from interleaving.virtual_threading import active
 
 from swift_stage2.errors import ServerFault
-from swift_stage2.servers import protocol
+from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.tensors import checksum_tensor
-from swift_stage2.weights.transport import ServerEndpoint
+from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 FOR_EVER = 1e6
 Weights = tuple[float, ...]
 BASE_WEIGHTS: Weights = (-1.0, -1.0)
+NUM_TOKENS = 4
+"""Of a whole answer. Each tells the weights that it was sampled with."""
 
 
 @dataclass(slots=True, eq=False)
 class Computation:
     """One ``/infer/`` call on a server. It runs until ``end`` whether or not anybody waits for it."""
 
+    begin: float
     end: float
     may_abort: bool
-    aborted: bool = False
+    done_share: float = 1.0
+    """Of the tokens that were asked for; below 1 it was aborted."""
 
 
 @dataclass(slots=True)
@@ -54,6 +58,7 @@ class Watcher:
     on_infer: Callable[[VirtualServer], None] = lambda server: None
     on_weights: Callable[[VirtualServer], None] = lambda server: None
     fate_of_push: Callable[[VirtualServer], str] = lambda server: "arrives"
+    delay_of_round: Callable[[], float] = lambda: 0.0
 
 
 @dataclass(eq=False)
@@ -64,16 +69,19 @@ class VirtualServer:
     stock: bool
     watcher: Watcher
     can_abort: bool = False
+    staging: bool = False
     alive: bool = True
     num_starts: int = 1
     weights: Weights = BASE_WEIGHTS
     version: int | None = None
     run_id: str | None = None
+    round_id: str | None = None  # of the weights
     running: list[Computation] = field(default_factory=list)
     changed: list[Strand] = field(default_factory=list)
     round: protocol.RoundRequest | None = None
     round_ends: float = 0.0
     loaded: bool = False  # the open round's weights are in the model
+    installing: bool = False  # from then on or a little before: the door of a staged round is shut
     vouched: bool = True
     announced: list[dict[str, Any]] = field(default_factory=list)
     arrived: dict[str, Any] = field(default_factory=dict)
@@ -96,8 +104,13 @@ class VirtualServer:
     def start_again(self) -> None:
         """Another process: the weights it was first started with, and no memory of any round."""
         self.alive, self.num_starts = True, self.num_starts + 1
-        self.weights, self.version, self.run_id = BASE_WEIGHTS, None, None
-        self.round, self.loaded, self.vouched, self.arrived = None, False, True, {}
+        self.weights, self.version, self.run_id, self.round_id = BASE_WEIGHTS, None, None, None
+        self.vouched = True
+        self._forget_round()
+
+    def _forget_round(self) -> None:
+        self.round, self.loaded, self.installing, self.arrived = None, False, False, {}
+        self.wake()
 
     def wake(self) -> None:
         for strand in self.changed:
@@ -110,8 +123,11 @@ class VirtualServer:
         """Status and body; takes virtual time. Raises what httpx raises when the connection breaks."""
         self._end_round_in_time()
         path = call.path
-        if self.stock and path.startswith("/stage2/"):
+        if self.stock and (path.startswith("/stage2/") or path == vllm_serve.WEIGHT_INFO):
             return 404, {"detail": "Not Found"}
+        named = call.headers.get(protocol.ROUND_HEADER)
+        if named is not None and (self.round is None or self.round.round_id != named):
+            return 409, {"detail": "another round", "reason": "no_round"}
         handler = getattr(self, _HANDLERS[path])
         return handler(call)  # type: ignore[no-any-return]
 
@@ -119,7 +135,8 @@ class VirtualServer:
         specs = [protocol.TensorSpec(str(index), (1,), "float32") for index in range(len(BASE_WEIGHTS))]
         info = protocol.ServerInfo(
             stock=False, incarnation=self.incarnation, weight_version=self.version, run_id=self.run_id,
-            state="ready", can_abort=self.can_abort, manifest=tuple(specs),
+            state="ready", can_abort=self.can_abort, manifest=tuple(specs), staging=self.staging,
+            round_id=self.round_id, resume=True,
         )  # fmt: skip
         return 200, info.to_json()
 
@@ -128,17 +145,21 @@ class VirtualServer:
 
     def _infer(self, call: VirtualCall) -> tuple[int, Any]:
         requests = call.body["infer_requests"]
-        in_round = protocol.ROUND_HEADER in call.headers
+        asker = active().current
+        in_round = asker is not None and "push to" in asker.name
         if not in_round:
             self.watcher.on_infer(self)
-            if self.round is not None:
+            while self.installing:  # the door of a staged round
+                call.wait(self, until=self.round_ends)
+                self._end_round_in_time()
+            if self.round is not None and not self.round.staged:
                 return 409, {"detail": "a round is open", "reason": "round_open"}
             if not self.vouched:
                 return 409, {"detail": "unproven", "reason": "unproven"}
         fate = Fate() if in_round else self.watcher.fate_of_infer(self, call.body)
         may_abort = all(protocol.may_abort(request) for request in requests)
-        computation = Computation(active().now + fate.latency_s, may_abort)
-        weights, version, run_id = self.weights, self.version, self.run_id
+        computation = Computation(active().now, active().now + fate.latency_s, may_abort)
+        made_by = self._stamp(), self.weights
         self.running.append(computation)
         if fate.lose_connection:
             raise httpx.ReadError("the connection broke")
@@ -146,8 +167,16 @@ class VirtualServer:
             call.wait(self, until=computation.end)
         if fate.status != 200:
             return fate.status, self._failures(fate)
-        reason = "abort" if computation.aborted else "stop"
-        return 200, [self._completion(weights, version, run_id, reason) for _ in requests]
+        prefixes = [request.get(protocol.PREFIX, []) for request in requests]
+        return 200, [self._completion(*made_by, computation, len(prefix)) for prefix in prefixes]
+
+    def _stamp(self) -> dict[str, Any]:
+        return {
+            "weight_version": self.version,
+            "run_id": self.run_id,
+            "incarnation": self.incarnation,
+            "round_id": self.round_id,
+        }
 
     def _failures(self, fate: Fate) -> dict[str, Any]:
         if self.stock:
@@ -155,16 +184,16 @@ class VirtualServer:
         return {"detail": "cannot", "failures": [{"index": i, "cause": "cannot"} for i in fate.failed]}
 
     def _completion(
-        self, weights: Weights, version: int | None, run_id: str | None, reason: str
+        self, stamp: dict[str, Any], weights: Weights, computation: Computation, num_before: int
     ) -> dict[str, Any]:
+        num_made = int(computation.done_share * (NUM_TOKENS - num_before))
         choice = {
             "message": {"content": repr(weights)},
-            "finish_reason": reason,
-            "token_ids": [int(weights[0])],
+            "finish_reason": "stop" if computation.done_share == 1.0 else "abort",
+            "token_ids": [int(weights[0])] * num_made,
         }
         completion: dict[str, Any] = {"response": {"choices": [choice], "prompt_token_ids": [1]}}
         if not self.stock:
-            stamp = {"weight_version": version, "run_id": run_id, "incarnation": self.incarnation}
             completion["rollout_infos"] = {"stage2": stamp}
         return completion
 
@@ -177,12 +206,12 @@ class VirtualServer:
 
     def _begin(self, call: VirtualCall) -> tuple[int, Any]:
         request = protocol.RoundRequest.from_json(call.body)
-        if self.computing():
+        if self.computing() and not request.staged:
             return 409, {"detail": "busy", "reason": "busy"}
         if self.round is not None and self.round.run_id != request.run_id:
             return 409, {"detail": "a round is open", "reason": "round_open"}
+        self._end_round()
         self.round, self.round_ends = request, active().now + request.timeout_s
-        self.loaded, self.arrived = False, {}
         return 200, {"message": "begun", "incarnation": self.incarnation}
 
     def _announce(self, call: VirtualCall) -> tuple[int, Any]:
@@ -193,8 +222,10 @@ class VirtualServer:
         self.announced = call.body["metadatas"]
         return 200, {}
 
-    def take_bucket(self, flat: Any) -> None:
-        """The bytes of the bucket announced last."""
+    def take_bucket(self, flat: Any, round_id: str | None) -> None:
+        """The bytes of the bucket announced last; a stream of ours ends with its round."""
+        if not self.stock and (self.round is None or self.round.round_id != round_id):
+            raise ServerFault("the stream was closed")
         for entry in self.announced:
             self.arrived[entry["name"]] = flat[entry["start_idx"] : entry["end_idx"]].clone()
         if self.stock:
@@ -210,21 +241,35 @@ class VirtualServer:
         self.weights = tuple(values)
 
     def _process(self, call: VirtualCall) -> tuple[int, Any]:
-        if not self.stock:
-            if self.round is None or len(self.arrived) < len(self.weights):
-                return 500, {"detail": "not all has arrived"}
-            self._load()
-            self.version, self.run_id, self.loaded, self.vouched = (
-                self.round.version,
-                self.round.run_id,
-                True,
-                True,
-            )
+        current = self.round
+        if self.stock:
+            return 200, {"message": "processed", "non_finite": []}
+        if current is None or len(self.arrived) < len(self.weights):
+            return 500, {"detail": "not all has arrived"}
+        self.installing = current.staged
+        if current.staged and protocol.InstallRequest.from_json(call.body).aborts:
+            self._abort_pending()
+        while current.staged and (pending := self.computing()):
+            call.wait(self, until=min(self.round_ends, *(c.end for c in pending)))
+            self._end_round_in_time()
+            if self.round is not current:
+                return 500, {"detail": "the round ended before its weights were loaded"}
+        if self.watcher.fate_of_push(self) == "not installed":
+            self._end_round()
+            return 500, {"detail": "it cannot"}
+        self._load()
+        self.version, self.run_id, self.round_id = current.version, current.run_id, current.round_id
+        self.loaded = self.vouched = True
+        self._take_time(call)
         return 200, {"message": "processed", "non_finite": []}
 
     def _finish(self, call: VirtualCall) -> tuple[int, Any]:
-        if self.round is None or not self.loaded:
+        wanted = protocol.FinishRequest.from_json(call.body)
+        if self.round is None or self.round.round_id != wanted.round_id:
             return 409, {"detail": "no round", "reason": "no_round"}
+        if not wanted.commit or not self.loaded:
+            self._end_round()
+            return 200, {"message": "given up"}
         import torch
 
         arrived = {name: checksum_tensor(chunk.view(torch.float32)) for name, chunk in self.arrived.items()}
@@ -235,18 +280,33 @@ class VirtualServer:
         proof = protocol.RoundProof(
             self.round.round_id, self.incarnation, self.round.version, arrived, resident, tuple(arrived)
         )
-        self.vouched = arrived == resident
-        self.round = None
+        self.vouched, self.loaded = arrived == resident, False
+        self._end_round()
+        fate = self.watcher.fate_of_push(self)
+        if fate == "dies installed":
+            self.die()
+        if fate == "unheard":  # it serves the new weights, and the learner knows nothing of it
+            raise httpx.ReadError("the connection broke")
+        self._take_time(call)
         return 200, proof.to_json()
+
+    def _take_time(self, call: VirtualCall) -> None:
+        ends = active().now + self.watcher.delay_of_round()
+        while active().now < ends:
+            call.wait(self, until=ends)
 
     def _abort(self, call: VirtualCall) -> tuple[int, Any]:
         request = protocol.AbortRequest.from_json(call.body)
         if request.version == self.version:
-            for computation in self.computing():
-                if computation.may_abort:
-                    computation.aborted, computation.end = True, active().now
-            self.wake()
+            self._abort_pending()
         return 200, {}
+
+    def _abort_pending(self) -> None:
+        for call in self.computing():
+            if call.may_abort:
+                call.done_share = (active().now - call.begin) / (call.end - call.begin)
+                call.end = active().now
+        self.wake()
 
     def _state_keys(self, call: VirtualCall) -> tuple[int, Any]:
         return 200, {"keys": [str(index) for index in range(len(BASE_WEIGHTS))]}
@@ -256,8 +316,12 @@ class VirtualServer:
 
     def _end_round_in_time(self) -> None:
         if self.round is not None and active().now >= self.round_ends:
-            self.vouched = self.vouched and not self.loaded
-            self.round = None
+            self._end_round()
+
+    def _end_round(self) -> None:
+        """What was loaded and is not vouched for is nobody's."""
+        self.vouched = self.vouched and not self.loaded
+        self._forget_round()
 
 
 _HANDLERS = {
@@ -354,13 +418,14 @@ class VirtualHttp:
         """Nothing is held."""
 
 
-class VirtualTransport:
+class VirtualTransport(WeightTransport):
     """Carries buckets to one server. A stock server's lives from round to round, as vLLM's group does."""
 
     def __init__(self, servers: Mapping[str, VirtualServer]) -> None:
         self._servers = servers
         self._server: VirtualServer | None = None
         self._joined: str | None = None
+        self._round_id: str | None = None
 
     def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
         server = self._servers[session.base_url]
@@ -370,12 +435,14 @@ class VirtualTransport:
             session.get(protocol.WORLD_SIZE, deadline)
             session.post(protocol.CLOSE_COMMUNICATOR, {}, deadline)
         session.post(protocol.INIT_COMMUNICATOR, {}, deadline)
-        self._server, self._joined = server, server.incarnation
+        self._server, self._joined, self._round_id = server, server.incarnation, session.round_id
 
     def send(self, flat: Any, deadline: Deadline) -> None:
         server = self._server
         assert server is not None
         active().point("sends a bucket")
+        if delay_s := server.watcher.delay_of_round():
+            active().block("a bucket travels", active().now + delay_s)
         fate = server.watcher.fate_of_push(server)
         if fate == "hangs":
             active().block("a transfer that hangs", active().now + FOR_EVER)
@@ -386,7 +453,7 @@ class VirtualTransport:
             server.die()
         if self.is_lost():
             raise ServerFault("the server was lost while weights were sent")
-        server.take_bucket(flat)
+        server.take_bucket(flat, self._round_id)
 
     def is_lost(self) -> bool:
         server = self._server

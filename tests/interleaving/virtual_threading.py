@@ -16,16 +16,18 @@ from typing import Any, NamedTuple
 import httpx
 from interleaving.scheduler import Scheduler, Strand
 
-from swift_stage2 import evaluation, fence, learner
-from swift_stage2.channel_b import pipeline, ready_queue, sample_source
-from swift_stage2.channel_b.rollout_client import client, lane, plan, trust
-from swift_stage2.scheduling import version_clock
+from swift_stage2 import evaluation, fence
+from swift_stage2.channel_b import attempts, pipeline, ready_queue, sample_source
+from swift_stage2.channel_b.rollout_client import client, connection, lane, plan, trust
+from swift_stage2.learner import learner
+from swift_stage2.learner import rounds as learner_rounds
+from swift_stage2.scheduling import outlook, version_clock
 from swift_stage2.servers import call as server_call
 from swift_stage2.servers import pending_abort
 from swift_stage2.servers import probe as suspect_probe
 from swift_stage2.servers import session as server_session
+from swift_stage2.weights import courier, proof, snapshot, transfer
 from swift_stage2.weights import push as server_push
-from swift_stage2.weights import snapshot
 from swift_stage2.weights import sync_round as weight_sync
 
 _active: Scheduler | None = None
@@ -325,11 +327,12 @@ class Executor:
 
 
 _WITH_THREADING = (
-    client, evaluation, fence, lane, pipeline, ready_queue, sample_source,
+    attempts, client, courier, evaluation, fence, lane, pipeline, proof, ready_queue, sample_source,
     plan, server_call, server_push, snapshot, suspect_probe, trust, version_clock,
 )  # fmt: skip
 _WITH_TIME = (
-    fence, lane, learner, pipeline, server_push, server_session, weight_sync,
+    attempts, client, connection, courier, fence, lane, learner, learner_rounds, outlook, pipeline, server_push,
+    server_session, transfer, weight_sync,
 )  # fmt: skip
 
 
@@ -348,8 +351,7 @@ def installed(make_http_transport: Callable[..., Any]) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [
         *((module, "threading", ThreadingNames) for module in _WITH_THREADING),
         *((module, "time", TimeNames) for module in _WITH_TIME),
-        *((module, "wait", wait) for module in (client, lane)),
-        *((module, "ThreadPoolExecutor", Executor) for module in (lane, pending_abort)),
+        (pending_abort, "ThreadPoolExecutor", Executor),
         (httpx, "HTTPTransport", make_http_transport),
         (server_push.ServerPush, "__bases__", (Thread,)),
         (weight_sync, "RoundWatch", NoWatch),

@@ -12,7 +12,7 @@ def leave_closed_connection() -> int:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = int(listener.getsockname()[1])
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as caller:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as caller:
             accepted, _ = listener.accept()
             accepted.close()  # this side closes first and keeps the address for a while
             assert caller.recv(1) == b""

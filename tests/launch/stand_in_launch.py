@@ -3,7 +3,7 @@
 usage: stand_in_launch.py '{"log_dir", "servers": [[port, argv…]…], "learner": argv, "grace_s", …}'
 
 No "learner": servers alone. "upstream_port": the one server listens there, behind a merger on its port.
-"check": argv of the argument check.
+"check": argv of the argument check. "devices": CUDA_VISIBLE_DEVICES of each server.
 """
 
 import json
@@ -25,8 +25,9 @@ status_file = log_dir / "status"
 environment = dict(os.environ) | {EXIT_STATUS_FILE: str(status_file)}
 
 
-def command(name: str, argv: list[str], grace_s: float) -> Command:
-    return Command(name=name, argv=(sys.executable, *argv), environment=environment, grace_s=grace_s)
+def command(name: str, argv: list[str], grace_s: float, devices: str = "") -> Command:
+    seen = environment | {"CUDA_VISIBLE_DEVICES": devices}
+    return Command(name=name, argv=(sys.executable, *argv), environment=seen, grace_s=grace_s)
 
 
 def show(line: str) -> None:
@@ -46,8 +47,10 @@ def merger(index: int, port: int) -> Command | None:
 restart = dict(spec.get("restart", {}))
 servers = tuple(
     PlannedServer(
-        command=command(f"server{index}", argv, SERVER_GRACE_S),
-        address=ServerConfig(base_url=f"http://127.0.0.1:{port}", group_port=1),
+        command=command(
+            f"server{index}", argv, SERVER_GRACE_S, spec["devices"][index] if "devices" in spec else ""
+        ),
+        address=ServerConfig(base_url=f"http://127.0.0.1:{port}"),
         index=index,
         merger=merger(index, port),
         upstream_port=spec.get("upstream_port"),

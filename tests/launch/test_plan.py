@@ -11,7 +11,7 @@ import pytest
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError
-from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPart, plan_launch
+from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPart, LaunchPlan, plan_launch
 
 OUTER = {
     "PATH": "/bin", "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "NPROC_PER_NODE": "8",
@@ -93,7 +93,7 @@ def test_a_device_may_be_named(visible: str | None) -> None:
         ("4,5,-1,6", 2, r"4,5,-1,6, 2 device\(s\)"),
         ("", 2, r"got 2 and CUDA_VISIBLE_DEVICES=, 0 device\(s\)"),
         ("4,5,6", "GPU-c", "got GPU-c and CUDA_VISIBLE_DEVICES=4,5,6"),
-        ("4,GPU-c", "GPU-c", "devices of their own, got device GPU-c for both learner and server0"),
+        ("4,GPU-c", "GPU-c", "devices of their own, got device GPU-c for both learner and servers.0."),
     ],
 )  # fmt: skip
 def test_a_device_that_launch_cannot_give_is_refused(visible: str, device: int | str, message: str) -> None:
@@ -282,6 +282,19 @@ def test_servers_alone_have_no_learner() -> None:
     assert plan.server_indices == [0]
 
 
+def test_the_directory_of_weights_reaches_servers_of_ours() -> None:
+    at = [{"base_url": "http://127.0.0.1:8000"}]
+    rollout = {"servers": at, "sync": {"transport": "disk", "disk_directory": "/shared/weights"}}
+    for engine in ("vllm", "transformers"):
+        plan = plan_launch(
+            config(launch=servers({"engine": engine}), rollout=rollout), Path("run.yaml"), OUTER
+        )
+        argv = plan.servers[0].command.argv
+        assert argv[argv.index("--weights-root") + 1] == "/shared/weights"
+    plan = plan_launch(config(launch=servers({"engine": "vllm"})), Path("run.yaml"), OUTER)
+    assert "--weights-root" not in plan.servers[0].command.argv
+
+
 def test_group_bind_reaches_servers_of_ours_alone() -> None:
     """A stock one binds what the learner names to it."""
     rollout = {"servers": [{"base_url": "http://127.0.0.1:8000", "group_bind": "10.0.0.5"}]}
@@ -342,3 +355,32 @@ def test_devices_are_numbered_host_by_host(
             plan()
     else:
         plan()
+
+
+@pytest.mark.parametrize(
+    ("engine", "is_refused"), [("vllm", False), ("transformers", False), ("swift", True)]
+)
+def test_a_device_may_be_shared_by_its_number_and_its_name(engine: str, is_refused: bool) -> None:
+    """The configuration cannot see that they are one device."""
+    server = {"engine": engine, "devices": ["GPU-a"], "args": {"vllm_gpu_memory_utilization": 0.4}}
+    launch = {"servers": [server], "learner": {"devices": [0]}, "share_devices": True}
+    wanted = config(launch=launch)
+
+    def plan() -> LaunchPlan:
+        return plan_launch(wanted, Path("run.yaml"), {"CUDA_VISIBLE_DEVICES": "GPU-a"})
+
+    if is_refused:
+        with pytest.raises(
+            ConfigError, match=r"over NCCL, .* device GPU-a for the learner's rank 0 and servers\[0\]"
+        ):
+            plan()
+    else:
+        planned = plan()
+        for command in (planned.learner, planned.servers[0].command):
+            assert command.environment["CUDA_VISIBLE_DEVICES"] == "GPU-a"
+
+
+def test_the_example_for_one_gpu_puts_all_on_it() -> None:
+    file = Path(__file__).parents[2] / "configs" / "one-gpu.yaml"
+    plan = plan_launch(load_config(file), file, {"CUDA_VISIBLE_DEVICES": "0"})
+    assert [plan.learner.environment["CUDA_VISIBLE_DEVICES"], *plan.servers[0].devices] == ["0", "0"]

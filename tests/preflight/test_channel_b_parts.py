@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError
-from swift_stage2.preflight.channel_b_parts import make_task
+from swift_stage2.preflight.channel_b_parts import make_task, run_ahead_budget
+from swift_stage2.preflight.samples import Excess, RowLengths
 from swift_stage2.records import Sample, SampleKey, Target
 
 BOX = (0, 0, 40, 40)
@@ -19,7 +21,8 @@ SHIFTED = (0, 0, 40, 20)  # half of the box
 
 
 def configured(**stage2_ab: Any) -> Stage2Config:
-    return bind(Stage2Config, {"stage2_ab": {"schedule": {"b_ratio": 0}, **stage2_ab}})
+    servers = {"servers": [{"base_url": "http://127.0.0.1:9"}]}
+    return bind(Stage2Config, {"stage2_ab": {"schedule": {"b_ratio": 0}, **stage2_ab}, "rollout": servers})
 
 
 def corrected(config: Stage2Config, label: str) -> Target:
@@ -54,6 +57,30 @@ def test_the_task_writes_and_weighs_as_it_is_configured() -> None:
     assert corrected(config, "cat").text.startswith('{"object_1"')
     assert make_task(config).closing_weight == 0.25
     assert make_task(configured()).closing_weight == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "b_ratio", "packs_per_b_step", "budget"),
+    [
+        # 4 steps in a round, 3 versions: 12 steps, of which 3 want channel B; a pack of 1000 holds 10 prompts of 100.
+        ({}, 0.25, 4, 12 * 10),
+        ({}, 0.01, 4, 4 * 10),
+        ({"prefetch_target_packs": 8}, 0.01, 4, 8 * 10),
+        ({"version_window": 0}, 0.5, 2, 4 * 10),
+        ({"max_rollouts_per_version": 7}, 0.25, 4, 7),
+    ],
+)
+def test_the_budget_of_a_version_is_that_of_the_packs_that_can_be_of_use(
+    prefetch: dict[str, Any], b_ratio: float, packs_per_b_step: int, budget: int
+) -> None:
+    config = configured(
+        schedule={"b_ratio": b_ratio},
+        channel_b={"prefetch": prefetch, "packing": {"packing_length": 1000}},
+    )
+    nothing = Excess(1000, 0, 0, "")
+    lengths = RowLengths(3, nothing, nothing, shortest_prompt=100)
+    assert run_ahead_budget(config, lengths, packs_per_b_step) == budget
+    assert run_ahead_budget(config, replace(lengths, shortest_prompt=0), 1) > 0
 
 
 def test_a_task_that_nobody_registered_is_refused() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,10 @@ def test_only_checks_whose_needs_are_there_are_run() -> None:
     assert [check.name for check in due_checks(Known(num_validation_rows=0))] == ["validation set"]
     assert [check.name for check in due_checks(Known(files=True, rows=True))] == [
         "model directory",
+        "DeepSpeed",
+        "resume",
         "plugins",
+        "disk directory",
         "data sets",
         "hub ids",
     ]
@@ -74,12 +79,104 @@ def test_no_key_for_a_server_that_others_reach_is_told() -> None:
     assert found.remedy == "start the servers with a key and set SWIFT_ROLLOUT_API_KEY to it"
 
 
+@pytest.mark.parametrize(
+    ("transport", "known", "nnodes", "is_refused"),
+    [
+        ("shared_memory", Known(addresses=True), 1, True),
+        ("shared_memory", Known(addresses=True), 2, False),  # nobody knows yet where rank 0 runs
+        ("shared_memory", Known(addresses=True, rank_environment={"RANK": "0"}), 2, True),
+        ("shared_memory", Known(addresses=True, rank_environment={"RANK": "1"}), 1, False),
+        ("auto", Known(addresses=True), 1, False),
+    ],
+)
+def test_memory_that_must_be_shared_is_refused_to_a_server_elsewhere(
+    transport: str, known: Known, nnodes: int, is_refused: bool
+) -> None:
+    def find(host: str) -> Found | None:
+        learner = {"nnodes": nnodes, "rdzv_endpoint": "192.0.2.9:29400"}
+        sync = {"transport": transport}
+        data = {
+            "stage2_ab": {"schedule": {"b_ratio": 0.5}},
+            "rollout": {"servers": [{"base_url": f"http://{host}:8000"}], "sync": sync},
+            "launch": {"learner": learner if nnodes > 1 else {}},
+        }
+        (check,) = (check for check in CHECKS if check.name == "shared memory")
+        return check.find(bind(Stage2Config, data), known)
+
+    assert (find("127.0.0.1") is not None) == is_refused
+    assert find("nowhere.invalid") is None  # a name without an address is for other checks
+    with (
+        pytest.raises(ConfigError, match=r"host='192\.0\.2\.1' in rollout\.servers\[0\]")
+        if is_refused
+        else nullcontext()
+    ):
+        find("192.0.2.1")
+
+
+def test_deepspeed_that_is_configured_and_not_installed_is_told_before_anything_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (check,) = (check for check in CHECKS if check.name == "DeepSpeed")
+    installed: dict[str, object] = {}
+    monkeypatch.setattr(importlib.util, "find_spec", installed.get)
+    with pytest.raises(ConfigError, match=r"got deepspeed='zero3' and no such package; install the extra .*"):
+        check.find(config(deepspeed="zero3"), Known(files=True))
+    assert check.find(config(), Known(files=True)) is None
+    installed["deepspeed"] = object()
+    assert check.find(config(deepspeed="zero3"), Known(files=True)) == Found("DeepSpeed is installed")
+
+
+@pytest.mark.parametrize(
+    ("swift", "is_told"),
+    [
+        ({"fsdp": "fsdp2"}, True),  # LoRA is ms-swift's default
+        ({"fsdp": "fsdp2", "tuner_type": "lora", "save_strategy": "steps"}, True),
+        ({"fsdp": "fsdp2", "save_strategy": "no"}, False),
+        ({"fsdp": "fsdp2", "tuner_type": "full"}, False),
+        ({"tuner_type": "lora"}, False),
+    ],
+)
+def test_checkpoints_that_cannot_be_resumed_are_warned_of(swift: dict[str, Any], is_told: bool) -> None:
+    (check,) = (check for check in CHECKS if check.name == "resume")
+    found = check.find(config(**swift), Known(files=True))
+    assert (found is not None) == is_told
+    if found is not None:
+        assert found.text == "the run saves checkpoints"
+        assert "LoRA under FSDP2 cannot be resumed" in found.advice[0]
+
+
 def test_a_plugin_that_is_not_there_is_told_with_its_key(tmp_path: Path) -> None:
     (check,) = (check for check in CHECKS if check.name == "plugins")
     with pytest.raises(
         ConfigError, match=r"swift\.external_plugins must name Python files, got '.*nowhere\.py'"
     ):
         check.find(config(external_plugins=[str(tmp_path / "nowhere.py")]), Known(files=True))
+    assert check.find(config(), Known(files=True)) is None
+
+
+def test_a_disk_directory_that_the_learner_cannot_write_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (check,) = (check for check in CHECKS if check.name == "disk directory")
+
+    def find(directory: Path) -> Found | None:
+        data = {
+            "swift": {"model": "org/model"},
+            "stage2_ab": {"schedule": {"b_ratio": 0.25}},
+            "rollout": {
+                "servers": [{"base_url": "http://127.0.0.1:8000"}],
+                "sync": {"transport": "disk", "disk_directory": str(directory)},
+            },
+        }
+        return check.find(bind(Stage2Config, data), Known(files=True))
+
+    assert find(tmp_path) == Found(f"weights travel by {tmp_path}, which can be written")
+    with pytest.raises(
+        ConfigError, match="disk_directory must be a directory that the learner's user can write"
+    ):
+        find(tmp_path / "none")
+    monkeypatch.setenv("RANK", "1")
+    assert find(tmp_path / "none") is None, "rank 0 alone writes"
     assert check.find(config(), Known(files=True)) is None
 
 

@@ -18,7 +18,7 @@ from real_model import boxes_of, make_encoder, make_template, sample_of
 
 from swift_stage2.channel_b.image_files import without_orientation
 from swift_stage2.dataset.picture import look_at
-from swift_stage2.report.gallery import thumbnail
+from swift_stage2.pages.pictures import thumbnail
 from swift_stage2.servers.image_opening import decode_image
 
 SUFFIXES = ["jpg", "png", "webp"]

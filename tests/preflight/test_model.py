@@ -21,6 +21,7 @@ from swift_stage2.preflight.model import (
     check_family,
     check_hub_ids,
     check_model,
+    recorded_plugins,
 )
 from swift_stage2.starter_config import write_yaml
 
@@ -52,6 +53,39 @@ def test_a_model_without_tokenizer_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=r"swift\.model must hold its tokenizer, got model=.* with none of"):
         check_model({"model": str(checkpoint)})
     check_model({"resume_from_checkpoint": str(checkpoint)})
+
+
+def test_an_adapter_in_a_models_place_is_told_how_to_be_merged(checkpoint: Path) -> None:
+    (checkpoint / "config.json").unlink()
+    command = rf"swift export --adapters {checkpoint} --merge_lora true"
+    with pytest.raises(ConfigError, match=rf"^--model must hold config\.json, got an adapter .*{command}"):
+        check_model({"model": str(checkpoint)}, of="--")
+
+
+def test_plugins_of_the_run_are_taken_from_outside_of_the_checkpoint_alone(checkpoint: Path) -> None:
+    inside, outside = checkpoint / "inside.py", checkpoint.parent / "outside.py"
+    for plugin in (inside, outside):
+        plugin.write_text("")
+    (checkpoint.parent / "link.py").symlink_to(inside)
+
+    def record(*plugins: object) -> None:
+        (checkpoint / "args.json").write_text(
+            json.dumps({"external_plugins": [str(each) for each in plugins]})
+        )
+
+    assert recorded_plugins(checkpoint, "X") == []
+    record(outside)
+    assert recorded_plugins(checkpoint, "X") == [str(outside)]
+    for plugin in (inside, checkpoint / ".." / "good" / "inside.py", checkpoint.parent / "link.py"):
+        record(outside, plugin)
+        with pytest.raises(ConfigError, match=r"may not bring its own code.*then write X$"):
+            recorded_plugins(checkpoint, "X")
+    record(checkpoint.parent / "gone.py")
+    with pytest.raises(ConfigError, match=r"must be there, got .*gone\.py; write X$"):
+        recorded_plugins(checkpoint, "X")
+    for text in ("[]", "{", '{"external_plugins": "a.py"}', '{"external_plugins": null}'):
+        (checkpoint / "args.json").write_text(text)
+        assert recorded_plugins(checkpoint, "X") == []
 
 
 def test_a_hub_id_is_not_looked_for() -> None:

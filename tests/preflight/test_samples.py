@@ -91,6 +91,7 @@ def test_every_row_is_as_long_as_the_template_makes_it(
         )
         assert lengths.segments.longest == max(sum(each) for each in expected[: number + 1])
         assert lengths.answers.longest == max(each[1] for each in expected[: number + 1])
+        assert lengths.shortest_prompt == min(each[0] for each in expected[: number + 1])
         assert prompt + answer <= lengths.segments.longest
 
 
@@ -156,6 +157,17 @@ def test_a_row_that_cannot_be_read_is_not_measured(
         _config(tmp_path, 4096, 512), rows, range(7), encoder, make_task(), RowOrigins()
     )
     assert (lengths.num_rows, lengths.num_unusable) == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "shortest"), [(9, 7, 7), (7, 9, 7), (0, 9, 9), (9, 0, 9), (0, 0, 0)]
+)
+def test_the_shortest_prompt_is_that_of_all_ranks(mine: int, others: int, shortest: int) -> None:
+    parts = [
+        RowLengths(3, Excess(10, 0, 0, ""), Excess(5, 0, 0, ""), shortest_prompt=prompt)
+        for prompt in (mine, others)
+    ]
+    assert parts[0].merged(parts[1]).shortest_prompt == shortest
 
 
 def test_nothing_measured_is_no_trouble() -> None:

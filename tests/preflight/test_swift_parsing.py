@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,40 @@ def test_a_value_of_the_wrong_type_is_named_without_the_usage(
     message = refusal(capfd, tmp_path, "--learning_rate", "much")
     assert message.startswith("ms-swift refuses section swift: argument --learning_rate")
     assert "invalid float value: 'much'" in message
+
+
+@pytest.mark.parametrize(
+    ("where", "remedy"),
+    [
+        (swift_parsing.SECTION, "external_plugins: [FILE]"),
+        (swift_parsing.OPTION, "--swift external_plugins=FILE"),
+        (swift_parsing.COMMAND_LINE, "--external-plugins FILE"),
+    ],
+)
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_kind_that_only_a_plugin_knows_is_told_with_the_remedy(
+    tmp_path: Path, where: str, remedy: str, is_recorded: bool
+) -> None:
+    """As written, and as a run's args.json names it, which ms-swift looks up without asking whether it is there."""
+    checkpoint = tmp_path / "checkpoint-1"
+    shutil.copytree(STAGE1, checkpoint)
+    given = ["--model", str(checkpoint), "--load_args", "true", "--output_dir", str(tmp_path / "out")]
+    if is_recorded:
+        (checkpoint / "args.json").write_text('{"model_type": "of_a_plugin", "swift_version": "4.6.0"}')
+    else:
+        given += ["--model_type", "of_a_plugin"]
+    with pytest.raises(
+        ConfigError, match=r"ms-swift must know the model's kind, got: .*of_a_plugin"
+    ) as refused:
+        swift_parsing.parse_swift_arguments(given, where=where)
+    assert remedy in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+def test_a_refusal_names_the_option_that_the_user_has(tmp_path: Path) -> None:
+    given = ["--model", str(STAGE1), "--output_dir", str(tmp_path), "--learning_rate", "much"]
+    with pytest.raises(ConfigError, match=r"^ms-swift refuses --swift: .*is --swift NAME=VALUE\)$"):
+        swift_parsing.parse_swift_arguments(given, where=swift_parsing.OPTION)
 
 
 def test_what_ms_swift_checks_after_parsing_is_told_in_its_words(

@@ -11,7 +11,7 @@ import sys
 import psutil
 import pytest
 
-GONE_S = 30.0
+GONE_S = 60.0
 # A server with a child in a session of its own that ignores SIGTERM, and a grandchild; then it waits.
 SERVER = """
 import subprocess, sys

@@ -69,7 +69,7 @@ def test_gloo_needs_an_interface_on_several_hosts_only(environment: dict[str, st
 
 _DEADLINE_S = 90.0
 _RANK = """
-import os, pathlib, signal, sys
+import os, pathlib, signal, sys, time
 from swift_stage2.process.torchrun import AgentWatch
 folder, manner, rank = pathlib.Path(sys.argv[1]), sys.argv[2], os.environ["RANK"]
 def save(*_):
@@ -78,8 +78,8 @@ def save(*_):
 signal.signal(signal.SIGTERM, save if manner == "saves" else signal.SIG_IGN)
 with AgentWatch(os.environ, 300.0 if manner == "saves" else 0.5):
     (folder / f"{os.getpid()}.rank").touch()
-    while True:
-        signal.pause()
+    while True:  # pause() would miss a signal that comes right before it
+        time.sleep(0.1)
 """
 
 _AT_FIRST_SLOW_IMPORT = """

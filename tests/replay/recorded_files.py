@@ -29,10 +29,12 @@ class RecordedRank:
         run_id: str = "run",
         state: str | None = None,
         config: dict[str, Any] | None = None,
+        log_probs: tuple[float, ...] | None = None,
     ) -> None:
         self.path = record_path(run_dir, rank)
         self.ledger = LedgerRun(run_dir, rank=rank, world_size=world_size, run_id=run_id, state=state)
         self.record = AuditLog(self.path, rank)
+        self._log_probs = log_probs
         self.record.write(
             RecordEntry.START,
             run_id=run_id,
@@ -57,7 +59,9 @@ class RecordedRank:
             self._num_packs += 1
             keys = self.ledger.draw(2)
             for key in keys:
-                self.record.write(RecordEntry.COMPLETION, **completion_of(completion(key)))
+                self.record.write(
+                    RecordEntry.COMPLETION, **completion_of(completion(key, log_probs=self._log_probs))
+                )
             self.ledger.match(keys)
             self.ledger.pack(keys, f"p{self._num_packs}")
             self.ledger.source.settle_trained(keys, pack_id=f"p{self._num_packs}", step=number, version=1)
@@ -80,7 +84,10 @@ class RecordedRank:
             self.end(self.plan_a() if channel == "A" else self.plan_b())
 
 
-def completion(key: SampleKey) -> Rollout:
+LOG_PROBS = (-0.1, -1.1754943508222875e-38)  # the latter is a float32 that is hardly one
+
+
+def completion(key: SampleKey, *, log_probs: tuple[float, ...] | None = None) -> Rollout:
     return Rollout(
         sample=Sample(key, {}),
         text=f"[{key.position}]",
@@ -90,6 +97,7 @@ def completion(key: SampleKey) -> Rollout:
         seed=3,
         server="http://s",
         spans=(VersionSpan(1, 0, 1), VersionSpan(2, 1, 2)),
+        log_probs=log_probs,
     )
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_files import RecordedRank, edit
+from recorded_files import LOG_PROBS, RecordedRank, edit
 
 from swift_stage2.errors import UserError
 from swift_stage2.records import SampleKey, VersionSpan
@@ -29,6 +29,27 @@ def test_steps_hold_plan_packs_completions_and_losses(tmp_path: Path) -> None:
     assert second.packs[1].completions[0].text == "[2]"
     assert second.packs[1].completions[0].token_ids == (5, 2)
     assert second.packs[1].completions[0].spans == (VersionSpan(1, 0, 1), VersionSpan(2, 1, 2))
+
+
+@pytest.mark.parametrize("log_probs", [None, LOG_PROBS])
+def test_columns_come_back_to_the_last_bit_and_are_absent_where_none_was_needed(
+    tmp_path: Path, log_probs: tuple[float, ...] | None
+) -> None:
+    RecordedRank(tmp_path, log_probs=log_probs).train("B")
+    (step,) = read_run(tmp_path).steps[0]
+    assert {each.log_probs for pack in step.packs for each in pack.completions} == {log_probs}
+    assert (b"log_probs" in record_path(tmp_path, 0).read_bytes()) == (log_probs is not None)
+
+
+@pytest.mark.parametrize("damaged", [[-0.1], [-0.1, "x"], [-0.1, None], "x"])
+def test_a_column_that_is_not_whole_is_damage(tmp_path: Path, damaged: Any) -> None:
+    RecordedRank(tmp_path, log_probs=LOG_PROBS).train("B")
+    edit(
+        record_path(tmp_path, 0),
+        lambda line: line | {"log_probs": damaged} if line["kind"] == "completion" else line,
+    )
+    with pytest.raises(UserError, match="is damaged: a line of kind 'completion'"):
+        read_run(tmp_path)
 
 
 def test_a_killed_run_has_the_steps_that_every_rank_ended(tmp_path: Path) -> None:

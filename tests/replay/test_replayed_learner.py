@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from as_sampled import AsSampled
 from real_model import PACKING_LENGTH, make_encoder, make_task, sample_of
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import make_pack, make_segment
+from swift_stage2.channel_b.task import Task
 from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import ReplayDiffers, UserError
 from swift_stage2.records import Pack, Rollout, Sample, SampleKey, VersionSpan
@@ -53,7 +55,12 @@ def _completion(position: int, text: str) -> Rollout:
     return Rollout(sample, text, (1, 2), (), False, 0, "s", spans)
 
 
-def _trained(encoder: Encoder, rows: Sequence[Mapping[str, Any]], completions: Sequence[Rollout]) -> Pack:
+def _trained(
+    encoder: Encoder,
+    rows: Sequence[Mapping[str, Any]],
+    completions: Sequence[Rollout],
+    task: Task = TASK,
+) -> Pack:
     """As the pipeline makes it from a server's answers."""
     segments = []
     for completion in completions:
@@ -63,7 +70,7 @@ def _trained(encoder: Encoder, rows: Sequence[Mapping[str, Any]], completions: S
         rollout = replace(
             completion, sample=sample, prompt_token_ids=prompt.token_ids, seed=9, server="http://s"
         )
-        segments.append(make_segment(rollout, prompt, encoder, TASK)[0])
+        segments.append(make_segment(rollout, prompt, encoder, task)[0])
     return make_pack("p", segments, encoder, PACKING_LENGTH)
 
 
@@ -94,6 +101,23 @@ def test_a_pack_is_made_again_bit_by_bit_and_without_a_thread(
     for name, value in before.batch.items():
         same = torch.equal(pack.batch[name], value) if hasattr(value, "shape") else pack.batch[name] == value
         assert same, name
+
+
+def test_columns_of_a_pack_are_made_again_bit_by_bit_and_a_record_without_them_is_refused(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    task = AsSampled()
+    completion = replace(_completion(0, "[]"), token_ids=(300, 301), log_probs=(-0.1, -1e-38))
+    before = _trained(encoder, rows, [completion], task)
+    maker = PackMaker(rows, encoder, task, PACKING_LENGTH)
+    pack = maker.make(RecordedPack("p", before.num_tokens, (completion,)))
+    assert torch.equal(pack.batch["log_probs"], before.batch["log_probs"])
+    assert pack.batch["log_probs"].count_nonzero() == 2
+    lacking = replace(completion, log_probs=None)
+    with pytest.raises(
+        UserError, match=r"row 0 could be trained .* needs a rollout's log_probs, got one without"
+    ):
+        maker.make(RecordedPack("p", before.num_tokens, (lacking,)))
 
 
 def test_the_first_loss_that_differs_in_its_last_bit_is_told() -> None:

@@ -92,6 +92,11 @@ class RunFiles:
             **values,
         )
 
+    def log_loss(self, loss: float) -> RunFiles:
+        """ms-swift logs a loss after the last step."""
+        self.audit.write("loss", step=self.step, loss=loss)
+        return self
+
     def evaluate(self, **own: float) -> RunFiles:
         """An evaluation of two samples that began here, one of them answered; ``own`` are metrics of the task."""
         counts = {"num_wanted": 2, "num_answered": 1}

@@ -14,14 +14,8 @@ from PIL import Image
 from run_files import RunFiles, picture
 
 from swift_stage2.channel_b.sample_source import ReturnReason
-from swift_stage2.report.gallery import (
-    MOST_SIDE,
-    Gallery,
-    UnreadableImage,
-    filters_of,
-    gallery_of,
-    thumbnail,
-)
+from swift_stage2.pages.pictures import MOST_SIDE, Gallery, UnreadableImage, thumbnail
+from swift_stage2.report.gallery import filters_of, gallery_of
 from swift_stage2.report.matches import LoggedMatch, matches_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.report.samples import draws_of
@@ -84,6 +78,13 @@ def test_boxes_are_told_apart(tmp_path: Path) -> None:
     (shown,) = gallery(tmp_path, values).pictures
     assert [box[0] for box in shown.boxes] == ["truth", "missed", "matched", "false"]
     assert shown.boxes[1][1:] == (1, 1, 2, 2, "car")
+
+
+def test_points_are_told_apart_as_boxes_are(tmp_path: Path) -> None:
+    values = {"truth": [[0, 0], [1, 1]], "predicted": [[0, 1], [3, 3]]}
+    (shown,) = gallery(tmp_path, values).pictures
+    assert [point[0] for point in shown.boxes] == ["truth", "missed", "matched", "false"]
+    assert shown.boxes[1][1:] == (1, 1, "car")
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "bmp", "gif", "tiff", "ppm"])

@@ -12,9 +12,9 @@ import pytest
 from run_files import RunFiles, balanced_ledger, picture
 
 from swift_stage2.cli import main
-from swift_stage2.report.content import Chart, Headline, Sentence, Table
-from swift_stage2.report.page import page, write_page
-from swift_stage2.report.report import RunReport, report_of
+from swift_stage2.pages.content import Chart, Headline, Sentence, Table
+from swift_stage2.pages.page import write_page
+from swift_stage2.report.report import RunReport, page, report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.telemetry.audit import audit_path
 
@@ -26,6 +26,8 @@ SECTIONS = [
     "drops",
     "rounds",
     "quality",
+    "detection",
+    "suspects",
     "drift",
     "selection",
     "fill",

@@ -8,11 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from evaluated_run import evaluated_run, grid_scene
 from playwright.sync_api import Browser, Page, Request, sync_playwright
 from run_files import RunFiles, balanced_ledger, picture
 
-from swift_stage2.report.page import page as page_of
-from swift_stage2.report.page import write_page
+from swift_stage2.cli import main
+from swift_stage2.pages.page import write_page
+from swift_stage2.report.report import page as page_of
 from swift_stage2.report.report import report_of
 from swift_stage2.report.run_data import read_run
 
@@ -184,33 +186,38 @@ def test_dark_colours_follow_the_system_and_the_button(browser: Browser, page_fi
     opened = Visit(browser, page_file, scheme="dark")
     page = opened.page
     assert is_as_wide_as_the_screen(page, "desktop")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    ink = "getComputedStyle(document.querySelector('.plot .xtick text')).fill"
-    dark, dark_ink = page.evaluate(ground), page.evaluate(ink)
+
+    def is_shown(ground: str, ink: str) -> None:
+        """The charts are drawn anew some time after the page has changed."""
+        shown = (
+            "([ground, ink]) => getComputedStyle(document.body).backgroundColor === ground && "
+            "getComputedStyle(document.querySelector('.plot .xtick text')).fill === ink"
+        )
+        page.wait_for_function(shown, arg=[ground, ink])
+
+    dark, light = ("rgb(20, 22, 26)", "rgb(232, 234, 238)"), ("rgb(255, 255, 255)", "rgb(27, 29, 33)")
+    is_shown(*dark)
     page.get_by_role("button", name="Show in light colours").press("Enter")
-    light, light_ink = page.evaluate(ground), page.evaluate(ink)
-    assert (dark, light) == ("rgb(20, 22, 26)", "rgb(255, 255, 255)")
-    assert (dark_ink, light_ink) == ("rgb(232, 234, 238)", "rgb(27, 29, 33)")
+    is_shown(*light)
     page.get_by_role("button", name="Show in dark colours").click()
-    assert page.evaluate(ground) == dark
+    is_shown(*dark)
     page.reload()
     page.emulate_media(color_scheme="light")
-    assert page.evaluate(ground) == light
-    assert page.evaluate(ink) == light_ink
+    is_shown(*light)
     opened.close()
 
 
 def test_pictures_page_by_arrow_keys(visit: Visit) -> None:
     page = visit.page
     assert names(page) == ["14", "13", "12", "11", "10", "9"]
-    page.locator("#pictures").focus()
+    page.locator(".pictures").focus()
     page.keyboard.press("ArrowLeft")  # nothing is newer
     page.keyboard.press("ArrowRight")
     assert names(page) == ["8", "7", "6", "5", "4", "3"]
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")  # nothing is older
     assert names(page) == ["2", "1", "0"]
-    assert page.locator("#place").inner_text() == "page 3 of 3, 15 pictures"
+    assert page.locator(".place").inner_text() == "page 3 of 3, 15 pictures"
     page.get_by_role("button", name="Newer").press("Enter")
     assert names(page)[0] == "8"
 
@@ -245,7 +252,7 @@ def test_boxes_lie_over_their_image_or_over_a_plain_box(visit: Visit) -> None:
     )
     assert len({colour for colour, _ in styles}) == len({dash for _, dash in styles}) == 4
     assert page.evaluate("document.querySelector('.card image').getBoundingClientRect().width") > 100
-    page.locator("#pictures").press("ArrowRight")
+    page.locator(".pictures").press("ArrowRight")
     absent = page.locator(".card").filter(has_text="No image: there is no such file here")
     assert absent.count() == 1
     assert absent.locator("image").count() == 0
@@ -275,5 +282,20 @@ def test_a_run_without_channel_b_has_a_page_too(browser: Browser, tmp_path: Path
     write_page(path, page_of(report_of(read_run([tmp_path]))))
     opened = Visit(browser, path)
     assert opened.page.locator(".plot").count() == 1
-    assert opened.page.locator("#pictures").count() == 0
+    assert opened.page.locator(".pictures").count() == 0
+    opened.close()
+
+
+def test_a_comparison_is_no_wider_than_a_phone_and_its_pictures_page(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """Its tables end in words and have six columns."""
+    truth = grid_scene(8)
+    for name, found in (("a", truth), ("b", dict.fromkeys(truth, ()))):
+        evaluated_run(tmp_path / name, truth, [found])
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    opened = Visit(browser, tmp_path / "b" / "comparison.html", "phone")
+    assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    opened.page.locator(".pictures").press("ArrowRight")
+    assert opened.page.locator(".place").inner_text() == "page 2 of 2, 8 pictures"
     opened.close()

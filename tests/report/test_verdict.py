@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from swift_stage2.report.content import Headline, Sentence
+from swift_stage2.pages.content import Headline, Sentence
 from swift_stage2.report.speed import (
     FEWEST_QUIET,
     WORKING,
@@ -137,7 +137,8 @@ def test_few_quiet_steps_make_an_estimate_that_says_so() -> None:
     ("lacking", "told"),
     [
         (work([]), "no step was timed"),
-        (work([step("A", 0.2)], pipeline_s={"asking": 1.0}), "no step trained on channel B"),
+        (work([step("A", 0.2)], pipeline_s={"asking": 1.0}, packs=(4, 0)), "no step trained on channel B"),
+        (work([step("A", 0.2)], pipeline_s={"asking": 1.0}, packs=(4, 4)), "no step on channel B was timed"),
         (work([step("B", 0.2)]), "no clock of the pipeline"),
         (work([step("B", 0.2)], pipeline_s={"asking": 1.0}, packs=(0, 0)), "no pack was made"),
     ],
@@ -284,6 +285,31 @@ def test_a_run_without_settings_still_gets_sentences() -> None:
     speed = speed_of(work(TEN_AND_TEN, syncing_s=2.0, pipeline_s={"asking": 9.0}))
     found = bottlenecks(speed, summary(skips={"not_enough_packs": 1}, num_stale=1), Knobs(), None)
     assert {advice.present for each in found for advice in each.advice} == {None}
+
+
+@pytest.mark.parametrize(
+    ("skips", "names"),
+    [
+        (
+            {"not_enough_packs": 4},
+            ["packing_length", "max_inflight_per_server", "b_ratio", "Queue and version lag"],
+        ),
+        ({"truncation_guard": 4}, ["rollout.decoding.max_new_tokens"]),
+        ({"servers_suspect": 4}, ["Sync rounds"]),
+    ],
+)
+def test_steps_that_were_skipped_come_with_a_setting_or_a_section(
+    skips: dict[str, int], names: list[str]
+) -> None:
+    """Two of six: what trained was hidden whole, and yet the run did not do what was wanted."""
+    speed = work(TEN_AND_TEN, pipeline_s={"asking": 1.0})
+    told = summary(num_b_run=2, num_b_wanted=6, skips=skips)
+    section = verdict_section([speed], told, KNOBS)
+    sentences = " ".join(part.text for part in section.parts if isinstance(part, Sentence))
+    assert all(name in sentences for name in names)
+    assert "the 4 of 6 wanted B steps that did not run count in neither" in sentences
+    headline = next(part for part in section.parts if isinstance(part, Headline))
+    assert ("reached", "100%", "of the bound for the 2 B steps that ran") in headline.numbers
 
 
 def test_what_is_lost_without_a_speed_is_told_all_the_same() -> None:

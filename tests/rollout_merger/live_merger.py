@@ -23,7 +23,7 @@ from swift_stage2.servers import protocol
 from swift_stage2.servers.http_app import SHUTDOWN_GRACE_S, HttpServer, bind
 from swift_stage2.servers.request_checks import RequestLimits
 
-LONGEST_WAIT_S = 20.0
+LONGEST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from fake_rollout_server import Answer, Call, FakeRolloutServer, await_settled, echo, request
 from live_merger import LONGEST_WAIT_S, LiveMerger, live_merger
+from rollout_batch import generate
 
-from swift_stage2.channel_b.rollout_client import RolloutClient
+from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
@@ -32,15 +33,16 @@ def make_client(merger: LiveMerger, rank: int, **changes: Any) -> RolloutClient:
         "rank": rank,
         "world_size": 2,
         "ticket_timeout_s": 0.05,
+        "max_inflight_per_server": 16,
     }
     client = RolloutClient([merger.url], **settings | changes)
-    client.set_proven([merger.url])
+    client.set_proven({merger.url: ServedWeights(None, 3, None)})
     return client
 
 
 def ask(client: RolloutClient, *texts: str, first: int = 0) -> BatchOutcome:
     samples = [Sample(SampleKey(0, first + n, n), row={}) for n in range(len(texts))]
-    return client.generate(samples, [request(text) for text in texts])
+    return generate(client, samples, [request(text) for text in texts])
 
 
 @pytest.fixture
@@ -112,7 +114,7 @@ def test_a_merger_that_gives_up_waiting_leaves_a_post_abandoned_not_failed(
     upstream: FakeRolloutServer, gate: threading.Event
 ) -> None:
     upstream.on_infer = lambda call: echo(call, after=gate) if len(upstream.infer_calls) == 1 else echo(call)
-    with live_merger(upstream, timeout_s=0.3) as merger, make_client(merger, 0) as client:
+    with live_merger(upstream, timeout_s=2.0) as merger, make_client(merger, 0) as client:
         outcome = ask(client, "slow")
         gate.set()
         assert outcome.timed_out == outcome.returned

@@ -16,7 +16,7 @@ from swift_stage2.servers import protocol
 from swift_stage2.servers.call import Answer
 from swift_stage2.servers.http_app import bearer_check
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 OK = Answer(200, b"{}")
 
 

@@ -236,11 +236,11 @@ def test_a_server_that_is_not_there_yet_is_asked_again_when_it_is(caplog: pytest
 def test_a_server_that_does_not_answer_in_time_is_a_504_and_the_next_call_is_made(
     upstream: FakeRolloutServer, gate: threading.Event
 ) -> None:
-    with live_merger(upstream, timeout_s=0.3) as merger:
+    with live_merger(upstream, timeout_s=2.0) as merger:
         hold_first(upstream, gate)
         reply = merger.infer("slow")
         assert reply.status_code == 504
-        assert "upstream_timeout_s=0.3" in reply.text
+        assert "upstream_timeout_s=2" in reply.text
         assert texts_of(merger.infer("next")) == ["echo next"]
 
 

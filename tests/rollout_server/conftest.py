@@ -10,7 +10,7 @@ from live_server import MODEL, LearnerRound, RunningServer, load_generator, load
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 240.0
 
 
 @pytest.fixture(scope="session")

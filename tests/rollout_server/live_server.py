@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import socket
 import struct
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 
 import httpx
 import torch
+from flat_bucket import flatten
 from free_port import free_port as free_port
 from PIL import Image, ImageDraw
 
@@ -24,14 +26,19 @@ from swift_stage2.compat import declare_operators
 from swift_stage2.rollout_server.routes import RolloutService, create_app
 from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.servers.http_app import HttpServer, bind
-from swift_stage2.servers.protocol import Completion, RoundProof, RoundRequest, parse_infer_reply
+from swift_stage2.servers.protocol import (
+    Completion,
+    LearnerMemory,
+    RoundProof,
+    RoundRequest,
+    parse_infer_reply,
+)
 from swift_stage2.servers.request_checks import RequestLimits
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.stream import WeightStream, connect_stream
-from swift_stage2.weights.tensors import flatten
 
 MODEL = Path(demo.__file__).parent / "stage1"
-CALL_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 60.0
 
 
 def picture(shade: int = 200, size: int = 112) -> Image.Image:
@@ -97,8 +104,9 @@ class RunningServer:
         body = {"infer_requests": list(requests), "request_config": {**GREEDY, **options}}
         return self.http.post(rollout_protocol.INFER, json=body, headers=headers)
 
-    def post(self, path: str, body: Any = None) -> httpx.Response:
-        return self.http.post(path, json={} if body is None else body)
+    def post(self, path: str, body: Any = None, round_id: str | None = None) -> httpx.Response:
+        headers = {rollout_protocol.ROUND_HEADER: round_id} if round_id else {}
+        return self.http.post(path, json={} if body is None else body, headers=headers)
 
     def state(self) -> str:
         return str(self.http.get(rollout_protocol.SERVER_INFO).json()["state"])
@@ -106,10 +114,13 @@ class RunningServer:
 
 @contextmanager
 def serve(
-    engine: Any, api_key: str | None = None, limits: RequestLimits | None = None
+    engine: Any,
+    api_key: str | None = None,
+    limits: RequestLimits | None = None,
+    weights_root: Path | None = None,
 ) -> Iterator[RunningServer]:
     """A server with a service of its own on port 0, in a thread, for as long as the context lasts."""
-    service = RolloutService(engine)
+    service = RolloutService(engine, weights_root=weights_root)
     listener = bind("127.0.0.1", 0)
     base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     uvicorn_server = HttpServer(create_app(service, api_key, limits), service.end_work)
@@ -123,25 +134,61 @@ def serve(
     assert not thread.is_alive()
 
 
-class LearnerRound:
-    """The learner's calls of one round, in order; each step may be left out or repeated by a test."""
+class SharedFile:
+    """A learner's memory file: what is put in, and a token at its very end."""
 
-    def __init__(self, server: RunningServer, module: torch.nn.Module, *, run_id: str = "run-1") -> None:
+    def __init__(self, content: bytes, name: str = "swift-stage2-snapshot") -> None:
+        self.fd = os.memfd_create(name)
+        self.token = os.urandom(rollout_protocol.MEMORY_TOKEN_BYTES)
+        self.num_bytes = len(content) + len(self.token)
+        with open(self.fd, "wb", closefd=False) as file:  # not mapped: what maps it then is the server
+            file.write(content + self.token)
+
+    @property
+    def offer(self) -> LearnerMemory:
+        return LearnerMemory(f"/proc/{os.getpid()}/fd/{self.fd}", self.num_bytes, self.token.hex())
+
+    @property
+    def num_mapped(self) -> int:
+        """How many times it is mapped in this process."""
+        inode = str(os.stat(self.fd).st_ino)
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        return sum("memfd:" in line and line.split()[4] == inode for line in maps)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class LearnerRound:
+    """The learner's calls of one round, in order; each step may be left out or repeated by a test.
+
+    A staged one names itself in every call after the first.
+    """
+
+    def __init__(
+        self, server: RunningServer, module: torch.nn.Module, *, run_id: str = "run-1", staged: bool = False
+    ) -> None:
         self.server = server
+        self.staged = staged
         self.export = WeightExport(module)
         self.version = next(server.versions)
         self.round_id = f"round-{self.version}"
         self.run_id = run_id
         self.stream: WeightStream | None = None
 
+    def post(self, path: str, body: Any = None) -> httpx.Response:
+        return self.server.post(path, body, self.round_id if self.staged else None)
+
     def begin(self, timeout_s: float = 60.0) -> httpx.Response:
-        request = RoundRequest(self.round_id, self.run_id, self.version, self.export.manifest(), timeout_s)
+        request = RoundRequest(
+            self.round_id, self.run_id, self.version, self.export.manifest(), timeout_s, self.staged
+        )
         return self.server.post(rollout_protocol.BEGIN_ROUND, request.to_json())
 
     def connect(self, timeout_s: float = 20.0) -> None:
         port = free_port()
         body = {"port": port, "backend": rollout_protocol.WEIGHT_STREAM, "timeout_s": timeout_s}
-        reply = self.server.post(rollout_protocol.INIT_COMMUNICATOR, body)
+        reply = self.post(rollout_protocol.INIT_COMMUNICATOR, body)
         assert reply.status_code == 200, reply.text
         with socket.create_connection(("127.0.0.1", port), 1.0):
             pass  # the reply means that it listens, also to strangers
@@ -150,8 +197,8 @@ class LearnerRound:
     def buckets(self, bucket_bytes: int = 1 << 20) -> list[tuple[torch.Tensor, list[dict[str, object]]]]:
         return [flatten(self.export.read(names)) for names in self.export.plan(bucket_bytes)]
 
-    def announce(self, metadata: list[dict[str, object]]) -> httpx.Response:
-        return self.server.post(rollout_protocol.UPDATE_FLATTENED_PARAMS, {"metadatas": metadata})
+    def announce(self, metadata: list[dict[str, object]], **more: Any) -> httpx.Response:
+        return self.post(rollout_protocol.UPDATE_FLATTENED_PARAMS, {"metadatas": metadata, **more})
 
     def send(self, flat: torch.Tensor, metadata: list[dict[str, object]]) -> None:
         reply = self.announce(metadata)
@@ -164,8 +211,23 @@ class LearnerRound:
         for flat, metadata in self.buckets():
             self.send(flat, metadata)
 
-    def load(self) -> httpx.Response:
-        return self.server.post(rollout_protocol.PROCESS_WEIGHTS)
+    def share(self, file: SharedFile) -> httpx.Response:
+        body = {"backend": rollout_protocol.SHARED_MEMORY, **file.offer.to_json()}
+        return self.post(rollout_protocol.INIT_COMMUNICATOR, body)
+
+    def push_shared(self) -> SharedFile:
+        buckets = self.buckets()
+        file = SharedFile(b"".join(flat.numpy().tobytes() for flat, _ in buckets))
+        assert self.share(file).json()["mapped"]
+        offset = 0
+        for flat, metadata in buckets:
+            reply = self.announce(metadata, offset=offset)
+            assert reply.status_code == 200, reply.text
+            offset += flat.numel()
+        return file
+
+    def load(self, **options: Any) -> httpx.Response:
+        return self.post(rollout_protocol.PROCESS_WEIGHTS, options)
 
     def close(self) -> None:
         if self.stream is not None:
@@ -173,7 +235,7 @@ class LearnerRound:
             self.stream = None
 
     def finish(self, **options: Any) -> httpx.Response:
-        return self.server.post(rollout_protocol.FINISH_ROUND, {"round_id": self.round_id, **options})
+        return self.post(rollout_protocol.FINISH_ROUND, {"round_id": self.round_id, **options})
 
     def run(self) -> RoundProof:
         """The whole round."""
@@ -200,12 +262,12 @@ def load_learner(*, seed: int | None = None) -> torch.nn.Module:
     return model
 
 
-def load_generator() -> Any:
+def load_generator(dtype: torch.dtype = torch.float32) -> Any:
     torch.set_num_threads(1)
     from swift_stage2.demo import tiny_template
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator
 
     name = tiny_template.TINY_VL
     return SwiftGenerator(
-        str(MODEL), model_type=name, template_type=name, torch_dtype=torch.float32, device_map="cpu"
+        str(MODEL), model_type=name, template_type=name, torch_dtype=dtype, device_map="cpu"
     )

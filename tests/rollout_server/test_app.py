@@ -32,7 +32,7 @@ from swift_stage2.servers.http_app import HttpServer, bind, warn_when_open
 from swift_stage2.servers.protocol import TensorSpec
 
 KEY = "a key of this test"
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 240.0
 
 
 def test_a_busy_port_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:

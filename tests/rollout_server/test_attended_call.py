@@ -15,7 +15,7 @@ from fastapi import Request
 from swift_stage2.errors import EngineUnavailable
 from swift_stage2.rollout_server.routes import while_attended
 
-LONGEST_WAIT_S = 20.0
+LONGEST_WAIT_S = 60.0
 
 
 class Body:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import threading
+from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -18,8 +19,9 @@ from live_server import (
     load_learner,
     text_request,
 )
+from rollout_batch import generate
 
-from swift_stage2.channel_b.rollout_client import RolloutClient
+from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
@@ -41,15 +43,20 @@ def make_client(server: RunningServer, proof: RoundProof, **changes: Any) -> Rol
         "rank": 0,
         "world_size": 1,
         "run_id": "run-1",
+        "max_inflight_per_server": 16,
     }
     client = RolloutClient([server.base_url], **settings | changes)
-    client.set_proven([server.base_url], {server.base_url: proof.incarnation})
+    client.set_proven({server.base_url: served(proof)})
     return client
+
+
+def served(proof: RoundProof) -> ServedWeights:
+    return ServedWeights(proof.round_id, proof.weight_version, proof.incarnation)
 
 
 def ask(client: RolloutClient, requests: list[dict[str, Any]]) -> BatchOutcome:
     samples = [Sample(SampleKey(epoch=0, position=n, index=n), row={}) for n in range(len(requests))]
-    return client.generate(samples, requests)
+    return generate(client, samples, requests)
 
 
 def test_rollouts_are_stamped_with_what_the_round_proved(server: RunningServer, proof: RoundProof) -> None:
@@ -101,7 +108,9 @@ def test_a_broken_image_among_sixteen_costs_three_posts(server: RunningServer, p
 
 
 def test_weights_of_another_version_are_discarded(server: RunningServer, proof: RoundProof) -> None:
-    with make_client(server, proof, fence=InferFence(version=proof.weight_version + 1)) as client:
+    with make_client(server, proof) as client:
+        other = replace(served(proof), version=proof.weight_version + 1)
+        client.set_proven({server.base_url: other})
         outcome = ask(client, [image_request()])
     assert outcome.rollouts == ()
     assert f"weight_version={proof.weight_version}" in outcome.suspects[server.base_url]

@@ -18,7 +18,7 @@ from swift_stage2.rollout_server.engine import (
     Sampling,
 )
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class SmallEngine(Engine):

@@ -170,7 +170,6 @@ def proven_by(server: FakeRolloutServer, sent: dict[str, str]) -> str:
         manifest=(),
         canary=None,
         proof=Proof.CHECKSUM,
-        api_key=None,
         deadline=Deadline(20.0),
     )
     stock = protocol.ServerInfo(stock=True)

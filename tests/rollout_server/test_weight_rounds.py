@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,11 +12,12 @@ import torch
 from live_server import free_port
 
 from swift_stage2.errors import RoundFailed, RoundRefused
-from swift_stage2.rollout_server import weight_rounds
+from swift_stage2.rollout_server import receivers
 from swift_stage2.rollout_server.engine import InstalledWeights, WeightStamp
+from swift_stage2.rollout_server.open_round import RoundState
 from swift_stage2.rollout_server.staging import StagingBuffers
 from swift_stage2.rollout_server.weight_receiver import ReceivedWeights
-from swift_stage2.rollout_server.weight_rounds import RoundState, WeightRounds
+from swift_stage2.rollout_server.weight_rounds import WeightRounds
 from swift_stage2.servers.protocol import FinishRequest, RefusalReason, RoundRequest, TensorSpec
 
 MANIFEST = (TensorSpec("a", (2,), "float32"), TensorSpec("b", (3, 4), "float32"))
@@ -26,12 +27,16 @@ NOBODY_LEAVES = threading.Event()
 class EngineStandIn:
     """Holds a manifest; loads whatever it is given unless told to fail."""
 
-    name, model, can_abort = "stand-in", "none", True
+    name, model, can_abort, is_copying = "stand-in", "none", True, False
 
     def __init__(self) -> None:
         self.stamp = WeightStamp()
         self.staging = StagingBuffers()
         self.error: RoundFailed | None = None
+        self.when_sums_are_taken: Callable[[], None] = lambda: None
+
+    def sum_arrived(self, weights: Mapping[str, Any]) -> None:
+        self.when_sums_are_taken()
 
     def manifest(self) -> tuple[TensorSpec, ...]:
         return MANIFEST
@@ -39,7 +44,9 @@ class EngineStandIn:
     def renew_staging(self) -> None:
         self.staging = StagingBuffers()
 
-    def install(self, weights: Mapping[str, Any], stamp: WeightStamp, timeout_s: float) -> InstalledWeights:
+    def install(
+        self, weights: Mapping[str, Any], stamp: WeightStamp, timeout_s: float, *_: Any
+    ) -> InstalledWeights:
         if self.error is not None:
             raise self.error
         self.stamp = stamp
@@ -143,8 +150,11 @@ def test_steps_out_of_order_are_refused(rounds: WeightRounds) -> None:
 
 def test_giving_up_before_the_load_changes_nothing(rounds: WeightRounds) -> None:
     rounds.begin(request())
-    assert rounds.finish(FinishRequest("r1", commit=False)) is None
-    assert rounds.state is RoundState.SERVING
+    for _ in range(2):  # the courier gives up what it lost, also where the server has noticed already
+        assert rounds.finish(FinishRequest("r1", commit=False)) is None
+        assert rounds.state is RoundState.SERVING
+    rounds.begin(request("r2"))
+    assert refusal(rounds.finish, FinishRequest("r1", commit=False)) is RefusalReason.NO_ROUND
 
 
 @pytest.mark.parametrize("spec", [("a", (3,), "float32"), ("a", (2,), "float16"), ("c", (2,), "float32")])
@@ -174,7 +184,9 @@ class SlowLoad(EngineStandIn):
         super().__init__()
         self.loads, self.go_on = threading.Event(), threading.Event()
 
-    def install(self, weights: Mapping[str, Any], stamp: WeightStamp, timeout_s: float) -> InstalledWeights:
+    def install(
+        self, weights: Mapping[str, Any], stamp: WeightStamp, timeout_s: float, *_: Any
+    ) -> InstalledWeights:
         self.loads.set()
         assert self.go_on.wait(20.0)
         return super().install(weights, stamp, timeout_s)
@@ -212,7 +224,7 @@ class ArrivedWeights:
 def test_a_round_that_runs_out_of_time_while_it_loads_lets_nobody_in(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, error: RoundFailed | None, afterwards: RoundState
 ) -> None:
-    monkeypatch.setattr(weight_rounds, "WeightReceiver", ArrivedWeights)
+    monkeypatch.setattr(receivers, "WeightReceiver", ArrivedWeights)
     engine = SlowLoad()
     engine.error = error
     rounds = WeightRounds(engine, "incarnation", clock)  # type: ignore[arg-type]
@@ -226,14 +238,14 @@ def test_a_round_that_runs_out_of_time_while_it_loads_lets_nobody_in(
         reason = refusal(rounds.admission(None).__enter__)
         engine.go_on.set()
         assert isinstance(loading.exception(20.0), RoundFailed if error else type(None))
-    assert (during, reason) == (RoundState.UNPROVEN, RefusalReason.UNPROVEN)
+    assert (during, reason) == (RoundState.INSTALLING, RefusalReason.UNPROVEN)
     assert rounds.state is afterwards
 
 
 def test_a_round_that_begins_while_a_load_runs_on_receives_into_other_memory(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_rounds, "WeightReceiver", ArrivedWeights)
+    monkeypatch.setattr(receivers, "WeightReceiver", ArrivedWeights)
     engine = SlowLoad()
     rounds = WeightRounds(engine, "incarnation", clock)  # type: ignore[arg-type]
     rounds.begin(request())
@@ -257,7 +269,7 @@ def test_weights_whose_learner_has_gone_are_not_installed(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything had come, and the learner went while the sums were taken."""
-    monkeypatch.setattr(weight_rounds, "WeightReceiver", ArrivedWeights)
+    monkeypatch.setattr(receivers, "WeightReceiver", ArrivedWeights)
     engine = EngineStandIn()
     rounds = WeightRounds(engine, "incarnation", clock)  # type: ignore[arg-type]
     rounds.begin(request())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +13,15 @@ from live_server import MODEL, RunningServer, free_port, image_request, load_lea
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Proof
-from swift_stage2.errors import WeightSyncError, WeightSyncHang
+from swift_stage2.errors import WeightSyncError
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.weights.courier import ThreadCourier, transport_for
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
-from swift_stage2.weights.transport import StreamTransport
+from swift_stage2.weights.snapshot_memory import SnapshotMemory
+from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.transport import ServerEndpoint, StreamTransport, WeightTransport
 
 
 class GenerateCanary:
@@ -67,12 +70,13 @@ class Learner:
         self.sync = self.make_sync(timeout_s=timeout_s)
 
     def make_sync(self, **options: Any) -> WeightSync:
+        endpoints = [ServerEndpoint(self._server.base_url, free_port())]
+        self.courier = ThreadCourier(endpoints, lambda info: self._make_transport())
         return WeightSync(
-            [ServerEndpoint(self._server.base_url, free_port())],
             control=SingleRank(),
             export=WeightExport(self.module),
             canary=self.canary,
-            make_transport=lambda info: self._make_transport(),
+            courier=self.courier,
             run_id="run-1",
             bucket_mib=1,
             **{"timeout_s": 30.0, **options},
@@ -93,6 +97,14 @@ def _train_a_little(module: torch.nn.Module) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
+def test_a_wrong_canary_ends_the_round_at_once_and_leaves_the_server_unproven(
+    server: RunningServer, learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner.canary, "agrees", lambda token_ids: False)
+    assert "other tokens than the learner" in (learner.round().reports[0].error or "")
+    assert server.state() == "unproven"
 
 
 def test_after_each_round_the_servers_greedy_answer_is_the_learners(
@@ -134,6 +146,31 @@ def test_where_checksums_prove_the_canary_is_asked_at_first_after_a_fault_and_ev
     assert told[:5] == [with_canary, without, without, with_canary, without]
     assert told[5:8] == [("none", False), with_canary, without]
     assert told[8] == with_canary
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [
+        (torch.float32, "the learner's memory cannot be read here: No such file or directory"),
+        (torch.bfloat16, "it holds other dtypes than the learner)"),
+    ],
+)
+def test_the_reason_why_memory_was_not_mapped_stands_beside_the_way_that_was_taken(
+    server: RunningServer, learner: Learner, dtype: torch.dtype, reason: str
+) -> None:
+    memory = SnapshotMemory()
+    learner.module.to(dtype)
+    sync = learner.make_sync(memory=memory, proof=Proof.CHECKSUM)
+
+    def make_transport(info: rollout_protocol.ServerInfo) -> WeightTransport:
+        memory.where = replace(memory.where, path="/proc/999999999/fd/3")  # as it is read on another host
+        return transport_for(info, device=torch.device("cpu"), api_key=None, memory=memory)
+
+    learner.courier._make_transport = make_transport
+    (report,) = sync.run(next(server.versions), [0]).reports.values()
+    sync.close()
+    assert report.proven, report.error
+    assert report.transport.startswith(f"tcp ({reason}")
 
 
 @pytest.mark.parametrize("fault", [InstallFault.SKIP_COPY, InstallFault.FLIP_ELEMENT])
@@ -183,7 +220,7 @@ def test_another_model_is_refused_before_any_downtime(server: RunningServer, lea
 
 
 def test_a_dead_server_is_its_own_fault_and_noticed_at_once(server: RunningServer, learner: Learner) -> None:
-    learner.sync._endpoints = (ServerEndpoint(f"http://127.0.0.1:{free_port()}", free_port()),)
+    learner.courier._endpoints = (ServerEndpoint(f"http://127.0.0.1:{free_port()}", free_port()),)
     outcome = learner.round()
     assert outcome.failed == (0,)
     assert outcome.learner_fault is None
@@ -202,15 +239,24 @@ class _HangingTransport(StreamTransport):
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         self.release.wait(timeout=60)
+        self.close(deadline)  # nobody else may
 
 
-def test_a_push_that_hangs_ends_by_the_deadline(server: RunningServer) -> None:
-    learner = Learner(server, timeout_s=2.0, transport=_HangingTransport)
+def test_a_push_that_hangs_costs_its_server_the_round_and_the_next_one_is_proven(
+    server: RunningServer,
+) -> None:
+    learner = Learner(server, timeout_s=4.0, transport=_HangingTransport)
     try:
-        with pytest.raises(WeightSyncHang, match=r"did not return within 2\.0 s"):
-            learner.round()
+        outcome = learner.round()
+        assert (outcome.failed, outcome.learner_fault) == ((0,), None)
+        assert outcome.reports[0].error == "the server did not take and prove the weights within 4 s"
+        learner.courier._make_transport = lambda info: StreamTransport()
+        learner.sync._timeout_s = 60.0
+        outcome = learner.round()
+        assert outcome.proven == (0,), outcome.reports[0].error
     finally:
         _HangingTransport.release.set()
+        learner.sync.close()
 
 
 class _DyingTransport(StreamTransport):
@@ -233,10 +279,10 @@ def test_a_push_cut_in_the_middle_leaves_the_old_weights_serving(
     before = learner.round()
     (old,) = server.infer([learner.canary.request], max_tokens=12)
     _train_a_little(learner.module)
-    learner.sync._make_transport = lambda info: _DyingTransport()
+    learner.courier._make_transport = lambda info: _DyingTransport()
     outcome = learner.round()
     assert outcome.failed == (0,)
-    learner.sync._make_transport = lambda info: StreamTransport()
+    learner.courier._make_transport = lambda info: StreamTransport()
     with ServerSession(server.base_url) as session:
         assert session.info(Deadline(5)).weight_version == before.version
     assert old.weight_version == before.version

@@ -17,7 +17,7 @@ import pytest
 
 from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.run_directory import lock as run_lock
-from swift_stage2.run_directory.lock import hold_run_directory
+from swift_stage2.run_directory.lock import hold_run_directory, is_held
 
 _DEADLINE_S = 60.0
 _TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
@@ -108,12 +108,15 @@ def test_a_second_run_is_refused_with_the_first_ones_identity(tmp_path: Path, st
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_lock_ends_with_its_process(tmp_path: Path, start: Start, is_killed: bool) -> None:
+    assert not is_held(tmp_path)
     first = start("launch")
     assert first.word() == "held"
+    assert is_held(tmp_path)
     if is_killed:
         first.process.kill()
     first.end()
     assert len(list(tmp_path.glob("locks/*"))) == is_killed
+    assert not is_held(tmp_path)
     with hold_run_directory(tmp_path, "launch", {}):
         (file,) = tmp_path.glob("locks/*")  # the dead one's is swept
         assert json.loads(file.read_text())["pid"] == os.getpid()
@@ -167,6 +170,18 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         raise AssertionError("it was let in")
 
 
+def test_a_run_that_is_alone_holds_its_directory_once(tmp_path: Path, start: Start) -> None:
+    """A rank of ``train`` holds what ms-swift's trainer holds again; the outer one ends it."""
+    with hold_run_directory(tmp_path, "rank 0", {}):
+        with hold_run_directory(tmp_path, "rank 0", {}, is_alone=True):
+            assert len(list(tmp_path.glob("locks/*"))) == 1
+        assert is_held(tmp_path)
+        assert "rank 0, process" in start("rank 0").word()
+    with hold_run_directory(tmp_path, "rank 0", {}, is_alone=True):
+        assert is_held(tmp_path)
+    assert not is_held(tmp_path)
+
+
 def rewrite(tmp_path: Path, *, age_s: float, **fields: str) -> None:
     """As the one holder's file would be, were these true of its host."""
     (file,) = tmp_path.glob("locks/*.lock")
@@ -200,7 +215,10 @@ def test_a_lock_that_cannot_be_seen_from_here_counts_while_its_file_is_touched(
     assert f"(launch, process {first.process.pid} on {os.uname().nodename} since " in told
     assert f"if it was killed wait for 60 s, else wait for its end, end it (kill {first.process.pid})" in told
     assert len(list(tmp_path.glob("locks/*"))) == 1
+    rewrite(tmp_path, age_s=30)
+    assert is_held(tmp_path)
     rewrite(tmp_path, age_s=90)
+    assert not is_held(tmp_path)
     assert enter(tmp_path, "rank 0") == "held"
     assert list(tmp_path.glob("locks/*")) == []
 

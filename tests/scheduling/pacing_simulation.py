@@ -1,23 +1,31 @@
 """A virtual-clock run of the real scheduling modules: queue, fence, clock, gate, schedule and pacer.
 
-One thread, no real time. A learner step takes one unit; per rank one serial rollout server answers
-four packs per request after a given number of steps. The order inside a step start is the
-learner's: round if due or pending and drained, reserve, all-reduce (MAX), plan.
+One thread, no real time. A learner step takes one unit. Per rank one rollout server is asked, either by one POST at
+a time for up to four packs, which ends with its slowest rollout, or through places, one rollout each. The order
+inside a step start is the
+learner's: round if due or pending and drained, reserve, all-reduce (MAX), plan; a staged round is
+heard after it. The servers of a round install one after another, each when the weights have arrived
+and what it runs has ended.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
+from swift_stage2.config.stage2_ab import PrefetchConfig
 from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
-from swift_stage2.scheduling.outlook import INSTANT, PacingState, ProductionMeter
+from swift_stage2.scheduling.outlook import INSTANT, PacingState, ProductionMeter, packs_of
 from swift_stage2.scheduling.pacing import Pacer, PacingReason
+from swift_stage2.scheduling.round_schedule import RoundSchedule
+from swift_stage2.scheduling.run_ahead import Place, Shares
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 
@@ -34,6 +42,13 @@ class Setting:
     packs_per_b_step: int = 4
     sync_every_steps: int = 1
     packs_per_request: int = 4
+    rollouts_per_pack: int = 1
+    places: int = 0
+    """POSTs of one rollout that may be out at once; 0: a POST at a time carries a whole request."""
+    slow_places: int = 0
+    """So many of them belong to a server where a rollout takes twice as long; they are taken last."""
+    tail: tuple[float, float] = (0.0, 1.0)
+    """The share of rollouts that take so many times as long."""
     queue_limit: int = 8
     num_steps: int = 400
     seed: int = 0
@@ -41,6 +56,25 @@ class Setting:
     """How long after a step start the pipeline acts; 0 makes whole durations end right at a step start."""
     outage: tuple[int, int] = (0, 0)
     """Steps between which no server answers a new POST."""
+    staged: bool = False
+    """Whether the servers are asked on while the weights of a round arrive."""
+    bounded: bool = True
+    """Whether no more rollouts are begun under one version than the derived budget."""
+    round_steps: tuple[float, float] | None = None
+    """The shortest and longest time that the weights of a round travel, in steps; None: a fenced round takes none
+    and is over before its step reserves."""
+
+    @property
+    def budget(self) -> int:
+        """Rollouts, of packs that all hold the same number."""
+        prefetch = PrefetchConfig(
+            queue_limit=max(self.queue_limit, self.target),
+            version_window=self.window,
+            sync_every_steps=self.sync_every_steps,
+            prefetch_target_packs=self.target,
+        )
+        num_packs = prefetch.packs_in_budget(self.packs_per_b_step, Fraction(str(self.b_ratio)))
+        return num_packs * self.rollouts_per_pack
 
 
 @dataclass(slots=True)
@@ -53,6 +87,10 @@ class Outcome:
     made: int = 0
     expired: int = 0
     rounds: int = 0
+    bounded: int = 0
+    """Times at which the budget left less than the pacer asked for."""
+    most_begun: int = 0
+    """Of one version, neither trained nor ended."""
     stale_trained: int = 0
     longest_gap: int = 0
     reasons: set[PacingReason] = field(default_factory=set)
@@ -63,26 +101,25 @@ class Outcome:
         return self.expired / max(1, self.made)
 
 
+Rollout = tuple[int, Place]
+"""The version of its weights, and what holds its share."""
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedPack:
     version: int
-
-
-@dataclass(slots=True)
-class Rounds:
-    """The learner's side of the sync rounds."""
-
-    last_commit: int = 0
-    pending: bool = False
+    places: tuple[Place, ...]
 
 
 @dataclass(slots=True)
 class Post:
     ticket: InferTicket
     ticket_stack: ExitStack
-    num_packs: int
+    version: int
+    places: list[Place]
     start: float
     end: float
+    is_slow: bool = False
 
 
 class SimulatedRank:
@@ -92,14 +129,19 @@ class SimulatedRank:
         self.setting = setting
         self.outcome = outcome
         self.queue: ReadyQueue[SimulatedPack] = ReadyQueue(
-            setting.queue_limit, setting.window, lambda pack, reason: self._count_expired()
+            setting.queue_limit, setting.window, lambda pack, reason: self._count_expired(pack)
         )
         self.clock = VersionClock()
         self.fence = InferFence()
         self.random = random.Random(setting.seed * 1009 + index)
         self.bounds = setting.durations[index]
         self.meter = ProductionMeter()
-        self.post: Post | None = None
+        self.posts: list[Post] = []
+        self.served_version = 0
+        self.held: list[Rollout] = []  # of a version that the learner has not heard of
+        self.segments: list[Rollout] = []
+        self.shares = Shares()
+        self.num_begun = 0
         self.missed_in_a_row = 0
         self.gate: GateOutcome | None = None
         self.pacer = Pacer(
@@ -110,16 +152,21 @@ class SimulatedRank:
             packs_per_b_step=setting.packs_per_b_step,
         )
 
-    def _count_expired(self) -> None:
+    def _count_expired(self, pack: SimulatedPack) -> None:
         self.outcome.expired += 1
+        self.shares.end(pack.places)
 
     def state(self, now: float, rounds: Rounds) -> PacingState:
+        staged = self.setting.staged
+        assert rounds.schedule.last_commit_step is not None
         return PacingState(
             step=int(now),
             progress=now - int(now),
             current_version=self.clock.current,
-            last_commit_step=rounds.last_commit,
-            round_pending=rounds.pending,
+            last_commit_step=rounds.schedule.last_commit_step,
+            round_pending=not staged and (rounds.schedule.pending or rounds.schedule.in_transfer),
+            rounds_are_staged=staged,
+            round_in_transfer=staged and self.clock.current < rounds.version,
             ready_versions=self.queue.peek_versions(),
             pace=self.meter.pace,
             slowest_pace=self.gate.slowest_pace if self.gate else INSTANT,
@@ -130,44 +177,160 @@ class SimulatedRank:
     def facts(self, reservation: Reservation[SimulatedPack] | None) -> RankFacts:
         return RankFacts(not_reserved=reservation is None, pace=self.meter.pace)
 
+    def num_wanted(self, now: float, rounds: Rounds) -> int:
+        """Rollouts to ask for now, as the pipeline finds it."""
+        per_pack = self.setting.rollouts_per_pack
+        state = self.state(now, rounds)
+        typical = state.arrival_pace.typical_steps
+        coming = [(version, now) for version, _ in self.held]
+        for post in self.posts:
+            arrival = now + abs(typical - (now - post.start))
+            coming += [(post.version, arrival)] * len(post.places)
+        in_making, num_left = packs_of(coming, per_pack)
+        decision = self.pacer.decide(replace(state, in_making=in_making))
+        self.outcome.reasons.add(decision.reason)
+        if not decision.num_packs:
+            return 0
+        wanted = max(0, decision.num_packs * per_pack - num_left - len(self.segments))
+        if not self.setting.bounded:
+            return wanted
+        left = self.shares.num_left(self.clock.current, self.setting.budget)
+        self.outcome.bounded += left < wanted
+        return min(wanted, left)
+
+    def begin(self, num_rollouts: int) -> list[Place]:
+        places = [(0, number) for number in range(self.num_begun, self.num_begun + num_rollouts)]
+        self.num_begun += num_rollouts
+        self.shares.begin(places, self.clock.current)
+        self.outcome.most_begun = max(self.outcome.most_begun, self.shares.num_held(self.clock.current))
+        return places
+
     def pace(self, now: float, rounds: Rounds) -> None:
-        """Ask the pacer and send POSTs until it says no, the server is busy or the fence is closed."""
-        while self.post is None:
-            decision = self.pacer.decide(self.state(now, rounds))
-            self.outcome.reasons.add(decision.reason)
-            low, high = self.setting.outage
-            if decision.num_packs == 0 or low <= now < high:
+        """Ask the pacer and send POSTs until it says no, no place is free or the door is closed."""
+        low, high = self.setting.outage
+        most = self.setting.places or 1
+        size = 1 if self.setting.places else self.setting.packs_per_request * self.setting.rollouts_per_pack
+        while len(self.posts) < most:
+            rounds.install(now)
+            wanted = self.num_wanted(now, rounds)
+            if wanted == 0 or low <= now < high or rounds.installs_next(self, now):
                 return
             stack = ExitStack()
             try:
                 ticket = stack.enter_context(self.fence.ticket(timeout_s=0))
             except TicketTimeout:
                 return
-            duration = self.random.uniform(*self.bounds)
-            num_packs = min(decision.num_packs, self.setting.packs_per_request)
-            self.post = Post(ticket, stack, num_packs, now, now + duration)
+            num_rollouts = min(wanted, size)
+            num_fast = sum(not post.is_slow for post in self.posts)
+            is_slow = num_fast >= most - self.setting.slow_places
+            duration = self.duration(num_rollouts) * (2 if is_slow else 1)
+            places = self.begin(num_rollouts)
+            post = Post(ticket, stack, self.served_version, places, now, now + duration, is_slow)
+            self.posts.append(post)
             if duration == 0:
-                self.finish_post()
+                self.finish(post)
 
-    def finish_post(self) -> None:
-        assert self.post is not None
-        post, self.post = self.post, None
+    def duration(self, num_rollouts: int) -> float:
+        """Of a POST: that of its slowest rollout. Where one rollout makes a pack, all of a POST take the same time."""
+        share, factor = self.setting.tail
+        drawn = [
+            self.random.uniform(*self.bounds) * (factor if share and self.random.random() < share else 1.0)
+            for _ in range(num_rollouts if self.setting.rollouts_per_pack > 1 else 1)
+        ]
+        return max(drawn)
+
+    def finish(self, post: Post) -> None:
+        self.posts.remove(post)
         post.ticket_stack.close()
         self.meter.observe(post.end - post.start)
-        self.outcome.made += post.num_packs
-        for _ in range(post.num_packs):
-            self.queue.offer(SimulatedPack(post.ticket.version), current_version=self.clock.current)
+        self.held += [(post.version, place) for place in post.places]
+        self.offer_heard()
+
+    def offer_heard(self) -> None:
+        """Pack and offer what is not ahead of the clock."""
+        self.segments += [rollout for rollout in self.held if rollout[0] <= self.clock.current]
+        self.held = [rollout for rollout in self.held if rollout[0] > self.clock.current]
+        per_pack = self.setting.rollouts_per_pack
+        while len(self.segments) >= per_pack:
+            packed, self.segments = self.segments[:per_pack], self.segments[per_pack:]
+            self.outcome.made += 1
+            pack = SimulatedPack(min(packed)[0], tuple(place for _, place in packed))
+            self.queue.offer(pack, current_version=self.clock.current)
+
+
+class Rounds:
+    """The learner's side of the sync rounds, and what is on its way to the servers."""
+
+    def __init__(self, setting: Setting, ranks: list[SimulatedRank], outcome: Outcome) -> None:
+        self.setting, self.ranks, self.outcome = setting, ranks, outcome
+        self.random = random.Random(setting.seed * 1013)
+        self.schedule = RoundSchedule(
+            len(ranks), setting.sync_every_steps, backoff_steps=1, max_backoff_steps=1
+        )
+        self.schedule.begin(0)
+        self.schedule.finish(0, proven=range(len(ranks)), failed=())
+        self.version = 0
+        """Of the round in transfer or, between two rounds, of the last one."""
+        self.arrives_at = math.inf
+        self.installed: set[int] = set()
+        self.heard: set[int] = set()
+
+    def begin_if_due(self, step: int) -> None:
+        if not self.schedule.is_due(step):
+            return
+        if not self.setting.staged:
+            drained = [rank.fence.close() for rank in self.ranks]
+            if not all(drained):
+                return
+        self.schedule.begin(step, staged=self.setting.staged)
+        self.version += 1
+        self.arrives_at = step + self.random.uniform(*(self.setting.round_steps or (0, 0)))
+        self.installed, self.heard = set(), set()
+        self.install(step)
+        if self.setting.round_steps is None:
+            self.hear(step)
+
+    def install(self, now: float) -> None:
+        """The servers install what has arrived by ``now``, one after another, each when it runs nothing."""
+        if now < self.arrives_at:
+            return
+        for index, rank in enumerate(self.ranks):
+            if rank.posts and index not in self.installed:
+                return
+            self.installed.add(index)
+            rank.served_version = self.version
+        self.arrives_at = math.inf
+
+    def installs_next(self, rank: SimulatedRank, now: float) -> bool:
+        """Whether the server of ``rank`` has shut its door, to install when what it runs has ended."""
+        if now < self.arrives_at:
+            return False
+        waiting = [index for index in range(len(self.ranks)) if index not in self.installed]
+        return bool(waiting) and self.ranks[waiting[0]] is rank
+
+    def hear(self, step: int) -> None:
+        """Takes in which servers have proven the round's weights; the packs of ``step`` are taken."""
+        news = self.installed - self.heard
+        if not news:
+            return
+        self.heard |= news
+        ended = len(self.heard) == len(self.ranks)
+        self.schedule.finish(step, proven=news, failed=(), ended=ended)
+        self.outcome.rounds += ended
+        for rank in self.ranks:
+            if rank.clock.current < self.version:
+                rank.fence.reopen(rank.clock.advance())
+                rank.offer_heard()
 
 
 def simulate(setting: Setting) -> Outcome:
     """Run ``setting.num_steps`` steps on as many ranks as it names durations."""
     outcome = Outcome()
     ranks = [SimulatedRank(setting, index, outcome) for index in range(len(setting.durations))]
-    rounds, last_b = Rounds(), -1
+    rounds, last_b = Rounds(setting, ranks, outcome), -1
     for step in range(setting.num_steps):
         _run_background_until(step, ranks, rounds)
-        if rounds.pending or step >= rounds.last_commit + setting.sync_every_steps:
-            _try_round(step, ranks, rounds, outcome)
+        rounds.begin_if_due(step)
         wants_b = wants_channel_b(step, setting.b_ratio)
         outcome.steps += 1
         outcome.wanted += wants_b
@@ -189,34 +352,24 @@ def simulate(setting: Setting) -> Outcome:
             outcome.ran += 1
             last_b = step
         outcome.longest_gap = max(outcome.longest_gap, step - last_b)
+        rounds.hear(step)
         for rank in ranks:
             rank.pace(step + setting.pipeline_delay, rounds)
     outcome.load = ranks[0].pacer.load(ranks[0].state(setting.num_steps, rounds))
     return outcome
 
 
-def _try_round(step: int, ranks: list[SimulatedRank], rounds: Rounds, outcome: Outcome) -> None:
-    """Close every fence without waiting; run the round iff all are drained."""
-    drained = [rank.fence.close() for rank in ranks]
-    rounds.pending = not all(drained)
-    if rounds.pending:
-        return
-    rounds.last_commit = step
-    outcome.rounds += 1
-    for rank in ranks:
-        rank.fence.reopen(rank.clock.advance())
-
-
 def _run_background_until(step: int, ranks: list[SimulatedRank], rounds: Rounds) -> None:
     """Finish the POSTs that end by the time ``step`` starts, in order of time; each asks the pacer again."""
     while True:
-        running = [rank for rank in ranks if rank.post is not None and rank.post.end <= step]
-        if not running:
+        running = [(post.end, index) for index, rank in enumerate(ranks) for post in rank.posts]
+        if not running or min(running)[0] > step:
+            rounds.install(step)
             return
-        rank = min(running, key=lambda r: r.post.end if r.post else 0.0)
-        assert rank.post is not None
-        now = rank.post.end
-        rank.finish_post()
+        now, index = min(running)
+        rank = ranks[index]
+        rounds.install(now)
+        rank.finish(min(rank.posts, key=lambda post: post.end))
         rank.pace(now, rounds)
 
 
@@ -230,7 +383,7 @@ def _settle(
     if not runs_b:
         reservation.release()
         return
-    rank.outcome.stale_trained += sum(
-        not is_fresh(pack.version, current=rank.clock.current, window=rank.setting.window)
-        for pack in reservation.take()
-    )
+    for pack in reservation.take():
+        is_stale = not is_fresh(pack.version, current=rank.clock.current, window=rank.setting.window)
+        rank.outcome.stale_trained += is_stale
+        rank.shares.end(pack.places)

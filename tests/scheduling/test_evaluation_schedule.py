@@ -74,6 +74,18 @@ def test_without_delay_a_round_is_never_held() -> None:
     assert schedule.reason_to_end(12, **(WELL | {"wanted": False})) is EvaluationEnd.ROUND_DUE
 
 
+def test_it_is_cut_for_good_once_the_clock_has_moved() -> None:
+    schedule = make(delay=3)
+    schedule.observe_version(7)
+    assert not schedule.is_cut, "nothing runs"
+    schedule.begin_if_due(10, 7, may_begin=True)
+    schedule.observe_version(7)
+    assert schedule.holds_round(11)
+    schedule.observe_version(8)
+    assert not schedule.holds_round(12), "its servers have installed"
+    assert schedule.reason_to_end(12, **(WELL | {"wanted": False})) is EvaluationEnd.ROUND_DUE
+
+
 @pytest.mark.parametrize(
     ("facts", "end"),
     [
@@ -134,14 +146,20 @@ class Run(RuleBasedStateMachine):
     """Steps with any facts, beside a real round schedule, driven as the learner drives both."""
 
     @initialize(
-        every=st.integers(1, 6), delay=st.integers(0, 4), cadence=st.integers(1, 4), last=st.integers(5, 60)
+        every=st.integers(1, 6),
+        delay=st.integers(0, 4),
+        cadence=st.integers(1, 4),
+        last=st.integers(5, 60),
+        staged=st.booleans(),
     )
-    def begin(self, every: int, delay: int, cadence: int, last: int) -> None:
+    def begin(self, every: int, delay: int, cadence: int, last: int, staged: bool) -> None:
         self.every, self.delay, self.cadence, self.last = every, delay, cadence, last
+        self.staged = staged
+        self.held_since: int | None = None  # the begin of a staged round whose servers may not install
         self.schedule = make(every, delay, last)
         self.rounds = RoundSchedule(1, cadence, backoff_steps=1, max_backoff_steps=64)
         self.rounds.is_due(0)
-        self.rounds.begin()
+        self.rounds.begin(0)
         self.rounds.finish(0, proven=[0], failed=[])
         self.step, self.version = 0, 1
         self.due_since: int | None = None  # of the round that a run without evaluations would have
@@ -155,9 +173,19 @@ class Run(RuleBasedStateMachine):
         back=st.booleans(),
         wanted=st.booleans(),
         failed=st.sampled_from([False] * 30 + [True]),
+        hold_is_over=st.sampled_from([False] * 6 + [True]),
     )
     def next_step(
-        self, *, drained: bool, ends: bool, proves: bool, lost: bool, back: bool, wanted: bool, failed: bool
+        self,
+        *,
+        drained: bool,
+        ends: bool,
+        proves: bool,
+        lost: bool,
+        back: bool,
+        wanted: bool,
+        failed: bool,
+        hold_is_over: bool,
     ) -> None:
         self.step += 1
         step, schedule, rounds = self.step, self.schedule, self.rounds
@@ -166,22 +194,28 @@ class Run(RuleBasedStateMachine):
         elif self.due_since is None:
             self.due_since = step
         held = rounds.falls_due(step) and not rounds.pending and schedule.holds_round(step)
-        if not held and rounds.is_due(step):
-            assert schedule.running is None or schedule.is_cut, "it asks on in a pending round"
-            if drained:
-                rounds.begin()
-                self.due_since = None
+        if (self.staged or not held) and rounds.is_due(step):
+            assert self.staged or schedule.running is None or schedule.is_cut, "it asks on in a pending round"
+            if self.staged or drained:
+                rounds.begin(step, staged=self.staged)
+                self.due_since, self.held_since = None, step if held else None
         if self.due_since is not None:
             assert rounds.pending or step - self.due_since < self.delay, "a round is held for too long"
         rounds.observe(step, suspect=[lost], answers_again=[back])
-        if rounds.in_transfer and ends:
+        if rounds.in_transfer and ends and (self.held_since is None or hold_is_over):
             rounds.finish(step, proven=[0] if proves else [], failed=[] if proves else [0])
             self.version += proves
+        schedule.observe_version(self.version)
         reason = schedule.reason_to_end(
             step, wanted=wanted, has_server=bool(rounds.proven), pipeline_failed=failed, stop_requested=False
         )
         if reason is not None:
             schedule.end()
+        if not rounds.in_transfer or not schedule.holds_round(step):
+            self.held_since = None
+        assert self.held_since is None or step - self.held_since < self.delay, (
+            "installs are held for too long"
+        )
         may_begin = reason is None and bool(rounds.proven) and not failed
         may_begin = may_begin and not (rounds.pending or rounds.in_transfer)
         running = schedule.begin_if_due(step, self.version, may_begin=may_begin)

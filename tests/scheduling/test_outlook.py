@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,9 @@ from swift_stage2.scheduling.outlook import (
     ProductionMeter,
     ProductionPace,
     RoundForecast,
+    StepView,
     first_step_after,
+    packs_of,
 )
 
 AT_STEP_10 = PacingState(
@@ -64,6 +67,40 @@ def test_rounds_are_held_by_the_slowest_rank_and_packs_arrive_at_the_own_pace() 
     assert state.holding_pace.typical_steps == 6.0
 
 
+STAGED = replace(AT_STEP_10, rounds_are_staged=True, last_commit_step=7)
+
+
+def test_a_staged_round_counts_from_the_step_after_the_one_that_hears_it() -> None:
+    outlook = Outlook(STAGED, sync_every_steps=4, spacing=4)
+    assert (outlook.start, outlook.version_at_start, outlook.arrival) == (10.25, 5, 14)
+    # Due at 11, heard in 11 at the earliest; the next one is due at 15.
+    assert outlook.rounds_if_idle() == RoundForecast(5, (12, 16), 4)
+
+
+def test_a_production_holds_no_staged_round_but_the_next_one_begins_after_it() -> None:
+    outlook = Outlook(STAGED, sync_every_steps=1, spacing=1)
+    assert outlook.rounds_if_idle() == RoundForecast(5, (12, 13), 1)
+    # Made until 13.25: its server is heard in 14, the next round begins at 15 and counts from 16.
+    assert outlook.rounds_if_made(3.0) == RoundForecast(5, (12, 16), 1)
+    assert outlook.rounds_if_made(0.5) == RoundForecast(5, (12, 13), 1)
+
+
+@pytest.mark.parametrize(("last_commit_step", "second"), [(7, 15), (5, 14), (2, 13)])
+def test_the_cadence_counts_from_the_snapshot_of_a_round_in_transfer(
+    last_commit_step: int, second: int
+) -> None:
+    """It began four steps after the one before, at 10 at the latest; the next one begins at 14, at 13, and at once."""
+    state = replace(STAGED, round_in_transfer=True, last_commit_step=last_commit_step)
+    forecast = Outlook(state, sync_every_steps=4, spacing=4).rounds_if_idle()
+    assert forecast == RoundForecast(5, (12, second), 4)
+
+
+def test_a_fenced_round_that_is_pending_among_staged_ones_is_forecast_as_fenced() -> None:
+    fenced = replace(STAGED, round_pending=True)
+    assert Outlook(fenced, 2, 2).rounds_if_made(3.0) == RoundForecast(5, (11, 14), 2)
+    assert Outlook(fenced, 2, 2).version_at_start == 6
+
+
 def test_nothing_is_known_before_the_first_production() -> None:
     assert ProductionMeter().pace is None
 
@@ -100,3 +137,39 @@ def test_the_slower_of_two_paces_number_by_number() -> None:
 def test_refuses_a_time_that_cannot_be(steps: float) -> None:
     with pytest.raises(ValueError, match="got steps="):
         ProductionMeter().observe(steps)
+
+
+@given(
+    rollouts=st.lists(st.tuples(st.integers(0, 9), st.floats(0.0, 50.0)), max_size=40),
+    per_pack=st.floats(1.0, 9.0),
+)
+def test_rollouts_make_packs_in_the_order_in_which_they_come(
+    rollouts: list[tuple[int, float]], per_pack: float
+) -> None:
+    packs, num_over = packs_of(rollouts, per_pack)
+    assert len(packs) == int(len(rollouts) / per_pack)
+    assert 0 <= num_over <= per_pack
+    assert [pack.arrival for pack in packs] == sorted(pack.arrival for pack in packs)
+    assert all(any(pack.version == version for version, _ in rollouts) for pack in packs)
+
+
+def test_a_pack_in_the_making_is_as_old_as_its_oldest_and_comes_with_its_last() -> None:
+    packs, num_over = packs_of([(3, 12.0), (1, 11.0), (2, 10.0), (3, 13.0), (3, 20.0)], 2.0)
+    assert [(pack.version, pack.arrival) for pack in packs] == [(1, 11.0), (3, 13.0)]
+    assert num_over == 1
+
+
+def test_what_is_out_holds_the_rounds_although_nothing_is_begun() -> None:
+    (pack,), _ = packs_of([(5, 14.5)], 1.0)
+    outlook = Outlook(replace(AT_STEP_10, in_making=(pack,)), sync_every_steps=1, spacing=1)
+    assert outlook.rounds_if_idle() == RoundForecast(5, (15,), 1)
+    staged = replace(outlook.state, rounds_are_staged=True)
+    assert Outlook(staged, sync_every_steps=1, spacing=1).rounds_if_idle().rounds == (12, 17)
+
+
+def test_a_rollout_that_is_late_is_expected_after_as_long_again() -> None:
+    now_s = time.monotonic()
+    view = StepView(AT_STEP_10, started_s=now_s, step_seconds=100.0, max_prompts=4, paused=False)
+    assert view.arrival(AT_STEP_10, None) == pytest.approx(13.25)
+    assert view.arrival(AT_STEP_10, now_s - 100.0) == pytest.approx(12.25, abs=0.1)
+    assert view.arrival(AT_STEP_10, now_s - 500.0) == pytest.approx(12.25, abs=0.1)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.scheduling.bresenham import next_wanted_step
-from swift_stage2.scheduling.outlook import PacingState, ProductionPace
+from swift_stage2.scheduling.outlook import PacingState, PackInMaking, ProductionPace
 from swift_stage2.scheduling.pacing import Pacer, PacingDecision, PacingReason, max_prompts_in_flight
 
 # B is wanted at 3, 7, 11, …; a round precedes every step.
@@ -48,6 +48,20 @@ def test_the_window_says_how_early(window: int, first: int) -> None:
 
 def test_a_slow_production_starts_early_because_it_holds_the_rounds() -> None:
     assert PACER.decide(after_round(3, production_steps=3.0)).num_packs == 4
+
+
+def test_packs_in_the_making_are_not_made_twice() -> None:
+    """They count from the step on that can reserve them, as old as what they are made of."""
+    state = after_round(5)
+    assert PACER.decide(state).num_packs == 4
+    here = (PackInMaking(5, state.position),) * 3
+    assert PACER.decide(replace(state, in_making=here)) == PacingDecision(1, PacingReason.NEEDED)
+    late = (PackInMaking(5, 8.5),) * 3  # B is wanted at 7
+    assert PACER.decide(replace(state, in_making=late)).num_packs == 1, "the target holds for them as well"
+    old = (PackInMaking(4, state.position),) * 3  # stale at 7
+    assert PACER.decide(replace(state, in_making=old)) == PacingDecision(4, PacingReason.NEEDED)
+    whole = (PackInMaking(5, state.position),) * 4
+    assert PACER.decide(replace(state, in_making=whole)) == PacingDecision(0, PacingReason.TARGET_MET)
 
 
 def test_too_late_for_one_step_and_too_early_for_the_next() -> None:
@@ -119,6 +133,22 @@ def test_a_slow_rank_elsewhere_binds_here_too() -> None:
     assert PACER.load(replace(after_round(3), slowest_pace=ProductionPace(6.0, 6.0))) > 1
 
 
+def test_staged_rounds_leave_a_production_its_whole_time() -> None:
+    slow = replace(after_round(3, production_steps=6.0), rounds_are_staged=True)
+    assert PACER.load(slow) == pytest.approx(1.0 / (4 / 6))  # no step is lost to a drain
+    assert PACER.load(replace(slow, slowest_pace=ProductionPace(8.0, 8.0))) == pytest.approx(2.0)
+
+
+def test_a_fast_rank_does_not_rely_on_a_slow_one_to_hold_a_staged_round() -> None:
+    """With b_ratio 0.1 the fenced forecast starts with the slow rank; a staged one waits for its own last moment."""
+    pacer = replace(PACER, b_ratio=0.1)  # wanted at 9, 19, …
+    fenced = replace(after_round(4), slowest_pace=ProductionPace(4.0, 4.0))
+    assert pacer.decide(fenced).num_packs == 4
+    staged = replace(fenced, rounds_are_staged=True)
+    assert pacer.decide(staged).reason is PacingReason.TOO_EARLY
+    assert pacer.decide(replace(staged, step=7, current_version=7, last_commit_step=7)).num_packs == 4
+
+
 paces = st.builds(ProductionPace, st.floats(0, 50), st.floats(0, 50))
 
 
@@ -138,6 +168,8 @@ paces = st.builds(ProductionPace, st.floats(0, 50), st.floats(0, 50))
         current_version=st.integers(5, 10),
         last_commit_step=st.integers(10, 20),
         round_pending=st.booleans(),
+        rounds_are_staged=st.booleans(),
+        round_in_transfer=st.booleans(),
         ready_versions=st.lists(st.integers(0, 11), max_size=12).map(tuple),
         pace=st.none() | paces,
         slowest_pace=paces,

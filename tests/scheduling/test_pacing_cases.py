@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from fractions import Fraction
+
 import pytest
 from pacing_simulation import Outcome, Setting, simulate
 
+from swift_stage2.config.stage2_ab import PrefetchConfig
 from swift_stage2.scheduling.pacing import PacingReason
 
 
@@ -154,6 +158,149 @@ def test_every_step_on_b_with_instant_rollouts() -> None:
     assert outcome.ran >= outcome.wanted - 1
 
 
+@pytest.mark.parametrize("sync_every_steps", [1, 4])
+@pytest.mark.parametrize("b_ratio", [0.1, 0.25, 1.0])
+@pytest.mark.parametrize("bounds", [(0, 0), (3, 3), (6, 6), (2, 4)])
+@pytest.mark.parametrize("round_steps", [0, 1, 3])
+def test_staged_rounds_run_no_fewer_b_steps_than_fenced_ones(
+    round_steps: float, bounds: tuple[float, float], b_ratio: float, sync_every_steps: int
+) -> None:
+    """Two ranks. The allowance is for versions that come more often: packs of a window of two age sooner."""
+    fenced = Setting(
+        durations=(bounds,) * 2,
+        round_steps=(round_steps,) * 2,
+        b_ratio=b_ratio,
+        sync_every_steps=sync_every_steps,
+        target=8,
+    )
+    staged = run(replace(fenced, staged=True))
+    assert staged.ran >= run(fenced).ran - 0.02 * staged.wanted - 1
+    assert staged.expired_share <= 0.05
+
+
+@pytest.mark.parametrize("round_steps", [0, 1, 3])
+def test_a_production_that_holds_its_server_is_started_in_time(round_steps: float) -> None:
+    """Six steps are longer than packs stay fresh when nothing holds a round: a forecast that forgot it never starts."""
+    setting = Setting(
+        durations=constant(6), b_ratio=0.1, num_steps=1000, staged=True, round_steps=(round_steps,) * 2
+    )
+    assert run(setting).ran >= 99
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_staged_rounds_whose_weights_travel_for_any_time(seed: int) -> None:
+    outcome = run(
+        Setting(
+            durations=((0, 1), (2, 4)), target=8, num_steps=1000, staged=True, round_steps=(0, 3), seed=seed
+        )
+    )
+    assert outcome.ran >= 0.97 * outcome.wanted
+    assert outcome.expired_share <= 0.05
+
+
+@pytest.mark.parametrize("sync_every_steps", [1, 4])
+def test_b_resumes_after_an_outage_of_staging_servers(sync_every_steps: int) -> None:
+    setting = Setting(
+        durations=constant(2), sync_every_steps=sync_every_steps, num_steps=1000, outage=(200, 400)
+    )
+    assert run(replace(setting, staged=True, round_steps=(1, 1))).ran >= 250 - 50 - 2
+
+
+# --- request by request --------------------------------------------------------------------------------
+
+STREAMED = Setting(rollouts_per_pack=4, places=16, target=8, num_steps=300)
+
+
+@pytest.mark.parametrize(
+    ("duration", "window", "least"), [(0, 2, 74), (0, 1, 74), (1, 2, 74), (3, 2, 72), (3, 1, 72)]
+)
+def test_places_feed_what_a_batch_lane_feeds(duration: float, window: int, least: int) -> None:
+    outcome = run(replace(STREAMED, durations=constant(duration), window=window))
+    assert outcome.wanted == 75
+    assert outcome.ran >= least
+    assert outcome.expired_share <= 0.10
+
+
+@pytest.mark.parametrize("sync_every_steps", [4, 16])
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("b_ratio", [0.25, 1.0])
+def test_rollouts_of_different_length_hold_each_other_up_in_batches_only(
+    b_ratio: float, staged: bool, sync_every_steps: int
+) -> None:
+    streamed = replace(
+        STREAMED,
+        durations=((0.5, 1.5),),
+        b_ratio=b_ratio,
+        sync_every_steps=sync_every_steps,
+        staged=staged,
+        round_steps=(0.3, 0.3) if staged else None,
+    )
+    outcome = run(streamed)
+    assert outcome.ran >= run(replace(streamed, places=0)).ran
+    long_tail = replace(streamed, tail=(0.05, 10.0))
+    assert run(long_tail).ran > 1.1 * run(replace(long_tail, places=0)).ran
+
+
+# --- the derived target --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("places", [0, 16])
+@pytest.mark.parametrize("bounds", [(0, 0), (0.5, 1.5), (2, 4)])
+@pytest.mark.parametrize(("b_ratio", "least_share"), [(0.25, 0.9), (1.0, 0.9)])
+def test_the_derived_target_runs_what_production_allows(
+    b_ratio: float, least_share: float, bounds: tuple[float, float], places: int, staged: bool
+) -> None:
+    prefetch = PrefetchConfig(version_window=2, sync_every_steps=4)
+    ratio = Fraction(str(b_ratio))
+    setting = Setting(
+        durations=(bounds,),
+        b_ratio=b_ratio,
+        packs_per_b_step=2,
+        sync_every_steps=4,
+        packs_per_request=16,
+        rollouts_per_pack=2 if places else 1,
+        places=places,
+        staged=staged,
+        round_steps=(0.5, 0.5) if staged else None,
+        target=prefetch.target(2, ratio),
+        queue_limit=prefetch.limit(2, ratio),
+    )
+    outcome = run(setting)
+    assert outcome.ran >= run(replace(setting, target=4, queue_limit=8)).ran
+    assert outcome.ran >= least_share * outcome.wanted
+
+
+# --- run-ahead -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(),
+        Setting(durations=constant(6), target=8),
+        Setting(durations=((3, 7),), b_ratio=0.1, num_steps=1000),
+        Setting(durations=constant(2), num_steps=1000, outage=(200, 400)),
+        Setting(durations=constant(0, 0), b_ratio=1.0, target=8, staged=True, round_steps=(3, 3)),
+        Setting(durations=constant(6, 6), target=8, staged=True, round_steps=(1, 1)),
+        # A production of 20 steps, longer than the 12 in which a version would expire if nothing held rounds.
+        Setting(
+            durations=constant(20), packs_per_b_step=2, sync_every_steps=4, target=10, queue_limit=10,
+            packs_per_request=10, staged=True,
+        ),
+        replace(STREAMED, durations=((0.5, 1.5),), tail=(0.05, 10.0), sync_every_steps=4),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_derived_budget_makes_nothing_worse(setting: Setting) -> None:
+    outcome = run(setting)
+    assert outcome.most_begun <= setting.budget
+    unbounded = run(replace(setting, bounded=False))
+    assert (outcome.ran, outcome.expired, outcome.rounds) == (
+        unbounded.ran, unbounded.expired, unbounded.rounds
+    )  # fmt: skip
+
+
 def main() -> None:
     """Print the table of docs/design/pacing.md."""
     rows = [
@@ -177,6 +324,51 @@ def main() -> None:
         outcome = run(setting)
         ran = f"{outcome.ran} of {outcome.wanted}"
         print(f"| {name} | {ran} | {outcome.expired_share:.1%} | {outcome.rounds} |")
+    print("\n| setting | fenced: B steps run | staged: B steps run | expired | rounds |")
+    print("| --- | --- | --- | --- | --- |")
+    for made, bounds in (
+        ("no time", (0, 0)),
+        ("3 steps", (3, 3)),
+        ("6 steps", (6, 6)),
+        ("2 to 4 steps", (2, 4)),
+    ):
+        for b_ratio in (0.1, 0.25, 1.0):
+            print(f"| {made}, b_ratio {b_ratio:g} | {_cells_of_travel_times(bounds, b_ratio)} |")
+    print("\n| setting | fenced: B steps run in batches, by request | staged: the same |")
+    print("| --- | --- | --- |")
+    for tail in (0.0, 0.05):
+        for sync_every_steps in (4, 16):
+            for b_ratio in (0.1, 0.25, 1.0):
+                print(_row_of_places(tail, sync_every_steps, b_ratio))
+
+
+def _row_of_places(tail: float, sync_every_steps: int, b_ratio: float) -> str:
+    setting = replace(
+        STREAMED,
+        durations=((0.5, 1.5),),
+        tail=(tail, 10.0),
+        sync_every_steps=sync_every_steps,
+        b_ratio=b_ratio,
+    )
+    cells = []
+    for staged in (False, True):
+        streamed = replace(setting, staged=staged, round_steps=(0.3, 0.3) if staged else None)
+        batched = run(replace(streamed, places=0))
+        cells.append(f"{batched.ran}, {run(streamed).ran} of {batched.wanted}")
+    long = "one in twenty ten times as long" if tail else "0.5 to 1.5 steps"
+    return f"| {long}, round every {sync_every_steps}, b_ratio {b_ratio:g} | {' | '.join(cells)} |"
+
+
+def _cells_of_travel_times(bounds: tuple[float, float], b_ratio: float) -> str:
+    setting = Setting(durations=(bounds,), b_ratio=b_ratio, target=8, num_steps=1000)
+    fenced, staged = (
+        [run(replace(setting, staged=is_staged, round_steps=(steps, steps))) for steps in (0, 1, 3)]
+        for is_staged in (False, True)
+    )
+    ran = [" / ".join(str(outcome.ran) for outcome in outcomes) for outcomes in (fenced, staged)]
+    expired = " / ".join(f"{outcome.expired_share:.1%}" for outcome in staged)
+    rounds = " / ".join(str(outcome.rounds) for outcome in staged)
+    return f"{ran[0]} of {fenced[0].wanted} | {ran[1]} | {expired} | {rounds}"
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def _new(num_servers: int, every: int, **settings: int) -> RoundSchedule:
 
 def _run(schedule: RoundSchedule, step: int, *, proven: Iterable[int], failed: Iterable[int]) -> None:
     """A round that ends in the step at which it began."""
-    schedule.begin()
+    schedule.begin(0)
     schedule.finish(step, proven=proven, failed=failed)
 
 
@@ -168,7 +168,7 @@ def test_a_suspicion_takes_back_that_the_server_answered() -> None:
 def test_while_a_round_is_in_transfer_none_falls_due_and_the_next_counts_from_its_end() -> None:
     schedule = _begun(1, every=4)
     assert schedule.is_due(4)
-    schedule.begin()
+    schedule.begin(0)
     assert (schedule.pending, schedule.in_transfer) == (False, True)
     assert not any(schedule.is_due(step) for step in range(4, 10))
     schedule.finish(9, proven=[0], failed=())
@@ -181,13 +181,28 @@ def test_while_a_round_is_in_transfer_none_falls_due_and_the_next_counts_from_it
 def test_a_suspicion_before_the_proof_is_cleared_by_it_and_a_failure_backs_off_from_its_end() -> None:
     schedule = _begun(2, every=4, backoff_steps=3)
     schedule.is_due(4)
-    schedule.begin()
+    schedule.begin(0)
     _observe(schedule, 5, suspect=[0, 1])
     schedule.finish(7, proven=[0], failed=[1])
     assert schedule.states() == (ServerState.PROVEN, ServerState.SUSPECT)
     _observe(schedule, 8, answers=[1])
     assert schedule.targets(12) == (0,), "it failed twice: six steps from 7"
     assert schedule.targets(13) == (0, 1)
+
+
+def test_a_server_that_is_added_makes_nothing_due_before_it_answers_and_stands_behind_the_others() -> None:
+    schedule = _begun(1, every=4)
+    schedule.add(staging=False)
+    assert schedule.states() == (ServerState.PROVEN, ServerState.SUSPECT)
+    assert [schedule.is_due(step) for step in (1, 2)] == [False, False]
+    assert schedule.targets(2) == (0,)
+    _observe(schedule, 2, suspect=[1], answers=[1])
+    assert schedule.is_due(3), (
+        "it takes part in a round at once: nothing was tried yet that it would back off from"
+    )
+    assert schedule.targets(3) == (0, 1)
+    _run(schedule, 3, proven=[0, 1], failed=())
+    assert schedule.proven == (0, 1)
 
 
 def test_only_the_first_round_is_the_first() -> None:
@@ -235,7 +250,7 @@ class Run(RuleBasedStateMachine):
     @rule()
     def begin_round(self) -> None:
         self.targets, self.in_transfer = self.schedule.targets(self.step), True
-        self.schedule.begin()
+        self.schedule.begin(0)
         assert not self.schedule.pending
 
     @precondition(lambda self: self.in_transfer)

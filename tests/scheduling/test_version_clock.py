@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
+from swift_stage2.errors import StaleSample
+from swift_stage2.scheduling.version_clock import VersionClock, is_fresh, require_fresh
 
 
 def test_advances_by_one_from_where_it_starts() -> None:
@@ -21,20 +22,28 @@ def test_fresh_means_within_the_window_or_ahead(version: int, window: int, fresh
     assert is_fresh(version, current=3, window=window) is fresh
 
 
+def test_a_sample_that_is_stale_is_named_before_it_is_trained() -> None:
+    samples = [("a", 5), ("b", 3), ("c", 2), ("d", 9)]
+    require_fresh(samples, current=4, window=2)
+    require_fresh([], current=9, window=0)
+    with pytest.raises(StaleSample, match="got sample=c version=2 current=5 version_window=2;"):
+        require_fresh(samples, current=5, window=2)
+
+
 def test_no_advance_is_lost_between_threads() -> None:
     clock = VersionClock()
     start = threading.Barrier(4)
     seen: list[list[int]] = [[] for _ in range(4)]
 
     def advance(mine: list[int]) -> None:
-        start.wait(timeout=10)
+        start.wait(timeout=60)
         mine.extend(clock.advance() for _ in range(500))
 
     threads = [threading.Thread(target=advance, args=(mine,)) for mine in seen]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     assert sorted(version for mine in seen for version in mine) == list(range(1, 2001))
     assert clock.current == 2000
 

@@ -12,7 +12,7 @@ from fastapi import HTTPException, Request
 from swift_stage2.errors import RequestTooLarge
 from swift_stage2.servers.http_app import BodyRoom
 
-AMPLE_S = 20.0
+AMPLE_S = 60.0
 
 
 def request(chunks: AsyncIterator[bytes]) -> Request:

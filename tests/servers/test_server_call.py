@@ -17,7 +17,7 @@ from swift_stage2.servers import protocol
 from swift_stage2.servers.call import ServerCaller
 from swift_stage2.servers.session import Deadline, ServerSession
 
-AMPLE_S = 20.0
+AMPLE_S = 60.0
 SHORT_S = 0.3
 LIMIT = 1 << 16
 MIB = 1 << 20

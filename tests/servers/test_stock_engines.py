@@ -16,11 +16,11 @@ from swift_stage2.errors import ServerFault
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import require_workers
-from swift_stage2.weights.proof import RoundOrder, prove_server
+from swift_stage2.weights.proof import InstallTurns, RoundOrder, prove_server
 from swift_stage2.weights.push import ServerPush
-from swift_stage2.weights.transport import ServerEndpoint
+from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
-AMPLE_S = 20.0
+AMPLE_S = 60.0
 OLD_WEIGHTS = (9, 9)
 
 
@@ -43,7 +43,6 @@ def order(*names: str) -> RoundOrder:
         manifest=tuple(protocol.TensorSpec(name, (1,), "float32") for name in names),
         canary=Canary(),
         proof=Proof.AUTO,
-        api_key=None,
         deadline=Deadline(AMPLE_S),
     )
 
@@ -87,7 +86,7 @@ def test_an_answer_from_arguments_is_no_sign_of_life(engines: list[StandInEngine
             require_workers(session, Deadline(AMPLE_S))
 
 
-class Refusing:
+class Refusing(WeightTransport):
     """A transport that ends the push where the names have been compared."""
 
     def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
@@ -109,6 +108,8 @@ def pushed_to(server: FakeRolloutServer, *names: str) -> ServerPush:
         (),
         {},
         lambda info: Refusing(),
+        turns=InstallTurns(),
+        api_key=None,
         given_up=threading.Event(),
         distrusted=False,
         ours=set(),

@@ -12,6 +12,7 @@ from fake_rollout_server import LONGEST_WAIT_S, FakeRolloutServer, stamped
 from test_stalled_server import KILLED_BY_S, kept, peer
 from torch.distributed import TCPStore
 
+from swift_stage2.channel_b.rollout_client import ServedWeights
 from swift_stage2.collectives import NoteBoard
 from swift_stage2.fence import InferFence
 from swift_stage2.servers.probe import SuspectProbe
@@ -103,7 +104,7 @@ def test_a_later_version_of_the_same_server_is_believed_again(boards: tuple[Note
         rank_0.write(f"{server.url} {VERSION}", "lost")
         assert texts(ask(client, 1)) == []
         fence.close()
-        client.set_proven([server.url])
+        client.set_proven({server.url: ServedWeights(None, VERSION + 1, None)})
         fence.reopen(VERSION + 1)
         assert texts(ask(client, 1)) == ["echo 0"]
 
@@ -112,6 +113,8 @@ def test_answers_that_carry_an_incarnation_need_no_note() -> None:
     def fail(url: str, version: int) -> bool:
         raise AssertionError("asked")
 
-    with FakeRolloutServer(on_infer=stamped(incarnation="one", weight_version=VERSION)) as server:
+    stamp = {"incarnation": "one", "weight_version": VERSION, "round_id": "run-1"}
+    with FakeRolloutServer(on_infer=stamped(**stamp)) as server:
         with make_client(server, fence=InferFence(version=VERSION), is_lost=fail) as client:
+            client.set_proven({server.url: ServedWeights("run-1", VERSION, "one")})
             assert texts(ask(client, 1)) == ["echo 0"]

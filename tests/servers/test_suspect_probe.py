@@ -95,7 +95,7 @@ def test_nobody_is_asked_who_is_not_watched(server: FakeRolloutServer, probe: Su
     assert server.calls == []
 
 
-@pytest.mark.parametrize("state", ["loading", "broken", "closed"])
+@pytest.mark.parametrize("state", ["loading", "broken", "closed", "installing"])
 def test_an_engine_that_is_not_ready_is_no_answer(
     server: FakeRolloutServer, probe: SuspectProbe, state: str
 ) -> None:
@@ -287,7 +287,7 @@ def test_other_ranks_ask_nobody(server: FakeRolloutServer) -> None:
     assert server.calls == []
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_stopping_does_not_wait_for_a_server_that_hangs(server: FakeRolloutServer) -> None:
     forever = threading.Event()
     server.on_get = lambda call: Answer(after=forever)

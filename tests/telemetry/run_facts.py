@@ -71,4 +71,4 @@ def round_outcome(version: int, *proven: bool, seconds: float = 1.0, round_id: s
         )
         for index, ok in enumerate(proven)
     }
-    return RoundOutcome(round_id, version, reports, None, None, seconds, 0.125)
+    return RoundOutcome(round_id, version, reports, seconds=seconds, canary_seconds=0.125)

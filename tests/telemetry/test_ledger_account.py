@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ledger_run import LedgerRun, again
+from telemetry.test_match_log import rollout
 
 from swift_stage2.channel_b.sample_source import ReturnReason
-from swift_stage2.records import SampleKey
+from swift_stage2.records import MatchQuality, Sample, SampleKey, Segment, VersionSpan
 from swift_stage2.telemetry.audit import AuditLog, Record
 from swift_stage2.telemetry.ledger import Entry, Ledger
 from swift_stage2.telemetry.ledger_account import RankAccount, account_of
@@ -143,6 +145,49 @@ def test_a_broken_rule_is_found(tmp_path: Path, spoil: Spoil, rule: str) -> None
     spoil(records)
     assert rule in _rules(records)
     assert not account_of({0: records}).is_balanced
+
+
+def _resumed_run(directory: Path) -> list[Record]:
+    """One sample whose rollout was aborted, resumed under the next version, and trained."""
+    run = LedgerRun(directory)
+    (key,) = keys = run.draw(1)
+    run.ledger.sent(keys, server="http://s", seed=5, version=1)
+    run.ledger.finished(keys, server="http://s", end="answered", seconds=0.25)
+    spans = (VersionSpan(1, 0, 3), VersionSpan(2, 3, 5))
+    run.ledger.cut(replace(rollout(0), sample=Sample(key, {}), token_ids=(7, 8, 9), spans=spans[:1]))
+    run.ledger.sent(keys, server="http://t", seed=6, version=2)
+    run.ledger.finished(keys, server="http://t", end="answered", seconds=0.25)
+    run.ledger.matched(Segment(key, "", 1, {}, 10, 6, 5, MatchQuality(1, 1, 1, 0.5, 0, 0)), spans)
+    run.pack(keys)
+    run.train(keys)
+    return run.records()
+
+
+def test_a_resumed_rollout_has_one_end_and_keeps_its_spans(tmp_path: Path) -> None:
+    records = _resumed_run(tmp_path)
+    found = _account(records)
+    assert found.violations == ()
+    assert (found.drawn, found.trained, found.num_cut, found.returned) == (1, 1, 1, {})
+    told = records[_at(records, "cut")]
+    assert (told["num_tokens"], told["spans"]) == (3, [[1, 0, 3]])
+    assert records[_at(records, "matched")]["spans"] == [[1, 0, 3], [2, 3, 5]]
+    until_cut = records[: _at(records, "cut") + 1]
+    assert _account(until_cut).in_hand == {"partial": 1}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "rule"),
+    [
+        (_without("cut"), "a sample is sent once it was drawn"),
+        (_double("cut"), "a sample is cut once it was answered"),
+        (_without("sent", 1), "a sample is finished once it was sent"),
+        (_with("matched", version=2), "a rollout is as old as its oldest token"),
+    ],
+)
+def test_a_broken_rule_of_resumed_rollouts_is_found(tmp_path: Path, spoil: Spoil, rule: str) -> None:
+    records = _resumed_run(tmp_path)
+    spoil(records)
+    assert rule in _rules(records)
 
 
 def test_a_violation_names_its_samples(tmp_path: Path) -> None:

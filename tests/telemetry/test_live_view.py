@@ -239,6 +239,11 @@ def test_the_tracker_follows_a_run() -> None:
     assert state.last_round == "v4 at step 2, 1.00 s, 1/2 proven"
     assert state.last_evaluation == "v4, F1 0.500, 63 of 64 (complete)"
     assert state.warnings == ("w2", "w3", "w4")
+    take("catch_up", step=3, version=4, seconds=0.5, servers={"1": {"proven": True}})
+    assert tracker.state.last_round == "v4 at step 3, 0.50 s, 1/1 caught up"
+    take("server_added", step=3, server=2, base_url="http://late:8000")
+    take("server_added", rank=1, step=3, server=2, base_url="http://late:8000")
+    assert tracker.state.added_servers == ("http://late:8000 at step 3",)
 
 
 RUN_B = StepPlan(Channel.B)

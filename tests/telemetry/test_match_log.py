@@ -58,6 +58,7 @@ def test_a_match_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "purpose": "training",
         "sample": [1, 2, 5, 1],
         "version": 6,
+        "spans": [[7, 0, 2], [6, 2, 3]],
         "images": [str(tmp_path / "a.png"), str(tmp_path / "b.png"), None],
         "space": [640, 480],
         "truth": [{"label": "cat", "box": [1, 2, 3, 5]}, {"label": "dog", "box": [6, 7, 8, 9]}],

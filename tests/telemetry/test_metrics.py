@@ -18,6 +18,7 @@ from swift_stage2.telemetry.metrics import (
     EVALUATION_TAGS,
     METRICS,
     RATIOS,
+    SCORE_TAGS,
     Counters,
     Kind,
     Merge,
@@ -49,6 +50,7 @@ def declared_tags() -> set[str]:
         set(table_tags())
         | PLAN_TAGS
         | set(EVALUATION_TAGS)
+        | set(SCORE_TAGS)
         | {f"time/learner_{name}" for name in (*Activity, "wall")}
     )
 

@@ -1,14 +1,25 @@
 from __future__ import annotations
 
+import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from telemetry.run_facts import PLAN_A, PLAN_B, skipped, step
+from telemetry.run_facts import PLAN_A, PLAN_B, pack, skipped, step
+from telemetry.test_match_log import rollout
 
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.launch.run_view import describe_end
-from swift_stage2.records import BatchOutcome, PostFailure, RoundOutcome, RowOrigin, SampleKey, ServerReport
+from swift_stage2.records import (
+    BatchOutcome,
+    PostFailure,
+    RoundOutcome,
+    RowOrigin,
+    SampleKey,
+    ServerReport,
+    VersionSpan,
+)
 from swift_stage2.report.report import report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
@@ -21,7 +32,7 @@ from swift_stage2.telemetry.reading import read_audit
 from swift_stage2.telemetry.recorders import PipelineRecorder
 from swift_stage2.telemetry.trace import Trace
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def recorder(
@@ -36,8 +47,68 @@ def recorder(
 def test_a_post_that_our_own_stop_cut_is_no_failed_rollout() -> None:
     counters = Counters()
     failures = tuple(PostFailure("http://127.0.0.1:9", end, 4, "") for end in (PostEnd.STOPPED, PostEnd.LOST))
-    recorder(counters).batch(BatchOutcome(failures=failures), seconds=0.1)
+    recorder(counters).batch(BatchOutcome(failures=failures))
     assert counters.snapshot()["rollouts_failed"] == 1
+
+
+def test_tokens_of_aborted_rollouts_are_counted_as_kept_or_thrown_away(tmp_path: Path) -> None:
+    path, counters = tmp_path / "rank0.jsonl", Counters()
+    pipeline = recorder(counters, audit=AuditLog(path))
+    part = replace(rollout(0), token_ids=(1, 2, 3), spans=(VersionSpan(4, 0, 3),))
+    whole = replace(
+        part, token_ids=(1, 2, 3, 4), spans=(VersionSpan(4, 0, 2), VersionSpan(5, 2, 3), VersionSpan(6, 3, 4))
+    )
+    pipeline.batch(BatchOutcome(partial=(part,), aborted=(part, part), rollouts=(whole, part)))
+    pipeline.partial_dropped(part)
+    pipeline.tell_batches()
+    numbers = counters.snapshot()
+    assert (numbers["rollouts_resumed"], numbers["rollouts_aborted"]) == (1, 2)
+    assert (numbers["tokens_kept"], numbers["tokens_aborted"], numbers["tokens_partial_dropped"]) == (3, 6, 3)
+    (line,) = (each for each in map(json.loads, path.read_text().splitlines()) if each["kind"] == "batch")
+    assert line["partial"] == [{"sample": part.sample.key.entry, "spans": [[4, 0, 3]]}]
+
+
+def test_the_audit_has_one_record_of_what_came_until_a_pack_or_a_failure(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    pipeline = recorder(audit=AuditLog(path))
+    answered = BatchOutcome(rollouts=(rollout(0),), num_posts=1, seconds=0.5)
+    for _ in range(3):
+        pipeline.batch(answered)
+    assert not path.exists() or path.read_text() == ""
+    pipeline.pack(pack(), 0.1)
+    pipeline.batch(answered)
+    pipeline.batch(BatchOutcome(failures=(PostFailure("http://s", PostEnd.LOST, 1, "gone"),), num_posts=1))
+    pipeline.tell_batches()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    first, second = (line for line in lines if line["kind"] == "batch")
+    assert (first["num_rollouts"], first["num_posts"], first["seconds"], first["failures"]) == (3, 3, 1.5, [])
+    assert (second["num_rollouts"], second["num_posts"], len(second["failures"])) == (1, 2, 1)
+
+
+def test_a_pipeline_that_comes_back_to_its_wait_is_asking_if_a_post_is_out() -> None:
+    pipeline = recorder()
+    pipeline.enter(PipelineActivity.TICKET)
+    with pipeline.post():
+        pipeline.enter(PipelineActivity.PREPARING)
+        pipeline.enter(PipelineActivity.TICKET)
+        assert pipeline.clock.current is PipelineActivity.ASKING
+    assert pipeline.clock.current is PipelineActivity.TICKET
+
+
+def test_rollouts_that_no_round_confirmed_are_counted() -> None:
+    counters = Counters()
+    pipeline = recorder(counters)
+    pipeline.unconfirmed(0)
+    pipeline.unconfirmed(3)
+    assert counters.snapshot()["rollouts_unconfirmed"] == 3
+
+
+def test_turns_whose_budget_was_used_up_are_counted() -> None:
+    counters = Counters()
+    pipeline = recorder(counters)
+    for num_begun in (4, 3, 0):
+        pipeline.run_ahead(num_wanted=4, num_begun=num_begun)
+    assert counters.snapshot()["run_ahead_exhausted"] == 2
 
 
 def test_the_pipeline_is_asking_while_at_least_one_post_is_out() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from rich.console import Console
 from run_facts import PLAN_A, PLAN_B, pack, quality, round_outcome, segment, skipped, step
 
 from swift_stage2.errors import UserError
-from swift_stage2.report.terminal import summary_table
+from swift_stage2.pages.terminal import terminal_parts
+from swift_stage2.report.steps import summary_parts
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.summary import RunSummary, summarise
@@ -55,6 +57,33 @@ def test_losses_lags_and_quality(run_dir: Path) -> None:
     assert summary.ratios["match/f1"] == 0.6
     assert summary.totals["steps"] == 6
     assert summary.totals["packs_trained"] == 8
+
+
+def test_a_catch_up_is_no_round_and_its_servers_are_counted(tmp_path: Path) -> None:
+    telemetry = start(tmp_path)
+    telemetry.record_round(0, round_outcome(1, True, True, round_id="a"))
+    for step_number, proven in ((2, False), (3, True)):
+        told = round_outcome(1, proven, round_id="a")
+        telemetry.record_round(step_number, replace(told, is_catch_up=True))
+    telemetry.close()
+    summary = summarise(tmp_path)
+    assert (summary.num_rounds_committed, summary.num_rounds_failed, summary.num_caught_up) == (1, 0, 1)
+    assert summary.totals["sync_servers_caught_up"] == 1
+    assert summary.totals["sync_servers_failed"] == 1
+    (warning,) = [
+        json.loads(line)["message"]
+        for line in (tmp_path / "audit" / "rank0.jsonl").read_text().splitlines()
+        if '"warning"' in line
+    ]
+    assert warning == "the catch-up with version 1 did not prove a server: refused"
+
+
+def test_a_server_that_joined_is_named_once_with_its_first_step(tmp_path: Path) -> None:
+    telemetry = start(tmp_path)
+    for step_number in (3, 7):  # told again by the process that resumed
+        telemetry.record_added_server(step_number, 1, "http://late:8000")
+    telemetry.close()
+    assert summarise(tmp_path).added_servers == {"http://late:8000": 3}
 
 
 def test_rounds_by_phase(run_dir: Path) -> None:
@@ -112,14 +141,14 @@ def test_nothing_is_cut_at_80_columns(tmp_path: Path) -> None:
     drops = {"packs_dropped_because_of_a_cause_whose_name_is_longer_than_any_terminal_is_wide_in_columns": 1}
     shown = _text(replace(summarise(tmp_path), drops=drops), width=80)
     assert "…" not in shown
-    cells = "".join(line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│"))
+    cells = "".join(re.split(r"\s{2,}", line)[0].strip() for line in shown.splitlines())
     assert next(iter(drops)) in cells
 
 
 def _text(summary: RunSummary, width: int = 120) -> str:
     console = Console(width=width)
     with console.capture() as capture:
-        console.print(summary_table(summary))
+        console.print(terminal_parts(summary_parts(summary)))
     return capture.get()
 
 

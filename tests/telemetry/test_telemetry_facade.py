@@ -5,6 +5,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ TAGS = {
     "async": """policy_wants_b step_kind_b b_step_skipped_due_to_queue b_ratio_realized b_debt queue_depth queue_limit
         ver_current ver_lag drop_stale_total drop_oldest_total quarantined_total rollout_fail_total
         prefetch_success_total prefetch_last_progress_s_ago sync_pending sync_in_transfer sync_failed_total
-        infer_inflight
+        caught_up_total infer_inflight rollout_unconfirmed_total run_ahead_exhausted_total
+        rollout_resumed_total tokens_kept_total tokens_aborted_total tokens_partial_dropped_total
         b_steps_skipped_total skipped/not_enough_packs_total skipped/truncation_guard_total
         skipped/servers_suspect_total skipped/pipeline_failed_total""",
     "packing": "fill_ratio segments tokens",
@@ -83,7 +85,7 @@ class Ranks:
 def produce(telemetry: Telemetry, num_packs: int = 1) -> None:
     """The pipeline's reports while it makes packs of two segments."""
     for _ in range(num_packs):
-        telemetry.pipeline.batch(BatchOutcome(num_posts=1), 0.5)
+        telemetry.pipeline.batch(BatchOutcome(num_posts=1, seconds=0.5))
         telemetry.pipeline.segment(segment(), 0.01)
         telemetry.pipeline.segment(segment(quality(num_truncated=1, dropped={"invalid_box": 2})), 0.01)
         telemetry.pipeline.pack(pack(), 0.001)
@@ -131,6 +133,16 @@ def test_an_evaluation_is_in_every_audit_and_in_no_counter(tmp_path: Path) -> No
     assert events.series("stage2_ab/eval/num_samples") == [(12, 3)]
     assert events.series("stage2_ab/eval/version") == [(12, 5)]
     assert "stage2_ab/eval/recall" not in events.tags, "there was no ground truth"
+
+
+def test_scores_stand_where_their_evaluation_began_and_their_fault_is_a_warning(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    ranks.telemetry[0].record_scores(RunningEvaluation(10, 12, 5), {"ap": 0.25}, "no room")
+    ranks.close()
+    assert EventFiles(tmp_path / "runs").series("stage2_ab/eval/ap") == [(12, 0.25)]
+    scores, warning, _ = read_audit(tmp_path / "audit" / "rank0.jsonl")
+    assert (scores["kind"], scores["scores"], scores["version"]) == ("evaluation_scores", {"ap": 0.25}, 5)
+    assert "the evaluation that began at step 12 is not kept: no room" in warning["message"]
 
 
 def test_an_evaluation_without_an_answer_is_a_warning(tmp_path: Path) -> None:
@@ -184,6 +196,22 @@ def test_every_step_has_its_plan_and_logging_steps_the_rest(tmp_path: Path) -> N
     ratios = dict(events.series("stage2_ab/async/b_ratio_realized"))
     assert ratios == pytest.approx({2: 1 / 3, 5: 1 / 6})
     assert ranks.num_collectives == 2
+
+
+def test_how_weights_reach_a_server_is_logged_once_for_every_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "swift_stage2")
+    ranks = Ranks(tmp_path)
+    outcome = round_outcome(1, True, True)
+    ways = ("shared_memory", "tcp (elsewhere)", "tcp (elsewhere)", "tcp (no room)", "shared_memory")
+    for telemetry, (version, way) in itertools.product(ranks.telemetry, enumerate(ways)):
+        reports = {server: replace(each, transport=way) for server, each in outcome.reports.items()}
+        telemetry.record_round(version, replace(outcome, reports=reports))
+    ranks.close()
+    told = [record.getMessage() for record in caplog.records if "weights reach" in record.getMessage()]
+    expected = ("shared_memory", "tcp (elsewhere)", "tcp (no room)")
+    assert told == [f"weights reach server {server} over {way}" for way in expected for server in (0, 1)]
 
 
 def test_ranks_read_the_same_merged_numbers(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 
 from swift_stage2.stock_proof.sums_worker import WeightSumsExtension, _in_place_of
 
@@ -15,18 +14,13 @@ VARIABLE = "STAGE2_TEST_FAULT_FILE"
 
 
 class FaultyExtension(WeightSumsExtension):
-    """``drop NAME``: the loader never sees that tensor. ``raise``: it fails. ``flip``: one element changes after it.
-
-    ``plain``: nothing is noted, as without the plugin.
-    """
+    """``drop NAME``: the loader never sees that tensor. ``raise``: it fails. ``flip``: one element changes after it."""
 
     def update_named_param(self, *args: Any, **kwargs: Any) -> None:
         with _in_place_of(self.model_runner.model, "load_weights", self._stage2_faulty_loader()):
             super().update_named_param(*args, **kwargs)
 
     def update_flattened_params(self, *args: Any, **kwargs: Any) -> None:
-        if _fault() == ["plain"]:
-            return WeightSyncWorkerExtension.update_flattened_params(self, *args, **kwargs)
         with _in_place_of(self.model_runner.model, "load_weights", self._stage2_faulty_loader()):
             super().update_flattened_params(*args, **kwargs)
 

@@ -21,12 +21,12 @@ from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.servers.http_app import HttpServer, bind
 
 
-def our_arguments(port: int, model: Path = MODEL) -> list[str]:
+def our_arguments(port: int, model: Path = MODEL, torch_dtype: str = "float32") -> list[str]:
     """The stock server's, without the plugin that only stock needs on a CPU."""
     return [
         "--engine", "vllm", "--model", str(model), "--model_type", "stage2_tiny_vl",
         "--template", "stage2_tiny_vl", "--external_plugins", str(TEMPLATE),
-        "--host", "127.0.0.1", "--port", str(port), "--torch_dtype", "float32",
+        "--host", "127.0.0.1", "--port", str(port), "--torch_dtype", torch_dtype,
         "--vllm_enforce_eager", "true", "--vllm_max_model_len", "1024",
     ]  # fmt: skip
 
@@ -52,17 +52,17 @@ def wait_until_healthy(server: ServerProcess) -> None:
 
 
 @contextmanager
-def engine_here() -> Iterator[RunningServer]:
+def engine_here(weights_root: Path | None = None, *, torch_dtype: str = "float32") -> Iterator[RunningServer]:
     """The engine's frontend and the routes in threads of this process; vLLM's own processes below it."""
     with pytest.MonkeyPatch.context() as patch:
         for name, text in ENVIRONMENT.items():
             patch.setenv(name, text)
         others = set(psutil.Process().children(recursive=True))  # of a server that other tests share
-        engine = parse_command(our_arguments(0)).start_engine()
+        engine = parse_command(our_arguments(0, torch_dtype=torch_dtype)).start_engine()
         try:
             assert engine.wait_loaded(START_S)
             assert engine.status().state == "ready", engine.status().detail
-            with _routes(engine) as server:
+            with _routes(engine, weights_root) as server:
                 yield server
         finally:
             children = set(psutil.Process().children(recursive=True)) - others
@@ -72,8 +72,8 @@ def engine_here() -> Iterator[RunningServer]:
 
 
 @contextmanager
-def _routes(engine: object) -> Iterator[RunningServer]:
-    service = RolloutService(engine)  # type: ignore[arg-type]
+def _routes(engine: object, weights_root: Path | None) -> Iterator[RunningServer]:
+    service = RolloutService(engine, weights_root=weights_root)  # type: ignore[arg-type]
     listener = bind("127.0.0.1", 0)
     base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     uvicorn_server = HttpServer(create_app(service, None), service.end_work)

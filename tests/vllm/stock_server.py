@@ -33,8 +33,8 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
 }
-START_S = 480.0
-_END_S = 30.0
+START_S = 900.0
+_END_S = 60.0
 
 
 def stock_arguments(port: int, model: Path = MODEL, plugins: Sequence[Path] = ()) -> list[str]:

@@ -8,7 +8,7 @@ from dropping_port import a_round_at_a_dropping_port
 from fake_rollout_server import Answer, FakeRolloutServer
 
 from swift_stage2.servers import protocol
-from swift_stage2.weights.transport import StockTransport
+from swift_stage2.weights.stock_transport import StockTransport
 
 
 def test_a_group_port_behind_a_firewall_costs_a_round_the_joining_time_and_no_more(

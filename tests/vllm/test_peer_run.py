@@ -105,7 +105,7 @@ def test_grpo_trains_beside_the_stand_in_and_its_clock_tells_waits_and_pushes(tm
     # Inline, every step waits at least for the shortest wait that is drawn, and pushes weights once.
     assert loop.num_steps * LATENCY_S / 2 < in_rollout < loop.seconds
     assert 0 < in_push < loop.seconds
-    assert in_rollout / 2 < loop.idle_share * loop.seconds < loop.seconds
+    assert loop.num_steps * LATENCY_S / 2 < loop.idle_share * loop.seconds < loop.seconds
 
 
 def test_asynchronous_rollouts_do_not_count_as_the_main_threads() -> None:

@@ -28,7 +28,7 @@ def run(
     rate = {"full": 1e-4, "lora": 1e-2}[request.param]
     swift = {"max_steps": _NUM_STEPS, "tuner_type": request.param, "learning_rate": rate}
     config = write_config(directory, rows, stock, b_ratio=0.3, swift=swift)
-    run = run_learner(config, directory, ranks=2)
+    run = run_learner(config, directory, ranks=2, inject="*:3:await_packs,*:3:await_rounds")
     assert run.status == 0, run.output[-3000:]
     return run
 
@@ -43,7 +43,7 @@ def test_channel_b_runs_and_plans_are_identical_on_all_ranks(run: LearnerRun) ->
     assert len(plans[0]) == _NUM_STEPS
     wanted = [step for step in _steps(run, 0) if step["wants_b"]]
     ran = [step for step in wanted if step["channel"] == "B"]
-    assert len(ran) >= 0.5 * len(wanted) > 0, [step["skip_reason"] for step in wanted]
+    assert ran, [step["skip_reason"] for step in wanted]
     assert all(step["packs"] for step in ran)
 
 

@@ -6,21 +6,18 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 
 import httpx
 import pytest
 import torch
-from live_server import free_port, image_request
+from live_server import free_port
 from stock_server import ServerProcess, start_stock
 from test_stock_sync import Learner, _FlipsOneElement, _SendsTheFirstRoundAgain
 
 from benchmarks.clocks import DIRECTORY_VARIABLE
 from benchmarks.learner_job import Arm, grpo_arguments
-from benchmarks.tiny_model import build_model, build_processor, build_tokenizer, save_model
-from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Proof
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
@@ -29,9 +26,6 @@ from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
 from swift_stage2.stock_proof import PLUGIN
-from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
-from swift_stage2.weights.transport import StockTransport
 
 VARIABLE = "STAGE2_TEST_FAULT_FILE"
 HERE = Path(__file__).parent
@@ -133,7 +127,7 @@ def test_a_tensor_that_the_loader_drops_is_named(learner: Learner, fault: Path, 
 
 
 def test_one_element_that_flips_on_the_way_is_named(learner: Learner) -> None:
-    learner.sync._make_transport = lambda info: _FlipsOneElement(torch.device("cpu"))
+    learner.courier._make_transport = lambda info: _FlipsOneElement(torch.device("cpu"))
     assert f"arrived checksum of {FIRST} differs" in error_of(learner.round())
 
 
@@ -155,7 +149,7 @@ def test_a_failure_of_the_worker_that_ms_swift_only_logs_is_told(learner: Learne
 def test_weights_of_another_round_are_named(summed: ServerProcess) -> None:
     learner = Learner(summed, transport=_SendsTheFirstRoundAgain)
     assert learner.round().proven == (0,)
-    transport = learner.sync._transports[0]
+    transport = learner.courier._transports[0]
     assert isinstance(transport, _SendsTheFirstRoundAgain)
     transport.again = True
     learner.train_a_little()
@@ -215,69 +209,3 @@ def test_ms_swifts_own_grpo_ends_with_the_name_of_a_tensor_that_was_dropped(
     status, output = run_grpo(tmp_path, summed, flat=False)
     assert status != 0
     assert f"does not hold the weights it was sent: {name} (1 in all) arrived" in output, output[-3000:]
-
-
-class _AgreesAlways:
-    """The canary of a model that nobody has trained; what is measured here is the checksums."""
-
-    request = image_request(shade=120)
-    config = protocol.request_config(
-        max_new_tokens=1, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
-    )
-
-    def answer(self) -> None:
-        """Not needed."""
-
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        return True
-
-
-def test_what_checksums_of_100_mib_cost(tmp_path: Path) -> None:
-    """Rounds with and without, in turns, on one server: at most one more second per round, 0.3 s on quiet cores."""
-    tokenizer = build_tokenizer()
-    sizes = {
-        "hidden_size": 512,
-        "intermediate_size": 2048,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-    }
-    module = build_model(
-        1, vocab_size=len(tokenizer), text={**sizes, "num_hidden_layers": 6}, vision={"out_hidden_size": 512}
-    )
-    save_model(module, build_processor(tokenizer), tmp_path / "model")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, str(tmp_path / "fault"))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
-        plugins = [PLUGIN, HERE / "faulty_plugin.py"]
-        server = start_stock(tmp_path, free_port(), model=tmp_path / "model", plugins=plugins)
-    seconds: dict[Proof, list[dict[str, float]]] = {Proof.CANARY: [], Proof.AUTO: []}
-    try:
-        server.wait_until_it_answers()
-        sync = WeightSync(
-            [ServerEndpoint(server.base_url, server.group_port)],
-            control=SingleRank(),
-            export=WeightExport(module),
-            canary=_AgreesAlways(),
-            make_transport=lambda info: StockTransport(torch.device("cpu")),
-            run_id="run",
-            timeout_s=120.0,
-            bucket_mib=32,
-        )
-        for version in range(1, 25):
-            sync._proof = Proof.AUTO if version % 2 else Proof.CANARY
-            (tmp_path / "fault").write_text("" if version % 2 else "plain")
-            outcome = sync.run(version, [0])
-            assert outcome.proven == (0,), outcome.reports[0].error
-            assert outcome.reports[0].num_bytes > 95 << 20
-            if version > 2:  # the first of each opens the group, or touches memory
-                seconds[sync._proof].append(dict(outcome.reports[0].seconds))
-        sync.close()
-    finally:
-        server.end()
-    medians = {proof: median(sum(each.values()) for each in rounds) for proof, rounds in seconds.items()}
-    phases = {
-        proof: {name: round(median(each[name] for each in rounds), 3) for name in rounds[0]}
-        for proof, rounds in seconds.items()
-    }
-    print(medians, phases)
-    assert medians[Proof.AUTO] - medians[Proof.CANARY] < 1.0, (medians, phases)

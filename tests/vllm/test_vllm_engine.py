@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,22 +14,29 @@ import torch
 from live_server import LearnerRound, RunningServer, image_request, load_learner, picture, text_request
 from our_server import engine_here
 from test_infer import hugging_face_answer
+from test_sync_round import own_checksums
 from test_weight_sync import Learner
 
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.engine import InstallFault, WeightStamp
 from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.servers.protocol import AbortRequest, Completion, parse_cache_reset, protect_from_abort
-from swift_stage2.weights.transport import StreamTransport
+from swift_stage2.weights.disk_rounds import DiskRounds
+from swift_stage2.weights.transport import DiskTransport, StreamTransport
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 # At this temperature the tiny model never ends its turn before the limit.
 ENDLESS = {"temperature": 2.0, "seed": 3, "max_tokens": 900}
 
 
 @pytest.fixture(scope="module")
-def running_server() -> Iterator[RunningServer]:
-    with engine_here() as server:
+def weights_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
+def running_server(weights_root: Path) -> Iterator[RunningServer]:
+    with engine_here(weights_root) as server:
         yield server
 
 
@@ -217,7 +225,7 @@ def test_a_push_cut_in_the_middle_leaves_the_old_weights_serving(
     before = learner.round()
     old = server.infer([learner.canary.request], max_tokens=12)
     train_a_little(learner.module)
-    learner.sync._make_transport = lambda info: _DyingTransport()
+    learner.courier._make_transport = lambda info: _DyingTransport()
     cut = learner.round()
     assert cut.failed == (0,)
     given_up = server.post(rollout_protocol.FINISH_ROUND, {"round_id": cut.round_id, "commit": False})
@@ -225,7 +233,7 @@ def test_a_push_cut_in_the_middle_leaves_the_old_weights_serving(
     again = server.infer([learner.canary.request], max_tokens=12)
     assert [c.token_ids for c in again] == [c.token_ids for c in old]
     assert again[0].weight_version == before.version
-    learner.sync._make_transport = lambda info: StreamTransport()
+    learner.courier._make_transport = lambda info: StreamTransport()
     assert learner.round().proven == (0,)  # and the next round repairs everything
 
 
@@ -299,6 +307,42 @@ def _greedy(request: dict[str, Any]) -> Any:
     body = {"infer_requests": [request], "request_config": {"max_tokens": 8, "temperature": 0.0}}
     (wanted,) = InferCall(body).requests
     return wanted
+
+
+def test_workers_read_a_learners_memory_in_a_staged_round(server: RunningServer) -> None:
+    learner = load_learner(seed=31)
+    round_ = LearnerRound(server, learner, staged=True)
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(server.infer, [text_request()], **ENDLESS)
+        wait_for(lambda: health(server)["num_running"] == 1)
+        assert round_.begin().status_code == 200
+        file = round_.push_shared()
+        loading = pool.submit(round_.load, on_pending="abort")
+        (old,) = running.result(DEADLINE_S)
+        assert loading.result(DEADLINE_S).status_code == 200
+    assert (old.finish_reason, old.round_id == round_.round_id) == ("abort", False)
+    sums = own_checksums(learner)
+    assert round_.finish(checksums=sums).status_code == 200
+    assert server.state() == "serving"
+    wait_for(lambda: file.num_mapped == 0)
+    file.close()
+    (new,) = server.infer([text_request()])
+    assert new.round_id == round_.round_id
+    assert list(new.token_ids) == hugging_face_answer(learner, new.prompt_token_ids, 8)
+
+
+def test_workers_load_what_the_server_has_read_from_a_directory(
+    server: RunningServer, learner: Learner, weights_root: Path
+) -> None:
+    disk = DiskRounds(weights_root, keep=1)
+    learner.courier._disk = disk
+    learner.courier._make_transport = lambda info: DiskTransport(disk, info)
+    outcome = learner.round()
+    assert outcome.proven == (0,), outcome.reports[0].error
+    assert (outcome.reports[0].transport, outcome.reports[0].proof) == ("disk", "checksums+canary")
+    (new,) = server.infer([text_request()])
+    assert new.round_id == outcome.round_id
+    assert list(new.token_ids) == hugging_face_answer(learner.module, new.prompt_token_ids, 8)
 
 
 def test_each_cache_reset_says_that_it_succeeded(server: RunningServer) -> None:

@@ -13,7 +13,7 @@ from stock_server import ENVIRONMENT, stock_arguments
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 
-pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

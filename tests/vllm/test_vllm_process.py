@@ -19,6 +19,7 @@ from live_server import free_port, image_request, text_request
 from our_server import is_vllm, start_ours, wait_until_healthy
 from stock_server import START_S, ServerProcess, start_stock
 
+from swift_stage2.columns import asked_by
 from swift_stage2.servers import protocol as rollout_protocol
 
 CALL_S = 60.0
@@ -35,7 +36,14 @@ IMAGES = [
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "max_tokens": 48},
     "sampled": {"temperature": 1.0, "seed": 17, "max_tokens": 32, "logprobs": True},
-    "top_k and top_p": {"temperature": 0.9, "seed": 5, "top_k": 5, "top_p": 0.8, "max_tokens": 32},
+    "top_k and top_p": {
+        "temperature": 0.9,
+        "seed": 5,
+        "top_k": 5,
+        "top_p": 0.8,
+        "max_tokens": 32,
+        "logprobs": True,
+    },
     "no top_k": {"temperature": 1.3, "seed": 5, "top_k": -1, "top_p": 1.0, "max_tokens": 32},
     "penalty": {"temperature": 0.0, "repetition_penalty": 1.3, "max_tokens": 32},
     "stop word": {"temperature": 0.0, "stop": ["label"], "max_tokens": 48},
@@ -124,6 +132,10 @@ def test_the_records_are_the_stock_servers_and_sigterm_leaves_nothing(
 ) -> None:
     for server in _started(tmp_path):
         for name, mine in records(server).items():
+            asked = asked_by(CALLS[name])
+            for reply in (mine, stock_records[name]):
+                completions = rollout_protocol.parse_infer_reply(reply, len(IMAGES), asked)
+                assert all((each.log_probs is not None) == bool(asked) for each in completions)
             for got, wanted in zip(mine, stock_records[name], strict=True):
                 _assert_equal_record(name, got, wanted)
         _end_by_sigterm(server)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torchrun_job import ENVIRONMENT, LearnerRun, Server, free_port, run_learner, start_server, write_config
+from sharded_export import exports_of
+from torchrun_job import ENVIRONMENT, LearnerRun, Server, run_learner, start_server, write_config
 
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
@@ -63,7 +60,7 @@ def run(
         "deepspeed": stage,
     }
     config = write_config(directory, rows, half_server, b_ratio=0.5, swift=swift)
-    run = run_learner(config, directory, ranks=2)
+    run = run_learner(config, directory, ranks=2, inject="*:1:await_packs,0:1:await_rounds")
     assert run.status == 0, run.output[-3000:]
     return run
 
@@ -86,28 +83,7 @@ def test_both_channels_train_every_round_is_proven_and_ranks_end_alike(run: Lear
 
 @pytest.fixture(scope="module")
 def exports() -> list[dict[str, Any]]:
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(_PROGRAM)],
-            env=os.environ
-            | ENVIRONMENT
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait(timeout=10)
-    assert [rank.returncode for rank in ranks] == [0, 0], [error[-1500:] for _, error in outputs]
-    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    return exports_of(_PROGRAM, ENVIRONMENT)
 
 
 def test_partitioned_weights_leave_whole_and_merged_and_the_parts_stay(exports: list[dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 import torch
+from sharded_export import read_checksums
 from torch import nn
 
 from swift_stage2.collectives import leave_job
@@ -24,6 +25,7 @@ from swift_stage2.weights.snapshot import CastMemory, Snapshot
 from swift_stage2.weights.tensors import checksum_tensor
 
 RANK = int(os.environ["RANK"])
+_BUCKET_BYTES = 2048
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "bf16": {"enabled": True},
@@ -53,16 +55,6 @@ def parts_digest(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def read(export: WeightExport) -> dict[str, str]:
-    checksums: dict[str, str] = {}
-    for names in export.plan(2048):
-        if RANK == 0:
-            checksums.update({name: checksum_tensor(tensor) for name, tensor in export.read(names)})
-        else:
-            export.help_read(names)
-    return checksums
-
-
 def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     whole = adapted_model()
@@ -72,10 +64,10 @@ def main() -> None:
     deepspeed.zero.Init(module=partitioned, config_dict_or_path=CONFIG)
     export = WeightExport(partitioned)
     before = parts_digest(partitioned)
-    checksums = read(export)
+    checksums = read_checksums(export, _BUCKET_BYTES)
     result: dict[str, Any] = {
         "partitioned": export.partitioned,
-        "num_buckets": len(export.plan(2048)),
+        "num_buckets": len(export.plan(_BUCKET_BYTES)),
         "announced_as_whole": [spec.to_json() for spec in export.manifest()] == announced_whole,
         "as_merged": checksums == {n: checksum_tensor(p) for n, p in merged.named_parameters()},
         "parts_stay": parts_digest(partitioned) == before,

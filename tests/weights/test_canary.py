@@ -40,6 +40,15 @@ def test_in_half_precision_a_near_tie_agrees_and_nothing_else(theirs: tuple[int,
     assert not agrees(*theirs, tie_nats=0.0), "in float32 every token counts"
 
 
+@pytest.mark.parametrize("token_id", [-1, 2**32, 2**63 - 1])
+def test_an_id_that_no_tokenizer_takes_is_another_token(token_id: int) -> None:
+    def text_of(token_id: int) -> str:
+        raise OverflowError("number too large to fit in target type")
+
+    answer = CanaryAnswer((1, 2, 5), LIKELY, HALF_PRECISION_TIE_NATS)
+    assert not answer.agrees((1, token_id, 5), text_of, END)
+
+
 def test_before_the_first_answer_nothing_agrees() -> None:
     assert not CanaryAnswer().agrees((1,), str, END)
 

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from fake_rollout_server import FakeRolloutServer, outputs
+from fake_rollout_server import Answer, Call, FakeRolloutServer, outputs
+from fake_staging_server import FakeStagingServer
 from torch import nn
 
 from swift_stage2.collectives import SingleRank
-from swift_stage2.errors import ServerFault, WeightSyncError, WeightSyncHang
+from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.telemetry.trace import EnterSpan, untraced
 from swift_stage2.weights import sync_round as weight_sync
+from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
+from swift_stage2.weights.proof import InstallTurns
+from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 NUM_BUCKETS = 4  # of one tensor of 1 MiB each
 ONE_TOKEN = {
     "response": {
@@ -40,6 +49,10 @@ class AnyCanary:
         return True
 
 
+def weights() -> nn.ParameterList:
+    return nn.ParameterList([torch.full((512, 512), float(n)) for n in range(NUM_BUCKETS)])
+
+
 class CountingExport(WeightExport):
     """The real export, which also notes what was read."""
 
@@ -52,7 +65,7 @@ class CountingExport(WeightExport):
         return super().read(names)
 
 
-class Transport:
+class Transport(WeightTransport):
     """Keeps what it is sent; ``on_send`` is called with the number of the bucket first."""
 
     def __init__(self, on_send: Callable[[int], object]) -> None:
@@ -79,26 +92,27 @@ class Round:
     """A learner with several stock servers, each with a transport that the test shapes."""
 
     def __init__(self, servers: Sequence[FakeRolloutServer], *on_send: Callable[[int], object]) -> None:
-        self.module = nn.ParameterList([torch.full((512, 512), float(n)) for n in range(NUM_BUCKETS)])
+        self.module = weights()
         self.export = CountingExport(self.module)
         self.transports = [Transport(each) for each in on_send]
         self.servers = servers
-        by_push = {
+        self.by_push = {
             f"push to {server.url}": transport
             for server, transport in zip(servers, self.transports, strict=True)
         }
-        self.make_transport = lambda info: by_push[threading.current_thread().name]
+        self.make_transport = lambda info: self.by_push[threading.current_thread().name]
 
-    def sync(self, timeout_s: float = LIMIT_S) -> WeightSync:
+    def sync(self, timeout_s: float = LIMIT_S, span: EnterSpan = untraced, **options: Any) -> WeightSync:
+        endpoints = [ServerEndpoint(server.url, 51216) for server in self.servers]
         return WeightSync(
-            [ServerEndpoint(server.url, 51216) for server in self.servers],
             control=SingleRank(),
             export=self.export,
             canary=AnyCanary(),
-            make_transport=self.make_transport,
+            courier=ThreadCourier(endpoints, self.make_transport, span=span),
             run_id="run",
             timeout_s=timeout_s,
             bucket_mib=1,
+            **options,
         )
 
     def run(self, timeout_s: float = LIMIT_S) -> RoundOutcome:
@@ -154,10 +168,10 @@ def test_training_goes_on_while_a_push_waits_and_the_server_gets_the_weights_of_
         round_.transports[0].sent.clear()
         sync.begin(version, [0])
         round_.train()
-        assert not sync.has_ended
+        assert not sync.has_news
         let_go.set()
-        outcome = sync.finish()
-        assert not sync.has_ended
+        outcome = sync.hear()
+        assert not sync.has_news
         assert (outcome.version, outcome.proven) == (version, (0,))
         assert firsts(round_.transports[0]) == [100.0 * (version - 1) + n for n in range(NUM_BUCKETS)]
 
@@ -212,28 +226,30 @@ def test_an_export_that_fails_is_told_when_the_round_finishes_and_no_server_is_a
     monkeypatch.setattr(round_.export, "read", fail)
     sync = round_.sync()
     sync.begin(1, [0, 1])
-    assert sync.has_ended
+    assert sync.has_news
     with pytest.raises(WeightSyncError, match="copying the weights failed: RuntimeError: no memory to merge"):
-        sync.finish()
+        sync.hear()
     assert [server.calls for server in servers] == [[], []]
-    assert not sync.has_ended
+    assert not sync.has_news
 
 
-def test_a_push_that_hangs_is_named_and_the_other_got_everything(
+def test_a_push_that_hangs_costs_its_server_the_round_and_the_next_one_gets_there(
     servers: list[FakeRolloutServer],
 ) -> None:
     let_go = threading.Event()
     round_ = Round(servers, at_once, lambda number: let_go.wait(LIMIT_S))
-    sync = round_.sync(timeout_s=2.0)
+    sync = round_.sync(timeout_s=4.0)
     try:
         sync.begin(1, [0, 1])
-        assert not sync.has_ended
-        with pytest.raises(WeightSyncHang) as caught:
-            sync.finish()
-        assert servers[1].url in str(caught.value)
-        assert servers[0].url not in str(caught.value)
+        assert not sync.has_news
+        outcome = sync.hear()
+        assert (outcome.proven, outcome.failed, outcome.ended) == ((0,), (1,), True)
+        assert outcome.reports[1].error == "the server did not take and prove the weights within 4 s"
         assert len(round_.transports[0].sent) == NUM_BUCKETS
         assert not round_.transports[1].closed
+        round_.transports[1] = round_.by_push[f"push to {servers[1].url}"] = Transport(at_once)
+        assert sync.run(2, [0, 1]).proven == (0, 1)
+        assert len(round_.transports[1].sent) == NUM_BUCKETS
     finally:
         let_go.set()
 
@@ -248,12 +264,12 @@ def test_a_run_that_ends_gives_a_round_that_runs_some_time_and_then_ends_its_pus
     monkeypatch.setattr(round_.transports[0], "close", lambda deadline: closed.set())
     sync = round_.sync()
     sync.begin(1, [0])
-    (push,) = (thread for thread in threading.enumerate() if thread.name.startswith("push to"))
+    (push,) = (thread for thread in threading.enumerate() if thread.name == f"push to {servers[0].url}")
     assert stuck.wait(LIMIT_S)
     sync.close()
     assert not push.is_alive(), "the interpreter's end would meet it inside of torch"
     assert len(round_.transports[0].sent) == 1
-    assert not sync.has_ended
+    assert not sync.has_news
 
 
 def test_a_server_that_was_lost_since_its_proof_is_not_trusted(servers: list[FakeRolloutServer]) -> None:
@@ -265,14 +281,14 @@ def test_a_server_that_was_lost_since_its_proof_is_not_trusted(servers: list[Fak
         if thread.name.startswith("push to"):
             thread.join(LIMIT_S)
     round_.transports[1].lost = True
-    outcome = sync.finish()
+    outcome = sync.hear()
     assert (outcome.proven, outcome.failed) == ((0,), (1,))
-    assert outcome.reports[1].error == f"{servers[1].url} was lost after it had proven the weights"
+    assert outcome.reports[1].error == "the server was lost after it had proven the weights"
 
 
-def test_a_round_that_nobody_began_cannot_finish(servers: list[FakeRolloutServer]) -> None:
+def test_of_a_round_that_nobody_began_nothing_is_heard(servers: list[FakeRolloutServer]) -> None:
     with pytest.raises(RuntimeError, match="a round must begin"):
-        Round(servers, at_once, at_once).sync().finish()
+        Round(servers, at_once, at_once).sync().hear()
 
 
 class SecondRank(SingleRank):
@@ -296,3 +312,210 @@ def test_a_rank_that_waits_for_rank_0s_first_round_is_not_timed(
     assert sync.run(1, [0, 1]).version == 1
     assert begun == []
     assert round_.export.read_names == []
+
+
+# --- staged rounds -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def staging() -> Iterator[list[FakeStagingServer]]:
+    manifest = WeightExport(weights()).manifest()
+    with FakeStagingServer(manifest) as first, FakeStagingServer(manifest) as second:
+        yield [first, second]
+
+
+def begin_staged(sync: WeightSync, version: int = 1, *, held: bool = False) -> None:
+    sync.begin(version, [0, 1], round_id=f"run-{version}", staged=True, held=held)
+
+
+def wait_for_news(sync: WeightSync) -> None:
+    end, pause = time.monotonic() + LIMIT_S, threading.Event()
+    while not sync.has_news:
+        assert time.monotonic() < end
+        pause.wait(0.005)
+
+
+def hear_all(sync: WeightSync) -> RoundOutcome:
+    while not (outcome := sync.hear()).ended:
+        pass
+    return outcome
+
+
+def paths_of(server: FakeRolloutServer) -> list[str]:
+    return [call.path for call in server.calls]
+
+
+def test_every_proof_of_a_staged_round_is_heard_when_it_comes(staging: list[FakeStagingServer]) -> None:
+    let_go = threading.Event()
+    sync = Round(staging, at_once, lambda number: let_go.wait(LIMIT_S)).sync()
+    begin_staged(sync)
+    wait_for_news(sync)
+    first = sync.hear()
+    assert (first.round_id, first.staged) == ("run-1", True)
+    assert (first.proven, first.news, first.ended) == ((0,), (0,), False)
+    assert not sync.has_news
+    let_go.set()
+    wait_for_news(sync)
+    last = sync.hear()
+    assert (last.proven, last.news, last.ended) == ((0, 1), (1,), True)
+    assert not sync.has_news
+    assert [server.served for server in staging] == ["run-1", "run-1"]
+
+
+def test_of_a_fenced_round_nothing_is_heard_before_its_end(staging: list[FakeStagingServer]) -> None:
+    let_go = threading.Event()
+    sync = Round(staging, at_once, lambda number: let_go.wait(LIMIT_S)).sync()
+    sync.begin(1, [0, 1])
+    staging[0].wait_until(lambda: bool(staging[0].proofs))
+    assert not sync.has_news
+    let_go.set()
+    outcome = sync.hear()
+    assert (outcome.proven, outcome.news, outcome.ended) == ((0, 1), (0, 1), True)
+
+
+def test_the_first_proof_leaves_the_others_so_much_time_and_no_more(staging: list[FakeStagingServer]) -> None:
+    """A push that is late sends nothing more, whenever it wakes."""
+    let_go = threading.Event()
+    sync = Round(staging, at_once, lambda number: let_go.wait(LIMIT_S)).sync(straggler_s=0.3)
+    begin_staged(sync)
+    last = hear_all(sync)
+    assert (last.proven, last.failed) == ((0,), (1,))
+    assert (
+        last.reports[1].error
+        == "the server did not take and prove the weights within 0.3 s of the first proof"
+    )
+    (late,) = (thread for thread in threading.enumerate() if thread.name.startswith("push to"))
+    let_go.set()
+    late.join(LIMIT_S)
+    assert not late.is_alive()
+    assert paths_of(staging[1])[-1] == protocol.UPDATE_FLATTENED_PARAMS
+
+
+def test_servers_install_a_staged_round_one_after_another(staging: list[FakeStagingServer]) -> None:
+    """The first one to install is held until the other one waits for its turn."""
+    asking, both_ask, installs = [], threading.Event(), []
+
+    @contextmanager
+    def span(name: str) -> Iterator[None]:
+        if name == "turn":
+            asking.append(name)
+            if len(asking) == 2:
+                both_ask.set()
+        yield
+
+    def install(server: FakeStagingServer, call: Call) -> None:
+        others = [other for other in staging if other is not server]
+        installs.append([len(other.proofs) for other in others])
+        assert both_ask.wait(LIMIT_S)
+
+    for server in staging:
+        server.hooks[protocol.PROCESS_WEIGHTS] = partial(install, server)
+    sync = Round(staging, at_once, at_once).sync(span=span)
+    begin_staged(sync)
+    hear_all(sync)
+    assert installs == [[0], [1]], "the second installs what the first has proven"
+    assert [server.served for server in staging] == ["run-1", "run-1"]
+
+
+@pytest.mark.parametrize("options", [{"staged": False}, {"staged": True, "rolling": False}])
+def test_or_all_at_once(staging: list[FakeStagingServer], options: dict[str, Any]) -> None:
+    meet = threading.Barrier(2, timeout=LIMIT_S)
+    for server in staging:
+        server.hooks[protocol.PROCESS_WEIGHTS] = lambda call: None if meet.wait() >= 0 else Answer(500)
+    sync = Round(staging, at_once, at_once).sync(rolling=options.get("rolling", True))
+    sync.begin(1, [0, 1], staged=options["staged"])
+    assert hear_all(sync).proven == (0, 1)
+
+
+@pytest.mark.parametrize("hangs", [0, 1])
+def test_a_server_that_hangs_in_its_install_takes_no_other_one_with_it(
+    staging: list[FakeStagingServer], hangs: int
+) -> None:
+    """The other one is held until that one has the turn."""
+    let_go, has_turn = threading.Event(), threading.Event()
+
+    def hang(call: Call) -> Answer:
+        has_turn.set()
+        return Answer(500, b"{}", after=let_go)
+
+    staging[hangs].hooks[protocol.PROCESS_WEIGHTS] = hang
+    sends = [at_once, at_once]
+    sends[1 - hangs] = lambda number: has_turn.wait(LIMIT_S)
+    sync = Round(staging, *sends).sync(straggler_s=0.4)
+    begin_staged(sync)
+    try:
+        outcome = hear_all(sync)
+    finally:
+        let_go.set()
+    assert (outcome.proven, outcome.failed) == ((1 - hangs,), (hangs,))
+    assert "0.4 s of the first proof" in str(outcome.reports[hangs].error)
+
+
+def test_servers_that_are_held_take_all_weights_and_install_once_they_may(
+    staging: list[FakeStagingServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_sync, "_SHARE_FOR_HOLD", 10.0)  # without leave the round is given up
+    holds: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    @contextmanager
+    def span(name: str) -> Iterator[None]:
+        if name == "hold":
+            holds.put(name)
+        yield
+
+    round_ = Round(staging, at_once, at_once)
+    sync = round_.sync(span=span)
+    begin_staged(sync, held=True)
+    for _ in staging:
+        holds.get(timeout=LIMIT_S)
+    assert [len(transport.sent) for transport in round_.transports] == [NUM_BUCKETS] * 2
+    assert not sync.has_news
+    assert not any(protocol.PROCESS_WEIGHTS in paths_of(server) for server in staging)
+    sync.let_install()
+    assert hear_all(sync).proven == (0, 1)
+    begin_staged(sync, version=2)
+    assert hear_all(sync).proven == (0, 1), "the next round is held by nobody"
+
+
+def test_a_hold_ends_with_the_rounds_time_or_with_the_round(
+    staging: list[FakeStagingServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = Round(staging, at_once, at_once).sync()
+    monkeypatch.setattr(weight_sync, "_SHARE_FOR_HOLD", 0.01)
+    begin_staged(sync, held=True)
+    assert hear_all(sync).proven == (0, 1)
+    monkeypatch.setattr(weight_sync, "_SHARE_FOR_HOLD", 0.8)
+    begin_staged(sync, version=2, held=True)
+    sync._courier.give_up("enough")
+    assert sync._courier.wait(0.4 * LIMIT_S), "nobody waits any more"
+    assert hear_all(sync).failed == (0, 1)
+    assert not any(paths_of(server).count(protocol.PROCESS_WEIGHTS) > 1 for server in staging)
+
+
+def test_a_turn_is_another_ones_once_it_is_given_back() -> None:
+    turns = InstallTurns()
+    with turns.take(1.0):
+        with turns.take(0.01):  # beside it
+            pass
+        assert turns._lock.locked(), "who had none gives none back"
+    assert not turns._lock.locked()
+
+
+def test_the_learners_own_fault_in_one_push_is_told_although_another_goes_on(
+    staging: list[FakeStagingServer],
+) -> None:
+    let_go = threading.Event()
+
+    def fail(number: int) -> None:
+        raise RuntimeError("out of memory")
+
+    sync = Round(staging, lambda number: let_go.wait(LIMIT_S), fail).sync()
+    begin_staged(sync)
+    wait_for_news(sync)
+    with pytest.raises(
+        WeightSyncError, match=r"the push of the learner's weights failed: RuntimeError: out of memory"
+    ):
+        sync.hear()
+    let_go.set()
+    sync.close()
+    assert protocol.PROCESS_WEIGHTS not in paths_of(staging[1])

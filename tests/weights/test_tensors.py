@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from flat_bucket import flatten
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from swift_stage2.weights.tensors import (
     all_finite,
     checksum_tensor,
     checksum_tensors,
-    flatten,
 )
 
 
@@ -115,6 +115,24 @@ def test_memory_for_casts_is_kept_and_grows() -> None:
     assert (smaller.view(torch.float16) == 2.5).all()
     larger, _ = memory.cast([("c", torch.full((640,), 3.5))], [torch.float16])
     assert (larger.view(torch.float16) == 3.5).all()
+
+
+def test_a_cast_allocates_nothing_once_its_memory_is_kept() -> None:
+    """Also behind an odd number of smaller items, where no view of a larger dtype begins."""
+    memory = CastMemory()
+    tensors = [("a", torch.arange(3.0)), ("b", torch.arange(5.0)), ("c", torch.full((1,), 7.0))]
+    for _ in range(2):
+        flat, cast = memory.cast(tensors, [torch.bfloat16, torch.float64, torch.bfloat16])
+        read = dict(zip("abc", torch.split(flat, [6, 40, 2]), strict=True))
+        assert read["a"].view(torch.bfloat16).tolist() == [0.0, 1.0, 2.0]
+        assert read["b"].clone().view(torch.float64).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert read["c"].view(torch.bfloat16).tolist() == [7.0]
+        assert [(tensor.dtype, tensor.tolist()) for _, tensor in cast] == [
+            (torch.bfloat16, [0.0, 1.0, 2.0]),
+            (torch.float64, [0.0, 1.0, 2.0, 3.0, 4.0]),
+            (torch.bfloat16, [7.0]),
+        ]
+        assert cast[0][1].data_ptr() == flat.data_ptr()
 
 
 def test_a_device_sums_as_the_host_does() -> None:

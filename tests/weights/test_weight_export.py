@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat_bucket import flatten
 from real_model import tiny_model
 from torch import nn
 
@@ -14,7 +15,7 @@ from swift_stage2.errors import ConfigError, WeightSyncError
 from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot import CastMemory, PackedBucket, Snapshot
-from swift_stage2.weights.tensors import checksum_tensor, flatten
+from swift_stage2.weights.tensors import checksum_tensor
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torchrun_job import free_port
 
 from swift_stage2.weights.stream import WeightListener, WeightStream, connect_stream
 
-LONGEST_WAIT_S = 20.0
+LONGEST_WAIT_S = 60.0
 HOST = "127.0.0.1"
 LARGER_THAN_SOCKET_BUFFERS = 1 << 26
 

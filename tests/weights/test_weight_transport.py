@@ -12,19 +12,22 @@ from typing import Any
 import pytest
 import torch
 from dropping_port import AnyCanary
-from fake_rollout_server import Answer, FakeRolloutServer, outputs
+from fake_rollout_server import LONGEST_WAIT_S, Answer, FakeRolloutServer, outputs
 
 from swift_stage2.collectives import SingleRank
-from swift_stage2.errors import ServerFault, WeightSyncError, WeightSyncHang
-from swift_stage2.servers import protocol
+from swift_stage2.errors import ServerFault, WeightSyncError
+from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weights import transport as weight_transport
+from swift_stage2.weights import courier as weight_courier
+from swift_stage2.weights import stock_transport
+from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import ServerEndpoint, WeightSync
-from swift_stage2.weights.transport import StockTransport
+from swift_stage2.weights.stock_transport import StockTransport
+from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 
-class RecordedTransport:
+class RecordedTransport(WeightTransport):
     """Notes what is done with it; ``send`` waits for ``let_go``."""
 
     def __init__(self, server: FakeRolloutServer, let_go: threading.Event | None = None) -> None:
@@ -66,11 +69,10 @@ def _sync(server: FakeRolloutServer, made: list[Any], make: Any, timeout_s: floa
         return made[-1]
 
     return WeightSync(
-        [ServerEndpoint(server.url, 51216)],
         control=SingleRank(),
         export=WeightExport(torch.nn.Linear(2, 2)),
         canary=AnyCanary(),
-        make_transport=make_transport,
+        courier=ThreadCourier([ServerEndpoint(server.url, 51216)], make_transport),
         run_id="run",
         timeout_s=timeout_s,
         bucket_mib=1,
@@ -83,15 +85,14 @@ def test_what_connects_to_a_server_that_became_suspect_is_not_used_again(server:
     sync = _sync(server, made, lambda: RecordedTransport(server))
     assert sync.run(1, [0]).proven == (0,)
     assert sync.run(2, [0]).proven == (0,)
-    first = sync._transports[0]
-    assert isinstance(first, RecordedTransport)
+    (first,) = made
     assert first.num_rounds == 2
 
     sync.distrust([0])
     assert sync.run(3, [0]).proven == (0,)
     assert first.num_rounds == 2
     assert first.closed_by is not None
-    assert sync._transports[0] is not first
+    assert made[-1].num_rounds == 1
     sync.close()
 
 
@@ -100,6 +101,7 @@ def test_a_stock_server_answers_an_ordered_call_before_anything_is_pushed(server
     _sync(server, made, lambda: RecordedTransport(server)).run(1, [0])
     assert made[0].asked_before == [
         protocol.SERVER_INFO,
+        vllm_serve.WEIGHT_INFO,
         protocol.RESET_PREFIX_CACHE,
         protocol.WEIGHT_SUMS,
         protocol.STATE_KEYS,
@@ -114,17 +116,39 @@ def test_a_stock_server_that_still_computes_gets_no_weights(server: FakeRolloutS
     assert not made
 
 
-def test_a_transport_that_a_hung_push_is_inside_of_is_left_alone(server: FakeRolloutServer) -> None:
+def test_a_transport_that_a_hung_push_is_inside_of_is_left_alone(
+    server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_courier, "_LAST_CALL_S", 0.1)
     let_go = threading.Event()
     made: list[RecordedTransport] = []
-    sync = _sync(server, made, lambda: RecordedTransport(server, let_go), timeout_s=1.0)
+    sync = _sync(server, made, lambda: RecordedTransport(server, let_go), timeout_s=3.0)
     try:
-        with pytest.raises(WeightSyncHang, match="did not return within"):
-            sync.run(1, [0])
+        report = sync.run(1, [0]).reports[0]
+        assert report.error == "the server did not take and prove the weights within 3 s"
         sync.close()
         assert made[0].closed_by is None
     finally:
         let_go.set()
+
+
+def test_a_push_that_was_given_up_leaves_alone_what_the_next_round_has_opened(
+    server: FakeRolloutServer,
+) -> None:
+    let_go = threading.Event()
+    made: list[RecordedTransport] = []
+    sync = _sync(server, made, lambda: RecordedTransport(server, None if made else let_go), timeout_s=3.0)
+    before = set(threading.enumerate())
+    assert sync.run(1, [0]).failed == (0,)
+    (given_up,) = (each for each in set(threading.enumerate()) - before if each.name.startswith("push to"))
+    try:
+        assert sync.run(2, [0]).proven == (0,)
+    finally:
+        let_go.set()
+    given_up.join(20)
+    assert not given_up.is_alive()
+    assert made[1].closed_by is None
+    sync.close()
 
 
 def test_the_servers_communicator_is_closed_although_the_session_that_opened_it_has_ended(
@@ -135,7 +159,8 @@ def test_the_servers_communicator_is_closed_although_the_session_that_opened_it_
     monkeypatch.setitem(sys.modules, utils.__name__, utils)
     for package in ("vllm", "vllm.distributed"):
         monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
-    monkeypatch.setattr(weight_transport, "GlooCommunicator", lambda group, timeout_s: object())
+    members = types.SimpleNamespace(destroy=lambda: None)
+    monkeypatch.setattr(stock_transport, "GlooCommunicator", lambda group, timeout_s: members)
     server.on_get = lambda call: Answer(body=b'{"world_size": 1}')
     transport = StockTransport(torch.device("cpu"), api_key="key")
     with ServerSession(server.url, "key") as session:
@@ -146,6 +171,62 @@ def test_the_servers_communicator_is_closed_although_the_session_that_opened_it_
     assert last.headers["Authorization"] == "Bearer key"
     transport.close(Deadline(5.0))
     assert server.calls[-1] is last
+
+
+class Broadcasting:
+    """NCCL's communicator, whose transfer never ends unless it is destroyed."""
+
+    rank = 1
+
+    def __init__(self, store: Any) -> None:
+        self.group = types.SimpleNamespace(store=store)
+        self.num_destroyed = 0
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: object) -> None: ...
+
+    def destroy(self) -> None:
+        self.num_destroyed += 1
+
+
+def test_a_server_that_is_lost_in_a_transfer_is_noticed_long_before_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stock_transport, "_LOOK_FOR_LOST_S", 0.01)
+    owner = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    member = torch.distributed.TCPStore("127.0.0.1", owner.port, is_master=False)
+    communicator = Broadcasting(member)
+    owners, num_queries = [owner], []
+    del owner
+
+    class Event:
+        def record(self, stream: object) -> None: ...
+
+        def query(self) -> bool:
+            num_queries.append(1)
+            if len(num_queries) == 100:  # the server answers for a while
+                assert not communicator.num_destroyed
+                owners.clear()
+            return communicator.num_destroyed > 0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    transport = StockTransport(torch.device("cuda"))
+    monkeypatch.setattr(transport, "_own_stream", lambda: None)
+    transport._communicator = communicator
+    deadline = Deadline(LONGEST_WAIT_S)
+    with pytest.raises(ServerFault, match="the server was lost while weights were sent"):
+        transport._send_on_stream(torch.zeros(1), deadline)
+    assert not deadline.expired
+    assert communicator.num_destroyed == 1
+
+
+def test_a_communicator_that_is_dropped_is_destroyed_first() -> None:
+    """NCCL's keeps its memory on the device; gloo's its connections."""
+    transport, communicator = StockTransport(torch.device("cuda")), Broadcasting(None)
+    transport._communicator = communicator
+    transport.close(Deadline(1.0))
+    transport.close(Deadline(1.0))
+    assert communicator.num_destroyed == 1
+    assert transport._communicator is None
 
 
 def test_a_communicator_that_sends_nothing_is_the_learners_fault(

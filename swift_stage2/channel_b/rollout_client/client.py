@@ -1,17 +1,20 @@
-"""Asks all proven rollout servers of a rank for one batch and says what became of every sample.
+"""Asks all proven rollout servers of a rank for rollouts and says what became of every sample.
 
-Every sample given comes back exactly once: as a rollout, as poisonous, or to be asked again. Servers'
-faults cost a server its trust, never a sample an attempt. ``generate`` belongs to one thread (the
-pipeline's); ``set_proven``, ``request_stop`` and the properties may be used from any.
+Every sample submitted comes out exactly once: as a rollout, as poisonous, or to be asked again. Servers' faults cost a
+server its trust, never a sample an attempt. What is submitted goes to the lane where it would end first; what ended
+waits in one outbox. ``submit`` and ``next_finished`` belong to one thread (the pipeline's); what the learner tells of
+rounds, ``wake``, ``request_stop`` and the properties may be used from any.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from swift_stage2.channel_b.rollout_client.lane import (
@@ -20,12 +23,15 @@ from swift_stage2.channel_b.rollout_client.lane import (
     ServerLane,
     Share,
     Terms,
+    backlog,
 )
-from swift_stage2.channel_b.rollout_client.plan import SeedLedger, ServerLoad, ServerPace, as_slices, place
+from swift_stage2.channel_b.rollout_client.plan import SeedLedger, ServerLoad, ServerPace, choose
+from swift_stage2.channel_b.rollout_client.trust import ServedWeights
+from swift_stage2.columns import Column
 from swift_stage2.config import DecodingConfig
-from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.fence import InferFence
-from swift_stage2.records import BatchOutcome, Sample
+from swift_stage2.records import BatchOutcome, Rollout, Sample
+from swift_stage2.scheduling.pacing import max_prompts_in_flight
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +40,7 @@ _CLOSING_S = 5.0
 
 
 class RolloutClient:
-    """This rank's door to the rollout servers. A context manager; it owns one thread per server."""
+    """This rank's door to the rollout servers. A context manager; it owns a thread per place that is at work."""
 
     def __init__(
         self,
@@ -52,26 +58,34 @@ class RolloutClient:
         run_id: str | None = None,
         canary: Mapping[str, Any] | None = None,
         stop: threading.Event | None = None,
-        full_share: int = 1,
+        max_inflight_per_server: int = 1,
         is_lost: Callable[[str, int], bool] = lambda url, version: False,
         events: PostEvents | None = None,
         watch_post: Callable[[], AbstractContextManager[None]] = nullcontext,
+        chat_models: Mapping[str, str] | None = None,
+        columns: tuple[Column, ...] = (),
     ) -> None:
         """No server is proven at first.
 
         ``ticket_timeout_s`` is one slice of the wait for a ticket; between slices ``stop`` is looked at. ``canary`` is
         a request that any sound server answers, for a server that has not answered anything yet. ``run_id`` is what
-        our server stamps. ``full_share`` is how many samples fill a server: no more servers are asked than a batch
-        fills. ``is_lost`` says of a base URL whether what was proven there for a version is known to have ended: a
-        stock server's answers do not tell who gives them. ``events`` hears of every POST that brings no terms of its
-        own, on the lane's thread; ``watch_post`` is entered there for the time that any POST is out.
+        our server stamps. ``max_inflight_per_server`` prompts of all ranks fill a server. ``is_lost`` says of a base
+        URL whether what was proven there for a version is known to have ended: a stock server's answers do not tell
+        who gives them. ``events`` hears of every POST that brings no terms of its own, on the thread of its place;
+        ``watch_post`` is entered there for the time that any POST is out. ``chat_models``, by base URL, are the names
+        that plain ``vllm serve``s answer to. ``columns`` are asked for with whatever brings no terms of its own.
         """
         self._stop = stop or threading.Event()
         self._ticket_timeout_s = ticket_timeout_s
         self._rank = rank
-        self._full_share = full_share
-        self._num_batches = 0
-        settings = LaneSettings(
+        self._world_size = world_size
+        self._max_inflight = max_inflight_per_server
+        self._num_shares = 0
+        self._changed = threading.Condition()
+        self._finished: deque[BatchOutcome] = deque()
+        self._failure: Exception | None = None
+        self._is_woken = False
+        self._settings = LaneSettings(
             fence=fence,
             seeds=SeedLedger(run_seed=run_seed, rank=rank, world_size=world_size),
             stop=self._stop,
@@ -83,11 +97,31 @@ class RolloutClient:
             canary=canary,
             is_lost=is_lost,
             watch_post=watch_post,
+            chat_models=chat_models or {},
+            most_per_post=max_inflight_per_server,
+            finished=self._take_in,
+            failed=self._fail,
         )
-        self._terms = Terms(decoding, events)
+        self._terms = Terms(decoding, events, columns)
         urls = [url.rstrip("/") for url in servers]
-        self._lanes = {url: ServerLane(url, settings, name=f"rollout-lane-{n}") for n, url in enumerate(urls)}
+        self._lanes = {url: self._new_lane(url, number) for number, url in enumerate(urls)}
         self._paces = dict.fromkeys(urls, ServerPace())
+
+    def _new_lane(self, base_url: str, number: int) -> ServerLane:
+        # Of what does not divide, every rank gets its part on other servers.
+        num_places = max(
+            1, (self._max_inflight + (self._rank + number) % self._world_size) // self._world_size
+        )
+        return ServerLane(base_url, self._settings, name=f"rollout-lane-{number}", num_places=num_places)
+
+    def add_server(self, base_url: str, chat_model: str | None = None) -> None:
+        """One more server, unproven, on the thread that tells of rounds; ``chat_model`` as in ``__init__``."""
+        if chat_model is not None:
+            models = {**self._settings.chat_models, base_url: chat_model}
+            self._settings = replace(self._settings, chat_models=models)
+        self._paces[base_url] = ServerPace()
+        lane = self._new_lane(base_url, len(self._lanes))
+        self._lanes = {**self._lanes, base_url: lane}  # in one move: other threads go through them
 
     def __enter__(self) -> RolloutClient:
         return self
@@ -108,43 +142,57 @@ class RolloutClient:
 
     @property
     def num_unsettled(self) -> int:
-        """Servers that may still be computing an abandoned POST. Drained means: 0, and nothing in the fence.
+        """Servers that may still be computing abandoned POSTs. Drained means: 0, and nothing in the fence.
 
         After a stop it can stay above 0, because nothing is settled any more: no round may follow.
         """
-        return sum(lane.trust.settle_by is not None for lane in self._lanes.values())
+        return sum(lane.is_settling for lane in self._lanes.values())
 
-    def set_proven(
-        self, servers: Collection[str], incarnations: Mapping[str, str | None] | None = None
-    ) -> None:
-        """Exactly ``servers`` were proven by a round, and lose any suspicion. Call it before the fence reopens.
+    def expect_round(self, round_id: str, version: int) -> None:
+        """The next round, if it is staged, may be answered with before the learner hears of it.
 
-        ``incarnations`` (base URL → the stamp that the round saw) makes a restart show in the very next reply.
+        Called once the round before has ended: what that one did not prove is not going to be.
+        """
+        for lane in self._lanes.values():
+            lane.trust.expect(round_id, version)
+
+    def forgive(self, servers: Collection[str]) -> None:
+        """A staged round or catch-up of ``servers``, which are not asked, begins: later suspicions are newer."""
+        for url in servers:
+            self._lanes[url.rstrip("/")].trust.forgive()
+
+    def set_proven(self, served: Mapping[str, ServedWeights], *, drained: bool = True) -> None:
+        """Exactly these base URLs are asked from now on, each with what it serves. Call it before the fence reopens.
+
+        ``drained``: nothing was in flight during the round, so that its proof lifts any suspicion. Otherwise a server
+        that is suspect stays so. A staged round calls this whenever another of its servers is proven.
 
         Raises:
             ValueError: a server that this client was not made with.
         """
-        stamps = {url.rstrip("/"): stamp for url, stamp in (incarnations or {}).items()}
-        proven = {url.rstrip("/") for url in servers}
-        if unknown := proven - self._lanes.keys():
+        proven = {url.rstrip("/"): weights for url, weights in served.items()}
+        if unknown := proven.keys() - self._lanes.keys():
             raise ValueError(f"only servers of this client can be proven, got {sorted(unknown)}")
         for url, lane in self._lanes.items():
-            if url in proven:
-                if not lane.trust.is_proven:  # it returns, perhaps as another process
-                    self._paces[url] = ServerPace(last_batch=self._num_batches)
-                lane.trust.prove(stamps.get(url))
-            else:
-                lane.trust.withdraw()
+            if (weights := proven.get(url)) is None:
+                lane.withdraw()
+                continue
+            if not lane.trust.is_proven:  # it returns, perhaps as another process
+                self._paces[url] = ServerPace(last_share=self._num_shares)
+            lane.trust.prove(weights, drained=drained)
+
+    def confirms(self, rollout: Rollout) -> bool | None:
+        """True if a round proved, on its server, the weights of ``rollout``; False if none will; None until then."""
+        return self._lanes[rollout.server].trust.confirms(rollout.round_id)
 
     def withdraw(self, servers: Collection[str]) -> None:
-        """``servers`` are asked no more before a round proves them; what this rank suspects stays as it is."""
+        """``servers`` are asked no more before a round proves them, and what they were asked is not waited for."""
         for url in servers:
-            self._lanes[url.rstrip("/")].trust.withdraw()
+            self._lanes[url.rstrip("/")].withdraw()
 
     def distrust(self, server: str, reason: str) -> None:
         """``server`` is suspect: what it answered showed so later than its lane could see."""
-        logger.warning("%s is suspect, no request before a round proves it: %s", server, reason)
-        self._lanes[server.rstrip("/")].trust.suspect(reason)
+        self._lanes[server.rstrip("/")].distrust(reason)
 
     def note_agreement(self, servers: Collection[str]) -> frozenset[str]:
         """Prompts of ``servers`` were the learner's. All servers of which this was ever noted since they came back."""
@@ -152,47 +200,76 @@ class RolloutClient:
             self._lanes[url].trust.agree()
         return frozenset(url for url, lane in self._lanes.items() if lane.trust.has_agreed)
 
-    def generate(
+    @property
+    def free_places(self) -> int:
+        """Prompts that may be submitted now: by the lanes' room and by this rank's share of all that may be asked."""
+        lanes = [] if self._stop.is_set() else [lane for lane in self._proven_lanes() if not lane.is_settling]
+        if not lanes:
+            return 0
+        most = max_prompts_in_flight(self._max_inflight, len(lanes), self._world_size)
+        if any(lane.trust.streams for lane in lanes):
+            most += backlog(most)
+        in_hand = sum(lane.in_hand for lane in lanes)
+        return max(0, min(most - in_hand, sum(max(0, lane.room) for lane in lanes)))
+
+    def submit(
         self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]], terms: Terms | None = None
-    ) -> BatchOutcome:
-        """Asks for one rollout per sample; ``requests[i]`` is the infer request of ``samples[i]``.
+    ) -> None:
+        """Asks for one rollout per sample; ``requests[i]`` is the infer request of ``samples[i]``. Does not wait.
 
-        Without ``terms`` with the decoding and the events that the client was made with.
-
-        Waits for tickets as long as it takes, and apart from that at most 2 × ``request_timeout_s`` once its lanes are
-        free; a lane that still settles an abandoned POST is free after at most ``request_timeout_s``.
+        Without ``terms`` with the decoding and the events that the client was made with. Every sample comes out of
+        ``next_finished`` once. A share waits for tickets as long as it takes, and apart from that at most 2 ×
+        ``request_timeout_s`` once a place works on it. More than ``free_places`` wait for longer.
 
         Raises:
-            FenceShutDown: the fence will never open again.
-            ValueError: not one request per sample, or more than 4096 for one server.
+            ValueError: not one request per sample.
         """
         if len(samples) != len(requests):
             raise ValueError(
                 f"one request per sample, got num_samples={len(samples)} num_requests={len(requests)}"
             )
-        lanes = [] if self._stop.is_set() else self._usable_lanes()
-        sizes = self._place(len(samples), lanes)
-        if any(size > MAX_REQUESTS_PER_POST for size in sizes):
-            raise ValueError(
-                f"a server gets at most {MAX_REQUESTS_PER_POST} requests at once, "
-                f"got num_samples={len(samples)} num_servers={len(lanes)}"
-            )
-        futures = {
-            lane.base_url: lane.submit(samples[part], requests[part], terms or self._terms)
-            for lane, part in zip(lanes, as_slices(sizes), strict=True)
-            if part.stop > part.start
-        }
-        self._await(futures.values())
-        shares = {url: future.result(timeout=0) for url, future in futures.items()}
-        for url, share in shares.items():
-            self._paces[url] = self._paces[url].after(share.num_answered, share.answered_s, self._num_batches)
-        return _merge(shares, () if lanes else samples, self._take_news())
+        begin = 0
+        while begin < len(samples):
+            lane = None if self._stop.is_set() else self._choose_lane(len(samples) - begin)
+            if lane is None:
+                self._put(BatchOutcome(returned=tuple(samples[begin:]), terms=terms))
+                return
+            part = slice(begin, begin + lane.post_size)
+            lane.submit(samples[part], requests[part], terms or self._terms)
+            begin = part.stop
+
+    def next_finished(self, timeout_s: float) -> BatchOutcome | None:
+        """The outcome of one share, in the order in which they end; None after ``timeout_s``, or when woken before.
+
+        Raises:
+            Exception: that a place failed with, once nothing else is left.
+        """
+        ends = time.monotonic() + timeout_s
+        with self._changed:
+            while not (self._finished or self._failure or self._is_woken):
+                if (left_s := ends - time.monotonic()) <= 0:
+                    break
+                self._changed.wait(min(left_s, _STOP_SLICE_S))
+                if self._stop.is_set():
+                    self._end_lanes()
+            self._is_woken = False
+            if not self._finished:
+                if self._failure is not None:
+                    raise self._failure
+                return None
+            outcome = self._finished.popleft()
+        return replace(outcome, suspects=self._take_news())
+
+    def wake(self) -> None:
+        """Makes ``next_finished`` return at once, this time or the next; from any thread."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
 
     def request_stop(self) -> None:
-        """Makes ``generate`` return soon, now and for ever; a POST in flight is cut. Does not wait."""
+        """Ends every share soon, now and for ever; POSTs in flight are cut. Does not wait."""
         self._stop.set()
-        for lane in self._lanes.values():
-            lane.end()
+        self._end_lanes()
 
     def close(self) -> None:
         """Stops and frees every thread and connection, within seconds."""
@@ -201,57 +278,67 @@ class RolloutClient:
             if not lane.close(self._ticket_timeout_s + _CLOSING_S):
                 logger.warning("the lane of %s did not end in time; it is left behind", url)
 
-    def _usable_lanes(self) -> list[ServerLane]:
-        proven = [lane for lane in self._lanes.values() if lane.trust.is_proven]
-        return [lane for lane in proven if lane.trust.settle_by is None] or proven
+    def _proven_lanes(self) -> list[ServerLane]:
+        return [lane for lane in tuple(self._lanes.values()) if lane.trust.is_proven]
 
-    def _place(self, num_samples: int, lanes: Sequence[ServerLane]) -> Sequence[int]:
+    def _choose_lane(self, num_prompts: int) -> ServerLane | None:
+        lanes = self._proven_lanes()
+        lanes = [lane for lane in lanes if not lane.is_settling] or lanes
+        lanes = [lane for lane in lanes if lane.room > 0] or lanes
         if not lanes:
-            return ()
-        loads = [ServerLoad(self._paces[lane.base_url], lane.in_flight) for lane in lanes]
-        self._num_batches += 1
-        # Small batches of many ranks shall not all meet on the first server.
-        turn = self._rank + self._num_batches - 1
-        return place(num_samples, loads, full_share=self._full_share, turn=turn, batch=self._num_batches)
+            return None
+        loads = [ServerLoad(self._paces[lane.base_url], lane.in_hand) for lane in lanes]
+        sizes = [min(lane.post_size, num_prompts) for lane in lanes]
+        # The few requests of many ranks shall not all meet on the first server.
+        turn, self._num_shares = self._rank + self._num_shares, self._num_shares + 1
+        lane = lanes[choose(loads, sizes, share=self._num_shares, turn=turn)]
+        self._paces[lane.base_url] = replace(self._paces[lane.base_url], last_share=self._num_shares)
+        return lane
 
-    def _await(self, futures: Collection[Future[Any]]) -> None:
-        """Waits for all of them, or for the first that raises; passes the owner's stop on to the lanes."""
-        pending = set(futures)
-        while pending:
-            done, pending = wait(pending, timeout=_STOP_SLICE_S, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result(timeout=0)
-            if self._stop.is_set():
-                self.request_stop()
+    def _take_in(self, lane: ServerLane, share: Share) -> None:
+        """A place has ended a share; on its thread."""
+        outcome = _outcome_of(lane.base_url, share)
+        with self._changed:
+            # A server that takes requests one by one answers as many at once as it has places.
+            num_answered = share.num_answered * lane.num_places
+            self._paces[lane.base_url] = self._paces[lane.base_url].after(num_answered, share.answered_s)
+        self._put(outcome if share.terms is not self._terms else replace(outcome, terms=None))
+
+    def _put(self, outcome: BatchOutcome) -> None:
+        with self._changed:
+            self._finished.append(outcome)
+            self._changed.notify_all()
+
+    def _fail(self, failure: Exception) -> None:
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
+
+    def _end_lanes(self) -> None:
+        for lane in tuple(self._lanes.values()):
+            lane.end()
 
     def _take_news(self) -> dict[str, str]:
         news = {url: lane.trust.take_news() for url, lane in self._lanes.items()}
         return {url: reason for url, reason in news.items() if reason is not None}
 
 
-def _merge(
-    shares: Mapping[str, Share], unasked: Sequence[Sample], suspects: Mapping[str, str]
-) -> BatchOutcome:
-    """The outcome of a batch from its shares by base URL, in the order of the batch."""
-    parts = shares.values()
+def _outcome_of(base_url: str, share: Share) -> BatchOutcome:
+    """In the order of the share."""
+    plan = share.plan
     return BatchOutcome(
-        rollouts=tuple(part.rollouts[n] for part in parts for n in sorted(part.rollouts)),
-        returned=(
-            *(
-                part.samples[n]
-                for part in parts
-                for n in range(len(part.samples))
-                if n not in part.rollouts and n not in part.plan.quarantined
-            ),
-            *unasked,
+        rollouts=tuple(share.rollouts[n] for n in sorted(share.rollouts)),
+        returned=tuple(
+            sample
+            for n, sample in enumerate(share.samples)
+            if n not in share.rollouts and n not in plan.quarantined
         ),
-        aborted=tuple(part.aborted[n] for part in parts for n in sorted(part.aborted)),
-        timed_out=tuple(part.samples[n] for part in parts for n in part.plan.timed_out),
-        quarantined=tuple(
-            (part.samples[n], reason) for part in parts for n, reason in sorted(part.plan.quarantined.items())
-        ),
-        suspects=suspects,
-        abandoned={url: part.num_abandoned for url, part in shares.items() if part.num_abandoned},
-        failures=tuple(failure for part in parts for failure in part.failures),
-        num_posts=sum(part.num_posts for part in parts),
+        aborted=tuple(share.aborted[n] for n in sorted(share.aborted)),
+        timed_out=tuple(share.samples[n] for n in plan.timed_out),
+        quarantined=tuple((share.samples[n], reason) for n, reason in sorted(plan.quarantined.items())),
+        abandoned={base_url: share.num_abandoned} if share.num_abandoned else {},
+        failures=tuple(share.failures),
+        num_posts=share.num_posts,
+        seconds=share.seconds,
+        terms=share.terms,
     )

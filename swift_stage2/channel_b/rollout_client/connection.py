@@ -1,4 +1,4 @@
-"""One call of the rollout client to one server, and how it ended.
+"""One call of the rollout client to one server, how it ended, and the time that calls may take together.
 
 A ``ServerFault`` becomes a ``PostEnd`` here and nowhere else. Called by the server's lane; ``end`` may come from any
 thread.
@@ -6,11 +6,14 @@ thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.columns import asked_by
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
 from swift_stage2.servers import protocol
 from swift_stage2.servers.call import ServerCaller
@@ -49,18 +52,51 @@ class PostResult:
     named: tuple[int, ...] = ()
 
 
+class TimeBudget:
+    """Seconds that pass only while nobody waits for a ticket."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, at least 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the budget for as long as the block runs."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._end += time.monotonic() - started
+
+
 class ServerConnection(ServerCaller):
     """HTTP to one server. Whatever ``end`` cuts or refuses ends as ``STOPPED``."""
 
     def infer(
-        self, requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, timeout_s: float
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        config: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> PostResult:
-        """Asks for one completion per request, in order."""
+        """Asks for one completion per request, in order; ``is_wanted`` as in ``ServerCaller.call``."""
         body = {"infer_requests": list(requests), "request_config": config}
         most_bytes = protocol.most_infer_bytes(len(requests), config["max_tokens"])
         try:
-            record = self.ask("POST", protocol.INFER, body, timeout_s=timeout_s, most_bytes=most_bytes)
-            completions = protocol.parse_infer_reply(record, len(requests))
+            record = self.ask(
+                "POST",
+                protocol.INFER,
+                body,
+                timeout_s=timeout_s,
+                most_bytes=most_bytes,
+                is_wanted=is_wanted,
+            )
+            completions = protocol.parse_infer_reply(record, len(requests), asked_by(config))
         except (ServerFault, ProtocolError) as error:
             return self._judge(protocol.INFER, error, len(requests))
         return PostResult(PostEnd.ANSWERED, completions=completions)

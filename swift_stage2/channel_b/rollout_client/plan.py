@@ -1,7 +1,7 @@
-"""Decides by numbers alone: how a batch is split over servers, which requests the next POST asks, under which seed.
+"""Decides by numbers alone: which server gets the next share, which requests the next POST asks, under which seed.
 
-Placement: a batch goes to as few servers as hold it, so that engines are full; among those it is split by pace. Servers
-that are about as fast as the best take turns, because ranks that all ran after the fastest would meet there.
+Placement: a share goes where it would end first, by what a server has in hand and by its pace. Servers that are about
+as fast as the best count alike and take turns, because ranks that all ran after the fastest would meet there.
 
 Plan: a request is quarantined only if it failed alone and another one succeeded on the same server afterwards;
 otherwise the server is at fault and nothing is condemned. Every request ends answered, quarantined or unresolved. Our
@@ -22,13 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
-from itertools import accumulate
 
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.records import SampleKey
 
-_NEWEST = 0.3  # weight of the latest batch in the pace
-_FORGET_AFTER = 32  # batches: a server that was left out for so long is tried again
+_NEWEST = 0.3  # weight of the latest share in the pace
+_FORGET_AFTER = 32  # shares: a server that was left out for so long is tried again
 _ABOUT_AS_FAST = 1.5
 # A larger batch makes an engine look faster, which in full proportion would feed itself; 5 % off at twice the pace.
 _CAUTION = 0.9
@@ -66,19 +65,19 @@ class Piece:
 
 
 class RequestPlan:
-    """One batch on one server: retry once, then bisect; probe the server before a request is condemned.
+    """One share on one server: retry once, then bisect; probe the server before a request is condemned.
 
     Requests that the server names are asked apart instead.
     """
 
     def __init__(self, num_requests: int, *, probe_early: bool = True) -> None:
-        """With ``probe_early`` a request outside the batch is known to be good, so a probe may come before the rest."""
+        """With ``probe_early`` a request outside the share is known to be good, so a probe may come before the rest."""
         self._probe_early = probe_early
         self._num_requests = num_requests
         whole = Piece(tuple(range(num_requests)))
         self._waiting = [whole] if num_requests else []  # a stack, so that halves are asked in order
         self._probe = Piece(())
-        self._num_unprobed = 0  # accusations that need no early probe: the rest of the batch comes next
+        self._num_unprobed = 0  # accusations that need no early probe: the rest of the share comes next
         self._any_success = False
         self._ended = False
         self.accused: dict[int, str] = {}
@@ -90,12 +89,17 @@ class RequestPlan:
         self.server_fault: str | None = None
         """Why the server must not be asked again, once that is known."""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is asked, whatever is unresolved."""
+        return self._ended
+
     def next_piece(self) -> Piece | None:
         """The next POST; None when nothing is left or the server is at fault."""
         if self._ended:
             return None
-        # A server that has answered nothing of this batch is probed at once if it can be: if it is dead,
-        # bisecting the rest of the batch would only ask it in vain.
+        # A server that has answered nothing of this share is probed at once if it can be: if it is dead,
+        # bisecting the rest of it would only ask it in vain.
         if self.accused and (not self._waiting or self._needs_early_probe()):
             return self._probe
         return self._waiting.pop() if self._waiting else None
@@ -275,81 +279,67 @@ class ServerPace:
     """Prompts per second of one server as this rank has seen it; without history None."""
 
     prompts_per_s: float | None = None
-    last_batch: int = 0  # number of the batch that it was last part of
+    last_share: int = 0  # number of the share that it got last
 
-    def after(self, num_prompts: int, seconds: float, batch: int) -> ServerPace:
+    def after(self, num_prompts: int, seconds: float) -> ServerPace:
         """With one more share: ``num_prompts`` answered in ``seconds`` of POSTs; an empty one shows nothing."""
         if num_prompts < 1 or seconds <= 0:
-            return ServerPace(self.prompts_per_s, batch)
+            return self
         pace = num_prompts / seconds
         if self.prompts_per_s is not None:
             pace = (1 - _NEWEST) * self.prompts_per_s + _NEWEST * pace
-        return ServerPace(pace, batch)
+        return replace(self, prompts_per_s=pace)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """One server's speed and load, by which requests are placed."""
+    """One server's speed and load, by which shares are placed."""
 
     pace: ServerPace
-    in_flight: int = 0  # prompts of this rank that it may still be computing
+    in_hand: int = 0  # prompts of this rank that it computes, or that wait for it
 
 
-def place(
-    num_samples: int, servers: Sequence[ServerLoad], *, full_share: int, turn: int, batch: int
-) -> tuple[int, ...]:
-    """Samples for each of ``servers``, in their order; together ``num_samples``.
+def choose(servers: Sequence[ServerLoad], sizes: Sequence[int], *, share: int, turn: int) -> int:
+    """Which of ``servers`` gets the share of number ``share``, of ``sizes[n]`` prompts on the n-th.
 
-    Uses ``ceil(num_samples / full_share)`` servers as far as there are. ``turn`` says with which of the equally good
-    ones to begin; ``batch`` numbers the batches. A server without history counts as fast as the fastest known.
+    ``turn`` says with which of the equally good ones to begin. A server without history counts as fast as the fastest.
 
     Raises:
-        ValueError: ``full_share`` < 1, a negative count, or samples for no server.
+        ValueError: there is no server.
     """
-    if full_share < 1 or num_samples < 0 or (num_samples and not servers):
-        raise ValueError(
-            f"placement needs full_share >= 1 and servers for its samples, got full_share={full_share} "
-            f"num_samples={num_samples} num_servers={len(servers)}"
-        )
-    if not num_samples:
-        return (0,) * len(servers)
-    paces = _known_paces(servers, batch)
-    chosen = _choose(min(len(servers), math.ceil(num_samples / full_share)), servers, paces, full_share, turn)
-    weights = [paces[n] ** _CAUTION for n in chosen]
-    busy = [float(servers[n].in_flight) for n in chosen]
-    sizes = dict(zip(chosen, _in_proportion(num_samples, weights, busy), strict=True))
-    return tuple(sizes.get(n, 0) for n in range(len(servers)))
-
-
-def as_slices(sizes: Sequence[int]) -> list[slice]:
-    """Consecutive slices of these sizes."""
-    bounds = [0, *accumulate(sizes)]
-    return [slice(start, start + size) for start, size in zip(bounds, sizes, strict=False)]
-
-
-def _known_paces(servers: Sequence[ServerLoad], batch: int) -> list[float]:
+    if not servers:
+        raise ValueError("a share needs a server, got num_servers=0")
     known = [
-        load.pace.prompts_per_s if batch - load.pace.last_batch <= _FORGET_AFTER else None for load in servers
+        load.pace.prompts_per_s if share - load.pace.last_share <= _FORGET_AFTER else None for load in servers
     ]
-    fastest = max((pace for pace in known if pace is not None), default=1.0)
-    return [fastest if pace is None else pace for pace in known]
+    fast_enough = max((pace for pace in known if pace is not None), default=1.0) / _ABOUT_AS_FAST
+    ends = [
+        (load.in_hand + size) / (fast_enough if pace is None else min(pace, fast_enough)) ** _CAUTION
+        for load, size, pace in zip(servers, sizes, known, strict=True)
+    ]
+    return min(range(len(servers)), key=lambda n: (ends[n], (n - turn) % len(servers)))
 
 
-def _choose(
-    num_chosen: int, servers: Sequence[ServerLoad], paces: Sequence[float], full_share: int, turn: int
-) -> list[int]:
-    """Those that would end a full share first; those about as good take turns."""
-    ends = [(load.in_flight + full_share) / pace for load, pace in zip(servers, paces, strict=True)]
-    good_enough = min(ends) * _ABOUT_AS_FAST
-    in_turn = [(turn + n) % len(servers) for n in range(len(servers))]
-    return sorted(in_turn, key=lambda n: max(ends[n], good_enough))[:num_chosen]
+class PlaceLimit:
+    """The POSTs that a server gets at once: one more per full set answered, half when it had no room or time.
 
+    Safe from any thread.
+    """
 
-def _in_proportion(total: int, weights: Sequence[float], busy: Sequence[float]) -> list[int]:
-    """Sizes so that ``(busy + size) / weight`` is as equal as can be; at least 1 each while there is enough."""
-    least = 1 if total >= len(weights) else 0
-    sizes = [least] * len(weights)
-    for _ in range(total - sum(sizes)):
-        best = min(range(len(weights)), key=lambda n: ((busy[n] + sizes[n] + 1) / weights[n], n))
-        sizes[best] += 1
-    return sizes
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # of whoever observes
+        self._limit = math.inf
+        self._cut_s = -math.inf
+
+    def within(self, most: int) -> int:
+        """The limit now, between 1 and ``most``."""
+        return max(1, int(min(most, self._limit)))
+
+    def observe(self, end: PostEnd, *, began_s: float, ended_s: float, most: int) -> None:
+        """One POST ended. One that left before the last cut says nothing new of the server."""
+        with self._lock:
+            if end is PostEnd.ANSWERED:
+                self._limit += 1 / self.within(most)
+            elif end in (PostEnd.BUSY, PostEnd.TIMED_OUT) and began_s >= self._cut_s:
+                self._limit = self.within(most) / 2
+                self._cut_s = ended_s

@@ -1,7 +1,12 @@
-"""Whether one server may be asked for rollouts: proven by a round, suspect, or busy with an abandoned POST.
+"""A rank's knowledge of one server: whether it may be asked for rollouts, and which round's weights it answers with.
 
-Invariant: a suspect server stays unproven until ``prove``. Its lane and, after a round, the learner write, so every
-change of more than one attribute holds a lock; any thread may read one.
+A server is proven by a round, suspect, or busy with abandoned POSTs. Invariant: a suspect server stays unproven until
+``prove``. Its places and the learner write, so every change of more than one attribute holds a lock; any thread may
+read one.
+
+In a staged round nobody drains: a server answers with the weights of the round before, or *ahead* with those in
+transfer, and its stamp tells which. So a POST may be answered with whatever the server served since the POST left, and
+a rollout that is ahead counts once its round has proven this server. An ``OutPost`` keeps what that is, POST by POST.
 
 The prompt ids that every answer carries show whose fault a wrong prompt is. A server with another processor or template
 differs on every sample, a bad sample differs alone: so a sample is given up only where its server agreed with the
@@ -14,10 +19,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
 from swift_stage2.errors import PromptMismatch
 from swift_stage2.records import Rollout
 from swift_stage2.servers.protocol import Completion
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """The weights that a server holds. One without an ``incarnation`` does not stamp: the ticket tells its version."""
+
+    round_id: str | None
+    version: int
+    incarnation: str | None
+    heard_step: int = 0  # of the proof: a catch-up may prove what a server was proven with before
+
+
+@dataclass(eq=False, slots=True)
+class OutPost:
+    """One POST that is out, or abandoned: its server may still be computing it."""
+
+    may_answer: list[ServedWeights]
+    """Served there when it left, or come since."""
+    settle_by: float | None = None
+    """Moment by which it has to be settled, once it is abandoned."""
+    is_wanted: bool = True
+    """False once its server was withdrawn or suspected; a later proof does not bring it back."""
 
 
 class ServerTrust:
@@ -25,44 +53,101 @@ class ServerTrust:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._incarnation: str | None = None
+        self._served: ServedWeights | None = None
+        self._ahead: ServedWeights | None = None  # of a staged round that is in transfer
+        self._out: set[OutPost] = set()
+        self._abandoned: set[OutPost] = set()
+        self._proven_rounds: set[str] = set()  # all of them, some dozen bytes each
         self._is_news = False
         self.is_proven = False
         """Whether a round has proven the server's weights and no fault was found since."""
         self.suspicion: str | None = None
         """Why the server is suspect; None if it is not."""
-        self.settle_by: float | None = None
-        """Moment by which an abandoned POST has to be settled; None if the server is not busy with one."""
         self.has_agreed = False
         """True once its prompt was the learner's for any sample; forgotten when it was not proven meanwhile."""
+
+    @property
+    def settle_by(self) -> float | None:
+        """Moment by which all abandoned POSTs have to be settled; None if the server is busy with none."""
+        with self._lock:
+            return max((post.settle_by or 0.0 for post in self._abandoned), default=None)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the server is asked request by request.
+
+        Ours is, which stamps: its engine takes requests one by one. But as long as none of its prompts was the
+        learner's, several go together, so that a prompt that differs is not taken for the server's fault alone.
+        """
+        served = self._served
+        return served is not None and served.incarnation is not None and self.has_agreed
 
     def agree(self) -> None:
         """Its prompt for a sample is the learner's."""
         with self._lock:
             self.has_agreed = True
 
-    def prove(self, incarnation: str | None) -> None:
-        """A round proved the server. Without an ``incarnation`` the first reply's stamp names it."""
+    def expect(self, round_id: str, version: int) -> None:
+        """The next round, should it be staged: its weights may answer as soon as the server has installed them."""
         with self._lock:
-            self.has_agreed &= self.is_proven  # one that returns may be another process
-            self.is_proven = True
+            incarnation = self._served.incarnation if self._served is not None else None
+            self._ahead = ServedWeights(round_id, version, incarnation)
+            for post in self._out:
+                post.may_answer.append(self._ahead)
+
+    def forgive(self) -> None:
+        """A staged round or catch-up of the server, which is not asked, begins: a later suspicion is newer than it."""
+        with self._lock:
             self.suspicion = None
-            self.settle_by = None  # the round's ordered calls came after it
-            self._incarnation = incarnation
-            self._is_news = False
+
+    def prove(self, served: ServedWeights, *, drained: bool) -> None:
+        """A round proved that the server holds ``served``.
+
+        Unless all was ``drained`` before, a suspicion may be newer than the proof and lasts, as does an abandoned POST;
+        and only a new proof brings a server back.
+        """
+        with self._lock:
+            returns = drained or served != self._served
+            self._served = served
+            if served.round_id is not None:
+                self._proven_rounds.add(served.round_id)
+                if self._ahead is not None and self._ahead.round_id == served.round_id:
+                    self._ahead = None
+            if drained:
+                self.suspicion = None
+                self._abandoned.clear()  # the round's ordered calls came after them
+            if returns and self.suspicion is None:
+                self.has_agreed &= self.is_proven  # one that returns may be another process
+                self.is_proven = True
+
+    def confirms(self, round_id: str | None) -> bool | None:
+        """True if that round has proven the server, or none is named; False if it never will; None while it may."""
+        with self._lock:
+            if round_id is None or round_id in self._proven_rounds:
+                return True
+            return None if self._ahead is not None and self._ahead.round_id == round_id else False
 
     def withdraw(self) -> None:
-        """A round did not prove the server; nothing is inferred from it."""
+        """A round did not prove the server; nothing is inferred from it, and it delays no round."""
         with self._lock:
-            self.is_proven = False
+            self._stop_asking()
 
     def suspect(self, reason: str) -> None:
-        """Nothing is inferred from the server before a later ``prove``; it delays no round."""
+        """Nothing is inferred from the server before a later ``prove``, and it delays no round.
+
+        What POSTs that are out bring is not believed.
+        """
         with self._lock:
-            self.is_proven = False
+            self._stop_asking()
             self.suspicion = reason
-            self.settle_by = None
+            self._out.clear()
             self._is_news = True
+
+    def _stop_asking(self) -> None:
+        self.is_proven = False
+        self._abandoned.clear()
+        for post in self._out:
+            post.is_wanted = False
 
     def take_news(self) -> str | None:
         """The suspicion, the first time it is asked for after it arose."""
@@ -71,32 +156,82 @@ class ServerTrust:
             self._is_news = False
             return reason
 
-    def objection(self, completions: Sequence[Completion], *, version: int, run_id: str | None) -> str | None:
-        """Why these completions cannot be of weights ``version`` of this run; None if nothing says so.
+    def version_under(self, version: int) -> int:
+        """The version that the server answers with under a ticket of ``version``, as far as a round has proven it."""
+        served = self._served
+        return version if served is None or served.incarnation is None else served.version
 
-        Only our server stamps its completions, and it stamps all of them in full: what a round proved as ours never
-        answers without a stamp. A stock server's are taken as they are.
+    def begin_post(self) -> OutPost | None:
+        """A POST is about to leave; None if the server must not be asked."""
+        with self._lock:
+            if not self.is_proven:
+                return None
+            post = OutPost([weights for weights in (self._served, self._ahead) if weights is not None])
+            self._out.add(post)
+            return post
+
+    def end_post(self, post: OutPost, *, settle_by: float | None = None) -> bool:
+        """It is out no more; False if the server has become suspect meanwhile, which ends all that is known of it.
+
+        With ``settle_by`` its answer is not waited for, and the server may still be computing it.
         """
         with self._lock:
+            if post not in self._out:
+                return False
+            self._out.remove(post)
+            if settle_by is not None:
+                post.settle_by = settle_by
+                self._abandoned.add(post)
+            return True
+
+    def abandoned(self) -> frozenset[OutPost]:
+        """Those that are not settled. All of them left before this."""
+        with self._lock:
+            return frozenset(self._abandoned)
+
+    def settle(self, posts: Container[OutPost]) -> None:
+        """An ordered call that came after ``posts`` was answered, so that they are over."""
+        with self._lock:
+            self._abandoned = {post for post in self._abandoned if post not in posts}
+
+    def weights_of(
+        self, post: OutPost, completions: Sequence[Completion], *, version: int, run_id: str | None
+    ) -> tuple[ServedWeights, ...] | str:
+        """The weights that made each of a POST's answers, or why these cannot be of this run.
+
+        Only our server stamps its completions, and it stamps all of them in full: what a round proved as ours never
+        answers without a stamp. A stock server's are taken as they are, of the ticket's ``version``.
+        """
+        found = []
+        with self._lock:
             for completion in completions:
-                if self._incarnation is None:
-                    self._incarnation = completion.incarnation
-                if completion.incarnation != self._incarnation:
-                    return (
-                        "the server must be the process that the last round proved, got "
-                        f"incarnation={completion.incarnation!r} instead of {self._incarnation!r}"
-                    )
-                must_stamp = self._incarnation is not None
-                if completion.weight_version != version and (
-                    must_stamp or completion.weight_version is not None
-                ):
-                    return (
-                        "completions must be of the version that the ticket names, got "
-                        f"weight_version={completion.weight_version} version={version}"
-                    )
-                if run_id not in (None, completion.run_id) and (must_stamp or completion.run_id is not None):
-                    return f"completions must be of this run's weights, got run_id={completion.run_id!r}"
-        return None
+                weights = self._weights_of(post, completion, version, run_id)
+                if isinstance(weights, str):
+                    return weights
+                found.append(weights)
+        return tuple(found)
+
+    def _weights_of(
+        self, post: OutPost, completion: Completion, version: int, run_id: str | None
+    ) -> ServedWeights | str:
+        incarnation = self._served.incarnation if self._served is not None else None
+        if completion.incarnation != incarnation:
+            return (
+                "the server must be the process that the last round proved, got "
+                f"incarnation={completion.incarnation!r} instead of {incarnation!r}"
+            )
+        if incarnation is None:  # a stock server stamps nothing
+            return ServedWeights(None, version, None)
+        if run_id not in (None, completion.run_id):
+            return f"completions must be of this run's weights, got run_id={completion.run_id!r}"
+        for weights in post.may_answer:
+            if (completion.round_id, completion.weight_version) == (weights.round_id, weights.version):
+                return weights
+        return (
+            "completions must be of weights that a round has proven here or brings, got "
+            f"weight_version={completion.weight_version} round_id={completion.round_id!r} instead of "
+            + " or ".join(f"{weights.version} {weights.round_id!r}" for weights in post.may_answer)
+        )
 
 
 PERMUTED = "it gave one request's answer to another, as the prompt ids of its answers show"

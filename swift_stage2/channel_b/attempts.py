@@ -1,0 +1,242 @@
+"""The rollout attempts of one rank that servers have in hand, and what becomes of a sample whose attempt has ended.
+
+An attempt is a sample as it was drawn; a sample that returns is drawn for another one. It is PENDING until its first
+POST leaves, IN_FLIGHT until its share ends, and then DONE, so that its rollout goes on, or ENDED. One whose rollout was
+aborted and is to be resumed is PARTIAL until the POST for its rest leaves. The pipeline begins and closes attempts, the
+places of the client tell of POSTs, and the pacer is told what is in the making.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from swift_stage2.channel_b.rollout_client.lane import PostEvents
+from swift_stage2.channel_b.rollout_client.trust import MANY_GIVEN_UP, many_mismatches
+from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource
+from swift_stage2.errors import MatchingError, PromptMismatch, SampleError
+from swift_stage2.records import BatchOutcome, QuarantineReason, Rollout, SampleKey
+from swift_stage2.telemetry.recorders import PipelineRecorder
+
+logger = logging.getLogger(__name__)
+
+_WORDS = {
+    ReturnReason.STALE: "went stale",
+    ReturnReason.OVERFLOW: "was pushed out of a full queue",
+    ReturnReason.TIMED_OUT: "did not end in time",
+}
+
+
+class AttemptState(StrEnum):
+    """The stage that the attempt of one sample has reached."""
+
+    PENDING = "pending"
+    IN_FLIGHT = "in_flight"
+    PARTIAL = "partial"
+    """Its rollout was aborted, and its rest is asked for."""
+    DONE = "done"
+    """Its rollout is here."""
+    ENDED = "ended"
+    """It has none: aborted, timed out, poisonous, or not answered."""
+
+
+_STEPS = {
+    AttemptState.PENDING: {AttemptState.IN_FLIGHT, AttemptState.ENDED},
+    # A share may need several POSTs for one sample.
+    AttemptState.IN_FLIGHT: {
+        AttemptState.IN_FLIGHT,
+        AttemptState.PARTIAL,
+        AttemptState.DONE,
+        AttemptState.ENDED,
+    },
+    AttemptState.PARTIAL: {AttemptState.IN_FLIGHT, AttemptState.ENDED},
+    AttemptState.DONE: set(),
+    AttemptState.ENDED: set(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt. Pure: every step makes the next one."""
+
+    state: AttemptState = AttemptState.PENDING
+    version: int | None = None
+    """The version of the weights that its server held, proven, when its latest POST left."""
+    sent_s: float | None = None
+    """When that was; of a resumed one earlier by as long as its parts before had taken."""
+    so_far: Rollout | None = None
+    """Its tokens until it was aborted last, if it had any."""
+    num_cuts: int = 0
+    """Number of times that a server aborted this attempt's rollout."""
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Of what it has and is being given."""
+        return self.version if self.so_far is None else self.so_far.version
+
+    def go_on_to(self, state: AttemptState) -> Attempt:
+        """Raises ValueError: no attempt goes there from here."""
+        if state not in _STEPS[self.state]:
+            raise ValueError(f"a rollout attempt goes on in its order, got {state} after {self.state}")
+        return replace(self, state=state)
+
+
+class Attempts:
+    """Those that are neither DONE nor ENDED. Safe from any thread."""
+
+    def __init__(self, told: PostEvents | None = None) -> None:
+        """``told`` hears of every POST as well."""
+        self._told = told
+        self._lock = threading.Lock()
+        self._open: dict[SampleKey, Attempt] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self) -> dict[SampleKey, Attempt]:
+        """All of them, as they stand now."""
+        with self._lock:
+            return dict(self._open)
+
+    def so_far(self, key: SampleKey) -> Rollout | None:
+        """The tokens that a sample's attempt has; None if it has none, or is not open."""
+        attempt = self._open.get(key)
+        return None if attempt is None else attempt.so_far
+
+    def num_cuts(self, key: SampleKey) -> int:
+        """Number of times that servers aborted the rollout of this sample's open attempt; 0 without one."""
+        attempt = self._open.get(key)
+        return 0 if attempt is None else attempt.num_cuts
+
+    def begin(self, keys: Sequence[SampleKey]) -> None:
+        """They were drawn and are about to be submitted.
+
+        Raises:
+            ValueError: one of them is open already.
+        """
+        with self._lock:
+            if twice := self._open.keys() & set(keys):
+                raise ValueError(
+                    f"a sample has one attempt at a time, got {sorted(key.entry for key in twice)}"
+                )
+            self._open.update(dict.fromkeys(keys, Attempt()))
+
+    def close(self, keys: Sequence[SampleKey], state: AttemptState) -> None:
+        """Their share has ended.
+
+        Raises:
+            KeyError: one of them is not open, so that it would come out twice.
+            ValueError: as ``Attempt.go_on_to`` does.
+        """
+        with self._lock:
+            for key in keys:
+                self._open.pop(key).go_on_to(state)
+
+    def set_aside(self, key: SampleKey, so_far: Rollout | None) -> None:
+        """It was aborted with ``so_far``, or, without, nobody gave its rest. It is to be resumed.
+
+        Raises:
+            KeyError, ValueError: as ``close`` does.
+        """
+        with self._lock:
+            attempt = self._open[key]
+            if so_far is None and attempt.state is AttemptState.PARTIAL:
+                return  # nobody was there to be asked
+            attempt = attempt.go_on_to(AttemptState.PARTIAL)
+            if so_far is not None:
+                kept = so_far if so_far.token_ids else None
+                attempt = replace(attempt, so_far=kept, num_cuts=attempt.num_cuts + 1)
+            self._open[key] = attempt
+
+    def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
+        """A POST leaves with them."""
+        now_s = time.monotonic()
+        with self._lock:
+            for key in keys:
+                attempt = self._open[key].go_on_to(AttemptState.IN_FLIGHT)
+                seconds = attempt.so_far.seconds if attempt.so_far is not None else 0.0
+                self._open[key] = replace(attempt, version=version, sent_s=now_s - seconds)
+        if self._told is not None:
+            self._told.sent(keys, server=server, seed=seed, version=version)
+
+    def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
+        """It ended; what that means for them their share says."""
+        if self._told is not None:
+            self._told.finished(keys, server=server, end=end, seconds=seconds)
+
+
+class AttemptEnds:
+    """Gives samples back to their source, or gives them up."""
+
+    def __init__(
+        self, source: SampleSource, events: PipelineRecorder, *, redraw_dropped: bool, max_attempts: int
+    ) -> None:
+        self._source = source
+        self._events = events
+        self._redraw_dropped = redraw_dropped
+        self._max_attempts = max_attempts
+        self._num_given_up: Counter[str] = Counter()  # by server, because it was asked another prompt
+
+    def take_back(self, outcome: BatchOutcome, *, is_stopped: bool) -> None:
+        """Those that a share did not answer and that are not resumed."""
+        too_slow = [sample.key for sample in outcome.timed_out]
+        aborted = {rollout.sample.key for rollout in outcome.aborted}
+        unanswered = ReturnReason.STOPPED if is_stopped else ReturnReason.FAILED
+        returned = [sample.key for sample in outcome.returned if sample.key not in too_slow]
+        self._source.give_back([key for key in returned if key in aborted], ReturnReason.ABORTED)
+        self._source.give_back([key for key in returned if key not in aborted], unanswered)
+        # A sample that does not answer even when it is asked alone would otherwise be asked first, for ever.
+        self._count_attempt(too_slow, ReturnReason.TIMED_OUT)
+
+    def unconfirmed(self, keys: Sequence[SampleKey]) -> None:
+        """Their rollouts are of weights that no round is going to prove."""
+        self._source.give_back(keys, ReturnReason.FAILED)
+        self._events.unconfirmed(len(keys))
+
+    def stopped(self, keys: Sequence[SampleKey]) -> None:
+        """The run ends before their rollouts are here."""
+        self._source.give_back(keys, ReturnReason.STOPPED)
+
+    def thrown_away(self, so_far: Rollout) -> None:
+        """A partial rollout is not resumed; what becomes of its sample is told apart."""
+        self._events.partial_dropped(so_far)
+
+    def dropped(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
+        """Their rollouts were dropped untrained."""
+        if self._redraw_dropped:
+            self._count_attempt(keys, reason)
+            return
+        for key in keys:
+            message = f"its rollout {_WORDS[reason]}; redraw_dropped is false"
+            self.quarantine(key, QuarantineReason.TOO_SLOW, message)
+
+    def refused(self, rollout: Rollout, refusal: SampleError | MatchingError) -> None:
+        """Its sample cannot be used, or its server was asked another prompt than the learner's."""
+        reason = QuarantineReason.SAMPLE
+        if isinstance(refusal, PromptMismatch):
+            reason = QuarantineReason.PROMPT
+            self._num_given_up[rollout.server] += 1
+            if self._num_given_up[rollout.server] == MANY_GIVEN_UP:
+                logger.warning(many_mismatches(rollout.server, refusal))
+        self.quarantine(rollout.sample.key, reason, str(refusal))
+
+    def quarantine(self, key: SampleKey, reason: str, message: str) -> None:
+        """It is given up."""
+        self._source.settle_quarantined(key, reason, message)
+        self._events.quarantined(key, reason, message, self._source.origin_of(key))
+
+    def _count_attempt(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
+        """Samples whose rollout was lost are asked again, up to ``max_attempts`` rollouts."""
+        again: list[SampleKey] = []
+        for key in keys:
+            if key.attempt + 1 < self._max_attempts:
+                again.append(key)
+                continue
+            message = f"max_attempts={self._max_attempts} rollouts were lost, the last one {_WORDS[reason]}"
+            self.quarantine(key, QuarantineReason.TOO_SLOW, message)
+        self._source.give_back(again, reason)

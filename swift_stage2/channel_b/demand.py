@@ -1,0 +1,131 @@
+"""Says how many samples one rank asks for now: what the pacer, or a step that waits, wants beyond what is out.
+
+Sees versions, counts and times, never a sample. On the pipeline's thread; in mode inline the learner's waits here.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from swift_stage2.channel_b.attempts import Attempts
+from swift_stage2.channel_b.ready_queue import ReadyQueue
+from swift_stage2.scheduling.outlook import PacingState, ProductionMeter, ProductionPace, StepView, packs_of
+from swift_stage2.scheduling.pacing import Pacer
+from swift_stage2.scheduling.version_clock import VersionClock
+
+_STOP_SLICE_S = 0.2  # a signal's handler may take no lock, and so wakes nobody
+_SMOOTHING = 0.3  # weight of the newest pack in the moving average of segments per pack
+
+
+class Demand:
+    """One rank's demand for rollouts."""
+
+    def __init__(self, pacer: Pacer, queue: ReadyQueue[Any], clock: VersionClock, attempts: Attempts) -> None:
+        self._pacer = pacer
+        self._queue = queue
+        self._clock = clock
+        self._attempts = attempts
+        self._meter = ProductionMeter()
+        self._segments_per_pack = 1.0
+        self._last_version_asked = -1
+        self._changed = threading.Condition()
+        self._met: StepView | None = None  # the latest whose demand is met
+        self._is_over = False
+
+    @property
+    def pace(self) -> ProductionPace | None:
+        """How long a rollout takes to be part of a pack, in steps; None before the first."""
+        return self._meter.pace
+
+    def measured(self, view: StepView | None, seconds: float) -> None:
+        """One took so long. Waits for a ticket or a proof are no part of it: the pacer knows rounds by itself."""
+        if view is not None and view.step_seconds:
+            self._meter.observe(seconds / view.step_seconds)
+
+    def packed(self, num_segments: int) -> None:
+        """A pack was made of so many segments."""
+        self._segments_per_pack += _SMOOTHING * (num_segments - self._segments_per_pack)
+
+    def asked(self) -> None:
+        """Servers were asked for samples."""
+        self._last_version_asked = self._clock.current
+
+    def num_samples(self, view: StepView, here: Sequence[int], num_segments: int) -> int:
+        """Samples to ask for. ``here`` are the versions of rollouts that have come and are not prepared yet."""
+        attempts = self._attempts.open().values()
+        num_coming = len(attempts) + len(here)
+        if view.paused and (num_coming or self._last_version_asked == self._clock.current):
+            return 0
+        state = self._state(view)
+        coming = [(version, state.position) for version in here]
+        for attempt in attempts:
+            oldest = attempt.oldest_version
+            version = state.current_version if oldest is None else oldest
+            coming.append((version, view.arrival(state, attempt.sent_s)))
+        in_making, num_left = packs_of(coming, self._segments_per_pack)
+        num_packs = self._num_packs(view, replace(state, in_making=in_making))
+        # Segments that made no pack fill the next one, and are none by themselves.
+        wanted = math.ceil(num_packs * self._segments_per_pack) - num_left - num_segments
+        if num_packs == 0 or (wanted <= 0 and num_coming):
+            return 0
+        return max(1, wanted)
+
+    def is_starving(self, view: StepView | None, num_segments: int, num_out: int, *, is_stuck: bool) -> bool:
+        """True if the pipeline should make a pack that is not full: the rollouts that are out fill none in time.
+
+        For a step that waits, only if ``is_stuck``: then no rollout that may still come can fill the pack better.
+        """
+        if view is None:
+            return False
+        if view.num_demanded is not None:
+            return is_stuck and self._queue.num_fresh(self._clock.current) < view.num_demanded
+        fills_soon = num_out > 0 and num_out + num_segments >= self._segments_per_pack
+        return not fills_soon and self._pacer.is_starving(self._state(view))
+
+    def wait(self, view: StepView, timeout_s: float, is_stopping: Callable[[], bool]) -> None:
+        """Until the demand of ``view`` is met, production is over, a stop is asked, or the time has passed."""
+        ends = time.monotonic() + timeout_s
+        with self._changed:
+            while not (self._met is view or self._is_over or is_stopping()):
+                if (left_s := ends - time.monotonic()) <= 0:
+                    return
+                self._changed.wait(min(left_s, _STOP_SLICE_S))
+
+    def tell(self, view: StepView | None, *, can_ask: bool) -> None:
+        """Nothing is out: lets a step that waits go on if it has what it wants, or if nothing more can be made."""
+        if view is None or view.num_demanded is None:
+            return
+        num_ready = self._queue.num_fresh(self._clock.current)
+        is_probed = view.paused and self._last_version_asked == self._clock.current
+        if num_ready >= view.num_demanded or is_probed or not can_ask:
+            with self._changed:
+                self._met = view
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Nothing is made any more."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def _num_packs(self, view: StepView, state: PacingState) -> int:
+        if view.num_demanded is None:
+            return self._pacer.decide(state).num_packs
+        num_lacking = view.num_demanded - self._queue.num_fresh(self._clock.current) - len(state.in_making)
+        # One more, or a step would often wait for another turn of a few rollouts; what is left over fills the next.
+        return num_lacking + 1 if num_lacking > 0 else 0
+
+    def _state(self, view: StepView) -> PacingState:
+        return replace(
+            view.pacing,
+            progress=view.progress,
+            current_version=self._clock.current,
+            ready_versions=self._queue.peek_versions(),
+            pace=self._meter.pace,
+            packs_per_production=max(1, int(view.max_prompts / self._segments_per_pack)),
+        )

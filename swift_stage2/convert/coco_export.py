@@ -1,0 +1,218 @@
+"""Rows or predictions as COCO's JSON: a whole data set, or results with the ids of a COCO file that holds the truth.
+
+Rows are read twice, so that none is kept. Of an imported file, boxes, labels and image names come back as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, TextIO
+
+from swift_stage2.convert.coco_file import CocoFile
+from swift_stage2.convert.exact_numbers import MOST, Quad, are_coordinates, number_text, subtracted
+from swift_stage2.convert.tally import Tally
+from swift_stage2.dataset.picture import UNREADABLE, look_at, path_of
+from swift_stage2.errors import DatasetError, UserError
+
+_SCORE = 1.0
+"""Of a prediction that says none; COCO's results need one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """One line: an image with its objects."""
+
+    path: str
+    size: tuple[int, int] | None
+    labels: Sequence[str]
+    boxes: Sequence[Quad]
+    scores: Sequence[float]
+
+
+@dataclass(slots=True)
+class CocoExport:
+    """``images``: the folder that names are relative to; without one they are as rows have them.
+
+    ``truth``: a COCO file; what is written are results for it then, and a label that it does not know is left out.
+    """
+
+    rows: Path
+    images: Path | None
+    truth: Path | None
+    num_images: int = 0
+    num_objects: int = 0
+    num_unknown: int = 0
+    num_within: int = 0
+    """Times that an image of ``images`` was met."""
+    image_ids: dict[str, Any] = field(default_factory=dict)
+    category_ids: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, file: TextIO, on_progress: Callable[[int], None]) -> None:
+        """Writes to ``file``; ``on_progress`` is told bytes of ``rows`` so far, of two readings.
+
+        Raises:
+            DatasetError: a line is no prediction or row, or names an image that the truth does not list.
+            UserError: no image lies in ``images``.
+        """
+        if self.truth is not None:
+            known = CocoFile(self.truth, Tally(), what="--truth")
+            self.image_ids, self.category_ids = dict(known.image_ids()), dict(known.category_ids())
+            file.write("[")
+            self._write_annotations(file, lambda done: on_progress(2 * done))
+            file.write("]\n")
+            return
+        file.write('{"images": [')
+        for number, (name, image) in enumerate(self._new_images(on_progress)):
+            file.write(("," if number else "") + "\n" + json.dumps(image | {"file_name": name}))
+        categories = [{"id": key, "name": label} for label, key in self.category_ids.items()]
+        file.write(f'],\n"categories": {json.dumps(categories)},\n"annotations": [')
+        size = self.rows.stat().st_size
+        self._write_annotations(file, lambda done: on_progress(size + done))
+        file.write("]}\n")
+
+    def _new_images(self, on_progress: Callable[[int], None]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Every image once, and gives ids to all that is met."""
+        for where, listing in self._read(on_progress):
+            for label in listing.labels:
+                self.category_ids.setdefault(label, len(self.category_ids) + 1)
+            name = self._name(listing.path)
+            if name not in self.image_ids:
+                self.image_ids[name] = len(self.image_ids) + 1
+                width, height = listing.size or _size_of(listing.path, where)
+                yield name, {"id": self.image_ids[name], "width": width, "height": height}
+
+    def _write_annotations(self, file: TextIO, on_progress: Callable[[int], None]) -> None:
+        seen: dict[str, None] = {}
+        for where, listing in self._read(on_progress):
+            name = self._name(listing.path)
+            if name not in self.image_ids:
+                raise DatasetError(
+                    f"every image must be one of {self.truth}, got {name} at {where}; name the folder that its names "
+                    "start from with --images"
+                )
+            seen[name] = None
+            for number, (label, box) in enumerate(zip(listing.labels, listing.boxes, strict=True)):
+                if label not in self.category_ids:
+                    self.num_unknown += 1
+                    continue
+                score = listing.scores[number] if listing.scores else None
+                file.write(("," if self.num_objects else "") + "\n")
+                self.num_objects += 1
+                file.write(self._annotation(self.image_ids[name], self.category_ids[label], box, score))
+        if not seen:
+            raise DatasetError(f"PREDICTIONS must hold lines, got none in {self.rows}; name another file")
+        if self.images is not None and not self.num_within:
+            raise UserError(
+                f"--images must be a folder that images lie in, got {self.images}, and the first of others is "
+                f"{next(iter(seen))}; name the folder that import was given"
+            )
+        self.num_images = len(seen)
+
+    def _annotation(self, image_id: Any, category_id: Any, box: Quad, score: float | None) -> str:
+        x, y, x2, y2 = box
+        width, height = subtracted(x2, x), subtracted(y2, y)
+        members: dict[str, Any] = {"image_id": image_id, "category_id": category_id}
+        if self.truth is None:
+            members = {"id": self.num_objects, **members, "area": float(width) * float(height), "iscrowd": 0}
+        if self.truth is not None or score is not None:
+            members["score"] = _SCORE if score is None else score
+        shown = ", ".join(map(number_text, (x, y, width, height)))  # json rounds decimals
+        return f'{json.dumps(members)[:-1]}, "bbox": [{shown}]}}'
+
+    def _name(self, path: str) -> str:
+        """Relative to ``images`` where it lies in there."""
+        if self.images is None:
+            return path
+        prefix = os.path.join(self.images, "")
+        if path.startswith(prefix):  # whatever follows is the name, as its source spelt it
+            self.num_within += 1
+            return path[len(prefix) :]
+        name = os.path.relpath(path, self.images)
+        if name.startswith(os.pardir):
+            return path
+        self.num_within += 1
+        return name
+
+    def _read(self, on_progress: Callable[[int], None]) -> Iterator[tuple[str, _Listing]]:
+        num_bytes = 0
+        try:
+            with self.rows.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    num_bytes += len(line)
+                    if line.strip():
+                        where = f"{self.rows}:{number}"
+                        yield where, _read_line(line, where)
+                        on_progress(num_bytes)
+        except OSError as error:
+            raise DatasetError(
+                f"PREDICTIONS must be a readable UTF-8 file, got {self.rows}: {error}; check the path"
+            ) from error
+
+
+def _read_line(line: bytes, where: str) -> _Listing:
+    try:
+        row = json.loads(line, parse_float=Decimal)
+    except (ValueError, ArithmeticError, RecursionError) as error:
+        raise DatasetError(f"every line must be one JSON object, got {where}: {error}; mend it") from error
+    row = row if isinstance(row, Mapping) else {}
+    images = row["image"] if "image" in row else row.get("images")
+    path = path_of(images[0] if isinstance(images, list) and len(images) == 1 else images)
+    if not isinstance(path, str):
+        raise DatasetError(f"every line must name one image, got image={images} at {where}; name it")
+    objects = row.get("objects")
+    objects = objects if isinstance(objects, Mapping) else {}
+    labels, boxes, scores = objects.get("ref") or [], objects.get("bbox") or [], row.get("scores") or []
+    if objects.get("bbox_type", "real") != "real" or not all(
+        isinstance(each, list) for each in (labels, boxes, scores)
+    ):
+        raise DatasetError(
+            f"objects must be lists ref and bbox, in pixels, and scores a list, got {where}; write them so"
+        )
+    if not len(labels) == len(boxes) or len(scores) not in (0, len(boxes)):
+        raise DatasetError(
+            f"every object needs a label and a box, and all or none a score, got num_ref={len(labels)} "
+            f"num_bbox={len(boxes)} num_scores={len(scores)} at {where}; mend the line"
+        )
+    for label, box in zip(labels, boxes, strict=True):
+        if not isinstance(label, str) or not are_coordinates(box, 4) or box[0] > box[2] or box[1] > box[3]:
+            raise DatasetError(
+                f"an object must be a text and x1 <= x2, y1 <= y2, got label={label!r} bbox={box} at {where}; mend it"
+            )
+    if not are_coordinates(scores, len(scores)):
+        raise DatasetError(f"scores must be numbers, got scores={scores} at {where}; mend the line")
+    return _Listing(
+        path=path,
+        size=_written_size(row, where),
+        labels=labels,
+        boxes=[(Decimal(box[0]), Decimal(box[1]), Decimal(box[2]), Decimal(box[3])) for box in boxes],
+        scores=list(map(float, scores)),
+    )
+
+
+def _written_size(row: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    """Width and height as the line says them; None if it leaves a side out."""
+    width, height = row.get("width"), row.get("height")
+    if width is None or height is None:
+        return None
+    if not all(type(side) is int and 0 < side <= MOST for side in (width, height)):
+        raise DatasetError(
+            f"width and height must be whole numbers of pixels, got width={width} height={height} at {where}; "
+            "mend the line"
+        )
+    return width, height
+
+
+def _size_of(path: str, where: str) -> tuple[int, int]:
+    try:
+        picture = look_at(path)
+    except UNREADABLE as error:
+        raise DatasetError(
+            f"a line without width and height must name a picture that can be read, got {path} at {where}: {error}; "
+            "write both, or mend the path"
+        ) from error
+    return picture.width, picture.height

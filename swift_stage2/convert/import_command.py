@@ -1,0 +1,281 @@
+"""``swift-stage2 import coco|yolo|voc|pages SOURCE``: writes rows, or nothing, and says how each oddity was handled."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from swift_stage2.channel_b.dialects import DIALECTS
+from swift_stage2.convert.annotated_image import Source
+from swift_stage2.convert.coco_file import CocoFile
+from swift_stage2.convert.page_folder import SIDES, PageFolder
+from swift_stage2.convert.placement import ImagePlacer
+from swift_stage2.convert.row_style import LABEL, LABELS, Order, RowStyle
+from swift_stage2.convert.tally import Oddity, Tally
+from swift_stage2.convert.voc_folder import VocFolder
+from swift_stage2.convert.yolo_folder import YoloFolder
+from swift_stage2.dataset.picture import DrawnOn
+from swift_stage2.errors import DatasetError, UserError
+from swift_stage2.run_directory.claim import claim_directory
+from swift_stage2.terminal.output import check_new_file, needs_stdout
+from swift_stage2.terminal.parser import CommandParser, whole_number
+from swift_stage2.terminal.progress import progress_bar
+from swift_stage2.whole_file import whole_file
+
+_LEAST_SIDE, _MOST_SIDE = 56, 4096  # pixels of a page's picture
+_PAGE_MARKER = ".swift-stage2-pages"
+_EVERY = 50  # images between two movements of the bar
+_PROMPT, _CLASS_PROMPT = "Detect all objects.", f"Detect every {LABEL}."
+_SOURCES = {
+    "coco": "COCO's JSON, as CVAT, Label Studio and Roboflow write it, too",
+    "yolo": "a folder of YOLO's label files, in the folders in which --images has the pictures",
+    "voc": "a folder of Pascal VOC's XML files",
+    "pages": "a folder of web pages, of which Chromium takes pictures; links, buttons, images, headings and fields are "
+    "the objects",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status.
+
+    Raises:
+        UserError: what is there cannot be imported or written; then nothing is.
+    """
+    options = _parse(argv)
+    outputs = [options.output]
+    if options.split:
+        outputs.append(options.output.with_name(f"{options.output.stem}.val{options.output.suffix}"))
+    for output in outputs:
+        check_new_file(output, force=options.force, sources=[options.source])
+    if options.format == "pages":
+        claim_directory(options.images, keep=False, marker=_PAGE_MARKER, option="--images")
+    elif not os.path.isdir(options.images):  # Path.is_dir raises for names that are too long
+        raise UserError(f"--images must be a folder, got {options.images}, which is none; correct the path")
+    tally = Tally()
+    try:
+        source = _open(options, tally)
+    except OSError as error:
+        raise UserError(
+            f"--images must be a folder that can be written, got {error}; name another"
+        ) from error
+    needs_labels = options.negatives or LABELS in options.prompt
+    style = RowStyle(
+        prompt=options.prompt,
+        dialect=DIALECTS[options.dialect],
+        order=Order(options.order),
+        seed=options.seed,
+        per_class=options.per_class,
+        negatives=options.negatives,
+        max_objects=options.max_objects,
+        labels=source.labels() if needs_labels else (),
+    )
+    try:
+        written = _write(
+            source, style, ImagePlacer(options.images, DrawnOn(options.boxes_on), tally), options, outputs
+        )
+    except OSError as error:
+        raise UserError(f"--output must be a file that can be written, got {error}; name another") from error
+    with needs_stdout("an import's summary"):
+        Console(soft_wrap=True).print(tally.summary(written))
+        if tally.counts[Oddity.ROTATED]:
+            print(
+                "pictures that carry an EXIF rotation are taken as they are stored; write upright ones with: "
+                f"swift-stage2 data check {options.output} --apply-exif {options.boxes_on} --output NEW.jsonl"
+            )
+        print(f"check it with: swift-stage2 data check {' '.join(map(str, outputs))}")
+    return 0
+
+
+def _open(options: argparse.Namespace, tally: Tally) -> Source:
+    if options.format == "voc":
+        return VocFolder(
+            options.source,
+            options.images,
+            tally,
+            first_pixel=options.first_pixel,
+            skip_difficult=options.skip_difficult,
+        )
+    if options.format == "yolo":
+        return YoloFolder(options.source, options.images, tally, classes=options.classes)
+    if options.format == "pages":
+        num, seed, sides = options.num, options.seed, options.sides
+        with progress_bar(num, "pictures") as move_to:
+            return PageFolder(options.source, options.images, tally, move_to, num=num, seed=seed, sides=sides)
+    size = os.path.getsize(options.source) if os.path.isfile(options.source) else None
+    with progress_bar(size, "annotations") as move_to:
+        return CocoFile(options.source, tally, move_to)
+
+
+def _write(
+    source: Source,
+    style: RowStyle,
+    placement: ImagePlacer,
+    options: argparse.Namespace,
+    outputs: Sequence[Path],
+) -> dict[str, str]:
+    """Each file with how much it holds. Raises OSError or UserError; then there is none."""
+    tally = placement.tally
+    num_images, num_rows, num_objects = Counter[Path](), Counter[Path](), Counter[Path]()
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(whole_file(path)) for path in outputs}
+        move_to = stack.enter_context(progress_bar(len(source), "images"))
+        for number, image in enumerate(source):
+            if number % _EVERY == 0:
+                move_to(number)
+            if (placed := placement.place(image)) is None:
+                continue
+            path = outputs[-1] if _is_held_out(image.group or image.name, options) else outputs[0]
+            rows = list(style.rows(placed, tally))
+            files[path].writelines(rows)
+            num_rows[path] += len(rows)
+            num_images[path] += bool(rows)
+            num_objects[path] += len(placed.objects) if rows else 0
+        found = ", ".join(tally.words()) or "no oddity"
+        if not num_rows.total():
+            raise DatasetError(f"SOURCE must give rows, got none: {found}; mend what is named")
+        if tally.num_annotations and not num_objects.total():
+            raise DatasetError(
+                f"SOURCE must give objects, got none of {tally.num_annotations:,}: {found}; mend what is named"
+            )
+        if empty := [path for path in outputs if not num_rows[path]]:
+            raise UserError(
+                f"--split must leave images on both sides, got {options.split:g} of {num_images.total()} images and "
+                f"none for {empty[0]}; name another share or --seed"
+            )
+    return {
+        str(
+            path
+        ): f"{num_rows[path]:,} rows of {num_images[path]:,} images with {num_objects[path]:,} objects"
+        for path in outputs
+    }
+
+
+def _is_held_out(name: str, options: argparse.Namespace) -> bool:
+    """By a hash of the name: an image stays on its side whatever else is imported with it."""
+    if not options.split:
+        return False
+    digest = hashlib.blake2b(f"{options.seed}:{name}".encode("utf-8", "surrogateescape"), digest_size=8)
+    return bool(int.from_bytes(digest.digest()) < options.split * 2.0**64)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = CommandParser(
+        prog="swift-stage2 import", exit_statuses="0 done", description="Turns a labelled data set into rows."
+    )
+    formats = parser.add_subparsers(dest="format", required=True, metavar="FORMAT")
+    for name, meaning in _SOURCES.items():
+        one = formats.add_parser(
+            name, help=meaning, description=f"SOURCE is {meaning}.", exit_statuses="0 done"
+        )
+        takes_pictures = name == "pages"
+        _add_options(
+            one,
+            "the new folder for the pictures; those of an earlier import of pages are replaced"
+            if takes_pictures
+            else "the folder that images' names start from",
+        )
+        if name == "yolo":
+            one.add_argument(
+                "--classes",
+                type=Path,
+                metavar="FILE",
+                help="data.yaml or classes.txt, if it is not near SOURCE",
+            )
+        if takes_pictures:
+            one.add_argument(
+                "--num", type=whole_number(1), required=True, metavar="N", help="how many pictures to take"
+            )
+            one.add_argument(
+                "--sides",
+                type=_sides,
+                default=SIDES,
+                metavar="LEAST-MOST",
+                help="pixels of a picture's width and height (default {}-{})".format(*SIDES),
+            )
+        if name == "voc":
+            one.add_argument(
+                "--first-pixel",
+                type=int,
+                choices=(0, 1),
+                default=1,
+                help="where edges count from (default 1)",
+            )
+            one.add_argument("--skip-difficult", action="store_true", help="drop objects marked as difficult")
+    options = parser.parse_args(argv)
+    if options.prompt is None:
+        options.prompt = _CLASS_PROMPT if options.per_class else _PROMPT
+    if options.negatives and not options.per_class:
+        raise UserError(
+            f"--negatives goes with --per-class, got --negatives {options.negatives} alone; add it"
+        )
+    return options
+
+
+def _add_options(parser: argparse.ArgumentParser, images_help: str) -> None:
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE")
+    add("--images", type=Path, required=True, metavar="DIR", help=images_help)
+    add("--output", type=Path, required=True, metavar="TRAIN.jsonl", help="the file to write")
+    add(
+        "--prompt",
+        help=f"the question; {LABELS} stands for all classes, {LABEL} for one (default: {_PROMPT} or {_CLASS_PROMPT})",
+    )
+    of_boxes = [name for name, dialect in DIALECTS.items() if dialect.num_coordinates == 4]
+    add("--dialect", choices=of_boxes, default=of_boxes[0], help="default: %(default)s")
+    add(
+        "--order",
+        choices=list(map(str, Order)),
+        default="given",
+        help="of a row's objects (default: %(default)s)",
+    )
+    add("--per-class", action="store_true", help="ask for one class per row, for each that the image shows")
+    add(
+        "--negatives",
+        type=whole_number(1),
+        default=0,
+        metavar="N",
+        help="with --per-class: ask every image for N classes that it does not show, too",
+    )
+    add("--max-objects", type=whole_number(1), metavar="N", help="leave out images with more objects")
+    add("--split", type=_share, metavar="SHARE", help="write this share of the images to TRAIN.val.jsonl")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of --split, --order random, --negatives and pages' views (default 0)",
+    )
+    add(
+        "--boxes-on",
+        choices=[str(drawn_on) for drawn_on in DrawnOn],
+        default=str(DrawnOn.STORED),
+        help="where a picture carries an EXIF rotation: whether boxes were drawn on it as its pixels are stored "
+        "(default), or upright, as viewers show it",
+    )
+    add("--force", action="store_true", help="replace TRAIN.jsonl if it exists")
+
+
+def _sides(text: str) -> tuple[int, int]:
+    least, _, most = text.partition("-")
+    one = whole_number(_LEAST_SIDE, _MOST_SIDE)
+    sides = one(least), one(most or least)
+    if sides[0] > sides[1]:
+        raise argparse.ArgumentTypeError(f"must name the smaller side first, got {text!r}")
+    return sides
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must be a share between 0 and 1, got {text!r}")
+    return value

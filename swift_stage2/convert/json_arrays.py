@@ -1,0 +1,126 @@
+"""Reads the arrays of a JSON object element by element, in a window of about a megabyte.
+
+A file of annotations is far larger than what is kept of it. The window grows only for an element that is larger.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from swift_stage2.errors import DatasetError
+
+_WINDOW = 1 << 20  # characters
+_SPACE = " \t\r\n"
+_decode = json.JSONDecoder().raw_decode
+
+
+def read_arrays(
+    path: Path, on_progress: Callable[[int], None], what: str = "SOURCE"
+) -> Iterator[tuple[str, Any]]:
+    """Yields (key, element) of every array right below the top, in the file's order; other values are left out.
+
+    Bytes that are no UTF-8 become lone surrogates. ``on_progress`` is told characters so far.
+
+    Raises:
+        DatasetError: the file cannot be read, or is no JSON object.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+            yield from _Window(file, on_progress).arrays()
+    except OSError as error:
+        raise DatasetError(f"{what} must be a readable file, got {path}: {error}; check the path") from error
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(
+            f"{what} must be COCO's JSON, an object with images, annotations and categories, got {path}: {error}; "
+            "name the annotations' file, not one of results"
+        ) from error
+
+
+class _Window:
+    """The part of a file that is being read."""
+
+    def __init__(self, file: TextIO, on_progress: Callable[[int], None]) -> None:
+        self._file = file
+        self._on_progress = on_progress
+        self._text = ""
+        self._at = 0
+        self._num_before = 0
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        yield from self._members()
+        if self._peek():
+            raise self._error("expected nothing behind the object")
+
+    def _members(self) -> Iterator[tuple[str, Any]]:
+        self._take("{")
+        if self._peek() == "}":
+            self._take("}")
+            return
+        while True:
+            key = self._value()
+            if not isinstance(key, str):
+                raise self._error("a key must be text")
+            self._take(":")
+            if self._peek() == "[":
+                yield from ((key, element) for element in self._elements())
+            else:
+                self._value()
+            if self._take(",}") == "}":
+                return
+
+    def _elements(self) -> Iterator[Any]:
+        self._take("[")
+        if self._peek() == "]":
+            self._take("]")
+            return
+        while True:
+            yield self._value()
+            if self._take(",]") == "]":
+                return
+
+    def _value(self) -> Any:
+        self._peek()
+        while True:
+            try:
+                value, end = _decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                if not self._fill():
+                    raise self._error(error.msg, error.pos) from None
+                continue
+            # A number at the window's end may go on behind it.
+            if end < len(self._text) or not self._fill():
+                self._at = end
+                return value
+
+    def _take(self, allowed: str) -> str:
+        found = self._peek()
+        if not found or found not in allowed:
+            raise self._error(f"expected {' or '.join(allowed)}")
+        self._at += 1
+        return found
+
+    def _peek(self) -> str:
+        """The next character that is no space; empty at the end."""
+        while True:
+            while self._at < len(self._text):
+                if (found := self._text[self._at]) not in _SPACE:
+                    return found
+                self._at += 1
+            if not self._fill():
+                return ""
+
+    def _fill(self) -> bool:
+        """Reads on, at least as much as is still unread, so that a long element is not tried too often."""
+        rest = self._text[self._at :]
+        more = self._file.read(max(_WINDOW, len(rest)))
+        self._num_before += self._at
+        self._text, self._at = rest + more, 0
+        self._on_progress(self._num_before + len(self._text))
+        return bool(more)
+
+    def _error(self, found: str, position: int | None = None) -> ValueError:
+        place = self._num_before + (self._at if position is None else position)
+        return ValueError(f"{found} at character {place + 1:,}")

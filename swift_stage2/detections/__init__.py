@@ -1,0 +1,8 @@
+"""Predicted boxes beside true ones, and every metric of them; for `evaluate` and for evaluations during training.
+
+prediction  one row's answer, as a line of a file of predictions
+objects     all boxes of one side as arrays
+overlaps    which boxes overlap, and who is matched with whom at every IoU threshold
+scores      every metric of one set of predictions; COCO's and TIDE's are hotcoco's
+recorded    what an evaluation during training leaves in RUN_DIR/evaluations, written and read
+"""

@@ -1,0 +1,233 @@
+"""Asks a running server for greedy answers to all rows, and turns its boxes into pixels of the stored images.
+
+The model's own template says what the prompt is and what boxes are measured in. A server that reads another prompt is
+refused: it would resize images in another way, and every box would be off. A row that the server refuses or that the
+template cannot take is told and counted; a server that is lost ends the command. Every call has its deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from swift_stage2.channel_b.dialects import Dialect
+from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
+from swift_stage2.channel_b.parsing import parse_rollout
+from swift_stage2.channel_b.rollout_client.chat_connection import connect
+from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerConnection
+from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.config import DecodingConfig, RolloutConfig
+from swift_stage2.dataset.picture import UNREADABLE, look_at
+from swift_stage2.detections.prediction import FAILED, LabelledBoxes, Prediction, in_pixels
+from swift_stage2.errors import SampleError, ServerUnavailable, UserError
+from swift_stage2.evaluate.predictions import TrueRow
+from swift_stage2.evaluate.served_model import CONNECT_TIMEOUT_S, of_server_alone, require_answer
+from swift_stage2.records import Sample, SampleKey
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline
+
+_SEED = 1
+_BUSY_PAUSE_S = 1.0
+_MOST_TOLD = 5
+_OF_THE_REQUEST = (PostEnd.ERROR_ANSWER, PostEnd.TIMED_OUT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskingSettings:
+    """How rows are asked. ``timeout_s`` bounds every call, ``num_in_flight`` the rows that are out at once."""
+
+    dialect: Dialect
+    max_new_tokens: int
+    timeout_s: float
+    num_in_flight: int
+
+
+@contextmanager
+def model_encoder(model: str, data: Path, swift: Mapping[str, Any]) -> Iterator[Encoder]:
+    """The template of ``model`` as the learner has it; ``swift`` are further arguments of ms-swift.
+
+    Of a run's checkpoint ms-swift reads what the run was given: plugins, kind, template.
+
+    Raises:
+        ConfigError: ms-swift refuses an argument.
+    """
+    asked = {key: value for key, value in swift.items() if key not in of_server_alone(swift)}
+    arguments = {
+        "check_model": False,
+        "load_args": True,
+        **asked,
+        "model": model,
+        "dataset": [os.fspath(data)],
+    }
+    from swift_stage2.doctor.preparation import prepare_learner  # loads ms-swift
+    from swift_stage2.preflight.swift_parsing import OPTION
+
+    with TemporaryDirectory(prefix="swift-stage2-evaluate-") as scratch:
+        prepared = prepare_learner(arguments, Path(scratch), with_weights=False, where=OPTION)
+        yield Encoder(prepared.template, packing_length=1)
+
+
+def ask_server(
+    base_url: str,
+    rows: Sequence[TrueRow],
+    encoder: Encoder,
+    questions: AskingSettings,
+    on_progress: Callable[[int], None] = lambda num_done: None,
+) -> list[Prediction]:
+    """One prediction per row. Of one that brought no answer ``finish_reason`` is ``FAILED``.
+
+    Raises:
+        ConfigError: ``base_url`` is none.
+        ServerUnavailable: the server does not answer, is lost, refuses the key, or answers no row at all.
+        UserError: it reads other prompts than the model's template writes.
+    """
+    info, key = require_answer(base_url), RolloutConfig().api_key()
+    connection = connect(base_url, info.chat_model, api_key=key, connect_timeout_s=CONNECT_TIMEOUT_S)
+    # A stock server works on one call after the other; all else takes requests one by one.
+    rows_per_call = questions.num_in_flight if info.stock and info.chat_model is None else 1
+    with closing(connection):
+        return _Asking(connection, encoder, questions, rows_per_call, on_progress).run(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _AskedRow:
+    row: TrueRow
+    size: tuple[int, int]
+    request: dict[str, Any]
+    prompt: PromptEncoding
+
+
+@dataclass(slots=True)
+class _Asking:
+    """One run over all rows. Its thread encodes and reads answers; those of the pool only wait for the server."""
+
+    connection: ServerConnection
+    encoder: Encoder
+    questions: AskingSettings
+    rows_per_call: int
+    on_progress: Callable[[int], None]
+    answered: dict[int, Prediction] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    again: deque[_AskedRow] = field(default_factory=deque)
+    """Of calls with several rows that brought no answer: to be asked one by one."""
+    num_late: int = 0
+    """Calls of one row, in a row, that their deadline ended: of several rows one may be at fault for all."""
+
+    @property
+    def num_calls(self) -> int:
+        """At once, at most."""
+        return self.questions.num_in_flight // self.rows_per_call
+
+    def run(self, rows: Sequence[TrueRow]) -> list[Prediction]:
+        waiting = deque(rows)
+        out: dict[Future[PostResult], list[_AskedRow]] = {}
+        with ThreadPoolExecutor(self.num_calls, "evaluate") as pool:
+            try:
+                while waiting or self.again or out:
+                    while (waiting or self.again) and len(out) < self.num_calls:
+                        if batch := self._next_batch(waiting):
+                            out[pool.submit(self._post, batch)] = batch
+                    done, _ = wait(out, 2 * self.questions.timeout_s, FIRST_COMPLETED)
+                    if out and not done:
+                        raise ServerUnavailable(
+                            "a call must end by its deadline, got none; start the server anew"
+                        )
+                    for call in done:
+                        self._take(out.pop(call), call.result(0))
+                    self.on_progress(len(self.answered))
+            finally:
+                self.connection.end()  # so that the pool waits for nothing
+        if len(self.failures) == len(rows):
+            raise ServerUnavailable(f"no row was answered, the first because: {self.failures[0]}")
+        for told in self.failures[:_MOST_TOLD]:
+            print(told, file=sys.stderr)
+        return [self.answered[row.number] for row in rows]
+
+    def _next_batch(self, waiting: deque[TrueRow]) -> list[_AskedRow]:
+        if self.again:
+            return [self.again.popleft()]
+        batch: list[_AskedRow] = []
+        while waiting and len(batch) < self.rows_per_call:
+            if (question := self._prepare(waiting.popleft())) is not None:
+                batch.append(question)
+        return batch
+
+    def _prepare(self, row: TrueRow) -> _AskedRow | None:
+        size = (1, 1)
+        try:
+            sample = Sample(SampleKey(0, row.number, row.number), row.row)
+            request = self.encoder.request(sample)
+            picture = look_at(row.image)
+            size = picture.width, picture.height
+            return _AskedRow(row, size, request, self.encoder.encode_prompt(sample))
+        except (SampleError, *UNREADABLE) as error:
+            self._fail(row, size, str(error))
+            return None
+
+    def _post(self, batch: Sequence[_AskedRow]) -> PostResult:
+        """On a thread of the pool. A server without room is asked again until the call's time is over."""
+        decoding = DecodingConfig(temperature=0.0, max_new_tokens=self.questions.max_new_tokens)
+        config = protocol.request_config(**asdict(decoding), seed=_SEED)
+        deadline = Deadline(self.questions.timeout_s)
+        while True:
+            requests = [question.request for question in batch]
+            result = self.connection.infer(requests, config, timeout_s=deadline.remaining_s())
+            if result.end is not PostEnd.BUSY or deadline.expired:
+                return result
+            time.sleep(_BUSY_PAUSE_S)
+
+    def _take(self, batch: Sequence[_AskedRow], result: PostResult) -> None:
+        if result.end is PostEnd.ANSWERED:
+            self.num_late = 0
+            for question, completion in zip(batch, result.completions, strict=True):
+                self.answered[question.row.number] = self._read(question, completion)
+            return
+        if result.end not in _OF_THE_REQUEST:
+            raise ServerUnavailable(f"the server must answer to the end, got {result.reason}")
+        self.num_late = self.num_late + (len(batch) == 1) if result.end is PostEnd.TIMED_OUT else 0
+        if self.num_late >= max(2, self.num_calls):  # every other row would wait as long
+            raise ServerUnavailable(
+                f"the server must answer to the end, got {self.num_late} calls in a row without an answer: "
+                f"{result.reason}"
+            )
+        if len(batch) > 1:
+            self.again.extend(batch)
+        else:
+            self._fail(batch[0].row, batch[0].size, result.reason)
+
+    def _read(self, question: _AskedRow, completion: protocol.Completion) -> Prediction:
+        prompt, (width, height) = question.prompt, question.size
+        if completion.prompt_token_ids != prompt.token_ids:
+            raise UserError(
+                "the server must read a prompt as the template of --model writes it, or its boxes mean other places; "
+                f"got {len(completion.prompt_token_ids)} tokens there and {len(prompt.token_ids)} here for row "
+                f"{question.row.number} of {width} x {height} pixels; give both sides one model, template and pixel "
+                "limits (MAX_PIXELS, --swift max_pixels=N)"
+            )
+        found = parse_rollout(completion.text, self.questions.dialect).objects
+        return Prediction(
+            image=question.row.image,
+            width=width,
+            height=height,
+            objects=in_pixels(
+                [(each.label, each.box) for each in found], prompt.space or question.size, question.size
+            ),
+            answer=completion.text,
+            finish_reason=completion.finish_reason,
+        )
+
+    def _fail(self, row: TrueRow, size: tuple[int, int], reason: str) -> None:
+        told = f"row {row.number} ({row.image}) has no answer: {reason}"
+        self.failures.append(" ".join(told.split()))
+        self.answered[row.number] = Prediction(
+            image=row.image, width=size[0], height=size[1], objects=LabelledBoxes(), finish_reason=FAILED
+        )

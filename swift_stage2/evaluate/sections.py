@@ -1,0 +1,253 @@
+"""Sections of an evaluation, and of two compared, for the terminal and the page. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from swift_stage2.detections.scores import ERRORS, DetectionScores, parts_of
+from swift_stage2.evaluate.intervals import Interval
+from swift_stage2.pages.content import (
+    Chart,
+    Headline,
+    Mark,
+    Part,
+    Section,
+    Sentence,
+    Series,
+    Table,
+    Tone,
+    filled,
+    number,
+)
+from swift_stage2.pages.pictures import GALLERY_KEY, Gallery
+
+Values = Mapping[str, float]
+Intervals = Mapping[str, Interval]
+
+MEANINGS = {
+    "eval/ap": "COCO's AP, mean over IoU 0.5 to 0.95 and classes",
+    "eval/ap50": "AP at IoU 0.5",
+    "eval/ap75": "AP at IoU 0.75",
+    "eval/ap_small": "AP of objects below 32 x 32 pixels",
+    "eval/ap_medium": "AP of objects below 96 x 96 pixels",
+    "eval/ap_large": "AP of larger objects",
+    "eval/ar": "COCO's AR with at most 100 boxes per image and class",
+    "eval/precision": "matched / predicted, at IoU 0.5",
+    "eval/recall": "matched / true, at IoU 0.5",
+    "eval/f1": "of precision and recall, at IoU 0.5",
+    "eval/precision_50_95": "mean over IoU 0.5 to 0.95",
+    "eval/recall_50_95": "mean over IoU 0.5 to 0.95",
+    "eval/f1_50_95": "mean over IoU 0.5 to 0.95",
+    "eval/mean_iou": "of pairs matched at IoU 0.5",
+    "eval/truncated_ratio": "answers cut off",
+    "eval/invalid_ratio": "answers that ended and cannot be read, or not all of their objects",
+    "eval/failed_ratio": "rows without an answer",
+}
+_HEADLINE = {"eval/ap": "AP", "eval/ap50": "AP50", "eval/ar": "AR", "eval/f1": "F1 at IoU 0.5"}
+_RATIOS = ("precision", "recall", "f1", "mean_iou")
+_PARTS = {"objects": "By number of objects in the image", "size": "By size of the object"}
+_MOST_CLASSES = 200
+
+
+def evaluation_sections(
+    scores: DetectionScores, points: Values, bounds: Intervals, remarks: Sequence[Sentence], gallery: Gallery
+) -> tuple[Section, ...]:
+    """The whole evaluation; ``points`` and ``bounds`` by name, ``remarks`` say how it was done."""
+    errors = scores.errors()
+    lost = (
+        (meaning, number(errors[name]["count"]), f"{errors[name]['lost_ap50']:.3f}", name)
+        for name, meaning in ERRORS.items()
+    )
+    return (
+        Section(
+            "scores",
+            "Scores",
+            (
+                Headline(tuple(_headline(points, bounds))),
+                *remarks,
+                Table(
+                    "",
+                    ("metric", "value", "95 % interval", "meaning"),
+                    tuple(_metrics(points, bounds)),
+                    ends_in_words=True,
+                ),
+                _chart(
+                    "iou",
+                    "Precision, recall and F1 by IoU threshold",
+                    "Pairs of one class, matched one to one, need an IoU of at least the threshold.",
+                    "IoU threshold",
+                    [(float(name), f"iou/{name}") for name in parts_of(list(points), "iou")],
+                    points,
+                    bounds,
+                ),
+            ),
+        ),
+        Section("classes", "By class", tuple(_classes(scores, points, bounds))),
+        Section(
+            "parts",
+            "By number and size of objects",
+            filled(_parts(kind, title, points, bounds) for kind, title in _PARTS.items()),
+        ),
+        Section(
+            "errors",
+            "Errors by type",
+            (
+                Sentence(
+                    "TIDE's types at IoU 0.5. Lost AP50: how much higher AP50 were without the errors of a type."
+                ),
+                Table("", ("error", "number", "lost AP50", "TIDE's name"), tuple(lost)),
+            ),
+        ),
+        Section(
+            GALLERY_KEY,
+            "Worst images",
+            (
+                Sentence(
+                    f"{number(len(gallery.pictures))} of {number(gallery.num_matches)} images, those with the most "
+                    "objects missed or invented first."
+                ),
+            ),
+        ),
+    )
+
+
+def comparison_sections(
+    names: Sequence[str], first: Values, second: Values, bounds: Intervals, num_draws: int
+) -> tuple[Section, ...]:
+    """Both sets' metrics, their difference, and its interval over the same drawn images. ``names`` of the two sets."""
+    shown = [name for name in MEANINGS if name in first and name in second]
+    classes = [f"class/{name}/{metric}" for name in parts_of(list(first), "class") for metric in ("ap", "f1")]
+    told = Sentence(
+        f"First: {names[0]}. Second: {names[1]}. Their difference has a 95 % interval over {num_draws} draws of the "
+        "images, the same for both. It is beyond "
+        "chance where its interval leaves out 0; of many that are looked at, one in twenty is so by chance."
+    )
+    return (
+        Section("comparison", "Comparison", (told, _differences("", shown, first, second, bounds))),
+        Section("classes", "By class", filled([_differences("", classes, first, second, bounds)])),
+    )
+
+
+def _differences(title: str, names: Sequence[str], first: Values, second: Values, bounds: Intervals) -> Table:
+    rows: list[tuple[str, ...]] = []
+    tones: dict[int, Tone] = {}
+    for name in names:
+        if name not in first or name not in second:
+            continue
+        found, verdict = bounds.get(name), "within chance"
+        if found is None:
+            verdict = "–"
+        elif found.low > 0 or found.high < 0:
+            more_is_worse = name.endswith(("truncated_ratio", "invalid_ratio", "failed_ratio"))
+            verdict = "second is better" if (found.low > 0) is not more_is_worse else "first is better"
+            tones[len(rows)] = Tone.GOOD if verdict == "second is better" else Tone.BAD
+        values = f"{first[name]:.3f}", f"{second[name]:.3f}", f"{second[name] - first[name]:+.3f}"
+        rows.append((name, *values, _interval(found, "+.3f"), verdict))
+    return Table(
+        title,
+        ("metric", "first", "second", "difference", "95 % interval", "verdict"),
+        tuple(rows),
+        tones,
+        ends_in_words=True,
+    )
+
+
+def _headline(points: Values, bounds: Intervals) -> Iterator[tuple[str, str, str]]:
+    for name, title in _HEADLINE.items():
+        value = f"{points[name]:.3f}" if name in points else "–"
+        yield title, value, f"95 % interval {_interval(bounds[name])}" if name in bounds else MEANINGS[name]
+
+
+def _metrics(points: Values, bounds: Intervals) -> Iterator[tuple[str, ...]]:
+    for name, meaning in MEANINGS.items():
+        if name in points:
+            yield name, f"{points[name]:.3f}", _interval(bounds.get(name)), meaning
+
+
+def _classes(scores: DetectionScores, points: Values, bounds: Intervals) -> Iterator[Part]:
+    data = scores.data
+    num_true, num_predicted = (
+        np.bincount(side.labels, minlength=len(data.classes)) for side in (data.truth, data.predicted)
+    )
+    order = sorted(range(len(data.classes)), key=lambda place: (-num_true[place], -num_predicted[place]))
+    if unknown := [data.classes[place] for place in order if not num_true[place]]:
+        yield Sentence(
+            f"{len(unknown)} predicted label(s) that no true object has, as {unknown[0]!r}: COCO's AP leaves them "
+            "out, precision and F1 count them as false.",
+            Tone.WARN,
+        )
+    if len(order) > _MOST_CLASSES:
+        yield Sentence(f"The {_MOST_CLASSES} most frequent of {len(order)} classes; the JSON has all.")
+    rows = []
+    for place in order[:_MOST_CLASSES]:
+        part = f"class/{data.classes[place]}"
+        rows.append(
+            (
+                data.classes[place],
+                number(int(num_true[place])),
+                number(int(num_predicted[place])),
+                _value(points, f"{part}/ap"),
+                _interval(bounds.get(f"{part}/ap")),
+                *(_value(points, f"{part}/{name}") for name in _RATIOS),
+            )
+        )
+    headings = ("class", "true", "predicted", "AP", "95 % interval", "precision", "recall", "F1", "mean IoU")
+    yield Table("", headings, tuple(rows))
+
+
+def _parts(kind: str, title: str, points: Values, bounds: Intervals) -> Table:
+    rows = []
+    for part in parts_of(list(points), kind):
+        name = f"{kind}/{part}"
+        ap = f"eval/ap_{part}" if kind == "size" else f"{name}/ap"
+        found = bounds.get(f"{name}/f1")
+        rows.append(
+            (
+                part,
+                _value(points, ap),
+                *(_value(points, f"{name}/{each}") for each in _RATIOS),
+                _interval(found),
+            )
+        )
+    return Table(
+        title, (kind, "AP", "precision", "recall", "F1", "mean IoU", "95 % interval of F1"), tuple(rows)
+    )
+
+
+def _chart(
+    key: str,
+    title: str,
+    description: str,
+    x_title: str,
+    places: Sequence[tuple[float, str]],
+    points: Values,
+    bounds: Intervals,
+) -> Chart:
+    series = []
+    for name in ("precision", "recall", "f1"):
+        found = [(place, f"{part}/{name}") for place, part in places if f"{part}/{name}" in points]
+        known = [bounds[full] for _, full in found if full in bounds]
+        whole = known if len(known) == len(found) else []
+        series.append(
+            Series(
+                "F1" if name == "f1" else name,
+                Mark.POINTS,
+                tuple(place for place, _ in found),
+                tuple(points[full] for _, full in found),
+                tuple(each.low for each in whole),
+                tuple(each.high for each in whole),
+            )
+        )
+    return Chart(
+        key=key, title=title, description=description, x_title=x_title, y_title="share", series=tuple(series)
+    )
+
+
+def _value(points: Values, name: str) -> str:
+    return f"{points[name]:.3f}" if name in points else "–"
+
+
+def _interval(found: Interval | None, form: str = ".3f") -> str:
+    return f"{found.low:{form}} … {found.high:{form}}" if found else "–"

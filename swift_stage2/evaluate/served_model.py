@@ -1,0 +1,174 @@
+"""The server that is asked: one that runs already, or our own, started for a model and ended with the command.
+
+Our own listens on loopback, in a process tree under a warden: whatever becomes of this process, nothing of it stays.
+Its log lies in the output folder. It loads while the caller loads the template; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from swift_stage2.config import RolloutConfig, ServerConfig, ServerEngine
+from swift_stage2.config.swift_arguments import as_argv
+from swift_stage2.errors import ServerFault, ServerUnavailable, UserError
+from swift_stage2.launch.job import last_cause
+from swift_stage2.launch.managed_server import ReadinessProbe
+from swift_stage2.launch.plan import without_rank
+from swift_stage2.launch.process_tree import Command, ProcessTree, adopt_orphans, end_descendants
+from swift_stage2.launch.run_view import WaitNotice
+from swift_stage2.process.ports import free_ports
+from swift_stage2.rollout_server.command_line import require_vllm
+from swift_stage2.servers import protocol
+from swift_stage2.servers.session import Deadline, ServerSession
+
+ENGINES = (ServerEngine.TRANSFORMERS, ServerEngine.VLLM)
+_HOST = "127.0.0.1"
+_NAME = "server"
+CONNECT_TIMEOUT_S = 10.0
+_GRACE_S = 20.0
+_END_MARGIN_S = 25.0  # a warden needs this beyond its grace to end what its command left behind
+_DEATH_S = 5.0  # from a lost connection until the process that held it is seen to have ended
+_POLL_S = 0.1
+_FOR_BOTH = ("external_plugins", "model_type", "template", "max_pixels", "torch_dtype")
+_OF_VLLM = "vllm_"
+
+
+def require_answer(base_url: str) -> protocol.ServerInfo:
+    """The server's word of itself.
+
+    Raises:
+        ConfigError: ``base_url`` is none.
+        ServerUnavailable: it does not answer in time, or not as a rollout server does.
+    """
+    ServerConfig(base_url=base_url)
+    with ServerSession(base_url, RolloutConfig().api_key()) as session:
+        try:
+            return session.info(Deadline(CONNECT_TIMEOUT_S))
+        except ServerFault as fault:
+            raise ServerUnavailable(
+                f"--server must be a rollout server that answers, got {fault}; wait until it "
+                "has loaded, or name --model alone, and one is started for it"
+            ) from fault
+
+
+@dataclass(frozen=True, slots=True)
+class OwnServer:
+    """A server of ours that loads, or has loaded."""
+
+    base_url: str
+    timeout_s: float
+    """To load."""
+    tree: ProcessTree
+    probe: ReadinessProbe
+
+    def wait(self) -> None:
+        """Until it answers.
+
+        Raises:
+            ServerUnavailable: it ended, or did not answer in time.
+        """
+        notice, end = WaitNotice(_say), time.monotonic() + self.timeout_s
+        while not self.probe.answered:
+            self.refuse_ended()
+            if self.probe.refusal is not None or time.monotonic() >= end:
+                cause = self.probe.refusal or self.probe.last_error
+                raise ServerUnavailable(
+                    f"the server of --model must answer within {self.timeout_s:g} s, got: {cause}; see "
+                    f"{self.tree.log_path}"
+                )
+            notice.remind("waiting for the server to load", self.timeout_s)
+            time.sleep(_POLL_S)
+        self.refuse_ended()
+
+    def refuse_ended(self) -> None:
+        """Raises ServerUnavailable with its last words if it has ended."""
+        if (status := self.tree.poll()) is not None:
+            raise ServerUnavailable(
+                f"the server of --model must answer to the end, got exit status={status}: "
+                f"{last_cause(self.tree.log_path, self.tree.log_offset)}; its log is {self.tree.log_path}"
+            )
+
+
+@contextmanager
+def own_server(
+    model: str, engine: ServerEngine, swift: Mapping[str, Any], folder: Path
+) -> Iterator[OwnServer]:
+    """Starts a server of ``model`` and ends it with the block; ``folder`` gets its log.
+
+    ``swift`` are the user's further arguments of ms-swift, of which the server takes what it knows. Wait for it before
+    asking.
+
+    Raises:
+        UserError: vLLM is not installed, or an argument is of another engine.
+        ServerUnavailable: the block was lost because the server ended.
+    """
+    timeout_s = RolloutConfig().start_timeout_s
+    (port,) = free_ports(1)
+    argv = server_command(model, engine, swift, port)
+    environment = without_rank(os.environ) | {"PYTHONUNBUFFERED": "1"}
+    folder.mkdir(parents=True, exist_ok=True)
+    before = [child.pid for child in psutil.Process().children()]
+    adopt_orphans()
+    tree = ProcessTree(Command(_NAME, argv, environment, _GRACE_S), folder / f"{_NAME}.log")
+    base_url = f"http://{_HOST}:{port}"
+    try:
+        _say(f"starting a server of {model}, log {tree.log_path}")
+        probe = ReadinessProbe(_NAME, base_url, RolloutConfig().api_key(), timeout_s)
+        server = OwnServer(base_url, timeout_s, tree, probe)
+        try:
+            yield server
+        except ServerUnavailable:
+            _wait_for_end(tree, _DEATH_S)
+            server.refuse_ended()  # says more than a lost connection does
+            raise
+        finally:
+            probe.close()
+    finally:
+        tree.ask_to_end()
+        if not _wait_for_end(tree, _GRACE_S + _END_MARGIN_S):
+            tree.kill_warden()
+            end_descendants(0.0, spare=before)
+
+
+def server_command(model: str, engine: ServerEngine, swift: Mapping[str, Any], port: int) -> tuple[str, ...]:
+    """The command line of ``swift-stage2 rollout``; keys ``vllm_…`` are for the server alone.
+
+    Raises:
+        UserError: vLLM is not installed, or an argument is of another engine.
+    """
+    chosen = {key: value for key, value in swift.items() if key in _FOR_BOTH}
+    of_vllm = of_server_alone(swift)
+    if engine is ServerEngine.VLLM:
+        require_vllm("--engine vllm")
+        chosen |= of_vllm
+    else:
+        if of_vllm:
+            raise UserError(f"--swift {next(iter(of_vllm))} is vLLM's; add --engine vllm, or remove it")
+        chosen = {key.replace("_", "-"): value for key, value in chosen.items()}
+    words = ["rollout", "--engine", engine.value, model, "--host", _HOST, "--port", str(port)]
+    return (sys.executable, "-u", "-m", "swift_stage2", *words, *as_argv(chosen))
+
+
+def of_server_alone(swift: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the user's arguments that training does not have."""
+    return {key: value for key, value in swift.items() if key.startswith(_OF_VLLM)}
+
+
+def _wait_for_end(tree: ProcessTree, timeout_s: float) -> bool:
+    end = time.monotonic() + timeout_s
+    while tree.poll() is None and time.monotonic() < end:
+        time.sleep(_POLL_S)
+    return tree.poll() is not None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

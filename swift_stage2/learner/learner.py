@@ -1,0 +1,314 @@
+"""Decides every optimizer step on the main thread: round if due, reserve, agree, then channel A or B packs.
+
+All ranks call ``begin_step`` at the same step and reach the same decision, because every rank-local fact
+travels in one vector and nothing else is consulted. Knows no ms-swift; called by the trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from swift_stage2.channel_b.ready_queue import Reservation
+from swift_stage2.collectives import ControlGroup
+from swift_stage2.errors import ChannelBStarved, PipelineFailed, Stage2Error
+from swift_stage2.learner.parts import ChannelB, LearnerEvents
+from swift_stage2.learner.rounds import LearnerRounds
+from swift_stage2.process.background import BackgroundFailures
+from swift_stage2.records import Pack, RoundOutcome, StepRecord
+from swift_stage2.scheduling.bresenham import wants_channel_b
+from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
+from swift_stage2.scheduling.outlook import INSTANT, PacingState, ProductionPace, StepView
+from swift_stage2.scheduling.pacing import max_prompts_in_flight
+from swift_stage2.scheduling.step_plan import Channel, StepPlan
+from swift_stage2.scheduling.version_clock import require_fresh
+from swift_stage2.scheduling.watches import StarvationWatch
+
+logger = logging.getLogger(__name__)
+
+_SMOOTHING = 0.2  # weight of the newest step in the moving average of step seconds
+_STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecision:
+    """One step's plan and this rank's packs for it, and whether the run ends after it."""
+
+    plan: StepPlan
+    packs: tuple[Pack, ...]
+    stop: bool
+
+
+class Learner:
+    """One rank's decisions. Without a ``ChannelB`` every step is channel A and only a stop is agreed."""
+
+    def __init__(
+        self,
+        *,
+        b_ratio: float,
+        control: ControlGroup,
+        events: LearnerEvents,
+        starvation: StarvationWatch | None,
+        fail_when_starved: bool,
+        channel_b: ChannelB | None,
+        failures: BackgroundFailures | None = None,
+    ) -> None:
+        """``failures`` are of threads that nobody waits for; every step tells the new ones."""
+        self._failures = failures or BackgroundFailures()
+        self._b_ratio = b_ratio
+        self._control = control
+        self._events = events
+        self._starvation = starvation
+        self._fail_when_starved = fail_when_starved
+        self._b = channel_b
+        # Without a lock: a signal handler sets it, and a second signal may interrupt the first one's.
+        self._stop_requested = False
+        self._missed_in_a_row = 0
+        self._paused = False
+        self._rounds = LearnerRounds(channel_b, control, events) if channel_b is not None else None
+        self._last_begin_s: float | None = None
+        self._step_seconds: float | None = None
+
+    def start(self) -> None:
+        """Starts the background threads. The fence stays closed until the first round has proven a server."""
+        self._failures.watch()
+        if self._b is not None:
+            self._b.probe.start()
+            if self._b.requests is not None:
+                self._b.requests.start()
+            self._b.pipeline.start()
+
+    def request_stop(self) -> None:
+        """Asks all ranks to stop at the end of the next step they agree on; safe in a signal handler."""
+        self._stop_requested = True
+
+    def begin_step(self, step: int, num_packs: int) -> StepDecision:
+        """Begins a due round, agrees with all ranks on this step's channel, and takes in what is news of a round.
+
+        ``num_packs`` is the number of micro_steps of the window, the same on all ranks.
+
+        Raises:
+            WeightSyncError: the learner's weights cannot be exported.
+            WeightSyncHang: another rank has ended because of a round.
+            StaleSample: a bug let one come so far.
+            PipelineFailed: a pipeline died somewhere and the configuration asks to fail.
+            ChannelBStarved: B starved and the configuration asks to fail.
+        """
+        self._measure_step()
+        for failure in self._failures.take():
+            self._events.record_warning(failure)
+        if self._rounds is not None:
+            self._rounds.begin_if_due(step)
+        started = time.perf_counter()
+        wants_b = self._b is not None and wants_channel_b(step, self._b_ratio)
+        reservation = self._reserve(step, num_packs) if wants_b else None
+        outcome = self._agree(reservation)
+        heard = self._hear_of_round(reservation) if outcome.round_news else None
+        plan = outcome.plan(wants_b=wants_b)
+        packs = self._spend(step, reservation, plan)
+        facts = self._step_record(step, plan, packs)
+        seconds = time.perf_counter() - started
+        if self._rounds is not None:
+            self._rounds.take_in_suspects(step, outcome.servers_suspect, outcome.servers_answer_again)
+            if heard is not None:  # after this step's packs were taken, so that none ages between the two
+                self._rounds.take_in(step, heard)
+            self._rounds.take_in_servers(step, joins=outcome.server_joins)
+        self._publish(step, outcome, wants_b=wants_b, reserved=reservation is not None)
+        self._events.record_step(replace(facts, plan_seconds=seconds))
+        self._raise_failures(outcome)
+        self._watch_starvation(plan)
+        return StepDecision(plan, packs, outcome.stop_requested)
+
+    def end_step(self, step: int, losses: Sequence[str]) -> None:
+        """``step`` has trained; the losses of its micro_steps as ``float.hex``, where the run records them."""
+        self._events.record_losses(step, losses)
+
+    def checkpoint(self, *, step: int, save_id: str) -> dict[str, Any]:
+        """This rank's state for a run resumed before ``step``, besides the trainer's own, as JSON."""
+        if self._b is None:
+            return {}
+        source = self._b.source.checkpoint(step=step, save_id=save_id)
+        unfinished = self._b.evaluation.unfinished if self._b.evaluation is not None else None
+        return {
+            "version": self._b.clock.current,
+            "source": source,
+            "unfinished_evaluation": unfinished,
+            "answer_spelling": list(self._b.answer_spelling),
+            "added_servers": [server.to_json() for server in self._b.added],
+        }
+
+    def close(self) -> None:
+        """Ends the threads in the one order that cannot abort the process: stop, HTTP, join, communicator."""
+        self._failures.stop()
+        b = self._b
+        if b is None:
+            return
+        if b.requests is not None:
+            b.requests.stop()
+        b.pipeline.stop(0.0)  # first, so that what the others refuse it from now on is no failure
+        b.client.request_stop()
+        b.fence.shutdown()
+        b.queue.close()
+        b.client.close()
+        if not b.pipeline.stop(_STOP_TIMEOUT_S):
+            self._events.record_warning(f"the pipeline's thread did not end within {_STOP_TIMEOUT_S:.0f} s")
+        b.probe.stop()
+        b.abort.stop()
+        b.sync.close()
+        if b.evaluation is not None:
+            b.evaluation.close()
+
+    def _hear_of_round(self, reservation: Reservation[Pack] | None) -> RoundOutcome:
+        """Called while packs are reserved and not yet spent: it may raise, and then they were not trained."""
+        assert self._rounds is not None
+        try:
+            return self._rounds.hear()
+        except Stage2Error:
+            if reservation is not None:
+                reservation.release()
+            raise
+
+    def _reserve(self, step: int, num_packs: int) -> Reservation[Pack] | None:
+        b = self._b
+        assert b is not None
+        assert self._rounds is not None
+        if b.longest_fill_s is not None and not self._rounds.holds_production:
+            b.pipeline.fill(self._view(b, step, num_packs), b.longest_fill_s, lambda: self._stop_requested)
+        return b.queue.reserve(num_packs, current_version=b.clock.current, min_tokens=b.min_ready_tokens)
+
+    def _agree(self, reservation: Reservation[Pack] | None) -> GateOutcome:
+        facts = RankFacts(not_reserved=reservation is None, stop_requested=self._stop_requested)
+        num_servers = 0
+        if self._b is not None:
+            b, num_servers = self._b, len(self._b.base_urls)
+            answering, suspects, lost = b.probe.answering(), b.client.suspects, b.probe.lost()
+            facts = replace(
+                facts,
+                pipeline_failed=b.pipeline.failure is not None,
+                truncation_guard=b.guard.paused,
+                evaluation_wanted=b.evaluation is not None and b.evaluation.wanted,
+                round_news=b.sync.has_news,
+                server_joins=b.requests is not None and b.requests.has_one,
+                pace=b.pipeline.production_pace,
+                # A server that a round or the probe lost is suspect as well, though no rollout client may know.
+                servers_suspect=tuple(
+                    url in suspects or index in lost or index not in b.rounds.proven
+                    for index, url in enumerate(b.base_urls)
+                ),
+                servers_answer_again=tuple(url in answering for url in b.base_urls),
+            )
+        return decide(self._control.reduce_max(facts.encode()), num_servers=num_servers)
+
+    def _spend(self, step: int, reservation: Reservation[Pack] | None, plan: StepPlan) -> tuple[Pack, ...]:
+        if reservation is None or self._b is None:
+            return ()
+        if plan.channel is not Channel.B:
+            reservation.release()
+            return ()
+        packs = tuple(reservation.take())
+        current, window = self._b.clock.current, self._b.queue.version_window
+        for pack in packs:
+            require_fresh(zip(pack.keys, pack.versions, strict=True), current=current, window=window)
+            self._b.source.settle_trained(pack.keys, pack_id=pack.pack_id, step=step, version=current)
+        return packs
+
+    def _publish(self, step: int, outcome: GateOutcome, *, wants_b: bool, reserved: bool) -> None:
+        if self._b is None or self._rounds is None:
+            return
+        b = self._b
+        if wants_b:
+            self._missed_in_a_row = 0 if reserved else self._missed_in_a_row + 1
+        if outcome.truncation_guard != self._paused:
+            self._paused = outcome.truncation_guard
+            self._events.record_warning(
+                f"channel B {'pauses: too many rollouts are truncated' if self._paused else 'goes on'}"
+                f" (this rank's share {b.guard.truncated_ratio:.2f}); raise rollout.decoding.max_new_tokens if it lasts"
+            )
+        if b.evaluation is not None:
+            b.evaluation.observe(
+                step,
+                outcome,
+                version=b.clock.current,
+                has_server=bool(b.rounds.proven),
+                pending=b.rounds.pending or b.rounds.in_transfer,
+            )
+            if b.rounds.in_transfer and not b.evaluation.holds_round(step):
+                b.sync.let_install()
+        num_demanded = None if b.longest_fill_s is None else 0
+        b.pipeline.observe(self._view(b, step, num_demanded, slowest_pace=outcome.slowest_pace))
+
+    def _view(
+        self, b: ChannelB, step: int, num_demanded: int | None, slowest_pace: ProductionPace = INSTANT
+    ) -> StepView:
+        assert self._rounds is not None
+        pacing = PacingState(
+            step=step,
+            current_version=b.clock.current,
+            last_commit_step=b.rounds.last_commit_step if b.rounds.last_commit_step is not None else step,
+            round_pending=self._rounds.holds_production,
+            round_in_transfer=self._rounds.awaits_version,
+            rounds_are_staged=self._rounds.are_staged,
+            slowest_pace=slowest_pace,
+            missed_in_a_row=self._missed_in_a_row,
+        )
+        return StepView(
+            pacing=pacing,
+            started_s=time.monotonic(),
+            step_seconds=self._step_seconds,
+            max_prompts=self._max_prompts(b),
+            paused=self._paused,
+            num_demanded=num_demanded,
+        )
+
+    def _max_prompts(self, b: ChannelB) -> int:
+        num_proven = len(b.rounds.proven)
+        if num_proven == 0:
+            return 0
+        return max_prompts_in_flight(b.max_inflight_per_server, num_proven, self._control.world_size)
+
+    def _step_record(self, step: int, plan: StepPlan, packs: tuple[Pack, ...]) -> StepRecord:
+        b = self._b
+        version = b.clock.current if b else 0
+        return StepRecord(
+            step=step,
+            plan=plan,
+            version=version,
+            version_lag=max((version - pack.version for pack in packs), default=None),
+            queue_depth=b.queue.statistics().depth if b else 0,
+            infer_in_flight=b.fence.in_flight if b else 0,
+            round_pending=b.rounds.pending if b else False,
+            round_in_transfer=b.rounds.in_transfer if b else False,
+            packs=packs,
+        )
+
+    def _raise_failures(self, outcome: GateOutcome) -> None:
+        if not outcome.pipeline_failed or self._b is None or self._b.continue_on_failure:
+            return
+        failure = self._b.pipeline.failure
+        mine = f"rank {self._control.rank}: {type(failure).__name__}: {failure}" if failure else ""
+        causes = "; ".join(cause for cause in self._control.gather(mine) if cause)
+        raise PipelineFailed(
+            f"channel B's pipeline must live for the whole run, it died ({causes}); mend the cause, or set "
+            "stage2_ab.channel_b.on_pipeline_failure: continue_a"
+        )
+
+    def _watch_starvation(self, plan: StepPlan) -> None:
+        if self._starvation is None or self._b is None:
+            return
+        verdict = self._starvation.observe(plan)
+        if verdict is None:
+            return
+        if self._fail_when_starved:
+            raise ChannelBStarved(str(verdict))
+        self._events.record_warning(str(verdict))
+
+    def _measure_step(self) -> None:
+        now = time.monotonic()
+        if self._last_begin_s is not None:
+            seconds = now - self._last_begin_s
+            before = self._step_seconds
+            self._step_seconds = seconds if before is None else before + _SMOOTHING * (seconds - before)
+        self._last_begin_s = now

@@ -1,0 +1,215 @@
+"""Drives one rank's sync rounds on its main thread: begins a due one, hears of it, moves clock, trust and fence.
+
+A *fenced* round waits until no rank has anything in flight, and nothing is asked until it has ended. A *staged* round,
+whose servers all take new weights beside the old ones, begins at once, and rollouts go on. So does a *catch-up*, which
+brings the last round's weights to servers that come late. Every decision comes from agreed facts, so all ranks take the
+same at the same step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from swift_stage2.channel_b.rollout_client import ServedWeights
+from swift_stage2.collectives import ControlGroup
+from swift_stage2.learner.parts import ChannelB, LearnerEvents
+from swift_stage2.learner.server_requests import AddedServer
+from swift_stage2.records import RoundOutcome
+from swift_stage2.run_directory.server_board import ServerStanding
+from swift_stage2.scheduling.round_schedule import ServerState
+
+
+class LearnerRounds:
+    """The rounds of one rank's channel B."""
+
+    def __init__(self, parts: ChannelB, control: ControlGroup, events: LearnerEvents) -> None:
+        self._b = parts
+        self._control = control
+        self._events = events
+        self._is_staged = False  # of the round that is pending, or of what is in transfer
+        self._is_proven = False  # by a first server
+        self._pending_since: float | None = None  # moment at which the pending round fell due
+        self._pending_seconds = 0.0  # of the round in transfer
+        self._served: dict[int, ServedWeights] = {}  # by server, as last proven
+        self._faults: dict[int, str] = {}  # by server, of its last round
+        self._num_told = 0  # added servers that telemetry knows
+
+    @property
+    def holds_production(self) -> bool:
+        """Whether a rollout that is asked for now waits for the end of a round."""
+        rounds = self._b.rounds
+        return not self._is_staged and (rounds.pending or rounds.in_transfer)
+
+    @property
+    def awaits_version(self) -> bool:
+        """Whether a round is in transfer of which no proof has been heard: the next version may come at any step."""
+        return self._b.rounds.in_transfer and not self._is_proven
+
+    @property
+    def are_staged(self) -> bool:
+        """Whether rounds with the servers that are proven now are staged."""
+        return self._b.rounds.are_staging(self._b.rounds.proven)
+
+    def begin_if_due(self, step: int) -> None:
+        """Begins a round at the start of ``step`` if one is due, and if need be drained.
+
+        Waits for the end of the first one, and of each in mode inline.
+
+        An evaluation holds back a fenced round, and only the installs of a staged one. If none is due, a catch-up
+        begins where one can run.
+
+        Raises:
+            WeightSyncError, WeightSyncHang: as ``WeightSync.begin`` and, for the first round, ``hear``.
+        """
+        b = self._b
+        is_held = b.evaluation is not None and b.rounds.falls_due(step) and b.evaluation.holds_round(step)
+        if is_held and not self._may_be_staged(step):
+            return
+        if not b.rounds.is_due(step):
+            self._catch_up_if_possible(step)
+            return
+        if self._pending_since is None:
+            self._pending_since = time.monotonic()
+        self._is_staged = self._may_be_staged(step)
+        if not self._is_staged and not self._drain(step):
+            return  # stays pending; training goes on
+        targets = b.rounds.targets(step)
+        b.rounds.begin(step, staged=self._is_staged)
+        self._is_proven = False
+        self._pending_seconds = time.monotonic() - self._pending_since
+        self._pending_since = None
+        if not targets:
+            b.rounds.finish(step, proven=(), failed=())
+            self._expect_next()
+            return
+        if self._is_staged:
+            b.client.forgive([b.base_urls[index] for index in targets if index not in b.rounds.proven])
+            if b.rounds.proven:  # it was pending for a stock server that is suspect by now
+                b.fence.reopen(b.clock.current)
+        b.probe.pause()
+        with self._events.activity("syncing"):
+            round_id = b.rounds.round_id(b.run_id)
+            version = b.clock.current + 1
+            staged = self._is_staged
+            b.sync.begin(version, targets, round_id=round_id, staged=staged, held=is_held, step=step)
+        if b.rounds.is_first or b.longest_fill_s is not None:
+            self.take_in(step, self.hear())
+
+    def hear(self) -> RoundOutcome:
+        """Tells what has come of what is in transfer; a collective. Raises as ``WeightSync.hear`` does."""
+        with self._events.activity("syncing"):
+            return self._b.sync.hear()
+
+    def take_in(self, step: int, outcome: RoundOutcome) -> None:
+        """Moves clock, trust and fence. The first proof of a round advances the clock."""
+        b = self._b
+        proven = b.rounds.finish(
+            step,
+            proven=[server for server in outcome.proven if server in outcome.news],
+            failed=[server for server in outcome.failed if server in outcome.news],
+            ended=outcome.ended,
+        )
+        self._is_proven |= bool(proven)
+        self._faults |= {server: str(outcome.reports[server].error or "") for server in outcome.news}
+        if proven and b.clock.current < outcome.version:
+            b.clock.advance()
+        for server in proven:
+            incarnation = outcome.reports[server].incarnation
+            self._served[server] = ServedWeights(outcome.round_id, outcome.version, incarnation, step)
+        served = {b.base_urls[index]: self._served[index] for index in b.rounds.proven}
+        b.client.set_proven(served, drained=not self._is_staged)
+        b.probe.watch([b.base_urls[index] for index in b.rounds.suspects])
+        if b.rounds.proven:
+            b.fence.reopen(b.clock.current)
+        if outcome.ended:
+            self._expect_next()
+            b.probe.go_on()
+            self._events.record_round(step, outcome, self._pending_seconds)
+
+    def take_in_suspects(self, step: int, suspect: Sequence[bool], answers_again: Sequence[bool]) -> None:
+        """Takes the facts that all ranks agreed on at ``step``: by server, who is suspect and which suspect answers."""
+        b = self._b
+        before = b.rounds.proven
+        b.rounds.observe(step, suspect=suspect, answers_again=answers_again)
+        lost_servers = [index for index in before if index not in b.rounds.proven]
+        if not lost_servers:
+            return
+        lost = [b.base_urls[index] for index in lost_servers]
+        b.sync.distrust(lost_servers)
+        self._faults |= dict.fromkeys(lost_servers, "lost, or a rank has found a fault in its answers")
+        # Only withdrawn, never re-proven here: this rank may meanwhile suspect another server.
+        b.client.withdraw(lost)
+        b.probe.watch([b.base_urls[index] for index in b.rounds.suspects])
+        if not b.rounds.proven:
+            b.fence.close()
+        self._events.record_warning(f"suspect until a sync round proves it again: {', '.join(lost)}")
+
+    def take_in_servers(self, step: int, *, joins: bool) -> None:
+        """Adds the server that rank 0 was asked to add, if one ``joins`` (a collective); shows how all stand."""
+        b, requests = self._b, self._b.requests
+        if requests is None:
+            return
+        if joins:
+            told = requests.take().to_json() if self._control.rank == 0 else None
+            b.add(AddedServer.from_json(self._control.broadcast(told)))
+        for server in requests.added[self._num_told :]:
+            url = server.address.base_url
+            self._events.record_added_server(step, b.base_urls.index(url), url)
+        self._num_told = len(requests.added)
+        if self._control.rank == 0:
+            requests.show(self._standings())
+
+    def _standings(self) -> tuple[ServerStanding, ...]:
+        b = self._b
+        num_configured, suspicions = len(b.base_urls) - len(b.added), b.client.suspects
+        return tuple(
+            ServerStanding(
+                url,
+                str(state),
+                is_added=index >= num_configured,
+                proof=self._proof_of(index) if state is ServerState.PROVEN else "",
+                fault=""
+                if state is ServerState.PROVEN
+                else suspicions.get(url) or self._faults.get(index, ""),
+            )
+            for index, (url, state) in enumerate(zip(b.base_urls, b.rounds.states(), strict=True))
+        )
+
+    def _proof_of(self, server: int) -> str:
+        served = self._served[server]
+        return f"version {served.version} of round {served.round_id}, proven by step {served.heard_step}"
+
+    def _catch_up_if_possible(self, step: int) -> None:
+        b = self._b
+        if b.rounds.waits_for_catch_up(step):
+            b.sync.hurry()
+        if targets := b.rounds.begin_catch_up(step):
+            self._is_staged = True
+            b.client.forgive([b.base_urls[index] for index in targets])
+            b.sync.catch_up(targets, round_id=b.rounds.kept_round_id(b.run_id))
+
+    def _may_be_staged(self, step: int) -> bool:
+        rounds = self._b.rounds
+        return not rounds.is_first and rounds.are_staging(rounds.targets(step))
+
+    def _drain(self, step: int) -> bool:
+        """Closes the fence and asks all ranks whether anybody is busy; True when nothing is in flight anywhere."""
+        b = self._b
+        b.fence.close()
+        # In this order: a lane that gives up an abandoned POST makes its server suspect in the same moment.
+        busy = b.fence.in_flight > 0 or b.client.num_unsettled > 0
+        suspects = b.client.suspects
+        vector = [int(busy), *(int(url in suspects) for url in b.base_urls)]
+        any_busy, *suspect = self._control.reduce_max(vector)
+        # Such a server may still compute: it must be out of this very round, not of the next.
+        self.take_in_suspects(step, [flag > 0 for flag in suspect], [False] * len(suspect))
+        if any_busy:
+            # Every rank's fence is closed by now, so that nothing enters behind an abort.
+            b.abort.ask([b.base_urls[index] for index in b.rounds.proven], b.clock.current)
+        return not any_busy
+
+    def _expect_next(self) -> None:
+        """Long before it begins: rank 0 may begin a staged round, and a server install it, while others still train."""
+        b = self._b
+        b.client.expect_round(b.rounds.round_id(b.run_id), b.clock.current + 1)

@@ -1,0 +1,97 @@
+"""Prints sentences and tables on a terminal: every number of a report that stands outside of charts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from swift_stage2.pages.content import Headline, Part, Section, Sentence, Table, Tone
+from swift_stage2.pages.pictures import GALLERY_KEY
+
+_STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.WARN: "yellow", Tone.BAD: "bold red"}
+
+_GAP = 2  # between columns
+
+
+def terminal_report(sections: Iterable[Section]) -> RenderableType:
+    """Every section under its title, but for those of which the page alone has something to show."""
+    lines: list[RenderableType] = []
+    for section in sections:
+        if shown := list(_lines(_of_terminal(section))):
+            lines += [Text(f"\n{section.title}", style="bold"), *shown]
+    return Group(*lines)
+
+
+def _of_terminal(section: Section) -> Iterator[Part]:
+    """Without what only introduces pictures."""
+    for part in section.parts:
+        if not (section.key == GALLERY_KEY and isinstance(part, Sentence) and part.tone is Tone.PLAIN):
+            yield part
+
+
+def terminal_parts(parts: Iterable[Part]) -> RenderableType:
+    """Those that a terminal can show."""
+    return Group(*_lines(parts))
+
+
+def _lines(parts: Iterable[Part]) -> Iterator[RenderableType]:
+    for part in parts:
+        match part:
+            case Sentence():
+                yield Text(part.text, style=_STYLES[part.tone])
+            case Headline():
+                yield _Fitting(part.table)
+            case Table():
+                yield _Fitting(part)
+
+
+class _Fitting:
+    """A table in which no number, key or word is broken, as long as the terminal has room for the longest of each."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield _table(self._table, column_widths(self._table, options.max_width))
+
+
+def column_widths(table: Table, width: int) -> list[int] | list[None]:
+    """Characters of each column of a table of at most ``width``; None where a word has to be broken."""
+    columns = list(zip(table.headings, *table.rows, strict=True))
+    least = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    wanted = [max(map(cell_len, column)) - known for column, known in zip(columns, least, strict=True)]
+    room = width - _GAP * (len(columns) - 1) - sum(least)
+    if room < 0:
+        return [None] * len(columns)
+    found = list(least)
+    for num_left, number in zip(
+        range(len(columns), 0, -1), sorted(range(len(columns)), key=wanted.__getitem__), strict=True
+    ):
+        more = min(wanted[number], room // num_left)
+        found[number] += more
+        room -= more
+    return found
+
+
+def _table(table: Table, widths: Sequence[int | None]) -> RichTable:
+    shown = RichTable(
+        title=Text(table.title),
+        title_justify="left",
+        min_width=len(table.title),
+        box=box.SIMPLE_HEAD,
+        padding=(0, _GAP - 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    last = len(table.headings) - 1
+    for number, (heading, width) in enumerate(zip(table.headings, widths, strict=True)):
+        is_words = number == 0 or (number == last and table.ends_in_words)
+        shown.add_column(Text(heading), justify="left" if is_words else "right", overflow="fold", width=width)
+    for number, row in enumerate(table.rows):
+        shown.add_row(*(Text(cell) for cell in row), style=_STYLES[table.tones.get(number, Tone.PLAIN)])
+    return shown

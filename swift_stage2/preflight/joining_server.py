@@ -1,0 +1,78 @@
+"""Decides on rank 0 whether a server that somebody names to a run may join it: its addresses, its kind, its tensors.
+
+Asked as at a start, by whoever brings it weights later, with the run's own key. Called by the learner's thread for
+requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from swift_stage2.config import ServerConfig, Stage2Config, Transport
+from swift_stage2.config.launch import LaunchConfig
+from swift_stage2.errors import ConfigError, ServerUnavailable
+from swift_stage2.learner.server_requests import AddedServer, ServerRequests
+from swift_stage2.preflight.servers import look_for, refuse_far_servers, refuse_lone_addresses
+from swift_stage2.process.background import BackgroundFailures
+from swift_stage2.run_directory.server_board import in_arguments
+from swift_stage2.servers.protocol import TensorSpec
+from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.weights.tensors import agreed_manifest
+
+_PATIENCE_S = 5.0  # one odd answer is none
+
+
+def requests_of(
+    config: Stage2Config,
+    run_directory: str,
+    rank: int,
+    manifest: Sequence[TensorSpec],
+    failures: BackgroundFailures,
+) -> ServerRequests:
+    """A rank's, for a run whose rounds carry the tensors of ``manifest``."""
+    return ServerRequests(Path(run_directory), partial(admit, config, manifest), rank=rank, failures=failures)
+
+
+def admit(
+    config: Stage2Config,
+    manifest: Sequence[TensorSpec],
+    server: ServerConfig,
+    others: Collection[ServerConfig] = (),
+) -> AddedServer:
+    """Asks ``server``, which wants to join those of ``config`` and ``others``.
+
+    Raises:
+        ConfigError: it is one of them already, shares a port with one, or cannot be given weights from here.
+        ServerUnavailable: it does not answer, or not with this run's key.
+        ServerFault: it holds other tensors.
+    """
+    servers = {each.base_url: each for each in (*config.rollout.servers, *others)}
+    if server.base_url in servers:
+        raise ConfigError(
+            f"a server is added once, got URL={server.base_url}, which is in the run; swift-stage2 servers list "
+            "tells how it stands"
+        )
+    try:
+        rollout = replace(config.rollout, servers=(*servers.values(), server))
+        wider = replace(config, rollout=rollout, launch=LaunchConfig(learner=config.launch.learner))
+        refuse_lone_addresses(wider)
+        if rollout.sync.transport is Transport.SHARED_MEMORY:
+            refuse_far_servers(wider)
+    except ConfigError as error:
+        raise ConfigError(in_arguments(str(error), len(servers))) from error
+    told = look_for(config, server.base_url, time.monotonic() + _PATIENCE_S)
+    if told["refused"]:
+        raise ConfigError(told["refused"])
+    if not told["answers"]:
+        raise ServerUnavailable(
+            f"a server must answer rank 0 before it is added, got no answer: {told['missing']}; start it, or correct "
+            "the URL"
+        )
+    if told["ours"]:
+        with ServerSession(server.base_url, rollout.api_key(), must_be_ours=True) as session:
+            agreed_manifest(manifest, session.info(Deadline(_PATIENCE_S)).manifest)
+    return AddedServer(address=server, is_ours=told["ours"], chat_model=told["chat_model"])

@@ -1,0 +1,81 @@
+"""Starts a process that works for a rank and ends with it; the two talk over a socket pair that only they hold.
+
+The kernel kills the worker when its rank's main thread is gone, however that ended (``PR_SET_PDEATHSIG``). Used by the
+process that preprocesses and by the one that carries weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import swift_stage2
+
+_PR_SET_PDEATHSIG = 1
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def start_worker(
+    module: str, environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Starts ``python -m module``; returns the process and the rank's end of the socket pair.
+
+    The worker counts no ranks and repeats none of ms-swift's notices. Its import path is the rank's first module's; a
+    worker that needs more is sent the rank's ``sys.path``.
+    """
+    ours, theirs = socket.socketpair()
+    inherited = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
+    found = (inherited.get("PYTHONPATH"), str(Path(swift_stage2.__file__).parents[1]))
+    inherited["PYTHONPATH"] = os.pathsep.join(filter(None, found))
+    inherited.setdefault("OMP_NUM_THREADS", "1")
+    inherited |= {"TOKENIZERS_PARALLELISM": "false", "LOG_LEVEL": "ERROR", **environment}
+    with theirs:
+        process = subprocess.Popen(
+            (sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())),
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env=inherited,
+        )
+    return process, ours
+
+
+def describe_end(status: int) -> str:
+    """How a process ended, by its exit status as ``subprocess`` gives it."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-status}"
+
+
+@contextmanager
+def serve_rank(descriptor: int, parent: int) -> Iterator[tuple[socket.socket, Connection]]:
+    """The worker's side: both ends of the pair's other end, of which descriptors come through the first.
+
+    Ends quietly when the rank is gone.
+
+    Raises:
+        OSError: the kernel refuses to tie the two.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        sys.exit("the rank that started this process is gone")
+    # A signal to the whole group asks the rank, which lets this process finish what the last steps need.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.set_inheritable(descriptor, False)  # whatever is started from here must not keep the socket open
+    with socket.socket(fileno=descriptor) as channel, Connection(os.dup(descriptor)) as connection:
+        channel.settimeout(None)
+        with suppress(BrokenPipeError, ConnectionResetError):
+            yield channel, connection

@@ -1,0 +1,249 @@
+"""Talks to a plain ``vllm serve`` (0.32) by vLLM's own routes: how it is recognised, asked and proven.
+
+Rollouts are asked by its OpenAI route, one request a call. A round needs routes that only ``VLLM_SERVER_DEV_MODE=1``
+opens: pause, weight transfer, weight checker, weight version. The version is a text of the learner's choice that vLLM
+keeps until its process ends, so one with the round's names tells whose weights answer, and that no other process does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
+from swift_stage2.servers.protocol import Completion, parse_json
+from swift_stage2.servers.wire_record import integer, integer_list, mapping, optional_text, text
+
+if TYPE_CHECKING:
+    from swift_stage2.servers.session import Deadline, ServerSession
+
+MODELS = "/v1/models"
+_VERSION = "/version"
+CHAT = "/v1/chat/completions"
+ABORT_REQUESTS = "/abort_requests"
+WEIGHT_INFO = "/weight_info"
+PAUSE = "/pause?mode=wait"  # answers once nothing runs, with all caches emptied; what comes later waits
+RESUME = "/resume"
+INIT_TRANSFER = "/init_weight_transfer_engine"
+SHUTDOWN_TRANSFER = "/shutdown_weight_transfer_engine"
+START_UPDATE = "/start_weight_update"
+UPDATE_WEIGHTS = "/update_weights"
+FINISH_UPDATE = "/finish_weight_update"
+_CHECKER = "/weight_checker"
+_WORLD_SIZE = "/get_world_size"
+
+ReplyT = TypeVar("ReplyT")
+
+_KNOWS_NO_SUCH_CALL = (404, 405, 501)
+_IMAGE = "<image>"
+_ENGINE_HEADER = "X-data-parallel-rank"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """The text that a proven server answers to ``WEIGHT_INFO``. One that was started anew says ``default``."""
+
+    run_id: str
+    round_id: str
+    version: int
+
+    def __str__(self) -> str:
+        return json.dumps([self.run_id, self.round_id, self.version])
+
+    @classmethod
+    def parse(cls, said: str) -> WeightVersion | None:
+        """None if the text is not a learner's."""
+        with suppress(ProtocolError, TypeError, ValueError):
+            run_id, round_id, version = parse_json(said.encode())
+            return cls(str(run_id), str(round_id), integer(version, "version"))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class PlainModel:
+    """The model that a ``vllm serve`` holds: the name to ask it by, and the path or hub id it was read from."""
+
+    name: str
+    root: str
+
+
+def find_model(session: ServerSession, deadline: Deadline) -> PlainModel | None:
+    """The served model if a ``vllm serve`` with its development routes answers; else None.
+
+    Raises:
+        ServerFault: it cannot be asked, or its engine has failed.
+    """
+    try:
+        ask_weight_version(session, deadline)
+    except ServerFault as fault:
+        if fault.status in _KNOWS_NO_SUCH_CALL or fault.kind is FaultKind.UNUSABLE:
+            return None
+        raise
+    return _read(session, MODELS, session.get(MODELS, deadline), _parse_model)
+
+
+def lacks_routes(session: ServerSession, deadline: Deadline) -> bool:
+    """Whether a program that is no rollout server is vLLM without the routes that a round needs."""
+    with suppress(ServerFault):
+        reply = session.get(_VERSION, deadline)
+        return isinstance(reply, Mapping) and reply.keys() == {"version"}
+    return False
+
+
+TRANSFER_OPTION = """--weight-transfer-config '{"backend": "nccl"}'"""
+ROUTES_REMEDY = (
+    "it is vLLM without the routes that a round needs: start it with VLLM_SERVER_DEV_MODE=1 and "
+    f"{TRANSFER_OPTION}"
+)
+
+
+def ask_weight_version(session: ServerSession, deadline: Deadline) -> str:
+    """Raises ServerFault."""
+    return _read(session, WEIGHT_INFO, session.get(WEIGHT_INFO, deadline), parse_weight_version)
+
+
+def ask_num_workers(session: ServerSession, deadline: Deadline, *, of_one_engine: bool = False) -> int:
+    """Of all data-parallel engines, or of each of them. Raises ServerFault."""
+    path = f"{_WORLD_SIZE}?include_dp={str(not of_one_engine).lower()}"
+    return _read(session, path, session.get(path, deadline), _parse_world_size)
+
+
+def ask_canary(
+    session: ServerSession,
+    model: str,
+    question: tuple[Mapping[str, Any], Mapping[str, Any]],
+    request_id: str,
+    deadline: Deadline,
+) -> list[Completion]:
+    """Every data-parallel engine's own answer to a request under a config. Raises ServerFault."""
+    each = ask_num_workers(session, deadline, of_one_engine=True)
+    answers = []
+    for engine in range(ask_num_workers(session, deadline) // each):
+        body = chat_body(model, *question, f"{request_id}-{engine}")
+        reply = session.post(CHAT, body, deadline, headers={_ENGINE_HEADER: str(engine)})
+        answers.append(_read(session, CHAT, reply, parse_chat_reply))
+    return answers
+
+
+def ask_digests(session: ServerSession, deadline: Deadline, *, blank: bool = False) -> dict[str, str]:
+    """vLLM's own SHA-256 of every parameter in its own layout; ``blank``: of zeros, which it holds from now on.
+
+    Raises:
+        ServerFault: it has none.
+    """
+    if blank:
+        session.post(_CHECKER, {"action": "reset"}, deadline)
+    reply = session.post(_CHECKER, {"action": "checksum"}, deadline)
+    return _read(session, _CHECKER, reply, _parse_digests)
+
+
+def _read(session: ServerSession, path: str, reply: Any, parse: Callable[[Any], ReplyT]) -> ReplyT:
+    try:
+        return parse(reply)
+    except ProtocolError as error:
+        raise ServerFault(f"{session.base_url}{path}: {error}", kind=FaultKind.UNUSABLE) from error
+
+
+def _parse_model(data: Any) -> PlainModel:
+    models = mapping(data, "list of models").get("data")
+    if not isinstance(models, list) or not models:
+        raise ProtocolError("a list of models must name one")
+    model = mapping(models[0], "model")
+    name = text(model, "id")
+    return PlainModel(name, optional_text(model, "root") or name)
+
+
+def _parse_world_size(data: Any) -> int:
+    size = integer(mapping(data, "world size").get("world_size"), "world_size")
+    if size < 1:
+        raise ProtocolError(f"world_size must be positive, got world_size={size}")
+    return size
+
+
+def _parse_digests(data: Any) -> dict[str, str]:
+    digests = mapping(mapping(data, "answer").get("checksums"), "checksums")
+    return {name: text(digests, name) for name in digests}
+
+
+def parse_weight_version(data: Any) -> str:
+    """The text of an answer to ``WEIGHT_INFO``. Raises ProtocolError."""
+    return text(mapping(data, "weight info"), "weight_version")
+
+
+def chat_body(
+    model: str, request: Mapping[str, Any], config: Mapping[str, Any], request_id: str
+) -> dict[str, Any]:
+    """Body of ``CHAT`` for one infer request; ``config`` is a ``request_config``."""
+    sampling = {name: value for name, value in config.items() if name != "return_details"}
+    return {
+        "model": model,
+        "messages": _chat_messages(request),
+        "request_id": request_id,
+        "return_token_ids": True,
+        **sampling,
+    }
+
+
+def engine_name(request_id: str) -> str:
+    """How ``ABORT_REQUESTS`` calls the request that ``CHAT`` was given under this id."""
+    return f"chatcmpl-{request_id}"
+
+
+def parse_chat_reply(data: Any) -> Completion:
+    """The completion of a ``CHAT`` answer; it names no weights. Raises ProtocolError."""
+    reply = mapping(data, "chat completion")
+    choices = reply.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1:
+        raise ProtocolError("a chat completion must hold exactly one choice")
+    choice = mapping(choices[0], "choice")
+    return Completion(
+        text=optional_text(mapping(choice.get("message"), "message"), "content") or "",
+        token_ids=tuple(integer_list(choice, "token_ids")),
+        finish_reason=optional_text(choice, "finish_reason"),
+        prompt_token_ids=tuple(integer_list(reply, "prompt_token_ids")),
+    )
+
+
+def stamped(completion: Completion, said: str) -> Completion:
+    """With the weights that the server says it holds; a process is told by the round that it took."""
+    weights = WeightVersion.parse(said)
+    if weights is None:
+        return completion
+    return replace(
+        completion,
+        weight_version=weights.version,
+        run_id=weights.run_id,
+        incarnation=weights.round_id,
+        round_id=weights.round_id,
+    )
+
+
+def _chat_messages(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Its messages with every image in the place of its tag; those without one come first, as ms-swift has them."""
+    messages = [dict(turn) for turn in request["messages"]]
+    images = list(request.get("images") or ())
+    num_tags = sum(str(turn["content"]).count(_IMAGE) for turn in messages)
+    messages[0]["content"] = _IMAGE * (len(images) - num_tags) + messages[0]["content"]
+    for turn in messages:
+        first, *others = turn["content"].split(_IMAGE)
+        if not others:
+            continue
+        parts = [_text(first)]
+        for following in others:
+            if not images:
+                raise ProtocolError(f"a prompt must not have more {_IMAGE} tags than images")
+            parts += [_image(images.pop(0)), _text(following)]
+        turn["content"] = [part for part in parts if part.get("text") != ""]
+    return messages
+
+
+def _text(content: str) -> dict[str, Any]:
+    return {"type": "text", "text": content}
+
+
+def _image(image: str) -> dict[str, Any]:
+    url = image if image.startswith("data:") else f"data:image/*;base64,{image}"
+    return {"type": "image_url", "image_url": {"url": url}}

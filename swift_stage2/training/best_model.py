@@ -1,0 +1,69 @@
+"""Evaluations on the servers as Hugging Face's: logged, and where ``metric_for_best_model`` is theirs, they choose.
+
+One is taken at the end of the step in which it ended, the same on every rank, with sums that all ranks have. Its
+weights are those of its version: a checkpoint that is saved as the best is some steps younger than what was measured.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from swift.callbacks.early_stop import EarlyStopCallback
+from swift.trainers import Seq2SeqTrainer
+from transformers import Trainer
+from transformers.trainer_utils import SaveStrategy
+
+from swift_stage2.records import EvaluationRecord
+from swift_stage2.run import Stage2Run
+from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd
+
+logger = logging.getLogger(__name__)
+
+_EVERY_SAVE = (SaveStrategy.STEPS, SaveStrategy.EPOCH)
+
+
+class EvaluatedTrainer(Seq2SeqTrainer):  # type: ignore[misc]
+    """ms-swift's trainer, whose best metric, checkpoint and early end evaluations on the servers may decide."""
+
+    stage2: Stage2Run | None = None
+    control: Any
+    _taken: EvaluationRecord | None = None
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        evaluation = self.stage2.latest_evaluation if self.stage2 is not None else None
+        if evaluation is not None and evaluation is not self._taken:
+            self._taken = evaluation
+            self._take(evaluation)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _take(self, evaluation: EvaluationRecord) -> None:
+        metrics = {f"eval_{name}": value for name, value in evaluation.counts.ratios.items()}
+        Trainer.log(self, dict(metrics))  # ms-swift's own would end the means of its training metrics here
+        name = f"eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}"
+        # One that was cut has the first rows only, whichever were answered by then.
+        if evaluation.end is not EvaluationEnd.COMPLETE or name not in metrics:
+            return
+        is_best = self._determine_best_metric(metrics, None)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        if is_best and self.args.process_index == 0:
+            logger.info(
+                "%s=%.4f of version %d, asked from step %d on, is the best so far",
+                name,
+                metrics[name],
+                evaluation.run.version,
+                evaluation.run.begun_step,
+            )
+        strategy = self.args.save_strategy
+        if strategy != SaveStrategy.BEST:
+            self.state.best_global_step = None  # nothing says that this step is saved
+        elif is_best:
+            self.control.should_save = True
+        if strategy not in _EVERY_SAVE and not (is_best and strategy == SaveStrategy.BEST):
+            self._count_towards_early_stop()
+
+    def _count_towards_early_stop(self) -> None:
+        """ms-swift counts saves, of which there are none without a better model; so evaluations are counted."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, EarlyStopCallback):
+                callback.on_save(self.args, self.state, self.control)

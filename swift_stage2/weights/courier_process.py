@@ -1,0 +1,301 @@
+"""Has weights carried by a process beside rank 0 (``courier_worker``), which may hang, crash or be killed.
+
+One that is late is killed and reaped before anything else begins, so that it cannot wake and push; what it carried has
+failed, and another one takes its place at the next step. Training notices nothing of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from queue import SimpleQueue
+
+import torch
+
+from swift_stage2.config import RolloutConfig
+from swift_stage2.process.worker import describe_end, start_worker
+from swift_stage2.telemetry.trace import Trace
+from swift_stage2.weights.courier import PushEnd, longest_close_s
+from swift_stage2.weights.courier_worker import (
+    Added,
+    Confirmed,
+    CourierSetup,
+    Distrust,
+    Ended,
+    Errand,
+    Judgement,
+    LetInstall,
+    Lost,
+    Question,
+)
+from swift_stage2.weights.proof import Canary, RoundOrder
+from swift_stage2.weights.snapshot import Snapshot
+from swift_stage2.weights.transport import ServerEndpoint, endpoints_of
+
+logger = logging.getLogger(__name__)
+
+_END_S = 10.0
+
+RecordInterval = Callable[[str, int, int, str], None]
+"""Takes a phase's name, its start and end in ns of ``time.perf_counter_ns``, and the thread that went through it."""
+
+
+def process_courier(
+    rollout: RolloutConfig,
+    device: torch.device,
+    *,
+    ours: set[str] | None = None,
+    trace: Trace | None = None,
+    disk_keep: int | None = None,
+) -> ProcessCourier:
+    """Carries weights that lie on ``device`` from a process of its own. Called on the main thread.
+
+    ``disk_keep``: 0 for a run that leaves no version behind.
+    """
+    setup = CourierSetup(
+        endpoints=endpoints_of(rollout),
+        api_key=rollout.api_key(),
+        ours=frozenset(ours or ()),
+        device=device,
+        transport=rollout.sync.transport,
+        is_traced=trace is not None and trace.enabled,
+        disk_directory=rollout.sync.disk_directory,
+        disk_keep=rollout.sync.disk_keep if disk_keep is None else disk_keep,
+    )
+    return ProcessCourier(setup, ours=ours, record=trace.record if trace is not None else _unrecorded)
+
+
+def _unrecorded(name: str, start_ns: int, end_ns: int, track: str) -> None: ...
+
+
+class ProcessCourier:
+    """A ``Courier`` in a process of its own. Made, and asked to begin, on the main thread, with which it ends."""
+
+    def __init__(
+        self,
+        setup: CourierSetup,
+        *,
+        ours: set[str] | None = None,
+        record: RecordInterval = _unrecorded,
+    ) -> None:
+        """``ours`` learns the base URLs of servers that turn out to be ours."""
+        self._setup = setup
+        self._ours = set() if ours is None else ours
+        self._record = record
+        self._changed = threading.Condition()
+        self._round_id = ""
+        self._targets: tuple[int, ...] = ()
+        self._canary: Canary | None = None
+        self._ends: dict[int, PushEnd] = {}
+        self._lost: tuple[int, ...] = ()
+        self._worker = self._start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that carries now."""
+        return self._worker.process.pid
+
+    def begin(self, order: RoundOrder, targets: Sequence[int], snapshot: Snapshot, bucket_bytes: int) -> None:
+        """As ``Courier.begin``."""
+        if self._worker.has_ended:  # first: its end must not become that of this round's pushes
+            self._replace()
+        self._worker.has_carried = True
+        canary = order.canary
+        with self._changed:
+            self._round_id, self._targets, self._canary = order.round_id, tuple(targets), canary
+            self._ends, self._lost = {}, ()
+        question = (canary.request, canary.config) if canary is not None else None
+        plain = replace(order, canary=None)
+        self._worker.send(Errand(plain, question, self._targets, snapshot.memory.where, bucket_bytes))
+
+    def let_install(self) -> None:
+        """As ``Courier.let_install``."""
+        self._worker.send(LetInstall())
+
+    def revive(self) -> None:
+        """As ``Courier.revive``. One that dies before it has carried anything is left to the next round."""
+        if self._worker.is_mourned and self._worker.has_carried:
+            try:
+                self._replace()
+            except OSError as error:  # the next step tries again, and ``begin`` tells all ranks
+                logger.warning("no process can be started to carry weights: %s", error)
+
+    def ends(self) -> Mapping[int, PushEnd]:
+        """As ``Courier.ends``."""
+        with self._changed:
+            return dict(self._ends)
+
+    def wait(self, timeout_s: float) -> bool:
+        """As ``Courier.wait``."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._ends) == len(self._targets), max(0.0, timeout_s))
+
+    def give_up(self, error: str) -> None:
+        """As ``Courier.give_up``: the process is killed."""
+        self._fail(error)
+        self._worker.end(0.0)
+
+    def confirm(self, round_id: str) -> None:
+        """As ``Courier.confirm``."""
+        self._worker.send(Confirmed(round_id))
+
+    def distrust(self, servers: Iterable[int]) -> None:
+        """As ``Courier.distrust``."""
+        self._worker.send(Distrust(tuple(servers)))
+
+    def add(self, endpoint: ServerEndpoint, *, is_ours: bool) -> None:
+        """As ``Courier.add``: the process that carries now is told, the next one begins with it."""
+        setup = self._setup
+        if is_ours:
+            self._ours.add(endpoint.base_url)
+            setup = replace(setup, ours=setup.ours | {endpoint.base_url})
+        self._setup = replace(setup, endpoints=(*setup.endpoints, endpoint))
+        self._worker.send(Added(endpoint, is_ours))
+
+    def is_lost(self, server: int) -> bool:
+        """As ``Courier.is_lost``, as far as the process has found it out; it looks every second."""
+        return server in self._lost
+
+    def lost_servers(self) -> tuple[int, ...]:
+        """As ``Courier.lost_servers``."""
+        return self._lost
+
+    def close(self) -> None:
+        """As ``Courier.close``. What the process closes has limits of its own, which it may use up."""
+        self._worker.end(longest_close_s(len(self._setup.endpoints)))
+
+    def _start(self) -> _Worker:
+        return _Worker(self._setup, self._take, self._on_end)
+
+    def _replace(self) -> None:
+        self._worker.end(0.0)
+        self._worker = self._start()
+
+    def _take(self, message: Question | Ended | Lost) -> Judgement | None:
+        """On the thread that hears the worker."""
+        if isinstance(message, Question):
+            agrees = self._canary is not None and self._canary.agrees(message.token_ids)
+            return Judgement(message.number, agrees)
+        if isinstance(message, Lost):
+            with self._changed:
+                if message.round_id == self._round_id:
+                    self._lost = message.servers
+            return None
+        for name, track, start_ns, end_ns in message.intervals:
+            self._record(name, start_ns, end_ns, track)
+        with self._changed:
+            if message.round_id == self._round_id:
+                if message.is_ours:
+                    self._ours.add(self._setup.endpoints[message.server].base_url.rstrip("/"))
+                self._ends.setdefault(message.server, message.end)
+                self._changed.notify_all()
+        return None
+
+    def _on_end(self, how: str) -> None:
+        self._fail(f"the process that carries weights {how}; another one takes its place")
+
+    def _fail(self, error: str) -> None:
+        """The process is over, and with it the groups that tell when a stock server is another process."""
+        with self._changed:
+            urls = [endpoint.base_url.rstrip("/") for endpoint in self._setup.endpoints]
+            self._lost = tuple(server for server, url in enumerate(urls) if url not in self._ours)
+            for server in self._targets:
+                self._ends.setdefault(server, PushEnd.failed(error))
+            self._changed.notify_all()
+
+
+class _Worker:
+    """One process, and the thread that hears it until it has ended."""
+
+    def __init__(
+        self,
+        setup: CourierSetup,
+        take: Callable[[Question | Ended | Lost], Judgement | None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        self._take = take
+        self._on_end = on_end
+        self._outbox: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._is_closing = False
+        self.has_ended = False
+        """Whether nothing can be sent to it any more."""
+        self.has_carried = False
+        self.process, self._socket = start_worker("swift_stage2.weights.courier_worker", {})
+        self._connection = Connection(os.dup(self._socket.fileno()))
+        self.send(tuple(sys.path))
+        self.send(setup)
+        self._thread = threading.Thread(target=self._hear, name="courier", daemon=True)
+        self._sender = threading.Thread(target=self._send_all, name="courier-errands", daemon=True)
+        self._thread.start()
+        self._sender.start()
+
+    @property
+    def is_mourned(self) -> bool:
+        """Whether it has ended, and ``on_end`` has been told so if it was not asked to."""
+        return not self._thread.is_alive()
+
+    def send(self, message: object) -> None:
+        """Sends it behind those before, and waits for nothing: a process that starts, or stands still, does not read.
+
+        Its socket holds no large manifest and no picture of a canary. One that has ended needs nothing any more.
+        """
+        self._outbox.put(ForkingPickler.dumps(message))
+
+    def end(self, patience_s: float) -> None:
+        """Lets it close what it holds for so long, then kills and reaps it. May be called again."""
+        self._is_closing = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends what is being sent, too
+        self._outbox.put(None)
+        try:
+            self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_END_S)
+        if self.process.returncode is None:
+            logger.warning(
+                "the process that carries weights, pid=%d, was killed and lives on", self.process.pid
+            )
+        self._thread.join(_END_S)
+        self._sender.join(_END_S)
+        self._connection.close()
+        self._socket.close()
+
+    def _send_all(self) -> None:
+        with suppress(OSError):
+            while True:
+                message = self._outbox.get()  # deadline: the worker's life, as ``end`` tells
+                if message is None:
+                    return
+                self._connection.send_bytes(message)
+
+    def _hear(self) -> None:
+        try:
+            while True:
+                answer = self._take(self._connection.recv())  # deadline: the worker's life
+                if answer is not None:
+                    self.send(answer)
+        except (EOFError, OSError):
+            pass  # it has ended, or is told to
+        except Exception:  # top of the thread: nobody hears the process any more
+            logger.exception("the process that carries weights cannot be understood, and is killed")
+            self.process.kill()
+        self.has_ended = True
+        if self._is_closing:
+            return
+        try:
+            how = describe_end(self.process.wait(_END_S))
+        except subprocess.TimeoutExpired:
+            how = "has closed its connection to the learner"
+        logger.warning("the process that carries weights %s", how)
+        self._on_end(how)

@@ -1,0 +1,85 @@
+"""The client asks for columns, and a server that does not give what it was asked for is at fault, never a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_rollout_server import Call, FakeRolloutServer, output, outputs, request
+from rollout_batch import generate
+
+from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights, Terms
+from swift_stage2.columns import LOG_PROBS, Column
+from swift_stage2.config import DecodingConfig
+from swift_stage2.fence import InferFence
+from swift_stage2.records import BatchOutcome, Sample, SampleKey
+
+DECODING = DecodingConfig(temperature=0.7, max_new_tokens=64)
+
+
+def with_log_probs(values: Any) -> Any:
+    """Answers of two tokens with these log-probabilities, whatever was asked."""
+
+    def answer(call: Call) -> Any:
+        items = [output(text) for text in call.texts]
+        for item in items:
+            content = [{"logprob": value} for value in values] if values is not None else None
+            item["response"]["choices"][0]["logprobs"] = None if content is None else {"content": content}
+        return outputs(items)
+
+    return answer
+
+
+@pytest.fixture
+def server() -> Iterator[FakeRolloutServer]:
+    with FakeRolloutServer() as server:
+        yield server
+
+
+def ask(server: FakeRolloutServer, columns: tuple[Column, ...], terms: Terms | None = None) -> BatchOutcome:
+    client = RolloutClient(
+        [server.url],
+        fence=InferFence(version=3),
+        decoding=DECODING,
+        request_timeout_s=20.0,
+        run_seed=1,
+        rank=0,
+        world_size=1,
+        canary=request("ping"),
+        max_inflight_per_server=4,
+        columns=columns,
+    )
+    with client:
+        client.set_proven({server.url: ServedWeights(None, 3, None)})
+        samples = [Sample(SampleKey(0, n, n), {}) for n in range(3)]
+        return generate(client, samples, [request(f"r{n}") for n in range(3)], terms)
+
+
+def test_log_probs_come_with_every_rollout_if_the_client_was_made_to_ask(server: FakeRolloutServer) -> None:
+    server.on_infer = with_log_probs([-0.25, -1.5])
+    outcome = ask(server, (LOG_PROBS,))
+    assert [rollout.log_probs for rollout in outcome.rollouts] == [(-0.25, -1.5)] * 3
+    assert [call.config["logprobs"] for call in server.infer_calls] == [True]
+
+
+def test_nobody_asks_without_need_and_an_evaluation_has_none(server: FakeRolloutServer) -> None:
+    assert {rollout.log_probs for rollout in ask(server, ()).rollouts} == {None}
+    assert {rollout.log_probs for rollout in ask(server, (LOG_PROBS,), Terms(DECODING)).rollouts} == {None}
+    for call in server.infer_calls:
+        assert list(call.config) == [
+            "max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "return_details",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", [None, [], [-1.0], [-1.0, 0.25], [-1.0] * 3])
+def test_a_server_without_them_or_with_others_is_suspect_and_no_sample_is_condemned(
+    server: FakeRolloutServer, values: Any
+) -> None:
+    """The probe asks for them, too: a server that failed them alone would condemn every sample otherwise."""
+    server.on_infer = with_log_probs(values)
+    outcome = ask(server, (LOG_PROBS,))
+    assert (outcome.rollouts, outcome.quarantined) == ((), ())
+    assert len(outcome.returned) == 3
+    assert "log_probs must" in outcome.suspects[server.url]
+    assert all(call.config["logprobs"] for call in server.infer_calls)

@@ -1,0 +1,138 @@
+"""Columns through segments, packs and shared memory: whatever is packed with whatever, a value stays with its token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from real_model import make_encoder, rollout_of, sample_of
+
+from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
+from swift_stage2.channel_b.packing import select_pack
+from swift_stage2.channel_b.preprocessing import make_pack
+from swift_stage2.channel_b.preprocessing_worker import read_batch, write_batch
+from swift_stage2.columns import COLUMNS, LOG_PROBS, Column, Per, register_column
+from swift_stage2.records import MatchQuality, Sample, Segment, Target
+
+CAPACITY = 600
+MATCH = MatchQuality(0, 0, 0, 0.0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return make_encoder(packing_length=CAPACITY)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sizes() -> Iterator[None]:
+    """Columns with one value per sample and per group, of another dtype and filler, for this file."""
+    before = dict(COLUMNS)
+    register_column(Column(name="reward", per=Per.SAMPLE, dtype="float64", filler=9.0))
+    register_column(Column(name="group", per=Per.GROUP, dtype="int64", filler=-1))
+    yield
+    COLUMNS.clear()
+    COLUMNS.update(before)
+
+
+@pytest.fixture(scope="module")
+def prompts(encoder: Encoder, rows: list[dict[str, Any]]) -> list[tuple[Sample, PromptEncoding]]:
+    samples = [sample_of(row, number) for number, row in enumerate(rows[:3])]
+    return [(sample, encoder.encode_prompt(sample)) for sample in samples]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One target to be: which prompt it answers, its ids, which of them are supervised, which columns it has."""
+
+    prompt: int
+    token_ids: tuple[int, ...]
+    weights: tuple[float, ...]
+    columns: Mapping[str, tuple[float, ...]]
+
+
+# In float32 exactly; so is what a server sends.
+VALUES = st.floats(max_value=0.0, width=32, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> Answer:
+    tokens = draw(
+        st.lists(st.tuples(st.integers(270, 400), st.sampled_from([0.0, 0.5, 1.0]), VALUES), max_size=40)
+    )
+    ids, weights, values = zip(*tokens, strict=True) if tokens else ((), (), ())
+    columns: dict[str, tuple[float, ...]] = {
+        "log_probs": values,
+        "reward": (draw(st.floats(-1, 1)),),
+        "group": (draw(st.integers(0, 9)),),
+    }
+    missing = draw(st.sets(st.sampled_from(sorted(columns))))
+    return Answer(
+        draw(st.integers(0, 2)), ids, weights, {k: v for k, v in columns.items() if k not in missing}
+    )
+
+
+def segment_of(answer: Answer, prompts: Sequence[tuple[Sample, PromptEncoding]], encoder: Encoder) -> Segment:
+    sample, prompt = prompts[answer.prompt]
+    rollout = rollout_of(sample, "", prompt.token_ids)
+    target = Target("", answer.token_ids, answer.weights, MATCH, columns=answer.columns)
+    return encoder.encode_segment(rollout, prompt, target, closing_weight=1.0, sample_id="s")
+
+
+@given(drawn=st.lists(answers(), min_size=1, max_size=7))
+def test_every_value_stays_with_its_token(
+    encoder: Encoder, prompts: list[tuple[Sample, PromptEncoding]], drawn: list[Answer]
+) -> None:
+    segments = [segment_of(answer, prompts, encoder) for answer in drawn]
+    chosen = select_pack([segment.num_tokens for segment in segments], CAPACITY)
+    batch = make_pack("p", [segments[index] for index in chosen], encoder, CAPACITY).batch
+    packed = [drawn[index] for index in chosen]
+    present = {name for answer in packed for name in answer.columns}
+    assert present == COLUMNS.keys() & batch.keys()
+    labels, tokens = batch["labels"][0].tolist(), batch["input_ids"][0].tolist()
+    end = 0
+    for number, answer in enumerate(packed):
+        segment = segments[chosen[number]]
+        start, end = end, end + segment.num_tokens
+        begin = start + len(prompts[answer.prompt][1].token_ids)
+        behind = begin + len(answer.token_ids)
+        assert tokens[begin:behind] == list(answer.token_ids)
+        expected = [t if w else -100 for t, w in zip(answer.token_ids, answer.weights, strict=True)]
+        assert labels[begin:behind] == expected
+        if "log_probs" in present:
+            column = batch["log_probs"][0]
+            assert column[begin:behind].tolist() == list(
+                answer.columns.get("log_probs", [0.0] * len(expected))
+            )
+            assert not column[start:begin].any()
+            assert not column[behind:end].any()
+        for name in present - {"log_probs"}:
+            (value,) = answer.columns.get(name, (COLUMNS[name].filler,))
+            assert batch[name][number].item() == value
+    assert end == len(labels)
+    assert {name: batch[name].shape for name in present} == {
+        name: (1, end) if name == "log_probs" else (len(packed),) for name in present
+    }
+    assert {name: str(batch[name].dtype) for name in present} == {
+        name: f"torch.{COLUMNS[name].dtype}" for name in present
+    }
+    shared = read_batch(*write_batch(batch))
+    assert all(torch.equal(shared[name], batch[name]) for name in present)
+    assert all(shared[name].dtype == batch[name].dtype for name in present)
+
+
+def test_a_pack_without_columns_has_the_entries_and_bytes_that_it_had(
+    encoder: Encoder, prompts: list[tuple[Sample, PromptEncoding]]
+) -> None:
+    plain = Answer(0, (300, 301), (1.0, 1.0), {})
+    before = encoder.collate([segment_of(plain, prompts, encoder)])
+    asked = Answer(0, (300, 301), (1.0, 1.0), {LOG_PROBS.name: (-1.0, -2.0)})
+    after = encoder.collate([segment_of(asked, prompts, encoder)])
+    assert after.keys() - before.keys() == {LOG_PROBS.name}
+    assert COLUMNS.keys().isdisjoint(before)
+    for name, value in before.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(after[name])), name

@@ -1,0 +1,380 @@
+"""Rollouts that servers abort and that go on: the pipeline of ``test_pipeline``, whose servers can resume.
+
+A sample stays drawn while its rollout is partial; it is asked again first, with the ids that it has; and every token
+keeps the version that sampled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+from channel_b.test_pipeline import PATIENCE_S, WINDOW, Bench, encoder, make_bench, server_encoder
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_stage2.channel_b.attempts import AttemptState
+from swift_stage2.channel_b.partial_rollouts import join
+from swift_stage2.errors import SampleError, StaleSample
+from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.scheduling.version_clock import require_fresh
+from swift_stage2.telemetry.ledger import Entry
+from swift_stage2.telemetry.ledger_account import RankAccount, account_of
+from swift_stage2.telemetry.reading import read_ledger
+
+__all__ = ["encoder", "make_bench", "server_encoder"]  # fixtures
+
+Answer = Callable[[Sequence[Sample]], BatchOutcome]
+
+
+class Scene:
+    """A bench whose ledger is kept, and servers that answer with tokens."""
+
+    def __init__(self, bench: Bench, file: Path) -> None:
+        self.bench = bench
+        self.client, self.clock, self.pipeline, self.events = (
+            bench.client,
+            bench.clock,
+            bench.pipeline,
+            bench.events,
+        )
+        self._file = file
+        bench.events.ledger.write(
+            Entry.START,
+            run_id="run",
+            step=0,
+            world_size=1,
+            version_window=WINDOW,
+            save_id=None,
+            state=bench.source.state_dict(),
+        )
+
+    def part(self, sample: Sample, *token_ids: int, **changes: Any) -> Rollout:
+        """Some tokens more, as the current version samples them."""
+        span = VersionSpan(self.clock.current, 0, len(token_ids))
+        rollout = replace(self.client.rollout(sample), token_ids=token_ids, spans=(span,))
+        return replace(rollout, **changes)
+
+    def aborting(self, *token_ids: int, **changes: Any) -> Answer:
+        def answer(samples: Sequence[Sample]) -> BatchOutcome:
+            parts = tuple(self.part(sample, *token_ids, **changes) for sample in samples)
+            return BatchOutcome(returned=tuple(samples), aborted=parts)
+
+        return answer
+
+    def finishing(self, *token_ids: int, **changes: Any) -> Answer:
+        return lambda samples: BatchOutcome(
+            rollouts=tuple(self.part(sample, *token_ids, **changes) for sample in samples)
+        )
+
+    def ask(self, num_places: int) -> None:
+        """A turn: it takes in what was asked before, and asks for so many."""
+        self.client.max_prompts = num_places
+        self.bench.observe(max_prompts=num_places)
+        self.pipeline._turn(0.0)
+
+    def asked(self, *, since: int = 0) -> list[SampleKey]:
+        return [key for keys in self.client.calls[since:] for key in keys]
+
+    @property
+    def whole(self) -> Rollout:
+        """The first that became a segment."""
+        return self.events.rollouts[0]
+
+    def account(self) -> RankAccount:
+        """Balanced, after the end."""
+        assert self.pipeline.stop(PATIENCE_S)
+        account = account_of({0: read_ledger(self._file)})
+        assert account.is_balanced, account
+        (rank,) = account.ranks
+        return rank
+
+
+@pytest.fixture
+def scene(make_bench: Callable[..., Bench], tmp_path: Path) -> Scene:
+    file = tmp_path / "rank0.jsonl"
+    return Scene(make_bench(target_packs=6, max_resumes=WINDOW, ledger_path=file), file)
+
+
+def test_an_aborted_rollout_goes_on_behind_its_ids_before_anything_new(scene: Scene) -> None:
+    scene.clock.advance()
+    scene.client.answer = scene.aborting(7, 8, 9, seconds=0.5)
+    scene.ask(2)
+    first, second = scene.asked()
+    scene.ask(1)  # both are aborted, and there is one place
+    assert scene.asked(since=1) == [first]
+    assert scene.client.prefixes[1] == [[7, 8, 9]]
+    attempts = scene.pipeline.attempts.open()
+    assert {attempt.state for attempt in attempts.values()} == {AttemptState.PARTIAL}
+    assert scene.bench.source.num_outstanding == len(attempts) == 2, "they stay drawn"
+    scene.clock.advance()
+    scene.client.answer = scene.finishing(5, seconds=0.25)
+    scene.ask(1)
+    assert scene.asked(since=2) == [second]
+    assert (scene.whole.sample.key, scene.whole.token_ids) == (first, (7, 8, 9, 5))
+    assert scene.whole.spans == (VersionSpan(1, 0, 3), VersionSpan(2, 3, 4))
+    assert scene.whole.seconds == 0.75
+    assert scene.events.segments[0].version == 1, "as old as its oldest token"
+    scene.ask(2)
+    scene.ask(2)
+    assert second not in scene.pipeline.attempts.open()
+    account = scene.account()
+    assert (account.num_cut, account.returned.get("aborted")) == (2, None)
+
+
+def test_the_pacer_sees_a_partial_rollout_with_its_oldest_version_and_its_time_so_far(scene: Scene) -> None:
+    scene.client.answer = scene.aborting(7, seconds=100.0)
+    scene.ask(1)
+    scene.ask(1)
+    scene.clock.advance()
+    (attempt,) = scene.pipeline.attempts.open().values()
+    assert attempt.oldest_version == 0
+    (key,) = scene.asked(since=1)
+    before_s = attempt.sent_s
+    scene.pipeline.attempts.sent([key], server="http://s", seed=1, version=1)
+    attempt = scene.pipeline.attempts.open()[key]
+    assert (attempt.version, attempt.oldest_version, attempt.state) == (1, 0, AttemptState.IN_FLIGHT)
+    assert before_s is not None
+    assert attempt.sent_s is not None
+    assert attempt.sent_s < before_s - 90, "as if it had left as much earlier as it had taken"
+
+
+def test_it_is_resumed_as_often_as_allowed_and_then_waited_for(scene: Scene) -> None:
+    scene.pipeline._partial._window = 99  # its age shall not forbid it
+    scene.client.answer = scene.aborting(7)
+    for _ in range(1 + WINDOW):
+        scene.ask(1)
+    (key,) = set(scene.asked())
+    assert scene.client.prefixes == [[[]], [[7]], [[7, 7]]]
+    assert scene.client.protected == [set(), set(), {key}]
+
+
+@pytest.mark.parametrize(("num_versions", "is_protected"), [(0, False), (1, False), (2, True)])
+def test_one_whose_next_resume_would_be_stale_is_waited_for(
+    scene: Scene, num_versions: int, is_protected: bool
+) -> None:
+    """Whoever aborted it brings the next version; whoever aborts it again brings the one after."""
+    scene.client.answer = scene.aborting(7)
+    scene.ask(1)
+    scene.ask(0)
+    for _ in range(num_versions):
+        scene.clock.advance()
+    scene.ask(1)
+    (key,) = set(scene.asked())
+    assert scene.client.protected[1] == ({key} if is_protected else set())
+
+
+def test_with_a_window_of_no_version_nothing_may_be_aborted(scene: Scene) -> None:
+    scene.pipeline._partial._window = 0
+    scene.ask(2)
+    assert scene.client.protected == [set(scene.asked())]
+
+
+def test_one_that_became_stale_meanwhile_is_not_resumed(scene: Scene) -> None:
+    scene.client.answer = scene.aborting(7, 8)
+    scene.ask(1)
+    scene.ask(0)  # no place
+    (key,) = scene.asked()
+    for _ in range(WINDOW + 1):
+        scene.clock.advance()
+    scene.ask(1)
+    assert scene.asked(since=1) == [replace(key, attempt=1)], "a new attempt"
+    assert scene.client.prefixes[1] == [[]]
+    assert [rollout.token_ids for rollout in scene.events.partial_dropped_rollouts] == [(7, 8)]
+    assert scene.account().returned["stale"] == 1
+
+
+@pytest.mark.parametrize("verdict", [True, False])
+def test_ids_of_weights_that_are_not_proven_yet_wait_for_their_round(scene: Scene, verdict: bool) -> None:
+    scene.client.verdicts["r7"] = None
+    scene.client.answer = scene.aborting(7, round_id="r7")
+    scene.ask(1)
+    (key,) = scene.asked()
+    scene.ask(1)
+    assert key not in scene.asked(since=1)
+    scene.client.verdicts["r7"], scene.client.answer = verdict, scene.finishing(8)
+    num_calls = len(scene.client.calls)
+    scene.ask(9)
+    scene.ask(9)
+    place = scene.asked(since=num_calls).index(key)
+    assert [ids for call in scene.client.prefixes[num_calls:] for ids in call][place] == (
+        [7] if verdict else []
+    )
+    assert scene.events.num_unconfirmed == (not verdict)
+    assert len(scene.events.partial_dropped_rollouts) == (not verdict)
+
+
+def test_a_rest_that_nobody_gave_is_asked_for_again(scene: Scene) -> None:
+    scene.client.answer = scene.aborting(7)
+    scene.ask(1)
+    scene.ask(1)
+    scene.client.answer = lambda samples: BatchOutcome(returned=tuple(samples))
+    scene.ask(1)  # nothing came, so it is asked a turn later
+    scene.ask(1)
+    (key,) = set(scene.asked())
+    assert scene.client.prefixes == [[[]], [[7]], [[7]]]
+    assert scene.client.protected == [set()] * 3, "nothing was aborted a second time"
+    scene.client.answer = scene.finishing(8)
+    scene.ask(0)
+    assert (scene.whole.sample.key, scene.whole.token_ids) == (key, (7, 8))
+    assert scene.account().num_cut == 1
+
+
+def test_a_rest_that_does_not_come_in_time_uses_up_the_attempt(scene: Scene) -> None:
+    scene.client.answer = scene.aborting(7)
+    scene.ask(1)
+    scene.ask(1)
+    scene.client.answer = lambda samples: BatchOutcome(returned=tuple(samples), timed_out=tuple(samples))
+    scene.ask(1)
+    scene.ask(1)
+    assert scene.asked()[-1] == replace(scene.asked()[0], attempt=1)
+    assert len(scene.events.partial_dropped_rollouts) == 1
+    assert scene.account().returned["timed_out"] == 1
+
+
+def test_a_server_that_refuses_the_rest_condemns_nobody(scene: Scene) -> None:
+    """Ids that stand for media may be sampled, and never given back."""
+    scene.client.answer = scene.aborting(7)
+    scene.ask(1)
+    scene.ask(1)
+    scene.client.answer = lambda samples: BatchOutcome(quarantined=tuple((each, "no") for each in samples))
+    scene.ask(1)
+    scene.ask(1)
+    (key,) = set(scene.asked())
+    assert scene.client.prefixes == [[[]], [[7]], [[]]]
+    assert scene.events.quarantines == []
+    assert len(scene.events.partial_dropped_rollouts) == 1
+    assert key in scene.pipeline.attempts.open()
+
+
+def test_parts_that_answer_two_prompts_are_no_rollout(scene: Scene) -> None:
+    scene.client.answer = scene.aborting(7, prompt_token_ids=(4, 4))
+    scene.ask(1)
+    scene.ask(1)
+    scene.client.answer = scene.finishing(8)
+    scene.ask(1)
+    scene.ask(1)
+    assert scene.events.rollouts == []
+    assert scene.client.prefixes == [[[]], [[7]], [[]]]
+    assert scene.account().returned["failed"] == 1
+
+
+def test_one_that_was_aborted_before_it_began_loses_nothing(scene: Scene) -> None:
+    scene.client.answer = scene.aborting(prompt_token_ids=(), text="")
+    scene.ask(1)
+    scene.ask(1)  # nothing came of it
+    scene.ask(1)
+    scene.clock.advance()
+    scene.client.answer = scene.finishing(8)
+    scene.ask(0)
+    assert (scene.whole.token_ids, scene.whole.spans) == ((8,), (VersionSpan(1, 0, 1),))
+    assert scene.account().num_cut >= 1
+
+
+def test_a_picture_that_is_gone_by_then_ends_the_sample(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.client.answer = scene.aborting(7)
+    scene.ask(1)
+    (key,) = scene.asked()
+
+    def gone(sample: Sample) -> dict[str, Any]:
+        raise SampleError("the picture is gone")
+
+    monkeypatch.setattr(scene.pipeline, "make_request", gone)
+    scene.ask(1)
+    assert scene.events.quarantines[0] == (key, "bad_sample", "the picture is gone")
+    assert key not in scene.pipeline.attempts.open()
+
+
+def test_what_waits_for_a_server_is_asked_of_nobody_and_holds_no_pack_back(scene: Scene) -> None:
+    scene.client.answer = lambda samples: BatchOutcome(
+        rollouts=(scene.part(samples[0], 8),),
+        returned=tuple(samples[1:]),
+        aborted=tuple(scene.part(sample, 7) for sample in samples[1:]),
+    )
+    scene.pipeline._segments_per_pack = 3.0
+    scene.ask(3)
+    scene.pipeline._rest()
+    assert scene.pipeline.standing is not None
+    assert "asks servers for 3 rollouts" in scene.pipeline.standing.what
+    scene.client.is_closed = True  # no server is proven any more
+    scene.ask(0)
+    assert len(scene.events.packs) == 1, "a starving queue takes what there is"
+    scene.pipeline._rest()
+    assert scene.pipeline.standing is None
+    assert len(scene.pipeline.attempts) == 2
+
+
+def test_the_end_of_a_run_gives_back_what_is_partial(scene: Scene) -> None:
+    scene.client.answer = scene.aborting(7)
+    scene.ask(3)
+    scene.ask(1)
+    assert len(scene.pipeline.attempts) == 3
+    scene.pipeline._stop.set()
+    scene.pipeline._run()
+    assert len(scene.pipeline.attempts) == 0
+    assert scene.account().returned == {"stopped": 3}
+
+
+def test_parts_make_one_rollout(scene: Scene) -> None:
+    sample = scene.bench.source.read(scene.bench.source.draw(1)[0])
+    first = scene.part(sample, 1, 2, text="a", log_probs=(-1.0, -2.0), server="http://a", round_id="r0")
+    scene.clock.advance()
+    rest = scene.part(
+        sample, 3, text="ab", log_probs=(-3.0,), server="http://b", round_id="r1", truncated=True
+    )
+    whole = join(first, rest)
+    assert whole is not None
+    assert (whole.text, whole.truncated, whole.server, whole.round_id) == ("ab", True, "http://b", "r1")
+    assert (whole.token_ids, whole.log_probs) == ((1, 2, 3), (-1.0, -2.0, -3.0))
+    assert whole.spans == (VersionSpan(0, 0, 2), VersionSpan(1, 2, 3))
+    assert whole.version == 0
+    unsaid = join(first, replace(rest, log_probs=None))
+    assert unsaid is not None
+    assert unsaid.log_probs is None
+    assert join(first, replace(rest, token_ids=(), prompt_token_ids=(), text="")) == replace(
+        first, seconds=first.seconds + rest.seconds
+    )
+    assert join(None, rest) is rest
+    assert join(first, replace(rest, prompt_token_ids=(4,))) is None
+
+
+@given(
+    first=st.tuples(st.integers(0, 9), st.integers(1, 4)),
+    later=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), max_size=5),
+    current=st.integers(0, 12),
+    window=st.integers(0, 5),
+)
+def test_the_window_bounds_the_lag_of_every_token(
+    first: tuple[int, int], later: list[tuple[int, int]], current: int, window: int
+) -> None:
+    """Parts of drawn versions and lengths; a later part may be of an older version, and empty."""
+    parts = [
+        Rollout(
+            sample=Sample(SampleKey(epoch=0, position=0, index=0), row={}),
+            text="",
+            token_ids=(0,) * num_tokens,
+            prompt_token_ids=(),
+            truncated=False,
+            seed=0,
+            server="",
+            spans=(VersionSpan(version, 0, num_tokens),),
+        )
+        for version, num_tokens in (first, *later)
+    ]
+    whole = reduce(join, parts, None)
+    assert whole is not None
+    assert [n for span in whole.spans for n in range(span.start, span.end)] == [*range(len(whole.token_ids))]
+    versions = [span.version for span in whole.spans for _ in range(span.start, span.end)]
+    assert versions == [version for version, num_tokens in (first, *later) for _ in range(num_tokens)]
+    is_trained = False
+    with suppress(StaleSample):
+        require_fresh([("it", whole.version)], current=current, window=window)
+        is_trained = True
+    assert is_trained == all(current - version <= window for version in versions)

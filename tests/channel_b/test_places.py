@@ -1,0 +1,417 @@
+"""A server of ours, asked request by request: one POST per place, against a real HTTP server."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from channel_b.test_rollout_client import PATIENCE_S, by, make_client, make_samples, positions, stamp
+from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, await_settled, error, request
+from rollout_batch import all_samples, collect
+
+from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights, lane
+from swift_stage2.channel_b.rollout_client.plan import PlaceLimit, PostEnd
+from swift_stage2.channel_b.rollout_client.trust import ServerTrust
+from swift_stage2.fence import InferFence
+from swift_stage2.records import BatchOutcome, Sample
+
+PLACES = 4
+good = stamp("run-1", 3)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeRolloutServer]:
+    with FakeRolloutServer(on_infer=good) as server:
+        yield server
+
+
+@pytest.fixture
+def fence() -> InferFence:
+    return InferFence(version=3)
+
+
+@pytest.fixture
+def go_on() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def streaming(server: FakeRolloutServer, fence: InferFence, **changes: Any) -> RolloutClient:
+    """A client of one rank whose server is proven as ours, and agreed with."""
+    settings = {"run_id": "run", "world_size": 1, "max_inflight_per_server": PLACES}
+    client = make_client(server, fence=fence, **settings | changes)
+    client.set_proven({server.url: by("a")})
+    client.note_agreement([server.url])
+    return client
+
+
+def submit(client: RolloutClient, count: int, *, first: int = 0) -> list[Sample]:
+    samples = make_samples(count, first)
+    client.submit(samples, [request(str(sample.key.position)) for sample in samples])
+    return samples
+
+
+def next_text(client: RolloutClient) -> str:
+    outcome = client.next_finished(PATIENCE_S)
+    assert outcome is not None
+    (rollout,) = outcome.rollouts
+    return rollout.text
+
+
+def holding(go_on: threading.Event, *texts: str) -> Behaviour:
+    """Answers of these requests wait."""
+    return lambda call: replace(good(call), after=go_on if set(texts) & set(call.texts) else None)
+
+
+# --- places ----------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_without_end_holds_its_own_place_only(
+    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
+) -> None:
+    server.on_infer = holding(go_on, "0")
+    with streaming(server, fence) as client:
+        submit(client, PLACES)
+        ended = [next_text(client) for _ in range(PLACES - 1)]
+        for first in range(PLACES, 4 * PLACES):
+            submit(client, 1, first=first)
+            ended.append(next_text(client))
+        go_on.set()
+        assert next_text(client) == "echo 0"
+    assert sorted(ended) == sorted(f"echo {n}" for n in range(1, 4 * PLACES))
+    assert set(server.batch_sizes) == {1}
+
+
+def test_every_place_has_a_post_and_a_ticket_and_what_waits_takes_a_free_one_at_once(
+    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
+) -> None:
+    server.on_infer = holding(go_on, "1", "2", "3")
+    first_ends = threading.Event()
+    held = server.on_infer
+    server.on_infer = lambda call: replace(held(call), after=first_ends if call.texts == ["0"] else go_on)
+    with streaming(server, fence) as client:
+        assert client.free_places == PLACES + 1, "one may wait"
+        samples = submit(client, PLACES + 1)
+        server.wait_until(lambda: len(server.infer_calls) == PLACES)
+        assert (fence.in_flight, client.free_places) == (PLACES, 0)
+        first_ends.set()
+        server.wait_until(lambda: len(server.infer_calls) == PLACES + 1)  # nobody had to look
+        go_on.set()
+        assert len(collect(client, samples).rollouts) == PLACES + 1
+        assert client.free_places == PLACES + 1
+    assert server.most_at_once == PLACES
+
+
+def test_several_go_together_until_a_prompt_was_the_learners(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    with streaming(server, fence) as client:
+        client.withdraw([server.url])
+        client.set_proven({server.url: by("a")})  # it returns
+        collect(client, submit(client, 3))
+        client.note_agreement([server.url])
+        collect(client, submit(client, 3, first=3))
+    assert server.batch_sizes == [3, 1, 1, 1]
+
+
+def test_requests_go_to_the_server_that_has_less_in_hand(
+    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
+) -> None:
+    with FakeRolloutServer() as other:
+        server.on_infer = other.on_infer = holding(go_on, *map(str, range(8)))
+        with make_client(
+            server, other, fence=fence, run_id="run", world_size=1, max_inflight_per_server=4
+        ) as client:
+            client.set_proven(dict.fromkeys((server.url, other.url), by("a")))
+            client.note_agreement([server.url, other.url])
+            samples = submit(client, 6)
+            for each in (server, other):
+                each.wait_until(lambda each=each: len(each.infer_calls) == 3)  # type: ignore[misc]
+            go_on.set()
+            assert len(collect(client, samples).rollouts) == 6
+
+
+def test_ranks_share_what_a_server_may_be_asked() -> None:
+    shares = []
+    for rank in range(3):
+        with make_client(
+            "http://127.0.0.1:1", "http://127.0.0.1:2", fence=InferFence(), rank=rank, world_size=3,
+            max_inflight_per_server=16,
+        ) as client:  # fmt: skip
+            shares.append([each._num_places for each in client._lanes.values()])
+    assert [sum(places) for places in zip(*shares, strict=True)] == [16, 16]
+    assert max(map(max, shares)) == 6
+    assert len(set(map(tuple, shares))) == 3, "no rank has the larger part everywhere"
+
+
+def test_a_server_without_room_gets_fewer_posts_at_once(
+    server: FakeRolloutServer, fence: InferFence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "_BUSY_PAUSE_S", 0.01)
+    num_refused = iter(range(1))
+    server.on_infer = lambda call: error(429) if next(num_refused, None) is not None else good(call)
+    with streaming(server, fence) as client:
+        (only,) = client._lanes.values()
+        assert len(collect(client, submit(client, 1)).rollouts) == 1
+        assert only.num_places == PLACES // 2
+        for first in range(1, 20):
+            collect(client, submit(client, 1, first=first))
+        assert only.num_places == PLACES
+
+
+def test_a_limit_is_not_undone_by_an_answer_that_comes_at_the_same_moment() -> None:
+    answers, is_cut = threading.Event(), threading.Event()
+
+    class SlowLimit(PlaceLimit):
+        def within(self, most: int) -> int:
+            if threading.current_thread() is answering:
+                answers.set()
+                is_cut.wait(0.2)
+            return super().within(most)
+
+    limit = SlowLimit()
+    observe = partial(limit.observe, began_s=0.0, ended_s=1.0, most=16)
+    answering = threading.Thread(target=observe, args=(PostEnd.ANSWERED,))
+    answering.start()
+    assert answers.wait(PATIENCE_S)
+    observe(PostEnd.BUSY)
+    is_cut.set()
+    answering.join(PATIENCE_S)
+    assert limit.within(16) == 8
+
+
+# --- trust, with several POSTs out -----------------------------------------------------------------------
+
+
+def test_a_doubt_ends_all_that_is_out_and_nothing_of_it_is_believed(
+    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
+) -> None:
+    wrong, held = stamp("run-9", 3), holding(go_on, "0", "1", "2")
+    server.on_infer = lambda call: wrong(call) if call.texts == ["3"] else held(call)
+    with streaming(server, fence, request_timeout_s=3600.0) as client:
+        samples = submit(client, PLACES - 1)
+        server.wait_until(lambda: len(server.infer_calls) == PLACES - 1)
+        samples += submit(client, 1, first=3)
+        outcome = collect(client, samples)
+        assert "run-9" in client.suspects[server.url], "the first reason stays"
+        assert server._num_running == PLACES - 1, "nobody waited for those"
+        assert (fence.in_flight, client.num_unsettled, client.free_places) == (0, 0, 0)
+    assert (outcome.rollouts, len(outcome.returned)) == ((), PLACES)
+    assert {failure.end for failure in outcome.failures} == {PostEnd.LOST, PostEnd.DISTRUSTED}
+
+
+def test_a_server_that_is_withdrawn_gives_everything_back(
+    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
+) -> None:
+    server.on_infer = holding(go_on, *map(str, range(9)))
+    with streaming(server, fence, request_timeout_s=3600.0) as client:
+        samples = submit(client, PLACES + 1)
+        server.wait_until(lambda: len(server.infer_calls) == PLACES)
+        client.withdraw([server.url])
+        outcome = collect(client, samples)
+        assert (positions(outcome.returned), fence.in_flight) == (list(range(PLACES + 1)), 0)
+    assert len(server.infer_calls) == PLACES, "what waited was not asked"
+
+
+@pytest.mark.parametrize(
+    "lose_trust",
+    [
+        lambda client, url: client.withdraw([url]),
+        lambda client, url: client.distrust(url, "a doubt"),
+        lambda client, url: client.set_proven({}, drained=False),
+        lambda client, url: (
+            client.withdraw([url]),
+            client.set_proven({url: ServedWeights("run-2", 4, "a")}),
+        ),
+    ],
+    ids=["withdrawn", "suspect", "left out by a round", "withdrawn and proven anew"],
+)
+def test_a_post_that_is_about_to_leave_when_its_server_loses_trust_stays(
+    server: FakeRolloutServer,
+    fence: InferFence,
+    go_on: threading.Event,
+    lose_trust: Callable[[RolloutClient, str], object],
+) -> None:
+    server.on_infer = holding(go_on, "0")
+    clients: list[RolloutClient] = []
+
+    @contextmanager
+    def last_moment() -> Iterator[None]:
+        lose_trust(clients[0], server.url)
+        yield
+
+    with streaming(server, fence, request_timeout_s=3600.0, watch_post=last_moment) as client:
+        clients.append(client)
+        outcome = collect(client, submit(client, 1))
+        assert (positions(outcome.returned), fence.in_flight, client.num_unsettled) == ([0], 0, 0)
+        assert [failure.end for failure in outcome.failures] == [PostEnd.LOST]
+    assert server.infer_calls == []
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_a_post_that_a_withdrawal_cut_says_nothing_of_the_server_that_is_proven_anew(
+    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event, drained: bool
+) -> None:
+    server.on_infer = holding(go_on, "0")
+    was_cut, is_proven = threading.Event(), threading.Event()
+
+    @contextmanager
+    def held_up() -> Iterator[None]:
+        yield
+        was_cut.set()
+        is_proven.wait(PATIENCE_S)
+
+    with streaming(server, fence, request_timeout_s=3600.0, watch_post=held_up) as client:
+        samples = submit(client, 1)
+        server.wait_until(lambda: len(server.infer_calls) == 1)
+        client.withdraw([server.url])
+        assert was_cut.wait(PATIENCE_S)
+        client.forgive([server.url])
+        client.set_proven({server.url: ServedWeights("run-2", 4, "a")}, drained=drained)
+        is_proven.set()
+        outcome = collect(client, samples)
+        assert (positions(outcome.returned), outcome.suspects) == ([0], {})
+        assert (client.proven, client.suspects) == ((server.url,), {})
+
+
+def test_an_ordered_call_that_a_withdrawal_cut_says_nothing_of_the_server(
+    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
+) -> None:
+    server.on_infer, server.on_reset = lambda call: error(504), lambda call: Answer(after=go_on)
+    with streaming(server, fence, request_timeout_s=3600.0) as client:
+        (only,) = client._lanes.values()
+        outcome = collect(client, submit(client, 1))
+        server.wait_until(lambda: len(server.reset_calls) == 1)
+        client.withdraw([server.url])
+        for place in list(only._places.values()):
+            place.join(PATIENCE_S)
+        assert (positions(outcome.timed_out), client.suspects, client.num_unsettled) == ([0], {}, 0)
+
+
+def test_an_ordered_call_settles_what_left_before_it_and_nothing_else() -> None:
+    trust = ServerTrust()
+    trust.prove(ServedWeights("run-1", 3, "a"), drained=True)
+    first, second = trust.begin_post(), trust.begin_post()
+    assert first is not None
+    assert second is not None
+    trust.end_post(first, settle_by=5.0)
+    covered = trust.abandoned()  # here the ordered call leaves
+    trust.end_post(second, settle_by=7.0)
+    assert trust.settle_by == 7.0
+    trust.settle(covered)
+    assert (trust.settle_by, trust.abandoned()) == (7.0, {second})
+    trust.suspect("it cannot")
+    assert (trust.settle_by, trust.begin_post()) == (None, None)
+    assert not trust.end_post(second), "out no more"
+
+
+def test_one_that_does_not_end_in_time_is_settled_and_the_others_come(
+    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
+) -> None:
+    server.on_infer = holding(go_on, "0")
+    with streaming(server, fence, request_timeout_s=3.0) as client:
+        samples = submit(client, PLACES)
+        outcome = collect(client, samples)
+        await_settled(client)
+        assert client.suspects == {}
+    assert (positions(outcome.timed_out), len(outcome.rollouts)) == ([0], PLACES - 1)
+    assert len(server.reset_calls) == 1
+
+
+# --- fence and end ---------------------------------------------------------------------------------------
+
+
+def test_a_closed_fence_is_drained_when_all_places_have_ended(
+    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
+) -> None:
+    server.on_infer = lambda call: replace(stamp("run-1", 3)(call), after=go_on)
+    with streaming(server, fence) as client:
+        samples = submit(client, PLACES + 1)
+        server.wait_until(lambda: len(server.infer_calls) == PLACES)
+        assert not fence.close()
+        go_on.set()
+        outcomes = [client.next_finished(PATIENCE_S) for _ in range(PLACES)]
+        assert fence.close(), "drained"
+        assert len(server.infer_calls) == PLACES, "the one that waits got no ticket"
+        client.set_proven({server.url: ServedWeights("run-2", 4, "a")})
+        server.on_infer = stamp("run-2", 4)
+        fence.reopen(4)
+        outcomes.append(client.next_finished(PATIENCE_S))
+    rollouts = [rollout for outcome in outcomes if outcome is not None for rollout in outcome.rollouts]
+    assert sorted(rollout.version for rollout in rollouts) == [3] * PLACES + [4]
+    assert {rollout.sample.key for rollout in rollouts} == {sample.key for sample in samples}
+
+
+def test_a_stop_ends_every_place(
+    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
+) -> None:
+    server.on_infer = holding(go_on, *map(str, range(9)))
+    client = streaming(server, fence, request_timeout_s=3600.0)
+    samples = submit(client, PLACES + 1)
+    server.wait_until(lambda: len(server.infer_calls) == PLACES)
+    client.request_stop()
+    outcome = collect(client, samples)
+    assert (len(outcome.returned), client.suspects, client.free_places) == (PLACES + 1, {}, 0)
+    client.close()
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("rollout-lane")]
+
+
+def test_whoever_waits_is_woken(server: FakeRolloutServer, fence: InferFence) -> None:
+    with streaming(server, fence) as client:
+        waiting = threading.Thread(target=client.next_finished, args=(3600.0,))
+        waiting.start()
+        client.wake()
+        waiting.join(PATIENCE_S)
+        assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_under_faults_every_sample_comes_out_once(
+    server: FakeRolloutServer, fence: InferFence, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors, refusals, lost connections, hangs, foreign stamps and withdrawals, in drawn order."""
+    monkeypatch.setattr(lane, "_BUSY_PAUSE_S", 0.01)
+    rng, never = random.Random(seed), threading.Event()
+    faults: list[Behaviour] = [
+        lambda call: error(),
+        lambda call: error(429),
+        lambda call: Answer(drop=True),
+        lambda call: replace(good(call), after=never),
+        stamp("run-9", 3),
+        lambda call: replace(good(call), cut_after_bytes=9),
+    ]
+
+    def behave(call: Call) -> Answer:
+        return rng.choice(faults)(call) if rng.random() < 0.25 else good(call)
+
+    server.on_infer = behave
+    with streaming(server, fence, request_timeout_s=0.4, canary=request("canary")) as client:
+        missing = {sample.key for sample in make_samples(40)}
+        waiting, ended = make_samples(40), 0
+        while missing:
+            free = client.free_places
+            if waiting and not client.proven:
+                client.set_proven({server.url: by("a")})
+                client.note_agreement([server.url])
+            if waiting and free:
+                count = min(free, rng.randint(1, 5), len(waiting))
+                asked, waiting = waiting[:count], waiting[count:]
+                client.submit(asked, [request(str(sample.key.position)) for sample in asked])
+            if rng.random() < 0.03:
+                client.withdraw([server.url])
+            outcome: BatchOutcome | None = client.next_finished(0.05)
+            if outcome is not None:
+                keys = {sample.key for sample in all_samples(outcome)}
+                assert keys <= missing
+                missing -= keys
+                ended += 1
+        never.set()
+    assert ended >= 1

@@ -1,0 +1,223 @@
+"""Points: their match against the rules applied to every possible one, their targets, their settings, their rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import combinations, permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_stage2.channel_b.dialects import POINT_LIST
+from swift_stage2.channel_b.parsing import parse_rollout
+from swift_stage2.channel_b.points import PointTask
+from swift_stage2.channel_b.targets import TokenGroup
+from swift_stage2.channel_b.task import Convert, try_task
+from swift_stage2.config import MatchingConfig, load_config
+from swift_stage2.errors import ConfigError, SampleError
+from swift_stage2.records import Target
+
+SIZE = (300, 400)  # diagonal 500: 25 pixels are 0.05 of it
+Point = tuple[int, int]
+Named = list[tuple[str, Point]]
+TRUE: Named = [("cat", (10, 10)), ("dog", (100, 100)), ("owl", (200, 300))]
+
+
+def make_task(**settings: Any) -> PointTask:
+    return PointTask(
+        dialect=POINT_LIST, matching=MatchingConfig(**settings), weights=dict.fromkeys(TokenGroup, 1.0)
+    )
+
+
+def answer(objects: Sequence[tuple[str, Sequence[int]]]) -> str:
+    return json.dumps([{"point_2d": list(point), "label": label} for label, point in objects])
+
+
+def row(objects: Named) -> dict[str, Any]:
+    return {
+        "objects": {"ref": [label for label, _ in objects], "bbox": [list(point) for _, point in objects]}
+    }
+
+
+def correct(said: Named, true: Named = TRUE, **settings: Any) -> Target:
+    return try_task(make_task(**settings), row(true), answer(said), SIZE)
+
+
+def pairs_of(target: Target) -> list[tuple[int, int]]:
+    assert target.match is not None
+    return [(prediction, truth) for prediction, truth, _ in target.match.pairs]
+
+
+def test_matched_points_stand_in_their_predicted_order_with_true_coordinates() -> None:
+    target = correct([("owl", (203, 304)), ("ghost", (250, 20)), ("cat?", (10, 20))])
+    assert target.text == answer([TRUE[2], TRUE[0], TRUE[1]])
+    quality = target.quality
+    assert (quality.num_predictions, quality.num_ground_truth, quality.num_pairs) == (3, 3, 2)
+    assert quality.sum_iou == pytest.approx((1 - 5 / 25) + (1 - 10 / 25))
+    amount, out_of = target.metrics["mean_distance"]
+    assert amount == pytest.approx((5 + 10) / 500)
+    assert out_of == 2
+
+
+@pytest.mark.parametrize(("distance", "is_pair"), [(25, True), (26, False)])
+def test_a_pair_may_be_as_far_apart_as_configured(distance: int, is_pair: bool) -> None:
+    near = correct([("cat", (10 + distance, 10))], TRUE[:1])
+    assert near.quality.num_pairs == is_pair
+    assert near.quality.num_gated == (not is_pair)
+    assert correct([("cat", (10 + distance, 10))], TRUE[:1], max_distance=0.06).quality.num_pairs == 1
+
+
+def test_labels_decide_only_where_they_are_asked_for() -> None:
+    assert correct([("dog", (10, 10))]).quality.num_pairs == 1
+    assert correct([("dog", (10, 10))], same_label=True).quality.num_pairs == 0
+
+
+def test_what_is_no_point_is_dropped_with_its_reason() -> None:
+    items = [("point_2d", [9, 9, 9]), ("point_2d", [-1, 2]), ("bbox_2d", [1, 2])]
+    text = json.dumps([{key: place, "label": "a"} for key, place in items])
+    quality = try_task(make_task(), row(TRUE), text, SIZE).quality
+    assert dict(quality.dropped) == {"wrong_arity": 1, "invalid_box": 1, "unexpected_key": 1}
+    assert quality.num_predictions == 0
+
+
+POINTS = st.tuples(st.integers(0, 60), st.integers(0, 60))
+OBJECTS = st.lists(st.tuples(st.sampled_from(["a", "b"]), POINTS), max_size=4)
+
+
+@given(OBJECTS, OBJECTS, st.booleans(), st.sampled_from([0.02, 0.05, 0.2]))
+def test_no_other_match_is_cheaper(said: Named, true: Named, same_label: bool, limit: float) -> None:
+    """All assignments, by exact squared distances for what is feasible: every pair that may be costs below 2."""
+    target = correct(said, true, same_label=same_label, max_distance=limit)
+    reach = Fraction(limit).limit_denominator(100) * 500
+
+    def cost(pairs: Sequence[tuple[int, int]]) -> float | None:
+        total = float(len(said) + len(true) - 2 * len(pairs))
+        for prediction, truth in pairs:
+            (name, (x, y)), (true_name, (true_x, true_y)) = said[prediction], true[truth]
+            square = (x - true_x) ** 2 + (y - true_y) ** 2
+            if square > reach**2 or (same_label and name != true_name):
+                return None
+            total += math.sqrt(square) / float(reach)
+        return total
+
+    count = min(len(said), len(true))
+    every = [
+        cost(list(zip(chosen, order, strict=True)))
+        for size in range(count + 1)
+        for chosen in combinations(range(len(said)), size)
+        for order in permutations(range(len(true)), size)
+    ]
+    found = cost(pairs_of(target))
+    assert found == pytest.approx(min(each for each in every if each is not None), abs=1e-8)
+
+
+@given(OBJECTS, OBJECTS)
+def test_a_target_lists_the_truth_once_and_corrects_itself_no_more(said: Named, true: Named) -> None:
+    target = correct(said, true)
+    listed = [(found.label, found.box) for found in parse_rollout(target.text, POINT_LIST).objects]
+    assert sorted(listed) == sorted(true)
+    pairs = pairs_of(target)
+    assert listed[: len(pairs)] == [true[truth] for _, truth in pairs], "in predicted order"
+    missed = set(range(len(true))) - {truth for _, truth in pairs}
+    assert listed[len(pairs) :] == [true[number] for number in sorted(missed)], "in their own order"
+    again = try_task(make_task(), row(true), target.text, SIZE)
+    assert again.quality.num_pairs == len(true)
+    assert again.quality.sum_iou == len(true)
+
+
+def test_distances_are_the_pictures_whatever_the_template_writes() -> None:
+    """A wide picture: thousandths are as far apart as the pixels that they stand for."""
+    task, size = make_task(), (1600, 200)
+    true, said = (800.0, 100.0), (840.0, 130.0)
+    in_thousandths = Convert(
+        lambda lists: tuple((round(x / 1.6), round(y * 5)) for x, y in lists), (1000, 1000), size
+    )
+    truth = task.to_space(task.read_truth({"objects": {"ref": ["a"], "bbox": [list(true)]}}), in_thousandths)
+    (point,) = in_thousandths([said])
+    match = make_task(max_distance=0.1).match([("a", (point[0], point[1]))], truth)
+    assert match.ious[0] == pytest.approx(1 - 50 / math.hypot(*size) / 0.1)
+
+
+def test_a_row_without_an_image_has_no_diagonal() -> None:
+    with pytest.raises(SampleError, match="diagonal of their image"):
+        try_task(make_task(), row(TRUE), "[]")
+
+
+@pytest.mark.parametrize(
+    ("point", "wanted"),
+    [
+        ([1, 2, 3, 4], "a point must be two numbers x, y, got bbox="),
+        ([1], "two numbers"),
+        (["1", 2], "two numbers"),
+        ([True, 2], "two numbers"),
+        ([-1, 2], "0 <= x and 0 <= y"),
+        ([1, float("nan")], "0 <= x and 0 <= y"),
+    ],
+)
+def test_what_is_no_true_point_is_refused(point: list[Any], wanted: str) -> None:
+    with pytest.raises(SampleError, match=wanted):
+        make_task().read_truth({"objects": {"ref": ["a"], "bbox": [point]}})
+
+
+def test_channel_as_answer_is_taken_as_it_is_written_and_no_other() -> None:
+    task = make_task()
+    truth = task.to_space(
+        task.read_truth(row(TRUE)),
+        Convert(lambda lists: tuple((int(x), int(y)) for x, y in lists), SIZE, SIZE),
+    )
+    assert task.check_answer(answer(TRUE), truth).dialect == POINT_LIST
+    with pytest.raises(ConfigError, match="dialect=point_list"):
+        task.check_answer(answer(TRUE[:2]), truth)
+    with pytest.raises(ConfigError, match="dialect=point_list"):
+        task.check_answer('[{"bbox_2d": [1, 2, 3, 4], "label": "cat"}]', truth)
+
+
+def configured(tmp_path: Path, stage2_ab: dict[str, Any]) -> Any:
+    file = tmp_path / "run.yaml"
+    servers = [{"base_url": "http://127.0.0.1:9"}]
+    content = {
+        "swift": {"model": "m"},
+        "stage2_ab": {"schedule": {"b_ratio": 0.5}, **stage2_ab},
+        "rollout": {"servers": servers},
+    }
+    file.write_text(json.dumps(content))
+    return load_config(file)
+
+
+def test_a_name_in_the_yaml_is_enough(tmp_path: Path) -> None:
+    config = configured(tmp_path, {"task": "point", "channel_b": {"matching": {"max_distance": 0.2}}})
+    assert config.stage2_ab.dialect == "point_list"
+    task = PointTask.from_config(config)
+    assert task.answer_format.dialect == POINT_LIST
+    assert try_task(task, row(TRUE[:1]), answer([("cat", (100, 10))]), SIZE).quality.num_pairs == 1
+
+
+@pytest.mark.parametrize(
+    ("stage2_ab", "wanted"),
+    [
+        (
+            {"task": "point", "channel_b": {"target": {"dialect": "object_map"}}},
+            "one of task point, got dialect='object_map' of task detection",
+        ),
+        (
+            {"channel_b": {"target": {"dialect": "point_list"}}},
+            "leave it out for object_list, or write task: point",
+        ),
+        (
+            {"task": "point", "channel_b": {"matching": {"max_distance": 0}}},
+            "above 0 and at most 1, got max_distance=0",
+        ),
+        ({"task": "points"}, "did you mean 'point'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_when_it_is_read(
+    tmp_path: Path, stage2_ab: dict[str, Any], wanted: str
+) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        configured(tmp_path, stage2_ab)

@@ -1,0 +1,227 @@
+"""COCO out: an imported file comes back as it was, and pycocotools reads it."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drawn_sources import CATEGORIES, SIZE, Importer, annotation, draw, write_coco
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from swift_stage2.convert import export_command, import_command
+from swift_stage2.convert.exact_numbers import added, exact, number_text, subtracted
+from swift_stage2.detections.prediction import LabelledBoxes, Prediction
+from swift_stage2.errors import UserError
+from swift_stage2.evaluate.predictions import write_predictions
+from swift_stage2.terminal import output as terminal_output
+
+
+def export(rows: Path, *options: str) -> Any:
+    output = rows.with_name("out.json")
+    assert export_command.main(["coco", str(rows), "--output", str(output), "--force", *options]) == 0
+    return json.loads(output.read_text(encoding="utf-8"))
+
+
+def by_name(coco: dict[str, Any]) -> dict[str, list[tuple[str, list[float]]]]:
+    """Labels and boxes of every image, whatever its id."""
+    names = {image["id"]: image["file_name"] for image in coco["images"]}
+    labels = {category["id"]: category["name"] for category in coco["categories"]}
+    found: dict[str, list[tuple[str, list[float]]]] = {name: [] for name in names.values()}
+    for each in coco["annotations"]:
+        found[names[each["image_id"]]].append((labels[each["category_id"]], each["bbox"]))
+    return found
+
+
+@st.composite
+def edges(draw_value: st.DrawFn, most: int) -> tuple[float, float]:
+    """Start and length of an interval in 0..most, as any double may be written."""
+    numbers = st.floats(0, most, allow_subnormal=False) | st.integers(0, most * 100).map(lambda n: n / 100)
+    start = draw_value(numbers)
+    length = draw_value(numbers | st.integers(1, most))
+    return start, length
+
+
+@given(st.lists(st.tuples(edges(SIZE[0]), edges(SIZE[1])), max_size=8))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_boxes_that_lie_inside_come_back_to_the_last_bit(
+    tmp_path: Path, intervals: list[tuple[tuple[float, float], tuple[float, float]]]
+) -> None:
+    boxes = [[x, y, width, height] for (x, width), (y, height) in intervals]
+
+    def is_inside(box: list[float]) -> bool:
+        ends = [added(exact(box[axis]), exact(box[axis + 2])) for axis in (0, 1)]
+        return (
+            all(end <= side for end, side in zip(ends, SIZE, strict=True))
+            and all(float(end) > box[axis] for axis, end in enumerate(ends))  # it has an area
+        )
+
+    boxes = [box for box in boxes if is_inside(box)]
+    source = write_coco(tmp_path, [annotation(n, bbox=box) for n, box in enumerate(boxes)])
+    rows = tmp_path / "train.jsonl"
+    folder = ["--images", str(tmp_path / "images")]
+    import_command.main(["coco", str(source), *folder, "--output", str(rows), "--force"])
+    assert by_name(export(rows, *folder)) == {"a.png": [("cat", box) for box in boxes]}
+
+
+@given(st.floats(-1e9, 1e9), st.floats(0, 1e9))
+def test_a_sum_gives_its_part_back(start: float, length: float) -> None:
+    end = number_text(added(exact(start), exact(length)))
+    back = number_text(subtracted(Decimal(end), exact(start)))
+    assert float(back) == length
+    assert json.loads(back) == length
+
+
+def test_names_labels_and_sizes_come_back_and_pycocotools_reads_them(
+    tmp_path: Path, run_import: Importer
+) -> None:
+    names = ["b/z.png", "a.png", "./c.png"]
+    for name in names:
+        draw(tmp_path / "images" / name)
+    images = [{"id": f"i{n}", "file_name": name, "width": 64, "height": 48} for n, name in enumerate(names)]
+    objects = [
+        annotation(1, "i1", category_id=7),
+        annotation(2, "i0"),
+        annotation(3, "i1", bbox=[0, 0, 64, 48]),
+    ]
+    source = write_coco(tmp_path, objects, images)
+    rows = run_import("coco", source)
+    back = export(rows.path, "--images", str(tmp_path / "images"))
+    assert by_name(back) == by_name(json.loads(source.read_text()))
+    assert [image["file_name"] for image in back["images"]] == names
+    read = COCO(str(rows.path.with_name("out.json")))
+    assert [read.loadImgs(key)[0]["width"] for key in read.getImgIds()] == [64] * 3
+    assert [each["area"] for each in read.loadAnns(read.getAnnIds())] == [200, 200, 64 * 48]
+    assert len(read.getCatIds()) == 2
+
+
+def test_rows_of_one_image_are_one_image_again(tmp_path: Path, run_import: Importer) -> None:
+    source = write_coco(
+        tmp_path, [annotation(1), annotation(2, category_id=7), annotation(3, bbox=[0, 0, 3, 4])]
+    )
+    rows = run_import("coco", source, "--per-class", "--negatives", "1")
+    assert len(rows.rows) == 2
+    back = export(rows.path, "--images", str(tmp_path / "images"))
+    assert len(back["images"]) == 1
+    assert sorted(by_name(back)["a.png"]) == sorted(by_name(json.loads(source.read_text()))["a.png"])
+
+
+def test_a_folder_that_holds_no_image_is_refused_and_nothing_is_left(
+    tmp_path: Path, run_import: Importer
+) -> None:
+    rows = run_import("coco", write_coco(tmp_path, [annotation(1)]))
+    with pytest.raises(UserError, match=r"got .*/photos, and the first of others is .*a\.png"):
+        export(rows.path, "--images", str(tmp_path / "photos"))
+    assert not rows.path.with_name("out.json").exists()
+
+
+def test_predictions_become_results_with_the_ids_of_the_truth(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    truth = write_coco(tmp_path, [annotation(1), annotation(2, category_id=7, bbox=[30, 5, 9.5, 9])])
+    predictions = tmp_path / "predictions.jsonl"
+    objects = {"ref": ["dog", "unicorn", "cat"], "bbox": [[30, 5, 39.5, 14], [0, 0, 1, 1], [1, 2, 11, 22]]}
+    line = {"image": str(tmp_path / "images" / "a.png"), "width": 64, "height": 48, "objects": objects}
+    predictions.write_text(json.dumps(line) + "\n\n")
+    results = export(predictions, "--images", str(tmp_path / "images"), "--truth", str(truth))
+    assert "1 objects have a label that" in capsys.readouterr().out
+    assert [(one["category_id"], one["bbox"], one["score"]) for one in results] == [
+        (7, [30, 5, 9.5, 9], 1.0),
+        (3, [1, 2, 10, 20], 1.0),
+    ]
+    gt = json.loads(truth.read_text())
+    for each in gt["annotations"]:
+        each |= {"area": each["bbox"][2] * each["bbox"][3], "iscrowd": 0}
+    truth.write_text(json.dumps(gt))
+    coco = COCO(str(truth))
+    scored = COCOeval(coco, coco.loadRes(str(predictions.with_name("out.json"))), "bbox")
+    scored.evaluate()
+    scored.accumulate()
+    scored.summarize()
+    assert scored.stats[0] == pytest.approx(1)
+
+
+def test_scores_of_what_evaluate_writes_are_kept(tmp_path: Path) -> None:
+    predictions = tmp_path / "predictions.jsonl"
+    objects = LabelledBoxes(("dog",), ((30, 5, 39, 14),))
+    line = Prediction(image="a.png", width=64, height=48, objects=objects, scores=(0.25,))
+    write_predictions(predictions, [line])
+    (one,) = export(predictions)["annotations"]
+    assert one == {
+        "id": 1,
+        "image_id": 1,
+        "category_id": 1,
+        "area": 81,
+        "iscrowd": 0,
+        "score": 0.25,
+        "bbox": [30, 5, 9, 9],
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("no json", "one JSON object"),
+        ("{}", "must name one image"),
+        ({"images": ["a.png", "b.png"], "objects": {}}, "must name one image"),
+        ({"image": "gone.png", "objects": {"ref": [], "bbox": []}}, "a picture that can be read"),
+        ({"objects": {"ref": ["a"], "bbox": []}}, "num_ref=1 num_bbox=0"),
+        ({"objects": {"ref": ["a"], "bbox": [[3, 2, 1, 4]]}}, "x1 <= x2"),
+        ({"objects": {"ref": ["a"], "bbox": [[1, 2, 3, 4]]}, "scores": [None]}, "scores must be numbers"),
+        ({"objects": {"ref": ["a"], "bbox": [[1, 2, 3, 4]], "bbox_type": "norm1"}}, "in pixels"),
+        ({"width": 64.5}, "whole numbers of pixels, got width=64.5"),
+        ({"height": -48}, "whole numbers of pixels"),
+        ({"width": float("nan")}, "whole numbers of pixels"),
+        ({"height": "48"}, "whole numbers of pixels"),
+        ('{"image": "a.png", "scores": [1e9999999999999999999]}', "one JSON object"),
+        ("", "must hold lines"),
+    ],
+)
+def test_a_line_that_is_none_is_refused_with_its_place_and_nothing_is_left(
+    tmp_path: Path, line: Any, told: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    whole = {"image": "a.png", "width": 64, "height": 48}
+    rows.write_text(
+        line if isinstance(line, str) else json.dumps(line if "image" in str(line) else whole | line)
+    )
+    with pytest.raises(UserError, match=told):
+        export(rows)
+    assert list(tmp_path.iterdir()) == [rows]
+
+
+def test_an_image_that_the_truth_does_not_list_is_refused(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"image": "b.png", "objects": {"ref": [], "bbox": []}}))
+    with pytest.raises(UserError, match=r"got b\.png at .*rows\.jsonl:1"):
+        export(rows, "--truth", str(write_coco(tmp_path, categories=CATEGORIES)))
+
+
+def test_an_error_in_the_truth_names_its_option(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"image": "b.png", "objects": {}}))
+    for truth, told in (
+        ("nowhere.json", "--truth must be a readable file"),
+        ("rows.jsonl", "--truth must be COCO's"),
+    ):
+        with pytest.raises(UserError, match=told):
+            export(rows, "--truth", str(tmp_path / truth))
+
+
+def test_what_is_read_or_exists_is_not_written_over(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(text := json.dumps({"image": "b.png", "width": 1, "height": 1, "objects": {}}))
+    with pytest.raises(UserError, match="that is read"):
+        export_command.main(["coco", str(rows), "--output", str(rows), "--force"])
+    other = tmp_path / "out.json"
+    other.write_text("mine")
+    with pytest.raises(UserError, match="add --force"):
+        export_command.main(["coco", str(rows), "--output", str(other)])
+    assert (rows.read_text(), other.read_text()) == (text, "mine")
+    with pytest.raises(UserError, match="can be written"):
+        terminal_output.check_new_file(other / "below" / "it.json", force=True, sources=[])

@@ -1,0 +1,190 @@
+"""Prompts, dialects, orders, questions per class and the split: the choices of whoever imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from drawn_sources import Importer, annotation, draw, write_coco
+
+from swift_stage2.convert import import_command
+from swift_stage2.convert.tally import Oddity
+from swift_stage2.dataset.survey import survey
+from swift_stage2.errors import UserError
+
+PATIENCE_S = 120
+CATEGORIES = [{"id": number, "name": name} for number, name in enumerate(("cat", "dog", "bird", "cow"))]
+
+
+def some_images(folder: Path, count: int) -> Path:
+    """Image ``n`` shows the first n classes, the last one first, from the lower right to the upper left."""
+    images = []
+    for number in range(count):
+        draw(folder / "images" / f"{number:02d}.png")
+        images.append({"id": number, "file_name": f"{number:02d}.png", "width": 64, "height": 48})
+    objects = [
+        annotation(10 * number + each, number, category_id=each, bbox=[9 * each, 9 * each, 8, 8])
+        for number in range(count)
+        for each in reversed(range(min(number, 4)))
+    ]
+    return write_coco(folder, objects, images, CATEGORIES)
+
+
+def test_questions_per_class_and_negatives(tmp_path: Path, run_import: Importer) -> None:
+    source = some_images(tmp_path, 3)
+    found = run_import("coco", source, "--per-class", "--prompt", "Where is a {label}? {labels}")
+    asked = [(row["messages"][0]["content"], row["objects"]["ref"]) for row in found.rows]
+    assert asked == [
+        ("<image>Where is a cat? cat, dog, bird, cow", ["cat"]),
+        ("<image>Where is a dog? cat, dog, bird, cow", ["dog"]),
+        ("<image>Where is a cat? cat, dog, bird, cow", ["cat"]),
+    ]
+    assert found.counts() == {Oddity.EMPTY.found: 1, Oddity.UNASKED.found: 1}
+    again = [run_import("coco", source, "--per-class", "--negatives", "2", "--seed", seed) for seed in "112"]
+    assert again[0].rows == again[1].rows != again[2].rows
+    per_image = [
+        [row for row in again[0].rows if row["images"][0].endswith(f"{n:02d}.png")] for n in range(3)
+    ]
+    assert [[len(row["objects"]["bbox"]) for row in rows] for rows in per_image] == [
+        [0, 0],
+        [1, 0, 0],
+        [1, 1, 0, 0],
+    ]
+    for rows in per_image:
+        questions = [row["messages"][0]["content"] for row in rows]
+        assert len(set(questions)) == len(questions)
+
+
+def test_a_class_of_a_crowd_or_a_dropped_box_is_no_negative(tmp_path: Path, run_import: Importer) -> None:
+    objects = [annotation(1, category_id=0, iscrowd=1), annotation(2, category_id=1, bbox=[90, 90, 5, 5])]
+    objects += [annotation(3, category_id=2), annotation(4, category_id=3, bbox=[1, 1])]
+    source = write_coco(tmp_path, objects, categories=CATEGORIES)
+    found = run_import("coco", source, "--per-class", "--negatives", "9")
+    assert [row["messages"][0]["content"] for row in found.rows] == ["<image>Detect every bird."]
+
+
+def test_orders(tmp_path: Path, run_import: Importer) -> None:
+    source = some_images(tmp_path, 9)
+    given = run_import("coco", source)
+    assert [label for label, _ in given.of("04.png")] == ["cow", "bird", "dog", "cat"]
+    reading = run_import("coco", source, "--order", "reading")
+    assert [label for label, _ in reading.of("04.png")] == ["cat", "dog", "bird", "cow"]
+    shuffled = [run_import("coco", source, "--order", "random", "--seed", seed) for seed in "112"]
+    assert shuffled[0].rows == shuffled[1].rows != shuffled[2].rows
+    assert sorted(shuffled[0].of("04.png")) == sorted(given.of("04.png"))
+    assert len({str(shuffled[0].of(f"{n:02d}.png")) for n in range(4, 9)}) > 1
+
+
+def test_reading_order_goes_by_the_upper_edge_first(tmp_path: Path, run_import: Importer) -> None:
+    corners = [(30, 5), (2, 20), (1, 5), (0, 30)]
+    objects = [
+        annotation(number, category_id=0, bbox=[*corner, 9, 9]) for number, corner in enumerate(corners)
+    ]
+    found = run_import("coco", write_coco(tmp_path, objects, categories=CATEGORIES), "--order", "reading")
+    assert [tuple(box[:2]) for _, box in found.of("a.png")] == [(1, 5), (30, 5), (2, 20), (0, 30)]
+
+
+def test_dialects_and_the_place_of_the_image(tmp_path: Path, run_import: Importer) -> None:
+    source = some_images(tmp_path, 3)
+    found = run_import("coco", source, "--dialect", "object_map", "--prompt", "Look at <image> and list.")
+    assert [row["messages"][1]["content"] for row in found.rows] == [
+        "{}",
+        '{"object_1": {"desc": "<ref-object>", "bbox_2d": <bbox>}}',
+        '{"object_1": {"desc": "<ref-object>", "bbox_2d": <bbox>}, '
+        '"object_2": {"desc": "<ref-object>", "bbox_2d": <bbox>}}',
+    ]
+    assert found.rows[0]["messages"][0]["content"] == "Look at <image> and list."
+
+
+def test_images_with_too_many_objects_are_left_out(tmp_path: Path, run_import: Importer) -> None:
+    found = run_import("coco", some_images(tmp_path, 5), "--max-objects", "2")
+    assert found.names == ["00.png", "01.png", "02.png"]
+    assert found.counts() == {Oddity.EMPTY.found: 1, Oddity.TOO_MANY.found: 2}
+
+
+def test_the_split_is_by_image_and_an_image_stays_on_its_side(tmp_path: Path, run_import: Importer) -> None:
+    def sides(count: int, seed: str) -> tuple[set[str], set[str]]:
+        train = run_import(
+            "coco", some_images(tmp_path, count), "--per-class", "--split", "0.3", "--seed", seed
+        )
+        val = train.path.with_name("train.val.jsonl")
+        assert survey([val]).num_faults == 0
+        held_out = [json.loads(line)["images"][0] for line in val.read_text().splitlines()]
+        return set(train.names), {Path(name).name for name in held_out}
+
+    train, val = sides(60, "0")
+    assert (len(train | val), train & val) == (59, set())  # the first has no question
+    assert 8 <= len(val) <= 28  # 18 expected, with a deviation of 3.5
+    more_train, more_val = sides(70, "0")
+    assert (train < more_train, val < more_val) == (True, True)
+    assert sides(60, "1") != (train, val)
+    assert sides(60, "0") == (train, val)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--prompt", "Where is {label}?"], "add --per-class"),
+        (["--per-class", "--prompt", "Where?"], "go together"),
+        (["--prompt", "<bbox>"], "neither"),
+        (["--prompt", "<image><image>"], "once"),
+        (["--prompt", "\udce9"], "UTF-8"),
+        (["--negatives", "2"], "goes with --per-class"),
+        (["--split", "0.0001"], "images on both sides"),
+        (["--images", "nowhere"], "--images must be a folder"),
+        (["--images", "n" * 300], "--images must be a folder"),
+        (["--output", "n" * 300], "--output must be a file that can be written"),
+    ],
+)
+def test_choices_that_cannot_be_are_refused_and_nothing_is_left(
+    tmp_path: Path, run_import: Importer, options: list[str], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        run_import("coco", some_images(tmp_path, 3), *options)
+    assert list(tmp_path.rglob("*.jsonl*")) == []
+
+
+def test_a_file_that_exists_is_kept_unless_forced(tmp_path: Path) -> None:
+    source, output = some_images(tmp_path, 2), tmp_path / "train.jsonl"
+    argv = ["coco", str(source), "--images", str(tmp_path / "images"), "--output", str(output)]
+    val = tmp_path / "train.val.jsonl"
+    val.write_text("mine")
+    with pytest.raises(UserError, match=r"train\.val\.jsonl, which exists"):
+        import_command.main([*argv, "--split", "0.5"])
+    assert (output.exists(), val.read_text()) == (False, "mine")
+    assert import_command.main(argv) == 0
+    with pytest.raises(UserError, match="add --force"):
+        import_command.main(argv)
+
+
+def test_the_command_as_its_users_call_it(tmp_path: Path) -> None:
+    """From another directory's point of view, with a relative folder of images."""
+    some_images(tmp_path, 3)
+    words = "import coco coco.json --images images --output new/train.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-m", "swift_stage2", *words.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-2:] == [
+        "new/train.jsonl: 3 rows of 3 images with 3 objects",
+        "check it with: swift-stage2 data check new/train.jsonl",
+    ]
+    again = subprocess.run(
+        [sys.executable, "-m", "swift_stage2", *words.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert again.returncode == 2
+    assert again.stderr.startswith("swift-stage2 import: error: --output must be a new file")
+    assert again.stderr.count("\n") == 1

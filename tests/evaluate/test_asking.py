@@ -1,0 +1,245 @@
+"""A running server's answers: our own server with the tiny model to the end, and servers that fail in every way."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_rollout_server import Answer, Call, FakeRolloutServer, error
+from real_model import STAGE1, make_encoder, objects_of, sample_of
+
+from swift_stage2.channel_b.dialects import OBJECT_LIST
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.matching import match_objects
+from swift_stage2.channel_b.parsing import parse_rollout
+from swift_stage2.cli import main
+from swift_stage2.demo.demo_config import MODEL_TYPE, TEMPLATE_FILE
+from swift_stage2.detections.prediction import FAILED, Prediction
+from swift_stage2.errors import ServerUnavailable, UserError
+from swift_stage2.evaluate.asking import AskingSettings, ask_server
+from swift_stage2.evaluate.predictions import TrueRow, read_predictions, read_rows, write_predictions
+from swift_stage2.records import match_ratios
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout_server"))
+
+from live_server import MODEL, load_generator, serve
+
+from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+
+START_TIMEOUT_S = 240.0
+QUESTIONS = AskingSettings(dialect=OBJECT_LIST, max_new_tokens=64, timeout_s=10.0, num_in_flight=4)
+WIDTH, HEIGHT, WIDE, HIGH = 150, 100, 140, 112  # of the files, and as the model sees them
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return make_encoder()
+
+
+@pytest.fixture
+def true_rows(rows_file: Path) -> list[TrueRow]:
+    return read_rows(rows_file)
+
+
+@pytest.fixture
+def prompt_ids(encoder: Encoder, true_rows: list[TrueRow]) -> list[int]:
+    """Of every row: all ask one question about images of one size."""
+    return list(encoder.encode_prompt(sample_of(true_rows[0].row)).token_ids)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[TransformersRolloutEngine]:
+    engine = TransformersRolloutEngine(load_generator, model=str(MODEL), max_batch_size=16)
+    assert engine.wait_loaded(START_TIMEOUT_S)
+    yield engine
+    engine.close(timeout_s=10.0)
+
+
+def answers(call: Call, prompt_ids: list[int], text: str, finish_reason: str = "stop") -> Answer:
+    choice = {"message": {"content": text}, "finish_reason": finish_reason, "token_ids": [1, 2]}
+    item = {"response": {"choices": [choice], "prompt_token_ids": prompt_ids}}
+    return Answer(body=json.dumps([item] * len(call.requests)).encode())
+
+
+def scored_in_the_models_space(
+    encoder: Encoder, rows: Sequence[TrueRow], predictions: Sequence[Prediction | None]
+) -> dict[str, float]:
+    """The answers as training matches them: true boxes go to the template's space, not answers to pixels."""
+    counts = {"num_predictions": 0, "num_ground_truth": 0}
+    ious: list[float] = []
+    for row, prediction in zip(rows, predictions, strict=True):
+        said = parse_rollout(prediction.answer if prediction and prediction.answer else "").objects
+        true = objects_of(encoder, sample_of(row.row))
+        counts["num_predictions"] += len(said)
+        counts["num_ground_truth"] += len(true)
+        same = np.array([[each.label == label for label, _ in true] for each in said], dtype=bool)
+        ious += match_objects(
+            [each.box for each in said],
+            [box for _, box in true],
+            iou_threshold=0.5,
+            top_k=99,
+            unmatched_prediction_cost=1.0,
+            unmatched_ground_truth_cost=1.0,
+            allowed=same.reshape(len(said), len(true)),
+        ).ious
+    return match_ratios(num_pairs=len(ious), sum_iou=sum(ious), **counts)
+
+
+def test_the_tiny_model_is_evaluated_on_our_own_server(
+    encoder: Encoder,
+    engine: TransformersRolloutEngine,
+    rows_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with serve(engine) as server:
+        options = ["--server", server.base_url, "--model", str(STAGE1), "--swift", f"model_type={MODEL_TYPE}"]
+        options += ["--swift", f"template={MODEL_TYPE}", "--swift", f"external_plugins={TEMPLATE_FILE}"]
+        options += [
+            "--swift",
+            "torch_dtype=float32",
+            "--swift",
+            "use_cpu=true",
+            "--output",
+            str(tmp_path / "out"),
+        ]
+        assert main(["evaluate", "--data", str(rows_file), *options, "--bootstrap", "20"]) == 0
+    predictions = tmp_path / "out" / "predictions.jsonl"
+    found = read_predictions(predictions, read_rows(rows_file))
+    assert {each and (each.width, each.height) for each in found} == {(WIDTH, HEIGHT)}
+    facts = json.loads((tmp_path / "out" / "evaluation.json").read_text(encoding="utf-8"))
+    expected = scored_in_the_models_space(encoder, read_rows(rows_file), found)
+    for name, value in expected.items():  # the template rounds true boxes, the other way rounds nothing
+        assert facts["metrics"][f"eval/{name}"]["value"] == pytest.approx(value, abs=0.06), name
+    assert expected["recall"] > 0.1
+    assert facts["metrics"]["eval/failed_ratio"]["value"] == 0.0
+    capsys.readouterr()
+    assert main(["evaluate", "--data", str(rows_file), "--predictions", str(predictions), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)["metrics"]
+    assert again["eval/ap"]["value"] == facts["metrics"]["eval/ap"]["value"]
+
+
+def test_boxes_become_pixels_and_a_stock_server_is_asked_in_batches(
+    encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int]
+) -> None:
+    text = json.dumps([{"bbox_2d": [14, 28, 70, 112], "label": "car"}])
+    progress: list[int] = []
+    with FakeRolloutServer(on_infer=lambda call: answers(call, prompt_ids, text, "length")) as server:
+        found = ask_server(server.url, true_rows, encoder, QUESTIONS, progress.append)
+        assert server.batch_sizes == [4, 4, 4]
+        assert server.infer_calls[0].config["temperature"] == 0.0
+        assert server.infer_calls[0].config["max_tokens"] == 64
+    box = (14 * WIDTH / WIDE, 28 * HEIGHT / HIGH, 70 * WIDTH / WIDE, 112 * HEIGHT / HIGH)
+    assert found[0].objects.bbox[0] == pytest.approx(box, abs=0.01)
+    assert {each.finish_reason for each in found} == {"length"}
+    assert [each.image for each in found] == [row.image for row in true_rows]
+    assert progress == [4, 8, 12]
+
+
+def test_a_server_that_reads_another_prompt_is_refused(encoder: Encoder, true_rows: list[TrueRow]) -> None:
+    with (
+        FakeRolloutServer(on_infer=lambda call: answers(call, [1, 2, 3], "[]")) as server,
+        pytest.raises(UserError, match="pixel limits"),
+    ):
+        ask_server(server.url, true_rows, encoder, QUESTIONS)
+
+
+def test_a_refused_row_fails_alone(
+    encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is found by asking its call's rows one by one; a row whose image is not there is asked at all."""
+    bad = encoder.request(sample_of(true_rows[2].row))["images"][0]
+    missing = TrueRow(
+        len(true_rows), "/none.png", true_rows[0].truth, {**true_rows[0].row, "images": ["/none.png"]}
+    )
+
+    def refuse(call: Call) -> Answer:
+        images = [request["images"][0] for request in call.requests]
+        return error(400, "this image") if bad in images else answers(call, prompt_ids, "[]")
+
+    with FakeRolloutServer(on_infer=refuse) as server:
+        found = ask_server(server.url, [*true_rows, missing], encoder, QUESTIONS)
+    assert [number for number, each in enumerate(found) if each.finish_reason == FAILED] == [2, 12]
+    told = capsys.readouterr().err
+    assert "this image" in told
+    assert "/none.png" in told
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_row_that_does_not_end_in_time_fails_alone_at_any_place_of_its_call(
+    encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int], place: int
+) -> None:
+    slow = encoder.request(sample_of(true_rows[place].row))["images"][0]
+
+    def late(call: Call) -> Answer:
+        images = [request["images"][0] for request in call.requests]
+        return error(504, "too late") if slow in images else answers(call, prompt_ids, "[]")
+
+    with FakeRolloutServer(on_infer=late) as server:
+        found = ask_server(server.url, true_rows, encoder, QUESTIONS)
+    assert [number for number, each in enumerate(found) if each.finish_reason == FAILED] == [place]
+
+
+def test_a_label_that_is_no_text_and_a_huge_box_are_kept_readable(
+    encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int], tmp_path: Path
+) -> None:
+    text = json.dumps([{"bbox_2d": [1, 2, 10**99, 10**99], "label": "\ud800"}])
+    with FakeRolloutServer(on_infer=lambda call: answers(call, prompt_ids, text)) as server:
+        found = ask_server(server.url, true_rows[:1], encoder, QUESTIONS)
+    write_predictions(tmp_path / "p.jsonl", found)
+    assert read_predictions(tmp_path / "p.jsonl", true_rows[:1]) == found
+    assert found[0].objects.ref == ("?",)
+
+
+def test_no_answer_at_all_is_told_with_the_first_reason(encoder: Encoder, true_rows: list[TrueRow]) -> None:
+    with (
+        FakeRolloutServer(on_infer=lambda call: error(500, "no memory")) as server,
+        pytest.raises(ServerUnavailable, match=r"no row was answered.*no memory"),
+    ):
+        ask_server(server.url, true_rows[:2], encoder, QUESTIONS)
+
+
+def test_a_server_that_is_lost_ends_the_command_at_once(
+    encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int]
+) -> None:
+    def once(call: Call) -> Answer:
+        return answers(call, prompt_ids, "[]") if len(server.infer_calls) == 1 else Answer(drop=True)
+
+    with FakeRolloutServer(on_infer=once) as server, pytest.raises(ServerUnavailable, match="to the end"):
+        ask_server(server.url, true_rows, encoder, QUESTIONS)
+
+
+def test_a_frozen_server_ends_the_command_after_two_deadlines(
+    encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int]
+) -> None:
+    """It answers who it is, then a call, then nothing any more: not every row waits for its own deadline."""
+    thaw = threading.Event()
+
+    def once(call: Call) -> Answer:
+        return answers(call, prompt_ids, "[]") if len(server.infer_calls) == 1 else Answer(after=thaw)
+
+    questions = AskingSettings(dialect=OBJECT_LIST, max_new_tokens=64, timeout_s=2.0, num_in_flight=1)
+    with FakeRolloutServer(on_infer=once) as server:
+        try:
+            with pytest.raises(ServerUnavailable, match="2 calls in a row"):
+                ask_server(server.url, true_rows, encoder, questions)
+            assert len(server.infer_calls) == 3
+        finally:
+            thaw.set()
+
+
+def test_a_server_without_room_is_asked_again(
+    encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int]
+) -> None:
+    def full_at_first(call: Call) -> Answer:
+        return error(429, "no room") if len(server.infer_calls) == 1 else answers(call, prompt_ids, "[]")
+
+    with FakeRolloutServer(on_infer=full_at_first) as server:
+        found = ask_server(server.url, true_rows[:1], encoder, QUESTIONS)
+        assert len(server.infer_calls) == 2
+    assert found[0].finish_reason == "stop"

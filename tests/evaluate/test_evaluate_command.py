@@ -1,0 +1,149 @@
+"""The command on files: table, JSON and page of the same numbers, exit status, one line for what cannot be used."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from detection_sets import line, write_lines, write_rows
+from PIL import Image
+
+from swift_stage2.cli import main
+
+CAR, CAT = ("car", (10, 10, 110, 110)), ("cat", (200, 200, 260, 260))
+EVIL = "</script><script>window.broken = 1</script>"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    Image.new("RGB", (400, 400), "red").save(tmp_path / "a.png")
+    images = [(str(tmp_path / "a.png"), [CAR, CAT]), (f"{tmp_path}/{EVIL}.png", [CAT]), ("c.png", [])]
+    return write_rows(tmp_path / "val.jsonl", images)
+
+
+@pytest.fixture
+def predictions(data: Path, tmp_path: Path) -> Path:
+    """Two of three right, one invented, one of another class."""
+    lines = [
+        line(str(tmp_path / "a.png"), [CAR, CAT], answer="[", finish_reason="stop"),
+        line(f"{tmp_path}/{EVIL}.png", [(EVIL, CAT[1])]),
+        line("c.png", [CAR]),
+    ]
+    return write_lines(tmp_path / "predictions.jsonl", lines)
+
+
+def evaluate(*arguments: object) -> int:
+    return main(["evaluate", *map(str, arguments), "--bootstrap", "60"])
+
+
+def test_table_json_and_page_tell_the_same(
+    data: Path, predictions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    assert evaluate("--data", data, "--predictions", predictions, "--output", output) == 0
+    told = capsys.readouterr().out
+    facts = json.loads((output / "evaluation.json").read_text(encoding="utf-8"))
+    metrics = facts["metrics"]
+    assert metrics["eval/precision"]["value"] == 0.5
+    assert metrics["eval/recall"]["value"] == pytest.approx(2 / 3)
+    assert metrics["eval/invalid_ratio"]["value"] == pytest.approx(1 / 3)
+    assert metrics["eval/f1"]["low"] <= metrics["eval/f1"]["value"] <= metrics["eval/f1"]["high"]
+    assert facts["errors"]["Cls"]["count"] == facts["errors"]["Bkg"]["count"] == 1
+    assert (facts["score_convention"], facts["num_images"], facts["draws"]) == ("one", 3, 60)
+    page = (output / "evaluation.html").read_text(encoding="utf-8")
+    text = html.unescape(re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL))
+    for name in ("eval/ap", "eval/ar", "eval/f1", "eval/mean_iou"):
+        value = f"{metrics[name]['value']:.3f}"
+        assert name in told
+        assert value in told
+        assert value in text
+    assert EVIL in text
+    assert EVIL not in page
+    gallery = json.loads(re.findall(r'id="galleries-data">(.*?)</script>', page, re.DOTALL)[0])["gallery"]
+    first, *others = gallery["pictures"]
+    assert {box[0] for box in first["boxes"]} == {"missed", "false"}
+    assert (first["trouble"], [each["image"] for each in others].count(0)) == (
+        "there is no such file here",
+        1,
+    )
+    assert [path.name for path in output.iterdir() if path.name.startswith(".")] == []
+
+
+def test_two_sets_are_told_side_by_side(
+    data: Path, predictions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    better = write_lines(
+        tmp_path / "b.jsonl",
+        [
+            line(str(tmp_path / "a.png"), [CAR, CAT]),
+            line(f"{tmp_path}/{EVIL}.png", [CAT]),
+            line("c.png", []),
+        ],
+    )
+    assert evaluate("--data", data, "--compare", predictions, better, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert not Path("evaluation").exists()
+    assert facts["metrics"]["eval/f1"]["difference"] == pytest.approx(1 - 4 / 7)
+    assert facts["metrics"]["eval/f1"]["low"] >= 0.0
+    assert evaluate("--data", data, "--compare", predictions, better, "--output", tmp_path / "out") == 0
+    assert "difference" in capsys.readouterr().out
+    assert "Comparison" in (tmp_path / "out" / "evaluation.html").read_text(encoding="utf-8")
+
+
+def test_rows_without_a_prediction_count_as_silent_and_end_with_status_1(
+    data: Path, predictions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = write_lines(tmp_path / "one.jsonl", [line("c.png", [])])
+    assert evaluate("--data", data, "--predictions", one, "--json") == 1
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert facts["num_without_prediction"] == 2
+    assert facts["metrics"]["eval/recall"]["value"] == 0.0
+    assert facts["metrics"]["eval/failed_ratio"]["value"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--predictions", "none.jsonl"], "none.jsonl"),
+        (["--server", "http://127.0.0.1:1"], "--model"),
+        (["--server", "127.0.0.1:1", "--model", "m"], "base_url"),
+        (
+            ["--server", "http://127.0.0.1:9", "--model", "m"],
+            "--server must be a rollout server that answers",
+        ),
+        (["--predictions", "PREDICTIONS", "--output", "/proc/none"], "--output"),
+        (
+            ["--server", "http://127.0.0.1:9", "--model", "m", "--output", "/dev/null"],
+            "--output must be a folder",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_and_status_2(
+    data: Path, predictions: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(predictions) if word == "PREDICTIONS" else word for word in arguments]
+    assert evaluate("--data", data, *arguments) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("swift-stage2 evaluate: error: ")
+    assert told in error
+
+
+@pytest.mark.parametrize("option", ["--bootstrap", "--timeout-s", "--in-flight"])
+@pytest.mark.parametrize("digits", [7, 5000])
+def test_numbers_that_nobody_could_wait_for_are_refused(
+    data: Path, predictions: Path, option: str, digits: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        evaluate("--data", data, "--predictions", predictions, option, "9" * digits)
+    assert (end.value.code, option in capsys.readouterr().err) == (2, True)
+
+
+def test_exactly_one_source_is_named(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        evaluate("--data", data)
+    assert end.value.code == 2
+    assert "--predictions" in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""Precision, recall and F1 are those of training's matching; error types, parts and limits on images written out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from detection_sets import hand_made, random_data
+
+from swift_stage2.channel_b.matching import iou_matrix, match_objects, paired_ious
+from swift_stage2.config import MatchingConfig
+from swift_stage2.detections.objects import DetectionData
+from swift_stage2.detections.overlaps import THRESHOLDS
+from swift_stage2.detections.scores import DetectionScores
+from swift_stage2.records import match_ratios
+
+CAR, DOG = (10, 10, 110, 110), (200, 200, 260, 260)
+
+
+def ones(scores: DetectionScores) -> dict[str, float]:
+    return scores.values(np.ones(scores.data.num_images, dtype=np.int64))
+
+
+def matched_one_by_one(data: DetectionData, threshold: float) -> dict[str, float]:
+    """Image by image through training's own function."""
+    settings = {**asdict(MatchingConfig(iou_threshold=threshold)), "top_k": 10_000}
+    del settings["max_distance"]  # of points
+    del settings["same_label"]
+    ious: list[float] = []
+    for image in range(data.num_images):
+        predicted, true = data.predicted.images == image, data.truth.images == image
+        same = np.equal.outer(data.predicted.labels[predicted], data.truth.labels[true])
+        ious += match_objects(
+            data.predicted.boxes[predicted], data.truth.boxes[true], allowed=same, **settings
+        ).ious
+    return match_ratios(
+        num_predictions=len(data.predicted),
+        num_ground_truth=len(data.truth),
+        num_pairs=len(ious),
+        sum_iou=sum(ious),
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_precision_recall_and_f1_are_those_of_training_at_every_threshold(seed: int) -> None:
+    data = random_data(seed, num_images=30, num_classes=2, per_class=8.0)
+    found = ones(DetectionScores(data))
+    means = {"precision": 0.0, "recall": 0.0, "f1": 0.0}
+    for threshold in THRESHOLDS:
+        expected = matched_one_by_one(data, float(threshold))
+        for name, value in expected.items():
+            assert found[f"iou/{threshold:.2f}/{name}"] == pytest.approx(value, abs=1e-12)
+        means = {name: mean + expected[name] / len(THRESHOLDS) for name, mean in means.items()}
+    assert found["eval/f1"] == found["iou/0.50/f1"]
+    assert {name: found[f"eval/{name}_50_95"] for name in means} == pytest.approx(means)
+
+
+def test_ious_of_pairs_are_those_of_the_matrix() -> None:
+    data = random_data(1, num_images=1, num_classes=1, per_class=30.0)
+    number = min(len(data.predicted), len(data.truth))
+    predicted, true = data.predicted.boxes[:number], data.truth.boxes[:number]
+    assert paired_ious(predicted, true).tolist() == np.diag(iou_matrix(predicted, true)).tolist()
+
+
+def test_every_kind_of_error_is_told_by_its_type() -> None:
+    truth = [[("car", CAR)], [("car", CAR)], [("car", CAR)], [("car", CAR), ("dog", DOG)], [("dog", DOG)]]
+    predicted = [
+        [("car", CAR), ("car", (12, 10, 112, 110))],  # Dupe
+        [("dog", CAR)],  # Cls
+        [("car", (60, 10, 160, 110))],  # Loc
+        [("car", CAR)],  # Miss
+        [("dog", DOG), ("car", (300, 10, 330, 40)), ("car", (220, 220, 280, 280))],  # Bkg, Both
+    ]
+    errors = DetectionScores(hand_made(truth, predicted)).errors()
+    assert {name: error["count"] for name, error in errors.items()} == dict.fromkeys(errors, 1)
+    assert errors["Miss"]["lost_ap50"] > 0
+
+
+def test_parts_by_class_number_and_size_add_up() -> None:
+    truth = [[], [("car", CAR)], [("car", CAR), ("dog", (0, 0, 32, 31))]]
+    predicted = [[("car", CAR)], [("car", CAR)], [("dog", (0, 0, 32, 40))]]
+    found = DetectionScores(hand_made(truth, predicted)).points()
+    assert found["class/car/precision"] == found["class/car/recall"] == 0.5
+    assert found["class/dog/f1"] == 1.0
+    assert found["objects/0/precision"] == 0.0
+    assert "objects/0/recall" not in found
+    assert found["objects/1/f1"] == 1.0
+    assert found["objects/1/ap"] == pytest.approx(1.0)
+    assert found["objects/2-3/recall"] == 0.5
+    assert found["size/small/f1"] == 1.0  # the box is medium, its true object small
+    assert found["size/large/recall"] == 0.5
+    assert "size/medium/precision" not in found
+
+
+def test_perfect_empty_and_absent_answers() -> None:
+    truth = [[("car", CAR), ("dog", DOG)], [("dog", DOG)]]
+    perfect = DetectionScores(hand_made(truth, truth)).points()
+    names = ("ap", "ap50", "ar", "precision", "recall", "f1_50_95")
+    assert [perfect[f"eval/{name}"] for name in names] == pytest.approx([1.0] * len(names))
+    silent = DetectionScores(hand_made(truth, [[], []]))
+    assert silent.points()["eval/ap"] == silent.points()["eval/recall"] == 0.0
+    assert "eval/precision" not in silent.points()
+    assert silent.errors()["Miss"]["count"] == 3
+    nothing = DetectionScores(hand_made([[], []], [[], [("car", CAR)]])).points()
+    assert nothing["eval/precision"] == 0.0
+    assert "eval/ap" not in nothing
+    assert DetectionScores(hand_made([[]], [[]])).points() == {}

@@ -1,0 +1,72 @@
+"""A server that speaks as ours in staged rounds and believes every checksum, so that a test may hold or break any call.
+
+It maps the learner's memory as ours does and notes the bytes. ``hooks`` answer a path in its place, once for each
+call; one that returns nothing has only looked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fake_rollout_server import Answer, Call, FakeRolloutServer, output, outputs
+
+from swift_stage2.servers import protocol
+
+INCARNATION = "one"
+Hook = Callable[[Call], Answer | None]
+
+
+class FakeStagingServer(FakeRolloutServer):
+    """Proves every round whose calls nobody breaks."""
+
+    def __init__(self, manifest: tuple[protocol.TensorSpec, ...]) -> None:
+        super().__init__(on_get=self._tell, on_reset=self._obey, on_infer=self._answer)
+        self.manifest = manifest
+        self.hooks: dict[str, Hook] = {}
+        self.mapped: list[bytes] = []
+        self.begun: list[dict[str, Any]] = []
+        self.proofs: list[dict[str, Any]] = []
+
+    @property
+    def served(self) -> str | None:
+        """The round that brought the weights that it serves."""
+        return str(self.proofs[-1]["round_id"]) if self.proofs else None
+
+    def _tell(self, call: Call) -> Answer:
+        info = protocol.ServerInfo(False, INCARNATION, state="serving", manifest=self.manifest, staging=True)
+        return self._hooked(call) or _says(info.to_json())
+
+    def _answer(self, call: Call) -> Answer:
+        stamp = {"weight_version": self.begun[-1]["version"], "round_id": self.begun[-1]["round_id"]}
+        return self._hooked(call) or outputs([output("a", incarnation=INCARNATION, **stamp)])
+
+    def _obey(self, call: Call) -> Answer:
+        if (answer := self._hooked(call)) is not None:
+            return answer
+        if call.path == protocol.BEGIN_ROUND:
+            self.begun.append(call.body)
+        elif call.path == protocol.INIT_COMMUNICATOR:
+            memory = Path(call.body["path"]).read_bytes()
+            assert memory.endswith(bytes.fromhex(call.body["token"]))
+            self.mapped.append(memory)
+            return _says({"message": "mapped", "mapped": True})
+        elif call.path == protocol.FINISH_ROUND and call.body.get("commit", True):
+            sums = call.body["checksums"]
+            version = self.begun[-1]["version"]
+            proof = protocol.RoundProof(
+                call.body["round_id"], INCARNATION, version, sums, sums, tuple(sums)
+            ).to_json()
+            self.proofs.append(proof)
+            return _says(proof)
+        return _says({"message": "status: True"})
+
+    def _hooked(self, call: Call) -> Answer | None:
+        hook = self.hooks.get(call.path)
+        return hook(call) if hook is not None else None
+
+
+def _says(body: Any) -> Answer:
+    return Answer(body=json.dumps(body).encode())

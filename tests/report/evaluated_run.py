@@ -1,0 +1,103 @@
+"""Runs of which every evaluated answer is known: scenes with true objects, and what each version says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from run_files import CONFIG, RunFiles, balanced_ledger, picture
+
+from swift_stage2.detections.prediction import LabelledBoxes
+from swift_stage2.detections.recorded import RecordedRow, as_line, evaluations_directory
+from swift_stage2.scheduling.evaluation_schedule import RunningEvaluation
+
+Objects = Sequence[tuple[str, Sequence[int]]]
+Scene = Mapping[int, Objects]
+"""By row of the validation set, its objects: label and box."""
+
+
+def grid_scene(num_rows: int, num_objects: int = 2) -> dict[int, list[tuple[str, list[int]]]]:
+    """Objects that lie apart from each other; rows hold from 1 to ``num_objects`` cars and dogs."""
+    return {
+        row: [
+            (
+                "car" if (row + number) % 2 else "dog",
+                [10 + 50 * number, 10 + row % 5, 40 + 50 * number, 50 + row % 7],
+            )
+            for number in range(1 + row % num_objects)
+        ]
+        for row in range(num_rows)
+    }
+
+
+def evaluated_run(
+    run_dir: Path,
+    truth: Scene,
+    answers: Sequence[Scene],
+    *,
+    images: Path | None = None,
+    b_ratio: float = 0.5,
+    losses: Sequence[float] = (),
+    in_files: bool = False,
+) -> Path:
+    """A whole run that was evaluated every 8 steps, at a version of its own each time.
+
+    ``in_files``: the answers are in RUN_DIR/evaluations and not among the matches.
+    """
+    balanced_ledger(run_dir, num_samples=4 * len(answers)).ledger.close()
+    channel_b = {**CONFIG, "stage2_ab": {**CONFIG["stage2_ab"], "schedule": {"b_ratio": b_ratio}}}
+    run = RunFiles(run_dir, config=channel_b).start()
+    for number, said in enumerate(answers):
+        run.train(8)
+        for row, objects in () if in_files else truth.items():
+            path = str(images / f"{row}.png") if images else f"/absent/{row}.png"
+            if images:
+                picture(images / f"{row}.png", (112, 112))
+            run.now += 0.001
+            run.matches.write(
+                "match",
+                purpose="evaluation",
+                sample=[2**31 - 1, row, row, 0],
+                version=run.version,
+                images=[path],
+                space=[112, 112],
+                truth=[{"label": label, "box": list(box)} for label, box in objects],
+                predicted=[{"label": label, "box": list(box)} for label, box in said[row]],
+                pairs=[],
+                rollout=f"row {row}",
+                target="",
+                truncated=False,
+                dropped={},
+            )
+        if in_files:
+            _write_file(run, truth, said)
+        run.evaluate()
+        if losses:
+            run.log_loss(losses[number])
+    run.end()
+    return run_dir
+
+
+def _write_file(run: RunFiles, truth: Scene, said: Scene) -> None:
+    evaluation = RunningEvaluation(due_step=run.step, begun_step=run.step, version=run.version)
+    rows = [
+        RecordedRow(
+            image=f"{row}.png",
+            width=112,
+            height=112,
+            objects=_boxes(said[row]),
+            answer=f"row {row}",
+            finish_reason="stop",
+            row=row,
+            file=f"/absent/{row}.png",
+            truth=_boxes(truth[row]),
+        )
+        for row in truth
+    ]
+    path = evaluations_directory(run.run_dir) / f"step{run.step:06d}.v{run.version:06d}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(as_line(row, evaluation) + "\n" for row in rows))
+
+
+def _boxes(objects: Objects) -> LabelledBoxes:
+    return LabelledBoxes(tuple(label for label, _ in objects), tuple(tuple(box) for _, box in objects))  # type: ignore[misc]

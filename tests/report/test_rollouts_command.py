@@ -1,0 +1,256 @@
+"""The command as a process of its own beside a run, which this process holds as a learner does."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from followed_run import FollowedRun, killed_and_resumed
+
+from swift_stage2.cli import main
+from swift_stage2.report.finished_rollouts import RunRollouts
+from swift_stage2.report.rollouts_command import line_of
+from swift_stage2.run_directory.lock import hold_run_directory
+from swift_stage2.telemetry.facade import Telemetry
+
+_DEADLINE_S = 60.0
+_UNREAD = 128 + signal.SIGPIPE
+Follower = subprocess.Popen[str]
+
+
+@pytest.fixture
+def follow(tmp_path: Path) -> Iterator[Callable[..., Follower]]:
+    """Starts a follower of the run in ``tmp_path``."""
+    started: list[Follower] = []
+
+    def begin(*options: str) -> Follower:
+        command = [sys.executable, "-m", "swift_stage2", "rollouts", "--follow", *options, str(tmp_path)]
+        started.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
+        )
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.kill()
+        each.communicate(timeout=_DEADLINE_S)
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[ExitStack]:
+    """The run goes on until this is closed."""
+    with ExitStack() as held:
+        held.enter_context(hold_run_directory(tmp_path, "rank 0", {}))
+        yield held
+
+
+def next_line(follower: Follower) -> str:
+    assert follower.stdout is not None
+    return follower.stdout.readline()
+
+
+def texts(lines: str) -> list[str]:
+    return [json.loads(line)["text"] for line in lines.splitlines()]
+
+
+def test_rollouts_come_while_the_run_goes_on_and_its_end_ends_the_follower(
+    tmp_path: Path, follow: Callable[..., Follower], held: ExitStack
+) -> None:
+    run = FollowedRun(tmp_path)
+    first = run.finish(1)
+    follower = follow("--json")
+    assert texts(next_line(follower)) == [run.text(first[0])]
+    second = run.finish(1)
+    assert texts(next_line(follower)) == [run.text(second[0])]
+    last = run.finish(2)
+    run.ledger.close()
+    held.close()
+    out, err = follower.communicate(timeout=_DEADLINE_S)
+    assert texts(out) == [run.text(key) for key in last]
+    assert (follower.returncode, err) == (
+        0,
+        "swift-stage2 rollouts: the run has ended on every rank: 4 rollouts\n",
+    )
+
+
+def test_a_follower_waits_for_the_first_rollout(
+    tmp_path: Path, follow: Callable[..., Follower], held: ExitStack
+) -> None:
+    follower = follow("--json")
+    assert follower.stderr is not None
+    assert follower.stderr.readline() == (
+        f"swift-stage2 rollouts: waits for the first rollouts of the run in {tmp_path}\n"
+    )
+    run = FollowedRun(tmp_path)
+    (key,) = run.finish(1)
+    assert texts(next_line(follower)) == [run.text(key)]
+
+
+def test_a_run_that_is_killed_and_resumed_is_followed_through_and_a_late_follower_sees_the_same(
+    tmp_path: Path, follow: Callable[..., Follower], held: ExitStack
+) -> None:
+    early = follow("--json")
+    told = killed_and_resumed(tmp_path, 2)
+    lines = [next_line(early) for _ in told]
+    held.close()
+    out, _ = early.communicate(timeout=_DEADLINE_S)
+    assert (out, early.returncode) == ("", 0)
+    late, _ = (follower := follow("--json")).communicate(timeout=_DEADLINE_S)
+    assert follower.returncode == 0
+    assert sorted(lines) == sorted(late.splitlines(keepends=True))
+    assert sorted(texts(late)) == sorted(told)
+
+
+def test_a_killed_run_ends_the_follower_with_1_and_all_that_was_written(
+    tmp_path: Path, follow: Callable[..., Follower]
+) -> None:
+    hold = "import sys; from pathlib import Path; from swift_stage2.run_directory.lock import hold_run_directory\n"
+    hold += "with hold_run_directory(Path(sys.argv[1]), 'rank 0', {}): print('held', flush=True); sys.stdin.read()"
+    rank = subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "held\n"
+        run = FollowedRun(tmp_path)
+        (first,) = run.finish(1)
+        follower = follow("--json")
+        assert texts(next_line(follower)) == [run.text(first)]
+        (second,) = run.finish(1)
+        run.tear()
+    finally:
+        rank.kill()
+        rank.communicate(timeout=_DEADLINE_S)
+    out, err = follower.communicate(timeout=_DEADLINE_S)
+    assert texts(out) == [run.text(second)]
+    assert follower.returncode == 1
+    assert err.splitlines() == [
+        "swift-stage2 rollouts: warning: rank 0 told no end: it was killed, or a full disk took no more",
+        "swift-stage2 rollouts: the run has ended and may lack some: 2 rollouts",
+    ]
+
+
+def test_a_consumer_that_stops_reading_misses_nothing(
+    tmp_path: Path, follow: Callable[..., Follower], held: ExitStack
+) -> None:
+    """More than a pipe holds, written while nobody takes a line."""
+    run = FollowedRun(tmp_path, num_rows=600)
+    follower = follow("--json")
+    keys = [*run.finish(1)]
+    assert texts(next_line(follower)) == [run.text(keys[0])]
+    keys += run.finish(599)
+    run.ledger.close()
+    held.close()
+    out, _ = follower.communicate(timeout=_DEADLINE_S)
+    assert len(out) > 1 << 16
+    assert texts(out) == [run.text(key) for key in keys[1:]]
+    assert follower.returncode == 0
+
+
+def test_a_reader_that_leaves_ends_a_follower_to_whom_nothing_comes(
+    tmp_path: Path, follow: Callable[..., Follower], held: ExitStack
+) -> None:
+    FollowedRun(tmp_path).finish(1)
+    follower = follow()
+    assert next_line(follower)
+    assert follower.stdout is not None
+    follower.stdout.close()
+    assert follower.wait(timeout=_DEADLINE_S) == _UNREAD
+    assert follower.stderr is not None
+    assert follower.stderr.read() == ""
+
+
+def test_an_interrupt_ends_with_130_and_without_a_word(
+    tmp_path: Path, follow: Callable[..., Follower], held: ExitStack
+) -> None:
+    FollowedRun(tmp_path).finish(1)
+    follower = follow()
+    assert next_line(follower)
+    follower.send_signal(signal.SIGINT)
+    assert follower.communicate(timeout=_DEADLINE_S) == ("", "")
+    assert follower.returncode == 130
+
+
+def test_without_follow_what_is_there_is_printed(
+    tmp_path: Path, held: ExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = FollowedRun(tmp_path)
+    keys = run.finish(2)
+    assert main(["rollouts", "--json", str(tmp_path)]) == 0  # it goes on
+    out, err = capsys.readouterr()
+    assert (texts(out), err) == ([run.text(key) for key in keys], "")
+    assert [json.loads(line) for line in out.splitlines()] == [
+        json.loads(json.dumps(asdict(each))) for each in RunRollouts(tmp_path).read()
+    ]
+    held.close()
+    assert main(["rollouts", str(tmp_path)]) == 1
+    assert "rank 0 told no end" in capsys.readouterr().err
+    run.ledger.close()
+    assert main(["rollouts", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_line_is_readable_and_a_terminal_obeys_nothing_in_it(tmp_path: Path) -> None:
+    run = FollowedRun(tmp_path)
+    run.text = lambda key: "\x1b[2J\x9b" + "é" * 200  # type: ignore[method-assign]
+    run.finish(1)
+    (found,) = RunRollouts(tmp_path).read()
+    line = line_of(found)
+    assert line.isprintable()
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\d  rank 0  v1     0:0:\d        attempt 0  http://s     4 tokens  "
+        r"1 matched, 0 false, 0 missed, IoU 0\.50  "
+        r"'\\x1b\[2J\\x9bé{115}'…",
+        line,
+    )
+
+
+@pytest.mark.parametrize("options", [(), ("--follow",)])
+def test_no_such_run_is_one_line(
+    tmp_path: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in (tmp_path / "absent", tmp_path):
+        assert main(["rollouts", *options, str(place)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("swift-stage2 rollouts: error: rollouts are read from a run's directory with ")
+        assert f"ledger/rank*.jsonl, got {place}" in line
+    FollowedRun(tmp_path / "v0-20260101-000000").finish(1)
+    assert main(["rollouts", *options, str(tmp_path)]) == 2
+    assert f"; name {tmp_path / 'v0-20260101-000000'}, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [(), ("--follow",)])
+def test_a_run_without_channel_b_has_no_rollouts(
+    tmp_path: Path, options: tuple[str, ...], held: ExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False, total_steps=5, queue_limit=None)
+    telemetry.record_start(0)
+    assert main(["rollouts", *options, str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"rollouts are read from a run with channel B, got {tmp_path}, whose run has none; name" in line
+    telemetry.close()
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    run = FollowedRun(tmp_path)
+    run.finish(1)
+    run.ledger.close()
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        ended: subprocess.CompletedProcess[Any] = subprocess.run(
+            [sys.executable, "-m", "swift_stage2", "rollouts", str(tmp_path)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=_DEADLINE_S,
+        )
+    assert ended.returncode == 2
+    assert "a rollout's line needs an output that takes it, got" in ended.stderr

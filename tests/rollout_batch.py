@@ -1,0 +1,63 @@
+"""Asks a client for a batch and waits for all of it: what many tests want, and no part of the package does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from swift_stage2.channel_b.rollout_client import RolloutClient, Terms
+from swift_stage2.records import BatchOutcome, Sample
+
+LONGEST_WAIT_S = 60.0
+
+
+def generate(
+    client: RolloutClient,
+    samples: Sequence[Sample],
+    requests: Sequence[Mapping[str, Any]],
+    terms: Terms | None = None,
+) -> BatchOutcome:
+    """One outcome of all shares, in the order of ``samples``. Nothing else may be out."""
+    client.submit(samples, requests, terms)
+    return collect(client, samples)
+
+
+def collect(client: RolloutClient, samples: Sequence[Sample]) -> BatchOutcome:
+    """Waits until each of ``samples`` has come out, once."""
+    place = {sample.key: n for n, sample in enumerate(samples)}
+    shares: list[BatchOutcome] = []
+    missing = set(place)
+    ends = time.monotonic() + LONGEST_WAIT_S
+    while missing:
+        assert time.monotonic() < ends, f"never came out: {missing}"
+        if (share := client.next_finished(1.0)) is None:
+            continue
+        keys = [sample.key for sample in all_samples(share)]
+        assert missing.issuperset(keys), "every sample comes out exactly once"
+        assert len(keys) == len(set(keys))
+        missing -= set(keys)
+        shares.append(share)
+    return BatchOutcome(
+        rollouts=tuple(
+            sorted((r for each in shares for r in each.rollouts), key=lambda r: place[r.sample.key])
+        ),
+        returned=tuple(sorted((s for each in shares for s in each.returned), key=lambda s: place[s.key])),
+        aborted=tuple(
+            sorted((r for each in shares for r in each.aborted), key=lambda r: place[r.sample.key])
+        ),
+        timed_out=tuple(sorted((s for each in shares for s in each.timed_out), key=lambda s: place[s.key])),
+        quarantined=tuple(
+            sorted((q for each in shares for q in each.quarantined), key=lambda q: place[q[0].key])
+        ),
+        suspects={url: why for each in shares for url, why in each.suspects.items()},
+        abandoned={url: count for each in shares for url, count in each.abandoned.items()},
+        failures=tuple(failure for each in shares for failure in each.failures),
+        num_posts=sum(each.num_posts for each in shares),
+    )
+
+
+def all_samples(outcome: BatchOutcome) -> list[Sample]:
+    """Those of every end."""
+    answered = [rollout.sample for rollout in outcome.rollouts]
+    return [*answered, *outcome.returned, *(sample for sample, _ in outcome.quarantined)]

@@ -1,0 +1,256 @@
+"""Answers that were cut and go on: what an abort hands over, what a prefix may be, and that nobody sees the seam."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from cut_rollouts import (
+    BATCH,
+    REFUSED,
+    TOLERANCE,
+    Comparison,
+    Oracle,
+    Scene,
+    abort,
+    compare_aborted,
+    compare_cut,
+    compare_many,
+    draw_scenes,
+    require_learners_log_probs,
+    require_refusal,
+    resume,
+)
+from family_models import FAMILIES, family_directory, template_type
+from live_server import (
+    CALL_TIMEOUT_S,
+    MODEL,
+    LearnerRound,
+    RunningServer,
+    load_generator,
+    load_learner,
+    serve,
+    text_request,
+)
+from test_infer import HOT, block_engine, wait_for, wait_until_queued
+
+from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
+from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+from swift_stage2.servers import protocol
+from swift_stage2.servers.protocol import PREFIX, Completion, ServerInfo
+from swift_stage2.servers.request_checks import RequestLimits, check_conversations
+
+
+@contextmanager
+def held_before(
+    server: RunningServer, num_forwards: int
+) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Generation stops before that forward; yields (has stopped there, let it go)."""
+    forwards: list[None] = []
+    stopped, go_on = threading.Event(), threading.Event()
+
+    def pause(*_: Any) -> None:
+        forwards.append(None)
+        if len(forwards) == num_forwards:
+            stopped.set()
+            assert go_on.wait(CALL_TIMEOUT_S)
+
+    handle = server.engine.generator.model.register_forward_pre_hook(pause)
+    try:
+        yield stopped, go_on
+    finally:
+        go_on.set()
+        handle.remove()
+
+
+def answers_cut_in_flight(
+    server: RunningServer, scenes: Sequence[Scene], num_tokens: int
+) -> list[Completion]:
+    """An ``/infer/`` call whose rows are aborted over HTTP once they have so many tokens, if they get there."""
+    with held_before(server, num_tokens) as (stopped, go_on), ThreadPoolExecutor(1) as caller:
+        call = caller.submit(resume, server, scenes, [()] * len(scenes))
+        assert stopped.wait(CALL_TIMEOUT_S)
+        assert abort(server) == len(scenes)
+        go_on.set()
+        return call.result(CALL_TIMEOUT_S)
+
+
+def compare_rollouts(server: RunningServer, comparison: Comparison, num_cut: int, num_aborted: int) -> None:
+    """Cut rollouts in calls of ``BATCH``; the aborted ones over HTTP, while they are computed."""
+    rng = random.Random(5)
+    for _ in range(0, num_cut, BATCH):
+        compare_cut(server, comparison, BATCH, rng)
+    num_before = comparison.num_compared
+    while comparison.num_compared < num_before + num_aborted:
+        num_tokens = rng.randint(1, 40)
+        scenes = draw_scenes(BATCH, rng)
+        answers = answers_cut_in_flight(server, scenes, num_tokens)
+        aborted = [answer for answer in answers if answer.finish_reason == "abort"]
+        assert {len(answer.token_ids) for answer in aborted} <= {num_tokens}
+        assert compare_aborted(server, comparison, scenes, answers) == len(aborted)
+
+
+def test_greedy_rollouts_go_on_as_if_they_had_not_been_cut(server: RunningServer) -> None:
+    LearnerRound(server, load_learner()).run()
+    comparison = Comparison(Oracle(load_learner()), TOLERANCE[torch.float32])
+    compare_rollouts(server, comparison, BATCH, 1)
+    assert comparison.num_compared > BATCH
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_two_hundred_greedy_rollouts_go_on_as_if_they_had_not_been_cut(
+    dtype: torch.dtype,
+) -> None:
+    engine = TransformersRolloutEngine(lambda: load_generator(dtype), model=str(MODEL), max_batch_size=BATCH)
+    try:
+        assert engine.wait_loaded(90.0)
+        with serve(engine) as server:
+            compare_many(server, dtype, compare_rollouts, 60)
+    finally:
+        engine.close(10.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_answers_of_every_family_go_on_behind_their_images(family: str) -> None:
+    from swift_stage2.rollout_server.swift_generator import SwiftGenerator
+
+    generator = SwiftGenerator(
+        str(family_directory(family)),
+        model_type=family,
+        template_type=template_type(family),
+        torch_dtype=torch.float32,
+        device_map="cpu",
+    )
+    generator.prepare()
+    scenes, greedy, rng = draw_scenes(8, random.Random(2)), Sampling(temperature=0.0), random.Random(3)
+
+    def answers(prefixes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        rows = [
+            generator.encode_row(GenerationRequest(scene.request(), greedy, 24, prefix=prefix))
+            for scene, prefix in zip(scenes, prefixes, strict=True)
+        ]
+        made = generator.generate_rows(
+            rows, greedy, with_log_probs=False, aborted=lambda: [False] * len(rows)
+        )
+        return [row.token_ids for row in made]
+
+    wholes = answers([()] * len(scenes))
+    prefixes = [whole[: rng.randrange(len(whole))] for whole in wholes]
+    assert [(*prefix, *rest) for prefix, rest in zip(prefixes, answers(prefixes), strict=True)] == wholes
+    assert len(set(wholes)) > len(scenes) // 2
+
+
+def test_an_install_hands_over_what_there_is_and_the_rest_is_that_of_the_new_weights(
+    server: RunningServer,
+) -> None:
+    """Nothing that was computed with the old weights may be left in what the rest is computed from."""
+    old = LearnerRound(server, load_learner(seed=61))
+    old.run()
+    learner = load_learner(seed=62)
+    round_ = LearnerRound(server, learner, staged=True)
+    scenes = draw_scenes(4, random.Random(8))
+    with held_before(server, 12) as (stopped, go_on), ThreadPoolExecutor(2) as callers:
+        call = callers.submit(resume, server, scenes, [()] * len(scenes), max_tokens=400)
+        assert stopped.wait(CALL_TIMEOUT_S)
+        assert round_.begin().status_code == 200
+        round_.push()
+        loading = callers.submit(round_.load, on_pending="resume")
+        wait_for(lambda: all(job.aborted for job in server.engine._book.open_jobs()))
+        go_on.set()
+        answers = call.result(CALL_TIMEOUT_S)
+        assert loading.result(CALL_TIMEOUT_S).status_code == 200
+    round_.close()
+    assert round_.finish().status_code == 200
+    rests = resume(
+        server, scenes, [answer.token_ids for answer in answers], max_tokens=24, repetition_penalty=1.0
+    )
+    oracle = Oracle(learner)
+    for scene, answer, rest in zip(scenes, answers, rests, strict=True):
+        assert (answer.finish_reason, len(answer.token_ids), bool(answer.text)) == ("abort", 12, True)
+        assert (answer.round_id, rest.round_id) == (old.round_id, round_.round_id)
+        assert answer.incarnation == rest.incarnation == server.service.incarnation
+        logits = oracle.logits(scene, rest.prompt_token_ids, (*answer.token_ids, *rest.token_ids))
+        best = logits[len(answer.token_ids) : -1].argmax(-1).tolist()
+        assert best == list(rest.token_ids)
+        assert len(answer.token_ids) + len(rest.token_ids) == 24 or rest.finish_reason == "stop"
+
+
+def test_a_request_that_waited_when_it_was_aborted_begins_anew(server: RunningServer) -> None:
+    LearnerRound(server, load_learner()).run()
+    _, release = block_engine(server)
+    with ThreadPoolExecutor(1) as caller:
+        call = caller.submit(server.infer, [text_request()], max_tokens=24)
+        wait_until_queued(server, 1)
+        assert abort(server) == 1
+        (cut,) = call.result(CALL_TIMEOUT_S)
+        release.set()
+    assert (cut.token_ids, cut.text, cut.finish_reason) == ((), "", "abort")
+    (rest,) = server.infer([{**text_request(), PREFIX: list(cut.token_ids)}], max_tokens=24)
+    (whole,) = server.infer([text_request()], max_tokens=24)
+    assert rest == whole
+
+
+def test_prompt_and_prefix_share_one_budget_with_the_rest(server: RunningServer) -> None:
+    (whole,) = server.infer([text_request()], max_tokens=24)
+    for num_before, num_after in ((1, 1), (5, 3), (20, 4)):
+        prefix = list(whole.token_ids[:num_before])
+        (rest,) = server.infer([{**text_request(), PREFIX: prefix}], max_tokens=num_before + num_after)
+        assert rest.token_ids == whole.token_ids[num_before : num_before + num_after]
+        assert rest.finish_reason == "length"
+    long = [whole.token_ids[0]] * 4094
+    reply = server.post_infer([{**text_request(), PREFIX: long}], max_tokens=5000)
+    assert (reply.status_code, reply.json()["failures"][0]["index"]) == (500, 0)
+    assert "prefix_tokens=4094 max_model_len=4096" in reply.json()["detail"]
+
+
+def test_a_resumed_call_draws_by_its_seed_and_its_prefix(server: RunningServer) -> None:
+    def draw(seed: int, prefix: Sequence[int]) -> tuple[int, ...]:
+        request = {**text_request(), PREFIX: list(prefix)}
+        options = {**HOT, "max_tokens": len(prefix) + 12, "seed": seed}
+        return server.infer([request], **options)[0].token_ids
+
+    assert draw(3, [270, 271]) == draw(3, [270, 271])
+    assert draw(3, [270, 271]) != draw(4, [270, 271])
+    # Numbers that the first part was drawn with come again in no other part, even if the caller repeats its seed.
+    requests = [
+        GenerationRequest({**text_request(), "images": []}, Sampling(), seed=3, prefix=prefix)
+        for prefix in ((), (270,), (270, 271))
+    ]
+    assert len({server.engine.generator.encode_row(request).seed for request in requests}) == 3
+
+
+def test_log_probs_of_whole_and_of_resumed_answers_are_the_learners(server: RunningServer) -> None:
+    require_learners_log_probs(server, least_known=6)
+
+
+@pytest.mark.parametrize(("prefix", "options", "cause"), REFUSED)
+def test_a_prefix_that_no_answer_has_is_refused_with_its_index(
+    server: RunningServer, prefix: Any, options: dict[str, Any], cause: str
+) -> None:
+    require_refusal(server, prefix, options, cause)
+
+
+def test_a_prefix_has_one_continuation(server: RunningServer) -> None:
+    reply = server.post_infer([{**text_request(), PREFIX: [270]}], n=2)
+    assert (reply.status_code, "n=2" in reply.json()["detail"]) == (422, True)
+
+
+def test_servers_say_whether_they_resume_and_others_refuse_a_prefix(server: RunningServer) -> None:
+    info = server.http.get(protocol.SERVER_INFO).json()
+    assert ServerInfo.from_json(info).resume
+    del info["resume"]  # a server of an older release
+    assert not ServerInfo.from_json(info).resume
+    assert not ServerInfo(stock=True).resume
+    # What stands in front of a server that would ignore it: the merger, and an engine that cannot.
+    (fault,) = check_conversations([{**text_request(), PREFIX: [270]}], RequestLimits()).values()
+    assert f"a request knows no field '{PREFIX}'" in str(fault)

@@ -1,0 +1,184 @@
+"""The process that carries weights is killed at drawn moments of staged rounds into the real server, which goes on.
+
+Whatever the moment: the next round is proven, and nobody is ever answered by weights that no proof vouches for.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import threading
+from collections import defaultdict
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from live_server import LearnerRound, RunningServer, free_port, load_learner, text_request
+from test_infer import wait_for
+
+from swift_stage2.collectives import SingleRank
+from swift_stage2.config import Proof, Transport
+from swift_stage2.records import RoundOutcome
+from swift_stage2.servers.protocol import Completion, FinishRequest, RoundProof, parse_infer_reply
+from swift_stage2.weights.courier_process import ProcessCourier
+from swift_stage2.weights.courier_worker import CourierSetup
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.transport import ServerEndpoint
+
+RUN = "killed-run"
+PATIENCE_S = 60.0
+KILLED = "the process that carries weights was killed by SIGKILL; another one takes its place"
+
+
+class NoCanary:
+    """Checksums prove these rounds; the canary's answer would cost more than all else."""
+
+    request: dict[str, Any] = {}  # noqa: RUF012
+    config: dict[str, Any] = {}  # noqa: RUF012
+
+    def answer(self) -> None: ...
+
+    def agrees(self, token_ids: Any) -> bool:
+        raise AssertionError("a proof by checksums asks no canary")
+
+
+class Learner:
+    """Rank 0, whose weights move visibly before every round."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self._module = load_learner(seed=1)
+        self._generator = torch.Generator().manual_seed(2)
+        self.courier = ProcessCourier(
+            CourierSetup(
+                endpoints=(ServerEndpoint(server.base_url, free_port()),),
+                api_key=None,
+                ours=frozenset(),
+                device=torch.device("cpu"),
+                transport=Transport.SHARED_MEMORY,
+                is_traced=False,
+            )
+        )
+        self.sync = WeightSync(
+            control=SingleRank(),
+            export=WeightExport(self._module),
+            canary=NoCanary(),
+            courier=self.courier,
+            run_id=RUN,
+            timeout_s=PATIENCE_S,
+            bucket_mib=1,
+            proof=Proof.CHECKSUM,
+        )
+        self._versions = server.versions
+        self.num_rounds = 0
+
+    def round(self, kill_after_s: float | None = None) -> RoundOutcome:
+        """One staged round; after so many seconds its process is killed."""
+        self.num_rounds += 1
+        with torch.no_grad():
+            for parameter in self._module.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=self._generator) * 0.02)
+        round_id = f"{RUN}-{self.num_rounds}"
+        self.sync.begin(next(self._versions), [0], round_id=round_id, staged=True)
+        if kill_after_s is not None:
+            threading.Event().wait(kill_after_s)  # the drawn moment itself
+            os.kill(self.courier.pid, signal.SIGKILL)
+        news: list[int] = []
+        while True:
+            outcome = self.sync.hear()
+            news += outcome.news
+            if outcome.ended:
+                break
+        assert (outcome.round_id, news) == (round_id, [0])
+        if kill_after_s is not None:  # also where the round was over first: the kill is not the next one's
+            wait_for(lambda: self.courier._worker.has_ended)
+        return outcome
+
+
+class Asker:
+    """Asks one greedy question without a pause, and keeps the answers."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self._server = server
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="asker")
+        self.completions: list[Completion] = []
+        self.refusals: list[str] = []
+        self.num_others = 0
+
+    def __enter__(self) -> Asker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            reply = self._server.post_infer([text_request()], max_tokens=4)
+            if reply.status_code == 200:
+                self.completions += parse_infer_reply(reply.json(), 1)
+            elif reply.status_code == 409:
+                self.refusals.append(reply.json()["reason"])
+            else:
+                self.num_others += 1
+
+
+@pytest.mark.parametrize(
+    "num_kills", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
+def test_after_every_kill_the_next_round_is_proven_and_no_answer_is_of_unproven_weights(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, num_kills: int
+) -> None:
+    LearnerRound(server, load_learner(), run_id=RUN).run()
+    finish, vouched_for = server.service.rounds.finish, set()
+
+    def note(wanted: FinishRequest) -> RoundProof | None:
+        vouched_for.add(wanted.round_id)  # before it answers: the door opens inside
+        proof = None
+        try:
+            proof = finish(wanted)
+        finally:
+            if proof is None:
+                vouched_for.discard(wanted.round_id)
+        return proof
+
+    monkeypatch.setattr(server.service.rounds, "finish", note)
+    moments = random.Random(num_kills)
+    learner, proven, told = Learner(server), set(), []
+    with closing(learner.sync), Asker(server) as asker:
+
+        def run(kill_after_s: float | None = None) -> RoundOutcome:
+            outcome = learner.round(kill_after_s)
+            proven.update({outcome.round_id} if outcome.proven else ())
+            return outcome
+
+        undisturbed = [run() for _ in range(4)][1:]
+        assert all(outcome.proven for outcome in undisturbed)
+        longest_s = 1.2 * statistics.median(sum(each.reports[0].seconds.values()) for each in undisturbed)
+        for _ in range(num_kills):
+            told.append(run(moments.uniform(0.0, longest_s)).reports[0])
+            after = run()
+            assert after.proven == (0,), after.reports[0].error
+            assert server.http.get("/stage2/info/").json()["round_id"] == after.round_id
+            wait_for(lambda: any(each.round_id == after.round_id for each in asker.completions))  # noqa: B023
+    assert {report.error for report in told} <= {None, KILLED}
+    assert asker.num_others == 0
+    assert set(asker.refusals) <= {"unproven"}
+    answered_by = defaultdict(set)
+    for completion in asker.completions:
+        answered_by[completion.round_id].add(completion.token_ids)
+    of_this_run = {round_id for round_id in answered_by if str(round_id).startswith(f"{RUN}-")}
+    # A kill between the server's proof and the word of it leaves the server with weights that it has proven, whose
+    # completions no client takes: rank 0 calls that round failed.
+    assert of_this_run <= vouched_for
+    assert proven <= vouched_for
+    assert {round_id: len(answers) for round_id, answers in answered_by.items() if len(answers) > 1} == {}
+    assert len(of_this_run) >= num_kills, "it was asked all the time"
+    if num_kills > 10:
+        assert len({report.error for report in told}) == 2, "some moments came in time, others too late"

@@ -1,0 +1,337 @@
+"""Sync rounds over a directory: the real process that writes, the real server that reads, and all that goes wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_server import MODEL, LearnerRound, RunningServer, free_port, load_learner, serve, text_request
+from test_courier_kills import KILLED, NoCanary
+from test_disk_weights import change_manifest, cut, flip
+from test_infer import wait_for
+
+from benchmarks.faults.small_disk import SmallDisk
+from swift_stage2.collectives import SingleRank
+from swift_stage2.config import Proof, Transport
+from swift_stage2.records import RoundOutcome
+from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+from swift_stage2.servers.protocol import RefusalReason
+from swift_stage2.weights.courier_process import ProcessCourier
+from swift_stage2.weights.courier_worker import CourierSetup
+from swift_stage2.weights.disk_manifest import is_proven, newest_proven
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.transport import ServerEndpoint
+
+RUN = "diskrun"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def disk_server(loaded_engine: TransformersRolloutEngine, shared: Path) -> Iterator[RunningServer]:
+    with serve(loaded_engine, weights_root=shared) as server:
+        yield server
+
+
+@pytest.fixture
+def reader(disk_server: RunningServer) -> Iterator[RunningServer]:
+    """The shared server; weights that a test left unproven are cleared up."""
+    yield disk_server
+    if disk_server.state() != "serving":
+        LearnerRound(disk_server, load_learner(), run_id=RUN).run()
+
+
+class Learner:
+    """Rank 0, whose weights move before every round."""
+
+    def __init__(self, servers: list[RunningServer], directory: Path) -> None:
+        self.module = load_learner(seed=1)
+        self.courier = ProcessCourier(
+            CourierSetup(
+                endpoints=tuple(ServerEndpoint(server.base_url, free_port()) for server in servers),
+                api_key=None,
+                ours=frozenset(),
+                device=torch.device("cpu"),
+                transport=Transport.DISK,
+                is_traced=False,
+                disk_directory=str(directory),
+                disk_keep=2,
+            )
+        )
+        self.sync = WeightSync(
+            control=SingleRank(),
+            export=WeightExport(self.module),
+            canary=NoCanary(),
+            courier=self.courier,
+            run_id=RUN,
+            timeout_s=60.0,
+            bucket_mib=1,
+            proof=Proof.CHECKSUM,
+        )
+        self._servers = servers
+        self._versions = servers[0].versions
+        self.num_rounds = 0
+
+    def begin(self, *, staged: bool) -> str:
+        self.num_rounds += 1
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.add_(0.01)
+        round_id = f"{RUN}-{self.num_rounds}"
+        targets = list(range(len(self._servers)))
+        self.sync.begin(next(self._versions), targets, round_id=round_id, staged=staged, step=self.num_rounds)
+        return round_id
+
+    def end(self) -> RoundOutcome:
+        while True:
+            outcome = self.sync.hear()
+            if outcome.ended:
+                return outcome
+
+    def round(self, *, staged: bool = True) -> RoundOutcome:
+        self.begin(staged=staged)
+        return self.end()
+
+
+@pytest.fixture(scope="module")
+def of_the_module(disk_server: RunningServer, shared: Path) -> Iterator[Learner]:
+    learner = Learner([disk_server], shared)
+    with closing(learner.sync):
+        yield learner
+
+
+@pytest.fixture
+def learner(of_the_module: Learner, reader: RunningServer, shared: Path) -> Learner:
+    """With one proven version of the run in the directory, and nothing else."""
+    outcome = of_the_module.round()
+    assert outcome.proven == (0,), outcome.reports[0].error
+    wait_for(lambda: is_proven(shared / outcome.round_id))
+    for path in shared.iterdir():
+        if path.name != outcome.round_id:
+            shutil.rmtree(path, ignore_errors=True)  # the process may be about it, too
+    return of_the_module
+
+
+def served(server: RunningServer) -> tuple[Any, ...]:
+    """Whose weights answer, and what they answer."""
+    (completion,) = server.infer([text_request()], max_tokens=4)
+    return completion.round_id, completion.weight_version, completion.token_ids
+
+
+def newest(shared: Path) -> str | None:
+    found = newest_proven(shared, RUN)
+    return found.manifest.round_id if found is not None else None
+
+
+def test_rounds_over_a_directory_are_proven_and_the_last_versions_stay(
+    reader: RunningServer, learner: Learner, shared: Path
+) -> None:
+    proven = []
+    for staged in (False, True, True):
+        outcome = learner.round(staged=staged)
+        assert outcome.proven == (0,), outcome.reports[0].error
+        report = outcome.reports[0]
+        assert (report.proof, report.transport) == ("checksums", "disk")
+        assert served(reader)[:2] == (outcome.round_id, outcome.version)
+        wait_for(lambda round_id=outcome.round_id: newest(shared) == round_id)
+        proven.append(outcome.round_id)
+    wait_for(lambda: {path.name for path in shared.iterdir()} == set(proven[-2:]))
+    found = newest_proven(shared, RUN)
+    assert found is not None
+    assert (found.manifest.version, found.manifest.step) == (outcome.version, learner.num_rounds)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["same courier", "next courier"])
+def test_a_catch_up_reads_the_version_that_lies_there_and_removes_it_in_no_case(
+    reader: RunningServer, learner: Learner, shared: Path, is_restarted: bool
+) -> None:
+    round_id = newest(shared)
+    assert round_id is not None
+    written = shard(shared / round_id).stat().st_ino
+    if is_restarted:
+        learner.courier.close()  # the next errand starts another one
+    LearnerRound(reader, load_learner(seed=9), run_id="somebody-else").run()
+    for is_torn in (False, True):
+        if is_torn:
+            flip(shard(shared / round_id), -1)
+        learner.sync.catch_up([0], round_id=round_id)
+        report = learner.end().reports[0]
+        assert report.proven is not is_torn, report.error
+        assert shard(shared / round_id).stat().st_ino == written
+        if not is_torn:
+            assert served(reader)[0] == round_id
+
+
+def test_a_version_on_the_disk_loads_as_a_hugging_face_checkpoint(
+    learner: Learner, shared: Path, tmp_path: Path
+) -> None:
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(shared / str(newest(shared)), checkpoint)
+    shutil.copy(MODEL / "config.json", checkpoint)
+    loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
+    theirs = dict(loaded.named_parameters())
+    for name, parameter in learner.module.named_parameters():
+        assert torch.equal(theirs[name], parameter), name
+
+
+def shard(directory: Path) -> Path:
+    return min(directory.glob("*.safetensors"))
+
+
+def leave_out_one(manifest: dict[str, Any]) -> None:
+    name = manifest["tensors"].pop()["name"]
+    for key in ("shards", "checksums"):
+        del manifest[key][name]
+
+
+def lead_elsewhere(directory: Path) -> None:
+    elsewhere = directory.parents[1] / f"elsewhere-{directory.name}"
+    directory.rename(elsewhere)
+    directory.symlink_to(elsewhere)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped byte": (
+        lambda path: flip(shard(path), -1),
+        "with its manifest's checksums, got num_differing=1",
+    ),
+    "cut shard": (lambda path: cut(shard(path)), "is cut: 1 of"),
+    "missing shard": (lambda path: shard(path).unlink(), "No such file or directory"),
+    "missing tensor": (lambda path: change_manifest(path, leave_out_one), "must hold the round's tensors"),
+    "another run": (
+        lambda path: change_manifest(path, lambda each: each.update(run_id="other")),
+        "got run_id='other'",
+    ),
+    "another round": (
+        lambda path: change_manifest(path, lambda each: each.update(round_id=f"{RUN}-0")),
+        f"round_id='{RUN}-0'",
+    ),
+    "link that leaves the root": (lead_elsewhere, "Not a directory"),
+}
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_fault_of_the_directory_fails_its_round_and_the_old_weights_serve_on(
+    reader: RunningServer, learner: Learner, shared: Path, monkeypatch: pytest.MonkeyPatch, staged: bool
+) -> None:
+    rounds, old = reader.service.rounds, newest(shared)
+    before, read_directory = served(reader), rounds.read_directory
+    for fault, (commit, told) in FAULTS.items():
+
+        def read(name: str, round_id: str | None = None, commit: Any = commit) -> None:
+            commit(shared / name)
+            read_directory(name, round_id)
+
+        monkeypatch.setattr(rounds, "read_directory", read)
+        outcome = learner.round(staged=staged)
+        assert (outcome.failed, outcome.learner_fault) == ((0,), None), fault
+        assert told in str(outcome.reports[0].error), fault
+        assert (reader.state(), served(reader), newest(shared)) == ("serving", before, old), fault
+    monkeypatch.undo()
+    after = learner.round(staged=staged)
+    assert after.proven == (0,), after.reports[0].error
+    assert served(reader)[0] == after.round_id
+    wait_for(lambda: newest(shared) == after.round_id)
+    wait_for(lambda: {path.name for path in shared.iterdir()} == {old, after.round_id})
+
+
+@pytest.mark.parametrize("small_disk", ["16m"], indirect=True)
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_full_disk_fails_the_round_in_one_line_and_the_next_one_with_room_is_proven(
+    loaded_engine: TransformersRolloutEngine, small_disk: SmallDisk, staged: bool
+) -> None:
+    with serve(loaded_engine, weights_root=small_disk.path) as server:
+        LearnerRound(server, load_learner()).run()
+        before, learner = served(server), Learner([server], small_disk.path)
+        small_disk.fill(leaving_bytes=3 << 20)
+        with closing(learner.sync):
+            outcome = learner.round(staged=staged)
+            assert (outcome.failed, outcome.learner_fault) == ((0,), None)
+            error = str(outcome.reports[0].error)
+            assert "\n" not in error
+            assert f"rollout.sync.disk_directory must take 0.01 GB of weights, got {small_disk.path}" in error
+            assert "No space left on device" in error
+            assert "free room there" in error
+            assert list(small_disk.path.iterdir()) == [small_disk.filler]
+            assert (server.state(), served(server)) == ("serving", before)
+            small_disk.make_room()
+            after = learner.round(staged=staged)
+            assert after.proven == (0,), after.reports[0].error
+
+
+def test_a_process_that_is_killed_while_a_server_reads_leaves_no_version(
+    reader: RunningServer, learner: Learner, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, before, read_directory = newest(shared), served(reader), reader.service.rounds.read_directory
+
+    def kill(name: str, round_id: str | None = None) -> None:
+        os.kill(learner.courier.pid, signal.SIGKILL)
+        read_directory(name, round_id)
+
+    monkeypatch.setattr(reader.service.rounds, "read_directory", kill)
+    killed = learner.round()
+    assert killed.reports[0].error == KILLED
+    monkeypatch.undo()
+    assert (shared / killed.round_id / "manifest.json").is_file()
+    assert (newest(shared), served(reader)) == (old, before)
+    after = learner.round()
+    assert after.proven == (0,), after.reports[0].error
+    wait_for(lambda: newest(shared) == after.round_id)
+    wait_for(lambda: {path.name for path in shared.iterdir()} == {old, after.round_id})
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_what_nobody_takes(
+    reader: RunningServer, learner: Learner, shared: Path
+) -> None:
+    before, old = served(reader), newest(shared)
+    round_id = learner.begin(staged=True)
+    wait_for(lambda: (shared / f".{round_id}").is_dir() or (shared / round_id).is_dir())
+    os.kill(learner.courier.pid, signal.SIGKILL)
+    assert learner.end().reports[0].error in (None, KILLED)
+    if served(reader) == before:
+        assert newest(shared) == old
+    wait_for(lambda: learner.courier._worker.has_ended)
+    after = learner.round()
+    assert after.proven == (0,), after.reports[0].error
+    wait_for(lambda: newest(shared) == after.round_id)
+    assert not (shared / f".{round_id}").exists()
+
+
+def test_a_server_that_reads_no_directory_is_told_how_to_start_it(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    learner = Learner([server], tmp_path)
+    with closing(learner.sync):
+        error = str(learner.round().reports[0].error)
+    assert f"start it with --weights-root {tmp_path}, or write rollout.sync.transport: auto" in error
+    assert list(tmp_path.iterdir()) == []
+    round_ = LearnerRound(server, learner.module)
+    assert round_.begin().status_code == 200
+    reply = round_.post("/init_communicator/", {"backend": "disk", "directory": round_.round_id})
+    assert (reply.status_code, reply.json()["reason"]) == (409, RefusalReason.WRONG_ORDER)
+    assert "--weights-root" in reply.json()["detail"]
+    assert round_.finish(commit=False).status_code == 200
+
+
+def test_a_round_has_one_way_for_its_weights(reader: RunningServer) -> None:
+    round_ = LearnerRound(reader, load_learner())
+    assert round_.begin().status_code == 200
+    round_.connect()
+    reply = round_.post("/init_communicator/", {"backend": "disk", "directory": round_.round_id})
+    assert (reply.status_code, reply.json()["reason"]) == (409, RefusalReason.WRONG_ORDER)
+    assert round_.post("/init_communicator/", {"backend": "disk"}).status_code == 422
+    round_.close()
+    assert round_.finish(commit=False).status_code == 200

@@ -1,0 +1,390 @@
+"""The decisions of a staged round, with a stand-in engine and a clock that the test moves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+from live_server import SharedFile
+from test_infer import wait_for
+from test_weight_rounds import (
+    MANIFEST,
+    NOBODY_LEAVES,
+    Clock,
+    EngineStandIn,
+    SlowLoad,
+    enter,
+    refusal,
+)
+
+from swift_stage2.errors import EngineUnavailable, RoundFailed
+from swift_stage2.rollout_server.engine import WeightStamp
+from swift_stage2.rollout_server.infer_door import DoorShut
+from swift_stage2.rollout_server.open_round import RoundState
+from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry
+from swift_stage2.rollout_server.weight_rounds import WeightRounds
+from swift_stage2.servers.protocol import FinishRequest, RefusalReason, RoundRequest
+
+WAIT_S = 60.0
+CONTENT = b"".join(torch.ones(spec.shape).numpy().tobytes() for spec in MANIFEST)
+
+
+def request(round_id: str = "r1", run_id: str = "run", *, staged: bool = True) -> RoundRequest:
+    return RoundRequest(round_id, run_id, 7, MANIFEST, 100.0, staged)
+
+
+def buckets() -> list[Bucket]:
+    first, second = MANIFEST
+    return [
+        Bucket.from_entries([BucketEntry(first, 0, 8)], 0),
+        Bucket.from_entries([BucketEntry(second, 0, 48)], 8),
+    ]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def engine() -> EngineStandIn:
+    return EngineStandIn()
+
+
+@pytest.fixture
+def rounds(engine: EngineStandIn, clock: Clock) -> Iterator[WeightRounds]:
+    rounds = WeightRounds(engine, "incarnation", clock)  # type: ignore[arg-type]
+    yield rounds
+    rounds.close()
+
+
+@pytest.fixture
+def file() -> Iterator[SharedFile]:
+    file = SharedFile(CONTENT)
+    yield file
+    file.close()
+
+
+def bring(rounds: WeightRounds, file: SharedFile, wanted: RoundRequest | None = None) -> None:
+    """Everything before the install."""
+    wanted = wanted or request()
+    rounds.begin(wanted)
+    assert rounds.map_memory(file.offer, wanted.round_id).mapped
+    for bucket in buckets():
+        rounds.expect(bucket, wanted.round_id)
+
+
+def shut_door(rounds: WeightRounds) -> Future[None]:
+    """What a call that comes now waits for."""
+    with pytest.raises(DoorShut) as caught:
+        enter(rounds)
+    return caught.value.opened
+
+
+def is_shut(rounds: WeightRounds) -> bool:
+    return rounds._door._opened is not None
+
+
+def test_until_the_install_calls_are_answered_as_if_no_round_were_open(
+    rounds: WeightRounds, file: SharedFile
+) -> None:
+    with rounds.admission(None):
+        rounds.begin(request())  # a call that runs is of no matter
+    assert rounds.state is RoundState.ROUND_OPEN
+    enter(rounds)
+    enter(rounds, "r1")
+    assert refusal(enter, rounds, "r2") is RefusalReason.ROUND_OPEN
+    bring(rounds, file, request("r2"))
+    enter(rounds)
+
+
+def test_the_door_is_open_while_what_arrived_is_summed(
+    rounds: WeightRounds, engine: EngineStandIn, file: SharedFile
+) -> None:
+    bring(rounds, file)
+    engine.when_sums_are_taken = lambda: enter(rounds)
+    rounds.load(NOBODY_LEAVES, "r1")
+    shut_door(rounds)
+
+
+def test_calls_wait_from_the_install_to_the_proof(
+    rounds: WeightRounds, engine: EngineStandIn, file: SharedFile
+) -> None:
+    bring(rounds, file)
+    assert rounds.load(NOBODY_LEAVES, "r1") == ()
+    opened = shut_door(rounds)
+    enter(rounds, "r1")  # the canary
+    assert not opened.cancel(), "one caller that leaves ends it for nobody"
+    assert rounds.finish(FinishRequest("r1")) is not None
+    assert opened.done()
+    with rounds.admission(None) as is_proven:
+        assert is_proven
+    assert engine.stamp == WeightStamp(7, "run", "r1")
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+def test_weights_that_nobody_vouches_for_are_refused_to_those_that_waited(
+    rounds: WeightRounds, file: SharedFile, given_up: bool
+) -> None:
+    bring(rounds, file)
+    rounds.load(NOBODY_LEAVES)
+    opened = shut_door(rounds)
+    rounds.finish(FinishRequest("r1", commit=not given_up, checksums={"a": "another"}))
+    assert opened.done()
+    assert refusal(enter, rounds) is RefusalReason.UNPROVEN
+    rounds.begin(request("r2"))
+    assert refusal(enter, rounds) is RefusalReason.UNPROVEN  # staged or not
+
+
+def test_calls_that_run_are_waited_for_and_none_comes_in_meanwhile(
+    rounds: WeightRounds, engine: EngineStandIn, file: SharedFile
+) -> None:
+    bring(rounds, file)
+    with ThreadPoolExecutor(1) as learner:
+        with rounds.admission(None):
+            loading = learner.submit(rounds.load, NOBODY_LEAVES)
+            wait_for(lambda: is_shut(rounds))
+            opened = shut_door(rounds)
+            assert engine.stamp == WeightStamp()
+            assert not loading.done()
+        assert loading.result(WAIT_S) == ()
+    assert engine.stamp.round_id == "r1"
+    assert not opened.done()
+
+
+def test_calls_are_aborted_once_no_other_can_come_in(rounds: WeightRounds, file: SharedFile) -> None:
+    bring(rounds, file)
+    aborted = threading.Event()
+
+    def abort() -> None:
+        assert is_shut(rounds)
+        aborted.set()
+
+    with ThreadPoolExecutor(1) as learner:
+        with rounds.admission(None):
+            loading = learner.submit(rounds.load, NOBODY_LEAVES, "r1", abort)
+            assert aborted.wait(WAIT_S)
+            assert not loading.done()
+        loading.result(WAIT_S)
+
+
+def test_a_failed_abort_leaves_no_door_shut(rounds: WeightRounds, file: SharedFile) -> None:
+    bring(rounds, file)
+
+    def abort() -> None:
+        raise RuntimeError("the loop has ended")
+
+    with pytest.raises(RuntimeError):
+        rounds.load(NOBODY_LEAVES, "r1", abort)
+    assert rounds.state is RoundState.SERVING
+    enter(rounds)
+
+
+def cut_short(rounds: WeightRounds, clock: Clock, given_up: threading.Event, how: str) -> None:
+    if how == "time":
+        clock.now = 101.0
+    elif how == "caller":
+        given_up.set()
+    elif how == "same run":
+        rounds.begin(request("r2"))
+    elif how == "given up":
+        rounds.finish(FinishRequest("r1", commit=False))
+    else:
+        rounds.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("time", "must end within the round's time, got num_running=1"),
+        ("caller", "the caller has gone"),
+        ("same run", "the round ended"),
+        ("given up", "the round ended"),
+        ("server ends", "the round ended"),
+    ],
+)
+def test_a_round_that_ends_before_its_copy_leaves_the_old_weights_serving(
+    rounds: WeightRounds, engine: EngineStandIn, clock: Clock, file: SharedFile, how: str, cause: str
+) -> None:
+    engine.stamp = WeightStamp(6, "run", "r0")
+    bring(rounds, file)
+    given_up = threading.Event()
+    with ThreadPoolExecutor(1) as learner:
+        with rounds.admission(None):
+            loading = learner.submit(rounds.load, given_up)
+            wait_for(lambda: is_shut(rounds))
+            opened = shut_door(rounds)
+            cut_short(rounds, clock, given_up, how)
+            with pytest.raises(RoundFailed, match=cause):
+                loading.result(WAIT_S)
+            assert opened.done()
+    assert engine.stamp == WeightStamp(6, "run", "r0")
+    if how == "server ends":
+        with pytest.raises(EngineUnavailable):
+            enter(rounds)
+        return
+    assert rounds.state is (RoundState.ROUND_OPEN if how == "same run" else RoundState.SERVING)
+    with rounds.admission(None) as is_proven:
+        assert is_proven
+
+
+def test_a_round_to_which_something_is_missing_never_shuts_the_door(
+    rounds: WeightRounds, engine: EngineStandIn, file: SharedFile
+) -> None:
+    rounds.begin(request())
+    assert rounds.map_memory(file.offer).mapped
+    rounds.expect(buckets()[0])
+    with rounds.admission(None):
+        with pytest.raises(RoundFailed, match="num_missing=1"):
+            rounds.load(NOBODY_LEAVES)
+        assert rounds.state is RoundState.SERVING
+    assert engine.stamp == WeightStamp()
+    wait_for(lambda: file.num_mapped == 0)
+
+
+def test_a_copy_that_broke_off_is_served_to_nobody(
+    rounds: WeightRounds, engine: EngineStandIn, file: SharedFile
+) -> None:
+    bring(rounds, file)
+    engine.error = RoundFailed("in the middle", torn=True)
+    with pytest.raises(RoundFailed):
+        rounds.load(NOBODY_LEAVES)
+    assert refusal(enter, rounds) is RefusalReason.UNPROVEN
+
+
+def test_a_learner_that_dies_leaves_a_serving_server_and_gives_way(
+    rounds: WeightRounds, clock: Clock, file: SharedFile
+) -> None:
+    bring(rounds, file)
+    clock.now = 29.0
+    assert refusal(rounds.begin, request("s1", "other")) is RefusalReason.ROUND_OPEN
+    clock.now = 31.0
+    rounds.begin(request("s1", "other"))
+    assert file.num_mapped == 0
+    enter(rounds)
+    clock.now = 132.0
+    rounds.expire()
+    assert rounds.state is RoundState.SERVING
+
+
+def test_those_that_wait_are_let_go_when_a_learner_is_silent_after_its_install(
+    rounds: WeightRounds, clock: Clock, file: SharedFile
+) -> None:
+    """Its canary is a word, and as long as that runs it is not silent."""
+    bring(rounds, file)
+    rounds.load(NOBODY_LEAVES)
+    opened = shut_door(rounds)
+    clock.now = 29.0
+    with rounds.admission("r1"):
+        clock.now = 60.0
+        rounds.expire()
+        assert not opened.done()
+    enter(rounds, "r1")
+    clock.now = 89.0
+    rounds.expire()
+    assert not opened.done()
+    clock.now = 91.0
+    rounds.expire()
+    assert opened.done()
+    assert refusal(enter, rounds) is RefusalReason.UNPROVEN
+    wait_for(lambda: file.num_mapped == 0)
+
+
+def test_a_round_that_runs_out_of_time_while_it_is_copied_is_served_to_nobody(
+    clock: Clock, file: SharedFile
+) -> None:
+    engine = SlowLoad()
+    rounds = WeightRounds(engine, "incarnation", clock)  # type: ignore[arg-type]
+    bring(rounds, file)
+    with ThreadPoolExecutor(1) as learner:
+        loading = learner.submit(rounds.load, NOBODY_LEAVES)
+        assert engine.loads.wait(WAIT_S)
+        opened = shut_door(rounds)
+        clock.now = 101.0
+        rounds.expire()
+        assert opened.done()
+        assert refusal(enter, rounds) is RefusalReason.UNPROVEN
+        assert file.num_mapped, "the engine still reads it"
+        engine.go_on.set()
+        loading.result(WAIT_S)
+    assert refusal(enter, rounds) is RefusalReason.UNPROVEN
+    assert file.num_mapped == 0
+
+
+@pytest.mark.parametrize("engine_hangs", [False, True])
+def test_a_learner_that_dies_while_its_weights_are_copied_keeps_nobody_at_the_door(
+    clock: Clock, file: SharedFile, engine_hangs: bool
+) -> None:
+    engine, given_up = SlowLoad(), threading.Event()
+    rounds = WeightRounds(engine, "incarnation", clock)  # type: ignore[arg-type]
+    bring(rounds, file)
+    with ThreadPoolExecutor(1) as learner:
+        loading = learner.submit(rounds.load, given_up)
+        assert engine.loads.wait(WAIT_S)
+        opened = shut_door(rounds)
+        given_up.set()
+        if engine_hangs:
+            rounds.expire()
+            assert opened.done()
+            assert refusal(enter, rounds) is RefusalReason.UNPROVEN
+            assert rounds.state is RoundState.INSTALLING, "another round would install nothing"
+        engine.go_on.set()
+        loading.result(WAIT_S)
+    assert opened.done()
+    assert refusal(enter, rounds) is RefusalReason.UNPROVEN
+    assert rounds.state is RoundState.UNPROVEN
+    rounds.begin(request("s1", "other"))
+
+
+def test_calls_of_another_round_than_the_open_one_change_nothing(
+    rounds: WeightRounds, clock: Clock, file: SharedFile
+) -> None:
+    bring(rounds, file)
+    clock.now = 20.0
+    stale = "r0"
+    assert refusal(rounds.open_receiver, 1, 1.0, stale) is RefusalReason.NO_ROUND
+    assert refusal(rounds.map_memory, file.offer, stale) is RefusalReason.NO_ROUND
+    assert refusal(rounds.expect, buckets()[0], stale) is RefusalReason.NO_ROUND
+    assert refusal(rounds.load, NOBODY_LEAVES, stale) is RefusalReason.NO_ROUND
+    assert refusal(rounds.close_receiver, stale) is RefusalReason.NO_ROUND
+    assert refusal(rounds.require, stale) is RefusalReason.NO_ROUND
+    assert refusal(rounds.finish, FinishRequest(stale)) is RefusalReason.NO_ROUND
+    clock.now = 31.0
+    rounds.begin(request("s1", "other"))  # nor did they count as signs of life
+    bring(rounds, file, request("s2", "other"))
+    assert rounds.load(NOBODY_LEAVES, "s2") == ()
+    assert rounds.finish(FinishRequest("s2")) is not None
+    assert refusal(rounds.require, "s2") is RefusalReason.NO_ROUND
+    assert rounds.finish(FinishRequest("s2")) is not None, "asked again"
+
+
+def test_memory_is_mapped_once_and_after_a_refusal_a_stream_is_left(
+    rounds: WeightRounds, file: SharedFile
+) -> None:
+    assert refusal(rounds.map_memory, file.offer) is RefusalReason.NO_ROUND
+    rounds.begin(request())
+    other = SharedFile(CONTENT, name="another-program's")
+    answer = rounds.map_memory(other.offer)
+    other.close()
+    assert not answer.mapped
+    assert "must be a learner's memory file" in answer.message
+    assert refusal(rounds.load, NOBODY_LEAVES) is RefusalReason.WRONG_ORDER
+    assert rounds.map_memory(file.offer).mapped
+    assert refusal(rounds.map_memory, file.offer) is RefusalReason.WRONG_ORDER
+    assert refusal(rounds.open_receiver, 1, 1.0) is RefusalReason.WRONG_ORDER
+    rounds.close_receiver("r1")
+    assert file.num_mapped == 0
+    with pytest.raises(RoundFailed):
+        rounds.expect(buckets()[0], "r1")
+
+
+def test_a_fenced_round_still_finds_the_server_idle(rounds: WeightRounds, file: SharedFile) -> None:
+    with rounds.admission(None):
+        bring(rounds, file)
+        assert refusal(rounds.begin, request("r2", staged=False)) is RefusalReason.BUSY
+    rounds.begin(request("r2", staged=False))
+    assert refusal(enter, rounds) is RefusalReason.ROUND_OPEN
+    assert file.num_mapped == 0

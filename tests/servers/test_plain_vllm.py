@@ -1,0 +1,346 @@
+"""What a plain ``vllm serve`` is told by, asked and believed, against a stand-in for its wire (vLLM 0.32's answers)."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_rollout_server import Answer, Call, FakeRolloutServer, request
+
+from swift_stage2.channel_b.rollout_client.chat_connection import ChatConnection, connect
+from swift_stage2.channel_b.rollout_client.connection import ServerConnection
+from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.config import Proof, Stage2Config
+from swift_stage2.config.binding import bind
+from swift_stage2.errors import ProtocolError, ServerFault
+from swift_stage2.preflight.servers import look_for
+from swift_stage2.servers import protocol, vllm_serve
+from swift_stage2.servers.protocol import TensorSpec, greedy_config
+from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.vllm_serve import WeightVersion, chat_body, parse_chat_reply
+from swift_stage2.weights.proof import InstallTurns, RoundOrder
+from swift_stage2.weights.push import ServerPush
+from swift_stage2.weights.snapshot import WeightBucket
+from swift_stage2.weights.tensors import checksum_tensors
+from swift_stage2.weights.transport import ServerEndpoint
+from swift_stage2.weights.vllm_transport import VllmTransport, unreached
+
+_VERSION = WeightVersion("run", "run-3", 3)
+_PATIENCE_S = 60.0
+
+
+def _json(value: Any, status: int = 200) -> Answer:
+    return Answer(status=status, body=json.dumps(value).encode())
+
+
+class PlainVllm:
+    """Answers as vLLM does; a text ``bad`` is refused, one in ``held`` is answered once its event is set."""
+
+    def __init__(self) -> None:
+        self.version = str(_VERSION)
+        self.held, self.taken = threading.Event(), threading.Event()
+        self.worker_fault = ""
+
+    def get(self, call: Call) -> Answer:
+        answers = {
+            vllm_serve.WEIGHT_INFO: {"weight_version": self.version},
+            vllm_serve.MODELS: {"data": [{"id": "tiny", "root": "/models/tiny"}]},
+            "/version": {"version": "0.32.0"},
+        }
+        if call.path.startswith("/get_world_size?"):
+            return _json({"world_size": 4 if "true" in call.path else 2})
+        return _json(answers[call.path]) if call.path in answers else Answer(status=404)
+
+    def post(self, call: Call) -> Answer:
+        if call.path == vllm_serve.CHAT:
+            text = call.body["messages"][-1]["content"]
+            if text == "bad":
+                return _json({"error": {"message": "no"}}, 400)
+            choice = {
+                "message": {"content": f"echo {text}"},
+                "finish_reason": "stop",
+                "token_ids": [len(text)],
+            }
+            reply = _json({"choices": [choice], "prompt_token_ids": [1, 2]})
+            return Answer(body=reply.body, after=self.held) if text == "slow" else reply
+        if call.path == vllm_serve.UPDATE_WEIGHTS:  # the workers answer once they have all of a bucket
+            return Answer(body=b"{}", after=self.taken)
+        if self.worker_fault and call.path == vllm_serve.START_UPDATE:
+            return _json({"error": {"message": self.worker_fault}}, 500)
+        return _json({})
+
+
+@pytest.fixture
+def vllm() -> PlainVllm:
+    return PlainVllm()
+
+
+@pytest.fixture
+def server(vllm: PlainVllm) -> Iterator[FakeRolloutServer]:
+    with FakeRolloutServer(on_get=vllm.get, on_reset=vllm.post) as server:
+        yield server
+        vllm.held.set()
+
+
+@pytest.fixture
+def connection(server: FakeRolloutServer) -> Iterator[ServerConnection]:
+    built = connect(server.url, "tiny", api_key=None, connect_timeout_s=5.0)
+    yield built
+    built.close()
+
+
+def _asked(server: FakeRolloutServer) -> list[str]:
+    return [call.path for call in server.calls]
+
+
+def test_it_is_told_by_its_routes_and_is_neither_ours_nor_stock(server: FakeRolloutServer) -> None:
+    with ServerSession(server.url) as session:
+        info = session.info(Deadline(_PATIENCE_S))
+    assert (info.stock, info.chat_model, info.model, info.staging, info.can_abort) == (
+        True, "tiny", "/models/tiny", False, False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("log_probs", [False, True])
+def test_its_log_probs_are_of_another_distribution_and_refused_where_they_are_needed(
+    server: FakeRolloutServer, log_probs: bool
+) -> None:
+    telemetry = {"record": True, "log_probs": log_probs}
+    config = bind(
+        Stage2Config,
+        {"stage2_ab": {"schedule": {"b_ratio": 0}}, "swift": {"model": "m"}, "telemetry": telemetry},
+    )
+    told = look_for(config, server.url, time.monotonic() + _PATIENCE_S)
+    assert (told["answers"], told["chat_model"]) == (True, "tiny")
+    assert (
+        "got a run that asks for logprobs; serve with swift-stage2 rollout" in told["refused"]
+    ) == log_probs
+
+
+def test_vllm_without_the_routes_of_a_round_is_told_from_other_programs(
+    server: FakeRolloutServer, vllm: PlainVllm
+) -> None:
+    with ServerSession(server.url) as session:
+        server.on_get = lambda call: vllm.get(call) if call.path == "/version" else Answer(status=404)
+        assert session.info(Deadline(_PATIENCE_S)).chat_model is None
+        assert vllm_serve.lacks_routes(session, Deadline(_PATIENCE_S))
+        server.on_get = lambda call: Answer(status=404)
+        assert not vllm_serve.lacks_routes(session, Deadline(_PATIENCE_S))
+
+
+def test_a_share_is_one_call_a_request_in_order_and_names_its_weights(
+    server: FakeRolloutServer, connection: ServerConnection
+) -> None:
+    texts = [str(10**n) for n in range(8)]
+    result = connection.infer([request(text) for text in texts], greedy_config(5), timeout_s=_PATIENCE_S)
+    assert [each.text for each in result.completions] == [f"echo {text}" for text in texts]
+    assert {(each.weight_version, each.round_id, each.run_id) for each in result.completions} == {
+        (3, "run-3", "run")
+    }
+    assert (
+        _asked(server)[-1] == vllm_serve.WEIGHT_INFO
+    )  # after the answers: a later process cannot have made them
+    body = server.calls[0].body
+    assert (body["model"], body["max_tokens"], body["temperature"], body["return_token_ids"]) == (
+        "tiny",
+        5,
+        0.0,
+        True,
+    )
+
+
+def test_answers_of_a_process_that_took_no_round_name_no_weights(
+    vllm: PlainVllm, connection: ServerConnection
+) -> None:
+    vllm.version = "default"
+    (completion,) = connection.infer([request("a")], greedy_config(1), timeout_s=_PATIENCE_S).completions
+    assert (completion.incarnation, completion.weight_version) == (None, None)
+
+
+def test_requests_that_vllm_refuses_are_named(connection: ServerConnection) -> None:
+    requests = [request(text) for text in ("a", "bad", "b", "bad")]
+    result = connection.infer(requests, greedy_config(1), timeout_s=_PATIENCE_S)
+    assert (result.end, result.named) == (PostEnd.ERROR_ANSWER, (1, 3))
+
+
+def test_what_was_cut_is_aborted_by_name_before_it_counts_as_settled(
+    server: FakeRolloutServer, connection: ServerConnection
+) -> None:
+    requests = [request("a"), request("slow"), request("slow")]
+    assert connection.infer(requests, greedy_config(1), timeout_s=1.0).end is PostEnd.TIMED_OUT
+    assert connection.reset_prefix_cache(timeout_s=_PATIENCE_S).end is PostEnd.ANSWERED
+    (abort,) = [call for call in server.calls if call.path == vllm_serve.ABORT_REQUESTS]
+    slow = [
+        call.body["request_id"]
+        for call in server.calls
+        if call.path == vllm_serve.CHAT and call.body["messages"][-1]["content"] == "slow"
+    ]
+    assert sorted(abort.body["request_ids"]) == sorted(f"chatcmpl-{each}" for each in slow)
+    assert connection.reset_prefix_cache(timeout_s=_PATIENCE_S).end is PostEnd.ANSWERED
+    assert (
+        _asked(server).count(vllm_serve.ABORT_REQUESTS) == 1
+    )  # an abort that names none would end everybody's
+
+
+def test_an_end_cuts_all_calls_of_a_share(server: FakeRolloutServer, connection: ServerConnection) -> None:
+    ends: list[PostEnd] = []
+    requests = [request("slow") for _ in range(4)]
+    asking = threading.Thread(
+        target=lambda: ends.append(connection.infer(requests, greedy_config(1), timeout_s=600.0).end)
+    )
+    asking.start()
+    server.wait_until(lambda: len(server.calls) == 4)
+    connection.end()
+    asking.join(_PATIENCE_S)
+    assert ends == [PostEnd.STOPPED]
+
+
+def test_calls_of_a_share_that_nobody_wants_any_more_do_not_leave(
+    server: FakeRolloutServer, connection: ServerConnection
+) -> None:
+    wanted = iter([True, True])
+    result = connection.infer(
+        [request(text) for text in "abcd"],
+        greedy_config(1),
+        timeout_s=_PATIENCE_S,
+        is_wanted=lambda: next(wanted, False),
+    )
+    assert (result.end, _asked(server)) == (PostEnd.LOST, [vllm_serve.CHAT] * 2)
+
+
+def test_every_engine_answers_the_canary(server: FakeRolloutServer) -> None:
+    question = (request("who"), greedy_config(3))
+    with ServerSession(server.url) as session:
+        answers = vllm_serve.ask_canary(session, "tiny", question, "round", Deadline(_PATIENCE_S))
+    assert len(answers) == 2  # four workers, two an engine
+    engines = [call.headers["X-data-parallel-rank"] for call in server.calls if call.path == vllm_serve.CHAT]
+    assert engines == ["0", "1"]
+
+
+def test_images_take_the_places_of_their_tags_and_those_without_one_come_first() -> None:
+    asked = {
+        "messages": [{"role": "user", "content": "a<image>b"}],
+        "images": ["AAA", "data:image/png;base64,BBB"],
+    }
+    (turn,) = chat_body("m", asked, greedy_config(1), "id")["messages"]
+    first, a, second, b = turn["content"]
+    assert (first["image_url"]["url"], a["text"]) == ("data:image/*;base64,AAA", "a")
+    assert (second["image_url"]["url"], b["text"]) == ("data:image/png;base64,BBB", "b")
+    assert asked["messages"] == [{"role": "user", "content": "a<image>b"}]
+    with pytest.raises(ProtocolError, match="more <image> tags"):
+        chat_body("m", {"messages": asked["messages"]}, greedy_config(1), "id")
+
+
+@pytest.mark.parametrize(
+    "said", ["default", "", "3", "[1]", '["a", "b", "c"]', '["a", "b", 1, 2]', "{", "[[]"]
+)
+def test_a_weight_version_that_no_learner_wrote_names_no_round(said: str) -> None:
+    assert WeightVersion.parse(said) is None
+    assert WeightVersion.parse(str(_VERSION)) == _VERSION
+
+
+@pytest.mark.parametrize("reply", [[], {"choices": []}, {"choices": [{"message": {}}]}, {"choices": [1]}])
+def test_a_reply_without_token_ids_is_none(reply: Any) -> None:
+    with pytest.raises(ProtocolError):
+        parse_chat_reply(reply)
+
+
+def test_parameters_that_stayed_zeros_are_named_unless_zeros_were_sent() -> None:
+    full, zeros = checksum_tensors([torch.ones(4), torch.zeros(4)])
+    blank = {f"dp0:{name}": "00" for name in ("a.qkv_proj.weight", "b.bias", "c.bias", "odd")}
+    now = {"dp0:a.qkv_proj.weight": "00", "dp0:b.bias": "00", "dp0:c.bias": "11", "dp0:odd": "00"}
+    sent = {"model.a.q_proj.weight": zeros, "model.a.k_proj.weight": full, "b.bias": zeros, "c.bias": full}
+    assert unreached(blank, now, sent) == ["dp0:a.qkv_proj.weight", "dp0:odd"]
+
+
+@pytest.mark.parametrize(
+    ("worker_fault", "told"),
+    [
+        ("Weight transfer not configured. Please set", "start it with --weight-transfer-config"),
+        ("called while a weight update is already active", "already active"),  # of four workers one tells it
+    ],
+)
+def test_a_server_that_cannot_begin_is_refused_before_anybody_waits_for_its_workers(
+    server: FakeRolloutServer, vllm: PlainVllm, worker_fault: str, told: str
+) -> None:
+    vllm.worker_fault = worker_fault
+    transport = VllmTransport(torch.device("cpu"))
+    with ServerSession(server.url) as session, pytest.raises(ServerFault, match=told):
+        transport.open(session, ServerEndpoint(server.url, 29600), Deadline(_PATIENCE_S))
+    assert vllm_serve.INIT_TRANSFER not in _asked(server)
+    assert vllm_serve.RESUME not in _asked(server)
+
+
+class JoinedTransport(VllmTransport):
+    """As if the workers had joined; notes the numbers that they are sent."""
+
+    def __init__(self, taken: threading.Event) -> None:
+        super().__init__(torch.device("cpu"))
+        self._taken = taken
+        self.sent: list[list[float]] = []
+
+    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> str:
+        return "gloo"
+
+    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        self.sent.append(flat.tolist())
+        self._taken.set()
+
+
+class WrappedTransport:
+    """As a plugin's trainer may put in the place of another one."""
+
+    def __init__(self, real: VllmTransport) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def test_a_transport_that_is_wrapped_carries_to_it_as_the_bare_one_does(
+    server: FakeRolloutServer, vllm: PlainVllm
+) -> None:
+    transport = JoinedTransport(vllm.taken)
+    bias = torch.arange(3.0)
+    bucket = WeightBucket([("bias", bias)], bias.view(torch.uint8))
+    order = RoundOrder(
+        round_id=_VERSION.round_id,
+        run_id=_VERSION.run_id,
+        version=_VERSION.version,
+        manifest=(TensorSpec("bias", (3,), "float32"),),
+        canary=None,
+        proof=Proof.CANARY,
+        deadline=Deadline(_PATIENCE_S),
+    )
+    ServerPush(
+        0,
+        ServerEndpoint(server.url, 29600),
+        order,
+        [bucket],
+        {},
+        lambda info: WrappedTransport(transport),  # type: ignore[arg-type, return-value]
+        turns=InstallTurns(),
+        api_key=None,
+        given_up=threading.Event(),
+        distrusted=False,
+        ours=set(),
+    ).run()
+    assert transport.sent == [bias.tolist()]
+    asked, first = _asked(server), _asked(server).index(vllm_serve.UPDATE_WEIGHTS)
+    assert asked[first : first + 3] == [
+        vllm_serve.UPDATE_WEIGHTS,
+        vllm_serve.FINISH_UPDATE,
+        vllm_serve.RESUME,
+    ]
+    assert protocol.UPDATE_FLATTENED_PARAMS not in asked
+
+
+def test_a_server_of_another_kind_is_asked_as_before() -> None:
+    connection = connect("http://127.0.0.1:9", None, api_key=None, connect_timeout_s=1.0)
+    assert not isinstance(connection, ChatConnection)
+    connection.close()

@@ -1,0 +1,163 @@
+"""Columns: what an answer must bring, who asks for it, and that nothing changes where nobody does."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from swift_stage2.channel_b.detection import DetectionTask
+from swift_stage2.channel_b.task import TASKS, Task, correct_by, needed_columns, register_task, try_task
+from swift_stage2.columns import COLUMNS, LOG_PROBS, Column, Per, asked_by, register_column
+from swift_stage2.config import DecodingConfig, Stage2Config
+from swift_stage2.config.binding import bind
+from swift_stage2.errors import ConfigError, ProtocolError, SampleError, TaskError
+from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, Target, VersionSpan
+from swift_stage2.servers import protocol
+from swift_stage2.telemetry.ledger import completion_of
+
+DECODING = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1}
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(max_value=0.0, allow_nan=False)
+
+
+def reply(num_tokens: int, log_probs: Any) -> Any:
+    choice = {"message": {"content": "x"}, "token_ids": list(range(num_tokens)), "logprobs": log_probs}
+    return [{"response": {"choices": [choice], "prompt_token_ids": [1]}}]
+
+
+def entries(values: list[float]) -> dict[str, Any]:
+    return {"content": [{"logprob": value, "token": "x", "bytes": [120]} for value in values]}
+
+
+@given(num_tokens=st.integers(0, 4), values=st.lists(NUMBERS, max_size=4), asked=st.booleans())
+@example(num_tokens=1, values=[5e-324], asked=False)
+@example(num_tokens=2, values=[-0.0, 0.0], asked=True)
+def test_an_answer_has_one_finite_value_up_to_0_for_every_token_or_is_refused(
+    num_tokens: int, values: list[float], asked: bool
+) -> None:
+    names = (LOG_PROBS.name,) if asked else ()
+    is_sound = len(values) == num_tokens and all(-math.inf < value <= 0 for value in values)
+    if not is_sound:
+        with pytest.raises(ProtocolError, match=r"logprob|log_probs"):
+            protocol.parse_infer_reply(reply(num_tokens, entries(values)), 1, names)
+        return
+    (completion,) = protocol.parse_infer_reply(reply(num_tokens, entries(values)), 1, names)
+    assert completion.log_probs == tuple(values)
+
+
+def test_what_was_asked_for_must_come_and_what_was_not_need_not() -> None:
+    assert protocol.parse_infer_reply(reply(2, None), 1)[0].log_probs is None
+    with pytest.raises(ProtocolError, match="log_probs must have one value per token, got num_values=0"):
+        protocol.parse_infer_reply(reply(2, None), 1, ("log_probs",))
+    # Of an answer that was aborted before its first token, servers say null.
+    assert protocol.parse_infer_reply(reply(0, None), 1, ("log_probs",))[0].log_probs == ()
+
+
+def test_a_request_asks_for_columns_in_ms_swifts_words_and_without_any_is_as_it_was() -> None:
+    plain = protocol.request_config(**DECODING, seed=3)
+    assert json.dumps(plain) == (
+        '{"max_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1, "seed": 3, '
+        '"return_details": true}'
+    )
+    asking = protocol.request_config(**DECODING, seed=3, columns=[LOG_PROBS])
+    assert asking == plain | {"logprobs": True}
+    assert (asked_by(plain), asked_by(asking)) == (frozenset(), {"log_probs"})
+
+
+def rollout(log_probs: tuple[float, ...] | None = None) -> Rollout:
+    sample = Sample(SampleKey(0, 1, 2), {})
+    spans = (VersionSpan(4, 0, 2),)
+    return Rollout(sample, "ab", (7, 8), (1,), False, 3, "http://s", spans, log_probs)
+
+
+def test_a_record_without_columns_has_the_bytes_that_it_had() -> None:
+    line = {
+        "sample": [0, 1, 2, 0],
+        "text": "ab",
+        "token_ids": (7, 8),
+        "truncated": False,
+        "spans": [[4, 0, 2]],
+    }
+    assert json.dumps(completion_of(rollout())) == json.dumps(line)
+    assert completion_of(rollout((-0.5, 0.0))) == line | {"log_probs": (-0.5, 0.0)}
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """What a test registers is gone afterwards."""
+    tasks, columns = dict(TASKS), dict(COLUMNS)
+    yield
+    for parts, before in ((TASKS, tasks), (COLUMNS, columns)):
+        parts.clear()
+        parts.update(before)  # type: ignore[arg-type]
+
+
+def configured(task: str, **telemetry: Any) -> Stage2Config:
+    data = {"stage2_ab": {"schedule": {"b_ratio": 0}, "task": task}, "swift": {"model": "m"}}
+    plugins = {"external_plugins": ["tasks.py"]}
+    return bind(Stage2Config, data | {"swift": data["swift"] | plugins, "telemetry": telemetry})
+
+
+def test_a_task_or_telemetry_needs_columns_and_nobody_else(registered: None) -> None:
+    @register_task("weighing")
+    class Weighing(DetectionTask):
+        columns = ("log_probs", "weight")
+
+    with pytest.raises(ConfigError, match=r"Weighing.columns must be log_probs, got columns='weight'"):
+        needed_columns(configured("weighing"))
+    weight = register_column(Column(name="weight", per=Per.SAMPLE))
+    assert needed_columns(configured("weighing")) == (LOG_PROBS, weight)
+    assert needed_columns(configured("weighing", record=True, log_probs=True)) == (LOG_PROBS, weight)
+    assert needed_columns(configured("detection")) == ()
+    assert needed_columns(configured("detection", record=True, log_probs=True)) == (LOG_PROBS,)
+    with pytest.raises(ConfigError, match="every column needs a name of its own"):
+        register_column(Column(name="weight"))
+
+
+class Carrying(Task):
+    """Trains the answer's own characters with whatever columns a test gives."""
+
+    columns = ("log_probs",)
+
+    def __init__(self, **carried: tuple[float, ...]) -> None:
+        self.carried = carried
+
+    def read_truth(self, row: Any) -> None:
+        return None
+
+    def correct(self, rollout: Rollout, truth: Any, tokenise: Any) -> Target:
+        weights = (1.0,) * len(rollout.token_ids)
+        quality = MatchQuality(0, 0, 0, 0.0, 0, 0)
+        return Target(rollout.text, rollout.token_ids, weights, quality, columns=self.carried)
+
+    def check_answer(self, text: str, truth: Any, normalise: Any = str) -> None:
+        return None
+
+
+def test_a_target_carries_the_columns_that_its_task_declares_and_one_value_per_token() -> None:
+    assert try_task(Carrying(log_probs=(-1.0, -2.0)), {}, "[]").columns == {"log_probs": (-1.0, -2.0)}
+    assert try_task(Carrying(), {}, "[]").columns == {}
+    with pytest.raises(TaskError, match="log_probs needs one value per token, got num_values=1"):
+        try_task(Carrying(log_probs=(-1.0,)), {}, "[]")
+    with pytest.raises(TaskError, match="got 'other'; add it to the task's columns"):
+        try_task(Carrying(other=(1.0, 2.0)), {}, "[]")
+
+
+def test_a_rollout_that_lacks_a_column_costs_its_sample() -> None:
+    with pytest.raises(SampleError, match="needs a rollout's log_probs, got one without"):
+        correct_by(Carrying(), rollout(), None, lambda text: ((), ()))
+
+
+def test_log_probs_are_kept_in_the_record() -> None:
+    with pytest.raises(ConfigError, match=r"got log_probs=true record=false; write telemetry.record: true"):
+        configured("detection", log_probs=True)
+
+
+def test_decoding_holds_the_rest_of_a_request() -> None:
+    """The client gives a request the settings of ``rollout.decoding`` by their names."""
+    assert set(DECODING) == set(DecodingConfig.__slots__)

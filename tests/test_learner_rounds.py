@@ -1,0 +1,198 @@
+"""The fence of one rank beside its rounds, as the servers of a pending round become others."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swift_stage2.collectives import SingleRank
+from swift_stage2.fence import InferFence
+from swift_stage2.learner.rounds import LearnerRounds
+from swift_stage2.records import RoundOutcome, ServerReport
+from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
+from swift_stage2.scheduling.round_schedule import RoundSchedule
+from swift_stage2.scheduling.version_clock import VersionClock
+
+OURS, STOCK = 0, 1
+PROOF = ServerReport(proven=True, error=None, proof="checksums", num_bytes=0, seconds={}, incarnation="one")
+
+
+class ProvingSync:
+    """Proves every target once it is heard."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[tuple[int, ...], bool]] = []
+        self.caught_up: list[tuple[int, ...]] = []
+        self.num_hurried = 0
+
+    def catch_up(self, targets: Any, *, round_id: str) -> None:
+        assert round_id == self.outcome.round_id
+        self.caught_up.append(tuple(targets))
+        self.outcome = replace(
+            self.outcome,
+            reports={server: replace(PROOF, incarnation="two") for server in targets},
+            news=tuple(targets),
+            staged=True,
+            is_catch_up=True,
+        )
+
+    def hurry(self) -> None:
+        self.num_hurried += 1
+
+    def begin(
+        self, version: int, targets: Any, *, round_id: str, staged: bool, held: bool, step: int
+    ) -> None:
+        self.begun.append((tuple(targets), staged))
+        self.is_held = held
+        self.outcome = RoundOutcome(
+            round_id, version, reports=dict.fromkeys(targets, PROOF), news=tuple(targets), staged=staged
+        )
+
+    def hear(self) -> RoundOutcome:
+        return self.outcome
+
+    def distrust(self, servers: Any) -> None: ...
+
+
+def ignore(*_: Any, **__: Any) -> None: ...
+
+
+@pytest.fixture
+def parts() -> Any:
+    """One server of ours, which stages, and one stock server."""
+    return SimpleNamespace(
+        rounds=RoundSchedule(2, 4, backoff_steps=1, max_backoff_steps=8, staging=[OURS]),
+        base_urls=("http://ours", "http://stock"),
+        run_id="run",
+        evaluation=None,
+        longest_fill_s=None,
+        clock=VersionClock(),
+        fence=InferFence(start_closed=True),
+        sync=ProvingSync(),
+        probe=SimpleNamespace(pause=ignore, go_on=ignore, watch=ignore),
+        abort=SimpleNamespace(ask=ignore),
+        client=SimpleNamespace(
+            num_unsettled=0,
+            suspects={},
+            forgive=ignore,
+            set_proven=ignore,
+            withdraw=ignore,
+            expect_round=ignore,
+        ),
+    )
+
+
+def test_an_evaluation_holds_back_a_fenced_round_and_only_the_install_of_a_staged_one(parts: Any) -> None:
+    events: Any = SimpleNamespace(
+        activity=lambda name: nullcontext(), record_round=ignore, record_warning=ignore
+    )
+    rounds = LearnerRounds(parts, SingleRank(), events)
+    rounds.begin_if_due(0)
+    parts.evaluation = SimpleNamespace(holds_round=lambda step: True)
+    rounds.begin_if_due(4)
+    assert (len(parts.sync.begun), parts.rounds.pending, parts.fence.is_open) == (1, False, True)
+    rounds.take_in_suspects(4, [False, True], [False, False])
+    rounds.begin_if_due(5)
+    assert parts.sync.begun[1:] == [((OURS,), True)]
+    assert parts.sync.is_held
+
+
+def test_in_mode_inline_training_waits_for_every_round(parts: Any) -> None:
+    events: Any = SimpleNamespace(
+        activity=lambda name: nullcontext(), record_round=ignore, record_warning=ignore
+    )
+    rounds = LearnerRounds(parts, SingleRank(), events)
+    rounds.begin_if_due(0)
+    rounds.begin_if_due(4)
+    assert parts.rounds.in_transfer
+    rounds.take_in(4, rounds.hear())
+    parts.longest_fill_s = 60.0
+    rounds.begin_if_due(8)
+    assert (len(parts.sync.begun), parts.rounds.in_transfer, parts.clock.current) == (3, False, 3)
+
+
+def test_a_pending_round_that_is_left_with_servers_of_ours_holds_no_rollout_any_more(parts: Any) -> None:
+    events: Any = SimpleNamespace(
+        activity=lambda name: nullcontext(), record_round=ignore, record_warning=ignore
+    )
+    rounds = LearnerRounds(parts, SingleRank(), events)
+    rounds.begin_if_due(0)
+    assert parts.fence.is_open
+    with parts.fence.ticket(timeout_s=5):  # somebody is busy
+        rounds.begin_if_due(4)
+        assert (parts.rounds.pending, parts.fence.is_open) == (True, False)
+        rounds.take_in_suspects(4, [False, True], [False, False])
+        rounds.begin_if_due(5)
+        assert parts.sync.begun == [((OURS, STOCK), False), ((OURS,), True)]
+        assert parts.fence.is_open, "the servers of a staged round are asked on"
+    rounds.take_in(6, rounds.hear())
+    assert (parts.fence.version, parts.clock.current) == (2, 2)
+
+
+def test_a_server_that_comes_late_is_asked_again_at_the_same_version_without_a_round(parts: Any) -> None:
+    told: dict[str, list[Any]] = {"proven": [], "forgiven": [], "records": []}
+    parts.rounds = RoundSchedule(1, 8, backoff_steps=1, max_backoff_steps=8, staging=[OURS])
+    parts.base_urls = ("http://ours",)
+    parts.client.set_proven = lambda served, *, drained: told["proven"].append((served, drained))
+    parts.client.forgive = told["forgiven"].append
+    events: Any = SimpleNamespace(
+        activity=lambda name: nullcontext(),
+        record_round=lambda step, outcome, pending: told["records"].append((step, outcome.is_catch_up)),
+        record_warning=ignore,
+    )
+    rounds = LearnerRounds(parts, SingleRank(), events)
+    rounds.begin_if_due(0)
+    parts.probe.pause = lambda: pytest.fail("training waits for no probe")
+    rounds.take_in_suspects(1, [True], [False])
+    assert not parts.fence.is_open
+    rounds.take_in_suspects(2, [True], [True])
+    rounds.begin_if_due(3)
+    assert (parts.sync.begun, parts.sync.caught_up) == ([((OURS,), False)], [(OURS,)])
+    assert told["forgiven"] == [["http://ours"]]
+    assert (rounds.holds_production, rounds.awaits_version) == (False, False), (
+        "production waits for nothing new"
+    )
+    assert not parts.fence.is_open
+    rounds.begin_if_due(4)
+    assert parts.sync.num_hurried == 0, "no round falls due before a server is proven"
+    rounds.take_in(4, rounds.hear())
+    assert (parts.fence.is_open, parts.fence.version, parts.clock.current) == (True, 1, 1)
+    (served, drained) = told["proven"][-1]
+    weights = served["http://ours"]
+    assert (weights.round_id, weights.version, weights.incarnation, drained) == ("run-0", 1, "two", False)
+    assert weights.heard_step == 4, "a proof of its own, also of weights that were proven before"
+    assert told["records"] == [(0, False), (4, True)]
+    assert [step for step in range(5, 10) if parts.rounds.falls_due(step)] == [8, 9]
+
+
+def test_an_evaluation_that_begins_while_a_round_waits_for_a_catch_up_holds_it_no_longer_than_any_other(
+    parts: Any,
+) -> None:
+    delay_steps = 2
+    parts.rounds = RoundSchedule(2, 4, backoff_steps=1, max_backoff_steps=8, staging=[0, 1])
+    schedule = EvaluationSchedule(every_steps=5, max_round_delay_steps=delay_steps, last_step=100)
+    events: Any = SimpleNamespace(
+        activity=lambda name: nullcontext(), record_round=ignore, record_warning=ignore
+    )
+    rounds = LearnerRounds(parts, SingleRank(), events)
+    rounds.begin_if_due(0)
+    rounds.take_in_suspects(1, [False, True], [False, False])
+    rounds.take_in_suspects(2, [False, True], [False, True])
+    rounds.begin_if_due(3)
+    assert parts.rounds.catching_up
+    assert parts.rounds.waits_for_catch_up(5)
+    begun = schedule.begin_if_due(5, 1, may_begin=not (parts.rounds.pending or parts.rounds.in_transfer))
+    assert begun is not None, "the round waits anyway"
+    parts.evaluation = schedule
+    first = 6 + 2 * delay_steps
+    for step in range(6, first):
+        rounds.begin_if_due(step)
+    assert parts.sync.num_hurried == 2 * delay_steps
+    rounds.take_in(first, rounds.hear())
+    rounds.begin_if_due(first)
+    assert (parts.rounds.in_transfer, parts.sync.is_held) == (True, True)
+    assert [schedule.holds_round(first + waited) for waited in range(delay_steps + 1)] == [True, True, False]

@@ -1,0 +1,106 @@
+"""Best checkpoint and early end by evaluations on the servers: ms-swift's real trainer, scripted evaluations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sft_run import build_trainer, channel_a_alone
+
+from swift_stage2.records import EvaluationCounts, EvaluationRecord
+from swift_stage2.run import Stage2Run
+from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
+from swift_stage2.training.stage2_trainer import Stage2Trainer
+
+
+def evaluation(step: int, f1_percent: int, end: EvaluationEnd = EvaluationEnd.COMPLETE) -> EvaluationRecord:
+    """F1 is 2 · pairs / (predictions + truth)."""
+    counts = EvaluationCounts(
+        num_wanted=4, num_answered=4, num_predictions=100, num_ground_truth=100, num_pairs=f1_percent
+    )
+    return EvaluationRecord(RunningEvaluation(step, step, step), step, end, counts)
+
+
+def train(
+    rows_file: Path,
+    output: Path,
+    ended: Mapping[int, EvaluationRecord],
+    monkeypatch: pytest.MonkeyPatch,
+    **arguments: Any,
+) -> Any:
+    """A trainer that has trained; at the end of step ``n`` the evaluation ``ended[n]`` is there."""
+    settings = {"max_steps": 12, "metric_for_best_model": "eval_f1", "eval_strategy": "no"} | arguments
+    trainer = build_trainer(
+        rows_file, output, trainer=Stage2Trainer, given={"stage2": channel_a_alone()}, **settings
+    )
+
+    def latest(run: Stage2Run) -> EvaluationRecord | None:
+        return next((ended[step] for step in range(trainer.state.global_step, 0, -1) if step in ended), None)
+
+    monkeypatch.setattr(Stage2Run, "latest_evaluation", property(latest))
+    trainer.train()
+    return trainer
+
+
+def saved(output: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("checkpoint-")) for path in output.glob("checkpoint-*"))
+
+
+def test_the_best_model_is_saved_and_training_stops_where_it_gets_no_better(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = {step: evaluation(step, f1) for step, f1 in ((2, 20), (3, 50), (5, 40), (6, 50), (8, 90))}
+    trainer = train(
+        rows_file,
+        tmp_path,
+        ended,
+        monkeypatch,
+        save_strategy="best",
+        save_only_model="true",
+        early_stop_interval=2,
+    )
+    assert trainer.state.global_step == 6, "two in a row were no better"
+    assert trainer.state.best_metric == pytest.approx(0.5)
+    assert saved(tmp_path) == [2, 3]
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-3")
+    lines = [json.loads(line) for line in (tmp_path / "logging.jsonl").read_text().splitlines()]
+    assert [line["eval_f1"] for line in lines if "eval_f1" in line] == [0.2, 0.5, 0.4, 0.5]
+
+
+def test_where_every_step_is_saved_ms_swift_counts_saves_and_no_checkpoint_is_called_the_best(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = train(
+        rows_file,
+        tmp_path,
+        {1: evaluation(1, 50), 2: evaluation(2, 40)},
+        monkeypatch,
+        save_strategy="steps",
+        save_steps=1,
+        save_only_model="true",
+        early_stop_interval=2,
+    )
+    assert trainer.state.global_step == 3
+    assert saved(tmp_path) == [1, 2, 3]
+    assert (trainer.state.best_metric, trainer.state.best_model_checkpoint) == (0.5, None)
+
+
+def test_an_evaluation_that_was_cut_chooses_nothing(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = evaluation(1, 90, EvaluationEnd.ROUND_DUE)
+    trainer = train(rows_file, tmp_path, {1: cut}, monkeypatch, max_steps=3, early_stop_interval=1)
+    assert (trainer.state.global_step, trainer.state.best_metric) == (3, None)
+    assert any("eval_f1" in entry for entry in trainer.state.log_history)
+
+
+def test_another_metric_is_left_to_ms_swift(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = train(
+        rows_file, tmp_path, {1: evaluation(1, 90)}, monkeypatch, max_steps=2, metric_for_best_model="loss"
+    )
+    assert trainer.state.best_metric is None

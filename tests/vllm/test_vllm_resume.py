@@ -1,0 +1,180 @@
+"""Our server on vLLM: answers that were cut go on as if they had not been, or by the new weights alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from cut_rollouts import (
+    BATCH,
+    MEDIA_IDS,
+    REFUSED,
+    Comparison,
+    Oracle,
+    Scene,
+    abort,
+    compare_aborted,
+    compare_cut,
+    compare_many,
+    draw_scenes,
+    log_probs_agree,
+    require_learners_log_probs,
+    require_refusal,
+    resume,
+)
+from live_server import LearnerRound, RunningServer, load_learner, text_request
+from our_server import engine_here
+from sampled_packs import TOLERANCE as LOG_PROB_TOLERANCE
+from sampled_packs import packed_gaps, sample_answers
+from test_vllm_engine import DEADLINE_S, health, wait_for
+
+from swift_stage2.rollout_server.engine import CacheKind
+from swift_stage2.servers import protocol
+from swift_stage2.servers.protocol import PREFIX, Completion, ServerInfo
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with engine_here() as running:
+        yield running
+
+
+def num_made(server: RunningServer) -> list[int]:
+    """Tokens that vLLM has given out so far, of each request that it holds."""
+    states = list(server.engine._generator.engine.output_processor.request_states.values())
+    return [len(state.detokenizer.output_token_ids) for state in states]
+
+
+def answers_cut_in_flight(
+    server: RunningServer, scenes: Sequence[Scene], num_tokens: int, **options: Any
+) -> list[Completion]:
+    """An ``/infer/`` call that is aborted over HTTP as soon as every request in flight has so many tokens, or more."""
+    with ThreadPoolExecutor(1) as caller:
+        call = caller.submit(resume, server, scenes, [()] * len(scenes), **options)
+        wait_for(lambda: call.done() or min(num_made(server), default=0) >= num_tokens)
+        abort(server)
+        return call.result(DEADLINE_S)
+
+
+def compare_rollouts(server: RunningServer, comparison: Comparison, num_cut: int, num_aborted: int) -> None:
+    rng = random.Random(5)
+    for _ in range(0, num_cut, BATCH):
+        compare_cut(server, comparison, BATCH, rng)
+    num_begun = 0
+    while num_begun < num_aborted:
+        scenes = draw_scenes(BATCH, rng)
+        answers = answers_cut_in_flight(server, scenes, rng.randint(0, 40))
+        num_begun += compare_aborted(server, comparison, scenes, answers)
+
+
+def test_two_hundred_greedy_rollouts_go_on_as_if_they_had_not_been_cut(server: RunningServer) -> None:
+    compare_many(server, torch.float32, compare_rollouts, 40)
+
+
+def test_so_they_do_in_bfloat16() -> None:
+    with engine_here(torch_dtype="bfloat16") as other:
+        compare_many(other, torch.bfloat16, compare_rollouts, 40)
+
+
+class _Forgetful:
+    """The resets of an engine, of which one kind is left out."""
+
+    def __init__(self, server: RunningServer, left_out: CacheKind | None) -> None:
+        self._reset, self._left_out = server.engine._generator.reset_cache, left_out
+
+    async def __call__(self, kind: CacheKind) -> bool:
+        return True if kind is self._left_out else bool(await self._reset(kind))
+
+
+def rests_after_an_install(server: RunningServer, seed: int) -> list[bool]:
+    """Aborts rollouts by an install of other weights and asks for the rest; which the new weights alone have made."""
+    LearnerRound(server, load_learner(seed=seed)).run()
+    learner = load_learner(seed=seed + 1)
+    round_ = LearnerRound(server, learner, staged=True)
+    scenes = [scene for scene in draw_scenes(24, random.Random(seed)) if scene.images]
+    assert round_.begin(timeout_s=10 * DEADLINE_S).status_code == 200
+    file = round_.push_shared()
+    endless = {"max_tokens": 800, "repetition_penalty": 1.5}
+    with ThreadPoolExecutor(2) as callers:
+        call = callers.submit(resume, server, scenes, [()] * len(scenes), **endless)
+        # A block of vLLM's cache on a CPU has 128 tokens, and only full ones are kept.
+        wait_for(lambda: min(num_made(server), default=0) >= 150)
+        loading = callers.submit(round_.load, on_pending="resume")
+        answers = call.result(DEADLINE_S)
+        assert loading.result(DEADLINE_S).status_code == 200
+    assert round_.finish().status_code == 200
+    file.close()
+    cut = [(scene, answer) for scene, answer in zip(scenes, answers, strict=True) if may_go_on(answer)]
+    assert len(cut) >= 3
+    oracle, agree = Oracle(learner), []
+    for scene, answer in cut:
+        prefix = answer.token_ids
+        assert len(prefix) >= 150
+        options = {"max_tokens": len(prefix) + 4, "repetition_penalty": 1.0, "logprobs": True}
+        (rest,) = resume(server, [scene], [prefix], **options)
+        assert (rest.round_id, answer.round_id == rest.round_id) == (round_.round_id, False)
+        assert rest.prompt_token_ids == answer.prompt_token_ids
+        agree.append(log_probs_agree(oracle, scene, prefix, rest))
+    return agree
+
+
+def may_go_on(answer: Completion) -> bool:
+    return answer.finish_reason == "abort" and MEDIA_IDS.isdisjoint(answer.token_ids)
+
+
+@pytest.mark.parametrize(("left_out", "seed"), [(None, 71), (CacheKind.PREFIX, 73), (CacheKind.ENCODER, 75)])
+def test_the_rest_of_an_answer_is_made_by_the_new_weights_alone(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, left_out: CacheKind | None, seed: int
+) -> None:
+    """Without a reset of either cache it is not, so that this test would see it. The mm cache holds pixels.
+
+    Weights and scenes differ each time: what a cache kept of an earlier test would be right by chance.
+    """
+    monkeypatch.setattr(server.engine._generator, "reset_cache", _Forgetful(server, left_out))
+    assert all(rests_after_an_install(server, seed)) == (left_out is None)
+
+
+def test_log_probs_of_whole_and_of_resumed_answers_are_the_learners(server: RunningServer) -> None:
+    require_learners_log_probs(server, least_known=3)
+
+
+@pytest.mark.parametrize(("temperature", "of_greedy"), [(0.8, 0.8), (0.0, 1.0)])
+def test_a_packs_log_probs_are_the_learners(
+    server: RunningServer, rows: list[dict[str, Any]], temperature: float, of_greedy: float
+) -> None:
+    """Through client, segments and collator, of answers that were not cut."""
+    learner = load_learner()
+    proof = LearnerRound(server, learner).run()
+    rollouts = sample_answers(server, proof, rows[:5], temperature=temperature, max_new_tokens=40)
+    gaps = packed_gaps(rollouts, learner, of_greedy)
+    print(f"temperature {temperature}: {len(gaps)} tokens, at most {float(gaps.max()):.1e} nats")
+    assert len(gaps) > 60
+    assert float(gaps.max()) < LOG_PROB_TOLERANCE
+
+
+def test_a_resumed_call_draws_by_its_seed(server: RunningServer) -> None:
+    def draw(seed: int) -> tuple[int, ...]:
+        request = {**text_request(), PREFIX: [270, 271]}
+        return server.infer([request], temperature=2.0, seed=seed, max_tokens=14)[0].token_ids
+
+    assert draw(3) == draw(3)
+    assert draw(3) != draw(4)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "options", "cause"),
+    [*REFUSED, ([270] * 1020, {"max_tokens": 2000}, "maximum context length is 1024")],
+)
+def test_a_prefix_that_no_answer_has_is_refused_with_its_index(
+    server: RunningServer, prefix: Any, options: dict[str, Any], cause: str
+) -> None:
+    require_refusal(server, prefix, options, cause)
+    assert health(server)["status"] == "ok"
+
+
+def test_it_says_that_it_resumes(server: RunningServer) -> None:
+    assert ServerInfo.from_json(server.http.get(protocol.SERVER_INFO).json()).resume

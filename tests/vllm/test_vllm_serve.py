@@ -1,0 +1,299 @@
+"""A plain ``vllm serve`` as a rollout server: rounds by vLLM's own weight transfer, rollouts by its OpenAI route."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doctor_run import check_live_twice
+from doctor_run import write_config as write_doctor_config
+from live_server import free_port, image_request, load_learner
+from our_server import engine_here
+from plain_vllm import is_paused, start_plain, wait_until_it_serves, weight_version
+from rollout_batch import generate
+from stock_server import ServerProcess
+from test_weight_sync import GenerateCanary
+from torchrun_job import run_learner, write_config
+
+from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
+from swift_stage2.collectives import SingleRank
+from swift_stage2.config import DecodingConfig
+from swift_stage2.demo.grounding_dataset import write_dataset
+from swift_stage2.demo.scenes import SceneKind, Split
+from swift_stage2.errors import ServerFault
+from swift_stage2.fence import InferFence
+from swift_stage2.records import BatchOutcome, RoundOutcome, Sample, SampleKey
+from swift_stage2.servers import vllm_serve
+from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.weights.courier import ThreadCourier
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.snapshot import PackedBucket
+from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.transport import ServerEndpoint
+from swift_stage2.weights.vllm_transport import VllmTransport
+
+_CPU = torch.device("cpu")
+_NUM_TOKENS = 12
+_REQUESTS = [image_request(shade, text) for shade, text in ((200, "find"), (120, "find red"), (60, "count"))]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One server for all tests that leave it alive."""
+    server = start_plain(tmp_path_factory.mktemp("plain"), free_port())
+    try:
+        wait_until_it_serves(server)
+        yield server
+    finally:
+        server.end()
+
+
+class Learner:
+    """A module, its canary and its rounds, and a rank's client beside them."""
+
+    def __init__(self, server: ServerProcess, *, seed: int = 1, transport: Any = VllmTransport) -> None:
+        self.server = server
+        self.module = load_learner(seed=seed)
+        self.canary = GenerateCanary(self.module)
+        self.transport = transport
+        self.courier = ThreadCourier(
+            [ServerEndpoint(server.base_url, free_port())], lambda info: self.transport(_CPU)
+        )
+        self.sync = WeightSync(
+            control=SingleRank(),
+            export=WeightExport(self.module),
+            canary=self.canary,
+            courier=self.courier,
+            run_id="run",
+            timeout_s=60.0,
+            bucket_mib=1,
+        )
+        self._versions = count(1)
+        self.fence = InferFence(start_closed=True)
+        with ServerSession(server.base_url) as session:
+            model = vllm_serve.find_model(session, Deadline(20.0))
+        assert model is not None
+        self.client = RolloutClient(
+            [server.base_url],
+            fence=self.fence,
+            decoding=DecodingConfig(temperature=0.0, max_new_tokens=_NUM_TOKENS),
+            request_timeout_s=60.0,
+            run_seed=1,
+            rank=0,
+            world_size=1,
+            run_id="run",
+            chat_models={server.base_url: model.name},
+        )
+
+    def round(self) -> RoundOutcome:
+        outcome = self.sync.run(next(self._versions), [0])
+        report = outcome.reports[0]
+        served = ServedWeights(outcome.round_id, outcome.version, report.incarnation)
+        self.client.set_proven({self.server.base_url: served} if report.proven else {})
+        if report.proven:
+            self.fence.reopen(outcome.version)
+        return outcome
+
+    def rollouts(self, requests: Sequence[dict[str, Any]] = _REQUESTS) -> BatchOutcome:
+        samples = [Sample(SampleKey(0, row, row), {}) for row in range(len(requests))]
+        return generate(self.client, samples, requests)
+
+    def train_a_little(self) -> None:
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+
+    def close(self) -> None:
+        self.client.close()
+        self.sync.close()
+
+
+@pytest.fixture
+def learner(plain: ServerProcess) -> Iterator[Learner]:
+    built = Learner(plain)
+    yield built
+    built.close()
+
+
+def _tokens(outcome: BatchOutcome) -> list[tuple[int, ...]]:
+    assert len(outcome.rollouts) == len(_REQUESTS), outcome
+    return [rollout.token_ids for rollout in outcome.rollouts]
+
+
+def test_rounds_bring_new_weights_and_rollouts_are_those_of_our_engine(learner: Learner) -> None:
+    """Greedy tokens and prompts of images equal those of our vLLM engine after a round with the same weights."""
+    with engine_here() as ours:
+        our_sync = WeightSync(
+            control=SingleRank(),
+            export=WeightExport(learner.module),
+            canary=learner.canary,
+            courier=ThreadCourier([ServerEndpoint(ours.base_url, free_port())], _stream),
+            run_id="run",
+            timeout_s=60.0,
+            bucket_mib=1,
+        )
+        answers = []
+        for version in range(1, 4):
+            outcome = learner.round()
+            assert outcome.proven == (0,), outcome.reports[0].error
+            report = outcome.reports[0]
+            assert (report.proof, report.transport) == ("canary", "gloo")
+            assert report.num_bytes == sum(
+                each.numel() * each.element_size() for each in learner.module.parameters()
+            )
+            said = vllm_serve.WeightVersion.parse(weight_version(learner.server))
+            assert said == vllm_serve.WeightVersion("run", outcome.round_id, version)
+            assert our_sync.run(version, [0]).proven == (0,)
+            expected = ours.infer(_REQUESTS, max_tokens=_NUM_TOKENS)
+            rollouts = learner.rollouts().rollouts
+            assert [each.token_ids for each in rollouts] == [each.token_ids for each in expected]
+            assert [each.text for each in rollouts] == [each.text for each in expected]
+            assert [each.prompt_token_ids for each in rollouts] == [
+                each.prompt_token_ids for each in expected
+            ]
+            assert {(each.round_id, each.spans[0].version) for each in rollouts} == {
+                (outcome.round_id, version)
+            }
+            answers.append(tuple(each.token_ids for each in rollouts))
+            learner.train_a_little()
+        our_sync.close()
+    assert len(set(answers)) == 3  # the rounds really moved something
+
+
+def _stream(info: Any) -> Any:
+    from swift_stage2.weights.transport import StreamTransport
+
+    return StreamTransport()
+
+
+class _SendsHalf(VllmTransport):
+    """Announces every bucket honestly and sends half of every number."""
+
+    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        super().send(flat / 2, deadline)
+
+
+class _LeavesOneOut(VllmTransport):
+    """Neither announces nor sends one bias of the vision tower, which changes few answers."""
+
+    def announce(self, session: ServerSession, bucket: PackedBucket, offset: int, deadline: Deadline) -> Any:
+        kept = [each for each in bucket.metadata if "visual.blocks.0.attn.proj.bias" not in str(each["name"])]
+        return super().announce(session, PackedBucket(bucket.flat, kept, bucket.checksums), offset, deadline)
+
+
+class _BreaksOff(VllmTransport):
+    """Fails before the third tensor of a bucket that was announced whole."""
+
+    num_sent = 0
+
+    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        self.num_sent += 1
+        if self.num_sent == 3:
+            raise ServerFault("broken off")
+        super().send(flat, deadline)
+
+
+def test_parameters_that_no_tensor_reached_are_named(plain: ServerProcess) -> None:
+    learner = Learner(plain, transport=_LeavesOneOut)
+    error = str(learner.round().reports[0].error)
+    assert "1 of" in error
+    assert "attn.proj.bias" in error
+    assert is_paused(plain)
+    learner.transport = VllmTransport
+    assert learner.round().proven == (0,)
+    learner.close()
+
+
+def test_the_canary_catches_weights_that_are_grossly_wrong(plain: ServerProcess) -> None:
+    learner = Learner(plain, transport=_SendsHalf)
+    outcome = learner.round()
+    learner.close()
+    assert outcome.failed == (0,)
+    assert "canary" in str(outcome.reports[0].error)
+
+
+def test_a_round_that_breaks_off_leaves_the_server_suspect_and_the_next_one_mends_it(
+    plain: ServerProcess,
+) -> None:
+    """Its layers lie in pieces: what came of them must not be counted among the tensors of the next round."""
+    learner = Learner(plain, seed=3, transport=_BreaksOff)
+    assert learner.round().failed == (0,)
+    assert is_paused(plain)
+    assert not learner.rollouts().rollouts
+    learner.transport = VllmTransport
+    learner.train_a_little()
+    outcome = learner.round()
+    assert outcome.proven == (0,), outcome.reports[0].error
+    assert len(_tokens(learner.rollouts())) == len(_REQUESTS)
+    learner.close()
+
+
+def test_a_request_that_it_refuses_is_given_up_alone(learner: Learner) -> None:
+    assert learner.round().proven == (0,)
+    broken = {"messages": [{"role": "user", "content": "<image>find"}], "images": ["AAAA"]}
+    outcome = learner.rollouts([_REQUESTS[0], broken])
+    assert [rollout.sample.key.index for rollout in outcome.rollouts] == [0]
+    assert [sample.key.index for sample, _ in outcome.quarantined] == [1]
+
+
+def test_the_doctor_finds_nothing_wrong_twice_in_a_row(
+    plain: ServerProcess,
+    tmp_path: Path,
+    rows_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    servers = [{"base_url": plain.base_url, "group_port": plain.group_port}]
+    changes = {"rollout__servers": servers}
+    config = write_doctor_config(tmp_path / "run.yaml", rows_file, tmp_path / "out", (), changes)
+    check_live_twice(config, capsys, {"who answers": "vllm serve, asked for "})
+
+
+def test_two_ranks_train_both_channels_and_every_round_is_proven(
+    plain: ServerProcess, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    rows = write_dataset(tmp_path / "shapes", SceneKind.SHAPES, 62, Split.TRAIN, 3)
+    config = write_config(directory, rows, plain, b_ratio=0.3, swift={"max_steps": 44})
+    run = run_learner(config, directory, ranks=2, inject="*:3:await_packs,*:3:await_rounds")
+    assert run.status == 0, run.output[-3000:]
+    plans = [[(step["channel"], step["version"]) for step in run.audit(rank, "step")] for rank in (0, 1)]
+    assert plans[0] == plans[1]
+    wanted = [step for step in run.audit(0, "step") if step["wants_b"]]
+    ran = [step for step in wanted if step["channel"] == "B"]
+    assert ran, [step["skip_reason"] for step in wanted]
+    rounds = run.audit(0, "round")
+    assert [record["version"] for record in rounds] == list(range(1, len(rounds) + 1))
+    assert len(rounds) >= 5
+    reports = [report for record in rounds for report in record["servers"].values()]
+    assert all(report["proven"] for report in reports), [report["error"] for report in reports]
+    assert {(report["proof"], report["transport"]) for report in reports} == {("canary", "gloo")}
+    assert run.last_weights(0) == run.last_weights(1)
+
+
+def test_a_server_that_was_started_again_is_suspect_until_a_round(tmp_path: Path) -> None:
+    port = free_port()
+    server = start_plain(tmp_path, port)
+    try:
+        wait_until_it_serves(server)
+        learner = Learner(server)
+        assert learner.round().proven == (0,)
+        assert not learner.sync.lost_servers()
+        server.end()
+        assert learner.sync.lost_servers() == (0,)
+        server = learner.server = start_plain(tmp_path, port)
+        wait_until_it_serves(server)
+        outcome = learner.rollouts()
+        assert not outcome.rollouts
+        assert "must be the process that the last round proved" in str(learner.client.suspects)
+        learner.sync.distrust([0])
+        assert learner.round().proven == (0,)
+        assert len(_tokens(learner.rollouts())) == len(_REQUESTS)
+        learner.close()
+    finally:
+        server.end()

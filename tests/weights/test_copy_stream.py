@@ -1,0 +1,581 @@
+"""Copies beside training: every kind of optimizer step waits for them once, and the courier begins after them.
+
+The stand-in for a GPU's stream copies as late as one may: when something waits for it, or when the test lets it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+from swift_stage2.collectives import SingleRank
+from swift_stage2.compat import declare_operators
+from swift_stage2.errors import WeightSyncError
+from swift_stage2.records import ServerReport
+from swift_stage2.servers.session import Deadline
+from swift_stage2.weights import sync_round
+from swift_stage2.weights.copy_stream import CudaCopyStream
+from swift_stage2.weights.courier import PushEnd
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.proof import RoundOrder
+from swift_stage2.weights.snapshot import CastMemory, Snapshot
+from swift_stage2.weights.sync_round import WeightSync
+
+Weights = dict[str, torch.Tensor]
+Step = Callable[[], object]
+
+
+class LateCopies:
+    """A ``CopyStream`` on the CPU. The host hears that the copies are done by ``finish`` alone, or waits for it."""
+
+    def __init__(self) -> None:
+        self.num_waits_before_write = 0
+        self.failure: str | None = None
+        self._work: Callable[[], None] | None = None
+        self._is_done = True
+
+    def copy(self, work: Callable[[], None]) -> None:
+        self._work, self._is_done = work, False
+
+    def wait_before_write(self) -> None:
+        self.num_waits_before_write += 1
+        self._do()
+
+    def finish(self) -> None:
+        self._do()
+        self._is_done = True
+
+    def is_done(self) -> bool:
+        return self._is_done
+
+    def wait(self) -> None:
+        self.finish()
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
+
+    def _do(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work()
+
+
+class AtOnceCourier:
+    """Proves every round the moment that it begins, and keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.carried: list[Weights] = []
+        self.holds: list[Deadline | None] = []
+        self._ends: dict[int, PushEnd] = {}
+
+    def begin(self, order: RoundOrder, targets: Sequence[int], snapshot: Snapshot, bucket_bytes: int) -> None:
+        self.holds.append(order.hold)
+        (bucket,) = snapshot.buckets(bucket_bytes)
+        packed = bucket.pack({}, CastMemory())
+        parts = {
+            each["name"]: packed.flat[each["start_idx"] : each["end_idx"]].clone() for each in packed.metadata
+        }
+        self.carried.append(
+            {
+                spec.name: parts[spec.name].view(getattr(torch, spec.dtype)).reshape(spec.shape)
+                for spec in order.manifest
+            }
+        )
+        report = ServerReport(proven=True, error=None, proof="checksums", num_bytes=0, seconds={})
+        self._ends = {server: PushEnd(report) for server in targets}
+
+    def ends(self) -> Mapping[int, PushEnd]:
+        return self._ends
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def revive(self) -> None: ...
+
+    def give_up(self, error: str) -> None: ...
+
+    def confirm(self, round_id: str) -> None: ...
+
+    def distrust(self, servers: Iterable[int]) -> None: ...
+
+    def is_lost(self, server: int) -> bool:
+        return False
+
+    def lost_servers(self) -> tuple[int, ...]:
+        return ()
+
+    def close(self) -> None: ...
+
+
+class NoCanary:
+    request: dict[str, Any] = {}  # noqa: RUF012
+    config: dict[str, Any] = {}  # noqa: RUF012
+
+    def answer(self) -> None: ...
+
+    def agrees(self, token_ids: Sequence[int]) -> bool:
+        return True
+
+
+class Learner:
+    """A module whose rounds are copied late."""
+
+    def __init__(self, module: nn.Module | None = None, control: Any = None) -> None:
+        torch.manual_seed(0)
+        self.module = module or nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.copies = LateCopies()
+        self.courier = AtOnceCourier()
+        self.export = WeightExport(self.module)
+        self.sync = WeightSync(
+            control=control or SingleRank(),
+            export=self.export,
+            canary=NoCanary(),
+            courier=self.courier,
+            run_id="run",
+            timeout_s=20.0,
+            bucket_mib=1,
+            copy_stream=self.copies,
+        )
+
+    def weights(self) -> Weights:
+        (names,) = self.export.plan(1 << 30)
+        return {name: tensor.clone() for name, tensor in self.export.read(names)}
+
+    def loss(self) -> torch.Tensor:
+        loss: torch.Tensor = self.module(torch.ones(2, 3)).square().sum()
+        return loss
+
+    def close(self) -> None:
+        self.sync.close()
+
+
+@pytest.fixture
+def learner() -> Iterator[Learner]:
+    built = Learner()
+    yield built
+    built.close()
+
+
+def same(first: Weights, second: Weights) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def plain(learner: Learner) -> Step:
+    optimizer = torch.optim.AdamW(learner.module.parameters(), lr=0.1)
+
+    def step() -> None:
+        learner.loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def in_backward(learner: Learner) -> Step:
+    """An optimizer for each parameter, stepped as soon as its gradient is there."""
+    for parameter in learner.module.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        def write(_: object, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(write)
+    return lambda: learner.loss().backward()
+
+
+def accelerated(learner: Learner, precision: str = "no") -> Step:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    optimizer = accelerator.prepare(torch.optim.AdamW(learner.module.parameters(), lr=0.1))
+    if precision == "no":
+        assert optimizer.scaler is None
+    else:
+        optimizer.scaler = torch.amp.GradScaler("cpu")  # Accelerate makes one on devices only
+        optimizer.__setstate__(optimizer.__getstate__())  # as it does with one
+
+    def step() -> None:
+        loss = learner.loss()
+        (loss if optimizer.scaler is None else optimizer.scaler.scale(loss)).backward()
+        optimizer.step()
+        assert not optimizer.step_was_skipped
+        optimizer.zero_grad()
+
+    return step
+
+
+def scaled(learner: Learner) -> Step:
+    return accelerated(learner, "bf16")
+
+
+class ZeroEngine:
+    """DeepSpeed's calls under ZeRO-1 and 2, in their order, over Accelerate's own wrapper of an engine.
+
+    In ``step`` each group's optimizer steps a copy in full precision, which then goes into the weights.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._groups = [
+            (parameter, parameter.detach().clone().requires_grad_()) for parameter in module.parameters()
+        ]
+        self.optimizer = torch.optim.AdamW([{"params": [copy]} for _, copy in self._groups], lr=0.1)
+        self.is_boundary = True
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        self.is_boundary = is_boundary
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        assert self.is_boundary
+        every_group = self.optimizer.param_groups
+        for (parameter, copy), group in zip(self._groups, every_group, strict=True):
+            copy.grad, parameter.grad = parameter.grad, None
+            self.optimizer.param_groups = [group]
+            self.optimizer.step()
+            parameter.data.copy_(copy.data)
+        self.optimizer.param_groups = every_group
+
+
+def deepspeed(learner: Learner) -> Step:
+    from accelerate import Accelerator
+    from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
+
+    Accelerator(cpu=True)  # its state is there whenever its wrappers are
+    engine = ZeroEngine(learner.module)
+    wrapped, optimizer = DeepSpeedEngineWrapper(engine), DeepSpeedOptimizerWrapper(engine.optimizer)
+
+    def step() -> None:
+        for is_last in (False, True):
+            wrapped.backward(learner.loss(), sync_gradients=is_last)
+        optimizer.step()  # the loop's own call does nothing there
+
+    return step
+
+
+@pytest.fixture(autouse=True)
+def _own_accelerator() -> Iterator[None]:
+    yield
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+ways_to_step = pytest.mark.parametrize("way", [plain, in_backward, accelerated, scaled, deepspeed])
+
+
+def first_round_and_step(learner: Learner, way: Callable[[Learner], Step]) -> Step:
+    step = way(learner)
+    assert learner.sync.run(1, [0]).proven == (0,)
+    step()
+    return step
+
+
+@ways_to_step
+def test_an_optimizer_that_steps_beside_a_copy_waits_for_it_once(
+    learner: Learner, way: Callable[[Learner], Step]
+) -> None:
+    step = first_round_and_step(learner, way)
+    for number in (1, 2):
+        weights = learner.weights()
+        learner.sync.begin(1 + number, [0])
+        step()
+        step()
+        assert not same(weights, learner.weights())
+        assert learner.copies.num_waits_before_write == number
+        assert len(learner.courier.carried) == number  # of the rounds before
+        assert not learner.sync.has_news
+        learner.copies.finish()
+        assert learner.sync.has_news
+        assert same(learner.courier.carried[-1], weights)
+        outcome = learner.sync.hear()
+        assert (outcome.version, outcome.proven) == (1 + number, (0,))
+
+
+@ways_to_step
+def test_without_the_hook_a_step_writes_into_the_copy(
+    learner: Learner, way: Callable[[Learner], Step]
+) -> None:
+    """The test above sees what it looks for."""
+    step = first_round_and_step(learner, way)
+    weights = learner.weights()
+    learner.sync.begin(2, [0])
+    torch_optimizer._global_optimizer_pre_hooks.clear()
+    step()
+    assert learner.sync.hear().proven == (0,)
+    assert not same(learner.courier.carried[-1], weights)
+
+
+def test_the_courier_begins_in_the_step_that_finds_the_copy_done(learner: Learner) -> None:
+    step = first_round_and_step(learner, plain)
+    weights = learner.weights()
+    learner.sync.begin(2, [0], staged=True)
+    learner.copies.finish()
+    assert len(learner.courier.carried) == 1
+    step()
+    assert len(learner.courier.carried) == 2
+    assert same(learner.courier.carried[-1], weights)
+
+
+def test_servers_may_install_before_the_courier_has_begun(learner: Learner) -> None:
+    step = first_round_and_step(learner, plain)
+    learner.sync.begin(2, [0], staged=True, held=True)
+    learner.sync.let_install()
+    learner.copies.finish()
+    step()
+    assert len(learner.courier.carried) == 2
+    assert learner.courier.holds[-1] is None
+
+
+def test_a_round_that_is_waited_for_waits_for_its_copy(learner: Learner) -> None:
+    first_round_and_step(learner, plain)
+    weights = learner.weights()
+    assert learner.sync.run(2, [0]).proven == (0,)
+    assert same(learner.courier.carried[-1], weights)
+
+
+def test_before_an_optimizer_was_seen_copies_are_waited_for(learner: Learner) -> None:
+    """One that writes without the hook, as LOMO does in the backward pass, never spoils a copy."""
+    for version in (1, 2):
+        weights = learner.weights()
+        learner.sync.begin(version, [0])
+        with torch.no_grad():
+            for parameter in learner.module.parameters():
+                parameter.add_(1.0)
+        assert same(learner.courier.carried[-1], weights)
+        assert learner.sync.hear().proven == (0,)
+    assert learner.copies.num_waits_before_write == 0
+
+
+class LoraLinear(nn.Module):
+    """As PEFT's, as far as the export knows it."""
+
+    active_adapters = ("default",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(3, 2)
+        self.base_layer.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(3, 1, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(1, 2, bias=False)})
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        return self.lora_B[adapter].weight @ self.lora_A[adapter].weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(inputs) + self.lora_B["default"](self.lora_A["default"](inputs))
+
+
+def test_adapters_that_are_merged_late_are_merged_as_they_were() -> None:
+    with closing(Learner(nn.Sequential(LoraLinear(), nn.Tanh(), nn.Linear(2, 1)))) as learner:
+        step = first_round_and_step(learner, plain)
+        weights = learner.weights()
+        learner.sync.begin(2, [0])
+        step()
+        assert learner.sync.hear().proven == (0,)
+        assert same(learner.courier.carried[-1], weights)
+        assert not same(weights, learner.weights())
+
+
+class FirstOfTwo(SingleRank):
+    """Rank 0's part; the other rank is given what it told."""
+
+    world_size = 2
+    told: Any = None
+
+    def broadcast(self, message: Any) -> Any:
+        self.told = message
+        return super().broadcast(message)
+
+
+class SecondOfTwo(SingleRank):
+    rank, world_size = 1, 2
+
+    def __init__(self, first: FirstOfTwo) -> None:
+        super().__init__()
+        self._first = first
+
+    def broadcast(self, message: Any) -> Any:
+        return self._first.told
+
+
+def test_a_copy_that_fails_is_the_learners_fault_on_every_rank() -> None:
+    first = FirstOfTwo()
+    with closing(Learner(control=first)) as learner, closing(Learner(control=SecondOfTwo(first))) as other:
+        step = first_round_and_step(learner, plain)
+        learner.sync.begin(2, [0])
+        step()
+        assert not learner.sync.has_news
+        learner.copies.failure = "CUDA error: an illegal memory access was encountered"
+        learner.copies.finish()
+        assert learner.sync.has_news
+        for each in (learner, other):
+            with pytest.raises(WeightSyncError, match="illegal memory access"):
+                each.sync.hear()
+        assert len(learner.courier.carried) == 1
+
+
+def test_a_run_that_ends_waits_for_its_copy_and_leaves_no_hook(learner: Learner) -> None:
+    step = first_round_and_step(learner, plain)
+    learner.sync.begin(2, [0])
+    assert torch_optimizer._global_optimizer_pre_hooks
+    learner.close()
+    assert learner.copies.is_done()
+    assert not torch_optimizer._global_optimizer_pre_hooks
+    step()
+    assert learner.copies.num_waits_before_write == 0
+    assert len(learner.courier.carried) == 1
+
+
+def test_a_copy_beside_training_is_watched(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[tuple[str, Callable[[], bool]]] = []
+    learner.sync._watch = WatchedBy(watched)
+    step = first_round_and_step(learner, plain)
+    learner.sync.begin(2, [0])
+    step()
+    what, is_over = watched[-1]
+    assert what == "the copy of the weights"
+    assert not is_over()
+    learner.copies.finish()
+    assert is_over()
+
+
+class WatchedBy(sync_round.RoundWatch):
+    """Notes what it is told to watch, after the part of a round that the main thread waited for."""
+
+    def __init__(self, watched: list[tuple[str, Callable[[], bool]]]) -> None:
+        super().__init__(20.0, lambda hang: hang)
+        self._watched = watched
+
+    def begin(self, what: str, is_over: Callable[[], bool] = lambda: False) -> None:
+        self._watched.append((what, is_over))
+
+    def __exit__(self, *_: Any) -> None:
+        self._watched.append(("nothing", lambda: True))
+
+
+def test_on_a_cpu_nothing_is_hooked() -> None:
+    module = nn.Linear(2, 2)
+    assert WeightExport(module).gpu is None
+    sync = WeightSync(
+        control=SingleRank(),
+        export=WeightExport(module),
+        canary=NoCanary(),
+        courier=AtOnceCourier(),
+        run_id="run",
+        timeout_s=20.0,
+        bucket_mib=1,
+    )
+    assert not torch_optimizer._global_optimizer_pre_hooks
+    sync.close()
+
+
+def test_in_hugging_faces_loop_a_step_waits_for_the_copy_of_its_round(
+    learner: Learner, tmp_path: Path
+) -> None:
+    declare_operators()
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = learner.module
+
+        def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.inner(inputs).square().sum()}
+
+    before: list[Weights] = []
+
+    class Rounds(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            before.append(learner.weights())
+            if not before[1:]:
+                learner.sync.run(1, [0])
+                return
+            learner.sync.begin(len(before), [0])
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if before[1:]:
+                assert not same(before[-1], learner.weights())
+                assert learner.sync.hear().proven == (0,)
+
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=3,
+        gradient_accumulation_steps=2,
+        learning_rate=0.1,
+        per_device_train_batch_size=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    arguments.max_epochs = None  # read by the loop as ms-swift changes it, if a test before has imported that
+    rows = [{"inputs": torch.ones(3)} for _ in range(6)]
+    trainer = Trainer(Model(), arguments, train_dataset=rows, callbacks=[Rounds()])
+    trainer.train()
+    assert len(before) == 3
+    assert all(same(*each) for each in zip(before, learner.courier.carried, strict=True))
+    assert learner.copies.num_waits_before_write == 2
+
+
+class Cuda:
+    """Notes which calls reach ``torch.cuda``, by name; streams and events are strings and know their own."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def thing(self, name: str, *methods: str) -> Any:
+        def note(method: str) -> Callable[..., None]:
+            return lambda *given: self.calls.append(
+                f"{name}.{method}({', '.join(each.name for each in given)})"
+            )
+
+        return SimpleNamespace(name=name, **{method: note(method) for method in methods})
+
+    def enter(self, stream: Any) -> AbstractContextManager[None]:
+        self.calls.append(f"on {stream.name}")
+        return nullcontext()
+
+
+def test_the_side_stream_follows_the_trainings_stream_and_tells_its_end_also_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = Cuda()
+    training = cuda.thing("training", "wait_event")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: cuda.thing("side", "wait_stream"))
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda blocking: cuda.thing("copied", "record", "query", "synchronize")
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
+    monkeypatch.setattr(torch.cuda, "stream", cuda.enter)
+    stream = CudaCopyStream(torch.device("cuda", 0))
+
+    def fail() -> None:
+        cuda.calls.append("copy")
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        stream.copy(fail)
+    stream.wait_before_write()
+    stream.wait()
+    assert cuda.calls == [
+        "side.wait_stream(training)",
+        "on side",
+        "copy",
+        "copied.record(side)",
+        "training.wait_event(copied)",
+        "copied.synchronize()",
+    ]

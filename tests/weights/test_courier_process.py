@@ -1,0 +1,628 @@
+"""The real process that carries weights: rounds are proven through it, and no end of it reaches the learner."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from fake_rollout_server import LONGEST_WAIT_S, Answer, Call
+from fake_staging_server import FakeStagingServer
+from stopped_process import stop_process
+
+from swift_stage2.collectives import SingleRank
+from swift_stage2.config import Transport
+from swift_stage2.records import RoundOutcome, ServerReport
+from swift_stage2.servers import protocol
+from swift_stage2.weights import courier, courier_process, disk_rounds, sync_round
+from swift_stage2.weights.courier import PushEnd
+from swift_stage2.weights.courier_process import ProcessCourier
+from swift_stage2.weights.courier_worker import CourierSetup, CourierWorker, Ended, Lost
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.tensors import checksum_tensor
+from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
+
+KEY = "s3cret-of-the-servers"
+KILLED = "the process that carries weights was killed by SIGKILL; another one takes its place"
+LATE = "the server did not take and prove the weights within {:g} s"
+
+
+class JudgingCanary:
+    """Notes which answers it judged, and on which thread."""
+
+    def __init__(self) -> None:
+        self.request: dict[str, Any] = {"messages": [{"role": "user", "content": "ping"}]}
+        self.config: dict[str, Any] = {}
+        self.agreed = True
+        self.judged: list[tuple[tuple[int, ...], int]] = []
+
+    def answer(self) -> None: ...
+
+    def agrees(self, token_ids: Sequence[int]) -> bool:
+        self.judged.append((tuple(token_ids), os.getpid()))
+        return self.agreed
+
+
+class Learner:
+    """Rank 0 with a real process beside it and two servers; a test may use another one's process, too."""
+
+    def __init__(self) -> None:
+        self.module = torch.nn.Linear(3, 2)
+        export = WeightExport(self.module)
+        self.servers = [FakeStagingServer(export.manifest()) for _ in range(2)]
+        self.intervals: list[tuple[str, int, int, str]] = []
+        self.ours: set[str] = set()
+        setup = CourierSetup(
+            endpoints=tuple(ServerEndpoint(server.url, 51216) for server in self.servers),
+            api_key=KEY,
+            ours=frozenset(),
+            device=torch.device("cpu"),
+            transport=Transport.AUTO,
+            is_traced=True,
+        )
+        self.courier = ProcessCourier(
+            setup, ours=self.ours, record=lambda *interval: self.intervals.append(interval)
+        )
+        self.canary = JudgingCanary()
+        self.sync = WeightSync(
+            control=SingleRank(),
+            export=export,
+            canary=self.canary,
+            courier=self.courier,
+            run_id="run",
+            timeout_s=LONGEST_WAIT_S,
+            bucket_mib=1,
+        )
+        self.version = 0
+
+    def begin(self, *, staged: bool = True, held: bool = False) -> None:
+        self.version += 1
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.add_(1.0)
+        self.sync.begin(self.version, [0, 1], round_id=f"run-{self.version}", staged=staged, held=held)
+
+    def hear_all(self) -> RoundOutcome:
+        """The round's end. Every server was news once."""
+        news: list[int] = []
+        while True:
+            outcome = self.sync.hear()
+            news += outcome.news
+            if outcome.ended:
+                assert sorted(news) == [0, 1]
+                return outcome
+
+    def round(self) -> RoundOutcome:
+        self.begin()
+        return self.hear_all()
+
+    def require_another_process_and_a_proof(self, pid: int) -> None:
+        assert self.round().proven == (0, 1)
+        assert self.courier.pid != pid
+        assert not psutil.pid_exists(pid)
+        assert [server.served for server in self.servers] == [f"run-{self.version}"] * 2
+
+
+def test_a_server_that_is_added_gets_weights_from_this_process_and_from_the_next_one() -> None:
+    learner = Learner()
+    late = FakeStagingServer(learner.sync._export.manifest())
+    with learner.servers[0], learner.servers[1], late, closing(learner.sync):
+        learner.round()
+        learner.courier.add(ServerEndpoint(late.url, 51216), is_ours=True)
+        learner.sync.catch_up([2], round_id="run-1")
+        assert learner.sync.hear().proven == (2,)
+        assert (late.served, late.url in learner.ours) == ("run-1", True)
+        pid = learner.courier.pid
+        kill(pid)
+        learner.sync.catch_up([2], round_id="run-1")  # fails with the process, or meets the next one
+        learner.sync.hear()
+        late.hooks[protocol.SERVER_INFO] = lambda call: Answer(status=404)
+        learner.sync.catch_up([2], round_id="run-1")
+        error = learner.sync.hear().reports[2].error
+        assert learner.courier.pid != pid
+        assert "must stay ours" in str(error)
+
+
+def test_a_process_that_closes_has_the_time_that_its_parts_may_take_one_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it is killed before it has left its groups and cleared its directory."""
+    learner, patience = Learner(), []
+    with closing(learner.sync):
+        end = learner.courier._worker.end
+        monkeypatch.setattr(learner.courier._worker, "end", lambda s: (patience.append(s), end(s)))
+        learner.sync.close()
+    num_kept = len(learner.servers)
+    parts = [*[courier._CLOSE_TIMEOUT_S] * num_kept, courier._LAST_CALL_S, *[disk_rounds._PATIENCE_S] * 2]
+    assert patience[0] >= sum(parts)
+
+
+@pytest.fixture(scope="module")
+def of_the_module() -> Iterator[Learner]:
+    learner = Learner()
+    with learner.servers[0], learner.servers[1], closing(learner.sync):
+        yield learner
+
+
+@pytest.fixture
+def learner(of_the_module: Learner) -> Learner:
+    """Proven at first, whatever the test before has done to the process: its start is no part of a test's moments."""
+    for server in of_the_module.servers:
+        server.hooks.clear()
+        server.calls.clear()
+    of_the_module.canary.agreed = True
+    of_the_module.sync._timeout_s = LONGEST_WAIT_S
+    assert of_the_module.round().proven == (0, 1)
+    return of_the_module
+
+
+def once(act: Callable[[], object], answer: Answer | None = None) -> Callable[[Call], Answer | None]:
+    """A hook that acts on the first call alone."""
+    is_first = iter([True])
+
+    def look(call: Call) -> Answer | None:
+        if not next(is_first, False):
+            return None
+        act()
+        return answer
+
+    return look
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end, pause = time.monotonic() + LONGEST_WAIT_S, threading.Event()
+    while not holds():
+        assert time.monotonic() < end
+        pause.wait(0.005)
+
+
+def test_a_round_is_proven_by_the_bytes_that_the_process_reads_in_the_ranks_memory(learner: Learner) -> None:
+    assert learner.courier.pid != os.getpid()
+    outcome = learner.round()
+    assert (outcome.proven, outcome.learner_fault) == ((0, 1), None)
+    sums = {name: checksum_tensor(tensor) for name, tensor in learner.module.state_dict().items()}
+    num_bytes = sum(parameter.nbytes for parameter in learner.module.parameters())
+    for index, server in enumerate(learner.servers):
+        assert server.proofs[-1]["arrived"] == sums
+        assert (
+            server.mapped[-1][: learner.module.weight.nbytes]
+            == learner.module.weight.detach().numpy().tobytes()
+        )
+        assert server.begun[-1]["staged"] is True
+        assert outcome.reports[index].num_bytes == num_bytes
+        assert server.url in learner.ours
+
+
+def test_a_device_without_memory_for_a_bucket_gives_it_tensor_by_tensor(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    export, asked = learner.sync._export, []
+    read = export.read
+
+    def read_few(names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
+        asked.append(len(names))
+        if len(names) > 1:
+            raise torch.OutOfMemoryError("no memory")
+        return read(names)
+
+    monkeypatch.setattr(export, "read", read_few)
+    assert learner.round().proven == (0, 1)
+    assert asked == [2, 1, 1]
+    assert "2 tensors of a round are copied one at a time: no memory" in caplog.text
+    sums = {name: checksum_tensor(tensor) for name, tensor in learner.module.state_dict().items()}
+    assert [server.proofs[-1]["arrived"] for server in learner.servers] == [sums, sums]
+    with pytest.raises(torch.OutOfMemoryError):  # of what all ranks gather, which one cannot gather once more
+        learner.sync._snapshot.take(read_few, list(sums), at_once=True)  # type: ignore[union-attr]
+
+
+def test_phases_arrive_with_the_clock_of_the_rank(learner: Learner) -> None:
+    learner.intervals.clear()
+    before = time.perf_counter_ns()
+    learner.round()
+    after = time.perf_counter_ns()
+    phases = ["begin", "connect", "pack", "push", "turn", "acknowledge", "prove"]
+    for server in learner.servers:
+        mine = [each for each in learner.intervals if each[3] == f"push to {server.url}"]
+        assert [name for name, *_ in mine] == phases
+        times = [moment for _, start, end, _ in mine for moment in (start, end)]
+        assert [before, *times, after] == sorted([before, *times, after])
+
+
+def test_a_process_that_is_killed_in_a_catch_up_is_followed_by_one_that_reads_the_same_bytes(
+    learner: Learner,
+) -> None:
+    """Meanwhile the learner trains on; its weights are not what a server that comes late gets."""
+    server, round_id = learner.servers[1], f"run-{learner.version}"
+    of_the_round = server.mapped[-1]
+    with torch.no_grad():
+        learner.module.weight.add_(1.0)
+    pid, num_mapped = learner.courier.pid, len(server.mapped)
+    server.hooks[protocol.PROCESS_WEIGHTS] = once(lambda: kill(pid), Answer(drop=True))
+    learner.sync.catch_up([1], round_id=round_id)
+    wait_until(lambda: learner.sync.has_news)
+    outcome = learner.sync.hear()
+    assert (outcome.failed, outcome.ended, outcome.reports[1].error) == ((1,), True, KILLED)
+    learner.sync.catch_up([1], round_id=round_id)
+    outcome = learner.sync.hear()
+    assert (outcome.proven, outcome.round_id, outcome.version) == ((1,), round_id, learner.version)
+    assert server.mapped[num_mapped:] == [of_the_round] * 2
+    learner.require_another_process_and_a_proof(pid)
+
+
+def test_the_canary_is_judged_by_the_learner(learner: Learner) -> None:
+    learner.sync.distrust([0, 1])  # as after a fault: then it is due
+    learner.canary.judged.clear()
+    assert learner.round().reports[0].proof == "checksums+canary"
+    assert learner.canary.judged == [((1, 2), os.getpid())] * 2
+    learner.sync.distrust([0, 1])
+    learner.canary.agreed = False
+    outcome = learner.round()
+    assert outcome.failed == (0, 1)
+    assert "answers the canary with other tokens than the learner" in str(outcome.reports[1].error)
+
+
+def test_a_message_that_cannot_be_taken_costs_one_round_and_its_process(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = learner.courier.pid
+
+    def fail(token_ids: Sequence[int]) -> bool:
+        raise OverflowError("number too small to fit in target type")
+
+    learner.sync.distrust([0, 1])  # so that the canary is due
+    with monkeypatch.context() as patched:
+        patched.setattr(learner.canary, "agrees", fail)
+        outcome = learner.round()
+    assert {report.error for report in outcome.reports.values()} == {KILLED}
+    learner.require_another_process_and_a_proof(pid)
+
+
+def test_a_process_that_is_killed_before_it_reads_its_errand_fails_every_target(learner: Learner) -> None:
+    pid = learner.courier.pid
+    stop_process(pid)
+    for server in learner.servers:
+        server.calls.clear()
+    learner.begin()
+    assert not learner.sync.has_news
+    kill(pid)
+    outcome = learner.hear_all()
+    assert {report.error for report in outcome.reports.values()} == {KILLED}
+    assert [server.calls for server in learner.servers] == [[], []]
+    learner.require_another_process_and_a_proof(pid)
+
+
+@pytest.mark.parametrize("path", [protocol.UPDATE_FLATTENED_PARAMS, protocol.PROCESS_WEIGHTS])
+def test_a_process_that_is_killed_in_a_push_or_an_install_fails_what_was_not_proven(
+    learner: Learner, path: str
+) -> None:
+    """The other server may be through, or not have begun."""
+    pid = learner.courier.pid
+    learner.servers[1].hooks[path] = once(lambda: kill(pid), Answer(drop=True))
+    outcome = learner.round()
+    assert outcome.learner_fault is None
+    assert 1 in outcome.failed
+    assert {outcome.reports[server].error for server in outcome.failed} == {KILLED}
+    assert learner.servers[1].served == f"run-{learner.version - 1}"
+    learner.require_another_process_and_a_proof(pid)
+
+
+def test_servers_install_once_the_rank_lets_them(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_round, "_SHARE_FOR_HOLD", 10.0)  # without leave the round is given up
+    for server in learner.servers:
+        server.calls.clear()
+    learner.begin(held=True)
+    for server in learner.servers:
+        server.wait_until(lambda: protocol.UPDATE_FLATTENED_PARAMS in [call.path for call in server.calls])  # noqa: B023
+    assert not learner.courier.wait(0.3)
+    for server in learner.servers:
+        assert [call.path for call in server.calls][-1] == protocol.UPDATE_FLATTENED_PARAMS
+    learner.sync.let_install()
+    assert learner.hear_all().proven == (0, 1)
+
+
+def test_a_server_that_was_proven_before_the_process_was_killed_stays_proven(learner: Learner) -> None:
+    pid, let_go = learner.courier.pid, threading.Event()
+    learner.servers[1].hooks[protocol.UPDATE_FLATTENED_PARAMS] = lambda call: Answer(after=let_go)
+    learner.begin()
+    wait_until(lambda: learner.sync.has_news)
+    first = learner.sync.hear()
+    assert (first.proven, first.news, first.ended) == ((0,), (0,), False)
+    kill(pid)
+    wait_until(lambda: learner.sync.has_news)
+    last = learner.sync.hear()
+    assert (last.proven, last.news, last.ended) == ((0,), (1,), True)
+    assert last.reports[1].error == KILLED
+    let_go.set()
+    learner.servers[1].hooks.clear()
+    learner.require_another_process_and_a_proof(pid)
+
+
+def test_a_process_that_is_killed_after_all_proofs_costs_nothing(learner: Learner) -> None:
+    pid = learner.courier.pid
+    learner.begin()
+    assert learner.courier.wait(LONGEST_WAIT_S)
+    kill(pid)
+    wait_until(lambda: not psutil.pid_exists(pid))
+    assert learner.hear_all().proven == (0, 1)
+    learner.require_another_process_and_a_proof(pid)
+
+
+def test_a_process_that_has_died_is_replaced_at_the_next_step_and_not_when_a_round_is_due(
+    learner: Learner,
+) -> None:
+    pid = learner.courier.pid
+    kill(pid)
+    wait_until(lambda: learner.courier._worker.is_mourned)
+    assert not learner.sync.has_news
+    successor = learner.courier.pid
+    assert (successor != pid, psutil.pid_exists(pid)) == (True, False)
+    kill(successor)
+    wait_until(lambda: learner.courier._worker.is_mourned)
+    assert not learner.sync.has_news
+    assert learner.courier.pid == successor, "one that cannot even load would be started at every step"
+    learner.require_another_process_and_a_proof(successor)
+
+
+def test_a_process_that_dies_in_a_round_is_replaced_before_that_is_heard(learner: Learner) -> None:
+    pid, let_go = learner.courier.pid, threading.Event()
+    learner.servers[1].hooks[protocol.UPDATE_FLATTENED_PARAMS] = lambda call: Answer(after=let_go)
+    learner.begin()
+    wait_until(lambda: 0 in learner.courier.ends())
+    kill(pid)
+    wait_until(lambda: learner.courier._worker.is_mourned)
+    assert learner.sync.has_news
+    assert learner.courier.pid != pid
+    last = learner.sync.hear()
+    assert (last.proven, last.reports[1].error, last.ended) == ((0,), KILLED, True)
+    let_go.set()
+    learner.servers[1].hooks.clear()
+    assert learner.round().proven == (0, 1)
+
+
+def test_a_stock_server_is_lost_with_the_process_that_kept_its_group(learner: Learner) -> None:
+    """Nobody watches it any more: it may come back as another process, and its answers bear no name."""
+    learner.ours.discard(learner.servers[1].url)
+    pid = learner.courier.pid
+    kill(pid)
+    wait_until(lambda: learner.courier.lost_servers() == (1,))
+    learner.require_another_process_and_a_proof(pid)
+    assert learner.courier.lost_servers() == ()
+
+
+def test_a_loss_that_was_found_before_a_round_says_nothing_of_it(learner: Learner) -> None:
+    learner.courier._take(Lost(f"run-{learner.version - 1}", (0,)))
+    assert learner.courier.lost_servers() == ()
+    learner.courier._take(Lost(f"run-{learner.version}", (0,)))
+    assert learner.courier.lost_servers() == (0,)
+
+
+def test_a_server_that_is_known_by_its_round_is_not_taken_for_one_of_ours(learner: Learner) -> None:
+    """As a plain ``vllm serve`` is; the probe would ask it as ours for ever."""
+    learner.ours.clear()
+    report = ServerReport(True, None, "canary", 0, {}, incarnation="run-1")
+    end = Ended(f"run-{learner.version}", 0, PushEnd(report), is_ours=False, intervals=())
+    learner.courier._take(end)
+    assert learner.ours == set()
+
+
+def test_a_round_that_begins_while_the_last_process_is_mourned_has_another_one(learner: Learner) -> None:
+    """Its thread still tells of the end when the next round begins; what it says is of the last round alone."""
+    worker, told, go_on = learner.courier._worker, threading.Event(), threading.Event()
+    on_end = worker._on_end
+
+    def linger(how: str) -> None:
+        on_end(how)
+        told.set()
+        go_on.wait(0.5)
+        on_end(how)
+
+    worker._on_end = linger
+    learner.servers[0].hooks[protocol.BEGIN_ROUND] = once(lambda: kill(worker.process.pid), Answer(drop=True))
+    assert 0 in learner.round().failed
+    assert told.wait(LONGEST_WAIT_S)
+    learner.require_another_process_and_a_proof(worker.process.pid)
+
+
+def test_a_process_that_stands_still_is_killed_and_reaped_before_anything_else_begins(
+    learner: Learner, caplog: pytest.LogCaptureFixture
+) -> None:
+    pid = learner.courier.pid
+    learner.sync._timeout_s = 1.5
+    learner.servers[0].hooks[protocol.PROCESS_WEIGHTS] = once(lambda: stop_process(pid))
+    outcome = learner.round()
+    assert 0 in outcome.failed
+    assert {outcome.reports[server].error for server in outcome.failed} == {LATE.format(1.5)}
+    assert not psutil.pid_exists(pid), "it could wake, and push"
+    assert learner.servers[0].served == f"run-{learner.version - 1}"
+    assert "exited" not in caplog.text
+    learner.sync._timeout_s = LONGEST_WAIT_S
+    learner.require_another_process_and_a_proof(pid)
+
+
+def ask_with_a_picture(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An errand is then larger than what a socket takes unread, as that of many tensors is."""
+    monkeypatch.setitem(learner.canary.request, "images", ["A" * (4 << 20)])
+    learner.sync.distrust([0, 1])  # so that the canary is due
+
+
+def test_an_errand_waits_for_a_process_that_does_not_read_yet(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that takes the place of another, and is still starting."""
+    ask_with_a_picture(learner, monkeypatch)
+    stop_process(learner.courier.pid)
+    learner.begin()
+    os.kill(learner.courier.pid, signal.SIGCONT)
+    assert learner.hear_all().proven == (0, 1)
+
+
+def test_an_errand_that_a_process_never_reads_holds_up_nobody(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask_with_a_picture(learner, monkeypatch)
+    pid = learner.courier.pid
+    stop_process(pid)
+    learner.sync._timeout_s = 1.5
+    outcome = learner.round()
+    assert {report.error for report in outcome.reports.values()} == {LATE.format(1.5)}
+    learner.sync._timeout_s = LONGEST_WAIT_S
+    learner.require_another_process_and_a_proof(pid)
+
+
+def test_no_log_and_no_command_line_has_the_key(
+    learner: Learner, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    words = psutil.Process(learner.courier.pid).cmdline()
+    learner.servers[0].hooks[protocol.BEGIN_ROUND] = lambda call: Answer(
+        500, call.headers["Authorization"].encode()
+    )
+    pid = learner.courier.pid
+    learner.servers[1].hooks[protocol.PROCESS_WEIGHTS] = once(lambda: kill(pid), Answer(drop=True))
+    outcome = learner.round()
+    assert outcome.failed == (0, 1)
+    told = [*words, caplog.text, *capfd.readouterr(), *(str(each.error) for each in outcome.reports.values())]
+    assert [text for text in told if KEY in text] == []
+    assert learner.servers[0].calls[-1].headers["Authorization"] == f"Bearer {KEY}"
+
+
+def test_rounds_and_restarts_leave_no_descriptor_process_or_thread(learner: Learner) -> None:
+    """Counted in the rank after every restart, in the process over the rounds of one."""
+    here, counts, there = psutil.Process(), [], []
+    for number in range(20):
+        if number % 4 == 0:
+            pid = learner.courier.pid
+            kill(pid)
+            wait_until(lambda: learner.courier._worker.has_ended)
+        assert learner.round().proven == (0, 1)
+        if number % 4 == 0:
+            wait_until(lambda: not any(each.name.startswith("push to") for each in threading.enumerate()))
+            threads = [each for each in threading.enumerate() if each.name == "courier"]
+            counts.append((here.num_fds(), len(here.children()), len(threads)))
+        if number >= 17:
+            there.append(psutil.Process(learner.courier.pid).num_fds())
+    assert {num_children for _, num_children, _ in counts} == {counts[0][1]}
+    assert {num_threads for *_, num_threads in counts} == {1}
+    assert max(num_fds for num_fds, *_ in counts) <= counts[0][0] + 2, (
+        counts
+    )  # a server's connection may still end
+    assert max(there) <= there[0] + 2, there
+
+
+def test_a_courier_that_closes_lets_its_process_end_by_itself(learner: Learner) -> None:
+    process = learner.courier._worker.process
+    learner.courier.close()
+    assert process.returncode == 0
+    learner.courier.close()
+    learner.require_another_process_and_a_proof(process.pid)
+
+
+_RANK = """
+import sys, time
+import torch
+from swift_stage2.config import Transport
+from swift_stage2.weights.courier_process import ProcessCourier
+from swift_stage2.weights.courier_worker import CourierSetup
+
+if __name__ == "__main__":
+    setup = CourierSetup(
+        endpoints=(),
+        api_key=None,
+        ours=frozenset(),
+        device=torch.device("cpu"),
+        transport=Transport.AUTO,
+        is_traced=False,
+    )
+    print(ProcessCourier(setup).pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_process_ends_with_a_rank_that_is_killed() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", _RANK], stdout=subprocess.PIPE, env=environment) as rank:
+        assert rank.stdout is not None
+        process = psutil.Process(int(rank.stdout.readline()))
+        rank.kill()
+    psutil.wait_procs([process], timeout=LONGEST_WAIT_S)
+    assert not process.is_running()
+
+
+class InAThread:
+    """Stands in for the process, so that a test reaches the courier inside: only a stock server is ever lost."""
+
+    pid = 0
+    returncode: int | None = None
+    worker: CourierWorker
+
+    def __init__(self, socket_: socket.socket) -> None:
+        self._connection = Connection(socket_.detach())
+        self._thread = threading.Thread(target=self._run, name="courier-worker")
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._connection:
+            self._connection.recv()  # the rank's import path
+            self.worker = CourierWorker(self._connection, self._connection.recv())
+            self.worker.serve()
+
+    def wait(self, timeout: float) -> int:
+        self._thread.join(timeout)
+        self.returncode = None if self._thread.is_alive() else 0
+        return 0
+
+
+class KeptTransport(WeightTransport):
+    """What a stock server's push keeps."""
+
+    is_gone = False
+
+    def open(self, session: Any, endpoint: Any, deadline: Any) -> None: ...
+
+    def send(self, flat: Any, deadline: Any) -> None: ...
+
+    def is_lost(self) -> bool:
+        return self.is_gone
+
+    def close(self, deadline: Any) -> None: ...
+
+
+def test_a_server_that_is_lost_between_two_rounds_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[InAThread] = []
+
+    def start(module: str, environment: Any) -> tuple[Any, socket.socket]:
+        ours, theirs = socket.socketpair()
+        started.append(InAThread(theirs))
+        return started[-1], ours
+
+    monkeypatch.setattr(courier_process, "start_worker", start)
+    learner = Learner()
+    with learner.servers[0], learner.servers[1], closing(learner.sync):
+        assert learner.round().proven == (0, 1)
+        assert learner.courier.lost_servers() == ()
+        kept = KeptTransport()
+        started[0].worker._courier._transports[1] = kept
+        kept.is_gone = True
+        wait_until(lambda: learner.courier.lost_servers() == (1,))
+        assert learner.courier.is_lost(1)
+        assert not learner.courier.is_lost(0)
+        learner.begin()
+        assert learner.courier.lost_servers() == ()
+        learner.hear_all()
