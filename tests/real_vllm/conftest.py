@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 _TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(_TESTS / folder) for folder in ("rollout_server", "rollout_merger", "doctor", "vllm")]
+sys.path[:0] = [str(_TESTS / folder) for folder in ("rollout_server", "rollout_merger", "doctor", "real_vllm")]
 
 from live_server import free_port  # noqa: E402
 from stock_server import ServerProcess, start_stock  # noqa: E402
@@ -18,7 +18,7 @@ from stock_server import ServerProcess, start_stock  # noqa: E402
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A stock server takes most of a minute to start."""
     for item in items:
-        if "vllm" in item.path.parts and item.get_closest_marker("timeout") is None:
+        if "real_vllm" in item.path.parts and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(1800))
 
 
