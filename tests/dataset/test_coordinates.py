@@ -36,6 +36,7 @@ from swift_stage2.dataset.coordinates import CoordinateJudgement, CoordinateVerd
 
 SMALL = PixelLimits(28, 4 * 28 * 28, 20_000)
 SEEDS = range(2)
+LONG = (pytest.mark.slow, pytest.mark.long)
 
 
 def by_factor(factor: int) -> Write:
@@ -181,7 +182,7 @@ def test_what_nothing_tells_apart_is_listed() -> None:
 SIDES = [(300, 2400), (60, 300), (640, 641), (1000, 1100)]
 
 
-@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 200), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 200), marks=LONG)])
 def test_healthy_pairs_are_healthy(seeds: range) -> None:
     """Precise models and sloppy ones, all sizes of images, one size, and images that are not resized."""
     judgements = [
@@ -197,7 +198,7 @@ def test_healthy_pairs_are_healthy(seeds: range) -> None:
     assert judgements == [CoordinateJudgement.HEALTHY] * len(seeds)
 
 
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 100), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 100), marks=LONG)])
 def test_boxes_from_anywhere_tell_nothing(seeds: range) -> None:
     judgements = [
         judge(
