@@ -1,4 +1,4 @@
-"""ms-swift and its companions are prepared: real interpreters for torchvision; DeepSpeed itself runs in tests/real_vllm."""
+"""ms-swift and its companions are prepared: real interpreters for torchvision; tests/real_vllm runs DeepSpeed itself."""
 
 from __future__ import annotations
 

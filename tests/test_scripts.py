@@ -125,7 +125,9 @@ def test_the_number_of_slow_tests_that_were_left_out_is_told(tmp_path: Path) -> 
         "import pytest\ndef test_fast(): ...\n@pytest.mark.slow\ndef test_slow(): ...\n"
         "@pytest.mark.slow\n@pytest.mark.long\ndef test_long(): ...\n"
     )
-    long, slow = (f"left out: 1 {name} tests: scripts/test --all runs everything" for name in ("long", "slow"))
+    long, slow = (
+        f"left out: 1 {name} tests: scripts/test --all runs everything" for name in ("long", "slow")
+    )
     told = {}
     for options in ((), ("-m", "slow and not long"), ("-m", "not slow"), ("-m", "not slow", "-n", "2")):
         done = subprocess.run(

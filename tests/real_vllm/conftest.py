@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 _TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(_TESTS / folder) for folder in ("rollout_server", "rollout_merger", "doctor", "real_vllm")]
+sys.path[:0] = [
+    str(_TESTS / folder) for folder in ("rollout_server", "rollout_merger", "doctor", "real_vllm")
+]
 
 from live_server import free_port  # noqa: E402
 from stock_server import ServerProcess, start_stock  # noqa: E402
