@@ -1,4 +1,4 @@
-"""ms-swift and its companions are prepared: real interpreters for torchvision; tests/real_vllm runs DeepSpeed itself."""
+"""ms-swift and its companions are prepared: real interpreters for torchvision; DeepSpeed runs in tests/real_vllm."""
 
 from __future__ import annotations
 

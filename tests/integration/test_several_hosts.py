@@ -50,7 +50,7 @@ def test_both_sides_of_a_weight_group_over_gloo_bind_an_address_of_their_own(tmp
             assert told[0][1].splitlines()[-1] == told[1][1].splitlines()[-1]
 
 
-@pytest.mark.parametrize("transport", ["tcp", "disk"])
+@pytest.mark.parametrize("transport", ["disk", pytest.param("tcp", marks=pytest.mark.long)])
 def test_two_ranks_train_both_channels_with_our_server_on_another_host_which_catches_up_after_a_restart(
     tmp_path: Path, rows_file: Path, transport: str
 ) -> None:
