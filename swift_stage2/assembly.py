@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from swift_stage2.channel_b.attempts import Attempts
+from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import ProcessPreprocessor, ThreadPreprocessor
@@ -29,7 +30,7 @@ from swift_stage2.channel_b.task import Rows, needed_columns
 from swift_stage2.collectives import ControlGroup, join_control_group, together
 from swift_stage2.config import Fenced, Mode, OnPending, OnPipelineFailure, Stage2Config, StarvationAction
 from swift_stage2.config.best_model import require_metric
-from swift_stage2.detections.recorded import evaluations_directory
+from swift_stage2.detections.recorded import EvaluationKeeper, ShowPictures, draw_row, evaluations_directory
 from swift_stage2.evaluation import make_evaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
@@ -93,13 +94,15 @@ def start_run(
     logging_steps: int,
     wrap_transport: WrapTransport | None = None,
     validation_rows: Rows | None = None,
+    show_pictures: ShowPictures | None = None,
     make_queue: Callable[..., ReadyQueue[Pack]] = ReadyQueue,
     make_pipeline: Callable[..., Pipeline] = Pipeline,
 ) -> Stage2Run:
     """Builds one rank's run; nothing runs in the background yet.
 
     ``wrap_transport`` gets every transport that a sync round is about to use; rounds then have their pushes in this
-    process. ``validation_rows`` are for ``stage2_ab.evaluation``. Whatever makes a part is called like its default.
+    process. ``validation_rows`` are for ``stage2_ab.evaluation``, whose encoded pictures ``show_pictures`` gets
+    on rank 0, by step and name. Whatever makes a part is called like its default.
 
     Raises:
         ConfigError, DatasetError: a setting does not fit the template, the tokenizer, the data or the model.
@@ -159,6 +162,7 @@ def start_run(
                 make_queue,
                 make_pipeline,
                 validation_rows,
+                show_pictures,
                 total_steps,
                 servers,
                 failures,
@@ -215,6 +219,7 @@ def _build_channel_b(
     make_queue: Callable[..., ReadyQueue[Pack]],
     make_pipeline: Callable[..., Pipeline],
     validation_rows: Rows | None,
+    show_pictures: ShowPictures | None,
     total_steps: int,
     servers: FoundServers,
     failures: BackgroundFailures,
@@ -255,6 +260,8 @@ def _build_channel_b(
         chat_models=servers.chat_models,
         columns=needed_columns(config),
     )
+    shown_by = (telemetry.show_pictures if config.telemetry.tensorboard else None, show_pictures)
+    dialect = config.stage2_ab.channel_b.target.dialect or str(getattr(parts.task, "default_dialect", ""))
     evaluation = make_evaluation(
         config,
         validation_rows,
@@ -266,7 +273,12 @@ def _build_channel_b(
         events=telemetry.evaluation,
         record=telemetry.record_evaluation,
         record_scores=lambda scored: telemetry.record_scores(scored.evaluation, scored.scores, scored.fault),
-        directory=evaluations_directory(Path(run_directory)) if config.telemetry.audit else None,
+        keeper=EvaluationKeeper(
+            evaluations_directory(Path(run_directory)) if config.telemetry.audit else None,
+            DIALECTS.get(dialect, OBJECT_LIST),
+            partial(draw_row, validation_rows or (), parts.task.likeness),
+            [show for show in shown_by if show is not None],
+        ),
         last_step=total_steps - 1,
     )
     memory = SnapshotMemory()

@@ -12,10 +12,8 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST
 from swift_stage2.channel_b.preprocessing import Judged, Preprocessor
 from swift_stage2.channel_b.rollout_client import RolloutClient, Terms
 from swift_stage2.channel_b.rollout_client.trust import PERMUTED, permuting_servers
@@ -78,12 +76,19 @@ class RankEvaluation:
         decoding: DecodingConfig,
         events: EvaluationRecorder,
         usable: Sequence[int] | None = None,
+        num_pictures: int = 0,
     ) -> None:
-        """Of the first ``num_samples`` of ``rows`` that are ``usable``, rank r's are r, r + ``world_size``, …"""
+        """Of the first ``num_samples`` of ``rows`` that are ``usable``, rank r's are r, r + ``world_size``, …
+
+        ``num_pictures`` of them all, at even distances, are told with what a picture of them shows.
+        """
         self._rows = rows
         self._task = task
-        indices = (range(len(rows)) if usable is None else usable)[:num_samples][rank::world_size]
+        chosen = (range(len(rows)) if usable is None else usable)[:num_samples]
+        indices = chosen[rank::world_size]
         self._keys = [SampleKey(_EPOCH, position, index) for position, index in enumerate(indices)]
+        pictured = {len(chosen) * place // num_pictures for place in range(num_pictures)}
+        self._pictured = {chosen[place] for place in pictured if place < len(chosen)}
         self._client = client
         self._make_request = make_request
         self._preprocessor = preprocessor
@@ -243,7 +248,7 @@ class RankEvaluation:
             truth = answer[0].sample.truth if answer else self._task.read_truth(row)
         except SampleError:
             truth = None
-        return as_line(recorded_row(index, row, truth, answer))
+        return as_line(recorded_row(index, row, truth, answer, draws=index in self._pictured))
 
 
 class PinnedEvaluation:
@@ -355,13 +360,10 @@ def make_evaluation(
     events: EvaluationRecorder,
     record: Callable[[EvaluationRecord], None],
     record_scores: Callable[[Scored], None],
-    directory: Path | None,
+    keeper: EvaluationKeeper,
     last_step: int,
 ) -> PinnedEvaluation | None:
-    """By the section ``stage2_ab.evaluation``; None when it is off. ``rows`` are the validation set's.
-
-    ``directory`` is where every evaluation leaves its rows; None keeps none.
-    """
+    """By the section ``stage2_ab.evaluation``; None when it is off. ``rows`` are the validation set's."""
     settings = config.stage2_ab.evaluation
     if not settings.every_steps:
         return None
@@ -386,14 +388,13 @@ def make_evaluation(
         decoding=config.rollout.decoding,
         events=events,
         usable=usable,
+        num_pictures=settings.num_pictures,
     )
-    written = config.stage2_ab.channel_b.target.dialect
-    dialect = written or str(getattr(task, "default_dialect", OBJECT_LIST.name))
     return PinnedEvaluation(
         schedule,
         part,
         control=control,
         record=record,
         record_scores=record_scores,
-        keeper=EvaluationKeeper(directory, DIALECTS[dialect]),
+        keeper=keeper,
     )

@@ -90,16 +90,20 @@ def image_as_base64(image: Any) -> str:
     Raises:
         SampleError: it cannot be read, or is none that a server of ours takes.
     """
-    if isinstance(image, Mapping):
-        content = image.get("bytes") or _read_image(str(image.get("path")))
-    elif isinstance(image, str):
-        content = _read_image(image)
-    else:
-        buffer = io.BytesIO()
-        image.save(buffer, format="PNG")
-        content = buffer.getvalue()
+    content = content_of(image)
     open_image(content)  # what no server of ours takes is told here, and sent to none
     return base64.b64encode(without_orientation(content)).decode("ascii")
+
+
+def content_of(image: Any) -> bytes:
+    """The file of a row's image, given as to ``image_as_base64``. Raises SampleError: it cannot be read."""
+    if isinstance(image, Mapping):
+        return image.get("bytes") or _read_image(str(image.get("path")))
+    if isinstance(image, str):
+        return _read_image(image)
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
 
 
 def _read_image(path: str) -> bytes:

@@ -336,9 +336,12 @@ class EvaluationConfig:
     max_round_delay_steps: int = 4
     """For how many optimizer steps an evaluation may hold a sync round back, or only its installs where servers stage,
     before it is cut short."""
+    num_pictures: int = 4
+    """Rows among them, always the same, that every evaluation shows as pictures with true and predicted objects, in
+    TensorBoard, W&B and trackio, wherever the run reports to; 0 draws none."""
 
     def __post_init__(self) -> None:
-        rules.at_least(self, 0, "every_steps", "max_round_delay_steps")
+        rules.at_least(self, 0, "every_steps", "max_round_delay_steps", "num_pictures")
         rules.at_least(self, 1, "num_samples")
 
 

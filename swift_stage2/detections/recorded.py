@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from pydantic import TypeAdapter, ValidationError
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.channel_b.preprocessing import Judged
+from swift_stage2.channel_b.task import Rows
 from swift_stage2.dataset.picture import UNREADABLE, look_at
+from swift_stage2.detections.drawing import Drawing, draw, drawing_of
 from swift_stage2.detections.objects import ScoreConvention, detection_data
 from swift_stage2.detections.prediction import (
     FAILED,
@@ -53,6 +55,8 @@ class RecordedRow(Prediction):
     row: int
     file: str | None = None
     truth: LabelledBoxes | None = None
+    drawing: Drawing | None = None
+    """Of a row that is shown; in no file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +71,19 @@ class RecordedEvaluation:
 
 
 _FORM = TypeAdapter(RecordedRow)
+DrawRow = Callable[[RunningEvaluation, RecordedRow], bytes]
+"""An encoded picture."""
+ShowPictures = Callable[[int, Mapping[str, bytes]], None]
+"""Gets encoded pictures by name, and the step at which their evaluation began."""
 
 
 def recorded_row(
-    number: int, row: Mapping[str, Any], truth: Any, answer: tuple[Rollout, Judged] | None = None
+    number: int,
+    row: Mapping[str, Any],
+    truth: Any,
+    answer: tuple[Rollout, Judged] | None = None,
+    *,
+    draws: bool = False,
 ) -> RecordedRow:
     """Row ``number`` of the validation set with its ``truth``, as the task read it; no ``answer``: it has failed.
 
@@ -88,15 +101,14 @@ def recorded_row(
             picture = look_at(source)
             size = picture.width, picture.height
     match = judged.target.match if judged else None
+    told = _in_row_pixels(row, truth, size) if isinstance(truth, TrueObjects) else None
+    drawing = drawing_of(match, told, (size[0] / space[0], size[1] / space[1])) if draws else None
     if match and any(len(place) != 4 for _, place in (*match.predicted, *match.truth)):
         match = None  # of points, for which there are no such metrics
     found = in_pixels(match.predicted, space, size) if match else LabelledBoxes()
     true = None
-    if isinstance(truth, TrueObjects) and all(len(box) == 4 for box in truth.boxes):
-        is_share = (row.get("objects") or {}).get("bbox_type") == "norm1"
-        x, y = size if is_share else (1, 1)
-        boxes = tuple((x1 * x, y1 * y, x2 * x, y2 * y) for x1, y1, x2, y2 in truth.boxes)
-        true = LabelledBoxes(truth.labels, boxes)
+    if told is not None and all(len(box) == 4 for box in told.boxes):
+        true = LabelledBoxes(told.labels, tuple((x1, y1, x2, y2) for x1, y1, x2, y2 in told.boxes))
     elif match:
         true = in_pixels(match.truth, space, size)
     return RecordedRow(
@@ -109,7 +121,15 @@ def recorded_row(
         row=number,
         file=files[0] if files else None,
         truth=true,
+        drawing=drawing,
     )
+
+
+def _in_row_pixels(row: Mapping[str, Any], truth: TrueObjects, size: tuple[int, int]) -> TrueObjects:
+    is_share = (row.get("objects") or {}).get("bbox_type") == "norm1"
+    factors = size if is_share else (1, 1)
+    boxes = (tuple(value * factors[axis % 2] for axis, value in enumerate(box)) for box in truth.boxes)
+    return TrueObjects(truth.labels, tuple(boxes))
 
 
 def as_line(row: RecordedRow, evaluation: RunningEvaluation | None = None) -> str:
@@ -122,6 +142,15 @@ def as_line(row: RecordedRow, evaluation: RunningEvaluation | None = None) -> st
             "version": evaluation.version,
         }
     return json.dumps(known)
+
+
+def draw_row(rows: Rows, likeness: str, evaluation: RunningEvaluation, row: RecordedRow) -> bytes:
+    """A picture of a row that has a drawing. ``rows`` are the validation set's; raises what ``draw`` raises."""
+    assert row.drawing is not None
+    caption = f"row {row.row}, weights of version {evaluation.version}"
+    if row.finish_reason in (FAILED, TRUNCATED):
+        caption += ", no answer" if row.finish_reason == FAILED else ", cut off"
+    return draw(row.drawing, rows[row.row], (row.width, row.height), caption, likeness)
 
 
 def scores_of(rows: Sequence[RecordedRow], dialect: Dialect) -> dict[str, float]:
@@ -142,15 +171,30 @@ class Scored:
     evaluation: RunningEvaluation
     scores: Mapping[str, float]
     fault: str = ""
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    """Encoded, by the name of their row."""
 
 
 class EvaluationKeeper:
-    """Rank 0's: writes what evaluations left and scores it, each on a thread of its own. The main thread's."""
+    """Rank 0's: writes what evaluations left, scores and draws it, each on a thread of its own. The main thread's."""
 
-    def __init__(self, directory: Path | None, dialect: Dialect) -> None:
-        """``directory`` None writes nothing."""
+    def __init__(
+        self,
+        directory: Path | None,
+        dialect: Dialect,
+        draw: DrawRow | None = None,
+        shows: Sequence[ShowPictures] = (),
+    ) -> None:
+        """``directory`` None writes nothing.
+
+        ``draw`` gets rows that have a drawing, and may raise anything; ``shows`` get the pictures, on the main thread.
+        Without either nothing is drawn.
+        """
         self._directory = directory
         self._dialect = dialect
+        self._draw = draw if shows else None
+        self._shows = shows
+        self._has_told_of_picture = False
         self._calls: list[BackgroundCall[Scored]] = []
 
     def take(self, evaluation: RunningEvaluation, parts: Sequence[str]) -> None:
@@ -161,7 +205,10 @@ class EvaluationKeeper:
         """Those that are done, each once; ``timeout_s`` is for each."""
         for call in [call for call in self._calls if call.ended_within(timeout_s)]:
             self._calls.remove(call)
-            yield call.result_within(0.0)
+            scored = call.result_within(0.0)
+            for show in self._shows if scored.pictures else ():
+                show(scored.evaluation.begun_step, scored.pictures)
+            yield scored
 
     def close(self) -> Iterator[Scored]:
         """The last ones. What has not ended in time is left to the process's end: files are whole or not there."""
@@ -169,7 +216,9 @@ class EvaluationKeeper:
 
     def _keep(self, evaluation: RunningEvaluation, parts: Sequence[str]) -> Scored:
         scores: Mapping[str, float] = {}
+        pictures: dict[str, bytes] = {}
         faults: list[str] = []
+        rows: list[RecordedRow] = []
         try:
             lines = (line for part in parts for line in part.splitlines())
             rows = sorted((_FORM.validate_json(line) for line in lines), key=lambda row: row.row)
@@ -181,14 +230,23 @@ class EvaluationKeeper:
         except Exception as error:  # top of a thread: told as a warning, for training needs none of this
             logger.debug("an evaluation could not be scored", exc_info=True)
             faults.append(f"{type(error).__name__}: {error}")
-        return Scored(evaluation, scores, "; ".join(faults))
+        for row in rows:
+            try:
+                if row.drawing is not None and self._draw is not None:
+                    pictures[f"row{row.row}"] = self._draw(evaluation, row)
+            except Exception as error:  # decoders of damaged files raise anything
+                if not self._has_told_of_picture:
+                    faults.append(f"no picture of row {row.row}, and no word of further ones: {error}")
+                self._has_told_of_picture = True
+        return Scored(evaluation, scores, "; ".join(faults), pictures)
 
     def _write(self, evaluation: RunningEvaluation, rows: Sequence[RecordedRow]) -> None:
         if self._directory is None or not rows:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
         name = f"step{evaluation.due_step:06d}.v{evaluation.version:06d}.jsonl"
-        write_whole(self._directory / name, "".join(as_line(row, evaluation) + "\n" for row in rows))
+        lines = (as_line(replace(row, drawing=None), evaluation) + "\n" for row in rows)
+        write_whole(self._directory / name, "".join(lines))
 
 
 def evaluations_directory(run_dir: Path) -> Path:

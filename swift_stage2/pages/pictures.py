@@ -128,12 +128,17 @@ def thumbnail(path: str) -> str:
         raise UnreadableImage(f"no image that can be read: {type(error).__name__}") from error
 
 
-def _encode(image: Image.Image) -> str:
+def open_within(image: Image.Image, most_side: int) -> Image.Image:
+    """The opened image in RGB, of at most ``most_side`` pixels a side. Raises UnreadableImage: it is too large."""
     if image.width * image.height > min(_MOST_PIXELS, Image.MAX_IMAGE_PIXELS or _MOST_PIXELS):
         raise UnreadableImage(f"the image has too many pixels: {image.width} × {image.height}")
-    image.draft("RGB", (MOST_SIDE, MOST_SIDE))
+    image.draft("RGB", (most_side, most_side))
     small = image.convert("RGB")
-    small.thumbnail((MOST_SIDE, MOST_SIDE))
-    buffer = io.BytesIO()
+    small.thumbnail((most_side, most_side))
+    return small
+
+
+def _encode(image: Image.Image) -> str:
+    small, buffer = open_within(image, MOST_SIDE), io.BytesIO()
     small.save(buffer, "WEBP", quality=_QUALITY, icc_profile=None)  # a profile may be larger than the picture
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"

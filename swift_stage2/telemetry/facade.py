@@ -213,7 +213,12 @@ class Telemetry:
             tags = {f"{PREFIX}eval/{name}": value for name, value in scores.items()}
             self._board.write_scalars(run.begun_step, tags)
         if fault:
-            self.record_warning(f"the evaluation that began at step {run.begun_step} is not kept: {fault}")
+            self.record_warning(f"the evaluation that began at step {run.begun_step} is not whole: {fault}")
+
+    def show_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
+        """Put pictures of an evaluation that began at ``step``, encoded, by name, into TensorBoard; on rank 0."""
+        if self._board is not None:
+            self._board.write_images(step, pictures)
 
     @property
     def unused_b(self) -> str:

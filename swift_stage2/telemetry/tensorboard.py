@@ -12,9 +12,10 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from io import FileIO
+from io import BytesIO, FileIO
 from pathlib import Path
 
+from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
@@ -166,6 +167,16 @@ class TensorBoardSink:
             return
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._write(Event(step=step, summary=Summary(value=values)), wall_time)
+
+    def write_images(self, step: int, images: Mapping[str, bytes]) -> None:
+        """Write encoded ``images`` (by name) as one event."""
+        values = []
+        for name, content in images.items():
+            width, height = Image.open(BytesIO(content)).size
+            image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=content)
+            values.append(Summary.Value(tag=f"{PREFIX}eval/pictures/{name}", image=image))
+        if values:
+            self._write(Event(step=step, summary=Summary(value=values)), None)
 
     def write_text(self, tag: str, text: str) -> None:
         """Write ``text`` (Markdown) once, at step 0."""

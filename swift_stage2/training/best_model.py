@@ -7,6 +7,7 @@ weights are those of its version: a checkpoint that is saved as the best is some
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from typing import Any
 
 from swift.callbacks.early_stop import EarlyStopCallback
@@ -17,6 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 from swift_stage2.records import EvaluationRecord
 from swift_stage2.run import Stage2Run
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd
+from swift_stage2.training.picture_reports import PictureReports
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +32,18 @@ class EvaluatedTrainer(Seq2SeqTrainer):  # type: ignore[misc]
     control: Any
     _taken: EvaluationRecord | None = None
 
+    @cached_property
+    def show_pictures(self) -> PictureReports | None:
+        """Gives pictures of evaluations to where this run reports to, beside TensorBoard; None: nowhere."""
+        return PictureReports.of(self.callback_handler.callbacks)
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         evaluation = self.stage2.latest_evaluation if self.stage2 is not None else None
         if evaluation is not None and evaluation is not self._taken:
             self._taken = evaluation
             self._take(evaluation)
+        if self.stage2 is not None and self.show_pictures and self.control.should_training_stop:
+            self.stage2.tell_evaluations()  # trackio takes nothing once training has ended
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _take(self, evaluation: EvaluationRecord) -> None:

@@ -142,7 +142,7 @@ def test_scores_stand_where_their_evaluation_began_and_their_fault_is_a_warning(
     assert EventFiles(tmp_path / "runs").series("stage2_ab/eval/ap") == [(12, 0.25)]
     scores, warning, _ = read_audit(tmp_path / "audit" / "rank0.jsonl")
     assert (scores["kind"], scores["scores"], scores["version"]) == ("evaluation_scores", {"ap": 0.25}, 5)
-    assert "the evaluation that began at step 12 is not kept: no room" in warning["message"]
+    assert "the evaluation that began at step 12 is not whole: no room" in warning["message"]
 
 
 def test_an_evaluation_without_an_answer_is_a_warning(tmp_path: Path) -> None:

@@ -1,0 +1,168 @@
+"""One row of an evaluation as a picture: its image, true and predicted objects, and how close those of a pair are.
+
+Who belongs to whom is what training's matching says, as in ``eval/f1``. Colours are those of the report's gallery.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+from pydantic import FiniteFloat
+
+from swift_stage2.channel_b.image_files import RASTER_FORMATS, content_of
+from swift_stage2.channel_b.parsing import TrueObjects
+from swift_stage2.detections.prediction import as_text
+from swift_stage2.pages.pictures import open_within
+from swift_stage2.records import ObjectMatch
+
+MOST_SIDE = 640
+"""Pixels of a picture's longer side."""
+_LEAST_SIDE = 320  # smaller images are enlarged, so that labels can be read
+_TRUTH, _MATCHED, _MISSED, _FALSE = "#0072b2", "#009e73", "#b87400", "#d6278f"
+_TEXT_PIXELS, _LINE_PIXELS, _RADIUS = 13, 18, 6
+_MOST_CHARACTERS = 24  # of a label
+_QUALITY = 85
+# Pillow's own font knows Latin letters. These are looked for where the system keeps fonts.
+_OTHER_FONTS = (
+    "NotoSansCJK-Regular.ttc",
+    "wqy-zenhei.ttc",
+    "wqy-microhei.ttc",
+    "DroidSansFallback.ttf",
+    "DejaVuSans.ttf",
+)
+_Place = tuple[FiniteFloat, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """What is drawn: labels and places (x1, y1, x2, y2 of a box, x, y of a point) in pixels of the stored image."""
+
+    truth: tuple[tuple[str, _Place], ...]
+    predicted: tuple[tuple[str, _Place], ...]
+    pairs: tuple[tuple[int, int, float], ...]
+    """Prediction, truth, IoU or closeness."""
+
+
+def drawing_of(
+    match: ObjectMatch | None, truth: TrueObjects | None, scale: tuple[float, float]
+) -> Drawing | None:
+    """Of an answer its ``match``, times ``scale``; without one the ``truth`` alone, in pixels. None without either."""
+    if match is None:
+        alone = tuple(zip(map(as_text, truth.labels), truth.boxes, strict=True)) if truth else ()
+        return Drawing(alone, (), ()) if truth else None
+
+    def scaled(objects: Sequence[tuple[str, Sequence[float]]]) -> tuple[tuple[str, _Place], ...]:
+        return tuple(
+            (as_text(label), tuple(round(value * scale[axis % 2], 2) for axis, value in enumerate(place)))
+            for label, place in objects
+        )
+
+    return Drawing(scaled(match.truth), scaled(match.predicted), match.pairs)
+
+
+def draw(
+    drawing: Drawing, row: Mapping[str, Any], size: tuple[int, int], caption: str, likeness: str
+) -> bytes:
+    """A JPEG. ``size``: width and height of the stored image; ``likeness``: the word for what pairs have.
+
+    Raises:
+        SampleError, UnreadableImage, OSError and whatever else decoders raise: the row's first image cannot be read.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        images = row.get("images") or ()
+        first = images[0] if isinstance(images, list | tuple) else images
+        with Image.open(io.BytesIO(content_of(first)), formats=RASTER_FORMATS) as image:
+            picture = open_within(image, MOST_SIDE)
+    if (factor := _LEAST_SIDE // max(picture.size)) > 1:
+        picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
+    canvas = Image.new("RGB", (max(picture.width, _LEAST_SIDE), picture.height + 2 * _LINE_PIXELS), "white")
+    canvas.paste(picture)
+    pen = _Pen(ImageDraw.Draw(canvas), (picture.width / size[0], picture.height / size[1]), picture.size)
+    close = {prediction: value for prediction, _, value in drawing.pairs}
+    found = {truth for _, truth, _ in drawing.pairs}
+    for number, (label, place) in enumerate(drawing.truth):
+        pen.mark(place, label, _TRUTH if number in found else _MISSED, is_true=True)
+    for number, (label, place) in enumerate(drawing.predicted):
+        text = f"{_cut(label)} {close[number]:.2f}" if number in close else label
+        pen.mark(place, text, _MATCHED if number in close else _FALSE, is_true=False)
+    num_pairs, mean = len(close), sum(close.values()) / max(1, len(close))
+    pen.legend(
+        caption,
+        (
+            (f"{num_pairs} matched", _MATCHED),
+            (f"(mean {likeness} {mean:.2f})" if num_pairs else "", _MATCHED),
+            (f"{len(drawing.predicted) - num_pairs} false", _FALSE),
+            (f"{len(drawing.truth) - num_pairs} missed", _MISSED),
+            ("truth", _TRUTH),
+        ),
+    )
+    buffer = io.BytesIO()
+    canvas.save(buffer, "JPEG", quality=_QUALITY, subsampling=0)
+    return buffer.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pen:
+    canvas: ImageDraw.ImageDraw
+    scale: tuple[float, float]
+    size: tuple[int, int]
+    """Of the picture; the legend is below it."""
+
+    def mark(self, place: Sequence[float], label: str, colour: str, *, is_true: bool) -> None:
+        """A box or a point. Labels of predictions stand above it, those of the truth below, both inside the picture."""
+        corners = [
+            min(max(value * self.scale[axis % 2], 0.0), self.size[axis % 2] - 1.0)
+            for axis, value in enumerate(place)
+        ]
+        if len(corners) == 4:
+            x1, y1, x2, y2 = corners
+            self.canvas.rectangle(
+                (x1, y1, max(x1, x2), max(y1, y2)), outline=colour, width=3 if is_true else 2
+            )
+        else:
+            x1, y1, x2, y2 = (corners[axis] + way * _RADIUS for way in (-1, 1) for axis in (0, 1))
+            if is_true:
+                self.canvas.ellipse((x1, y1, x2, y2), outline=colour, width=3)
+            else:
+                self.canvas.line((x1, y1, x2, y2), fill=colour, width=2)
+                self.canvas.line((x1, y2, x2, y1), fill=colour, width=2)
+        text = _cut(label)
+        width = self.canvas.textlength(text, _font(text)) + 4
+        x = min(max(x1, 0.0), max(0.0, self.size[0] - width))
+        y = min(max(y2 if is_true else y1 - _LINE_PIXELS, 0.0), max(0, self.size[1] - _LINE_PIXELS))
+        self.canvas.rectangle((x, y, x + width, y + _LINE_PIXELS - 2), fill=colour)
+        self.canvas.text((x + 2, y), text, "white", _font(text))
+
+    def legend(self, caption: str, words: Sequence[tuple[str, str]]) -> None:
+        """Two lines below the picture."""
+        x, y = 4.0, self.size[1] + 1
+        self.canvas.text((x, y), caption, "black", _font(caption))
+        for text, colour in words:
+            self.canvas.text((x, y + _LINE_PIXELS), text, colour, _font(text))
+            x += self.canvas.textlength(text, _font(text)) + (8 if text else 0)
+
+
+def _cut(label: str) -> str:
+    line = " ".join(label.split())
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 1]}…"
+
+
+def _font(text: str) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return _load_font(all(ord(letter) < 256 or letter == "…" for letter in text))
+
+
+@lru_cache(2)
+def _load_font(is_latin: bool) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    for name in () if is_latin else _OTHER_FONTS:
+        try:
+            return ImageFont.truetype(name, _TEXT_PIXELS)
+        except OSError:
+            continue
+    return ImageFont.load_default(_TEXT_PIXELS)
