@@ -6,9 +6,10 @@ Who belongs to whom is what training's matching says, as in ``eval/f1``. Colours
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -80,7 +81,7 @@ def draw(
         first = images[0] if isinstance(images, list | tuple) else images
         with Image.open(io.BytesIO(content_of(first)), formats=RASTER_FORMATS) as image:
             picture = open_within(image, MOST_SIDE)
-    if (factor := _LEAST_SIDE // max(picture.size)) > 1:
+    if (factor := math.ceil(_LEAST_SIDE / max(picture.size))) > 1:
         picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
     canvas = Image.new("RGB", (max(picture.width, _LEAST_SIDE), picture.height + 2 * _LINE_PIXELS), "white")
     canvas.paste(picture)
@@ -88,9 +89,9 @@ def draw(
     close = {prediction: value for prediction, _, value in drawing.pairs}
     found = {truth for _, truth, _ in drawing.pairs}
     for number, (label, place) in enumerate(drawing.truth):
-        pen.mark(place, label, _TRUTH if number in found else _MISSED, is_true=True)
+        pen.mark(place, _cut(label), _TRUTH if number in found else _MISSED, is_true=True)
     for number, (label, place) in enumerate(drawing.predicted):
-        text = f"{_cut(label)} {close[number]:.2f}" if number in close else label
+        text = f"{_cut(label)} {close[number]:.2f}" if number in close else _cut(label)
         pen.mark(place, text, _MATCHED if number in close else _FALSE, is_true=False)
     num_pairs, mean = len(close), sum(close.values()) / max(1, len(close))
     pen.legend(
@@ -100,7 +101,7 @@ def draw(
             (f"(mean {likeness} {mean:.2f})" if num_pairs else "", _MATCHED),
             (f"{len(drawing.predicted) - num_pairs} false", _FALSE),
             (f"{len(drawing.truth) - num_pairs} missed", _MISSED),
-            ("truth", _TRUTH),
+            ("truth, matched", _TRUTH),
         ),
     )
     buffer = io.BytesIO()
@@ -114,6 +115,8 @@ class _Pen:
     scale: tuple[float, float]
     size: tuple[int, int]
     """Of the picture; the legend is below it."""
+    labels: list[tuple[float, float, str, str]] = field(default_factory=list)
+    """x, y, text and colour; written last, so that no line crosses them."""
 
     def mark(self, place: Sequence[float], label: str, colour: str, *, is_true: bool) -> None:
         """A box or a point. Labels of predictions stand above it, those of the truth below, both inside the picture."""
@@ -133,15 +136,19 @@ class _Pen:
             else:
                 self.canvas.line((x1, y1, x2, y2), fill=colour, width=2)
                 self.canvas.line((x1, y2, x2, y1), fill=colour, width=2)
-        text = _cut(label)
-        width = self.canvas.textlength(text, _font(text)) + 4
-        x = min(max(x1, 0.0), max(0.0, self.size[0] - width))
-        y = min(max(y2 if is_true else y1 - _LINE_PIXELS, 0.0), max(0, self.size[1] - _LINE_PIXELS))
-        self.canvas.rectangle((x, y, x + width, y + _LINE_PIXELS - 2), fill=colour)
-        self.canvas.text((x + 2, y), text, "white", _font(text))
+        above = y1 - _LINE_PIXELS
+        if is_true or above < 0:
+            above = y2 if is_true or len(corners) == 2 else y1
+        self.labels.append((x1, above, label, colour))
 
     def legend(self, caption: str, words: Sequence[tuple[str, str]]) -> None:
-        """Two lines below the picture."""
+        """Writes the labels, and two lines below the picture."""
+        for x, y, label, colour in self.labels:
+            width = self.canvas.textlength(label, _font(label)) + 4
+            x = min(max(x, 0.0), max(0.0, self.size[0] - width))
+            y = min(max(y, 0.0), max(0.0, self.size[1] - _LINE_PIXELS))
+            self.canvas.rectangle((x, y, x + width, y + _LINE_PIXELS - 2), fill=colour)
+            self.canvas.text((x + 2, y), label, "white", _font(label))
         x, y = 4.0, self.size[1] + 1
         self.canvas.text((x, y), caption, "black", _font(caption))
         for text, colour in words:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Iterable, Mapping
 from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from PIL import Image
 from transformers.integrations.integration_utils import TrackioCallback, WandbCallback
 
 logger = logging.getLogger(__name__)
@@ -33,11 +33,15 @@ class PictureReports:
         for name in list(self._modules):
             try:
                 module = import_module(name)
-                images = {
-                    f"eval/pictures/{row}": module.Image(Image.open(io.BytesIO(content)))
-                    for row, content in pictures.items()
-                }
-                module.log({**images, "train/global_step": step})
+                with (
+                    TemporaryDirectory() as folder
+                ):  # both copy a file, where they would encode a picture anew
+                    images = {}
+                    for row, content in pictures.items():
+                        path = Path(folder, f"{row}.jpg")
+                        path.write_bytes(content)
+                        images[f"eval/pictures/{row}"] = module.Image(str(path))
+                    module.log({**images, "train/global_step": step})
             except Exception as error:  # of a program that training does not need
                 logger.warning(
                     "%s takes no pictures of evaluations: %s: %s", name, type(error).__name__, error
