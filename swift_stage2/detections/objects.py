@@ -47,6 +47,13 @@ class ObjectArrays:
         sizes: NDArray[np.int64] = np.searchsorted([_SMALL, _MEDIUM], areas, side="right")
         return sizes
 
+    def are_of(self, size: int | None) -> NDArray[np.bool_]:
+        """Whether COCO counts each box in a class of ``sizes``: in both where it lies between two. None: in any."""
+        areas = np.prod(self.boxes[:, 2:] - self.boxes[:, :2], axis=1)
+        lows, highs = (0.0, _SMALL, _MEDIUM), (_SMALL, _MEDIUM, np.inf)
+        low, high = (0.0, np.inf) if size is None else (lows[size], highs[size])
+        return (low <= areas) & (areas <= high)
+
 
 @dataclass(frozen=True, slots=True)
 class DetectionData:

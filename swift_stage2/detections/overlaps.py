@@ -76,32 +76,46 @@ def _assign(
     return np.sort(np.concatenate(found))
 
 
-def match_by_score(overlaps: Overlaps, data: DetectionData) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """COCO's order and hits.
+@dataclass(frozen=True, slots=True)
+class ScoreMatch:
+    """Predictions that COCO looks at, by class, then score, and what each is at every threshold."""
 
-    Returns:
-        Numbers of the predictions that COCO looks at, by class, then score; and whether each is a hit, shape
-        (num_thresholds, num_looked_at).
-    """
+    order: NDArray[np.int64]
+    """Their numbers."""
+    hits: NDArray[np.bool_]
+    """Shape (num_thresholds, num_looked_at)."""
+    counts: NDArray[np.bool_]
+    """Of the same shape; False of one that belongs to an object of another size, or is alone and of another size."""
+
+
+def match_by_score(overlaps: Overlaps, data: DetectionData, size: int | None = None) -> ScoreMatch:
+    """COCO's, of all objects or those of one ``size``: others are matched last, and count neither way."""
     predicted = data.predicted
     order = np.lexsort((np.arange(len(predicted)), -predicted.scores))
     ranks = np.empty(len(predicted), dtype=np.int64)
     ranks[order] = np.arange(len(predicted))
     # Every prediction takes the best truth that is left, at all thresholds at once: a bit for each of them.
-    places = np.lexsort((-overlaps.true, -overlaps.ious, ranks[overlaps.predicted]))
+    is_other, is_of_size = ~data.truth.are_of(size), predicted.are_of(size)
+    places = np.lexsort((-overlaps.true, -overlaps.ious, is_other[overlaps.true], ranks[overlaps.predicted]))
     reached = (overlaps.ious[places, None] >= THRESHOLDS) @ (1 << np.arange(len(THRESHOLDS)))
     looked_at = _looked_at(data, order)
-    hits, taken = [0] * len(predicted), [0] * len(data.truth)
+    hits, taken, others = [0] * len(predicted), [0] * len(data.truth), is_other.tolist()
+    away = [0] * len(predicted)  # where it belongs to an object of another size
     for prediction, truth, bits in zip(
         overlaps.predicted[places].tolist(), overlaps.true[places].tolist(), reached.tolist(), strict=True
     ):
-        new = bits & ~(taken[truth] | hits[prediction]) if looked_at[prediction] else 0
+        new = bits & ~(taken[truth] | hits[prediction] | away[prediction]) if looked_at[prediction] else 0
         taken[truth] |= new
-        hits[prediction] |= new
+        (away if others[truth] else hits)[prediction] |= new
     chosen = order[looked_at[order]]
     chosen = chosen[np.argsort(predicted.labels[chosen], kind="stable")]
-    found = np.array(hits, dtype=np.int64)[chosen]
-    return chosen, (found >> np.arange(len(THRESHOLDS))[:, None] & 1).astype(np.bool_)
+    found, elsewhere = (
+        (np.array(each, dtype=np.int64)[chosen] >> np.arange(len(THRESHOLDS))[:, None] & 1).astype(np.bool_)
+        for each in (hits, away)
+    )
+    counts = found | (is_of_size[chosen] & ~elsewhere)
+    kept = counts.any(axis=0)
+    return ScoreMatch(chosen[kept], found[:, kept], counts[:, kept])
 
 
 def _looked_at(data: DetectionData, order: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -18,7 +18,13 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from swift_stage2.detections.objects import DetectionData, ObjectArrays
-from swift_stage2.detections.overlaps import THRESHOLDS, find_overlaps, match_by_score, match_one_to_one
+from swift_stage2.detections.overlaps import (
+    THRESHOLDS,
+    ScoreMatch,
+    find_overlaps,
+    match_by_score,
+    match_one_to_one,
+)
 from swift_stage2.records import match_ratios
 
 SIZES = ("small", "medium", "large")
@@ -72,7 +78,7 @@ class DetectionScores:
         self.overlaps = find_overlaps(data)
         self.pairs = match_one_to_one(self.overlaps)
         self._names, self._tallies = self._count()
-        self._order, self._hits = match_by_score(self.overlaps, data)
+        self._matches = [match_by_score(self.overlaps, data, size) for size in (None, *range(len(SIZES)))]
 
     # --- all images alike ---------------------------------------------------------------------------
 
@@ -135,38 +141,51 @@ class DetectionScores:
         return values | self._average_precisions(weights)
 
     def _average_precisions(self, weights: Weights) -> dict[str, float]:
-        predicted, truth, num_classes = self.data.predicted, self.data.truth, len(self.data.classes)
-        weighed = weights[predicted.images[self._order]]
-        num_true = np.bincount(truth.labels, weights[truth.images], num_classes)
-        borders = np.searchsorted(predicted.labels[self._order], np.arange(num_classes + 1))
-        precision, recall = np.full((2, num_classes, len(THRESHOLDS)), np.nan)
-        for number in np.flatnonzero(num_true).tolist():
-            own = slice(borders[number], borders[number + 1])
-            seen = np.cumsum(weighed[own])
-            for place, hits in enumerate(self._hits[:, own]):
-                at = np.flatnonzero(hits)
-                found = np.cumsum(weighed[own][at])
-                # Between two hits precision only falls, so that it is looked at where hits are.
-                best = np.divide(found, seen[at], out=np.zeros(len(at)), where=found > 0)
-                best = np.maximum.accumulate(best[::-1])[::-1]
-                recalls = found / num_true[number]
-                reached = np.searchsorted(recalls, _RECALLS)
-                precision[number, place] = best[reached[reached < len(at)]].sum() / len(_RECALLS)
-                recall[number, place] = recalls[-1] if len(at) else 0.0
-        known = num_true > 0
+        known, precision, recall = self._curves(self._matches[0], weights)
         if not known.any():
             return {}
         of_classes = zip(self.data.classes, precision.mean(axis=1).tolist(), known.tolist(), strict=True)
         values = {f"class/{name}/ap": value for name, value, is_known in of_classes if is_known}
         means = precision[known].mean(axis=0)
         values |= {"eval/ap": float(means.mean()), "eval/ap50": float(means[0]), "eval/ap75": float(means[5])}
-        return values | {"eval/ar": float(recall[known].mean())}
+        values["eval/ar"] = float(recall[known].mean())
+        for size, match in enumerate(self._matches[1:]):
+            known, precision, recall = self._curves(match, weights, size)
+            if known.any():
+                values[f"eval/ap_{SIZES[size]}"] = float(precision[known].mean())
+                values[f"eval/ar_{SIZES[size]}"] = float(recall[known].mean())
+        return values
+
+    def _curves(
+        self, match: ScoreMatch, weights: Weights, size: int | None = None
+    ) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]:
+        """Whether each class has true objects of ``size``; AP and recall of shape (num_classes, num_thresholds)."""
+        predicted, truth, num_classes = self.data.predicted, self.data.truth, len(self.data.classes)
+        weighed = weights[predicted.images[match.order]]
+        num_true = np.bincount(truth.labels, weights[truth.images] * truth.are_of(size), num_classes)
+        borders = np.searchsorted(predicted.labels[match.order], np.arange(num_classes + 1))
+        precision, recall = np.full((2, num_classes, len(THRESHOLDS)), np.nan)
+        for number in np.flatnonzero(num_true).tolist():
+            own = slice(borders[number], borders[number + 1])
+            hits, counts = match.hits[:, own], match.counts[:, own]
+            # Between two hits precision only falls, so that it is looked at where hits are.
+            at = np.flatnonzero(hits.any(axis=0))
+            seen = np.cumsum(counts * weighed[own], axis=1)[:, at]
+            found = np.cumsum(hits[:, at] * weighed[own][at], axis=1)
+            best = np.divide(found, seen, out=np.zeros(found.shape), where=found > 0)
+            best = np.maximum.accumulate(best[:, ::-1], axis=1)[:, ::-1]
+            recalls = found / num_true[number]
+            reached = np.searchsorted(_RECALLS, recalls, side="right")
+            precision[number] = (best * np.diff(reached, prepend=0)).sum(axis=1) / len(_RECALLS)
+            recall[number] = recalls[:, -1] if len(at) else 0.0
+        return num_true > 0, precision, recall
 
     @property
     def work(self) -> int:
         """Steps of one call of ``values``, about."""
         num_entries: int = self._tallies.nnz
-        return num_entries + int(self._hits.sum()) + 500 * len(THRESHOLDS) * len(self.data.classes)
+        num_hits = sum(int(match.hits.sum()) for match in self._matches)
+        return num_entries + num_hits + 2000 * len(self.data.classes) * len(self._matches)
 
     # --- counts -------------------------------------------------------------------------------------
 

@@ -199,21 +199,20 @@ def _classes(scores: DetectionScores, points: Values, bounds: Intervals) -> Iter
 
 def _parts(kind: str, title: str, points: Values, bounds: Intervals) -> Table:
     rows = []
+    bounded = ("AP", "F1") if kind == "size" else ("F1",)  # AP of a part of the images has no interval
     for part in parts_of(list(points), kind):
         name = f"{kind}/{part}"
         ap = f"eval/ap_{part}" if kind == "size" else f"{name}/ap"
-        found = bounds.get(f"{name}/f1")
         rows.append(
             (
                 part,
                 _value(points, ap),
                 *(_value(points, f"{name}/{each}") for each in _RATIOS),
-                _interval(found),
+                *(_interval(bounds.get(ap if each == "AP" else f"{name}/f1")) for each in bounded),
             )
         )
-    return Table(
-        title, (kind, "AP", "precision", "recall", "F1", "mean IoU", "95 % interval of F1"), tuple(rows)
-    )
+    headings = (kind, "AP", "precision", "recall", "F1", "mean IoU")
+    return Table(title, (*headings, *(f"95 % interval of {each}" for each in bounded)), tuple(rows))
 
 
 def _chart(
