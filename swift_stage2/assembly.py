@@ -187,7 +187,8 @@ def start_run(
         telemetry.record.write, RecordEntry.START, **process, config=settings, surroundings=found
     )
     window = channel.prefetch.version_window
-    start_ledger = partial(telemetry.ledger.write, Entry.START, **process, version_window=window)
+    facts = {"version_window": window, "likeness": task.likeness}
+    start_ledger = partial(telemetry.ledger.write, Entry.START, **process, **facts)
     watch = progress_watch(config, telemetry, channel_b)
     return Stage2Run(learner, telemetry, control, channel_b, logging_steps, start_record, start_ledger, watch)
 

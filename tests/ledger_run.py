@@ -35,7 +35,9 @@ class LedgerRun:
         num_rows: int = 7,
         run_id: str = "run",
         state: str | None = None,
+        **told: str,
     ) -> None:
+        """``told`` is of the start, too."""
         self.path = ledger_path(run_dir, rank)
         self.ledger = Ledger(AuditLog(self.path, rank))
         self.source = SampleSource(
@@ -53,6 +55,7 @@ class LedgerRun:
             version_window=WINDOW,
             save_id=saved["save_id"],
             state=self.source.state_dict(),
+            **told,
         )
 
     def draw(self, count: int) -> list[SampleKey]:

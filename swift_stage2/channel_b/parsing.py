@@ -59,7 +59,7 @@ def read_ground_truth(row: Mapping[str, Any], num_coordinates: int = 4) -> TrueO
 
     Raises:
         SampleError: no list of boxes, an object without box or label, a box that is not four ordered numbers, a point
-            that is not two, objects of several images.
+            that is not two, objects of several images or of another than the first.
     """
     objects = row.get("objects")
     if not lists_objects(row) or not isinstance(objects, Mapping):
@@ -81,6 +81,12 @@ def read_ground_truth(row: Mapping[str, Any], num_coordinates: int = 4) -> TrueO
         # Answers do not say in which image a box lies: boxes of different images would be matched.
         raise SampleError(
             f"all objects of a row must lie in one image, got image_id={image_ids}; write a row for each image"
+        )
+    if image_ids and image_ids[0] != 0:
+        # evaluate, report and points measure in it, and coordinates of a later image would be read as its own.
+        raise SampleError(
+            f"objects must lie in the first of a row's images, got image_id={image_ids[0]!r}; put that image first in "
+            "images, and write 0"
         )
     read = _read_true_point if num_coordinates == 2 else _read_true_box
     return TrueObjects(tuple(label.strip() for label in labels), tuple(map(read, boxes)))

@@ -218,16 +218,9 @@ class _RowCheck:
                 f"row's: multiply by width and height, or write objects.bbox_type={_SHARES}",
             )
             return
-        for box, number in zip(boxes, self._image_numbers(len(boxes)), strict=True):
-            if not isinstance(number, int) or not 0 <= number < len(pictures):
-                self._tell(
-                    Rule.BOUNDS,
-                    f"objects.image_id must number the row's images from 0, got image_id={_cut(number)} "
-                    f"num_images={len(pictures)}; mend the annotation",
-                )
-            elif (picture := pictures[number]) is not None and not _is_inside(
-                box, picture.width, picture.height
-            ):
+        picture = pictures[0]
+        for box in boxes:
+            if picture is not None and not _is_inside(box, picture.width, picture.height):
                 remedy = "; mend the annotation"
                 if picture.orientation != 1 and _is_inside(box, *picture.upright_size):
                     remedy = (
@@ -239,12 +232,6 @@ class _RowCheck:
                     f"{noun} must lie inside its image, got bbox={_numbers(box)} width={picture.width} "
                     f"height={picture.height}{remedy}",
                 )
-
-    def _image_numbers(self, num_boxes: int) -> list[Any]:
-        """As ms-swift counts: 0 where nothing is written."""
-        named = self.row["objects"].get("image_id") or []
-        written = list(named)[:num_boxes] if isinstance(named, list) else []
-        return written + [0] * (num_boxes - len(written))
 
     def _read_answer(
         self, answer: str, labels: Sequence[str], boxes: Sequence[tuple[float, ...]]

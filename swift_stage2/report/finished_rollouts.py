@@ -57,6 +57,8 @@ class FinishedRollout:
     """Ground truth without a partner."""
     mean_iou: float | None
     """Of the pairs; None without any."""
+    likeness: str
+    """The task's word for what that is a mean of: IoU, or closeness of points."""
     dropped: Mapping[str, int]
     """Objects that the parser dropped, by reason."""
     text: str | None
@@ -190,6 +192,7 @@ class _RankRollouts:
             false=max(0, predictions - pairs),
             missed=max(0, quality["num_ground_truth"] - pairs),
             mean_iou=match_ratios(**counts).get("mean_iou"),
+            likeness=word if (word := self.start.get("likeness")) and word.isprintable() else "IoU",
             dropped=quality.get("dropped") or {},
             text=next((text for text in texts if text is not None), None),
         )

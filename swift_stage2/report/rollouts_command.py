@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def line_of(rollout: FinishedRollout) -> str:
     """The rollout in a line to read, no wider than a terminal where it is written on one."""
-    iou = "" if rollout.mean_iou is None else f", IoU {rollout.mean_iou:.2f}"
+    iou = "" if rollout.mean_iou is None else f", {rollout.likeness} {rollout.mean_iou:.2f}"
     dropped = sum(rollout.dropped.values())
     parts = [
         time.strftime("%H:%M:%S", time.localtime(rollout.time)),

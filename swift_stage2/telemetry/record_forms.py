@@ -116,7 +116,7 @@ _GAP = _form(records_lost=_Count)
 LEDGER_FORMS: Forms = {
     "gap": _GAP,
     "start": _told(
-        {"run_id": str, "world_size": _NumRanks},
+        {"run_id": str, "world_size": _NumRanks, "likeness": str},
         step=_Count,
         version_window=_Count,
         save_id=str | None,

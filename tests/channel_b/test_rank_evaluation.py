@@ -237,6 +237,21 @@ def test_every_answer_that_is_counted_leaves_its_row_and_so_does_every_failure(
             assert found == pytest.approx(true, abs=0.002 * max(line["width"], line["height"]) + 1)
 
 
+def test_the_same_rows_at_even_distances_are_drawn_on_whichever_rank_they_are(
+    encoder: Encoder, rows: list[dict[str, Any]]
+) -> None:
+    for num_pictures, expected in ((3, {0, 3, 6}), (0, set()), (99, set(range(NUM_SAMPLES)))):
+        found = set()
+        for rank in (0, 1):
+            scene = Scene(encoder, rows, rank=rank, num_pictures=num_pictures)
+            scene.part.begin(5)
+            scene.ask(99)
+            scene.part.end()
+            lines = map(json.loads, scene.part.lines.splitlines())
+            found |= {line["row"] for line in lines if "drawing" in line}
+        assert found == expected
+
+
 def test_an_answer_of_another_version_is_not_counted_and_asked_again(
     encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:

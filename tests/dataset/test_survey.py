@@ -44,7 +44,7 @@ def image(tmp_path: Path) -> str:
         ({"prompt": "<image>Where is <ref-object>?"}, Rule.PROMPT, "must not hold <ref-object>"),
         ({"prompt": "<image><image>Detect."}, Rule.PROMPT, "num_tags=2 num_images=1"),
         ({"boxes": [[1, 2, 400, 20]]}, Rule.BOUNDS, "bbox=[1.0, 2.0, 400.0, 20.0] width=40 height=30"),
-        ({"image_id": [1]}, Rule.BOUNDS, "image_id=1 num_images=1"),
+        ({"image_id": [1]}, Rule.OBJECTS, "in the first of a row's images, got image_id=1"),
         ({"boxes": [[1e400, 2, 3, 4]]}, Rule.OBJECTS, "0 <= x1 <= x2"),
         (
             {"boxes": [[0.1, 0.2, 0.5, 1]]},
@@ -151,13 +151,14 @@ def test_no_image_and_two_images_are_told(tmp_path: Path, image: str) -> None:
     ]
     found = survey([write_rows(tmp_path / "rows.jsonl", rows)])
     assert [(fault.place.line, fault.rule) for fault in found.faults] == [
+        (2, Rule.OBJECTS),
         (3, Rule.BOUNDS),
         (1, Rule.IMAGES),
         (2, Rule.IMAGES),
         (3, Rule.IMAGES),
     ]
-    assert "num_images=0" in found.faults[1].reason
-    assert "num_images=2" in found.faults[2].reason
+    assert "num_images=0" in found.faults[2].reason
+    assert "num_images=2" in found.faults[3].reason
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "gif", "tif"])

@@ -143,18 +143,22 @@ def test_channel_b_still_runs_and_its_ledger_knows_of_no_evaluation(run: Learner
 
 def test_tensorboard_shows_each_evaluation_where_it_began(run: LearnerRun) -> None:
     (file,) = (run.directory / "runs").glob("*.stage2")
-    points = {
-        (event.step, value.tag.removeprefix("stage2_ab/eval/")): value.tensor.float_val[0]
+    told = {
+        (event.step, value.tag.removeprefix("stage2_ab/eval/")): value.tensor
         for event in EventFileLoader(str(file)).Load()
         for value in event.summary.value
         if value.tag.startswith("stage2_ab/eval/")
     }
+    points = {place: tensor.float_val[0] for place, tensor in told.items() if tensor.float_val}
     for record in run.audit(0, "evaluation"):
         step = record["begun_step"]
         assert points[step, "version"] == record["version"]
         assert points[step, "num_samples"] == record["counts"]["num_answered"]
         for name, value in record["ratios"].items():
             assert points[step, name] == pytest.approx(value)
+        pictures = {name for at, name in told if at == step and name.startswith("pictures/")}
+        if record["end"] == "complete":
+            assert pictures == {f"pictures/row{NUM_SAMPLES * place // 4}" for place in range(4)}
 
 
 def test_every_evaluation_leaves_the_rows_that_it_counts(run: LearnerRun) -> None:

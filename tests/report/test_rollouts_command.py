@@ -214,6 +214,15 @@ def test_a_line_is_readable_and_a_terminal_obeys_nothing_in_it(tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize(("written", "told"), [("closeness", "closeness"), ("\x1b[2J", "IoU")])
+def test_what_pairs_have_is_told_in_the_task_s_word(tmp_path: Path, written: str, told: str) -> None:
+    run = FollowedRun(tmp_path, likeness=written)
+    run.finish(1)
+    (found,) = RunRollouts(tmp_path).read()
+    assert f", 0 missed, {told} 0.50  " in line_of(found)
+    assert asdict(found)["likeness"] == told
+
+
 @pytest.mark.parametrize("options", [(), ("--follow",)])
 def test_no_such_run_is_one_line(
     tmp_path: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]

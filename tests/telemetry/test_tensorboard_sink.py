@@ -3,11 +3,12 @@ from __future__ import annotations
 import logging
 import re
 import time
-from io import FileIO
+from io import BytesIO, FileIO
 from pathlib import Path
 
 import pytest
 from event_files import EventFiles
+from PIL import Image
 
 from swift_stage2.telemetry.metrics import PREFIX
 from swift_stage2.telemetry.tensorboard import LAYOUT, TensorBoardSink
@@ -46,6 +47,19 @@ def test_text_is_written(tmp_path: Path) -> None:
     sink.write_text("settings", "seed 7")
     sink.close()
     assert EventFiles(tmp_path).text("settings") == "seed 7"
+
+
+def test_pictures_come_back_with_their_steps(tmp_path: Path) -> None:
+    buffer = BytesIO()
+    Image.new("RGB", (30, 20), "red").save(buffer, "JPEG")
+    sink = TensorBoardSink(tmp_path)
+    sink.write_images(5, {"row0": buffer.getvalue(), "row16": buffer.getvalue()})
+    sink.write_images(9, {"row0": buffer.getvalue()})
+    sink.write_images(10, {})
+    sink.close()
+    first, second = f"{PREFIX}eval/pictures/row0", f"{PREFIX}eval/pictures/row16"
+    content = buffer.getvalue()
+    assert EventFiles(tmp_path).images() == {first: [(5, content), (9, content)], second: [(5, content)]}
 
 
 def test_no_file_without_a_write_and_none_after_close(tmp_path: Path) -> None:
