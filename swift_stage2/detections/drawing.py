@@ -42,7 +42,7 @@ _Place = tuple[FiniteFloat, ...]
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """What is drawn: labels and places (x1, y1, x2, y2 of a box, x, y of a point) in pixels of the stored image."""
+    """Labels and places (x1, y1, x2, y2 of a box, x, y of a point) in pixels of the stored image."""
 
     truth: tuple[tuple[str, _Place], ...]
     predicted: tuple[tuple[str, _Place], ...]

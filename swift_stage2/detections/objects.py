@@ -52,7 +52,8 @@ class ObjectArrays:
         areas = np.prod(self.boxes[:, 2:] - self.boxes[:, :2], axis=1)
         lows, highs = (0.0, _SMALL, _MEDIUM), (_SMALL, _MEDIUM, np.inf)
         low, high = (0.0, np.inf) if size is None else (lows[size], highs[size])
-        return (low <= areas) & (areas <= high)
+        inside: NDArray[np.bool_] = (low <= areas) & (areas <= high)
+        return inside
 
 
 @dataclass(frozen=True, slots=True)

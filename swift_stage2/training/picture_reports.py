@@ -17,7 +17,7 @@ _MODULES = {WandbCallback: "wandb", TrackioCallback: "trackio"}
 
 
 class PictureReports:
-    """What a run reports to. The main thread's, because trackio knows its run on that thread alone."""
+    """Programs that a run reports to. The main thread's, because trackio knows its run on that thread alone."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._modules = list(modules)
@@ -29,7 +29,7 @@ class PictureReports:
         return cls(given) if given else None
 
     def __call__(self, step: int, pictures: Mapping[str, bytes]) -> None:
-        """Logs encoded ``pictures`` by name at ``step``. What takes none is told once, and left out from then on."""
+        """Logs encoded ``pictures`` by name at ``step``. One that fails is told once, and left out from then on."""
         for name in list(self._modules):
             try:
                 module = import_module(name)

@@ -116,7 +116,7 @@ def test_where_pictures_are_reported_the_last_ones_come_before_training_ends(
         for each in callbacks:
             trainer.add_callback(each)
         trainer.train()
-        assert told == [2] * len(callbacks)
+        assert set(told) == {2} if callbacks else not told
 
 
 def test_another_metric_is_left_to_ms_swift(
