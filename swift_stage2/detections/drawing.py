@@ -95,10 +95,9 @@ def draw(
         pen.mark(place, text, _MATCHED if number in close else _FALSE, is_true=False)
     num_pairs, mean = len(close), sum(close.values()) / max(1, len(close))
     pen.legend(
-        caption,
+        f"{caption}, mean {likeness} {mean:.2f}" if num_pairs else caption,
         (
             (f"{num_pairs} matched", _MATCHED),
-            (f"(mean {likeness} {mean:.2f})" if num_pairs else "", _MATCHED),
             (f"{len(drawing.predicted) - num_pairs} false", _FALSE),
             (f"{len(drawing.truth) - num_pairs} missed", _MISSED),
             ("truth, matched", _TRUTH),
@@ -153,7 +152,7 @@ class _Pen:
         self.canvas.text((x, y), caption, "black", _font(caption))
         for text, colour in words:
             self.canvas.text((x, y + _LINE_PIXELS), text, colour, _font(text))
-            x += self.canvas.textlength(text, _font(text)) + (8 if text else 0)
+            x += self.canvas.textlength(text, _font(text)) + 8
 
 
 def _cut(label: str) -> str:

@@ -147,7 +147,7 @@ def as_line(row: RecordedRow, evaluation: RunningEvaluation | None = None) -> st
 def draw_row(rows: Rows, likeness: str, evaluation: RunningEvaluation, row: RecordedRow) -> bytes:
     """A picture of a row that has a drawing. ``rows`` are the validation set's; raises what ``draw`` raises."""
     assert row.drawing is not None
-    caption = f"row {row.row}, weights of version {evaluation.version}"
+    caption = f"row {row.row}, version {evaluation.version}"
     if row.finish_reason in (FAILED, TRUNCATED):
         caption += ", no answer" if row.finish_reason == FAILED else ", cut off"
     return draw(row.drawing, rows[row.row], (row.width, row.height), caption, likeness)
