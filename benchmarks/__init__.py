@@ -20,7 +20,7 @@ overlap         how much of the bound does asynchrony reach? against the same wo
 peer            how idle is a learner? ours and ms-swift's own asynchronous GRPO
 plan            what does it cost to plan a step? against a bare all-reduce
 preprocess      how fast is what follows a rollout? against the bare template (preprocess_stages, crowds)
-evaluate        how long do all metrics of a data set take? pycocotools beside
+evaluate        how long do all metrics of a data set take? pycocotools and globox beside
 faults          does anything get lost when a server breaks? attacks: when a peer lies? wrong_inputs: is it told?
 make_stage1     how the demo's checkpoint was made: ``python -m benchmarks.make_stage1 OUT_DIR``
 gpu_check       scripts/gpu-check: what only a GPU can show, with a parser of its own (docs/gpu)
