@@ -266,7 +266,7 @@ class PinnedEvaluation:
     ) -> None:
         """``keeper`` gets all ranks' rows on rank 0; all ranks have one, or none."""
         self.part = part
-        self._schedule = schedule
+        self.schedule = schedule
         self._control = control
         self._record = record
         self._record_scores = record_scores
@@ -277,20 +277,20 @@ class PinnedEvaluation:
     @property
     def wanted(self) -> bool:
         """Whether this rank is not finished with what runs: its fact in the step's vector."""
-        return self._schedule.running is not None and not self.part.is_finished
+        return self.schedule.running is not None and not self.part.is_finished
 
     @property
     def unfinished(self) -> int | None:
         """For a checkpoint: the step at which what has not ended fell due."""
-        return self._schedule.unfinished
+        return self.schedule.unfinished
 
     def resume(self, unfinished: int | None) -> None:
         """Begins again what had not ended when a checkpoint was written."""
-        self._schedule.resume(unfinished)
+        self.schedule.resume(unfinished)
 
     def holds_round(self, step: int) -> bool:
         """True if the evaluation holds the round that is due or in transfer. When its time is over it stops asking."""
-        held = self._schedule.holds_round(step)
+        held = self.schedule.holds_round(step)
         self._ask_no_more_if_cut()
         return held
 
@@ -300,9 +300,9 @@ class PinnedEvaluation:
         """Ends what has to end at ``step``, or begins what is due. ``pending``: a round is, or is in transfer."""
         if self._keeper is not None:
             self._tell(self._keeper.finished())
-        self._schedule.observe_version(version)
+        self.schedule.observe_version(version)
         self._ask_no_more_if_cut()
-        reason = self._schedule.reason_to_end(
+        reason = self.schedule.reason_to_end(
             step,
             wanted=outcome.evaluation_wanted,
             has_server=has_server,
@@ -317,7 +317,7 @@ class PinnedEvaluation:
             and has_server
             and not (pending or outcome.pipeline_failed or outcome.stop_requested)
         )
-        if (begun := self._schedule.begin_if_due(step, version, may_begin=may_begin)) is not None:
+        if (begun := self.schedule.begin_if_due(step, version, may_begin=may_begin)) is not None:
             self.part.begin(begun.version)
 
     def close(self) -> None:
@@ -331,7 +331,7 @@ class PinnedEvaluation:
                 self._record_scores(each)
 
     def _ask_no_more_if_cut(self) -> None:
-        if self._schedule.is_cut:
+        if self.schedule.is_cut:
             self.part.ask_no_more()
 
     def _end(self, step: int, reason: EvaluationEnd) -> None:
@@ -339,7 +339,7 @@ class PinnedEvaluation:
         counts = mine.decode(self._control.reduce_sum(mine.encode()))
         end = EvaluationEnd.COMPLETE if counts.is_whole else reason
         # The run that resumes asks an evaluation again that a stop has ended.
-        ended = self._schedule.end(again=end is EvaluationEnd.TRAINING_ENDS)
+        ended = self.schedule.end(again=end is EvaluationEnd.TRAINING_ENDS)
         if self._keeper is not None:
             parts = self._control.gather(self.part.lines)
             if self._control.rank == 0:

@@ -996,6 +996,7 @@ def test_what_a_record_holds_of_a_configuration_has_no_secret_and_reads_back(tmp
 def test_evaluations_are_off_by_default_and_ask_for_no_validation_set(tmp_path: Path) -> None:
     settings = load(tmp_path, BASE).stage2_ab.evaluation
     assert (settings.every_steps, settings.num_samples, settings.max_round_delay_steps) == (0, 64, 4)
+    assert settings.final_timeout_s == 600
     load(tmp_path, BASE).check_validation_set(0)
 
 
@@ -1033,7 +1034,8 @@ def test_evaluations_need_channel_b(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("every_steps", -1), ("num_samples", 0), ("max_round_delay_steps", -1)]
+    ("key", "value"),
+    [("every_steps", -1), ("num_samples", 0), ("max_round_delay_steps", -1), ("final_timeout_s", -1)],
 )
 def test_numbers_of_evaluations_are_checked(tmp_path: Path, key: str, value: int) -> None:
     assert f"{key}={value}" in refusal(tmp_path, changed("stage2_ab.evaluation", {key: value}))

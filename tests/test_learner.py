@@ -301,3 +301,55 @@ def test_a_checkpoint_knows_of_the_evaluation_that_runs(results: list[dict[str, 
             [],
             4,
         )
+
+
+# --- the final evaluation: six steps, an evaluation at 4 and a round at 3; the last one trains at 5 ------
+
+
+def test_the_final_weights_are_proven_and_evaluated_once_and_nothing_is_produced(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        scenario = result["final"]
+        assert scenario["rounds"] == [[0, 1], [3, 2], [6, 3]]
+        assert scenario["evaluations"] == [[4, 4, 5, 2, "training_ends", 0], [6, 6, 6, 3, "complete", 8]]
+        assert (scenario["demanded"], scenario["warnings"], scenario["was_once"]) == ([0], [], True)
+        assert result["final_off"]["rounds"] == [[0, 1], [3, 2]]
+        assert result["final_off"]["versions"] == [2]
+
+
+def test_what_runs_when_training_ends_early_is_cut_for_the_final_weights(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        scenario = result["final_after_an_early_end"]
+        assert scenario["evaluations"] == [[4, 4, 5, 2, "training_ends", 0], [5, 5, 5, 3, "complete", 8]]
+        assert scenario["rounds"] == [[0, 1], [3, 2], [5, 3]]
+
+
+def test_a_round_that_is_in_transfer_when_training_ends_is_not_the_final_one(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        scenario = result["final_behind_a_staged_round"]
+        assert scenario["rounds"] == [[0, 1], [6, 2], [6, 3]]
+        assert scenario["versions"] == [1, 3]
+
+
+def test_without_a_server_the_final_weights_are_a_warning(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        scenario = result["final_without_server"]
+        assert scenario["rounds"] == [[0, 1], [3, 2], [6, 3]]
+        assert scenario["versions"] == [2]
+        (warning,) = scenario["warnings"]
+        assert "got none began and 0 proven" in warning
+
+
+def test_a_final_evaluation_that_is_too_slow_or_stopped_on_one_rank_ends_on_both(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        assert result["final_too_slow"]["evaluations"][-1] == [6, 6, 6, 3, "training_ends", 5]
+        assert "within 0.5 s, got training_ends and 1 proven" in result["final_too_slow"]["warnings"][0]
+        assert result["final_stopped"]["versions"][:1] == [2]
+        assert len(result["final_stopped"]["warnings"]) == 1

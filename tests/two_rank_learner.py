@@ -127,6 +127,7 @@ class Events:
         self.in_transfer: list[bool] = []
         self.rounds: list[tuple[Any, ...]] = []
         self.added: list[tuple[Any, ...]] = []
+        self.warnings: list[str] = []
 
     def activity(self, name: str) -> Any:
         return nullcontext()
@@ -141,7 +142,8 @@ class Events:
     def record_added_server(self, step: int, server: int, base_url: str) -> None:
         self.added.append((step, server, base_url))
 
-    def record_warning(self, message: str) -> None: ...
+    def record_warning(self, message: str) -> None:
+        self.warnings.append(message)
 
     def record_evaluation(self, record: Any) -> None:
         self.evaluations.append(
@@ -202,6 +204,7 @@ def build(
     evaluation: tuple[EvaluationSchedule, StandInPart] | None = None,
     transport: Any = None,
     is_staging: bool = False,
+    final_evaluation_s: float = 0.0,
     **sync_parts: Any,
 ) -> Any:
     control = join_control_group(30.0)
@@ -256,6 +259,7 @@ def build(
         min_ready_tokens=0,
         continue_on_failure=continue_on_failure,
         evaluation=pinned,
+        final_evaluation_s=final_evaluation_s,
     )
     learner = Learner(
         b_ratio=1.0,
@@ -335,6 +339,54 @@ def evaluating(
         "in_transfer": [step for step, is_in in enumerate(events.in_transfer) if is_in],
         "versions": part.versions,
         "unfinished": learner.checkpoint(step=num_steps, save_id="s")["unfinished_evaluation"],
+    }
+
+
+def final_evaluation(
+    *,
+    seconds: float = 20.0,
+    num_steps: int = 6,
+    sync_every: int = 3,
+    is_staging: bool = False,
+    dead_rounds: frozenset[int] = frozenset(),
+    after_agreement: Any = None,
+) -> dict[str, Any]:
+    """After six steps, or fewer, of which the last one trains at 5. Rank 0 has its answers at once; rank 1 after five
+    agreements, or what ``after_agreement`` does at each."""
+    part, demanded = StandInPart(), set()
+    learner, b, events, _ = build(
+        packs=0,
+        sync_every=sync_every,
+        evaluation=(EvaluationSchedule(every_steps=4, max_round_delay_steps=2, last_step=5), part),
+        is_staging=is_staging,
+        final_evaluation_s=seconds,
+    )
+    b.sync.dead_rounds = dead_rounds
+    agreements = iter(range(1_000_000))
+
+    def observe(view: Any) -> None:
+        demanded.add(view.num_demanded)
+        number = next(agreements)
+        if RANK == 1 and after_agreement is not None:
+            after_agreement(learner, b, part)
+        elif RANK == 0 or number > 4:
+            part.num_answered, part.is_finished = 4, True
+
+    with stock_sessions() if is_staging else nullcontext():
+        for step in range(num_steps):
+            b.sync.ends_at_once = not (is_staging and step == 5)
+            learner.begin_step(step, 1)
+        b.pipeline.observe = observe
+        learner.evaluate_final(num_steps)
+        num_agreements = next(agreements)
+        learner.evaluate_final(num_steps)
+    return {
+        "evaluations": events.evaluations,
+        "rounds": [(step, version) for step, version, _ in events.rounds],
+        "versions": part.versions,
+        "warnings": events.warnings,
+        "demanded": sorted(demanded),
+        "was_once": next(agreements) == num_agreements + 1,
     }
 
 
@@ -722,6 +774,13 @@ SCENARIOS = {
     "evaluation_deferred": evaluation_waits_for_a_pending_round,
     "evaluation_stopped": lambda: evaluating(7, sync_every=50, delay=2, after_5=stop),
     "evaluation_at_the_end": lambda: evaluating(9, sync_every=50, delay=2, last_step=8),
+    "final": final_evaluation,
+    "final_off": lambda: final_evaluation(seconds=0.0),
+    "final_after_an_early_end": lambda: final_evaluation(num_steps=5),
+    "final_behind_a_staged_round": lambda: final_evaluation(sync_every=5, is_staging=True),
+    "final_without_server": lambda: final_evaluation(dead_rounds=frozenset({3})),
+    "final_too_slow": lambda: final_evaluation(seconds=0.5, after_agreement=answer_one),
+    "final_stopped": lambda: final_evaluation(after_agreement=stop),
     "evaluation_running": lambda: evaluating(6, sync_every=50, delay=2),
 }
 

@@ -109,8 +109,8 @@ def check_evaluation_steps(config: Stage2Config, max_steps: int) -> Outcome[None
     times = max(0, max_steps - 2) // every  # steps are counted from 0, and none begins at the last one
     if times == 0:
         return warning(
-            f"none will ever run: the first falls due at step {every}, and the last of max_steps {max_steps} is "
-            f"step {max_steps - 1}, where none begins",
+            f"none will run beside training: the first falls due at step {every}, and the last of max_steps "
+            f"{max_steps} is step {max_steps - 1}, where none begins",
             "write a smaller stage2_ab.evaluation.every_steps, or a larger swift.max_steps",
         )
     return ok(f"one every {every} of {max_steps} steps: at most {times}")

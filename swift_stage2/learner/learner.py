@@ -15,11 +15,13 @@ from typing import Any
 from swift_stage2.channel_b.ready_queue import Reservation
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.errors import ChannelBStarved, PipelineFailed, Stage2Error
+from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.learner.parts import ChannelB, LearnerEvents
 from swift_stage2.learner.rounds import LearnerRounds
 from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.records import Pack, RoundOutcome, StepRecord
 from swift_stage2.scheduling.bresenham import wants_channel_b
+from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
 from swift_stage2.scheduling.outlook import INSTANT, PacingState, ProductionPace, StepView
 from swift_stage2.scheduling.pacing import max_prompts_in_flight
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.2  # weight of the newest step in the moving average of step seconds
 _STOP_TIMEOUT_S = 30.0
+_LOOK_S = 0.1  # between two agreements after training
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class Learner:
         self._stop_requested = False
         self._missed_in_a_row = 0
         self._paused = False
+        self._has_trained = False
         self._rounds = LearnerRounds(channel_b, control, events) if channel_b is not None else None
         self._last_begin_s: float | None = None
         self._step_seconds: float | None = None
@@ -126,6 +130,33 @@ class Learner:
         """``step`` has trained; the losses of its micro_steps as ``float.hex``, where the run records them."""
         self._events.record_losses(step, losses)
 
+    def evaluate_final(self, step: int) -> None:
+        """Training is over before ``step``: servers take the weights once more and answer the validation rows.
+
+        On all ranks together, once; training does not go on. Nothing happens where there are no evaluations. A warning
+        tells where no server is left, or the time is over.
+
+        Raises:
+            WeightSyncError, WeightSyncHang: as ``begin_step`` does.
+        """
+        b = self._b
+        if b is None or b.evaluation is None or not b.final_evaluation_s or self._has_trained:
+            return
+        self._has_trained = True
+        b.evaluation.schedule.ask_for_final(step)
+        b.rounds.is_asked_for = True
+        end = time.monotonic() + b.final_evaluation_s
+        with self._events.activity("evaluating"):
+            while not self._has_evaluated(b, b.evaluation, step, is_late=time.monotonic() >= end):
+                time.sleep(_LOOK_S)  # bounded: all ranks agree on the first one that is late
+        latest = b.evaluation.latest
+        why = latest.end if latest is not None and latest.run.due_step == step else "none began"
+        if why is not EvaluationEnd.COMPLETE:
+            self._events.record_warning(
+                f"the final weights must be evaluated by a proven server within {b.final_evaluation_s:g} s, got {why} "
+                f"and {len(b.rounds.proven)} proven; swift-stage2 evaluate does it with the last checkpoint"
+            )
+
     def checkpoint(self, *, step: int, save_id: str) -> dict[str, Any]:
         """This rank's state for a run resumed before ``step``, besides the trainer's own, as JSON."""
         if self._b is None:
@@ -161,6 +192,20 @@ class Learner:
         if b.evaluation is not None:
             b.evaluation.close()
 
+    def _has_evaluated(self, b: ChannelB, evaluation: PinnedEvaluation, step: int, *, is_late: bool) -> bool:
+        """One agreement after training: the final round and evaluation go on. True when nothing more can come."""
+        assert self._rounds is not None
+        if evaluation.schedule.running is None:
+            self._rounds.begin_if_due(step)
+        outcome = self._agree(None, stops=is_late)
+        heard = self._rounds.hear() if outcome.round_news else None
+        self._rounds.take_in_suspects(step, outcome.servers_suspect, outcome.servers_answer_again)
+        if heard is not None:
+            self._rounds.take_in(step, heard)
+        self._publish(step, outcome, wants_b=False, reserved=False)
+        is_lost = not (b.rounds.proven or b.rounds.pending or b.rounds.in_transfer)
+        return evaluation.unfinished is None or outcome.stop_requested or outcome.pipeline_failed or is_lost
+
     def _hear_of_round(self, reservation: Reservation[Pack] | None) -> RoundOutcome:
         """Called while packs are reserved and not yet spent: it may raise, and then they were not trained."""
         assert self._rounds is not None
@@ -179,8 +224,8 @@ class Learner:
             b.pipeline.fill(self._view(b, step, num_packs), b.longest_fill_s, lambda: self._stop_requested)
         return b.queue.reserve(num_packs, current_version=b.clock.current, min_tokens=b.min_ready_tokens)
 
-    def _agree(self, reservation: Reservation[Pack] | None) -> GateOutcome:
-        facts = RankFacts(not_reserved=reservation is None, stop_requested=self._stop_requested)
+    def _agree(self, reservation: Reservation[Pack] | None, *, stops: bool = False) -> GateOutcome:
+        facts = RankFacts(not_reserved=reservation is None, stop_requested=self._stop_requested or stops)
         num_servers = 0
         if self._b is not None:
             b, num_servers = self._b, len(self._b.base_urls)
@@ -233,11 +278,11 @@ class Learner:
                 outcome,
                 version=b.clock.current,
                 has_server=bool(b.rounds.proven),
-                pending=b.rounds.pending or b.rounds.in_transfer,
+                pending=b.rounds.pending or b.rounds.in_transfer or b.rounds.is_asked_for,
             )
             if b.rounds.in_transfer and not b.evaluation.holds_round(step):
                 b.sync.let_install()
-        num_demanded = None if b.longest_fill_s is None else 0
+        num_demanded = 0 if self._has_trained or b.longest_fill_s is not None else None
         b.pipeline.observe(self._view(b, step, num_demanded, slowest_pace=outcome.slowest_pace))
 
     def _view(

@@ -65,6 +65,8 @@ class ChannelB:
     min_ready_tokens: int
     continue_on_failure: bool
     evaluation: PinnedEvaluation | None = None
+    final_evaluation_s: float = 0.0
+    """How long the round and the evaluation of the final weights may take; 0: there are none."""
     answer_spelling: Sequence[str] = ()
     """The spelling of targets: code fence, separators, escapes. A resumed run must have the same."""
     may_stage: bool = True

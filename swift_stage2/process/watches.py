@@ -15,16 +15,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from swift_stage2.errors import WeightSyncHang
 from swift_stage2.process.background import BackgroundCall
 
 EXIT_HANG = 70
 
 _TICK_S = 0.5
 _STOP_TIMEOUT_S = 10.0
+_CLEAN_UP_S = 45.0  # closing a run may take 30 s for its pipeline alone
 _LAST_WORDS_S = 10.0  # logs may be on a disk that hangs as well
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,20 @@ def thread_stacks() -> str:
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in sys._current_frames().items()
     )
+
+
+@contextmanager
+def hung_round_ends_process() -> Iterator[None]:
+    """A ``WeightSyncHang`` is logged, and ends this process with status 70 after 45 s, however far its clean-up is."""
+    try:
+        yield
+    except WeightSyncHang as hang:
+        # Told here, and with an end of its own: what follows is clean-up of others beside a thread that is stuck.
+        logger.error("a round hung and cannot be taken back: %s", hang)
+        timer = threading.Timer(_CLEAN_UP_S, os._exit, (EXIT_HANG,))
+        timer.daemon = True
+        timer.start()
+        raise
 
 
 class ProgressWatch:

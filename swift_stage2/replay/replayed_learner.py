@@ -137,6 +137,9 @@ class ReplayedLearner:
             )
         self.num_compared += 1
 
+    def evaluate_final(self, step: int) -> None:
+        """Nothing: a replay asks no server."""
+
     def checkpoint(self, *, step: int, save_id: str) -> dict[str, object]:
         """Nothing: a replay is not resumed."""
         return {}

@@ -40,12 +40,13 @@ class EvaluationSchedule:
     """At most one evaluation runs. One that falls due meanwhile replaces one that fell due before and has not begun."""
 
     def __init__(self, *, every_steps: int, max_round_delay_steps: int, last_step: int) -> None:
-        """``last_step`` is the last one that trains: nothing begins there, and what runs ends."""
+        """``last_step`` is the last one that trains: nothing begins there but the final one, and what runs ends."""
         self._every_steps = every_steps
         self._max_round_delay_steps = max_round_delay_steps
         self._last_step = last_step
         self._due_step: int | None = None
         self._round_due_step: int | None = None
+        self._final_step: int | None = None
         self.running: RunningEvaluation | None = None
         self.is_cut = False
         """True when the one that runs may ask no more, because a round is due; what is in flight still counts."""
@@ -60,6 +61,11 @@ class EvaluationSchedule:
     def resume(self, unfinished: int | None) -> None:
         """Continues where a checkpoint's ``unfinished`` left off."""
         self._due_step = unfinished
+
+    def ask_for_final(self, step: int) -> None:
+        """Training is over before ``step``: what runs ends, and one more is due, once the final weights are proven."""
+        self._due_step = self._final_step = step
+        self._last_step = min(self._last_step, step)
 
     def holds_round(self, step: int) -> bool:
         """True if the running evaluation holds the round that is due or in transfer at ``step``; else it is cut."""
@@ -84,7 +90,7 @@ class EvaluationSchedule:
             return EvaluationEnd.ROUND_DUE if self.is_cut else EvaluationEnd.COMPLETE
         if pipeline_failed:
             return EvaluationEnd.PIPELINE_FAILED
-        if stop_requested or step >= self._last_step:
+        if stop_requested or (step >= self._last_step and self.running.due_step != self._final_step):
             return EvaluationEnd.TRAINING_ENDS
         return None if has_server else EvaluationEnd.NO_SERVER
 
@@ -98,10 +104,15 @@ class EvaluationSchedule:
         return ended
 
     def begin_if_due(self, step: int, version: int, *, may_begin: bool) -> RunningEvaluation | None:
-        """Called at every step, once; what begins. ``may_begin``: the fence is open and no round is pending."""
-        if step > 0 and step % self._every_steps == 0:
+        """Called at every step once, and after training again and again; what begins.
+
+        ``may_begin``: the fence is open and no round is pending.
+        """
+        if step > 0 and step % self._every_steps == 0 and self._final_step is None:
             self._due_step = step
-        if self._due_step is None or self.running is not None or not may_begin or step >= self._last_step:
+        if self._due_step is None or self.running is not None or not may_begin:
+            return None
+        if step >= self._last_step and self._due_step != self._final_step:
             return None
         self.running, self._due_step = RunningEvaluation(self._due_step, step, version), None
         return self.running

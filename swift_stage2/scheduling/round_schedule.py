@@ -61,6 +61,8 @@ class RoundSchedule:
         self._has_finished_one = False
         self._transfer: _Underway | None = None
         self._number = 0
+        self.is_asked_for = False
+        """Whether one is wanted out of turn, and has not begun."""
         self._is_kept = False  # the round before ``_number`` proved a server, and its weights are still there
         self.pending = False
         self.last_commit_step: int | None = None
@@ -148,7 +150,7 @@ class RoundSchedule:
 
     def begin(self, step: int, *, staged: bool = False) -> None:
         """A round begins at the start of ``step``, with the weights of this moment."""
-        self.pending = self._is_kept = False
+        self.pending = self._is_kept = self.is_asked_for = False
         self._transfer = _Underway(step, staged)
 
     def begin_catch_up(self, step: int) -> tuple[int, ...]:
@@ -198,7 +200,7 @@ class RoundSchedule:
             return True
         if self.last_commit_step is None or not (self.proven or returning):
             return False
-        return step - self.last_commit_step >= self._sync_every_steps
+        return self.is_asked_for or step - self.last_commit_step >= self._sync_every_steps
 
     def _may_catch_up(self, server: int, step: int) -> bool:
         """While a stock server is asked none runs: that one's loss shows only between two transfers."""

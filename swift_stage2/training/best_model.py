@@ -2,6 +2,7 @@
 
 One is taken at the end of the step in which it ended, the same on every rank, with sums that all ranks have. Its
 weights are those of its version: a checkpoint that is saved as the best is some steps younger than what was measured.
+The last one is of the final weights, after they have been saved, and chooses as well.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from swift.trainers import Seq2SeqTrainer
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
+from swift_stage2.process.watches import hung_round_ends_process
 from swift_stage2.records import EvaluationRecord
 from swift_stage2.run import Stage2Run
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd
@@ -30,6 +32,8 @@ class EvaluatedTrainer(Seq2SeqTrainer):  # type: ignore[misc]
 
     stage2: Stage2Run | None = None
     control: Any
+    stop_agreed = False
+    is_between_epochs = False
     _taken: EvaluationRecord | None = None
 
     @cached_property
@@ -38,13 +42,30 @@ class EvaluatedTrainer(Seq2SeqTrainer):  # type: ignore[misc]
         return PictureReports.of(self.callback_handler.callbacks)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._take_newest()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        # Called after the last step, and again after its epoch, which may save as well.
+        if self.stage2 is None or not (self.is_between_epochs and self.control.should_training_stop):
+            return
+        if not self.stop_agreed:
+            with hung_round_ends_process():
+                self.stage2.learner.evaluate_final(self.state.global_step)
+        self._take_newest()
+        if self.show_pictures:
+            self.stage2.tell_evaluations()  # trackio takes nothing once training has ended
+        if not self.control.should_save:
+            return
+        saved = getattr(self.state, "last_model_checkpoint", None)
+        if str(saved).endswith(f"checkpoint-{self.state.global_step}"):  # the best weights are there
+            self.control.should_save, self.state.best_model_checkpoint = False, saved
+        else:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _take_newest(self) -> None:
         evaluation = self.stage2.latest_evaluation if self.stage2 is not None else None
         if evaluation is not None and evaluation is not self._taken:
             self._taken = evaluation
             self._take(evaluation)
-        if self.stage2 is not None and self.show_pictures and self.control.should_training_stop:
-            self.stage2.tell_evaluations()  # trackio takes nothing once training has ended
-        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _take(self, evaluation: EvaluationRecord) -> None:
         metrics = {f"eval_{name}": value for name, value in evaluation.counts.ratios.items()}

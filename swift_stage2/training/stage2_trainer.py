@@ -24,10 +24,10 @@ from swift_stage2.assembly import start_run as assemble_run
 from swift_stage2.channel_b.encoding import TOKENS_INSTEAD
 from swift_stage2.columns import COLUMNS
 from swift_stage2.config import Stage2Config, load_config
-from swift_stage2.errors import ConfigError, WeightSyncHang
+from swift_stage2.errors import ConfigError
 from swift_stage2.learner import StepDecision
 from swift_stage2.preflight.checks import Known, run_checks
-from swift_stage2.process.watches import EXIT_HANG
+from swift_stage2.process.watches import hung_round_ends_process
 from swift_stage2.records import Pack
 from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory import resume
@@ -41,7 +41,6 @@ from swift_stage2.weights.transport import WrapTransport
 
 logger = logging.getLogger(__name__)
 
-_CLEAN_UP_S = 45.0  # closing may take 30 s for the pipeline alone
 CONFIG_VARIABLE = "SWIFT_STAGE2_CONFIG"
 
 
@@ -76,7 +75,6 @@ class Stage2Trainer(EvaluatedTrainer):
         self._resume_directory: str | None = None
         self._resumed_a_batches: int | None = None
         self._a_batches_in_epoch = 0
-        self.stop_agreed = False
         self._losses: list[torch.Tensor] = []  # of this step's micro_steps, where they are recorded
         self.add_callback(_Stage2Callback(self))
 
@@ -147,13 +145,8 @@ class Stage2Trainer(EvaluatedTrainer):
 
     def _begin_step(self, num_batches: int) -> StepDecision:
         assert self.stage2 is not None
-        try:
+        with hung_round_ends_process():
             return self.stage2.learner.begin_step(self.state.global_step, num_batches)
-        except WeightSyncHang as hang:
-            # Told here, and with an end of its own: what follows is clean-up of others beside a thread that is stuck.
-            logger.error("a round hung and cannot be taken back: %s", hang)
-            _leave_within(_CLEAN_UP_S)
-            raise
 
     def get_train_dataloader(self, skip_batches: int = 0) -> Any:
         """As ms-swift builds it. On resume Hugging Face asks to skip as if B steps had read batches too."""
@@ -247,6 +240,7 @@ class Stage2Trainer(EvaluatedTrainer):
 
     def begin_epoch(self) -> None:
         """Counts channel A's batches anew, unless the epoch was resumed in its middle."""
+        self.is_between_epochs = False
         if self._resumed_a_batches is not None:
             self._a_batches_in_epoch = self._resumed_a_batches if self._is_mid_epoch() else 0
             return
@@ -254,7 +248,7 @@ class Stage2Trainer(EvaluatedTrainer):
 
     def end_epoch(self) -> None:
         """Reports the part of the epoch that channel A did not reach, because B steps read none of it."""
-        self._resumed_a_batches = None
+        self._resumed_a_batches, self.is_between_epochs = None, True
         assert self.stage2 is not None
         total = len(self.callback_handler.train_dataloader) if self.stage2_config.b_enabled else 0
         if total:
@@ -279,13 +273,6 @@ class Stage2Trainer(EvaluatedTrainer):
 
     def _is_mid_epoch(self) -> bool:
         return bool(self.state.epoch) and float(self.state.epoch) % 1 > 0
-
-
-def _leave_within(seconds: float) -> None:
-    """Ends this process with status 70 by then, however far its clean-up is."""
-    timer = threading.Timer(seconds, os._exit, (EXIT_HANG,))
-    timer.daemon = True
-    timer.start()
 
 
 class Stage2Sft(SwiftSft):  # type: ignore[misc]

@@ -409,7 +409,7 @@ def test_accumulation_that_is_not_written_is_told_with_swifts_value(
             64,
             59,
             ("warning", "warning"),
-            ("12 rows, stage2_ab.evaluation.num_samples is 64", "none will ever run"),
+            ("12 rows, stage2_ab.evaluation.num_samples is 64", "none will run beside training"),
         ),
     ],
 )
@@ -466,7 +466,7 @@ def test_evaluations_are_counted_as_the_schedule_begins_them(
         assert "decided by the epochs" in outcome.found
     else:
         assert begun == times
-        assert ("none will ever run" if times == 0 else f"at most {times}") in outcome.found
+        assert ("none will run beside training" if times == 0 else f"at most {times}") in outcome.found
 
 
 def test_without_evaluations_nothing_is_said_of_them(configure: Configure, doctor: Doctor) -> None:

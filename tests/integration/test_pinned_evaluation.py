@@ -66,10 +66,12 @@ def test_all_ranks_have_the_same_evaluations(run: LearnerRun) -> None:
         for rank in (0, 1)
     )
     assert first == second
-    assert all(record["due_step"] % EVERY_STEPS == 0 for record in first)
+    *during, final = first
+    assert all(record["due_step"] % EVERY_STEPS == 0 for record in during)
     assert all(
-        0 < record["due_step"] <= record["begun_step"] < record["step"] < NUM_STEPS for record in first
+        0 < record["due_step"] <= record["begun_step"] < record["step"] < NUM_STEPS for record in during
     )
+    assert (final["due_step"], final["begun_step"], final["end"]) == (NUM_STEPS, NUM_STEPS, "complete")
     assert len({record["due_step"] for record in first}) == len(first) >= 2
     complete = [record for record in first if record["end"] == "complete"]
     assert complete, Counter(record["end"] for record in first)
@@ -97,7 +99,14 @@ def test_every_evaluation_has_one_version_and_asks_each_row_once(run: LearnerRun
     assert {post["version"] for post in posts} <= set(versions)
     steps = {step["step"]: step["version"] for step in run.audit(0, "step")}
     # It begins behind a round that is heard in the same step; the next step is the first that trains at its version.
-    assert [steps[record["begun_step"] + 1] for record in evaluations] == versions
+    assert [steps[record["begun_step"] + 1] for record in evaluations[:-1]] == versions[:-1]
+
+
+def test_the_last_evaluation_is_of_the_weights_behind_the_last_step(run: LearnerRun) -> None:
+    last_round, final = run.audit(0, "round")[-1], run.audit(0, "evaluation")[-1]
+    assert (last_round["step"], last_round["committed"]) == (NUM_STEPS, True)
+    assert final["version"] == last_round["version"] > run.audit(0, "step")[-1]["version"]
+    assert {post["end"] for post in _posts(run) if post["version"] == final["version"]} == {"answered"}
 
 
 def test_every_post_of_an_evaluation_is_answered(run: LearnerRun) -> None:

@@ -366,9 +366,9 @@ class Ledger:
             )
 
     def _check_evaluation(self, rank: int, step: int, b: Any) -> None:
-        setting, running = self.setting, b.evaluation._schedule.running
+        setting, running = self.setting, b.evaluation.schedule.running
         self.agree(rank, step, "the evaluation that runs", running)
-        asks = running is not None and not b.evaluation._schedule.is_cut
+        asks = running is not None and not b.evaluation.schedule.is_cut
         rounds_come = b.rounds.pending or b.rounds.in_transfer
         is_staged = b.rounds.in_transfer and b.rounds._transfer.is_staged
         held_since = b.rounds._transfer.begun_step if is_staged else None

@@ -162,7 +162,7 @@ class StubbornEvaluation(PinnedEvaluation):
     """Rounds wait for as long as an evaluation takes."""
 
     def holds_round(self, step: int) -> bool:
-        return self._schedule.running is not None
+        return self.schedule.running is not None
 
 
 class PromptLearner(Learner):

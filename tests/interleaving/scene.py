@@ -79,6 +79,7 @@ _CONTROL_TIMEOUT_S = 60.0
 _NUM_ROWS = 40
 _PACKING_LENGTH = 4
 _SAVE_STEPS = 2
+_FINAL_S = 30.0  # for the round and the evaluation after the last step
 _BUCKET_MIB = 4 / (1 << 20)  # one of the two tensors per bucket
 _ROWS = [{"index": index, "objects": {"ref": ["it"], "bbox": [[0, 0, 1, 1]]}} for index in range(_NUM_ROWS)]
 _QUALITY = MatchQuality(0, 1, 0, 0.0, 0, 0)
@@ -353,7 +354,7 @@ class Scene:
 
     def _train(self, rank: int, learner: Learner, b: ChannelB) -> None:
         learner.start()
-        step = -1
+        step, is_over = -1, False
         while (step := step + 1) < self.setting.num_steps or b.rounds.pending:
             began_s = active().now
             ended = "well"
@@ -363,7 +364,7 @@ class Scene:
                 ended = type(error).__name__
                 self._judge_end(ended, error)
             self.ledger.agree(rank, step, "the end", ended)
-            if ended != "well":
+            if is_over := ended != "well":
                 break
             self.ledger.step(rank, step, decision, b, began_s)
             self.ledger.account(rank, b)
@@ -373,14 +374,36 @@ class Scene:
             TimeNames.sleep(self.setting.step_s + self._rng.choice(self.setting.skews_s))
             if rank == 0:
                 self._set_weights((self.weights[0] + 1, self.weights[1] + 1))
-            if decision.stop:
+            if is_over := decision.stop:
                 break
+        if not is_over:
+            self._evaluate_final(rank, learner, b, step)
         learner.close()
         self.ledger.account(rank, b)
         self._num_over += 1
         # A push that hangs is left behind, and ends with its process.
         if "hangs" in self.setting.push_fates.values() and self._num_over == self.setting.num_ranks:
             active().stop()
+
+    def _evaluate_final(self, rank: int, learner: Learner, b: ChannelB, step: int) -> None:
+        """Alike on all ranks, in time, and of no other weights than those of the last round."""
+        began_s = active().now
+        try:
+            learner.evaluate_final(step)
+        except WeightSyncError as error:
+            self._judge_end("WeightSyncError", error)
+        if b.evaluation is None:
+            return
+        if active().now - began_s > _FINAL_S + _CONTROL_TIMEOUT_S:
+            active().fail(f"rank {rank} evaluates the final weights for {active().now - began_s:.1f} s")
+        latest = b.evaluation.latest
+        is_final = latest is not None and latest.run.due_step == step
+        self.ledger.agree(rank, step, "the final evaluation", latest if is_final else None)
+        if is_final and latest.run.version != b.clock.current:
+            active().fail(
+                f"rank {rank} ends with version {b.clock.current}, evaluated is {latest.run.version}"
+            )
+        self.ledger.counts[f"final evaluations {latest.end if is_final else 'left out'}"] += 1
 
     def check_told(self) -> None:
         """Judges the run as ``swift-stage2 report`` would. Raises ``Violation`` unless it balances."""
@@ -550,6 +573,7 @@ class Scene:
             min_ready_tokens=0,
             continue_on_failure=setting.continue_on_failure,
             evaluation=evaluation,
+            final_evaluation_s=_FINAL_S,
         )
         learner = parts.learner(
             b_ratio=setting.b_ratio,

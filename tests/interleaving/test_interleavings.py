@@ -62,6 +62,7 @@ def test_every_invariant_holds_in_the_full_scene(seeds: range) -> None:
         "posts during a staged round", "steps with rollouts held", "rollouts unconfirmed",
         "evaluation rows given up", "steps with a round held", "steps with an install held",
         "evaluations complete", "evaluations round_due", "evaluations no_server", "evaluations training_ends",
+        "final evaluations complete", "final evaluations no_server", "final evaluations left out",
         "catch-ups", "servers caught up", "rollouts cut", "rollouts of several versions", "partial rollouts dropped",
     ):  # fmt: skip
         assert counts[what], f"no seed of this batch met it: {what}"

@@ -112,6 +112,22 @@ def test_the_last_step_ends_it_and_begins_none() -> None:
     assert make(last=10).begin_if_due(10, 1, may_begin=True) is None
 
 
+def test_the_final_one_begins_behind_the_last_step_and_cuts_what_runs() -> None:
+    schedule = make(last=50)
+    schedule.begin_if_due(10, 1, may_begin=True)
+    schedule.ask_for_final(20)  # an early end, at which one falls due anyway
+    assert schedule.reason_to_end(20, **WELL) is EvaluationEnd.TRAINING_ENDS
+    schedule.end(again=True)
+    assert schedule.begin_if_due(20, 1, may_begin=False) is None, "its round is not over"
+    assert schedule.begin_if_due(20, 2, may_begin=True) == RunningEvaluation(20, 20, 2)
+    assert schedule.reason_to_end(20, **WELL) is None
+    assert schedule.reason_to_end(20, **(WELL | {"stop_requested": True})) is EvaluationEnd.TRAINING_ENDS
+    assert schedule.reason_to_end(20, **(WELL | {"wanted": False})) is EvaluationEnd.COMPLETE
+    schedule.end()
+    assert schedule.begin_if_due(20, 2, may_begin=True) is None, "it comes once"
+    assert schedule.unfinished is None
+
+
 def test_what_had_not_ended_begins_again_after_a_resume() -> None:
     schedule = make()
     assert schedule.unfinished is None

@@ -69,6 +69,20 @@ def test_a_round_is_due_every_so_many_steps_after_the_last_commit() -> None:
     assert schedule.last_commit_step == 20
 
 
+def test_a_round_that_is_asked_for_is_due_once_no_other_runs_and_goes_to_nobody_that_is_lost() -> None:
+    schedule = _begun(1)
+    schedule.begin(4)
+    schedule.is_asked_for = True
+    assert not schedule.is_due(4), "another one is in transfer"
+    schedule.is_asked_for = True
+    schedule.finish(5, proven=[0], failed=())
+    assert schedule.is_due(5)
+    _run(schedule, 5, proven=(), failed=[0])
+    assert not schedule.is_asked_for
+    schedule.is_asked_for = True
+    assert not schedule.is_due(6), "no server is left"
+
+
 def test_a_round_stays_pending_until_it_ended_and_counts_from_its_commit() -> None:
     schedule = _begun(every=4)
     assert [schedule.is_due(step) for step in (3, 4, 5, 6)] == [False, True, True, True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from sft_run import build_trainer, channel_a_alone
 from transformers.integrations.integration_utils import WandbCallback
 
+from swift_stage2.learner import Learner
 from swift_stage2.records import EvaluationCounts, EvaluationRecord
 from swift_stage2.run import Stage2Run
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
@@ -87,6 +89,54 @@ def test_where_every_step_is_saved_ms_swift_counts_saves_and_no_checkpoint_is_ca
     assert trainer.state.global_step == 3
     assert saved(tmp_path) == [1, 2, 3]
     assert (trainer.state.best_metric, trainer.state.best_model_checkpoint) == (0.5, None)
+
+
+@pytest.mark.parametrize(
+    ("f1", "strategy", "best"),
+    [(60, "best", "4"), (40, "best", "2"), (60, "steps", None), (60, "epoch", None)],
+)
+def test_the_final_evaluation_comes_once_behind_the_last_save_and_chooses_too(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f1: int, strategy: str, best: str | None
+) -> None:
+    ended, seen = {2: evaluation(2, 50)}, []
+
+    def evaluate_final(learner: Learner, step: int) -> None:
+        seen.append((step, saved(tmp_path)))
+        ended[4] = evaluation(4, f1)
+
+    monkeypatch.setattr(Learner, "evaluate_final", evaluate_final)
+    trainer = train(
+        rows_file, tmp_path, ended, monkeypatch, max_steps=4, save_strategy=strategy, save_only_model="true"
+    )
+    assert seen == [(4, [2, 4] if strategy == "best" else [4])]
+    assert trainer.state.best_model_checkpoint == (best and str(tmp_path / f"checkpoint-{best}"))
+    assert trainer.state.best_metric == pytest.approx(max(50, f1) / 100)
+
+
+def test_final_weights_that_are_the_best_are_saved_where_an_early_end_has_not(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = {1: evaluation(1, 50), 2: evaluation(2, 40)}
+    monkeypatch.setattr(
+        Learner, "evaluate_final", lambda learner, step: ended.update({step: evaluation(3, 60)})
+    )
+    given = {"save_strategy": "best", "save_only_model": "true", "early_stop_interval": 1}
+    trainer = train(rows_file, tmp_path, ended, monkeypatch, **given)
+    assert (trainer.state.global_step, saved(tmp_path)) == (2, [1, 2])
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+
+
+def test_a_run_that_was_stopped_evaluates_nothing_more(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(Learner, "evaluate_final", lambda learner, step: seen.append(step))
+    begin_step = Learner.begin_step
+    monkeypatch.setattr(
+        Learner, "begin_step", lambda learner, *of: replace(begin_step(learner, *of), stop=True)
+    )
+    trainer = train(rows_file, tmp_path, {}, monkeypatch, max_steps=4)
+    assert (trainer.state.global_step, seen) == (1, [])
 
 
 def test_an_evaluation_that_was_cut_chooses_nothing(
