@@ -167,6 +167,8 @@ def compare_aborted(
     cut = [
         (scene, each) for scene, each in zip(scenes, answers, strict=True) if each.finish_reason == "abort"
     ]
+    if not cut:  # all were finished before the abort
+        return 0
     wholes = resume(server, [scene for scene, _ in cut], [()] * len(cut))
     rests = resume(server, [scene for scene, _ in cut], [each.token_ids for _, each in cut])
     for (scene, each), whole, rest in zip(cut, wholes, rests, strict=True):
