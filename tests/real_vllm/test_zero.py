@@ -43,9 +43,15 @@ def half_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(
-    scope="module", params=[(stage, tuner) for stage in ("zero2", "zero3") for tuner in ("full", "lora")],
+    scope="module",
+    params=[
+        ("zero2", "lora"),
+        ("zero3", "full"),
+        pytest.param(("zero2", "full"), marks=pytest.mark.long),
+        pytest.param(("zero3", "lora"), marks=pytest.mark.long),
+    ],
     ids="-".join,
-)  # fmt: skip
+)
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows: Path, half_server: Server
 ) -> LearnerRun:
