@@ -24,6 +24,7 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import ProcessPreprocessor, ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import ReadyQueue
+from swift_stage2.channel_b.reward import TOTAL
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.channel_b.task import Rows, needed_columns
@@ -130,6 +131,7 @@ def start_run(
         live=LiveView(sys.stderr, plain_every_steps=max(1, logging_steps)) if control.rank == 0 else None,
         total_steps=total_steps,
         queue_limit=channel.prefetch.limit(packs_per_step, b_ratio) if config.b_enabled else None,
+        reward_terms=(*task.reward_terms, TOTAL),
     )
     channel_b, failures = None, BackgroundFailures()
     with ExitStack() as on_failure:

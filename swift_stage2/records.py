@@ -134,23 +134,19 @@ class BatchOutcome:
     """The ends of samples that were asked together; they keep the order in which they were given."""
 
     rollouts: tuple[Rollout, ...] = ()
-    returned: tuple[Sample, ...] = ()
-    """To be asked again later, their attempts not counted up."""
+    returned: tuple[Sample, ...] = ()  # to be asked again later, their attempts not counted up
     aborted: tuple[Rollout, ...] = ()
     """Answers as far as they had come when a server aborted them. Their samples are among ``returned``."""
     partial: tuple[Rollout, ...] = ()  # aborted, and to be resumed: their samples are in no other field
     timed_out: tuple[Sample, ...] = ()
     """Those of ``returned`` that were asked alone and did not answer in time: perhaps too slow for ever."""
-    quarantined: tuple[tuple[Sample, str], ...] = ()
-    """Poisonous requests, each with its reason."""
+    quarantined: tuple[tuple[Sample, str], ...] = ()  # poisonous requests, each with its reason
     suspects: Mapping[str, str] = field(default_factory=dict)  # base URL → reason, since the last outcome
     abandoned: Mapping[str, int] = field(default_factory=dict)  # base URL → POSTs that their deadline ended
     failures: tuple[PostFailure, ...] = ()
     num_posts: int = 0
-    seconds: float = 0.0
-    """At their place, waits for tickets included."""
-    terms: object = None
-    """As they were given to ``RolloutClient.submit``."""
+    seconds: float = 0.0  # at their place, waits for tickets included
+    terms: object = None  # as they were given to ``RolloutClient.submit``
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -172,7 +168,7 @@ class ObjectDropReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MatchQuality:
-    """Counts of one rollout against its ground truth, for the ``match/`` and ``parse/`` metrics."""
+    """Counts of one rollout against its ground truth, for the ``match/`` and ``parse/`` metrics, and its reward."""
 
     num_predictions: int
     num_ground_truth: int
@@ -181,6 +177,9 @@ class MatchQuality:
     num_gated: int
     num_truncated: int  # 0 or 1
     dropped: Mapping[str, int] = field(default_factory=dict)
+    num_unclosed: int = 0  # 0 or 1: the answer's list never began, or never ended
+    num_duplicates: int = 0  # predictions without a partner, near a truth that has one
+    reward: Mapping[str, float] = field(default_factory=dict)  # the task's terms and their ``total``
 
 
 def match_ratios(

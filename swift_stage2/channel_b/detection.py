@@ -256,6 +256,8 @@ class DetectionTask(Task):
                 num_gated=match.gated,
                 num_truncated=int(rollout.truncated),
                 dropped={str(reason): count for reason, count in parsed.dropped.items()},
+                num_unclosed=int(parsed.unclosed),
+                num_duplicates=match.duplicates,
             ),
             match=ObjectMatch(
                 predicted=tuple((found.label, found.box) for found in parsed.objects),

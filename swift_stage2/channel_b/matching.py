@@ -26,6 +26,7 @@ class MatchResult:
     pairs: tuple[tuple[int, int], ...]  # (prediction, truth), sorted by prediction
     gated: int  # candidates below the threshold
     ious: tuple[float, ...] = ()  # of the pairs, in their order; or what stood in the IoU's place
+    duplicates: int = 0  # predictions without a partner that could have had one: it has another
 
 
 def match_objects(
@@ -100,6 +101,8 @@ def match_likeness(
         pairs=pairs,
         gated=num_candidates - len(predictions),
         ious=tuple(float(likeness[pair]) for pair in pairs),
+        # The best match leaves no feasible pair of which both are free.
+        duplicates=len(set(candidates.rows.tolist())) - len(pairs),
     )
 
 

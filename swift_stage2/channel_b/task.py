@@ -8,15 +8,19 @@ others.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
+from swift_stage2.channel_b.reward import TOTAL, reward_terms, total_of
 from swift_stage2.columns import COLUMNS, LOG_PROBS, Column, stand_ins
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.config.registry import find, register
+from swift_stage2.config.stage2_ab import REWARD_WEIGHTS
 from swift_stage2.errors import ConfigError, SampleError, TaskError
 from swift_stage2.records import Rollout, Sample, SampleKey, Target, VersionSpan
 from swift_stage2.telemetry.trace import EnterSpan, untraced
@@ -67,6 +71,10 @@ class Task(ABC):
     columns: ClassVar[tuple[str, ...]] = ()
     """Names of the columns that it needs. Of those that servers give it finds the values in a rollout's field of that
     name, one per token id; its targets may carry any of them, one value per token (or one): ``Target.columns``."""
+    reward_terms: ClassVar[Mapping[str, float]] = REWARD_WEIGHTS
+    """Names of the terms of its reward, each with its weight unless ``reward_weights`` has another."""
+    reward_weights: Mapping[str, float] = MappingProxyType({})
+    """Those that the configuration writes."""
     settings: ClassVar[type | None] = None
     """A frozen dataclass of the settings that ``stage2_ab.task_settings`` may hold; its rules raise ConfigError."""
     span: EnterSpan = staticmethod(untraced)
@@ -116,6 +124,13 @@ class Task(ABC):
         Raises:
             SampleError, MatchingError: the sample cannot be used.
         """
+
+    def reward(self, rollout: Rollout, truth: Any, target: Target) -> Mapping[str, float]:
+        """How good the rollout is, by the names in ``reward_terms``: the larger the better. See ``reward.py``.
+
+        ``target`` is what ``correct`` gave for it. Nothing random, no clock: the same rollout has the same reward.
+        """
+        return reward_terms(target.quality)
 
     @abstractmethod
     def check_answer(self, text: str, truth: Any, normalise: Callable[[str], str] = str) -> object:
@@ -177,12 +192,14 @@ def name_of(task: Task) -> str:
 
 
 def correct_by(task: Task, rollout: Rollout, truth: Any, tokenise: Tokenise) -> Target:
-    """The target that the task gives, after a look at its form; ``truth`` as ``Task.correct`` takes it.
+    """The target that the task gives, after a look at its form, with the rollout's reward in its ``quality``.
+
+    ``truth`` is as ``Task.correct`` takes it.
 
     Raises:
         SampleError, MatchingError: the sample cannot be used, or the rollout lacks a column that the task needs.
         TaskError: the task gives no target, or one with another number of weights, or of a column's values, than of
-            tokens.
+            tokens; or other terms of the reward than it declares.
     """
     for name in task.columns:
         if COLUMNS[name].option and getattr(rollout, name) is None:
@@ -208,7 +225,17 @@ def correct_by(task: Task, rollout: Rollout, truth: Any, tokenise: Tokenise) -> 
                 f"task {name_of(task)}: a Target's {name} needs one value per {COLUMNS[name].per}, got "
                 f"num_values={len(values)} num_token_ids={len(target.token_ids)}; mend the task"
             )
-    return target
+    return replace(target, quality=replace(target.quality, reward=_reward_by(task, rollout, truth, target)))
+
+
+def _reward_by(task: Task, rollout: Rollout, truth: Any, target: Target) -> dict[str, float]:
+    terms, declared = dict(task.reward(rollout, truth, target)), task.reward_terms
+    if terms.keys() != declared.keys() or TOTAL in terms or not all(map(math.isfinite, terms.values())):
+        raise TaskError(
+            f"task {name_of(task)}: reward must give a finite number for each of {', '.join(declared)}, none of them "
+            f"named {TOTAL}, got {terms}; mend the task, or its reward_terms"
+        )
+    return terms | {TOTAL: total_of(terms, {**declared, **task.reward_weights})}
 
 
 def try_task(

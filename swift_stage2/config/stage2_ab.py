@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from swift_stage2.config import rules
+from swift_stage2.config.registry import find
 from swift_stage2.config.rules import Inequality
 from swift_stage2.errors import ConfigError
 
@@ -306,6 +307,24 @@ class TargetConfig:
         return self.missed_order is MissedOrder.ANY or self.weights.duplicate > 0
 
 
+REWARD_WEIGHTS = {"f1": 1.0, "iou": 1.0, "format": 0.5, "duplicates": 0.5, "misses": 0.5}
+"""Of the terms that a shipped task's reward has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardConfig:
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    """Weights of the reward's terms, by name, at least 0; a term that is left out has its default."""
+
+    def __post_init__(self) -> None:
+        for name, weight in self.weights.items():
+            if type(weight) not in (int, float) or not 0 <= weight < math.inf:
+                raise ConfigError(
+                    f"weights must be finite numbers of at least 0, because terms are the larger the better, got "
+                    f"{name}={weight!r}; write for example {name}: 0.5"
+                )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelBConfig:
     on_pipeline_failure: OnPipelineFailure = OnPipelineFailure.RAISE
@@ -322,6 +341,7 @@ class ChannelBConfig:
     packing: PackingConfig = field(default_factory=PackingConfig)
     matching: MatchingConfig = field(default_factory=MatchingConfig)
     target: TargetConfig = field(default_factory=TargetConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
 
     def __post_init__(self) -> None:
         rules.in_unit_range(self, "max_truncated_ratio")
@@ -363,6 +383,8 @@ class Stage2AbConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
+        for term in self.channel_b.reward.weights if self.task in SHIPPED_TASKS else ():
+            find(REWARD_WEIGHTS, "a term of channel_b.reward.weights", term)
         dialect = self.channel_b.target.dialect
         owner = SHIPPED_DIALECTS.get(dialect or "")
         if self.task in SHIPPED_TASKS and owner not in (None, self.task):

@@ -43,12 +43,18 @@ def make_task(config: Stage2Config) -> Task:
     """The task that ``stage2_ab.task`` names.
 
     Raises:
-        ConfigError: nobody has registered it or a column that it needs, or it does not like its settings.
+        ConfigError: nobody has registered it or a column that it needs, it does not like its settings, or its reward
+            has no term of a name that has a weight.
     """
     needed_columns(config)
-    task = find(TASKS, "stage2_ab.task", config.stage2_ab.task)
-    task.read_settings(config)
-    return task.from_config(config)
+    kind = find(TASKS, "stage2_ab.task", config.stage2_ab.task)
+    kind.read_settings(config)
+    weights = config.stage2_ab.channel_b.reward.weights
+    for term in weights:
+        find(kind.reward_terms, "a term of stage2_ab.channel_b.reward.weights", term)
+    task = kind.from_config(config)
+    task.reward_weights = weights
+    return task
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ class FinishedRollout:
     """The task's word for what that is a mean of: IoU, or closeness of points."""
     dropped: Mapping[str, int]
     """Objects that the parser dropped, by reason."""
+    reward: Mapping[str, float]
+    """The task's terms and their ``total``; empty of a run that an earlier release wrote."""
     text: str | None
     """The answer; None where it was not recorded."""
 
@@ -194,6 +196,7 @@ class _RankRollouts:
             mean_iou=match_ratios(**counts).get("mean_iou"),
             likeness=word if (word := self.start.get("likeness")) and word.isprintable() else "IoU",
             dropped=quality.get("dropped") or {},
+            reward=quality.get("reward") or {},
             text=next((text for text in texts if text is not None), None),
         )
 

@@ -82,6 +82,8 @@ def _facts(match: LoggedMatch) -> Iterator[str]:
     yield f"weights of version {match.version}"
     yield f"{len(match.pairs)} matched, {len(match.missed)} missed, {len(match.false)} false"
     yield from (f"dropped: {count} × {reason}" for reason, count in match.dropped.items() if count)
+    if match.reward:
+        yield "reward: " + ", ".join(f"{term} {value:.2f}" for term, value in match.reward.items())
     if match.truncated:
         yield "cut off at max_new_tokens"
     if len(match.images) > 1:

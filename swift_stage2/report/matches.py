@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
@@ -84,6 +84,8 @@ class LoggedMatch:
     truncated: bool
     dropped: Mapping[str, int]
     """Objects that the parser dropped, by reason."""
+    reward: Mapping[str, FiniteFloat] = field(default_factory=dict)
+    """The task's terms and their ``total``."""
 
     @property
     def row(self) -> int:

@@ -74,7 +74,8 @@ def line_of(rollout: FinishedRollout) -> str:
         rollout.server or "server unknown",
         f"{rollout.num_tokens:>4} tokens{', truncated' if rollout.truncated else ''}",
         f"{rollout.pairs} matched, {rollout.false} false, {rollout.missed} missed{iou}"
-        + (f", {dropped} dropped" if dropped else ""),
+        + (f", {dropped} dropped" if dropped else "")
+        + (f", reward {rollout.reward['total']:.2f}" if "total" in rollout.reward else ""),
     ]
     if rollout.text is not None:  # a model's words: nothing that a terminal would obey
         parts.append(repr(rollout.text[:_MOST_CHARACTERS]) + "…" * (len(rollout.text) > _MOST_CHARACTERS))

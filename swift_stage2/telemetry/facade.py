@@ -50,16 +50,17 @@ class Telemetry:
         live: LiveView | None = None,
         total_steps: int = 0,
         queue_limit: int | None = None,
+        reward_terms: Sequence[str] = (),
     ) -> None:
         """``queue_limit`` None means that there is no channel B. ``live`` is used on rank 0 only, and closed here.
 
-        ``kept_rows`` of the data set have their matches kept whole.
+        ``kept_rows`` of the data set have their matches kept whole, ``reward_terms`` of rollouts are summed.
         """
         self._run_dir = run_dir
         self._rank = rank
         self._world_size = world_size
         self._storage = StorageWarning()
-        self.counters = Counters()
+        self.counters = Counters(reward_terms)
         self.trace = Trace(trace)
         self.clock = ActivityClock(self.trace.now_ns, self.trace.recorder_of("learner"))
         self.activity = self.clock.activity
@@ -246,11 +247,7 @@ class Telemetry:
         self._show()
 
     def merge_and_write(
-        self,
-        step: int,
-        sum_across_ranks: SumAcrossRanks,
-        *,
-        epoch: float | None = None,
+        self, step: int, sum_across_ranks: SumAcrossRanks, *, epoch: float | None = None
     ) -> dict[str, float]:
         """One logging step: add all ranks' numbers up, and write them on rank 0. Called on all ranks alike.
 

@@ -192,6 +192,7 @@ class MatchLog:
             target=target.text,
             truncated=rollout.truncated,
             dropped=target.quality.dropped,
+            reward={term: round(value, 4) for term, value in target.quality.reward.items()},
         )
 
 

@@ -21,6 +21,7 @@ from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import Activity
 
 PREFIX = "stage2_ab/"
+REWARD = "reward/"  # begins the names of a reward's sums, one per term of the task, and their tags
 
 STAGES = ("rollout", "prepare", "parse", "match", "target", "encode", "pack", "plan")
 
@@ -194,12 +195,14 @@ METRICS_BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
 class Counters:
     """One rank's counters and gauges, which any thread may move. A name that is not declared raises ValueError.
 
-    Gauges have no value until they are set. Counters continue after a resume; gauges do not.
+    Gauges have no value until they are set. Counters continue after a resume; gauges do not. The terms of the task's
+    reward are summed beside them, and may be below 0: ``reward_terms`` names them, the same on all ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reward_terms: Iterable[str] = ()) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, float] = {m.name: 0 for m in METRICS if m.kind is Kind.COUNTER}
+        self._counts |= {REWARD + term: 0.0 for term in reward_terms}
         self._gauges: dict[str, float] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
@@ -209,6 +212,12 @@ class Counters:
         self._check(name, Kind.COUNTER)
         with self._lock:
             self._counts[name] += amount
+
+    def add_reward(self, terms: Mapping[str, float]) -> None:
+        """Add one rollout's; a term that was not named raises KeyError."""
+        with self._lock:
+            for term, value in terms.items():
+                self._counts[REWARD + term] += value
 
     def set(self, name: str, value: float | None) -> None:
         """Set a gauge; None takes its value away."""
@@ -271,9 +280,22 @@ class MergedMetrics:
     """Added up over ranks."""
 
 
-def vector_length(world_size: int) -> int:
-    """How many numbers every rank contributes."""
-    return len(_SUMMED) + len(Activity) + len(_GAUGES) * world_size
+def reward_ratios(names: Iterable[str]) -> tuple[Ratio, ...]:
+    """The mean of each of a reward's terms that is among ``names``, over the rollouts that were matched."""
+    return tuple(
+        Ratio(name, (name,), ("rollouts_prepared",), "mean of the term")
+        for name in names
+        if name.startswith(REWARD)
+    )
+
+
+def vector_length(world_size: int, num_terms: int = 0) -> int:
+    """How many numbers every rank contributes; ``num_terms`` of the reward are summed."""
+    return len(_SUMMED) + num_terms + len(Activity) + len(_GAUGES) * world_size
+
+
+def _summed(numbers: Iterable[str]) -> tuple[str, ...]:
+    return (*_SUMMED, *(name for name in numbers if name.startswith(REWARD)))
 
 
 def encode(
@@ -284,7 +306,7 @@ def encode(
     for index, metric in enumerate(_GAUGES):
         slots[index * world_size + rank] = numbers.get(metric.name, math.nan)
     return (
-        *(float(numbers[name]) for name in _SUMMED),
+        *(float(numbers[name]) for name in _summed(numbers)),
         *(float(activity_ns[activity]) for activity in Activity),
         *slots,
     )
@@ -296,14 +318,16 @@ def decode(vector: Sequence[float], numbers: Mapping[str, float], *, world_size:
     Raises:
         ValueError: the vector was not made for ``world_size`` ranks.
     """
-    if len(vector) != vector_length(world_size):
+    summed = _summed(numbers)
+    length = vector_length(world_size, len(summed) - len(_SUMMED))
+    if len(vector) != length:
         raise ValueError(
-            f"the merged vector has {vector_length(world_size)} entries for {world_size} ranks, got {len(vector)}; "
+            f"the merged vector has {length} entries for {world_size} ranks, got {len(vector)}; "
             "all ranks must run the same release"
         )
-    values = dict(zip(_SUMMED, vector, strict=False)) | {name: numbers[name] for name in _SAME}
-    begin = len(_SUMMED) + len(Activity)
-    activity_ns = {a: round(ns) for a, ns in zip(Activity, vector[len(_SUMMED) : begin], strict=True)}
+    values = dict(zip(summed, vector, strict=False)) | {name: numbers[name] for name in _SAME}
+    begin = len(summed) + len(Activity)
+    activity_ns = {a: round(ns) for a, ns in zip(Activity, vector[len(summed) : begin], strict=True)}
     per_rank: dict[str, tuple[float | None, ...]] = {}
     for index, metric in enumerate(_GAUGES):
         start = begin + index * world_size

@@ -74,6 +74,7 @@ _Count = Annotated[int, Field(ge=0, lt=_MOST)]
 _NumRanks = Annotated[int, Field(ge=1, le=2**16)]
 # Nothing that sums and quotients of it would make infinite.
 _Number = Annotated[float, Field(ge=0, lt=_MOST, allow_inf_nan=False)]
+_Term = Annotated[float, Field(gt=-_MOST, lt=_MOST, allow_inf_nan=False)]
 _Loss = float | Annotated[str, AfterValidator(float)]  # one that is not finite is written as text
 _HexFloat = Annotated[str, AfterValidator(_hex)]
 _Sample = Annotated[list[_Count], Field(min_length=4, max_length=4)]  # epoch, position, row, attempt
@@ -105,7 +106,7 @@ _State = _form(
     epoch=_Count, position=_Count, num_rows=_Count, world_size=_NumRanks, seed=_Integer, outstanding=_Samples
 )
 _Quality = _form(
-    {"num_truncated": bool | _Count, "dropped": dict[str, _Count]},
+    {"num_truncated": bool | _Count, "dropped": dict[str, _Count], "reward": dict[str, _Term]},
     num_predictions=_Count,
     num_ground_truth=_Count,
     num_pairs=_Count,

@@ -212,6 +212,7 @@ class PipelineRecorder:
         add("match_gated", quality.num_gated)
         for reason, count in quality.dropped.items():
             add(f"objects_dropped/{reason}", count)
+        self._counters.add_reward(quality.reward)
 
 
 class EvaluationRecorder:

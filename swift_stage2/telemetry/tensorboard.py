@@ -31,9 +31,11 @@ from swift_stage2.telemetry.metrics import (
     METRICS,
     PREFIX,
     RATIOS,
+    REWARD,
     SCORE_TAGS,
     STAGES,
     MergedMetrics,
+    reward_ratios,
 )
 
 Charts = dict[str, Sequence[str]]
@@ -85,6 +87,7 @@ LAYOUT: dict[str, Charts] = {
         "gated pairs": ("match/gated",),
         "parsed objects": ("parse/objects",),
         "truncated": ("parse/truncated_ratio",),
+        "reward": (f"{REWARD}.+",),
     },
     "Evaluation": {
         "against the validation set": EVALUATION_TAGS[:4],
@@ -121,7 +124,7 @@ def scalars_of_merge(merged: MergedMetrics, window_start: Mapping[str, float]) -
         for metric in METRICS
         if metric.tag is not None and metric.name in used
     }
-    for ratio in RATIOS:
+    for ratio in (*RATIOS, *reward_ratios(merged.values)):
         if (value := ratio.value(merged.values, window_start)) is not None:
             scalars[PREFIX + ratio.tag] = value
     return scalars | _schedule(merged.values) | _activities(merged.activity_ns)

@@ -1,0 +1,232 @@
+"""The reward's terms: against a brute-force pairing in exact fractions, and the properties that a reward must have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from detection_task import make_task
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_stage2.channel_b.dialects import POINT_LIST
+from swift_stage2.channel_b.points import PointTask
+from swift_stage2.channel_b.targets import TokenGroup
+from swift_stage2.channel_b.task import Task, try_task
+from swift_stage2.config import MatchingConfig, load_config
+from swift_stage2.config.stage2_ab import REWARD_WEIGHTS
+from swift_stage2.errors import ConfigError, TaskError
+from swift_stage2.preflight.channel_b_parts import make_task as task_of
+from swift_stage2.records import Target
+
+Box = tuple[int, int, int, int]
+RANGES = {"f1": (0, 1), "iou": (0, 1), "format": (0, 1), "duplicates": (-1, 0), "misses": (-1, 0)}
+BEST = {"f1": 1.0, "iou": 1.0, "format": 1.0, "duplicates": 0.0, "misses": 0.0, "total": 2.5}
+POINTS = PointTask(dialect=POINT_LIST, matching=MatchingConfig(), weights=dict.fromkeys(TokenGroup, 1.0))
+_sizes = st.integers(1, 6)
+_place = st.tuples(st.integers(0, 8), st.integers(0, 8), _sizes, _sizes)
+boxes = _place.map(lambda at: (at[0], at[1], at[0] + at[2], at[1] + at[3]))
+
+
+def answer(said: Sequence[Box]) -> str:
+    return json.dumps([{"bbox_2d": list(box), "label": "a"} for box in said])
+
+
+def row(true: Sequence[Box]) -> dict[str, Any]:
+    return {"objects": {"ref": ["a"] * len(true), "bbox": [list(box) for box in true]}}
+
+
+def reward(said: Sequence[Box] | str, true: Sequence[Box], task: Task | None = None) -> Mapping[str, float]:
+    text = said if isinstance(said, str) else answer(said)
+    return try_task(task or make_task(), row(true), text).quality.reward
+
+
+# --- the oracle ---------------------------------------------------------------------------------------
+
+
+def iou(one: Box, other: Box) -> Fraction:
+    """By counting the unit squares of each."""
+    first, second = (
+        {(x, y) for x in range(box[0], box[2]) for y in range(box[1], box[3])} for box in (one, other)
+    )
+    return Fraction(len(first & second), len(first | second))
+
+
+def all_pairings(num_said: int, num_true: int) -> Iterator[list[tuple[int, int]]]:
+    """Every injective partial map, by permutations of truths and of as many blanks as there are predictions."""
+    slots = [*range(num_true), *[None] * num_said]
+    for chosen in set(permutations(slots, num_said)):
+        yield [(found, true) for found, true in enumerate(chosen) if true is not None]
+
+
+def expected(said: Sequence[Box], true: Sequence[Box]) -> dict[str, Fraction]:
+    """By the rules of the default settings: a pair needs an IoU of 0.3 and saves 2 - (1 - IoU)."""
+    shared = {(p, t): iou(a, b) for p, a in enumerate(said) for t, b in enumerate(true)}
+    feasible = {pair for pair, value in shared.items() if value >= Fraction(3, 10)}
+    pairings = [each for each in all_pairings(len(said), len(true)) if feasible.issuperset(each)]
+    gains = [sum((1 + shared[pair] for pair in each), Fraction(0)) for each in pairings]
+    near = [
+        each for each, gain in zip(pairings, gains, strict=True) if gain >= max(gains) - Fraction(1, 10**9)
+    ]
+    best = max(near, key=len)
+    paired, covered = {found for found, _ in best}, {number for _, number in best}
+    twice = {p for p, t in feasible if p not in paired and t in covered}
+    n, m, k = len(said), len(true), len(best)
+    right = Fraction(int(n == m == 0))
+    return {
+        "f1": Fraction(2 * k, n + m) if n + m else right,
+        "iou": sum((shared[pair] for pair in best), Fraction(0)) / m if m else right,
+        "format": Fraction(1),
+        "duplicates": -Fraction(len(twice), n) if n else Fraction(0),
+        "misses": -Fraction(m - k, m) if m else Fraction(0),
+    }
+
+
+@given(st.lists(boxes, max_size=4), st.lists(boxes, max_size=3))
+def test_terms_are_those_of_the_best_of_all_pairings(said: list[Box], true: list[Box]) -> None:
+    found, wanted = reward(said, true), expected(said, true)
+    total = sum(Fraction(REWARD_WEIGHTS[name]) * value for name, value in wanted.items())
+    for name, value in (wanted | {"total": total}).items():
+        assert found[name] == pytest.approx(float(value), abs=1e-8), name
+
+
+# --- properties ---------------------------------------------------------------------------------------
+
+
+@given(st.lists(boxes, max_size=7), st.lists(boxes, max_size=7), st.sampled_from(["", "]", "[", "no", "[7]"]))
+def test_every_term_is_in_its_range_and_nothing_beats_the_truth(
+    said: list[Box], true: list[Box], spoilt: str
+) -> None:
+    for found in (reward(said, true), reward(spoilt, true), reward(answer(said) + spoilt, true)):
+        assert found.keys() == {*RANGES, "total"}
+        for name, (least, most) in RANGES.items():
+            assert least <= found[name] <= most, name
+        assert found["total"] <= BEST["total"]
+    assert reward(true, true) == BEST
+
+
+@given(st.lists(boxes, max_size=6), st.lists(boxes, max_size=6), st.randoms())
+def test_no_order_changes_anything(said: list[Box], true: list[Box], random: Any) -> None:
+    other = reward(random.sample(said, len(said)), random.sample(true, len(true)))
+    assert dict(other) == pytest.approx(dict(reward(said, true)), abs=1e-8)
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> tuple[list[Box], list[Box], list[Box]]:
+    """Truths on a grid, far apart; an answer that places some of them within 4 of 10 pixels, each once; false boxes."""
+    true = [(x, y, x + 10, y + 10) for x in (0, 40, 80) for y in (0, 40, 80)][: draw(st.integers(1, 9))]
+    shift = st.integers(0, 4)
+    right = [
+        (x1 + draw(shift), y1 + draw(shift), x2, y2)
+        for x1, y1, x2, y2 in draw(st.lists(st.sampled_from(true), unique=True, min_size=1))
+    ]
+    false = [(x, 200, x + 9, 210) for x in range(0, 20 * draw(st.integers(0, 5)), 20)]
+    return true, right, false
+
+
+@given(scenes(), st.data())
+def test_a_duplicate_or_a_missed_object_never_pays(
+    scene: tuple[list[Box], list[Box], list[Box]], data: st.DataObject
+) -> None:
+    true, right, false = scene
+    before = reward([*right, *false], true)
+    assert before["duplicates"] == 0
+    number = data.draw(st.integers(0, len(right) - 1))
+    repeated = reward([*right, *false, right[number]], true)
+    assert repeated["duplicates"] == pytest.approx(-1 / (len(right) + len(false) + 1))
+    missed = reward([*right[:number], *right[number + 1 :], *false], true)
+    wrong = reward([*right, *false, (300, 300, 310, 310)], true)
+    for other in (repeated, missed, wrong):
+        assert other["total"] < before["total"]
+        assert all(other[name] <= before[name] + 1e-12 for name in RANGES)
+    more = reward([*right, *false, right[number], right[number]], true)
+    assert more["total"] < repeated["total"], "the second one costs as well"
+
+
+def test_an_image_without_objects_has_a_right_answer() -> None:
+    assert reward([], []) == BEST
+    invented = reward([(0, 0, 5, 5)], [])
+    assert dict(invented) == {**dict.fromkeys(RANGES, 0.0), "format": 1.0, "total": 0.5}
+    assert reward("none", [])["format"] == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["I see nothing.", answer([(0, 0, 5, 5)])[:-1], '[{"bbox_2d": [1, 2, 3], "label": "a"}]'],
+    ids=["no list", "not closed", "dropped"],
+)
+def test_an_answer_that_is_not_read_whole_has_no_format(text: str) -> None:
+    assert reward(text, [(0, 0, 5, 5)])["format"] == 0
+
+
+def test_silence_before_objects_has_a_reward_of_zero() -> None:
+    assert reward([], [(0, 0, 5, 5)])["total"] == 0
+
+
+def test_points_have_their_closeness_as_iou() -> None:
+    said = json.dumps([{"point_2d": [x, y], "label": "a"} for x, y in ((115, 20), (10, 10), (115, 20))])
+    true = {"objects": {"ref": ["a"] * 3, "bbox": [[10, 10], [100, 20], [250, 300]]}}
+    found = try_task(POINTS, true, said, (300, 400)).quality.reward  # diagonal 500: the limit is 25
+    wanted = {"f1": 4 / 6, "iou": (1 + 10 / 25) / 3, "format": 1, "duplicates": -1 / 3, "misses": -1 / 3}
+    assert dict(found) == pytest.approx(wanted | {"total": 4 / 6 + 1.4 / 3 + 0.5 - 1 / 6 - 1 / 6})
+
+
+# --- weights and a user's own ---------------------------------------------------------------------------
+
+
+def configured(tmp_path: Path, weights: dict[str, Any]) -> Task:
+    file = tmp_path / "run.yaml"
+    channel_b = {"reward": {"weights": weights}}
+    file.write_text(yaml.safe_dump({"stage2_ab": {"schedule": {"b_ratio": 0}, "channel_b": channel_b}}))
+    return task_of(load_config(file))
+
+
+def test_written_weights_replace_defaults_one_by_one(tmp_path: Path) -> None:
+    task = configured(tmp_path, {"f1": 4, "format": 0})
+    found = reward([(0, 0, 5, 5), (0, 0, 5, 5)], [(0, 0, 5, 5)], task)
+    assert found["total"] == pytest.approx(4 * 2 / 3 + 1 - 0.5 / 2)
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        (
+            {"fromat": 1.0},
+            "must be f1 or iou or format or duplicates or misses, got weights='fromat'; did you mean",
+        ),
+        ({"duplicate": 1.0}, "did you mean 'duplicates'"),
+        ({"misses": -0.5}, "at least 0, because terms are the larger the better, got misses=-0.5"),
+        ({"f1": True}, "got f1=True"),
+        ({"f1": float("nan")}, "got f1=nan"),
+    ],
+)
+def test_other_weights_are_refused(tmp_path: Path, weights: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=r"channel_b\.reward") as caught:
+        configured(tmp_path, weights)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("terms", [{"f1": 1.0}, {"own": float("nan")}, {}, {"own": 1.0, "total": 1.0}])
+def test_terms_that_are_not_declared_are_the_tasks_fault(terms: dict[str, float]) -> None:
+    task: Any = make_task()
+    task.reward, task.reward_terms = (lambda *_: terms), {"own": 1.0}
+    with pytest.raises(TaskError, match="a finite number for each of own, none of them named total, got"):
+        reward([], [], task)
+
+
+def test_the_reward_changes_nothing_that_is_trained() -> None:
+    def trained(target: Target) -> Target:
+        return replace(target, quality=replace(target.quality, reward={}))
+
+    task: Any = make_task()
+    task.reward_weights = dict.fromkeys(REWARD_WEIGHTS, 7.0)
+    said, true = answer([(0, 0, 5, 5)]), row([(0, 0, 5, 6), (9, 9, 12, 12)])
+    assert trained(try_task(task, true, said)) == trained(try_task(make_task(), true, said))
