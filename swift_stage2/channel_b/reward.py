@@ -1,7 +1,7 @@
 """The reward of an answer: named terms, computed from the counts of its match, and their weighted sum. Pure.
 
 Every term is the larger the better, so no weight is below 0. Rewards of sets of boxes are known from VLM-R1 (Shen et
-al., 2025, arXiv:2504.07615: precision over IoU, a penalty of redundant boxes, format) and VisionReasoner (Liu et al.,
+al., 2025, arXiv:2504.07615: mAP, a penalty of redundant boxes, format) and VisionReasoner (Liu et al.,
 2025, arXiv:2505.12081: pairs by the Hungarian method, no repetition). The pairs here are those that targets follow.
 """
 

@@ -198,8 +198,8 @@ def test_written_weights_replace_defaults_one_by_one(tmp_path: Path) -> None:
     ("weights", "told"),
     [
         (
-            {"fromat": 1.0},
-            "must be f1 or iou or format or duplicates or misses, got weights='fromat'; did you mean",
+            {"formats": 1.0},
+            "must be f1 or iou or format or duplicates or misses, got weights='formats'; did you mean",
         ),
         ({"duplicate": 1.0}, "did you mean 'duplicates'"),
         ({"misses": -0.5}, "at least 0, because terms are the larger the better, got misses=-0.5"),

@@ -171,6 +171,8 @@ def test_a_users_task_works_in_the_preprocessing_process(load: Any, tmp_path: Pa
         assert isinstance(right, Prepared)
         assert isinstance(wrong, Prepared)
         assert (right.target.text, wrong.target.text) == (str(truth),) * 2
+        assert [each.segment.quality.reward["exact"] for each in (right, wrong)] == [1.0, 0.0]
+        assert right.segment.quality.reward["total"] == 1.5, "its weights came along"
         assert (right.target.metrics["exact"], wrong.target.metrics["exact"]) == ((1.0, 1.0), (0.0, 1.0))
         pack = there.pack("p", [right.segment])
         assert pack.num_supervised_tokens == len(right.target.token_ids) + len(encoder.closing_token_ids)
@@ -187,6 +189,20 @@ def test_a_task_is_tried_without_a_model(files: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == BLOCKS["try_counting.py"]["code"].strip().rpartition("# ")[2]
+
+
+def test_a_users_reward_has_its_terms_and_weights(load: Any, tmp_path: Path) -> None:
+    load("counting.py")
+    row = {"messages": [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "4"}]}
+    task = task_of(_configured(tmp_path, SETTINGS[1]))
+    assert try_task(task, row, "7").quality.reward == {"exact": 0.0, "near": 0.25, "total": 0.5 * 0.25}
+    assert try_task(task, row, "4").quality.reward == {"exact": 1.0, "near": 1.0, "total": 1.5}
+    channel_b = {"reward": {"weights": {"nears": 1.0}}}
+    settings = {**SETTINGS[1], "stage2_ab": {**SETTINGS[1]["stage2_ab"], "channel_b": channel_b}}
+    with pytest.raises(
+        ConfigError, match=r"reward\.weights must be exact or near, got .*; did you mean 'near'"
+    ):
+        task_of(_configured(tmp_path, settings))
 
 
 def test_a_task_that_nobody_registered_is_one_line_with_the_nearest(load: Any, tmp_path: Path) -> None:

@@ -73,6 +73,12 @@ def test_a_thumbnail_is_small_and_made_once(tmp_path: Path) -> None:
     assert "first of 2 images" in found.pictures[0].facts
 
 
+def test_a_reward_is_one_short_line(tmp_path: Path) -> None:
+    with_one, without = gallery(tmp_path, {}, {"reward": {"f1": 2 / 3, "misses": -0.5, "total": 1}}).pictures
+    assert "reward: f1 0.67, misses -0.50, total 1.00" in with_one.facts
+    assert not any("reward" in fact for fact in without.facts)
+
+
 def test_boxes_are_told_apart(tmp_path: Path) -> None:
     values = {"truth": [[0, 0, 9, 9], [1, 1, 2, 2]], "predicted": [[0, 0, 9, 8], [3, 3, 4, 4]]}
     (shown,) = gallery(tmp_path, values).pictures

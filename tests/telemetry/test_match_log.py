@@ -13,7 +13,7 @@ from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.ledger import MatchLog, matches_path, rows_to_keep
 from swift_stage2.telemetry.reading import read_audit
 
-QUALITY = MatchQuality(1, 2, 1, 0.75, 0, 1, {"invalid_box": 2})
+QUALITY = MatchQuality(1, 2, 1, 0.75, 0, 1, {"invalid_box": 2}, reward={"f1": 2 / 3, "total": 1.0})
 MATCH = ObjectMatch(
     predicted=(("cat", (1, 2, 3, 4)),),
     truth=(("cat", (1, 2, 3, 5)), ("dog", (6, 7, 8, 9))),
@@ -68,6 +68,7 @@ def test_a_match_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "target": "wanted",
         "truncated": True,
         "dropped": {"invalid_box": 2},
+        "reward": {"f1": 0.6667, "total": 1.0},
     }
 
 

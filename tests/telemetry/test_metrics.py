@@ -52,6 +52,7 @@ def declared_tags() -> set[str]:
         | set(EVALUATION_TAGS)
         | set(SCORE_TAGS)
         | {f"time/learner_{name}" for name in (*Activity, "wall")}
+        | {f"{metrics.REWARD}.+"}
     )
 
 
@@ -80,6 +81,7 @@ def test_the_document_lists_every_tag_and_no_other() -> None:
         "async/skipped/<reason>_total": tuple(SkipReason),
         "parse/dropped/<reason>": tuple(ObjectDropReason),
         "time/<stage>": metrics.STAGES,
+        "reward/<term>": (".+",),
         "time/learner_<activity>": tuple(Activity),
     }
     for row, members in families.items():
@@ -234,6 +236,22 @@ def test_the_length_depends_on_the_number_of_ranks_only() -> None:
     counters.add("packs_made", 2)
     full = encode(counters.snapshot(), dict.fromkeys(Activity, 5), rank=2, world_size=3)
     assert len(empty) == len(full) == vector_length(3)
+
+
+def test_terms_of_a_reward_are_summed_over_ranks_and_may_be_below_zero() -> None:
+    ranks = [Counters(("f1", "misses")) for _ in range(3)]
+    for rank, misses in zip(ranks, (-0.5, -0.25, 0.0), strict=True):
+        rank.add_reward({"misses": misses, "f1": 1.0})
+        rank.set("queue_depth", 2)
+    views = merge(ranks)
+    assert all(view == views[0] for view in views)
+    assert (views[0].values["reward/f1"], views[0].values["reward/misses"]) == (3.0, -0.75)
+    assert views[0].values["queue_depth"] == 2, "what stands behind the terms is still found"
+    with pytest.raises(KeyError):
+        ranks[0].add_reward({"f2": 1.0})
+    resumed = Counters(("f1", "misses"))
+    resumed.load_state_dict(ranks[0].state_dict())
+    assert resumed.snapshot()["reward/misses"] == -0.5
 
 
 def test_a_vector_of_another_world_size_is_refused() -> None:

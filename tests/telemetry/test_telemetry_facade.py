@@ -265,6 +265,21 @@ def test_ratios_cover_the_window_and_totals_the_run(tmp_path: Path) -> None:
     ranks.close()
 
 
+def test_a_reward_is_the_mean_over_the_window_s_rollouts_of_all_ranks(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, reward_terms=("own", "total"))
+    for telemetry, rewards in zip(ranks.telemetry, ((1.0, 0.5), (-1.5,)), strict=True):
+        for value in rewards:
+            match = quality(reward={"own": value, "total": 2 * value})
+            telemetry.pipeline.segment(segment(match), 0.0)
+    first = ranks.merge(at=1)[0]
+    assert (first["stage2_ab/reward/own"], first["stage2_ab/reward/total"]) == (0.0, 0.0)
+    ranks.telemetry[1].pipeline.segment(segment(quality(reward={"own": -0.25, "total": 1.0})), 0.0)
+    second = ranks.merge(at=2)[0]
+    assert (second["stage2_ab/reward/own"], second["stage2_ab/reward/total"]) == (-0.25, 1.0)
+    assert "stage2_ab/reward/own" not in ranks.merge(at=3)[0], "nothing was matched since"
+    ranks.close()
+
+
 def test_the_lag_is_that_of_the_window(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, world_size=1)
     ranks.step(0, PLAN_B, version=5, packs=(pack(version=3),))
