@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 
 from swift_stage2.channel_b.dialects import POINT_LIST
 from swift_stage2.channel_b.points import PointTask
+from swift_stage2.channel_b.reward import reward_terms
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import Task, try_task
 from swift_stage2.config import MatchingConfig, load_config
 from swift_stage2.config.stage2_ab import REWARD_WEIGHTS
 from swift_stage2.errors import ConfigError, TaskError
 from swift_stage2.preflight.channel_b_parts import make_task as task_of
-from swift_stage2.records import Target
+from swift_stage2.records import MatchQuality, Target
 
 Box = tuple[int, int, int, int]
 RANGES = {"f1": (0, 1), "iou": (0, 1), "format": (0, 1), "duplicates": (-1, 0), "misses": (-1, 0)}
@@ -164,6 +165,8 @@ def test_an_image_without_objects_has_a_right_answer() -> None:
 )
 def test_an_answer_that_is_not_read_whole_has_no_format(text: str) -> None:
     assert reward(text, [(0, 0, 5, 5)])["format"] == 0
+    whole = MatchQuality(1, 1, 1, 1.0, 0, 0)
+    assert [reward_terms(replace(whole, num_truncated=number))["format"] for number in (0, 1)] == [1, 0]
 
 
 def test_silence_before_objects_has_a_reward_of_zero() -> None:
@@ -214,11 +217,16 @@ def test_other_weights_are_refused(tmp_path: Path, weights: dict[str, Any], told
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("terms", [{"f1": 1.0}, {"own": float("nan")}, {}, {"own": 1.0, "total": 1.0}])
-def test_terms_that_are_not_declared_are_the_tasks_fault(terms: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("terms", "declared"),
+    [({"f1": 1.0}, "own"), ({"own": float("nan")}, "own"), ({}, "own"), ({"total": 1.0}, "total")],
+)
+def test_terms_that_are_not_declared_are_the_tasks_fault(terms: dict[str, float], declared: str) -> None:
     task: Any = make_task()
-    task.reward, task.reward_terms = (lambda *_: terms), {"own": 1.0}
-    with pytest.raises(TaskError, match="a finite number for each of own, none of them named total, got"):
+    task.reward, task.reward_terms = (lambda *_: terms), {declared: 1.0}
+    with pytest.raises(
+        TaskError, match=f"a finite number for each of {declared}, none of them named total, got"
+    ):
         reward([], [], task)
 
 
