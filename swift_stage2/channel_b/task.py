@@ -229,7 +229,8 @@ def correct_by(task: Task, rollout: Rollout, truth: Any, tokenise: Tokenise) -> 
 
 
 def _reward_by(task: Task, rollout: Rollout, truth: Any, target: Target) -> dict[str, float]:
-    terms, declared = dict(task.reward(rollout, truth, target)), task.reward_terms
+    declared = task.reward_terms
+    terms = {name: float(value) for name, value in task.reward(rollout, truth, target).items()}
     if terms.keys() != declared.keys() or TOTAL in terms or not all(map(math.isfinite, terms.values())):
         raise TaskError(
             f"task {name_of(task)}: reward must give a finite number for each of {', '.join(declared)}, none of them "

@@ -10,6 +10,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from detection_task import make_task
@@ -228,6 +229,15 @@ def test_terms_that_are_not_declared_are_the_tasks_fault(terms: dict[str, float]
         TaskError, match=f"a finite number for each of {declared}, none of them named total, got"
     ):
         reward([], [], task)
+
+
+@pytest.mark.parametrize("value", [True, 1, np.float32(1)])
+def test_terms_are_told_as_plain_numbers(value: Any) -> None:
+    task: Any = make_task()
+    task.reward, task.reward_terms = (lambda *_: {"own": value}), {"own": 0.5}
+    found = reward([], [], task)
+    assert found == {"own": 1.0, "total": 0.5}
+    assert {type(each) for each in found.values()} == {float}, "the ledger's form has floats"
 
 
 def test_the_reward_changes_nothing_that_is_trained() -> None:

@@ -241,7 +241,9 @@ def test_an_image_without_objects_is_taught_as_channel_a_teaches_it(
     quality = segment.quality
     num_false = len(rows[0]["objects"]["ref"])
     assert (quality.num_predictions, quality.num_ground_truth, quality.num_pairs) == (num_false, 0, 0)
-    assert segment_of(encoder, task, sample, answer).quality == replace(quality, num_predictions=0)
+    right = segment_of(encoder, task, sample, answer).quality
+    assert right == replace(quality, num_predictions=0, reward=right.reward)
+    assert (right.reward["total"], quality.reward["total"]) == (2.5, 0.5), "silence is right here"
 
 
 def test_a_pack_of_empty_answers_trains(rows: list[dict[str, Any]], encoder: Encoder) -> None:
