@@ -271,8 +271,8 @@ class PinnedEvaluation:
         self._record = record
         self._record_scores = record_scores
         self._keeper = keeper
-        self.latest: EvaluationRecord | None = None
-        """That ended last, in this process."""
+        self.ended: list[EvaluationRecord] = []
+        """In this process."""
 
     @property
     def wanted(self) -> bool:
@@ -344,8 +344,8 @@ class PinnedEvaluation:
             parts = self._control.gather(self.part.lines)
             if self._control.rank == 0:
                 self._keeper.take(ended, parts)
-        self.latest = EvaluationRecord(ended, step, end, counts)
-        self._record(self.latest)
+        self.ended.append(EvaluationRecord(ended, step, end, counts))
+        self._record(self.ended[-1])
 
 
 def make_evaluation(

@@ -74,10 +74,10 @@ class Stage2Run:
         self._switch_interval_before: float | None = None
 
     @property
-    def latest_evaluation(self) -> EvaluationRecord | None:
-        """The evaluation on the servers that ended last in this process, equal on every rank."""
+    def evaluations(self) -> Sequence[EvaluationRecord]:
+        """The evaluations on the servers that have ended in this process, equal on every rank."""
         evaluation = self._channel_b.evaluation if self._channel_b is not None else None
-        return evaluation.latest if evaluation is not None else None
+        return evaluation.ended if evaluation is not None else ()
 
     def tell_evaluations(self) -> None:
         """Tells what is still to come of evaluations that have ended: scores and pictures, within 30 s of each."""

@@ -352,4 +352,6 @@ def test_a_final_evaluation_that_is_too_slow_or_stopped_on_one_rank_ends_on_both
         assert result["final_too_slow"]["evaluations"][-1] == [6, 6, 6, 3, "training_ends", 5]
         assert "within 0.5 s, got training_ends and 1 proven" in result["final_too_slow"]["warnings"][0]
         assert result["final_stopped"]["versions"][:1] == [2]
-        assert len(result["final_stopped"]["warnings"]) == 1
+        assert result["final_stopped"]["warnings"] == [], "nobody is to blame"
+        stopped = result["final_stopped_before"]
+        assert (stopped["rounds"][-1][0] < 6, stopped["warnings"]) == (True, []), "no round is begun any more"

@@ -350,6 +350,7 @@ def final_evaluation(
     is_staging: bool = False,
     dead_rounds: frozenset[int] = frozenset(),
     after_agreement: Any = None,
+    is_stopped: bool = False,
 ) -> dict[str, Any]:
     """After six steps, or fewer, of which the last one trains at 5. Rank 0 has its answers at once; rank 1 after five
     agreements, or what ``after_agreement`` does at each."""
@@ -377,6 +378,8 @@ def final_evaluation(
             b.sync.ends_at_once = not (is_staging and step == 5)
             learner.begin_step(step, 1)
         b.pipeline.observe = observe
+        if is_stopped and RANK == 1:
+            learner.request_stop()
         learner.evaluate_final(num_steps)
         num_agreements = next(agreements)
         learner.evaluate_final(num_steps)
@@ -781,6 +784,7 @@ SCENARIOS = {
     "final_without_server": lambda: final_evaluation(dead_rounds=frozenset({3})),
     "final_too_slow": lambda: final_evaluation(seconds=0.5, after_agreement=answer_one),
     "final_stopped": lambda: final_evaluation(after_agreement=stop),
+    "final_stopped_before": lambda: final_evaluation(is_stopped=True),
     "evaluation_running": lambda: evaluating(6, sync_every=50, delay=2),
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -195,17 +196,21 @@ class EvaluationKeeper:
         self._draw = draw if shows else None
         self._shows = shows
         self._has_told_of_picture = False
-        self._calls: list[BackgroundCall[Scored]] = []
+        self._calls: list[tuple[RunningEvaluation, BackgroundCall[Scored]]] = []
 
     def take(self, evaluation: RunningEvaluation, parts: Sequence[str]) -> None:
         """Begins with one that has ended; ``parts`` are the ranks' lines, without an evaluation."""
-        self._calls.append(BackgroundCall(lambda: self._keep(evaluation, parts), "evaluation-scores"))
+        call = BackgroundCall(lambda: self._keep(evaluation, parts), "evaluation-scores")
+        self._calls.append((evaluation, call))
 
     def finished(self, timeout_s: float = 0.0) -> Iterator[Scored]:
-        """Those that are done, each once; ``timeout_s`` is for each."""
-        for call in [call for call in self._calls if call.ended_within(timeout_s)]:
-            self._calls.remove(call)
-            scored = call.result_within(0.0)
+        """Those that are done within ``timeout_s``, each once."""
+        end = time.monotonic() + timeout_s
+        for each in list(self._calls):
+            if not each[1].ended_within(max(0.0, end - time.monotonic())):
+                continue
+            self._calls.remove(each)
+            scored = each[1].result_within(0.0)
             for show in self._shows if scored.pictures else ():
                 show(scored.evaluation.begun_step, scored.pictures)
             yield scored
@@ -213,6 +218,11 @@ class EvaluationKeeper:
     def close(self) -> Iterator[Scored]:
         """The last ones. What has not ended in time is left to the process's end: files are whole or not there."""
         yield from self.finished(_END_S)
+        late, self._calls = self._calls, []
+        for evaluation, _ in late:
+            yield Scored(
+                evaluation, {}, f"scores and pictures were not ready {_END_S:g} s after the end of training"
+            )
 
     def _keep(self, evaluation: RunningEvaluation, parts: Sequence[str]) -> Scored:
         scores: Mapping[str, float] = {}

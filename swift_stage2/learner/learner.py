@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _SMOOTHING = 0.2  # weight of the newest step in the moving average of step seconds
 _STOP_TIMEOUT_S = 30.0
 _LOOK_S = 0.1  # between two agreements after training
+_CLOCKS_APART_S = 1.0  # that ranks may be at the end of training
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +148,11 @@ class Learner:
         b.rounds.is_asked_for = True
         end = time.monotonic() + b.final_evaluation_s
         with self._events.activity("evaluating"):
-            while not self._has_evaluated(b, b.evaluation, step, is_late=time.monotonic() >= end):
+            while not self._has_evaluated(b, b.evaluation, step, end):
                 time.sleep(_LOOK_S)  # bounded: all ranks agree on the first one that is late
-        latest = b.evaluation.latest
+        latest = b.evaluation.ended[-1] if b.evaluation.ended else None
         why = latest.end if latest is not None and latest.run.due_step == step else "none began"
-        if why is not EvaluationEnd.COMPLETE:
+        if why is not EvaluationEnd.COMPLETE and not self._stop_requested:
             self._events.record_warning(
                 f"the final weights must be evaluated by a proven server within {b.final_evaluation_s:g} s, got {why} "
                 f"and {len(b.rounds.proven)} proven; swift-stage2 evaluate does it with the last checkpoint"
@@ -192,16 +193,18 @@ class Learner:
         if b.evaluation is not None:
             b.evaluation.close()
 
-    def _has_evaluated(self, b: ChannelB, evaluation: PinnedEvaluation, step: int, *, is_late: bool) -> bool:
+    def _has_evaluated(self, b: ChannelB, evaluation: PinnedEvaluation, step: int, end: float) -> bool:
         """One agreement after training: the final round and evaluation go on. True when nothing more can come."""
         assert self._rounds is not None
-        if evaluation.schedule.running is None:
-            self._rounds.begin_if_due(step)
-        outcome = self._agree(None, stops=is_late)
+        outcome = self._agree(None, stops=time.monotonic() >= end)
+        # Else a rank has found the time to be over, a moment before this one.
+        self._stop_requested |= outcome.stop_requested and time.monotonic() < end - _CLOCKS_APART_S
         heard = self._rounds.hear() if outcome.round_news else None
         self._rounds.take_in_suspects(step, outcome.servers_suspect, outcome.servers_answer_again)
         if heard is not None:
             self._rounds.take_in(step, heard)
+        if evaluation.schedule.running is None and not outcome.stop_requested:
+            self._rounds.begin_if_due(step)
         self._publish(step, outcome, wants_b=False, reserved=False)
         is_lost = not (b.rounds.proven or b.rounds.pending or b.rounds.in_transfer)
         return evaluation.unfinished is None or outcome.stop_requested or outcome.pipeline_failed or is_lost

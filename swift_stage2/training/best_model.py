@@ -34,7 +34,7 @@ class EvaluatedTrainer(Seq2SeqTrainer):  # type: ignore[misc]
     control: Any
     stop_agreed = False
     is_between_epochs = False
-    _taken: EvaluationRecord | None = None
+    _num_taken = 0
 
     @cached_property
     def show_pictures(self) -> PictureReports | None:
@@ -42,7 +42,7 @@ class EvaluatedTrainer(Seq2SeqTrainer):  # type: ignore[misc]
         return PictureReports.of(self.callback_handler.callbacks)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self._take_newest()
+        self._take_ended()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         # Called after the last step, and again after its epoch, which may save as well.
         if self.stage2 is None or not (self.is_between_epochs and self.control.should_training_stop):
@@ -50,7 +50,7 @@ class EvaluatedTrainer(Seq2SeqTrainer):  # type: ignore[misc]
         if not self.stop_agreed:
             with hung_round_ends_process():
                 self.stage2.learner.evaluate_final(self.state.global_step)
-        self._take_newest()
+        self._take_ended()
         if self.show_pictures:
             self.stage2.tell_evaluations()  # trackio takes nothing once training has ended
         if not self.control.should_save:
@@ -61,11 +61,22 @@ class EvaluatedTrainer(Seq2SeqTrainer):  # type: ignore[misc]
         else:
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
-    def _take_newest(self) -> None:
-        evaluation = self.stage2.latest_evaluation if self.stage2 is not None else None
-        if evaluation is not None and evaluation is not self._taken:
-            self._taken = evaluation
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As Hugging Face does it. With a limit of 1 it removes all but the best, also what a stop saved to resume."""
+        limit = self.args.save_total_limit
+        self.args.save_total_limit = None if self.stop_agreed else limit
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+
+    def _take_ended(self) -> None:
+        ended = self.stage2.evaluations if self.stage2 is not None else ()
+        due = self.control.should_log  # to log an evaluation would cancel the step's own
+        for evaluation in ended[self._num_taken :]:
             self._take(evaluation)
+        self._num_taken = len(ended)
+        self.control.should_log = due
 
     def _take(self, evaluation: EvaluationRecord) -> None:
         metrics = {f"eval_{name}": value for name, value in evaluation.counts.ratios.items()}

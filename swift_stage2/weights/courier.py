@@ -191,8 +191,8 @@ class ThreadCourier:
         self._pushes, self._given_up_with, self._given_up = {}, {}, threading.Event()
         buckets, self._turns = snapshot.buckets(bucket_bytes), InstallTurns()
         on_disk = self._disk.begin(order, buckets, len(targets)) if self._disk is not None else None
-        for server in targets:
-            push = ServerPush(
+        pushes = {
+            server: ServerPush(
                 server,
                 self._endpoints[server],
                 order,
@@ -207,9 +207,12 @@ class ThreadCourier:
                 span=self._span,
                 on_end=partial(self._tell_end, on_disk),
             )
-            self._distrusted.discard(server)
+            for server in targets
+        }
+        self._distrusted.difference_update(targets)
+        self._pushes = pushes  # whole before the first one runs, which asks at its end whether all have
+        for push in pushes.values():
             push.start()
-            self._pushes[server] = push  # also if the process may start no more threads
 
     def let_install(self) -> None:
         """As ``Courier.let_install``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from real_model import rollout_of
 from swift_stage2.channel_b.dialects import OBJECT_LIST
 from swift_stage2.channel_b.parsing import read_ground_truth
 from swift_stage2.channel_b.preprocessing import Judged
+from swift_stage2.detections import recorded
 from swift_stage2.detections.drawing import Drawing
 from swift_stage2.detections.prediction import LabelledBoxes
 from swift_stage2.detections.recorded import (
@@ -95,6 +97,24 @@ def keep(keeper: EvaluationKeeper, evaluation: RunningEvaluation, *parts: Sequen
     keeper.take(evaluation, ["\n".join(map(as_line, part)) for part in parts])
     (scored,) = keeper.close()
     return scored
+
+
+def test_what_is_not_ready_at_the_end_is_told_once_and_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recorded, "_END_S", 0.2)
+    stuck = threading.Event()
+    keeper = EvaluationKeeper(
+        None, OBJECT_LIST, lambda *of: b"" if stuck.wait(60) else b"", [lambda *of: None]
+    )
+    drawn = replace(ROWS[0], drawing=Drawing((), (), ()))
+    for step in (1, 2):
+        keeper.take(RunningEvaluation(step, step, step), [as_line(drawn)])
+    faults = [(scored.evaluation.begun_step, scored.fault) for scored in keeper.close()]
+    assert [step for step, _ in faults] == [1, 2]
+    assert all("were not ready 0.2 s after the end of training" in fault for _, fault in faults)
+    assert list(keeper.close()) == []
+    stuck.set()
 
 
 # --- one row -----------------------------------------------------------------------------------------

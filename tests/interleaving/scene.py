@@ -396,7 +396,7 @@ class Scene:
             return
         if active().now - began_s > _FINAL_S + _CONTROL_TIMEOUT_S:
             active().fail(f"rank {rank} evaluates the final weights for {active().now - began_s:.1f} s")
-        latest = b.evaluation.latest
+        latest = b.evaluation.ended[-1] if b.evaluation.ended else None
         is_final = latest is not None and latest.run.due_step == step
         self.ledger.agree(rank, step, "the final evaluation", latest if is_final else None)
         if is_final and latest.run.version != b.clock.current:

@@ -30,20 +30,20 @@ def evaluation(step: int, f1_percent: int, end: EvaluationEnd = EvaluationEnd.CO
 def train(
     rows_file: Path,
     output: Path,
-    ended: Mapping[int, EvaluationRecord],
+    ended: Mapping[float, EvaluationRecord],
     monkeypatch: pytest.MonkeyPatch,
     **arguments: Any,
 ) -> Any:
-    """A trainer that has trained; at the end of step ``n`` the evaluation ``ended[n]`` is there."""
+    """A trainer that has trained; after step ``n`` evaluations from ``ended[n]`` to below ``ended[n + 1]`` are there."""
     settings = {"max_steps": 12, "metric_for_best_model": "eval_f1", "eval_strategy": "no"} | arguments
     trainer = build_trainer(
         rows_file, output, trainer=Stage2Trainer, given={"stage2": channel_a_alone()}, **settings
     )
 
-    def latest(run: Stage2Run) -> EvaluationRecord | None:
-        return next((ended[step] for step in range(trainer.state.global_step, 0, -1) if step in ended), None)
+    def so_far(run: Stage2Run) -> list[EvaluationRecord]:
+        return [ended[step] for step in sorted(ended) if step < trainer.state.global_step + 1]
 
-    monkeypatch.setattr(Stage2Run, "latest_evaluation", property(latest))
+    monkeypatch.setattr(Stage2Run, "evaluations", property(so_far))
     trainer.train()
     return trainer
 
@@ -116,9 +116,9 @@ def test_the_final_evaluation_comes_once_behind_the_last_save_and_chooses_too(
 def test_final_weights_that_are_the_best_are_saved_where_an_early_end_has_not(
     rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = {1: evaluation(1, 50), 2: evaluation(2, 40)}
+    ended: dict[float, EvaluationRecord] = {1: evaluation(1, 50), 2: evaluation(2, 40)}
     monkeypatch.setattr(
-        Learner, "evaluate_final", lambda learner, step: ended.update({step: evaluation(3, 60)})
+        Learner, "evaluate_final", lambda learner, step: ended.update({step + 0.5: evaluation(3, 60)})
     )
     given = {"save_strategy": "best", "save_only_model": "true", "early_stop_interval": 1}
     trainer = train(rows_file, tmp_path, ended, monkeypatch, **given)
@@ -137,6 +137,43 @@ def test_a_run_that_was_stopped_evaluates_nothing_more(
     )
     trainer = train(rows_file, tmp_path, {}, monkeypatch, max_steps=4)
     assert (trainer.state.global_step, seen) == (1, [])
+
+
+def test_what_a_stop_saves_to_resume_outlives_a_limit_of_one_checkpoint(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_step = Learner.begin_step
+    monkeypatch.setattr(
+        Learner,
+        "begin_step",
+        lambda learner, step, *of: replace(begin_step(learner, step, *of), stop=step == 3),
+    )
+    ended = {2: evaluation(2, 50)}
+    train(rows_file, tmp_path, ended, monkeypatch, save_strategy="best", save_total_limit=1)
+    assert saved(tmp_path) == [2, 4]
+    assert (tmp_path / "last-checkpoint").resolve() == tmp_path / "checkpoint-4"
+
+
+def test_every_evaluation_is_logged_beside_its_steps_loss(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = {2: evaluation(2, 50), 3: evaluation(3, 20), 3.5: evaluation(3, 60)}
+    trainer = train(rows_file, tmp_path, ended, monkeypatch, max_steps=3)
+    logged = [
+        (name, line["step"])
+        for line in trainer.state.log_history
+        for name in ("loss", "eval_f1")
+        if name in line
+    ]
+    assert sorted(logged) == [
+        ("eval_f1", 2),
+        ("eval_f1", 3),
+        ("eval_f1", 3),
+        ("loss", 1),
+        ("loss", 2),
+        ("loss", 3),
+    ]
+    assert trainer.state.best_metric == pytest.approx(0.6)
 
 
 def test_an_evaluation_that_was_cut_chooses_nothing(
