@@ -39,12 +39,15 @@ _OWN_PARSER = {
     "merge": ("swift_stage2.rollout_merger.app", "batch the ranks' calls in front of a stock rollout server"),
     "demo": ("swift_stage2.demo.run", "train a tiny model on both channels, on this machine"),
     "doctor": ("swift_stage2.doctor.command", "check everything that can be known before training"),
-    "import": ("swift_stage2.convert.import_command", "turn a COCO, YOLO or VOC data set into rows"),
+    "import": (
+        "swift_stage2.convert.import_command",
+        "turn a COCO, YOLO or VOC data set, or web pages, into rows",
+    ),
     "export": ("swift_stage2.convert.export_command", "turn predictions or rows into COCO's JSON"),
     "data": ("swift_stage2.dataset.command", "check every row of a data set, without a model"),
     "evaluate": (
         "swift_stage2.evaluate.command",
-        "standard detection metrics of predictions or of a running server, with intervals",
+        "standard detection metrics of a model, a running server or predictions, with intervals",
     ),
     "report": (
         "swift_stage2.report.command",

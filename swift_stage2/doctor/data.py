@@ -113,7 +113,8 @@ def check_evaluation_steps(config: Stage2Config, max_steps: int) -> Outcome[None
             f"{max_steps} is step {max_steps - 1}, where none begins",
             "write a smaller stage2_ab.evaluation.every_steps, or a larger swift.max_steps",
         )
-    return ok(f"one every {every} of {max_steps} steps: at most {times}")
+    final = ", and one after training" if config.stage2_ab.evaluation.final_timeout_s else ""
+    return ok(f"one every {every} of {max_steps} steps: at most {times}{final}")
 
 
 def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcome[Samples]:

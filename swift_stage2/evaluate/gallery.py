@@ -48,7 +48,7 @@ def worst_images(
             Filter.FALSE: any(false),
             Filter.NOTHING_FOUND: missed and all(missed),
         }
-        outcomes = [str(name) for name, held in holds.items() if held] or [str(Filter.ALL_RIGHT)]
+        outcomes = [str(name) for name, held in holds.items() if held] or [str(Filter.ALL_MATCHED)]
         pictures.append(
             Picture(
                 image=image,

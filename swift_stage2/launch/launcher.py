@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -85,8 +86,10 @@ def launch(
         view = RunView(output_dir, since, show, verbose=verbose)
         status = run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, view)
         run_dir = newest_run(output_dir, since)
-        for line in next_commands(run_dir, config.swift) if run_dir and not status else ():
-            show(f"[launch] {line}")
+        if run_dir and not status:
+            for line in next_commands(run_dir, config.swift):
+                show(f"[launch] {line}")
+            show(f"[launch] see what it did: swift-stage2 report {shlex.quote(str(run_dir))}")
         show(f"[launch] {describe_end(output_dir, status, since)}; logs in {plan.log_dir}")
         if status and (left := end_left_in(plan.exit_status_file)) and left[1]:
             print_error("launch", left[1])  # the last line names the cause, however much was told after it

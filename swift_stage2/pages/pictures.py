@@ -32,7 +32,7 @@ class UnreadableImage(Exception):
 class Filter(StrEnum):
     """A property to choose pictures by; several may hold, except the first."""
 
-    ALL_RIGHT = "all right"
+    ALL_MATCHED = "all matched"
     MISSED = "has missed"
     FALSE = "has false"
     NOTHING_FOUND = "nothing found"

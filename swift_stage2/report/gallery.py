@@ -68,7 +68,7 @@ def filters_of(match: LoggedMatch) -> tuple[Filter, ...]:
         Filter.NOTHING_FOUND: match.truth and not match.pairs,
         Filter.DROPPED: sum(match.dropped.values()),
     }
-    return tuple(name for name, held in holds.items() if held) or (Filter.ALL_RIGHT,)
+    return tuple(name for name, held in holds.items() if held) or (Filter.ALL_MATCHED,)
 
 
 def _facts(match: LoggedMatch) -> Iterator[str]:

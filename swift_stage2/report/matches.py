@@ -189,7 +189,8 @@ def quality_section(run: RunData, matches: Sequence[LoggedMatch]) -> Section:
         _chart(
             "evaluations",
             "Evaluations",
-            "Greedy answers to the validation set, at the step at which each evaluation began.",
+            "Greedy answers to the validation set, at the step at which each evaluation began. Pairs are those of "
+            "training: labels count only where stage2_ab.channel_b.matching.same_label is set.",
             "step",
             [(record["begun_step"], record["ratios"]) for record in evaluations],
             measures,

@@ -104,9 +104,7 @@ def test_what_is_not_ready_at_the_end_is_told_once_and_waited_for_once(
 ) -> None:
     monkeypatch.setattr(recorded, "_END_S", 0.2)
     stuck = threading.Event()
-    keeper = EvaluationKeeper(
-        None, OBJECT_LIST, lambda *of: b"" if stuck.wait(60) else b"", [lambda *of: None]
-    )
+    keeper = EvaluationKeeper(None, OBJECT_LIST, lambda *of: str(stuck.wait(60)).encode(), [lambda *of: None])
     drawn = replace(ROWS[0], drawing=Drawing((), (), ()))
     for step in (1, 2):
         keeper.take(RunningEvaluation(step, step, step), [as_line(drawn)])

@@ -404,7 +404,7 @@ def test_accumulation_that_is_not_written_is_told_with_swifts_value(
 @pytest.mark.parametrize(
     ("num_samples", "every_steps", "verdicts", "found"),
     [
-        (4, 10, ("ok", "ok"), ("the first 4 of its 12 rows", "one every 10 of 60 steps: at most 5")),
+        (4, 10, ("ok", "ok"), ("the first 4 of its 12 rows", "at most 5, and one after training")),
         (
             64,
             59,

@@ -39,14 +39,14 @@ def gallery(tmp_path: Path, *each: dict[str, Any], size: int = 200) -> Gallery:
 @pytest.mark.parametrize(
     ("values", "filters"),
     [
-        ({}, {"all right"}),
+        ({}, {"all matched"}),
         ({"pairs": []}, {"has missed", "has false", "nothing found"}),
         ({"predicted": [], "pairs": []}, {"has missed", "nothing found"}),
         ({"predicted": [[0, 0, 9, 9], [1, 1, 2, 2]]}, {"has false"}),
         ({"truth": [[0, 0, 9, 9], [1, 1, 2, 2]]}, {"has missed"}),
-        ({"truth": [], "predicted": [], "pairs": []}, {"all right"}),
+        ({"truth": [], "predicted": [], "pairs": []}, {"all matched"}),
         ({"dropped": {"invalid_box": 2}}, {"dropped objects"}),
-        ({"dropped": {"invalid_box": 0}}, {"all right"}),
+        ({"dropped": {"invalid_box": 0}}, {"all matched"}),
     ],
 )
 def test_filters_hold_by_what_was_matched(tmp_path: Path, values: dict[str, Any], filters: set[str]) -> None:

@@ -232,7 +232,7 @@ def test_pictures_are_filtered_by_outcome_with_the_keyboard(visit: Visit) -> Non
     assert page.locator('[data-filter="has missed"]').get_attribute("aria-pressed") == "true"
     page.locator('[data-filter="dropped objects"]').press("Space")
     assert names(page) == ["7"]
-    page.locator('[data-filter="all right"]').press("Enter")
+    page.locator('[data-filter="all matched"]').press("Enter")
     assert len(names(page)) == 6
     page.locator('[data-filter="nothing found"]').press("Enter")
     assert len(names(page)) == 5

@@ -34,7 +34,7 @@ def train(
     monkeypatch: pytest.MonkeyPatch,
     **arguments: Any,
 ) -> Any:
-    """A trainer that has trained; after step ``n`` evaluations from ``ended[n]`` to below ``ended[n + 1]`` are there."""
+    """A trainer that has trained; after step ``n`` there are the evaluations of ``ended`` below ``n + 1``."""
     settings = {"max_steps": 12, "metric_for_best_model": "eval_f1", "eval_strategy": "no"} | arguments
     trainer = build_trainer(
         rows_file, output, trainer=Stage2Trainer, given={"stage2": channel_a_alone()}, **settings
