@@ -8,7 +8,6 @@ others.
 from __future__ import annotations
 
 import copy
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from swift_stage2.columns import COLUMNS, LOG_PROBS, Column, stand_ins
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.config.registry import find, register
-from swift_stage2.config.stage2_ab import REWARD_WEIGHTS
+from swift_stage2.config.stage2_ab import MOST_REWARD, REWARD_WEIGHTS
 from swift_stage2.errors import ConfigError, SampleError, TaskError
 from swift_stage2.records import Rollout, Sample, SampleKey, Target, VersionSpan
 from swift_stage2.telemetry.trace import EnterSpan, untraced
@@ -231,10 +230,15 @@ def correct_by(task: Task, rollout: Rollout, truth: Any, tokenise: Tokenise) -> 
 def _reward_by(task: Task, rollout: Rollout, truth: Any, target: Target) -> dict[str, float]:
     declared = task.reward_terms
     terms = {name: float(value) for name, value in task.reward(rollout, truth, target).items()}
-    if terms.keys() != declared.keys() or TOTAL in terms or not all(map(math.isfinite, terms.values())):
+    if (
+        terms.keys() != declared.keys()
+        or TOTAL in terms
+        or not all(abs(term) <= MOST_REWARD for term in terms.values())
+    ):
         raise TaskError(
-            f"task {name_of(task)}: reward must give a finite number for each of {', '.join(declared)}, none of them "
-            f"named {TOTAL}, got {terms}; mend the task, or its reward_terms"
+            f"task {name_of(task)}: reward must give a number within ±{MOST_REWARD:,} for each of "
+            f"{', '.join(declared)}, and {TOTAL} is the name of their sum, got {terms}; mend the task, or its "
+            "reward_terms"
         )
     return terms | {TOTAL: total_of(terms, {**declared, **task.reward_weights})}
 

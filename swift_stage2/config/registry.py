@@ -9,6 +9,7 @@ from typing import TypeVar
 from swift_stage2.errors import ConfigError
 from swift_stage2.nearest_word import closest
 
+_REGISTER = "register it in a file of swift.external_plugins"
 P = TypeVar("P")
 
 
@@ -40,8 +41,8 @@ def _told(part: object) -> str:
     return f"{part.__qualname__} ({file or part.__module__})"
 
 
-def find(parts: Mapping[str, P], key: str, name: str) -> P:
-    """The part that the configuration's ``key`` names.
+def find(parts: Mapping[str, P], key: str, name: str, remedy: str = _REGISTER) -> P:
+    """The part that the configuration's ``key`` names; ``remedy`` is told where none has a name near to it.
 
     Raises:
         ConfigError: there is none of that name; tells the nearest.
@@ -51,5 +52,5 @@ def find(parts: Mapping[str, P], key: str, name: str) -> P:
     near = closest(name, tuple(parts))
     raise ConfigError(
         f"{key} must be {' or '.join(parts)}, got {key.rpartition('.')[2]}={name!r}; "
-        + (f"did you mean {near!r}?" if near else "register it in a file of swift.external_plugins")
+        + (f"did you mean {near!r}?" if near else remedy)
     )

@@ -307,6 +307,7 @@ class TargetConfig:
         return self.missed_order is MissedOrder.ANY or self.weights.duplicate > 0
 
 
+MOST_REWARD = 1_000_000  # a weight's, and a term's either way: sums of a whole run stay finite
 REWARD_WEIGHTS = {"f1": 1.0, "iou": 1.0, "format": 0.5, "duplicates": 0.5, "misses": 0.5}
 """Of the terms that a shipped task's reward has."""
 
@@ -318,9 +319,9 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         for name, weight in self.weights.items():
-            if type(weight) not in (int, float) or not 0 <= weight < math.inf:
+            if type(weight) not in (int, float) or not 0 <= weight <= MOST_REWARD:
                 raise ConfigError(
-                    f"weights must be finite numbers of at least 0, because terms are the larger the better, got "
+                    f"weights must be numbers from 0 to {MOST_REWARD:,}, because terms are the larger the better, got "
                     f"{name}={weight!r}; write for example {name}: 0.5"
                 )
 
@@ -384,7 +385,7 @@ class Stage2AbConfig:
 
     def __post_init__(self) -> None:
         for term in self.channel_b.reward.weights if self.task in SHIPPED_TASKS else ():
-            find(REWARD_WEIGHTS, "a term of channel_b.reward.weights", term)
+            find(REWARD_WEIGHTS, "a term of channel_b.reward.weights", term, "name one of them")
         dialect = self.channel_b.target.dialect
         owner = SHIPPED_DIALECTS.get(dialect or "")
         if self.task in SHIPPED_TASKS and owner not in (None, self.task):

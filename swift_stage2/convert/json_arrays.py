@@ -87,8 +87,9 @@ class _Window:
             try:
                 value, end = _decode(self._text, self._at)
             except json.JSONDecodeError as error:
+                told = self._error(error.msg.removesuffix(" starting at"), error.pos)
                 if not self._fill():
-                    raise self._error(error.msg, error.pos) from None
+                    raise told from None
                 continue
             # A number at the window's end may go on behind it.
             if end < len(self._text) or not self._fill():

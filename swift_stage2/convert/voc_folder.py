@@ -59,6 +59,8 @@ class VocFolder:
 
     def _read(self, file: str) -> AnnotatedImage:
         root = _parse_xml((self._root / file).read_bytes())
+        if root.tag != "annotation":
+            raise ValueError(f"the root must be <annotation>, got <{root.tag}>")
         labels: list[str] = []
         boxes: list[Quad] = []
         hidden: set[str] = set()

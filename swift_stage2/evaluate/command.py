@@ -50,6 +50,7 @@ _FOLDER = Path("evaluation")
 _MOST_DRAWS = 100_000  # minutes, of the smallest set
 _MOST_SECONDS = 86_400
 _MOST_CALLS = 1024  # each has a thread
+_MISSING = "{:,} images have no prediction and count as empty answers."
 _CONVENTIONS: dict[str, str] = {
     "given": "scores as given",
     ScoreConvention.ONE: "no scores: all count as 1, and COCO's AP takes them in the order of the data "
@@ -134,7 +135,14 @@ def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
             if name in after
         },
     }
-    sections = comparison_sections([str(path) for path in options.compare], before, after, bounds, num_draws)
+    missing = [
+        Sentence(f"{path}: {_MISSING.format(found.num_missing)}", Tone.BAD)
+        for path, found in zip(options.compare, (first, second), strict=True)
+        if found.num_missing
+    ]
+    sections = comparison_sections(
+        [str(path) for path in options.compare], before, after, bounds, num_draws, missing
+    )
     no_pictures = Gallery(pictures=(), thumbnails=(), num_matches=0)
     return _Told(facts, sections, no_pictures, first.num_missing + second.num_missing)
 
@@ -159,9 +167,7 @@ def _remarks(found: _Evaluated, num_draws: int) -> Iterator[Sentence]:
     if num_draws:
         yield Sentence(f"Intervals: {num_draws:,} draws of as many images, with replacement.")
     if found.num_missing:
-        yield Sentence(
-            f"{found.num_missing:,} images have no prediction and count as empty answers.", Tone.BAD
-        )
+        yield Sentence(_MISSING.format(found.num_missing), Tone.BAD)
 
 
 def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Prediction]:

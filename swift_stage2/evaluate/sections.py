@@ -114,7 +114,12 @@ def evaluation_sections(
 
 
 def comparison_sections(
-    names: Sequence[str], first: Values, second: Values, bounds: Intervals, num_draws: int
+    names: Sequence[str],
+    first: Values,
+    second: Values,
+    bounds: Intervals,
+    num_draws: int,
+    remarks: Sequence[Sentence] = (),
 ) -> tuple[Section, ...]:
     """Both sets' metrics, their difference, and its interval over the same drawn images. ``names`` of the two sets."""
     shown = [name for name in MEANINGS if name in first and name in second]
@@ -125,7 +130,7 @@ def comparison_sections(
         "chance where its interval leaves out 0; of many that are looked at, one in twenty is so by chance."
     )
     return (
-        Section("comparison", "Comparison", (told, _differences("", shown, first, second, bounds))),
+        Section("comparison", "Comparison", (*remarks, told, _differences("", shown, first, second, bounds))),
         Section("classes", "By class", filled([_differences("", classes, first, second, bounds)])),
     )
 

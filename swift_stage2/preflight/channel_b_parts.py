@@ -51,7 +51,7 @@ def make_task(config: Stage2Config) -> Task:
     kind.read_settings(config)
     weights = config.stage2_ab.channel_b.reward.weights
     for term in weights:
-        find(kind.reward_terms, "a term of stage2_ab.channel_b.reward.weights", term)
+        find(kind.reward_terms, "a term of stage2_ab.channel_b.reward.weights", term, "name one of them")
     task = kind.from_config(config)
     task.reward_weights = weights
     return task

@@ -206,7 +206,9 @@ def test_written_weights_replace_defaults_one_by_one(tmp_path: Path) -> None:
             "must be f1 or iou or format or duplicates or misses, got weights='formats'; did you mean",
         ),
         ({"duplicate": 1.0}, "did you mean 'duplicates'"),
-        ({"misses": -0.5}, "at least 0, because terms are the larger the better, got misses=-0.5"),
+        ({"misses": -0.5}, "from 0 to 1,000,000, because terms are the larger the better, got misses=-0.5"),
+        ({"f1": 1e308}, "got f1=1e+308"),
+        ({"f2": 1.0}, "got weights='f2'; "),
         ({"f1": True}, "got f1=True"),
         ({"f1": float("nan")}, "got f1=nan"),
     ],
@@ -220,14 +222,18 @@ def test_other_weights_are_refused(tmp_path: Path, weights: dict[str, Any], told
 
 @pytest.mark.parametrize(
     ("terms", "declared"),
-    [({"f1": 1.0}, "own"), ({"own": float("nan")}, "own"), ({}, "own"), ({"total": 1.0}, "total")],
+    [
+        ({"f1": 1.0}, "own"),
+        ({"own": float("nan")}, "own"),
+        ({"own": 1e7}, "own"),
+        ({}, "own"),
+        ({"total": 1.0}, "total"),
+    ],
 )
 def test_terms_that_are_not_declared_are_the_tasks_fault(terms: dict[str, float], declared: str) -> None:
     task: Any = make_task()
     task.reward, task.reward_terms = (lambda *_: terms), {declared: 1.0}
-    with pytest.raises(
-        TaskError, match=f"a finite number for each of {declared}, none of them named total, got"
-    ):
+    with pytest.raises(TaskError, match=f"for each of {declared}, and total is the name of their sum, got"):
         reward([], [], task)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -212,8 +213,10 @@ def test_a_cut_file_is_refused_with_the_place(tmp_path: Path, monkeypatch: pytes
     text = source.read_text()
     source.write_text(text[:700])
     monkeypatch.setattr(json_arrays, "_WINDOW", 64)
-    with pytest.raises(UserError, match=r"at character \d+"):
+    with pytest.raises(UserError, match=r"at character \d+") as caught:
         CocoFile(source, Tally())
+    (place,) = re.findall(r"(?<! at) at character (\d+)", str(caught.value))
+    assert int(place) <= 701, "within the file"
 
 
 @pytest.mark.parametrize("behind", ["x", "{}", "\n]"])

@@ -223,3 +223,11 @@ def test_xml_that_declares_entities_is_not_read(tmp_path: Path, run_import: Impo
     assert found.names == ["b.png"]
     assert found.counts() == {Oddity.BROKEN_FILE.found: 1}
     assert "must declare no entities" in found.told
+
+
+def test_other_xml_is_no_annotation_without_objects(tmp_path: Path, run_import: Importer) -> None:
+    source = write_voc(tmp_path, DOG, name="b", filename="b.png")
+    (source / "a.xml").write_text("<annotations><image name='a.png'/></annotations>")
+    found = run_import("voc", source)
+    assert found.names == ["b.png"]
+    assert "the root must be <annotation>, got <annotations>" in found.told

@@ -101,7 +101,7 @@ def test_what_the_ledger_tells_of_a_rollout(tmp_path: Path) -> None:
     assert replace(found, time=0.0) == FinishedRollout(
         rollout="a:1:0:0:0", time=0.0, run_id="a", rank=1, version=4,
         epoch=0, position=0, row=key.index, attempt=0, server="http://s", num_tokens=4, truncated=False,
-        pairs=1, false=0, missed=0, mean_iou=0.5, likeness="IoU", dropped={}, text=None,
+        pairs=1, false=0, missed=0, mean_iou=0.5, likeness="IoU", reward={}, dropped={}, text=None,
     )  # fmt: skip
 
 
