@@ -205,6 +205,7 @@ class Learner:
             self._rounds.take_in(step, heard)
         if evaluation.schedule.running is None and not outcome.stop_requested:
             self._rounds.begin_if_due(step)
+        self._rounds.take_in_servers(step, joins=False)
         self._publish(step, outcome, wants_b=False, reserved=False)
         is_lost = not (b.rounds.proven or b.rounds.pending or b.rounds.in_transfer)
         return evaluation.unfinished is None or outcome.stop_requested or outcome.pipeline_failed or is_lost

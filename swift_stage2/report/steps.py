@@ -231,7 +231,8 @@ def _main_thread(records: RankRecords) -> Chart:
         description="Seconds of the main thread from one plan to the next, by activity, one on top of another.",
         x_title="step",
         y_title="seconds",
-        series=_stack([(step["step"], in_seconds(step["activity_ns"])) for step in steps]),
+        # A record is written when its step is planned: it tells of the step before.
+        series=_stack([(step["step"] - 1, in_seconds(step["activity_ns"])) for step in steps]),
     )
 
 
