@@ -26,6 +26,7 @@ from swift_stage2.weights import sync_round as weight_sync
 from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import InstallTurns
+from swift_stage2.weights.push import ServerPush
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
@@ -187,6 +188,28 @@ def test_a_server_that_dies_in_the_push_does_not_stop_the_other(servers: list[Fa
     assert "was lost while weights were sent" in (outcome.reports[1].error or "")
     assert [len(transport.sent) for transport in round_.transports] == [NUM_BUCKETS, 1]
     assert [transport.closed for transport in round_.transports] == [False, True]
+
+
+def test_a_push_that_ends_at_once_finds_that_the_others_have_not(
+    servers: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, is_last = ServerPush.start, []
+
+    def start_and_end(push: ServerPush) -> None:
+        start(push)
+        push.join(LIMIT_S)
+
+    monkeypatch.setattr(ServerPush, "start", start_and_end)
+    round_ = Round(servers, at_once, at_once)
+    sync = round_.sync()
+    courier = ThreadCourier(
+        [ServerEndpoint(server.url, 51216) for server in servers],
+        round_.make_transport,
+        on_end=lambda server, end: is_last.append(courier.wait(0.0)),
+    )
+    monkeypatch.setattr(sync, "_courier", courier)
+    sync.run(1, [0, 1])
+    assert is_last == [False, True]
 
 
 def test_a_slow_server_holds_up_no_other(servers: list[FakeRolloutServer]) -> None:
