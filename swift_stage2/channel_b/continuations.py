@@ -18,7 +18,7 @@ Continuations = tuple[tuple[int, int], ...]
 
 
 class TokensInstead:
-    """Where the text of one target would go on otherwise.
+    """Places in one target where an answer could go on with another object.
 
     Another object in the place of one shares tokens with it, up to the first that differs. Only the text around an
     object is tokenised, from the beginning of the token in which it begins to the first value of the next object:

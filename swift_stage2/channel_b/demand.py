@@ -39,7 +39,7 @@ class Demand:
 
     @property
     def pace(self) -> ProductionPace | None:
-        """How long a rollout takes to be part of a pack, in steps; None before the first."""
+        """The steps from asking for a rollout to its place in a pack, waits left out; None before the first."""
         return self._meter.pace
 
     def measured(self, view: StepView | None, seconds: float) -> None:

@@ -36,7 +36,7 @@ class Dialect:
 
 
 def is_in_order(coordinates: Sequence[float]) -> bool:
-    """Whether no coordinate of a box or point is negative, and a box's second corner is not before its first."""
+    """True if all coordinates are at least 0, and a box has x1 <= x2 and y1 <= y2."""
     x, y, *corner = coordinates
     x2, y2 = corner or (x, y)
     return 0 <= x <= x2 and 0 <= y <= y2

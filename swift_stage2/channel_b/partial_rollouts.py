@@ -43,7 +43,7 @@ def join(so_far: Rollout | None, rest: Rollout) -> Rollout | None:
 
 
 def newest_version(rollout: Rollout) -> int:
-    """That any of its tokens was sampled under. A later part may be of an older one: servers install one by one."""
+    """The newest version that sampled any of its tokens. A later part may be older: servers install one by one."""
     return max(span.version for span in rollout.spans)
 
 

@@ -61,7 +61,7 @@ class Terms:
     decoding: DecodingConfig
     events: PostEvents | None = None
     columns: tuple[Column, ...] = ()
-    """That every answer must bring."""
+    """Every answer must bring their values."""
     only_version: int | None = None
     """Nothing is asked of a server with another version; the samples return instead. None: any version will do."""
 
@@ -152,7 +152,7 @@ class ServerLane:
 
     @property
     def is_settling(self) -> bool:
-        """Whether the server may still be computing what was abandoned there."""
+        """True while the server may still compute a request that this rank has abandoned."""
         return self.trust.settle_by is not None
 
     def submit(self, samples: Sequence[Sample], requests: Sequence[Request], terms: Terms) -> None:

@@ -91,7 +91,7 @@ class RequestPlan:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is asked, whatever is unresolved."""
+        """True once the client sends no further request, although samples may lack an answer."""
         return self._ended
 
     def next_piece(self) -> Piece | None:

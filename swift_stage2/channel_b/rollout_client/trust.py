@@ -74,7 +74,7 @@ class ServerTrust:
 
     @property
     def streams(self) -> bool:
-        """Whether the server is asked request by request.
+        """True if the client asks the server request by request, not in batches.
 
         Ours is, which stamps: its engine takes requests one by one. But as long as none of its prompts was the
         learner's, several go together, so that a prompt that differs is not taken for the server's fault alone.
