@@ -154,9 +154,8 @@ class StageBench:
 
     def _segment(self, subject: Subject, target: Target) -> Segment:
         prompt = self._encoder.encode_prompt(subject.sample)
-        return self._encoder.encode_segment(
-            subject.rollout, prompt, target, closing_weight=self._task.closing_weight, sample_id="bench"
-        )
+        closed = [(target, self._task.closing_weight)]
+        return self._encoder.encode_segment(subject.rollout, prompt, closed, sample_id="bench")
 
     def _pack(self, segments: list[Segment]) -> Mapping[str, Any]:
         chosen = decide_pack([segment.num_tokens for segment in segments], _PACKING_LENGTH, 0.0, True)

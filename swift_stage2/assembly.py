@@ -40,6 +40,7 @@ from swift_stage2.preflight.channel_b_parts import (
     check_packing,
     check_parts,
     check_preprocessing,
+    group_maker,
     make_task,
     merge_lengths,
     run_ahead_budget,
@@ -321,6 +322,7 @@ def _build_channel_b(
         version_window=prefetch.version_window,
         max_rollouts_per_version=run_ahead_budget(config, parts.lengths, packs_per_step),
         max_resumes=config.max_resumes,
+        make_groups=group_maker(config, parts.source, clock),
         ask_evaluation=evaluation.part.ask if evaluation is not None else None,
         take_evaluated=evaluation.part.take if evaluation is not None else None,
     )

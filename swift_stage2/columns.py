@@ -90,6 +90,11 @@ LOG_PROBS = register_column(Column(name="log_probs", option="logprobs", most=0.0
 drawn from: the log-softmax, in float32, of the logits after repetition penalty, temperature, top-k and top-p; greedy
 decoding divides by no temperature. Without penalty, top-k and top-p that is ``log_softmax(logits / temperature)``."""
 
+ADVANTAGES = register_column(Column(name="advantages", filler=1.0))
+"""Of tokens that are trained by a reward: the factor of their loss. 1 leaves the loss of all others as it is."""
+BEHAVIOUR = register_column(Column(name="behaviour", filler=math.nan))
+"""``LOG_PROBS`` in a batch: of the tokens that the model sampled itself; no other token has a value."""
+
 
 def served() -> tuple[Column, ...]:
     """The columns that servers give."""

@@ -7,7 +7,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,17 @@ def keep_buffers_exact() -> None:
     config = integration.deepspeed_config()
     if config is not None and integration.is_deepspeed_zero3_enabled():
         config.setdefault("data_types", {}).setdefault("keep_in_fp32_modules", list(_EXACT_BUFFERS))
+
+
+@contextmanager
+def zero3_unknown() -> Iterator[None]:
+    """Hugging Face gives every model made under ZeRO-3 its first weights, which one without weights cannot take."""
+    integration: Any = importlib.import_module("transformers.integrations.deepspeed")
+    reference = integration._hf_deepspeed_config_weak_ref
+    config = reference() if reference is not None else None
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if config is not None:
+            integration.set_hf_deepspeed_config(config)

@@ -110,6 +110,9 @@ class Rollout:
     server: str
     spans: tuple[VersionSpan, ...]
     log_probs: tuple[float, ...] | None = None
+    advantages: tuple[float, ...] | None = (
+        None  # of its tokens, then of its corrected answer if that is trained too
+    )
     seconds: float = 0.0
     round_id: str | None = None  # that brought those weights; None where the server does not tell
 
@@ -222,12 +225,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One encoded sample, ready to be packed. ``encoding`` is what the template's collator takes."""
+    """One encoded sample, ready to be packed: what the template's collator takes of each of its sequences."""
 
     key: SampleKey
     sample_id: str
     version: int
-    encoding: Mapping[str, Any]
+    encodings: tuple[Mapping[str, Any], ...]
     num_tokens: int
     num_supervised_tokens: int
     num_rollout_tokens: int

@@ -194,23 +194,23 @@ def test_the_loss_is_the_weighted_cross_entropy_over_the_number_of_items(
     """Against each segment alone through the bare model, its tokens predicted one by one."""
     total = 0.0
     for segment in segments:
-        ids = torch.tensor([segment.encoding["input_ids"]])
+        ids = torch.tensor([segment.encodings[0]["input_ids"]])
         with torch.no_grad():
             logits = (
                 copy.deepcopy(trainer.model)
                 .eval()(
                     input_ids=ids,
                     attention_mask=torch.ones_like(ids),
-                    pixel_values=segment.encoding["pixel_values"],
-                    image_grid_thw=segment.encoding["image_grid_thw"],
-                    mm_token_type_ids=segment.encoding["mm_token_type_ids"].view(1, -1),
+                    pixel_values=segment.encodings[0]["pixel_values"],
+                    image_grid_thw=segment.encodings[0]["image_grid_thw"],
+                    mm_token_type_ids=segment.encodings[0]["mm_token_type_ids"].view(1, -1),
                     use_cache=False,
                 )
                 .logits[0]
             )
         log_probabilities = logits.double().log_softmax(dim=-1)
         for place, (token, weight) in enumerate(
-            zip(segment.encoding["input_ids"], segment.encoding["loss_scale"], strict=True)
+            zip(segment.encodings[0]["input_ids"], segment.encodings[0]["loss_scale"], strict=True)
         ):
             if weight > 0:
                 total -= weight * float(log_probabilities[place - 1, token])

@@ -21,6 +21,7 @@ from swift_stage2.channel_b.rollout_client.trust import MANY_GIVEN_UP, many_mism
 from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource
 from swift_stage2.errors import MatchingError, PromptMismatch, SampleError
 from swift_stage2.records import BatchOutcome, QuarantineReason, Rollout, SampleKey
+from swift_stage2.telemetry.ledger import UnusedReason
 from swift_stage2.telemetry.recorders import PipelineRecorder
 
 logger = logging.getLogger(__name__)
@@ -214,6 +215,12 @@ class AttemptEnds:
         for key in keys:
             message = f"its rollout {_WORDS[reason]}; redraw_dropped is false"
             self.quarantine(key, QuarantineReason.TOO_SLOW, message)
+
+    def unused(self, keys: Sequence[SampleKey], reason: UnusedReason) -> None:
+        """Nothing is trained of their rollouts."""
+        if keys:
+            self._source.settle_unused(keys, reason)
+            self._events.unused(len(keys), reason)
 
     def refused(self, rollout: Rollout, refusal: SampleError | MatchingError) -> None:
         """Its sample cannot be used, or its server was asked another prompt than the learner's."""

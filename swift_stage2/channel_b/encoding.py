@@ -7,7 +7,6 @@ with it the coordinate space; nothing here repeats its arithmetic. Called by the
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from PIL.Image import DecompressionBombError
 from swift_stage2.channel_b.image_files import image_as_base64
 from swift_stage2.channel_b.task import Convert
 from swift_stage2.columns import COLUMNS, Per
+from swift_stage2.compat import zero3_unknown
 from swift_stage2.errors import ConfigError, DatasetError, PromptMismatch, SampleError
 from swift_stage2.records import Rollout, Sample, Segment, Target
 from swift_stage2.telemetry.trace import EnterSpan, untraced
@@ -145,29 +145,51 @@ class Encoder:
         self,
         rollout: Rollout,
         prompt: PromptEncoding,
-        target: Target,
+        sequences: Sequence[tuple[Target, float | None]],
         *,
-        closing_weight: float,
         sample_id: str,
     ) -> Segment:
-        """Joins prompt and target to what ``template.encode`` gives for the same conversation.
+        """Joins the prompt and each of the targets to what ``template.encode`` gives for the same conversation.
 
         The prompt is not encoded again, because that would process its images twice. Tokens of weight
         zero are not supervised, as ms-swift has it.
+
+        Args:
+            sequences: targets, each with the weight of the end of turn that is put behind it; None puts nothing there,
+                behind tokens as they were sampled.
 
         Raises:
             PromptMismatch: the server was asked another prompt.
             SampleError: the segment is longer than a pack.
         """
         require_same_prompt(rollout, prompt)
-        answer = target.token_ids + self._closing_ids
-        weights = target.weights + (closing_weight,) * len(self._closing_ids)
-        num_prompt, num_tokens = len(prompt.token_ids), len(prompt.token_ids) + len(answer)
+        encodings = tuple(self._sequence(prompt, target, closing) for target, closing in sequences)
+        num_tokens = sum(encoding["length"] for encoding in encodings)
         if num_tokens > self._packing_length:
             raise SampleError(
                 f"a segment must fit a pack and is never cut, got num_tokens={num_tokens} "
                 f"packing_length={self._packing_length}; raise packing_length"
             )
+        return Segment(
+            key=rollout.sample.key,
+            sample_id=sample_id,
+            version=rollout.version,
+            encodings=encodings,
+            num_tokens=num_tokens,
+            num_supervised_tokens=sum(
+                label != IGNORED_LABEL for encoding in encodings for label in encoding["labels"]
+            ),
+            num_rollout_tokens=len(rollout.token_ids),
+            quality=sequences[0][0].quality,
+        )
+
+    def _sequence(
+        self, prompt: PromptEncoding, target: Target, closing_weight: float | None
+    ) -> dict[str, Any]:
+        closing_ids = () if closing_weight is None else self._closing_ids
+        answer = target.token_ids + closing_ids
+        weights = target.weights + (closing_weight or 0.0,) * len(closing_ids)
+        num_prompt = len(prompt.token_ids)
         encoding = dict(prompt.encoding)
         encoding["input_ids"] = [*prompt.token_ids, *answer]
         encoding["labels"] = [IGNORED_LABEL] * num_prompt + [
@@ -175,24 +197,24 @@ class Encoder:
         ]
         encoding["loss_scale"] = [0.0] * num_prompt + list(weights)
         for name, values in target.columns.items():
-            encoding[name] = COLUMNS[name].beside(values, num_prompt, len(self._closing_ids))
+            encoding[name] = COLUMNS[name].beside(values, num_prompt, len(closing_ids))
         for name in TOKENS_INSTEAD:
             if found := [(place, token) for place, token in getattr(target, name) if weights[place] > 0]:
                 encoding[name] = [(num_prompt + place, token) for place, token in found]
-        encoding["length"] = num_tokens
-        encoding["lengths"] = [num_tokens]
+        encoding["length"] = len(encoding["input_ids"])
+        encoding["lengths"] = [encoding["length"]]
         if (types := encoding.get("mm_token_type_ids")) is not None:
             encoding["mm_token_type_ids"] = torch.nn.functional.pad(types, (0, len(answer)))
-        return Segment(
-            key=rollout.sample.key,
-            sample_id=sample_id,
-            version=rollout.version,
-            encoding=encoding,
-            num_tokens=num_tokens,
-            num_supervised_tokens=sum(weight > 0 for weight in weights),
-            num_rollout_tokens=len(rollout.token_ids),
-            quality=target.quality,
-        )
+        return encoding
+
+    def require_trainable(self, rollout: Rollout) -> None:
+        """Raises SampleError when the sampled tokens cannot be trained as they are: one stands for an image."""
+        media = set(self._template.placeholder_tokens).intersection(rollout.token_ids)
+        if media:
+            raise SampleError(
+                "a rollout that is trained as it was sampled may hold no token that stands for an image, video or "
+                f"audio, got token_id={min(media)}"
+            )
 
     def collate(self, segments: Sequence[Segment]) -> dict[str, Any]:
         """One padding-free batch of one row, in which segments do not see each other.
@@ -202,7 +224,7 @@ class Encoder:
         hands them over in a separate entry that its trainer removes again. Columns that any segment carries are
         entries of the batch, beside ``labels`` or, of one with a value per segment, of shape (segments,).
         """
-        encodings = [dict(segment.encoding) for segment in segments]
+        encodings = [dict(encoding) for segment in segments for encoding in segment.encodings]
         columns = _take_columns(encodings) | _take_tokens_instead(encodings)
         batch: dict[str, Any] = self._template.data_collator(encodings) | columns
         text_positions = batch.pop("text_position_ids", None)
@@ -305,23 +327,9 @@ def _model_without_weights(template: Any) -> Any:
     from swift.model import get_model_processor
 
     info = template.model_info
-    with torch.device("meta"), _zero3_unknown():
+    with torch.device("meta"), zero3_unknown():
         model, _ = get_model_processor(info.model_dir, model_type=info.model_type, return_dummy_model=True)
     return model
-
-
-@contextmanager
-def _zero3_unknown() -> Iterator[None]:
-    """Hugging Face gives every model made under ZeRO-3 its first weights, which one without weights cannot take."""
-    integration: Any = importlib.import_module("transformers.integrations.deepspeed")
-    reference = integration._hf_deepspeed_config_weak_ref
-    config = reference() if reference is not None else None
-    integration.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        if config is not None:
-            integration.set_hf_deepspeed_config(config)
 
 
 def _prompt_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:

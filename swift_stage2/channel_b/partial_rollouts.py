@@ -7,8 +7,9 @@ is as old as its oldest token: one that another abort would make useless is prot
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 from swift_stage2.servers.protocol import PREFIX, protect_from_abort
+
+_END_S = 10.0  # places end within their calls' cut
 
 
 def join(so_far: Rollout | None, rest: Rollout) -> Rollout | None:
@@ -166,9 +169,17 @@ class PartialRollouts:
     def _is_fresh(self, version: int, current: int) -> bool:
         return is_fresh(version, current=current, window=self._window)
 
-    def give_back(self) -> None:
-        """The run ends: nothing is resumed."""
+    def give_back(self, next_finished: Callable[[float], BatchOutcome | None]) -> None:
+        """The run ends: nothing is resumed, and what servers have in hand comes back, for the client is stopped."""
         keys = [sample.key for sample in self._waiting]
         self._waiting.clear()
+        self._end_stopped(keys)
+        ends = time.monotonic() + _END_S
+        while self._attempts and (left_s := ends - time.monotonic()) > 0:
+            outcome = next_finished(left_s)
+            if outcome is not None and outcome.terms is None:
+                self._end_stopped([sample.key for sample in outcome.samples])
+
+    def _end_stopped(self, keys: Sequence[SampleKey]) -> None:
         self._attempts.close(keys, AttemptState.ENDED)
         self._ends.stopped(keys)

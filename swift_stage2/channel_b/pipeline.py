@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,13 +20,14 @@ from typing import Any
 
 from swift_stage2.channel_b.attempts import AttemptEnds, Attempts, AttemptState
 from swift_stage2.channel_b.demand import Demand
+from swift_stage2.channel_b.groups import Groups
 from swift_stage2.channel_b.image_files import num_pixels
 from swift_stage2.channel_b.packing import decide_pack
 from swift_stage2.channel_b.partial_rollouts import PartialRollouts, newest_version
-from swift_stage2.channel_b.preprocessing import Prepared, Preprocessor, Refusal
+from swift_stage2.channel_b.preprocessing import Judged, Prepared, Preprocessor, Refusal
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
-from swift_stage2.channel_b.rollout_client.trust import PERMUTED, misreading_servers, permuting_servers
+from swift_stage2.channel_b.rollout_client.trust import servers_at_fault
 from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import QueueClosed, SampleError
@@ -42,7 +43,6 @@ from swift_stage2.telemetry.recorders import PipelineRecorder
 logger = logging.getLogger(__name__)
 
 _IDLE_SLICE_S = 0.2
-_END_S = 10.0  # places end within their calls' cut
 _RETURNS = {DropReason.STALE: ReturnReason.STALE, DropReason.OLDEST: ReturnReason.OVERFLOW}
 # Asked once more with one that was not, so that a server which misreads all is told by few.
 _MOST_MISREAD = 64
@@ -70,6 +70,8 @@ class Pipeline:
     max_rollouts_per_version: int | None = None
     max_resumes: int | None = None
     """Times that a rollout is resumed; None: one that was aborted begins anew."""
+    make_groups: Callable[[AttemptEnds], Groups] | None = None
+    """Has rollouts of one row wait for each other; None: each is trained by itself."""
     ask_evaluation: Callable[[int], int] | None = None
     """Asks for at most so many prompts of an evaluation; how many that are."""
     take_evaluated: Callable[[BatchOutcome], bool] | None = None
@@ -90,6 +92,8 @@ class Pipeline:
             max_resumes=self.max_resumes,
             version_window=self.version_window,
         )
+        self._groups = None if self.make_groups is None else self.make_groups(self._ends)
+        self._drop = self._ends.dropped if self._groups is None else self._groups.drop
         self._view: StepView | None = None
         self._demand = Demand(self.pacer, self.queue, self.clock, self.attempts)
         self._used_up_for: StepView | None = None  # in this turn the budget left nothing to ask for
@@ -139,7 +143,7 @@ class Pipeline:
     def on_drop(self, pack: Pack, reason: DropReason) -> None:
         """Returns the samples of a pack that the queue dropped for a new rollout."""
         self.events.dropped(pack, reason)
-        self._ends.dropped(pack.keys, _RETURNS[reason])
+        self._drop(pack.keys, _RETURNS[reason])
 
     def _run(self) -> None:
         try:
@@ -147,7 +151,7 @@ class Pipeline:
                 while not self._stop.is_set():
                     self._rest()
                     self._turn(_IDLE_SLICE_S)
-            self._give_back_what_is_out()
+            self._partial.give_back(self.client.next_finished)
         except BaseException as error:  # top of the thread: the learner turns it into a decision of all ranks
             if self._stop.is_set():
                 return  # what it used is being closed
@@ -157,6 +161,7 @@ class Pipeline:
         finally:
             if self.failure is None:
                 held, self._held = self._held, []
+                held += self._groups.rollouts if self._groups is not None else ()
                 self.source.give_back([rollout.sample.key for rollout in held], ReturnReason.STOPPED)
             self.events.enter(PipelineActivity.IDLE)
             self.standing = None
@@ -199,6 +204,7 @@ class Pipeline:
         if any(was_fruitful) or not was_fruitful:
             self._ask(heard)
         self._prepare(heard)
+        self._prepare_groups()
         self._pack_what_is_ready()
         for _, seconds in sorted({(rollout.server, rollout.seconds) for rollout in heard}):
             self._demand.measured(self._view, seconds + time.monotonic() - began)
@@ -221,18 +227,6 @@ class Pipeline:
             self._ends.quarantine(sample.key, QuarantineReason.ROLLOUT, message)
         return outcome
 
-    def _give_back_what_is_out(self) -> None:
-        """The owner's stop ends every share."""
-        self._partial.give_back()
-        ends = time.monotonic() + _END_S
-        while self.attempts and (left_s := ends - time.monotonic()) > 0:
-            outcome = self.client.next_finished(left_s)
-            if outcome is None or outcome.terms is not None:
-                continue
-            keys = [sample.key for sample in outcome.samples]
-            self.attempts.close(keys, AttemptState.ENDED)
-            self._ends.stopped(keys)
-
     def _ask(self, heard: Sequence[Rollout]) -> None:
         """Takes the places that are free: what is resumed first, then what is new, and an evaluation has the rest."""
         view = self._view
@@ -240,8 +234,11 @@ class Pipeline:
             return
         if resumed := self._partial.to_resume(self.client.free_places):
             self._submit(resumed, are_new=False)
-        here = [rollout.version for rollout in (*self._held, *heard)]
+        waiting = self._groups.rollouts if self._groups is not None else ()
+        here = [rollout.version for rollout in (*self._held, *heard, *waiting)]
         num_wanted = self._demand.num_samples(view, here, len(self._segments))
+        if self._groups is not None and view.num_demanded != 0 and not view.paused:
+            num_wanted = max(num_wanted, self._groups.num_to_ask(self.attempts.open()))
         if num_samples := min(self.client.free_places, num_wanted):
             self._used_up_for = None if self._ask_for(num_samples) else view
         if self.ask_evaluation is not None and (free := self.client.free_places):
@@ -305,39 +302,60 @@ class Pipeline:
         return heard
 
     def _prepare(self, rollouts: Sequence[Rollout]) -> None:
+        """Matches them; encodes them at once, or when the others of their group are here."""
         if not rollouts:
             return
-        self._go_on_to(PipelineActivity.PREPARING, f"matches and encodes {len(rollouts)} rollouts")
-        try:
-            found = list(self.preprocessor.prepare(rollouts))
-        except BaseException:
-            self._held += rollouts  # a stop interrupts it: their samples return when the thread ends
-            raise
+        work: Callable[[Sequence[Rollout]], Iterator[Prepared | Judged | Refusal]] = self.preprocessor.prepare
+        if self._groups is not None:
+            work = partial(self.preprocessor.compare, with_target=self._groups.with_target)
+        found = self._preprocessed(rollouts, work)
         pairs = list(zip(rollouts, found, strict=True))
-        agreed = {rollout.server for rollout, each in pairs if isinstance(each, Prepared)}
-        at_fault = misreading_servers(rollouts, found, self.client.note_agreement(agreed))
-        at_fault |= dict.fromkeys(permuting_servers(rollouts, found), PERMUTED)
+        agreed = {rollout.server for rollout, each in pairs if isinstance(each, Prepared | Judged)}
+        at_fault = servers_at_fault(rollouts, found, self.client.note_agreement(agreed))
         self._misread -= {rollout.sample.key for rollout in rollouts}
         self._misread |= {rollout.sample.key for rollout in rollouts if rollout.server in at_fault}
         for server, reason in sorted(at_fault.items()):
             self.client.distrust(server, reason)
         for rollout, prepared in pairs:
-            if rollout.server in at_fault:
-                self._give_up_answer(rollout, prepared)
+            if rollout.server in at_fault:  # so that the sample returns as if it had not answered
+                if isinstance(prepared, Prepared):
+                    self.preprocessor.forget([prepared.segment])
+                self.source.give_back([rollout.sample.key], ReturnReason.FAILED)
                 continue
             self.guard.observe(rollout.truncated)
-            if not isinstance(prepared, Prepared):
+            if not isinstance(prepared, Prepared | Judged):
                 self._ends.refused(rollout, prepared)
                 continue
-            self._segments.append(prepared.segment)
             self.events.matched(rollout, prepared.target, prepared.space)
-            self.events.segment(prepared.segment, prepared.seconds, rollout.spans)
+            if isinstance(prepared, Prepared):
+                self._keep(prepared)
+            elif self._groups is not None:
+                self._groups.add(rollout, prepared)
 
-    def _give_up_answer(self, rollout: Rollout, prepared: Prepared | Refusal) -> None:
-        """The server's fault, so that the sample returns as if it had not answered."""
-        if isinstance(prepared, Prepared):
-            self.preprocessor.forget([prepared.segment])
-        self.source.give_back([rollout.sample.key], ReturnReason.FAILED)
+    def _prepare_groups(self) -> None:
+        """Encodes what is trained of the groups that wait for nothing more."""
+        for group in self._groups.take() if self._groups is not None else ():
+            self.events.compared(group.trained, group.reward_std)
+            found = self._preprocessed(group.trained, self.preprocessor.prepare)
+            for rollout, prepared in zip(group.trained, found, strict=True):
+                if isinstance(prepared, Prepared):
+                    self._keep(prepared)
+                else:
+                    self._ends.refused(rollout, prepared)
+
+    def _preprocessed(
+        self, rollouts: Sequence[Rollout], work: Callable[[Sequence[Rollout]], Iterator[Any]]
+    ) -> list[Any]:
+        self._go_on_to(PipelineActivity.PREPARING, f"matches and encodes {len(rollouts)} rollouts")
+        try:
+            return list(work(rollouts))
+        except BaseException:
+            self._held += rollouts  # a stop interrupts it: their samples return when the thread ends
+            raise
+
+    def _keep(self, prepared: Prepared) -> None:
+        self._segments.append(prepared.segment)
+        self.events.segment(prepared.seconds)
 
     def _pack_what_is_ready(self) -> None:
         while not self._stop.is_set():
@@ -375,7 +393,7 @@ class Pipeline:
         self.preprocessor.forget(stale)
         for segment in stale:
             self.events.stale_segment(segment)
-        self._ends.dropped([segment.key for segment in stale], ReturnReason.STALE)
+        self._drop([segment.key for segment in stale], ReturnReason.STALE)
 
     def _go_on_to(self, activity: PipelineActivity, what: str) -> None:
         self.events.enter(activity)

@@ -25,11 +25,13 @@ from typing import Any, Protocol
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding, require_same_prompt
 from swift_stage2.channel_b.preprocessing_worker import Reply, Setup, read_batch
+from swift_stage2.channel_b.reward import TOTAL
 from swift_stage2.channel_b.task import Task, correct_by
+from swift_stage2.columns import ADVANTAGES, BEHAVIOUR, COLUMNS
 from swift_stage2.config.swift_arguments import PLUGIN_PREFIX
 from swift_stage2.errors import ConfigError, MatchingError, PreprocessorLost, SampleError
 from swift_stage2.process.worker import describe_end, start_worker
-from swift_stage2.records import Pack, Rollout, Segment, Target
+from swift_stage2.records import MatchQuality, Pack, Rollout, Segment, Target
 from swift_stage2.telemetry.trace import Trace, untraced
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class Judged:
 
     target: Target
     space: tuple[int, int] | None
+    target_reward: float | None = None
+    """That of the corrected answer, where it was asked for."""
 
 
 def make_target(rollout: Rollout, prompt: PromptEncoding, encoder: Encoder, task: Task) -> Target:
@@ -75,21 +79,55 @@ def make_target(rollout: Rollout, prompt: PromptEncoding, encoder: Encoder, task
 def make_segment(
     rollout: Rollout, prompt: PromptEncoding, encoder: Encoder, task: Task
 ) -> tuple[Segment, Target]:
-    """One rollout parsed, matched, corrected and encoded; and the target that the segment carries.
+    """One rollout parsed, matched, corrected and encoded; and its corrected answer.
+
+    The segment carries that answer, or, of a rollout with advantages, its tokens as they were sampled; the corrected
+    answer beside them where it has an advantage, too. Tokens whose advantage is 0 are left out where something is left.
 
     Raises:
         SampleError, MatchingError: the sample cannot be used.
     """
     target = make_target(rollout, prompt, encoder, task)
+    sequences: list[tuple[Target, float | None]] = [(target, task.closing_weight)]
+    if rollout.advantages is not None:
+        of_tokens, *of_target = rollout.advantages
+        closed = _closed(target, encoder.closing_token_ids, task.closing_weight)
+        sequences = [(_with_advantage(closed, advantage), None) for advantage in of_target]
+        if of_tokens or not sequences:
+            sequences.insert(0, (as_sampled(rollout, of_tokens, target.quality), None))
     key = rollout.sample.key
-    segment = encoder.encode_segment(
-        rollout,
-        prompt,
-        target,
-        closing_weight=task.closing_weight,
-        sample_id=f"{key.epoch}:{key.position}:{key.index}",
+    sample_id = f"{key.epoch}:{key.position}:{key.index}"
+    return encoder.encode_segment(rollout, prompt, sequences, sample_id=sample_id), target
+
+
+def as_sampled(rollout: Rollout, advantage: float, quality: MatchQuality) -> Target:
+    """A rollout's own tokens as a target."""
+    assert rollout.log_probs is not None
+    num_tokens = len(rollout.token_ids)
+    return Target(
+        text=rollout.text,
+        token_ids=rollout.token_ids,
+        weights=(1.0,) * num_tokens,
+        quality=quality,
+        columns={ADVANTAGES.name: (advantage,) * num_tokens, BEHAVIOUR.name: rollout.log_probs},
     )
-    return segment, target
+
+
+def _closed(target: Target, closing_ids: tuple[int, ...], weight: float) -> Target:
+    """With the end of turn among its tokens, so that whatever holds for them holds for it."""
+    more = len(closing_ids)
+    return replace(
+        target,
+        token_ids=target.token_ids + closing_ids,
+        weights=target.weights + (weight,) * more,
+        columns={
+            name: tuple(COLUMNS[name].beside(values, 0, more)) for name, values in target.columns.items()
+        },
+    )
+
+
+def _with_advantage(target: Target, advantage: float) -> Target:
+    return replace(target, columns={**target.columns, ADVANTAGES.name: (advantage,) * len(target.token_ids)})
 
 
 def make_pack(pack_id: str, segments: Sequence[Segment], encoder: Encoder, capacity_tokens: int) -> Pack:
@@ -116,6 +154,12 @@ class Preprocessor(Protocol):
     def judge(self, rollouts: Sequence[Rollout]) -> Iterator[Judged | Refusal]:
         """Each rollout against its ground truth, in their order; nothing is kept."""
 
+    def compare(self, rollouts: Sequence[Rollout], *, with_target: bool) -> Iterator[Judged | Refusal]:
+        """As ``judge``, of rollouts that are going to be trained as they were sampled, by their rewards.
+
+        ``with_target``: the reward of each corrected answer as well.
+        """
+
     def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack:
         """Prepared segments as one batch, in the order given."""
 
@@ -139,12 +183,13 @@ class ThreadPreprocessor(Preprocessor):
         self._encoder = encoder
         self._task = task
         self._packing_length = packing_length
+        self._last_prompt: tuple[int, PromptEncoding] | None = None
 
     def prepare(self, rollouts: Sequence[Rollout]) -> Iterator[Prepared | Refusal]:
         for rollout in rollouts:
             started = time.monotonic()
             try:
-                prompt = self._encoder.encode_prompt(rollout.sample)
+                prompt = self._prompt_of(rollout)
                 segment, target = make_segment(rollout, prompt, self._encoder, self._task)
             except (SampleError, MatchingError) as refusal:
                 yield refusal
@@ -154,11 +199,37 @@ class ThreadPreprocessor(Preprocessor):
     def judge(self, rollouts: Sequence[Rollout]) -> Iterator[Judged | Refusal]:
         for rollout in rollouts:
             try:
-                prompt = self._encoder.encode_prompt(rollout.sample)
-                require_same_prompt(rollout, prompt)
-                yield Judged(make_target(rollout, prompt, self._encoder, self._task), prompt.space)
+                yield self._judge(rollout, self._encoder.encode_prompt(rollout.sample))
             except (SampleError, MatchingError) as refusal:
                 yield refusal
+
+    def compare(self, rollouts: Sequence[Rollout], *, with_target: bool) -> Iterator[Judged | Refusal]:
+        for rollout in rollouts:
+            try:
+                self._encoder.require_trainable(rollout)
+                prompt = self._prompt_of(rollout)
+                judged = self._judge(rollout, prompt)
+                if with_target:
+                    target = judged.target
+                    answer = replace(
+                        rollout, text=target.text, token_ids=target.token_ids, truncated=False, log_probs=None
+                    )
+                    right = make_target(answer, prompt, self._encoder, self._task)
+                    judged = replace(judged, target_reward=right.quality.reward[TOTAL])
+                yield judged
+            except (SampleError, MatchingError) as refusal:
+                yield refusal
+
+    def _judge(self, rollout: Rollout, prompt: PromptEncoding) -> Judged:
+        require_same_prompt(rollout, prompt)
+        return Judged(make_target(rollout, prompt, self._encoder, self._task), prompt.space)
+
+    def _prompt_of(self, rollout: Rollout) -> PromptEncoding:
+        """The last one is kept: rollouts of one row of the training data come one after another."""
+        row = rollout.sample.key.index
+        if self._last_prompt is None or self._last_prompt[0] != row:
+            self._last_prompt = row, self._encoder.encode_prompt(rollout.sample)
+        return self._last_prompt[1]
 
     def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack:
         return make_pack(pack_id, segments, self._encoder, self._packing_length)
@@ -210,6 +281,10 @@ class ProcessPreprocessor(Preprocessor):
 
     def judge(self, rollouts: Sequence[Rollout]) -> Iterator[Judged | Refusal]:
         yield from self._ask(f"judge rollouts of {_rows(rollouts)}", "judge", tuple(rollouts))
+
+    def compare(self, rollouts: Sequence[Rollout], *, with_target: bool) -> Iterator[Judged | Refusal]:
+        told = f"compare rollouts of {_rows(rollouts)}"
+        yield from self._ask(told, "compare", tuple(rollouts), with_target)
 
     def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack:
         keys = tuple(segment.key for segment in segments)

@@ -90,13 +90,17 @@ class Worker:
             if isinstance(prepared, Prepared):
                 segment = prepared.segment
                 self._segments[segment.key] = segment
-                prepared = replace(prepared, segment=replace(segment, encoding={}))
+                prepared = replace(prepared, segment=replace(segment, encodings=()))
             replies.append(prepared)
         return replies
 
     def judge(self, rollouts: Sequence[Rollout]) -> list[Judged | Refusal]:
         """The matches of rollouts. Keeps nothing."""
         return list(self._preprocessor.judge(rollouts))
+
+    def compare(self, rollouts: Sequence[Rollout], with_target: bool) -> list[Judged | Refusal]:
+        """The matches of rollouts that wait for others of their row. Keeps nothing."""
+        return list(self._preprocessor.compare(rollouts, with_target=with_target))
 
     def pack(self, pack_id: str, keys: Sequence[SampleKey]) -> tuple[Pack, BatchOutline, int]:
         """A pack without its batch, the batch's outline, and the descriptor of its memory."""
@@ -275,6 +279,8 @@ def _answer(
                 found: Any = worker.prepare(rollouts)
             case "judge", rollouts:
                 found = worker.judge(rollouts)
+            case "compare", rollouts, with_target:
+                found = worker.compare(rollouts, with_target)
             case "pack", pack_id, keys:
                 *found, descriptor = worker.pack(pack_id, keys)
             case "forget", keys:

@@ -29,7 +29,7 @@ from swift_stage2.errors import DatasetError
 from swift_stage2.records import RowOrigin, Sample, SampleKey, image_paths
 from swift_stage2.scheduling.run_ahead import Place, Shares
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import Entry, Ledger
+from swift_stage2.telemetry.ledger import Entry, Ledger, UnusedReason
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,11 @@ class SampleSource:
         events: Ledger | None = None,
         usable: Sequence[int] | None = None,
         origins: RowOrigins | None = None,
+        num_generations: int = 1,
     ) -> None:
         """``usable``: the numbers of the rows that may be drawn, all by default; to the stream there are no others.
+
+        ``num_generations``: so many positions, one after another, are of one row: a group.
 
         Raises:
             DatasetError: there are fewer of them than ranks.
@@ -101,6 +104,7 @@ class SampleSource:
         self._seed = seed
         self._events = events or Ledger(AuditLog(None))
         self._origins = origins or RowOrigins()
+        self._num_generations = num_generations
         self._lock = threading.Lock()
         self._epoch = 0
         self._position = 0
@@ -151,6 +155,30 @@ class SampleSource:
             self._settle([key])
             self._events.write(Entry.QUARANTINED, [key], reason=reason, message=message)
 
+    def settle_unused(self, keys: Sequence[SampleKey], reason: UnusedReason) -> None:
+        """Ends the life of samples of whose rollouts nothing is trained."""
+        with self._lock:
+            self._settle(keys)
+            self._events.write(Entry.UNUSED, keys, reason=reason)
+
+    def group_of(self, key: SampleKey) -> tuple[int, int]:
+        """Epoch and number of the group of a sample."""
+        return key.epoch, key.position // self._num_generations
+
+    def members_of(self, group: tuple[int, int]) -> list[SampleKey] | None:
+        """Samples of a group that were drawn and are not settled; None until the last one was drawn first."""
+        epoch, number = group
+        positions = range(number * self._num_generations, (number + 1) * self._num_generations)
+        with self._lock:
+            if (self._epoch, self._position) < (epoch, positions.stop):
+                return None
+            return [key for each in positions if (key := self._outstanding.get((epoch, each))) is not None]
+
+    @property
+    def num_to_whole_group(self) -> int:
+        """Samples that are to be drawn before the newest group is whole; 0 between two groups."""
+        return -self._position % self._num_generations
+
     def origin_of(self, key: SampleKey) -> RowOrigin:
         """The file, line and images of a sample's row."""
         return self._origins.find(self._rows[key.index])
@@ -184,8 +212,9 @@ class SampleSource:
             ("num_rows", len(self._usable)),
             ("world_size", self._world_size),
             ("seed", self._seed),
+            ("num_generations", self._num_generations),
         ):
-            if state.get(name) != now:
+            if state.get(name, 1 if name == "num_generations" else None) != now:
                 raise DatasetError(
                     f"resume needs the same {name} as the checkpoint, got {name}={now}, checkpoint "
                     f"{name}={state.get(name)}; restore it or start a new run from the checkpoint's weights"
@@ -207,6 +236,7 @@ class SampleSource:
             "num_rows": len(self._usable),
             "world_size": self._world_size,
             "seed": self._seed,
+            "num_generations": self._num_generations,
             "outstanding": [key.entry for key in keys],
         }
 
@@ -230,7 +260,8 @@ class SampleSource:
         digest = hashlib.sha256(f"{_STREAM}/{self._seed}/{epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
         permutation: list[int] = torch.randperm(len(self._usable), generator=generator).tolist()
-        return [self._usable[number] for number in permutation[self._rank :: self._world_size]]
+        rows = (self._usable[number] for number in permutation[self._rank :: self._world_size])
+        return [row for row in rows for _ in range(self._num_generations)]
 
 
 def _place(key: SampleKey) -> Place:

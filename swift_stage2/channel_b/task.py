@@ -18,8 +18,8 @@ from swift_stage2.channel_b.reward import TOTAL, reward_terms, total_of
 from swift_stage2.columns import COLUMNS, LOG_PROBS, Column, stand_ins
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
+from swift_stage2.config.objective import MOST_REWARD, REWARD_WEIGHTS
 from swift_stage2.config.registry import find, register
-from swift_stage2.config.stage2_ab import MOST_REWARD, REWARD_WEIGHTS
 from swift_stage2.errors import ConfigError, SampleError, TaskError
 from swift_stage2.records import Rollout, Sample, SampleKey, Target, VersionSpan
 from swift_stage2.telemetry.trace import EnterSpan, untraced
@@ -174,13 +174,13 @@ def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
 
 
 def needed_columns(config: Stage2Config) -> tuple[Column, ...]:
-    """The columns that the configured task needs, or that ``telemetry`` records.
+    """The columns that the configured task or objective needs, or that ``telemetry`` records.
 
     Raises:
         ConfigError: nobody has registered the task, or a column that it names.
     """
     task = find(TASKS, "stage2_ab.task", config.stage2_ab.task)
-    recorded = (LOG_PROBS.name,) if config.telemetry.log_probs else ()
+    recorded = (LOG_PROBS.name,) if config.telemetry.log_probs or config.stage2_ab.uses_rewards else ()
     names = dict.fromkeys((*task.columns, *recorded))
     return tuple(find(COLUMNS, f"{task.__qualname__}.columns", name) for name in names)
 

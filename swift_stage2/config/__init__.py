@@ -4,7 +4,7 @@ yaml_text   file -> plain mapping (YAML 1.2 scalars, duplicate keys refused)
 binding     plain mapping -> sections (unknown keys, types, missing keys)
 registry    named parts, some from a user's file; an unknown name tells the nearest
 rules       rules about one setting, and between numbers: refused or shown with the numbers put in
-stage2_ab   rollout   launch   telemetry   the sections with their defaults and their own rules
+stage2_ab   objective   rollout   launch   telemetry   the sections with their defaults and their own rules
 swift_arguments                   what ``swift:`` may not say, and its argv for ms-swift
 root        Stage2Config, the rules between sections, ``load_config``
 """
@@ -18,6 +18,7 @@ from swift_stage2.config.launch import (
     ServerEngine,
     ServerProcess,
 )
+from swift_stage2.config.objective import GrpoConfig, Objective, Proximal
 from swift_stage2.config.rollout import (
     ROUND_MARGIN_S,
     DecodingConfig,
@@ -43,14 +44,17 @@ __all__ = [
     "ROUND_MARGIN_S",
     "DecodingConfig",
     "Fenced",
+    "GrpoConfig",
     "LearnerProcess",
     "MatchingConfig",
     "MissedOrder",
     "Mode",
+    "Objective",
     "OnPending",
     "OnPipelineFailure",
     "Preprocessing",
     "Proof",
+    "Proximal",
     "RestartConfig",
     "RestartPolicy",
     "RolloutConfig",

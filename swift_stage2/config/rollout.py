@@ -194,6 +194,8 @@ class RolloutConfig:
     api_key_env: str = "SWIFT_ROLLOUT_API_KEY"
     """Environment variable that holds the bearer token; unset means no token."""
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    num_generations: int = 1
+    """Rollouts of every row that channel B draws, to be compared with each other by their rewards."""
     max_inflight_per_server: int = 16
     """Prompts that all ranks together may have running on one server."""
     request_timeout_s: float = 240.0
@@ -206,7 +208,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         rules.variable_name("api_key_env", self.api_key_env)
-        rules.at_least(self, 1, "max_inflight_per_server")
+        rules.at_least(self, 1, "max_inflight_per_server", "num_generations")
         rules.above_zero(self, "max_inflight_per_server", MAX_REQUESTS_PER_POST)
         rules.deadline(self, "request_timeout_s", "start_timeout_s")
         if self.max_resumes is not None:

@@ -16,6 +16,7 @@ from swift_stage2.config.best_model import best_metric, refuse_best_model
 from swift_stage2.config.binding import bind
 from swift_stage2.config.device_shares import Placement, check_devices
 from swift_stage2.config.launch import LaunchConfig, ServerEngine
+from swift_stage2.config.objective import check_objective
 from swift_stage2.config.registry import find
 from swift_stage2.config.rollout import ROUND_MARGIN_S, OnPending, RolloutConfig, Transport
 from swift_stage2.config.rules import Inequality
@@ -84,8 +85,10 @@ class Stage2Config:
                 f"model={self.swift.get('model')!r}; write them there and start with swift-stage2 train or launch"
             )
         if self.b_enabled:
-            target = self.stage2_ab.channel_b.target
-            refuse_unsupported(self.swift, has_own_loss=target.has_own_loss)
+            refuse_unsupported(self.swift, has_own_loss=self.stage2_ab.has_own_loss)
+            channel = self.stage2_ab.channel_b
+            budget = channel.prefetch.max_rollouts_per_version
+            check_objective(self.stage2_ab.objective, channel.grpo, self.rollout, self.swift, budget)
         self._check_names()
         self._check_evaluation()
         refuse_best_model(self.swift, self.stage2_ab.evaluation.every_steps)

@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from swift_stage2.config import rules
+from swift_stage2.config.objective import REWARD_WEIGHTS, GrpoConfig, Objective, RewardConfig
 from swift_stage2.config.registry import find
 from swift_stage2.config.rules import Inequality
 from swift_stage2.errors import ConfigError
@@ -307,25 +308,6 @@ class TargetConfig:
         return self.missed_order is MissedOrder.ANY or self.weights.duplicate > 0
 
 
-MOST_REWARD = 1_000_000  # a weight's, and a term's either way: sums of a whole run stay finite
-REWARD_WEIGHTS = {"f1": 1.0, "iou": 1.0, "format": 0.5, "duplicates": 0.5, "misses": 0.5}
-"""Of the terms that a shipped task's reward has."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RewardConfig:
-    weights: Mapping[str, Any] = field(default_factory=dict)
-    """Weights of the reward's terms, by name, at least 0; a term that is left out has its default."""
-
-    def __post_init__(self) -> None:
-        for name, weight in self.weights.items():
-            if type(weight) not in (int, float) or not 0 <= weight <= MOST_REWARD:
-                raise ConfigError(
-                    f"weights must be numbers from 0 to {MOST_REWARD:,}, because terms are the larger the better, got "
-                    f"{name}={weight!r}; write for example {name}: 0.5"
-                )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelBConfig:
     on_pipeline_failure: OnPipelineFailure = OnPipelineFailure.RAISE
@@ -343,6 +325,7 @@ class ChannelBConfig:
     matching: MatchingConfig = field(default_factory=MatchingConfig)
     target: TargetConfig = field(default_factory=TargetConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
 
     def __post_init__(self) -> None:
         rules.in_unit_range(self, "max_truncated_ratio")
@@ -375,6 +358,8 @@ class Stage2AbConfig:
     mode: Mode = Mode.ASYNC
     """``inline``: a B step waits for its rollouts and training for every round, with which to compare what ``async``
     gives."""
+    objective: Objective = Objective.CORRECTED_TARGET
+    """The tokens that channel B trains: corrected answers, its rollouts by their rewards (``grpo``), or both."""
     task: str = DEFAULT_TASK
     """The meaning of an answer: a task that is shipped or that a file of ``swift.external_plugins`` registers."""
     task_settings: Mapping[str, Any] = field(default_factory=dict)
@@ -393,6 +378,16 @@ class Stage2AbConfig:
                 f"channel_b.target.dialect must be one of task {self.task}, got dialect={dialect!r} of task {owner}; "
                 f"leave it out for {SHIPPED_TASKS[self.task]}, or write task: {owner}"
             )
+
+    @property
+    def uses_rewards(self) -> bool:
+        """Whether rollouts are compared in groups."""
+        return self.objective is not Objective.CORRECTED_TARGET
+
+    @property
+    def has_own_loss(self) -> bool:
+        """True where the loss is not ms-swift's alone (``training/beside_labels.py``)."""
+        return self.uses_rewards or self.channel_b.target.has_own_loss
 
     @property
     def dialect(self) -> str | None:

@@ -86,10 +86,11 @@ UNSUPPORTED = (
     ),
     Unsupported("use_ray", _is_on, "ranks are started by torchrun", "remove it"),
 )
-_OF_ITS_OWN = "target.missed_order: any and weights.duplicate have a loss of their own"
+_OF_ITS_OWN = (
+    "objective grpo and mixed, target.missed_order: any and weights.duplicate have a loss of their own"
+)
 UNSUPPORTED_WITH_OWN_LOSS = tuple(
-    Unsupported(key, _is_on, _OF_ITS_OWN, "remove it, or these two")
-    for key in ("enable_dft_loss", "loss_type")
+    Unsupported(key, _is_on, _OF_ITS_OWN, "remove it, or these") for key in ("enable_dft_loss", "loss_type")
 )
 
 
@@ -127,7 +128,7 @@ def named_places(arguments: Mapping[str, Any], key: str) -> list[str]:
 def refuse_unsupported(arguments: Mapping[str, Any], *, has_own_loss: bool = False) -> None:
     """Refuses the first argument of the tables above that is set to a refused value, and what does not go together.
 
-    ``has_own_loss``: as ``TargetConfig`` tells.
+    ``has_own_loss``: as ``Stage2AbConfig`` tells.
 
     Raises:
         ConfigError: names key, value, reason and remedy.

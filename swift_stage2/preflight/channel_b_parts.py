@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,9 @@ import torch
 
 from swift_stage2.channel_b import detection as detection  # registers a task that is shipped
 from swift_stage2.channel_b import points as points  # and another
+from swift_stage2.channel_b.attempts import AttemptEnds
 from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.preprocessing import (
     Prepared,
     Preprocessor,
@@ -35,6 +37,7 @@ from swift_stage2.preflight.packing_isolation import (
 from swift_stage2.preflight.samples import RowLengths, check_rows
 from swift_stage2.records import Rollout, Sample
 from swift_stage2.scheduling.run_ahead import most_samples
+from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.trace import Trace
 
@@ -96,6 +99,7 @@ def check_parts(
         events=telemetry.ledger,
         usable=usable,
         origins=checked.origins,
+        num_generations=config.rollout.num_generations,
     )
     isolation = isolation_batches(encoder, checked.task, checked.samples)
     # Before the checks that run the model, which give its process the time to load the template.
@@ -121,7 +125,20 @@ def run_ahead_budget(config: Stage2Config, lengths: RowLengths, packs_per_b_step
     if channel.prefetch.max_rollouts_per_version is not None:
         return channel.prefetch.max_rollouts_per_version
     num_packs = channel.prefetch.packs_in_budget(packs_per_b_step, config.stage2_ab.schedule.exact_b_ratio)
-    return num_packs * most_samples(channel.packing.packing_length, lengths.shortest_prompt)
+    num_samples = num_packs * most_samples(channel.packing.packing_length, lengths.shortest_prompt)
+    return max(config.rollout.num_generations, num_samples)
+
+
+def group_maker(
+    config: Stage2Config, source: SampleSource, clock: VersionClock
+) -> Callable[[AttemptEnds], Groups] | None:
+    """What makes a pipeline's groups, where its objective compares rollouts."""
+    if not config.stage2_ab.uses_rewards:
+        return None
+    channel = config.stage2_ab.channel_b
+    settings = GroupSettings(config.stage2_ab.objective, channel.grpo)
+    window = channel.prefetch.version_window
+    return partial(Groups, settings=settings, source=source, clock=clock, version_window=window)
 
 
 def _preprocessor(config: Stage2Config, encoder: Encoder, task: Task, trace: Trace) -> Preprocessor:

@@ -188,22 +188,22 @@ def _group(
 
 def _supervise(segment: Segment, looked_at: bool) -> Segment:
     """Its first tokens and its target, or nothing at all. The very first token is told by what stands before it."""
-    tokens, labels = segment.encoding["input_ids"], segment.encoding["labels"]
+    (encoding,) = segment.encodings
+    tokens, labels = encoding["input_ids"], encoding["labels"]
     chosen = [
         looked_at and number > 0 and (number <= _NUM_FIRST_TOKENS or label != IGNORED_LABEL)
         for number, label in enumerate(labels)
     ]
     labels = [token if own else IGNORED_LABEL for token, own in zip(tokens, chosen, strict=True)]
-    return replace(
-        segment, encoding={**segment.encoding, "labels": labels, "loss_scale": list(map(float, chosen))}
-    )
+    weights = list(map(float, chosen))
+    return replace(segment, encodings=({**encoding, "labels": labels, "loss_scale": weights},))
 
 
 def _exchange(segment: Segment, plain: Sequence[int], *, seed: str, images: bool) -> Segment:
     """Other text of the same length around the same special tokens, and other images of the same size."""
     numbers = random.Random(seed)
     text = frozenset(plain)
-    encoding = dict(segment.encoding)
+    encoding = dict(segment.encodings[0])
     encoding["input_ids"] = [
         numbers.choice(plain) if token in text else token for token in encoding["input_ids"]
     ]
@@ -212,4 +212,4 @@ def _exchange(segment: Segment, plain: Sequence[int], *, seed: str, images: bool
         for name, value in encoding.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 encoding[name] = torch.randn(value.shape, generator=noise).to(value.dtype)
-    return replace(segment, encoding=encoding)
+    return replace(segment, encodings=(encoding,))

@@ -243,6 +243,12 @@ class _Join:
         self._completions = {
             tuple(line["sample"]): line for line in record if line["kind"] == RecordEntry.COMPLETION
         }
+        self._advantages = {
+            tuple(sample): tuple(advantages)
+            for line in record
+            if line["kind"] == RecordEntry.ADVANTAGES
+            for sample, advantages in zip(line["samples"], line["advantages"], strict=True)
+        }
         self._packed = {line["pack_id"]: line for line in ledger if line["kind"] == Entry.PACKED}
         self._trained: dict[int, list[str]] = defaultdict(list)
         for line in ledger:
@@ -294,5 +300,6 @@ class _Join:
             seed=0,
             server="the record",
             spans=tuple(VersionSpan(*span) for span in line["spans"]),
+            advantages=self._advantages.get(tuple(sample)),
             **read_back(line),
         )

@@ -35,6 +35,7 @@ def account_section(account: RunAccount | None, ranks: Iterable[RankRecords], *,
             _ranks(account.ranks),
             _counts("In hand", (rank.in_hand for rank in account.ranks)),
             _counts("Quarantined, by reason", (rank.quarantined for rank in account.ranks)),
+            _counts("Unused after comparison, by reason", (rank.unused for rank in account.ranks)),
             _counts("Returned and redrawn, by reason", (rank.returned for rank in account.ranks)),
             *_violations(account),
             *(Sentence(f"missing: {doubt}", Tone.WARN) for doubt in account.doubts),
@@ -52,7 +53,8 @@ def account_section(account: RunAccount | None, ranks: Iterable[RankRecords], *,
 def _ranks(ranks: Sequence[RankAccount]) -> Table:
     rows = [(str(rank.rank), _numbers(rank)) for rank in ranks]
     sums = {name: sum(numbers[name] for _, numbers in rows) for name in rows[0][1]}
-    shown = [name for name, total in sums.items() if total or name not in ("taken over", "rollouts resumed")]
+    seldom = ("taken over", "unused", "rollouts resumed")
+    shown = [name for name, total in sums.items() if total or name not in seldom]
     rows += [("all", sums)] if len(rows) > 1 else []
     return Table(
         "Samples of channel B",
@@ -67,6 +69,7 @@ def _numbers(rank: RankAccount) -> dict[str, int]:
         "drawn": rank.drawn,
         "trained": rank.trained,
         "quarantined": sum(rank.quarantined.values()),
+        "unused": sum(rank.unused.values()),
         "in hand": sum(rank.in_hand.values()),
         "rollouts resumed": rank.num_cut,
         "resumes": rank.num_resumes,
@@ -103,9 +106,11 @@ def _verdict(account: RunAccount) -> Sentence:
     if account.num_violations:
         return Sentence(f"not balanced: {account.num_violations} rules are broken", Tone.BAD)
     has_ended = all(rank.has_ended for rank in account.ranks)
+    has_unused = any(rank.unused for rank in account.ranks)
+    ended = "quarantined, compared and unused" if has_unused else "quarantined"
     open_ended = "" if has_ended else "; up to the last record, for no end is told"
     return Sentence(
-        f"balanced: every sample drawn was trained once, quarantined, or is in hand{open_ended}", Tone.GOOD
+        f"balanced: every sample drawn was trained once, {ended}, or is in hand{open_ended}", Tone.GOOD
     )
 
 

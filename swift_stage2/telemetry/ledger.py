@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Literal
 
 from swift_stage2.columns import given_by
-from swift_stage2.records import Coordinates, Pack, Rollout, SampleKey, Segment, Target, VersionSpan
+from swift_stage2.records import Coordinates, MatchQuality, Pack, Rollout, SampleKey, Target, VersionSpan
 from swift_stage2.telemetry.audit import AuditLog, rank_path
 
 ledger_path = partial(rank_path, "ledger")
@@ -42,20 +42,33 @@ class Entry(StrEnum):
     CUT = "cut"
     """Its answer had been aborted and is going to be resumed: ``spans`` are those of all ``num_tokens`` so far."""
     MATCHED = "matched"
-    """A rollout of ``num_rollout_tokens`` was parsed, matched, corrected and encoded; ``version`` is that of the oldest
-    of its ``spans``."""
+    """A rollout of ``num_rollout_tokens`` was parsed, matched and corrected; ``version`` is that of the oldest of its
+    ``spans``."""
     PACKED = "packed"
     RETURNED = "returned"
     """They are drawn again before any new one; ``samples`` have the attempt that they are drawn with."""
     TRAINED = "trained"
     """``step`` takes them; it is void if the process does not survive that step and the run is resumed."""
     QUARANTINED = "quarantined"
+    UNUSED = "unused"
+    """Nothing is trained of their rollouts; ``reason`` is an ``UnusedReason``."""
     CHECKPOINT = "checkpoint"
     """``state`` is the source's, as the checkpoint ``save_id`` before ``step`` holds it."""
     END = "end"
     """The process ended in order; it writes nothing after this."""
     TORN = "torn"
     """Never written: the reader puts it in the place of a line that its process did not come to finish."""
+
+
+class UnusedReason(StrEnum):
+    """Why nothing is trained of a rollout that was compared with others, though nothing is wrong with it."""
+
+    NO_VARIANCE = "no_variance"
+    """All rewards of its group are equal."""
+    TOO_SMALL = "too_small"
+    """Fewer than ``min_group`` of its group were left."""
+    DROPPED = "dropped"
+    """Its segment was dropped, and too few others of its group to compare it with another rollout."""
 
 
 class Ledger:
@@ -85,16 +98,15 @@ class Ledger:
             Entry.CUT, [rollout.sample.key], num_tokens=len(rollout.token_ids), spans=spans_of(rollout.spans)
         )
 
-    def matched(self, segment: Segment, spans: Sequence[VersionSpan] = ()) -> None:
-        """A rollout of ``spans`` became a segment."""
+    def matched(self, rollout: Rollout, quality: MatchQuality) -> None:
+        """A rollout was matched to its ground truth."""
         self.write(
             Entry.MATCHED,
-            [segment.key],
-            version=segment.version,
-            spans=spans_of(spans),
-            num_tokens=segment.num_tokens,
-            num_rollout_tokens=segment.num_rollout_tokens,
-            quality=segment.quality,
+            [rollout.sample.key],
+            version=rollout.version,
+            spans=spans_of(rollout.spans),
+            num_rollout_tokens=len(rollout.token_ids),
+            quality=quality,
         )
 
     def packed(self, pack: Pack) -> None:
@@ -124,6 +136,8 @@ class RecordEntry(StrEnum):
     """A process began: the ``run_id`` that its ledger has too, its configuration and surroundings."""
     COMPLETION = "completion"
     """A server's answer to ``sample``, [epoch, position, index, attempt]; told before it becomes a segment."""
+    ADVANTAGES = "advantages"
+    """Those of completions that were compared, in the order of ``samples``; told before they become segments."""
     STEP = "step"
     """A step's plan, before it trains. The packs of channel B are those that the ledger says ``step`` trained."""
     LOSSES = "losses"

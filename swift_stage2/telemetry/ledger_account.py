@@ -110,7 +110,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAccount:
-    """One rank's samples. ``taken_over + drawn == trained + quarantined + in_hand``, or a violation says so."""
+    """One rank's samples: ``taken_over + drawn == trained + quarantined + unused + in_hand``, or a rule is broken."""
 
     rank: int
     taken_over: int
@@ -120,6 +120,8 @@ class RankAccount:
     trained: int
     quarantined: Mapping[str, int]
     """By reason."""
+    unused: Mapping[str, int]
+    """By reason: nothing is trained of their rollouts, though nothing is wrong with them."""
     in_hand: Mapping[str, int]
     """By stage."""
     returned: Mapping[str, int]
@@ -159,6 +161,7 @@ _MOVES: dict[str, tuple[tuple[SampleStage, ...], SampleStage, str]] = {
     Entry.PACKED: ((SampleStage.MATCHED,), SampleStage.PACKED, "packed once it was matched"),
 }
 """By kind of record: the stages in which a sample may be, the one that it reaches, and the rule."""
+_GIVEN_UP = (Entry.QUARANTINED, Entry.UNUSED)
 
 
 @dataclass(slots=True)
@@ -173,12 +176,15 @@ class Replay:
     _num_lost: int = 0  # as gaps and torn lines tell
     _numbering: Numbering = field(default_factory=Numbering)  # tells of missing ones, much of it the same
     _has_ended: bool = False
-    _quarantined: Counter[str] = field(default_factory=Counter)
+    _given_up: dict[str, Counter[str]] = field(
+        default_factory=lambda: {kind: Counter() for kind in _GIVEN_UP}
+    )
     _returned: Counter[str] = field(default_factory=Counter)
     _broken: dict[str, list[Key]] = field(default_factory=dict)
     _lives: dict[Place, _Life] = field(default_factory=dict)
     _ends: dict[Place, Entry] = field(default_factory=dict)
-    _rows: set[int] = field(default_factory=set)  # of the present epoch, drawn so far
+    _rows: Counter[int] = field(default_factory=Counter)  # of the present epoch, drawn so far
+    _num_generations: int = 1
     _cursor: Place | None = None  # of the next new sample
     _shard: int = 0
     _window: int = 0
@@ -213,13 +219,19 @@ class Replay:
 
     def account(self, *, num_resumes: int, num_void: int) -> RankAccount:
         """The sum of the records."""
-        num_quarantined, num_in_hand = self._quarantined.total(), len(self._lives)
+        (num_quarantined, num_unused), num_in_hand = (
+            (c.total() for c in self._given_up.values()),
+            len(self._lives),
+        )
         in_hand = Counter(life.stage for life in self._lives.values())
-        if self._taken_over + self._num_drawn != self.num_trained + num_quarantined + num_in_hand:
+        if (
+            self._taken_over + self._num_drawn
+            != self.num_trained + num_quarantined + num_unused + num_in_hand
+        ):
             self._break(
-                f"drawn = trained + quarantined + in hand, got {self._taken_over} taken over + "
+                f"drawn = trained + quarantined + unused + in hand, got {self._taken_over} taken over + "
                 f"{self._num_drawn} drawn, {self.num_trained} trained + {num_quarantined} quarantined + "
-                f"{num_in_hand} in hand",
+                f"{num_unused} unused + {num_in_hand} in hand",
                 (),
             )
         return RankAccount(
@@ -227,7 +239,8 @@ class Replay:
             taken_over=self._taken_over,
             drawn=self._num_drawn,
             trained=self.num_trained,
-            quarantined=dict(sorted(self._quarantined.items())),
+            quarantined=dict(sorted(self._given_up[Entry.QUARANTINED].items())),
+            unused=dict(sorted(self._given_up[Entry.UNUSED].items())),
             in_hand={stage.value: in_hand[stage] for stage in SampleStage if in_hand[stage]},
             returned=dict(sorted(self._returned.items())),
             num_cut=self._num_cut,
@@ -251,7 +264,8 @@ class Replay:
     def _open(self, state: Mapping[str, Any], *, is_resumed: bool) -> None:
         keys = _keys_of(state)
         self._cursor = (state["epoch"], state["position"])
-        self._shard = len(range(self.rank, state["num_rows"], state["world_size"]))
+        self._num_generations = state.get("num_generations") or 1
+        self._shard = len(range(self.rank, state["num_rows"], state["world_size"])) * self._num_generations
         self._lives = {key[:2]: _Life(key, SampleStage.TO_BE_REDRAWN) for key in keys}
         self._taken_over = len(keys)
         if not is_resumed and (keys or self._cursor != (0, 0)):
@@ -293,9 +307,9 @@ class Replay:
                 self._return(record, key, life)
             case Entry.TRAINED:
                 self._train(record, key, life)
-            case Entry.QUARANTINED:
-                self._quarantined[record["reason"]] += 1
-                self._end(key, Entry.QUARANTINED)
+            case Entry.QUARANTINED | Entry.UNUSED as kind:
+                self._given_up[kind][record["reason"]] += 1
+                self._end(key, Entry(kind))
         self._num_cut += record["kind"] == Entry.CUT
         if record["kind"] == Entry.MATCHED:
             life.version = record["version"]
@@ -329,9 +343,9 @@ class Replay:
             self._rows.clear()
         if key[:2] != (epoch, position):
             self._break("every position of an epoch's shard is drawn once, in order", [key])
-        if key[2] in self._rows:
-            self._break("no row is drawn at two positions of an epoch", [key])
-        self._rows.add(key[2])
+        self._rows[key[2]] += 1
+        if self._rows[key[2]] > self._num_generations:
+            self._break("no row is drawn at more positions of an epoch than it has", [key])
         self._cursor = (key[0], key[1] + 1)
 
     def _return(self, record: Record, key: Key, life: _Life) -> None:
@@ -359,8 +373,8 @@ class Replay:
         end = self._ends.get(key[:2])
         if record["kind"] == Entry.TRAINED:
             self.num_trained += 1
-        elif record["kind"] == Entry.QUARANTINED:
-            self._quarantined[record["reason"]] += 1
+        elif record["kind"] in _GIVEN_UP:
+            self._given_up[record["kind"]][record["reason"]] += 1
         if record["kind"] == end == Entry.TRAINED:
             self._break("no sample is trained twice", [key])
         elif end is not None:

@@ -19,6 +19,7 @@ from swift_stage2.config.best_model import SCORED
 from swift_stage2.records import ObjectDropReason, QuarantineReason
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import Activity
+from swift_stage2.telemetry.ledger import UnusedReason
 
 PREFIX = "stage2_ab/"
 REWARD = "reward/"  # begins the names of a reward's sums, one per term of the task, and their tags
@@ -106,7 +107,7 @@ METRICS: tuple[Metric, ...] = (
     _counter("sync_servers_failed", "servers that a round or a catch-up could not prove", None, Merge.SAME),
     _counter("sync_servers_caught_up", "servers proven without a round", "async/caught_up_total", Merge.SAME),
     _counter("rollouts_received", "rollouts that came back"),
-    _counter("rollouts_prepared", "rollouts that became segments"),
+    _counter("rollouts_prepared", "rollouts that were matched to their ground truth"),
     _counter("rollouts_truncated", "those of them that were cut off at max_new_tokens"),
     _counter("rollouts_failed", "POSTs that brought no rollout", "async/rollout_fail_total"),
     _counter("rollouts_aborted", "rollouts that a pending round ended; their samples are asked again"),
@@ -137,6 +138,20 @@ METRICS: tuple[Metric, ...] = (
     *_family("samples_quarantined", QuarantineReason, "samples given up", None, Merge.SUM),
     _counter("objects_parsed", "objects kept by the parser", "parse/objects"),
     *_family("objects_dropped", ObjectDropReason, "objects dropped", "parse/dropped/{}", Merge.SUM),
+    _counter("groups_compared", "groups of rollouts that got advantages", "group/compared_total"),
+    _counter("group_reward_std", "sum of the standard deviations of their rewards"),
+    *_family(
+        "rollouts_unused",
+        UnusedReason,
+        "compared rollouts of which nothing is trained",
+        "group/unused/{}_total",
+        Merge.SUM,
+    ),
+    _counter("policy_tokens", "sampled tokens that steps trained by rewards"),
+    _counter("policy_clipped", "those of them that moved too far from what sampled to count"),
+    _counter("policy_capped", "those of them whose importance weight was capped"),
+    _counter("policy_log_prob_gap", "sum of |log-probability under the learner - under the server|"),
+    _counter("policy_surprise", "sum of -log-probability under the learner"),
     _counter("match_predictions", "predictions that went into matching"),
     _counter("match_ground_truths", "ground-truth objects that went into matching"),
     _counter("match_pairs", "matched pairs"),
@@ -179,6 +194,21 @@ RATIOS: tuple[Ratio, ...] = (
         "mean IoU, or closeness of points, of matched pairs",
     ),
     Ratio("parse/truncated_ratio", ("rollouts_truncated",), ("rollouts_prepared",), "rollouts cut off"),
+    Ratio("group/reward_std", ("group_reward_std",), ("groups_compared",), "mean over groups"),
+    Ratio("policy/clip_share", ("policy_clipped",), ("policy_tokens",), "clipped share of sampled tokens"),
+    Ratio("policy/cap_share", ("policy_capped",), ("policy_tokens",), "capped share of sampled tokens"),
+    Ratio(
+        "policy/log_prob_gap",
+        ("policy_log_prob_gap",),
+        ("policy_tokens",),
+        "mean |log-probability under the learner - under the server|, nats",
+    ),
+    Ratio(
+        "policy/entropy",
+        ("policy_surprise",),
+        ("policy_tokens",),
+        "mean -log-probability of sampled tokens, nats: the policy's entropy, as rollouts estimate it",
+    ),
     Ratio("packing/fill_ratio", ("tokens_packed",), ("tokens_capacity",), "filled share of packs"),
 )
 

@@ -103,7 +103,13 @@ def _told(optional: Mapping[str, Any] | None = None, **required: Any) -> type[Ba
 _Samples = list[_Sample]
 _Seconds = dict[str, _Number]
 _State = _form(
-    epoch=_Count, position=_Count, num_rows=_Count, world_size=_NumRanks, seed=_Integer, outstanding=_Samples
+    {"num_generations": _Count},
+    epoch=_Count,
+    position=_Count,
+    num_rows=_Count,
+    world_size=_NumRanks,
+    seed=_Integer,
+    outstanding=_Samples,
 )
 _Quality = _form(
     {"num_truncated": bool | _Count, "dropped": dict[str, _Count], "reward": dict[str, _Term]},
@@ -139,6 +145,7 @@ LEDGER_FORMS: Forms = {
     "returned": _told(samples=_Samples, reason=str),
     "trained": _told(samples=_Samples, pack_id=str, step=_Count, version=_Count),
     "quarantined": _told(samples=_Samples, reason=str),
+    "unused": _told(samples=_Samples, reason=str),
     "checkpoint": _told(step=_Count, save_id=str, state=_State),
     "end": _told(),
 }
@@ -224,6 +231,10 @@ RECORD_FORMS: Forms = {
             spans=list[_Span],
         ),
         __validators__={"whole": model_validator(mode="after")(_whole)},  # type: ignore[dict-item]
+    ),
+    "advantages": _form(
+        samples=_Samples,
+        advantages=list[Annotated[list[FiniteFloat], Field(min_length=1, max_length=2)]],
     ),
     "step": _form(step=_Count, channel=_Channel, version=_Count),
     "losses": _form(step=_Count, losses=list[_HexFloat]),

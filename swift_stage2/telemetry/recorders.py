@@ -20,7 +20,6 @@ from swift_stage2.records import (
     SampleKey,
     Segment,
     Target,
-    VersionSpan,
 )
 from swift_stage2.telemetry.activity import IntervalClock, PipelineActivity
 from swift_stage2.telemetry.audit import AuditLog
@@ -151,18 +150,30 @@ class PipelineRecorder:
                     self.clock.switch_from(PipelineActivity.ASKING, PipelineActivity.TICKET)
 
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
-        """A rollout became the segment that is told next; ``space`` is that of the boxes, width and height.
-
-        So whoever reads of the segment finds the match, too.
-        """
+        """A rollout was parsed, matched and corrected; ``space`` is that of the boxes, width and height."""
+        self._count_quality(target.quality)
+        # First, so that whoever reads of it in the ledger finds the whole match, too.
         self._matches.write("training", rollout, target, space)
+        self._ledger.matched(rollout, target.quality)
 
-    def segment(self, segment: Segment, seconds: float, spans: Sequence[VersionSpan] = ()) -> None:
-        """One rollout of ``spans`` became a segment: parsed, matched, corrected and encoded."""
+    def compared(self, rollouts: Sequence[Rollout], reward_std: float) -> None:
+        """The rollouts of one group have advantages, and are about to become segments."""
+        self._counters.add("groups_compared")
+        self._counters.add("group_reward_std", reward_std)
+        self._record.write(
+            RecordEntry.ADVANTAGES,
+            samples=[rollout.sample.key.entry for rollout in rollouts],
+            advantages=[rollout.advantages for rollout in rollouts],
+        )
+
+    def unused(self, num_rollouts: int, reason: str) -> None:
+        """So many rollouts were compared, or could not be, and nothing is trained of them."""
+        self._counters.add(f"rollouts_unused/{reason}", num_rollouts)
+
+    def segment(self, seconds: float) -> None:
+        """One rollout became a segment."""
         self._stage("prepare", seconds)
         self._last_progress_s = self._now_s()
-        self._count_quality(segment.quality)
-        self._ledger.matched(segment, spans)
 
     def pack(self, pack: Pack, seconds: float) -> None:
         """One pack was collated and is about to be offered to the queue."""

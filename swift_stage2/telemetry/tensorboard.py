@@ -26,6 +26,7 @@ from swift_stage2.records import ObjectDropReason
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity
 from swift_stage2.telemetry.audit import StorageWarning
+from swift_stage2.telemetry.ledger import UnusedReason
 from swift_stage2.telemetry.metrics import (
     EVALUATION_TAGS,
     METRICS,
@@ -89,6 +90,13 @@ LAYOUT: dict[str, Charts] = {
         "truncated": ("parse/truncated_ratio",),
         "reward": (f"{REWARD}.+",),
     },
+    "Objective": {
+        "groups": ("group/compared_total", *(f"group/unused/{reason}_total" for reason in UnusedReason)),
+        "rewards of a group": ("group/reward_std",),
+        "clipped and capped tokens": ("policy/clip_share", "policy/cap_share"),
+        "log-probability gap": ("policy/log_prob_gap",),
+        "entropy": ("policy/entropy",),
+    },
     "Evaluation": {
         "against the validation set": EVALUATION_TAGS[:4],
         "COCO": SCORE_TAGS[:4],
@@ -103,6 +111,8 @@ LAYOUT: dict[str, Charts] = {
     },
 }
 
+_IF_USED = ("stage_seconds/", "groups_", "rollouts_unused/")
+
 
 def layout_summary() -> Summary:
     """The layout as TensorBoard stores it; the page takes regular expressions."""
@@ -115,10 +125,8 @@ def layout_summary() -> Summary:
 
 def scalars_of_merge(merged: MergedMetrics, window_start: Mapping[str, float]) -> dict[str, float]:
     """Every scalar of one logging step. ``window_start`` holds the counters at the one before."""
-    # Stages that this run's pipeline does not time one by one would be lines at zero.
-    used = {
-        name: value for name, value in merged.values.items() if value or not name.startswith("stage_seconds/")
-    }
+    # Stages that this run does not time one by one, and groups that it does not make, would be lines at zero.
+    used = {name: value for name, value in merged.values.items() if value or not name.startswith(_IF_USED)}
     scalars = {
         PREFIX + metric.tag: float(used[metric.name])
         for metric in METRICS

@@ -10,6 +10,7 @@ import torch
 
 from swift_stage2.channel_b.encoding import TOKENS_INSTEAD
 from swift_stage2.columns import COLUMNS, Per
+from swift_stage2.training.policy_loss import PolicyTerm
 
 
 def cut_beside_labels(inputs: dict[str, Any], cut: Callable[[dict[str, Any]], None]) -> None:
@@ -29,7 +30,7 @@ def cut_beside_labels(inputs: dict[str, Any], cut: Callable[[dict[str, Any]], No
         inputs[name] = torch.stack([moved, inputs[name][:, 1]], dim=1)
 
 
-def loss_with_tokens_instead(
+def loss_beside_labels(
     outputs: Any,
     labels: torch.Tensor,
     *,
@@ -38,9 +39,10 @@ def loss_with_tokens_instead(
     alternatives: torch.Tensor | None = None,
     duplicates: torch.Tensor | None = None,
     duplicate_weight: float = 0.0,
+    policy: PolicyTerm | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """The batch's loss as ms-swift sums it up, with what other tokens at a place add to it.
+    """The batch's loss as ms-swift sums it up, with what other tokens at a place, and advantages, make of it.
 
     Where ``alternatives`` are as right, ``-log p(label)`` becomes ``-log (p(label) + sum of p(alternative))``. Every
     one of ``duplicates`` adds ``-log (1 - p)``, the unlikelihood of Welleck et al. (2020), times ``duplicate_weight``.
@@ -51,21 +53,27 @@ def loss_with_tokens_instead(
         loss_scale: weights of the next labels, of shape (places,).
         alternatives: (place of a label, other token), of shape (pairs, 2), ascending.
         duplicates: likewise.
+        policy: gives every place a factor, 1 without it.
     """
     each_loss: torch.Tensor = outputs.loss
-    loss = each_loss.sum()
+    factors = torch.ones_like(each_loss)
+    if policy is None:
+        loss = each_loss.sum()
+    else:
+        weighted, factors = policy.weigh(outputs, labels, loss_scale)
+        loss = weighted.sum()
     if alternatives is not None:
         rows, gaps = _gaps(outputs.logits, labels, alternatives)
         places, place = torch.unique_consecutive(rows, return_inverse=True)
         # log (1 + sum of exp(gaps)) per place, about its largest term; the 1 is the label itself.
         top = gaps.new_zeros(len(places)).scatter_reduce(0, place, gaps.detach(), "amax")
         total = torch.exp(-top).scatter_add(0, place, torch.exp(gaps - top[place]))
-        loss = loss - ((top + torch.log(total)) * loss_scale[places]).sum()
+        loss = loss - ((top + torch.log(total)) * loss_scale[places] * factors[places]).sum()
     if duplicates is not None:
         rows, gaps = _gaps(outputs.logits, labels, duplicates)
         # The label's own loss knows the sum over the vocabulary. A probability of 1 has no finite unlikelihood.
         probabilities = torch.exp(gaps - each_loss[rows] / loss_scale[rows]).clamp(max=1 - 1e-6)
-        loss = loss - duplicate_weight * torch.log1p(-probabilities).sum()
+        loss = loss - duplicate_weight * (torch.log1p(-probabilities) * factors[rows]).sum()
     num_items = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
     return loss / num_items
 

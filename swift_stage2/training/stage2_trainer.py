@@ -34,9 +34,10 @@ from swift_stage2.run_directory import resume
 from swift_stage2.run_directory.checkpoints import whole_checkpoint
 from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.scheduling.step_plan import Channel
-from swift_stage2.training.beside_labels import cut_beside_labels, loss_with_tokens_instead
+from swift_stage2.training.beside_labels import cut_beside_labels, loss_beside_labels
 from swift_stage2.training.best_model import EvaluatedTrainer
 from swift_stage2.training.engine_canary import HALF_PRECISION_DTYPES, EngineCanary
+from swift_stage2.training.policy_loss import POLICY_SUMS, PolicyTerm
 from swift_stage2.weights.transport import WrapTransport
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Stage2Trainer(EvaluatedTrainer):
         self._resumed_a_batches: int | None = None
         self._a_batches_in_epoch = 0
         self._losses: list[torch.Tensor] = []  # of this step's micro_steps, where they are recorded
+        self._policy_sums: torch.Tensor | None = None  # of this step's sampled tokens
         self.add_callback(_Stage2Callback(self))
 
     def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -117,13 +119,18 @@ class Stage2Trainer(EvaluatedTrainer):
         return loss
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As ms-swift does it, whose loss knows no columns: one that needs them overrides this and takes them first."""
-        for name in COLUMNS:
-            inputs.pop(name, None)
-        if found := {name: inputs.pop(name) for name in TOKENS_INSTEAD if name in inputs}:
+        """As ms-swift does it, whose loss knows no columns: one that needs others than these takes them first."""
+        columns = {name: inputs.pop(name) for name in COLUMNS if name in inputs}
+        found = {name: inputs.pop(name) for name in TOKENS_INSTEAD if name in inputs}
+        policy = PolicyTerm.of(columns, self.stage2_config)
+        if found or policy is not None:
             weight = self.stage2_config.stage2_ab.channel_b.target.weights.duplicate
-            inputs["compute_loss_func"] = partial(loss_with_tokens_instead, duplicate_weight=weight, **found)
-        return super().compute_loss(model, inputs, *args, **kwargs)
+            own_loss = partial(loss_beside_labels, duplicate_weight=weight, policy=policy, **found)
+            inputs["compute_loss_func"] = own_loss
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if policy is not None and policy.sums is not None:
+            self._policy_sums = policy.sums if self._policy_sums is None else self._policy_sums + policy.sums
+        return loss
 
     def prepare_logits_to_keep(self, inputs: dict[str, Any]) -> None:
         """As ms-swift does it: labels and weights are cut to the supervised places, and so is all beside them."""
@@ -141,6 +148,10 @@ class Stage2Trainer(EvaluatedTrainer):
         """An optimizer step is over."""
         assert self.stage2 is not None
         losses, self._losses = [float(loss) for loss in self._losses], []
+        if self._policy_sums is not None:
+            sums, self._policy_sums = self._policy_sums.tolist(), None
+            for name, amount in zip(POLICY_SUMS, sums, strict=True):
+                self.stage2.telemetry.counters.add(name, max(0.0, amount))
         self.stage2.end_step(self.state.global_step, self.state.epoch, losses)
 
     def _begin_step(self, num_batches: int) -> StepDecision:

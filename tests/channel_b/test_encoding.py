@@ -62,8 +62,8 @@ def _converted(row: dict[str, Any], space: tuple[int, int]) -> tuple[tuple[int, 
 
 def _encode_whole(template: Any, row: dict[str, Any], segment: Segment, num_prompt: int) -> dict[str, Any]:
     """The same conversation through the template, the answer as token ids with a weight each."""
-    answer = segment.encoding["input_ids"][num_prompt:-2]
-    weights = segment.encoding["loss_scale"][num_prompt:-2]
+    answer = segment.encodings[0]["input_ids"][num_prompt:-2]
+    weights = segment.encodings[0]["loss_scale"][num_prompt:-2]
     content = {"token_ids": answer, "loss_scale": weights}
     messages = [row["messages"][0], {"role": "assistant", "content": content}]
     encoding: dict[str, Any] = template.encode(
@@ -89,7 +89,7 @@ def test_a_segment_is_what_the_template_makes_of_the_whole_conversation(
     prompt, segment = _segment_with_gaps(encoder, sample_of(rows[number]))
     num_prompt = len(prompt.token_ids)
     whole = _encode_whole(template, rows[number], segment, num_prompt)
-    ours = dict(segment.encoding)
+    ours = dict(segment.encodings[0])
     assert list(ours["input_ids"]) == list(whole["input_ids"])
     assert ours["labels"] == whole["labels"]
     assert ours["loss_scale"][:-2] == pytest.approx(whole["loss_scale"][:-2])
@@ -132,7 +132,9 @@ def test_weights_land_on_the_tokens_they_are_for(encoder: Encoder, rows: list[di
     segment = segment_of(encoder, make_task(weights=weights), sample, answer)
     tokenizer = make_template().tokenizer
     by_group: dict[float, str] = {}
-    for token, weight in zip(segment.encoding["input_ids"], segment.encoding["loss_scale"], strict=True):
+    for token, weight in zip(
+        segment.encodings[0]["input_ids"], segment.encodings[0]["loss_scale"], strict=True
+    ):
         by_group[weight] = by_group.get(weight, "") + tokenizer.decode([token])
     assert by_group[weights[TokenGroup.MATCHED_LABEL]] == sample.truth.labels[1]
     matched = by_group[weights[TokenGroup.MATCHED_COORDINATES]]
@@ -145,7 +147,7 @@ def test_weights_land_on_the_tokens_they_are_for(encoder: Encoder, rows: list[di
 
 def test_tokens_without_weight_are_not_supervised(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
     _, segment = _segment_with_gaps(encoder, sample_of(rows[1]))
-    ids, labels, weights = (segment.encoding[name] for name in ("input_ids", "labels", "loss_scale"))
+    ids, labels, weights = (segment.encodings[0][name] for name in ("input_ids", "labels", "loss_scale"))
     assert 0 in weights[-10:], "the test needs an answer token of weight zero"
     for token, label, weight in zip(ids, labels, weights, strict=True):
         assert label == (token if weight > 0 else -100)
@@ -156,8 +158,8 @@ def test_a_closing_weight_of_zero_leaves_the_end_of_the_turn_out(
     encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:
     segment = segment_of(encoder, make_task(weights={TokenGroup.CLOSURE: 0.0}), sample_of(rows[0]))
-    assert segment.encoding["labels"][-2:] == [-100, -100]
-    assert tuple(segment.encoding["input_ids"][-2:]) == encoder.closing_token_ids
+    assert segment.encodings[0]["labels"][-2:] == [-100, -100]
+    assert tuple(segment.encodings[0]["input_ids"][-2:]) == encoder.closing_token_ids
 
 
 def test_another_prompt_than_the_servers_is_refused_with_numbers(
@@ -380,8 +382,8 @@ def test_what_channel_a_does_to_its_template_does_not_reach_the_encoder(rows: li
     template.norm_bbox = "norm1000"
     template.tokenizer.add_tokens(["[{"])
     after = segment_of(encoder, make_task(), sample)
-    assert after.encoding["input_ids"] == before.encoding["input_ids"]
-    assert after.encoding["labels"] == before.encoding["labels"]
+    assert after.encodings[0]["input_ids"] == before.encodings[0]["input_ids"]
+    assert after.encodings[0]["labels"] == before.encodings[0]["labels"]
 
 
 def test_the_encoder_leaves_channel_as_template_alone(rows: list[dict[str, Any]]) -> None:

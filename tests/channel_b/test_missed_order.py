@@ -25,7 +25,7 @@ from swift_stage2.channel_b.preprocessing import make_pack
 from swift_stage2.channel_b.targets import order_missed
 from swift_stage2.config import MissedOrder
 from swift_stage2.records import IntegerBox, MatchQuality, SampleKey, Target
-from swift_stage2.training.beside_labels import cut_beside_labels, loss_with_tokens_instead
+from swift_stage2.training.beside_labels import cut_beside_labels, loss_beside_labels
 
 Object = tuple[str, IntegerBox]
 KEY = SampleKey(epoch=0, position=3, index=7)
@@ -110,7 +110,7 @@ def losses_of_answer(ids: Sequence[int], alternatives: Sequence[tuple[int, int]]
     following = torch.tensor([*ids[1:], 0])
     scale = torch.tensor([1.0] * (len(ids) - 1) + [0.0], dtype=torch.float64)
     plain = torch.nn.functional.cross_entropy(logits, following, reduction="none") * scale
-    loss = loss_with_tokens_instead(
+    loss = loss_beside_labels(
         SimpleNamespace(loss=plain, logits=logits[None]),
         labels,
         alternatives=torch.tensor(alternatives).reshape(-1, 2),
@@ -160,7 +160,7 @@ def test_the_gradient_is_that_of_the_summed_probability() -> None:
     pairs = torch.tensor([(1, 5), (1, 8), (3, 0)])
     following = torch.tensor([3, 1, 4, 0])
     plain = torch.nn.functional.cross_entropy(logits[0], following, reduction="none") * scale
-    loss = loss_with_tokens_instead(
+    loss = loss_beside_labels(
         SimpleNamespace(loss=plain, logits=logits),
         labels,
         alternatives=pairs,
@@ -250,7 +250,7 @@ def test_a_duplicate_costs_the_log_of_what_is_left_beside_it() -> None:
     labels, scale = torch.tensor([[-100, 3, 1]]), torch.tensor([2.0, 0.5, 0.0], dtype=torch.float64)
     plain = torch.nn.functional.cross_entropy(logits[0], torch.tensor([3, 1, 0]), reduction="none") * scale
     probabilities = logits[0].softmax(-1)
-    loss = loss_with_tokens_instead(
+    loss = loss_beside_labels(
         SimpleNamespace(loss=plain, logits=logits),
         labels,
         loss_scale=scale,

@@ -91,8 +91,8 @@ def test_a_perfect_prediction_is_taught_what_channel_a_teaches(
         task.check_answer(answer, objects)
         segment = segment_of(encoder, task, sample, answer)
         assert segment.quality.num_pairs == len(objects) > 0
-        assert [token for token in segment.encoding["labels"] if token != -100] == supervised
-        assert list(segment.encoding["input_ids"]) == list(channel_a["input_ids"])
+        assert [token for token in segment.encodings[0]["labels"] if token != -100] == supervised
+        assert list(segment.encodings[0]["input_ids"]) == list(channel_a["input_ids"])
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_an_image_without_objects_is_taught_as_channel_a_teaches_it(
     hallucinated = encoder.answer_of(sample_of(written[0]))
     segment = segment_of(encoder, task, sample, hallucinated)
     channel_a = template.encode(copy.deepcopy(written[1]))
-    assert segment.encoding["labels"] == channel_a["labels"]
+    assert segment.encodings[0]["labels"] == channel_a["labels"]
     quality = segment.quality
     num_false = len(rows[0]["objects"]["ref"])
     assert (quality.num_predictions, quality.num_ground_truth, quality.num_pairs) == (num_false, 0, 0)

@@ -136,7 +136,7 @@ def _same_row_twice(records: list[Record]) -> None:
         (_swap_row, "a sample keeps its row, and its attempt until it returns"),
         (_new_before_returned, "samples that returned are drawn before any new one"),
         (_skip_a_position, "every position of an epoch's shard is drawn once, in order"),
-        (_same_row_twice, "no row is drawn at two positions of an epoch"),
+        (_same_row_twice, "no row is drawn at more positions of an epoch than it has"),
         (_without("start"), "a process's first record tells that it starts"),
     ],
 )

@@ -253,7 +253,15 @@ def permuting_servers(rollouts: Sequence[Rollout], found: Sequence[object]) -> f
 MANY_GIVEN_UP = 8
 
 
-def misreading_servers(
+def servers_at_fault(
+    rollouts: Sequence[Rollout], found: Sequence[object], agreeing: Container[str]
+) -> dict[str, str]:
+    """Base URL → why the server is suspect, by the prompts of its answers; arguments as below."""
+    misreading = _misreading_servers(rollouts, found, agreeing)
+    return misreading | dict.fromkeys(permuting_servers(rollouts, found), PERMUTED)
+
+
+def _misreading_servers(
     rollouts: Sequence[Rollout], found: Sequence[object], agreeing: Container[str]
 ) -> dict[str, str]:
     """Base URL → why the server is suspect; ``found[i]`` is what became of ``rollouts[i]``, or its refusal.

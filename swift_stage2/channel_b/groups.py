@@ -1,0 +1,196 @@
+"""Groups: the rollouts of one row, which wait for each other, and what each counts against the others.
+
+A row of ``num_generations`` n stands at n positions of the stream, one after another, and each of them is a sample
+with a rollout of its own. A group is whole when no sample of it is out any more: answered, or ended in another way.
+Advantages are those of GRPO (Shao et al., 2024, arXiv:2402.03300); without the standard deviation those of Liu et al.
+(2025, arXiv:2503.20783).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+
+from swift_stage2.channel_b.attempts import AttemptEnds
+from swift_stage2.channel_b.preprocessing import Judged
+from swift_stage2.channel_b.reward import TOTAL
+from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource
+from swift_stage2.config import GrpoConfig, Objective
+from swift_stage2.records import Rollout, SampleKey
+from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
+from swift_stage2.telemetry.ledger import UnusedReason
+
+GroupId = tuple[int, int]
+"""Epoch, and number within this rank's shard of it."""
+
+_EQUAL = 1e-6  # rewards that differ by less do not
+_EPSILON = 1e-4  # beside a standard deviation, as ms-swift's GRPO has it
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """How groups are compared."""
+
+    objective: Objective
+    grpo: GrpoConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rollout of a group. ``target_reward`` is that of its corrected answer, where anybody wants to know."""
+
+    rollout: Rollout
+    reward: float
+    target_reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedGroup:
+    """A group that waits for nothing more: what is trained of it, with advantages, and what is not."""
+
+    trained: tuple[Rollout, ...]
+    unused: tuple[SampleKey, ...] = ()
+    reason: UnusedReason | None = None
+    reward_std: float = 0.0
+
+
+def compare(members: Sequence[Member], settings: GroupSettings) -> ComparedGroup:
+    """What is trained of one group, with the advantages of every rollout.
+
+    An advantage is the reward less the mean of the group's, over their standard deviation if ``scale_by_std``. With
+    ``target_in_group`` the corrected answer of the best rollout is one more member, and trained with that rollout. With
+    ``mixed`` it is trained there by its weight, also where all rewards are equal.
+    """
+    objective, grpo = settings.objective, settings.grpo
+    keys = tuple(member.rollout.sample.key for member in members)
+    if len(members) < grpo.min_group:
+        return ComparedGroup((), keys, UnusedReason.TOO_SMALL)
+    best = max(range(len(members)), key=lambda number: members[number].reward)
+    rewards = [member.reward for member in members]
+    if (of_target := members[best].target_reward) is not None:
+        rewards.append(of_target)
+    spread = stdev(rewards)
+    mean, divisor = fmean(rewards), spread + _EPSILON if grpo.scale_by_std else 1.0
+    are_equal = max(rewards) - min(rewards) < _EQUAL
+    if are_equal and objective is not Objective.MIXED:
+        return ComparedGroup((), keys, UnusedReason.NO_VARIANCE)
+    advantages: list[tuple[float, ...]] = [((reward - mean) / divisor,) for reward in rewards]
+    if objective is Objective.MIXED:
+        advantages[best] = (0.0 if are_equal else advantages[best][0], grpo.target_weight)
+    elif of_target is not None:
+        advantages[best] += advantages.pop()
+    chosen = [best] if are_equal else range(len(members))
+    return ComparedGroup(
+        trained=tuple(replace(members[n].rollout, advantages=advantages[n]) for n in chosen),
+        unused=tuple(key for number, key in enumerate(keys) if number not in chosen),
+        reason=UnusedReason.NO_VARIANCE if are_equal else None,
+        reward_std=spread,
+    )
+
+
+class Groups:
+    """One rank's groups that still wait. The pipeline's thread alone, but for ``drop``."""
+
+    def __init__(
+        self,
+        ends: AttemptEnds,
+        *,
+        settings: GroupSettings,
+        source: SampleSource,
+        clock: VersionClock,
+        version_window: int,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._source = source
+        self._ends = ends
+        self._clock = clock
+        self._window = version_window
+        self._now_s = now_s
+        self._waiting: dict[GroupId, list[Member]] = {}
+        self._since_s: dict[GroupId, float] = {}
+        self._compared: dict[GroupId, set[SampleKey]] = {}
+
+    @property
+    def with_target(self) -> bool:
+        """Whether the corrected answer's own reward is needed."""
+        return self._settings.grpo.target_in_group
+
+    def add(self, rollout: Rollout, judged: Judged) -> None:
+        """It is here, and matched."""
+        group = self._source.group_of(rollout.sample.key)
+        member = Member(rollout, judged.target.quality.reward[TOTAL], judged.target_reward)
+        self._waiting.setdefault(group, []).append(member)
+        self._since_s.setdefault(group, self._now_s())
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """All that wait."""
+        return [member.rollout for members in self._waiting.values() for member in members]
+
+    def num_to_ask(self, asked: Collection[SampleKey]) -> int:
+        """Samples that groups wait for beside those that are ``asked``: returned ones, and those never drawn."""
+        missing = {key for group in self._waiting for key in self._missing(group) or ()}
+        return len(missing.difference(asked)) + self._source.num_to_whole_group
+
+    def take(self) -> Iterator[ComparedGroup]:
+        """Groups to train: those that are whole, and those whose stragglers are not waited for any longer.
+
+        Ends what is too old, and what has nothing to teach.
+        """
+        self._drop_stale()
+        for group in [group for group in self._waiting if self._is_ready(group)]:
+            members = self._waiting.pop(group)
+            del self._since_s[group]
+            self._compared.setdefault(group, set()).update(m.rollout.sample.key for m in members)
+            compared = compare(members, self._settings)
+            if compared.reason is not None:
+                self._ends.unused(compared.unused, compared.reason)
+            if compared.trained:
+                yield compared
+        # What has ended is forgotten.
+        self._compared = {group: keys for group, keys in self._compared.items() if self._is_open(group)}
+
+    def drop(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
+        """Their segments were dropped: drawn again are those of a group that has enough of them. From any thread."""
+        by_group: dict[GroupId, list[SampleKey]] = {}
+        for key in keys:
+            by_group.setdefault(self._source.group_of(key), []).append(key)
+        for dropped in by_group.values():
+            if len(dropped) >= self._settings.grpo.min_group:
+                self._ends.dropped(dropped, reason)
+            else:
+                self._ends.unused(dropped, UnusedReason.DROPPED)
+
+    def _drop_stale(self) -> None:
+        current = self._clock.current
+        for group, members in list(self._waiting.items()):
+            fresh: list[Member] = []
+            stale: list[Member] = []
+            for member in members:
+                is_still = is_fresh(member.rollout.version, current=current, window=self._window)
+                (fresh if is_still else stale).append(member)
+            self._ends.dropped([member.rollout.sample.key for member in stale], ReturnReason.STALE)
+            self._waiting[group] = fresh
+            if not fresh:
+                del self._waiting[group], self._since_s[group]
+
+    def _is_ready(self, group: GroupId) -> bool:
+        missing = self._missing(group)
+        if not missing:
+            return missing is not None
+        is_late = self._now_s() - self._since_s[group] >= self._settings.grpo.straggler_s
+        return is_late and len(self._waiting[group]) >= self._settings.grpo.min_group
+
+    def _missing(self, group: GroupId) -> set[SampleKey] | None:
+        """Those of a group that may still come; None until all of it were drawn."""
+        members = self._source.members_of(group)
+        if members is None:
+            return None
+        here = {member.rollout.sample.key for member in self._waiting[group]}
+        return set(members) - here - self._compared.get(group, set())
+
+    def _is_open(self, group: GroupId) -> bool:
+        return self._source.members_of(group) != []

@@ -1,0 +1,141 @@
+"""The keys that say what channel B learns from rollouts: corrected answers, rewards, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from swift_stage2.config import rules
+from swift_stage2.config.rollout import DecodingConfig, RolloutConfig
+from swift_stage2.errors import ConfigError
+
+MOST_REWARD = 1_000_000  # a weight's, and a term's either way: sums of a whole run stay finite
+REWARD_WEIGHTS = {"f1": 1.0, "iou": 1.0, "format": 0.5, "duplicates": 0.5, "misses": 0.5}
+"""Of the terms that a shipped task's reward has."""
+
+_LEAST_TEMPERATURE = 0.1  # below it log-probabilities are those of logits times ten and more
+_DEFAULT_LORA_DROPOUT = 0.05
+
+
+class Objective(StrEnum):
+    """The tokens that channel B trains: its corrected answers, or its rollouts by their rewards."""
+
+    CORRECTED_TARGET = "corrected_target"
+    """The corrected answer in the place of every rollout."""
+    GRPO = "grpo"
+    """The rollouts of one row as they were sampled, each by how much better it is than the others."""
+    MIXED = "mixed"
+    """As ``grpo``, and one corrected answer of every row beside them."""
+
+
+class Proximal(StrEnum):
+    """The policy from which one update may not lead far."""
+
+    CURRENT = "current"
+    """The weights that train the pack: rollouts of older ones count by a capped importance weight."""
+    BEHAVIOUR = "behaviour"
+    """The weights that sampled: tokens whose probability has moved too far are clipped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardConfig:
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    """Weights of the reward's terms, by name, at least 0; a term that is left out has its default."""
+
+    def __post_init__(self) -> None:
+        for name, weight in self.weights.items():
+            if type(weight) not in (int, float) or not 0 <= weight <= MOST_REWARD:
+                raise ConfigError(
+                    f"weights must be numbers from 0 to {MOST_REWARD:,}, because terms are the larger the better, got "
+                    f"{name}={weight!r}; write for example {name}: 0.5"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrpoConfig:
+    min_group: int = 2
+    """Rollouts of one row that are compared at least; of a smaller group nothing is trained."""
+    straggler_s: float = 60.0
+    """Seconds that a group waits for its last rollouts, once ``min_group`` of them are here; later ones are unused."""
+    scale_by_std: bool = True
+    """Whether advantages are divided by the standard deviation of their group's rewards."""
+    proximal: Proximal = Proximal.CURRENT
+    """``current``: importance weights, capped. ``behaviour``: the probability ratio to what sampled, clipped."""
+    max_importance_weight: float = 2.0
+    """Cap of a token's importance weight, with ``proximal: current``."""
+    clip_low: float = 0.2
+    """How far below 1 a token's ratio still counts, with ``proximal: behaviour``."""
+    clip_high: float = 0.28
+    """How far above 1."""
+    target_in_group: bool = False
+    """Whether the corrected answer of the best rollout is one more member of its group, with a reward of its own."""
+    target_weight: float = 1.0
+    """Loss weight of the corrected answer's tokens, with ``objective: mixed``."""
+
+    def __post_init__(self) -> None:
+        rules.at_least(self, 2, "min_group", remedy="advantages compare a rollout with others")
+        rules.deadline(self, "straggler_s")
+        rules.at_least(self, 1, "max_importance_weight")
+        rules.above_zero(self, "clip_low", 1)
+        rules.above_zero(self, "clip_high")
+        rules.above_zero(self, "target_weight")
+
+
+def check_objective(
+    objective: Objective,
+    grpo: GrpoConfig,
+    rollout: RolloutConfig,
+    swift: Mapping[str, Any],
+    max_rollouts_per_version: int | None,
+) -> None:
+    """The rules between an objective, how rollouts are made, and ms-swift's arguments.
+
+    Raises:
+        ConfigError: groups that cannot be compared, or a distribution that the learner does not know.
+    """
+    num = rollout.num_generations
+    if objective is Objective.CORRECTED_TARGET:
+        if num > 1:
+            raise ConfigError(
+                f"rollout.num_generations above 1 needs stage2_ab.objective grpo or mixed, got num_generations={num} "
+                f"objective={str(objective)!r}; remove one of them"
+            )
+        return
+    if num < grpo.min_group:
+        raise ConfigError(
+            f"stage2_ab.objective: {objective} compares rollouts of one row, got num_generations={num} "
+            f"min_group={grpo.min_group}; write rollout.num_generations: {max(4, grpo.min_group)} or more"
+        )
+    if max_rollouts_per_version is not None and max_rollouts_per_version < num:
+        raise ConfigError(
+            "max_rollouts_per_version must hold a whole group, got max_rollouts_per_version="
+            f"{max_rollouts_per_version} num_generations={num}; write stage2_ab.channel_b.prefetch.max_rollouts_per_version: {num} or more, or "
+            "leave it out"
+        )
+    if grpo.target_in_group and objective is Objective.MIXED:
+        raise ConfigError(
+            "target_in_group is for stage2_ab.objective: grpo, because mixed trains the corrected answer anyway, got "
+            f"target_in_group=true objective={str(objective)!r}; remove target_in_group"
+        )
+    for name, wanted in (("top_p", 1), ("top_k", -1), ("repetition_penalty", 1)):
+        if (value := getattr(rollout.decoding, name)) != wanted:
+            raise ConfigError(
+                f"stage2_ab.objective: {objective} needs rollouts of the model's own distribution, got "
+                f"rollout.decoding.{name}={value:g}; write {name}: {wanted}"
+            )
+    if not rollout.decoding.temperature >= _LEAST_TEMPERATURE:
+        default = DecodingConfig().temperature
+        raise ConfigError(
+            f"stage2_ab.objective: {objective} learns from rollouts that differ, got rollout.decoding.temperature="
+            f"{rollout.decoding.temperature:g} (default {default:g}, nearly greedy); write temperature: 1.0"
+        )
+    # Without a section swift its arguments come from ms-swift's own command line.
+    dropout = swift.get("lora_dropout", _DEFAULT_LORA_DROPOUT) if swift.get("model") else 0
+    if dropout and swift.get("tuner_type", "lora") == "lora":
+        raise ConfigError(
+            f"stage2_ab.objective: {objective} compares the learner's probabilities with the servers', which have no "
+            f"dropout, got lora_dropout={dropout} (ms-swift's default {_DEFAULT_LORA_DROPOUT:g}); write "
+            "swift.lora_dropout: 0"
+        )

@@ -1,0 +1,115 @@
+"""The loss of tokens that the model sampled, by their advantages, and what is told of them.
+
+The decoupled clipped objective (Hilton et al., 2022, arXiv:2110.00641) knows three policies: the one that sampled
+(*behaviour*), the one from which an update may not lead far (*proximal*), and the one that is trained. A pack is
+trained once, so the weights that train it are themselves the proximal policy of ``Proximal.CURRENT``: nothing is
+clipped, and what remains is an importance weight, capped as in V-trace (Espeholt et al., 2018, arXiv:1802.01561). With
+``Proximal.BEHAVIOUR`` it is the clipped objective of PPO (Schulman et al., 2017, arXiv:1707.06347).
+
+Either way the gradient is that of the log-probability times a factor without a gradient of its own. So each token keeps
+the cross-entropy that ms-swift computes, times its factor, and all that holds of supervised packs holds of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from swift_stage2.channel_b.encoding import IGNORED_LABEL
+from swift_stage2.columns import ADVANTAGES, BEHAVIOUR
+from swift_stage2.config import GrpoConfig, Proximal, Stage2Config
+
+POLICY_SUMS = (
+    "policy_tokens",
+    "policy_clipped",
+    "policy_capped",
+    "policy_log_prob_gap",
+    "policy_surprise",
+)
+"""Counters of ``telemetry/metrics.py`` that ``token_factors`` adds up, in the order of its vector."""
+
+
+@dataclass(eq=False)
+class PolicyTerm:
+    """What a pack's batch says of its sampled tokens, beside its labels; both of shape (1, places)."""
+
+    advantages: torch.Tensor
+    behaviour: torch.Tensor
+    temperature: float
+    grpo: GrpoConfig
+    sums: torch.Tensor | None = None
+    """Once ``weigh`` was called: ``POLICY_SUMS``, on the batch's device, so that nothing waits for them."""
+
+    @classmethod
+    def of(cls, columns: Mapping[str, torch.Tensor], config: Stage2Config) -> PolicyTerm | None:
+        """From the columns of a batch; None of one without advantages."""
+        if (advantages := columns.get(ADVANTAGES.name)) is None:
+            return None
+        behaviour = columns.get(BEHAVIOUR.name)
+        if behaviour is None:  # targets alone
+            behaviour = torch.full_like(advantages, BEHAVIOUR.filler)
+        return cls(
+            advantages, behaviour, config.rollout.decoding.temperature, config.stage2_ab.channel_b.grpo
+        )
+
+    def weigh(
+        self, outputs: Any, labels: torch.Tensor, loss_scale: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of every *next* label with its factor, and the factors; both of shape (places,).
+
+        ``outputs``, ``labels`` and ``loss_scale`` are as ``loss_beside_labels`` takes them. Where rollouts were
+        sampled at another temperature than 1, sampled tokens have the cross-entropy of the logits over it.
+        """
+        next_labels, advantages, behaviour = (
+            torch.roll(each, -1, dims=-1)[0] for each in (labels, self.advantages, self.behaviour)
+        )
+        trained = next_labels != IGNORED_LABEL
+        losses = outputs.loss
+        if self.temperature != 1:
+            rows = (trained & ~torch.isnan(behaviour)).nonzero()[:, 0]
+            scaled = outputs.logits[0, rows].float() / self.temperature
+            own = cross_entropy(scaled, next_labels[rows], reduction="none") * loss_scale[rows]
+            losses = losses.index_put((rows,), own)
+        factors = torch.ones_like(losses)
+        factors[trained], self.sums = token_factors(
+            -(losses[trained] / loss_scale[trained]), advantages[trained], behaviour[trained], self.grpo
+        )
+        return losses * factors, factors
+
+
+def token_factors(
+    log_probs: torch.Tensor, advantages: torch.Tensor, behaviour: torch.Tensor, grpo: GrpoConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factor of every token's cross-entropy, and ``POLICY_SUMS``.
+
+    Args:
+        log_probs: of the tokens under the weights that are trained, at the temperature of the rollouts.
+        advantages: of each token; of one that was not sampled it is the factor itself.
+        behaviour: log-probabilities under the weights that sampled; NaN of a token that was not.
+
+    All of one shape, whose every entry is a token that is trained.
+    """
+    log_probs = log_probs.detach()
+    sampled = ~torch.isnan(behaviour)
+    gap = torch.where(sampled, log_probs - behaviour, torch.zeros_like(log_probs))
+    ratio = torch.exp(gap)
+    if grpo.proximal is Proximal.CURRENT:
+        capped, clipped = ratio > grpo.max_importance_weight, torch.zeros_like(sampled)
+        weight = ratio.clamp(max=grpo.max_importance_weight)
+    else:
+        is_high = (advantages > 0) & (ratio > 1 + grpo.clip_high)
+        is_low = (advantages < 0) & (ratio < 1 - grpo.clip_low)
+        capped, clipped = torch.zeros_like(sampled), is_high | is_low
+        weight = torch.where(clipped, torch.zeros_like(ratio), ratio)
+    sums = (
+        sampled,
+        clipped,
+        capped,
+        gap.abs(),
+        -torch.where(sampled, log_probs, torch.zeros_like(log_probs)),
+    )
+    return advantages * weight, torch.stack([each.float().sum() for each in sums])
