@@ -110,9 +110,7 @@ class Rollout:
     server: str
     spans: tuple[VersionSpan, ...]
     log_probs: tuple[float, ...] | None = None
-    advantages: tuple[float, ...] | None = (
-        None  # of its tokens, then of its corrected answer if that is trained too
-    )
+    advantages: tuple[float, ...] | None = None  # of its tokens; of its corrected answer, if that is trained
     seconds: float = 0.0
     round_id: str | None = None  # that brought those weights; None where the server does not tell
 

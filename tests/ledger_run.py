@@ -10,7 +10,7 @@ from typing import Any
 from detection_task import make_task
 
 from swift_stage2.channel_b.sample_source import SampleSource
-from swift_stage2.records import MatchQuality, Pack, SampleKey, Segment
+from swift_stage2.records import MatchQuality, Pack, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.telemetry.audit import AuditLog, Record
 from swift_stage2.telemetry.ledger import Entry, Ledger, ledger_path
 from swift_stage2.telemetry.ledger_account import RankAccount, account_of
@@ -66,7 +66,13 @@ class LedgerRun:
         self.ledger.sent(keys, server="http://s", seed=5, version=version)
         self.ledger.finished(keys, server="http://s", end="answered", seconds=0.25)
         for key in keys:
-            self.ledger.matched(Segment(key, "", version, {}, 10, 6, 4, MatchQuality(1, 1, 1, 0.5, 0, 0)))
+            self.matched(key, version)
+
+    def matched(self, key: SampleKey, version: int = 1, reward: dict[str, float] | None = None) -> None:
+        """Its rollout was matched."""
+        spans = (VersionSpan(version, 0, 4),)
+        rollout = Rollout(Sample(key, {}), "a", (1, 2, 3, 4), (5,), False, 5, "http://s", spans)
+        self.ledger.matched(rollout, MatchQuality(1, 1, 1, 0.5, 0, 0, reward=reward or {}))
 
     def pack(self, keys: list[SampleKey], pack_id: str = "p") -> None:
         self.ledger.packed(Pack(pack_id, 1, {}, tuple(keys), 30, 15, 40))

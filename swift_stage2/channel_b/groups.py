@@ -57,7 +57,7 @@ class ComparedGroup:
 
 
 def compare(members: Sequence[Member], settings: GroupSettings) -> ComparedGroup:
-    """What is trained of one group, with the advantages of every rollout.
+    """Decides what is trained of one group, with the advantages of every rollout.
 
     An advantage is the reward less the mean of the group's, over their standard deviation if ``scale_by_std``. With
     ``target_in_group`` the corrected answer of the best rollout is one more member, and trained with that rollout. With

@@ -355,7 +355,7 @@ class Pipeline:
 
     def _keep(self, prepared: Prepared) -> None:
         self._segments.append(prepared.segment)
-        self.events.segment(prepared.seconds)
+        self.events.segment(prepared.segment, prepared.seconds)
 
     def _pack_what_is_ready(self) -> None:
         while not self._stop.is_set():

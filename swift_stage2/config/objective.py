@@ -111,8 +111,8 @@ def check_objective(
     if max_rollouts_per_version is not None and max_rollouts_per_version < num:
         raise ConfigError(
             "max_rollouts_per_version must hold a whole group, got max_rollouts_per_version="
-            f"{max_rollouts_per_version} num_generations={num}; write stage2_ab.channel_b.prefetch.max_rollouts_per_version: {num} or more, or "
-            "leave it out"
+            f"{max_rollouts_per_version} num_generations={num}; write stage2_ab.channel_b.prefetch."
+            f"max_rollouts_per_version: {num} or more, or leave it out"
         )
     if grpo.target_in_group and objective is Objective.MIXED:
         raise ConfigError(

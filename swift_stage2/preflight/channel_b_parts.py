@@ -132,7 +132,7 @@ def run_ahead_budget(config: Stage2Config, lengths: RowLengths, packs_per_b_step
 def group_maker(
     config: Stage2Config, source: SampleSource, clock: VersionClock
 ) -> Callable[[AttemptEnds], Groups] | None:
-    """What makes a pipeline's groups, where its objective compares rollouts."""
+    """The maker of a pipeline's groups, where its objective compares rollouts."""
     if not config.stage2_ab.uses_rewards:
         return None
     channel = config.stage2_ab.channel_b

@@ -170,7 +170,7 @@ class PipelineRecorder:
         """So many rollouts were compared, or could not be, and nothing is trained of them."""
         self._counters.add(f"rollouts_unused/{reason}", num_rollouts)
 
-    def segment(self, seconds: float) -> None:
+    def segment(self, segment: Segment, seconds: float) -> None:
         """One rollout became a segment."""
         self._stage("prepare", seconds)
         self._last_progress_s = self._now_s()

@@ -35,7 +35,7 @@ POLICY_SUMS = (
 
 @dataclass(eq=False)
 class PolicyTerm:
-    """What a pack's batch says of its sampled tokens, beside its labels; both of shape (1, places)."""
+    """The entries of a pack's batch that weigh its sampled tokens, beside its labels; both of shape (1, places)."""
 
     advantages: torch.Tensor
     behaviour: torch.Tensor

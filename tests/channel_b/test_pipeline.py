@@ -120,10 +120,10 @@ class Recorder:
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
         self.matches.append((rollout.sample.key, target, space))
         self.rollouts.append(rollout)
+        self.ledger.matched(rollout, target.quality)
 
-    def segment(self, segment: Segment, seconds: float, spans: Sequence[VersionSpan]) -> None:
+    def segment(self, segment: Segment, seconds: float) -> None:
         self.segments.append(segment)
-        self.ledger.matched(segment, spans)
         self._tell()
 
     def pack(self, pack: Pack, seconds: float) -> None:

@@ -419,12 +419,14 @@ def test_a_metric_is_two_lines_in_two_files(tmp_path: Path) -> None:
         (tmp_path / name).write_text(source.replace(anchor, anchor + BLOCKS[name]["code"]))
     code = (
         "from pathlib import Path\n"
-        "from swift_stage2.records import MatchQuality, SampleKey, Segment\n"
+        "from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, Target, VersionSpan\n"
         "from swift_stage2.telemetry.facade import Telemetry\n"
         f"telemetry = Telemetry(Path({str(tmp_path / 'run')!r}), 0, 1, tensorboard=False, queue_limit=4)\n"
         "for said in (0, 2):\n"
         "    quality = MatchQuality(said, 3, 0, 0.0, 0, 0)\n"
-        "    telemetry.pipeline.segment(Segment(SampleKey(0, 0, 0), '', 1, {}, 5, 5, 5, quality), 0.1)\n"
+        "    spans = (VersionSpan(1, 0, 1),)\n"
+        "    rollout = Rollout(Sample(SampleKey(0, 0, 0), {}), 'a', (1,), (), False, 5, 'http://s', spans)\n"
+        "    telemetry.pipeline.matched(rollout, Target('a', (1,), (1.0,), quality), None)\n"
         "values = telemetry.merge_and_write(1, lambda vector: vector)\n"
         "telemetry.close()\n"
         "print(values['stage2_ab/parse/empty'])\n"

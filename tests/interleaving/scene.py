@@ -54,7 +54,6 @@ from swift_stage2.records import (
     SampleKey,
     Segment,
     Target,
-    VersionSpan,
 )
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.pacing import Pacer
@@ -196,10 +195,10 @@ class RankEvents:
 
     def enter(self, activity: PipelineActivity) -> None: ...
 
-    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None: ...
+    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
+        self._told.matched(rollout, target.quality)
 
-    def segment(self, segment: Segment, seconds: float, spans: Sequence[VersionSpan]) -> None:
-        self._told.matched(segment, spans)
+    def segment(self, segment: Segment, seconds: float) -> None: ...
 
     def pack(self, pack: Pack, seconds: float) -> None:
         self._ledger.counts["packs"] += 1

@@ -17,7 +17,6 @@ import pytest
 from followed_run import FollowedRun, killed_and_resumed
 
 from swift_stage2.cli import main
-from swift_stage2.records import MatchQuality, Segment
 from swift_stage2.report.finished_rollouts import RunRollouts
 from swift_stage2.report.rollouts_command import line_of
 from swift_stage2.run_directory.lock import hold_run_directory
@@ -228,7 +227,7 @@ def test_a_rollout_tells_its_reward(tmp_path: Path) -> None:
     run, terms = FollowedRun(tmp_path), {"f1": 1.0, "misses": -0.25, "total": 0.875}
     (key,) = run.draw(1)
     run.ledger.sent([key], server="http://s", seed=5, version=1)
-    run.ledger.matched(Segment(key, "", 1, {}, 10, 6, 4, MatchQuality(1, 1, 1, 0.5, 0, 0, reward=terms)))
+    run.matched(key, reward=terms)
     (found,) = RunRollouts(tmp_path).read()
     assert ", IoU 0.50, reward 0.88" in line_of(found)
     assert asdict(found)["reward"] == terms

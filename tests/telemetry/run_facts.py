@@ -5,13 +5,18 @@ from __future__ import annotations
 from swift_stage2.records import (
     MatchQuality,
     Pack,
+    Rollout,
     RoundOutcome,
+    Sample,
     SampleKey,
     Segment,
     ServerReport,
     StepRecord,
+    Target,
+    VersionSpan,
 )
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
+from swift_stage2.telemetry.facade import Telemetry
 
 PLAN_A = StepPlan(Channel.A)
 PLAN_B = StepPlan(Channel.B)
@@ -33,8 +38,12 @@ def quality(pairs: int = 3, predictions: int = 4, truths: int = 6, **changes: ob
     return MatchQuality(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def segment(match: MatchQuality | None = None, version: int = 1) -> Segment:
-    return Segment(SampleKey(0, 0, 7), "0:0:7", version, {}, 10, 6, 4, match or quality())
+def match(telemetry: Telemetry, counts: MatchQuality | None = None, seconds: float = 0.0) -> None:
+    """The pipeline's reports of one rollout that becomes a segment."""
+    key, ids, of_rollout = SampleKey(0, 0, 7), (1, 2, 3, 4), counts or quality()
+    rollout = Rollout(Sample(key, {}), "a b c d", ids, (5,), False, 5, "http://s", (VersionSpan(1, 0, 4),))
+    telemetry.pipeline.matched(rollout, Target("a b c d", ids, (1.0,) * 4, of_rollout), None)
+    telemetry.pipeline.segment(Segment(key, "0:0:7", 1, (), 10, 6, 4, of_rollout), seconds)
 
 
 def pack(name: str = "p", version: int = 1, num_tokens: int = 30, num_segments: int = 2) -> Pack:

@@ -14,7 +14,7 @@ from ledger_run import LedgerRun, again
 from telemetry.test_match_log import rollout
 
 from swift_stage2.channel_b.sample_source import ReturnReason
-from swift_stage2.records import MatchQuality, Sample, SampleKey, Segment, VersionSpan
+from swift_stage2.records import MatchQuality, Sample, SampleKey, VersionSpan
 from swift_stage2.telemetry.audit import AuditLog, Record
 from swift_stage2.telemetry.ledger import Entry, Ledger
 from swift_stage2.telemetry.ledger_account import RankAccount, account_of
@@ -157,7 +157,8 @@ def _resumed_run(directory: Path) -> list[Record]:
     run.ledger.cut(replace(rollout(0), sample=Sample(key, {}), token_ids=(7, 8, 9), spans=spans[:1]))
     run.ledger.sent(keys, server="http://t", seed=6, version=2)
     run.ledger.finished(keys, server="http://t", end="answered", seconds=0.25)
-    run.ledger.matched(Segment(key, "", 1, {}, 10, 6, 5, MatchQuality(1, 1, 1, 0.5, 0, 0)), spans)
+    whole = replace(rollout(0), sample=Sample(key, {}), spans=spans)
+    run.ledger.matched(whole, MatchQuality(1, 1, 1, 0.5, 0, 0))
     run.pack(keys)
     run.train(keys)
     return run.records()
@@ -201,7 +202,10 @@ def test_a_violation_names_its_samples(tmp_path: Path) -> None:
 def test_what_does_not_add_up_is_told_with_its_numbers(tmp_path: Path) -> None:
     records = _good_run(tmp_path)
     _double("trained")(records)
-    assert any("0 taken over + 5 drawn, 5 trained + 1 quarantined + 1 in hand" in r for r in _rules(records))
+    assert any(
+        "0 taken over + 5 drawn, 5 trained + 1 quarantined + 0 unused + 1 in hand" in r
+        for r in _rules(records)
+    )
 
 
 def test_every_position_is_drawn_before_the_next_epoch(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from swift_stage2.records import ObjectDropReason
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry import metrics
 from swift_stage2.telemetry.activity import Activity
+from swift_stage2.telemetry.ledger import UnusedReason
 from swift_stage2.telemetry.metrics import (
     EVALUATION_TAGS,
     METRICS,
@@ -79,6 +80,7 @@ def test_the_document_lists_every_tag_and_no_other() -> None:
     listed = {row for row in rows if "/" in row}
     families = {
         "async/skipped/<reason>_total": tuple(SkipReason),
+        "group/unused/<reason>_total": tuple(UnusedReason),
         "parse/dropped/<reason>": tuple(ObjectDropReason),
         "time/<stage>": metrics.STAGES,
         "reward/<term>": (".+",),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from run_facts import PLAN_A, PLAN_B, pack, quality, round_outcome, segment, skipped, step
+from run_facts import PLAN_A, PLAN_B, match, pack, quality, round_outcome, skipped, step
 
 from swift_stage2.errors import UserError
 from swift_stage2.pages.terminal import terminal_parts
@@ -35,7 +35,7 @@ def run_dir(tmp_path: Path) -> Path:
             with telemetry.activity("busy"):
                 telemetry.record_step(step(number, plan, version=2, packs=packs))
         telemetry.record_round(5, round_outcome(2, False, False, seconds=4.0, round_id="b"))
-        telemetry.pipeline.segment(segment(quality(pairs=3, predictions=4, truths=6)), 0.01)
+        match(telemetry, quality(pairs=3, predictions=4, truths=6))
         telemetry.pipeline.dropped(pack(), "dropped_oldest")
         telemetry.pipeline.quarantined("key", "too_slow", "3 rollouts went stale")
         telemetry.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from event_files import EventFiles
-from run_facts import PLAN_A, PLAN_B, pack, quality, round_outcome, segment, skipped, step
+from run_facts import PLAN_A, PLAN_B, match, pack, quality, round_outcome, skipped, step
 
 from swift_stage2.records import BatchOutcome, EvaluationCounts, EvaluationRecord, SampleKey
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
@@ -86,8 +86,8 @@ def produce(telemetry: Telemetry, num_packs: int = 1) -> None:
     """The pipeline's reports while it makes packs of two segments."""
     for _ in range(num_packs):
         telemetry.pipeline.batch(BatchOutcome(num_posts=1, seconds=0.5))
-        telemetry.pipeline.segment(segment(), 0.01)
-        telemetry.pipeline.segment(segment(quality(num_truncated=1, dropped={"invalid_box": 2})), 0.01)
+        match(telemetry, seconds=0.01)
+        match(telemetry, quality(num_truncated=1, dropped={"invalid_box": 2}), seconds=0.01)
         telemetry.pipeline.pack(pack(), 0.001)
 
 
@@ -255,9 +255,9 @@ def test_ranks_read_the_same_merged_numbers(tmp_path: Path) -> None:
 def test_ratios_cover_the_window_and_totals_the_run(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, world_size=1)
     (telemetry,) = ranks.telemetry
-    telemetry.pipeline.segment(segment(quality(pairs=4, predictions=4, truths=4)), 0.0)
+    match(telemetry, quality(pairs=4, predictions=4, truths=4))
     assert ranks.merge(at=1)[0]["stage2_ab/match/precision"] == 1.0
-    telemetry.pipeline.segment(segment(quality(pairs=1, predictions=4, truths=4)), 0.0)
+    match(telemetry, quality(pairs=1, predictions=4, truths=4))
     second = ranks.merge(at=2)[0]
     assert second["stage2_ab/match/precision"] == 0.25
     assert second["stage2_ab/parse/objects"] == 8
@@ -269,11 +269,11 @@ def test_a_reward_is_the_mean_over_the_window_s_rollouts_of_all_ranks(tmp_path: 
     ranks = Ranks(tmp_path, reward_terms=("own", "total"))
     for telemetry, rewards in zip(ranks.telemetry, ((1.0, 0.5), (-1.5,)), strict=True):
         for value in rewards:
-            match = quality(reward={"own": value, "total": 2 * value})
-            telemetry.pipeline.segment(segment(match), 0.0)
+            found = quality(reward={"own": value, "total": 2 * value})
+            match(telemetry, found)
     first = ranks.merge(at=1)[0]
     assert (first["stage2_ab/reward/own"], first["stage2_ab/reward/total"]) == (0.0, 0.0)
-    ranks.telemetry[1].pipeline.segment(segment(quality(reward={"own": -0.25, "total": 1.0})), 0.0)
+    match(ranks.telemetry[1], quality(reward={"own": -0.25, "total": 1.0}))
     second = ranks.merge(at=2)[0]
     assert (second["stage2_ab/reward/own"], second["stage2_ab/reward/total"]) == (-0.25, 1.0)
     assert "stage2_ab/reward/own" not in ranks.merge(at=3)[0], "nothing was matched since"
@@ -318,9 +318,9 @@ def test_a_resumed_run_continues_its_counters(tmp_path: Path) -> None:
     first = Ranks(tmp_path / "first", world_size=1)
     first.step(0, PLAN_B)
     first.step(1, skipped())
-    first.telemetry[0].pipeline.segment(segment(quality(pairs=4, predictions=4, truths=4)), 0.0)
+    match(first.telemetry[0], quality(pairs=4, predictions=4, truths=4))
     first.merge(at=2)
-    first.telemetry[0].pipeline.segment(segment(quality(pairs=0, predictions=4, truths=4)), 0.0)
+    match(first.telemetry[0], quality(pairs=0, predictions=4, truths=4))
     state = json.loads(json.dumps(first.telemetry[0].state_dict()))
     first.close()
 
