@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,7 +14,7 @@ from pydantic import Field, FiniteFloat
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.channel_b.matching import MAX_COORDINATE
 from swift_stage2.channel_b.parsing import parse_rollout
-from swift_stage2.records import Box
+from swift_stage2.records import Box, ObjectDropReason
 
 FAILED = "failed"
 """``finish_reason`` of a row that brought no answer."""
@@ -84,6 +85,15 @@ def answer_flags(predictions: Sequence[Prediction | None], dialect: Dialect) -> 
             for each, end in zip(predictions, ends, strict=True)
         ]
     return {name: np.array(values, dtype=np.int64) for name, values in flags.items()}
+
+
+def dropped_objects(predictions: Sequence[Prediction | None], dialect: Dialect) -> dict[str, int] | None:
+    """How many objects of the answers the parser drops, by reason; None where nobody kept the texts."""
+    answers = [each.answer for each in predictions if each and each.answer is not None]
+    found: Counter[ObjectDropReason] = Counter()
+    for answer in answers:
+        found.update(parse_rollout(answer, dialect).dropped)
+    return {str(reason): found[reason] for reason in ObjectDropReason if found[reason]} if answers else None
 
 
 def _is_invalid(answer: str, dialect: Dialect) -> bool:

@@ -19,7 +19,7 @@ from rich.console import Console
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.yaml_text import key_values
 from swift_stage2.detections.objects import ScoreConvention, detection_data
-from swift_stage2.detections.prediction import FAILED, Prediction, answer_flags
+from swift_stage2.detections.prediction import FAILED, Prediction, answer_flags, dropped_objects
 from swift_stage2.detections.scores import DetectionScores
 from swift_stage2.errors import UserError
 from swift_stage2.evaluate.gallery import worst_images
@@ -106,6 +106,7 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     num_draws = affordable_draws(found.scores, options.bootstrap)
     points, bounds = found.scores.points(), intervals(found.scores.values, len(rows), num_draws)
     gallery = worst_images(rows, predictions, found.scores, options.gallery)
+    dropped = dropped_objects(predictions, answer_dialect(rows))
     facts = {
         "source": str(options.server or options.predictions or options.model),
         "num_without_prediction": found.num_missing,
@@ -113,8 +114,11 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
         "draws": num_draws,
         "metrics": {name: {"value": value} | _bounds(bounds, name) for name, value in points.items()},
         "errors": found.scores.errors(),
+        "dropped_objects": dropped,
     }
-    sections = evaluation_sections(found.scores, points, bounds, list(_remarks(found, num_draws)), gallery)
+    sections = evaluation_sections(
+        found.scores, points, bounds, list(_remarks(found, num_draws)), gallery, dropped
+    )
     return _Told(facts, sections, gallery, found.num_missing)
 
 

@@ -20,6 +20,7 @@ from swift_stage2.pages.content import (
     Tone,
     filled,
     number,
+    pairs,
 )
 from swift_stage2.pages.pictures import GALLERY_KEY, Gallery
 
@@ -52,9 +53,17 @@ _MOST_CLASSES = 200
 
 
 def evaluation_sections(
-    scores: DetectionScores, points: Values, bounds: Intervals, remarks: Sequence[Sentence], gallery: Gallery
+    scores: DetectionScores,
+    points: Values,
+    bounds: Intervals,
+    remarks: Sequence[Sentence],
+    gallery: Gallery,
+    dropped: Mapping[str, int] | None,
 ) -> tuple[Section, ...]:
-    """The whole evaluation; ``points`` and ``bounds`` by name, ``remarks`` say how it was done."""
+    """The whole evaluation; ``points`` and ``bounds`` by name, ``remarks`` say how it was done.
+
+    ``dropped``: objects that the parser dropped, by reason; None where that is not known.
+    """
     errors = scores.errors()
     lost = (
         (meaning, number(errors[name]["count"]), f"{errors[name]['lost_ap50']:.3f}", name)
@@ -98,6 +107,7 @@ def evaluation_sections(
                     "TIDE's types at IoU 0.5. Lost AP50: how much higher AP50 were without the errors of a type."
                 ),
                 Table("", ("error", "number", "lost AP50", "TIDE's name"), tuple(lost)),
+                *_dropped(dropped),
             ),
         ),
         Section(
@@ -157,6 +167,21 @@ def _differences(title: str, names: Sequence[str], first: Values, second: Values
         tones,
         ends_in_words=True,
     )
+
+
+def _dropped(dropped: Mapping[str, int] | None) -> Iterator[Part]:
+    if dropped is None:
+        yield Sentence("How many objects were dropped is not known: the predictions bring no answers.")
+    elif not dropped:
+        yield Sentence("No object of the answers was dropped.")
+    else:
+        total = sum(dropped.values())
+        yield Sentence(
+            f"{number(total)} object(s) of the answers could not be read and were dropped.", Tone.WARN
+        )
+        yield pairs(
+            "Dropped objects", {why: number(count) for why, count in dropped.items()}, ("reason", "number")
+        )
 
 
 def _headline(points: Values, bounds: Intervals) -> Iterator[tuple[str, str, str]]:
