@@ -22,11 +22,13 @@ from pydantic import TypeAdapter, ValidationError
 from swift_stage2.channel_b.answer_format import fill_placeholders, read_format
 from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST, Dialect
 from swift_stage2.channel_b.parsing import TrueObjects, read_ground_truth
-from swift_stage2.detections.prediction import Prediction
+from swift_stage2.dataset.picture import UNREADABLE, look_at
+from swift_stage2.detections.prediction import FAILED, Prediction
 from swift_stage2.errors import ConfigError, DatasetError, SampleError, UserError, cut_remedy
 from swift_stage2.whole_file import write_whole
 
 _FORM = TypeAdapter(Prediction)
+_MOST_LOOKED_AT = 256  # images: a wrong size is wrong in most lines, and a network's disk is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +92,14 @@ def read_predictions(path: Path, rows: Sequence[TrueRow]) -> list[Prediction | N
     """The prediction of every row, None where there is none.
 
     Raises:
-        DatasetError: a line is no prediction, is of an image that no row (left) has, or some have scores and some not.
+        DatasetError: a line is no prediction, is of an image that no row (left) has or of another size than that image,
+            or some have scores and some not.
     """
     waiting: defaultdict[str, deque[int]] = defaultdict(deque)
     for row in rows:
         waiting[row.image].append(row.number)
     found: list[Prediction | None] = [None] * len(rows)
-    scored = set()
+    scored, places = set(), dict[int, int]()
     for number, line in _lines(path, "predictions"):
         try:
             prediction = _FORM.validate_json(line)
@@ -111,12 +114,30 @@ def read_predictions(path: Path, rows: Sequence[TrueRow]) -> list[Prediction | N
                 f"{path}:{number}: every line must answer a row of the data, got image={prediction.image!r} that no "
                 "row (left) names; give the data that was predicted on"
             )
-        found[waiting[prediction.image].popleft()] = prediction
+        row_number = waiting[prediction.image].popleft()
+        found[row_number], places[row_number] = prediction, number
         if prediction.objects.bbox:
             scored.add(prediction.scores is not None)
     if len(scored) > 1:
         raise DatasetError(f"{path}: all lines must have scores, or none; write them alike")
+    step = -(-len(places) // _MOST_LOOKED_AT) or 1
+    for row_number in list(places)[::step]:
+        _refuse_other_size(found[row_number], f"{path}:{places[row_number]}")
     return found
+
+
+def _refuse_other_size(prediction: Prediction | None, place: str) -> None:
+    """An image that is not here, and a row whose answer failed, tell nothing."""
+    if prediction is None or prediction.finish_reason == FAILED:
+        return
+    with suppress(*UNREADABLE):
+        picture = look_at(prediction.image)
+        if (prediction.width, prediction.height) != (picture.width, picture.height):
+            raise DatasetError(
+                f"{place}: width and height must be those of the stored image, got {prediction.width} x "
+                f"{prediction.height} for {prediction.image}, which has {picture.width} x {picture.height}; write "
+                "boxes in its pixels, and its size"
+            )
 
 
 def answer_dialect(rows: Sequence[TrueRow]) -> Dialect:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from detection_sets import line, write_lines, write_rows
+from PIL import Image
 
 from swift_stage2.channel_b.dialects import OBJECT_LIST, OBJECT_MAP
 from swift_stage2.detections.objects import ScoreConvention, detection_data
-from swift_stage2.detections.prediction import LabelledBoxes, Prediction, answer_flags
+from swift_stage2.detections.prediction import FAILED, LabelledBoxes, Prediction, answer_flags
 from swift_stage2.errors import DatasetError
 from swift_stage2.evaluate.predictions import answer_dialect, read_predictions, read_rows, write_predictions
 
@@ -74,6 +75,20 @@ def test_a_line_that_is_no_prediction_is_refused_with_its_place(
         read_predictions(path, read_rows(data))
     assert f"{path}:2: " in str(refused.value)
     assert told in str(refused.value)
+
+
+def test_a_line_of_another_size_than_its_image_is_refused(tmp_path: Path) -> None:
+    Image.new("RGB", (400, 300)).save(tmp_path / "a.png")
+    image = str(tmp_path / "a.png")
+    rows = read_rows(write_rows(tmp_path / "val.jsonl", [("absent.png", []), (image, [CAR])]))
+    right, wrong = line(image, [CAR]) | {"height": 300}, line(image, [CAR]) | {"width": 300, "height": 400}
+    failed = line(image, []) | {"width": 1, "height": 1, "finish_reason": FAILED}
+    for good in (right, failed):
+        path = write_lines(tmp_path / "p.jsonl", [line("absent.png", []), good])
+        assert None not in read_predictions(path, rows)
+    path = write_lines(tmp_path / "p.jsonl", [line("absent.png", []), wrong])
+    with pytest.raises(DatasetError, match=r":2: .*got 300 x 400 for .*a\.png, which has 400 x 300; write"):
+        read_predictions(path, rows)
 
 
 def test_a_second_answer_and_scores_in_some_lines_only_are_refused(data: Path, tmp_path: Path) -> None:
