@@ -25,10 +25,12 @@ from swift_stage2.launch.managed_server import ReadinessProbe
 from swift_stage2.launch.plan import without_rank
 from swift_stage2.launch.process_tree import Command, ProcessTree, adopt_orphans, end_descendants
 from swift_stage2.launch.run_view import WaitNotice
+from swift_stage2.preflight.servers import foreign
 from swift_stage2.process.ports import free_ports
 from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.servers.stock import ask_world_size, is_foreign
 
 ENGINES = (ServerEngine.TRANSFORMERS, ServerEngine.VLLM)
 _HOST = "127.0.0.1"
@@ -47,13 +49,20 @@ def require_answer(base_url: str) -> protocol.ServerInfo:
 
     Raises:
         ConfigError: ``base_url`` is none.
-        ServerUnavailable: it does not answer in time, or not as a rollout server does.
+        ServerUnavailable: it does not answer in time, or not as a rollout server does. Whatever knows no ``/stage2/``
+            path may be a stock one, and is asked what only that answers.
     """
     ServerConfig(base_url=base_url)
     with ServerSession(base_url, RolloutConfig().api_key()) as session:
         try:
-            return session.info(Deadline(CONNECT_TIMEOUT_S))
+            info = session.info(Deadline(CONNECT_TIMEOUT_S))
+            if info.stock and info.chat_model is None:
+                ask_world_size(session, Deadline(CONNECT_TIMEOUT_S))
+            return info
         except ServerFault as fault:
+            if is_foreign(fault):
+                remedy = "correct --server, or name --model alone, and one is started for it"
+                raise ServerUnavailable(f"--server: {foreign(session, fault, remedy)}") from fault
             raise ServerUnavailable(
                 f"--server must be a rollout server that answers, got {fault}; wait until it "
                 "has loaded, or name --model alone, and one is started for it"

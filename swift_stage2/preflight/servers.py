@@ -244,7 +244,9 @@ def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
                 said = said if said is not None and fault.kind is FaultKind.LATE else fault
                 if time.monotonic() >= slice_ends:  # until then it may be one odd answer
                     told["missing"] = str(said) if time.monotonic() >= end else ""
-                    told["refused"] = _foreign(session, said) if is_foreign(said) else ""
+                    told["refused"] = (
+                        foreign(session, said, "correct rollout.servers") if is_foreign(said) else ""
+                    )
                     return told
             else:
                 told |= {"answers": True, "ours": not info.stock, "can_abort": info.can_abort}
@@ -278,12 +280,13 @@ def cannot_resume(rollout: RolloutConfig, base_url: str, info: ServerInfo) -> st
     )
 
 
-def _foreign(session: ServerSession, fault: ServerFault) -> str:
+def foreign(session: ServerSession, fault: ServerFault, remedy: str) -> str:
+    """The words for a program that is no rollout server, as ``is_foreign`` found by ``fault``."""
     if vllm_serve.lacks_routes(session, Deadline(_LOOK_S)):
         return f"{session.base_url} must be a rollout server: {vllm_serve.ROUTES_REMEDY}"
     return (
         f"{session.base_url} must be a rollout server, got an answer of another program ({str(fault)[:200]}); end what "
-        "listens there, or correct rollout.servers"
+        f"listens there, or {remedy}"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from detection_sets import line, write_lines, write_rows
+from fake_rollout_server import Answer, FakeRolloutServer
 from PIL import Image
 
 from swift_stage2.cli import main
@@ -169,6 +170,20 @@ def test_what_cannot_be_used_is_one_line_and_status_2(
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("swift-stage2 evaluate: error: ")
     assert told in error
+
+
+@pytest.mark.parametrize(
+    "page", [Answer(status=404, body=b"<html>"), Answer(body=b"<html>"), Answer(status=501)]
+)
+def test_another_program_at_the_servers_address_is_told_at_once(
+    data: Path, page: Answer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeRolloutServer(on_get=lambda call: page, on_infer=lambda call: page) as server:
+        assert evaluate("--data", data, "--server", server.url, "--model", "m") == 2
+        assert server.infer_calls == []
+    (error,) = capsys.readouterr().err.splitlines()
+    assert f"{server.url} must be a rollout server, got an answer of another program" in error
+    assert "end what listens there, or correct --server, or name --model alone" in error
 
 
 @pytest.mark.parametrize("option", ["--bootstrap", "--timeout-s", "--in-flight"])
