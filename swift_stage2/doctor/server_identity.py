@@ -13,7 +13,7 @@ from typing import Any
 
 from swift_stage2.config import DecodingConfig, RolloutConfig
 from swift_stage2.doctor.examination import Outcome, failed, left_out, ok, warning
-from swift_stage2.errors import ProtocolError, ServerFault, cut_remedy
+from swift_stage2.errors import FaultKind, ProtocolError, ServerFault, cut_remedy
 from swift_stage2.preflight.servers import cannot_resume
 from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.protocol import INSTALLING_STATE, RefusalReason, ServerInfo, TensorSpec
@@ -24,7 +24,6 @@ ONE_TOKEN = DecodingConfig(temperature=0.0, max_new_tokens=1)
 _REFUSED_KEYS = (401, 403)
 _LOOK_TIMEOUT_S = 10.0
 _LOADING = "state=loading"
-_LATE = "Timeout"  # httpx names every passed deadline so
 _OTHER_RUN = (
     "end that run, or wait until its round is over, and run the doctor again: runs cannot share a server"
 )
@@ -50,6 +49,15 @@ def check_identity(session: ServerSession, rollout: RolloutConfig, key: str) -> 
 
 
 def _identify(session: ServerSession, rollout: RolloutConfig, key: str) -> Outcome[ServerInfo]:
+    try:
+        session.get(protocol.HEALTH, Deadline(min(_LOOK_TIMEOUT_S, rollout.request_timeout_s)))
+    except ServerFault as fault:  # any other is told better by what is asked below
+        if fault.kind is FaultKind.LATE:
+            return failed(
+                f"{session.base_url} takes connections and answers nothing: {fault}",
+                "wait if it is loading, or a stock server that is busy with rollouts, and run the doctor again; else "
+                "read its log and restart it",
+            )
     started = time.perf_counter()
     try:  # a stock server answers after the /infer/ that runs, so as long as one may take
         info = session.info(Deadline(rollout.request_timeout_s))
@@ -118,7 +126,9 @@ def _look_at_stock(
     session: ServerSession, rollout: RolloutConfig, key: str, latency_ms: float
 ) -> Outcome[ServerInfo]:
     try:
-        health = session.get(protocol.HEALTH, Deadline(_LOOK_TIMEOUT_S))  # first: it never waits for rollouts
+        health = session.get(
+            protocol.HEALTH, Deadline(_LOOK_TIMEOUT_S)
+        )  # first: a merger's never waits for rollouts
         size = ask_world_size(session, Deadline(rollout.request_timeout_s))
     except ServerFault as fault:
         if not is_foreign(fault):
@@ -172,7 +182,7 @@ def _explain(fault: ServerFault, rollout: RolloutConfig, key: str) -> Outcome[Se
         return failed(str(fault), _foreign_fix(key))
     if _LOADING in str(fault):
         return failed(str(fault), "wait until the server has loaded its model, and run the doctor again")
-    if _LATE in str(fault):
+    if fault.kind is FaultKind.LATE:
         return failed(
             str(fault),
             f"write a longer rollout.request_timeout_s than {rollout.request_timeout_s:g}; if the server is silent for "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from live_server import MODEL
 
 from swift_stage2.config import OnPending, RolloutConfig, ServerConfig
 from swift_stage2.config.rollout import SyncConfig
+from swift_stage2.doctor import server_identity
 from swift_stage2.doctor.examination import Outcome, Verdict
 from swift_stage2.doctor.server_identity import (
     Fingerprint,
@@ -169,6 +171,36 @@ def test_what_is_no_usable_server_fails_with_its_fix(
     assert outcome.verdict is Verdict.FAILED
     assert found in outcome.found
     assert fix in outcome.fix
+
+
+def test_a_server_that_takes_connections_and_never_answers_fails_soon(
+    server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_identity, "_LOOK_TIMEOUT_S", 0.2)
+    never = threading.Event()
+    server.on_get = lambda call: Answer(after=never)
+    rollout = RolloutConfig(servers=(ServerConfig(base_url=server.url),))
+    try:
+        with ServerSession(server.url) as session:
+            outcome = check_identity(session, rollout, KEY)
+    finally:
+        never.set()
+    assert outcome.verdict is Verdict.FAILED
+    assert outcome.found.startswith(f"{server.url} takes connections and answers nothing: ")
+    assert [call.path for call in server.calls] == [protocol.HEALTH], "nothing else is waited for"
+
+
+def test_a_question_that_is_late_names_the_deadline(server: FakeRolloutServer) -> None:
+    never = threading.Event()
+    server.on_get = lambda call: Answer(status=404, after=None if call.path == protocol.HEALTH else never)
+    rollout = RolloutConfig(servers=(ServerConfig(base_url=server.url),), request_timeout_s=0.2)
+    try:
+        with ServerSession(server.url) as session:
+            outcome = check_identity(session, rollout, KEY)
+    finally:
+        never.set()
+    assert outcome.verdict is Verdict.FAILED
+    assert "write a longer rollout.request_timeout_s than 0.2" in outcome.fix
 
 
 @pytest.mark.parametrize(
