@@ -60,7 +60,7 @@ class CocoExport:
             UserError: no image lies in ``images``.
         """
         if self.truth is not None:
-            known = CocoFile(self.truth, Tally(), what="--truth")
+            known = CocoFile(self.truth, Tally(), what="--truth", images_alone=True)
             self.image_ids, self.category_ids = dict(known.image_ids()), dict(known.category_ids())
             file.write("[")
             self._write_annotations(file, lambda done: on_progress(2 * done))

@@ -115,7 +115,7 @@ class _Annotations:
 
 
 class CocoFile:
-    """One file, which is read when this is made. Errors call it ``what``.
+    """One file, which is read when this is made. Errors call it ``what``; one of ``images_alone`` is enough if that is.
 
     Raises:
         DatasetError: it cannot be read, or is no COCO file of boxes.
@@ -128,6 +128,7 @@ class CocoFile:
         on_progress: Callable[[int], None] = lambda num_characters: None,
         *,
         what: str = "SOURCE",
+        images_alone: bool = False,
     ) -> None:
         self._tally = tally
         self._images = _Images(tally)
@@ -138,12 +139,18 @@ class CocoFile:
             "annotations": self._annotations.add,
             "categories": self._add_category,
         }
-        for key, element in read_arrays(path, on_progress, what):
+        arrays: set[str] = set()
+        for key, element in read_arrays(path, on_progress, what, arrays.add):
             if key in add:
                 add[key](element)
         if not self._images.numbers:
             raise DatasetError(
                 f"{what} must be COCO's JSON and list images, got none in {path}; name another file"
+            )
+        if "annotations" not in arrays and not images_alone:  # else all images would be told to show nothing
+            raise DatasetError(
+                f"{what} must be COCO's JSON and list annotations, got {', '.join(sorted(arrays))[:80]} alone in "
+                f"{path}; name the file with the annotations, or write annotations: [] if no image shows an object"
             )
 
     def _add_category(self, category: Any) -> None:

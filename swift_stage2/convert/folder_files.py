@@ -19,7 +19,7 @@ def files_below(folder: Path, suffixes: tuple[str, ...], option: str) -> list[st
 
     def refuse(error: OSError) -> None:
         raise DatasetError(
-            f"{option} must be a folder that can be read, got {folder}: {error}; check the path"
+            f"{option} must be a folder that can be read, got {error.filename}: {error.strerror}; check the path"
         ) from error
 
     found = sorted(

@@ -18,18 +18,22 @@ _decode = json.JSONDecoder().raw_decode
 
 
 def read_arrays(
-    path: Path, on_progress: Callable[[int], None], what: str = "SOURCE"
+    path: Path,
+    on_progress: Callable[[int], None],
+    what: str = "SOURCE",
+    on_array: Callable[[str], None] = lambda key: None,
 ) -> Iterator[tuple[str, Any]]:
     """Yields (key, element) of every array right below the top, in the file's order; other values are left out.
 
-    Bytes that are no UTF-8 become lone surrogates. ``on_progress`` is told characters so far.
+    Bytes that are no UTF-8 become lone surrogates. ``on_progress`` is told characters so far, ``on_array`` the key of
+    every array, also of one without elements.
 
     Raises:
         DatasetError: the file cannot be read, or is no JSON object.
     """
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
-            yield from _Window(file, on_progress).arrays()
+            yield from _Window(file, on_progress, on_array).arrays()
     except OSError as error:
         raise DatasetError(f"{what} must be a readable file, got {path}: {error}; check the path") from error
     except (ValueError, RecursionError) as error:
@@ -42,9 +46,12 @@ def read_arrays(
 class _Window:
     """The part of a file that is being read."""
 
-    def __init__(self, file: TextIO, on_progress: Callable[[int], None]) -> None:
+    def __init__(
+        self, file: TextIO, on_progress: Callable[[int], None], on_array: Callable[[str], None]
+    ) -> None:
         self._file = file
         self._on_progress = on_progress
+        self._on_array = on_array
         self._text = ""
         self._at = 0
         self._num_before = 0
@@ -65,6 +72,7 @@ class _Window:
                 raise self._error("a key must be text")
             self._take(":")
             if self._peek() == "[":
+                self._on_array(key)
                 yield from ((key, element) for element in self._elements())
             else:
                 self._value()

@@ -39,6 +39,7 @@ class Oddity(Enum):
     SKIPPED = ("difficult object (--skip-difficult)", "dropped")
     MASK = ("mask without a box", "box drawn around the mask")
     NO_BOX = ("object without a box or mask that can be read", "dropped")
+    NO_LABEL = ("object without a name of its class", "dropped")
     NO_CATEGORY = ("object of an unknown class", "dropped")
     NO_IMAGE = ("object of an image that is not listed", "dropped")
     ID_TWICE = ("annotation id used twice", "both kept")

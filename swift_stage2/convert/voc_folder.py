@@ -70,7 +70,7 @@ class VocFolder:
             box = self._box(thing, file) if label else None
             is_difficult = (thing.findtext("difficult") or "0").strip() not in ("0", "")
             if box is None:
-                self._tally.tell(Oddity.NO_BOX, file)
+                self._tally.tell(Oddity.NO_BOX if label else Oddity.NO_LABEL, file)
             elif is_difficult:
                 self._tally.tell(Oddity.SKIPPED if self._skip_difficult else Oddity.DIFFICULT, file)
             if box is None or (is_difficult and self._skip_difficult):

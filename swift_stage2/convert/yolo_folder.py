@@ -33,9 +33,9 @@ class YoloFolder:
     def __init__(self, root: Path, images: Path, tally: Tally, *, classes: Path | None = None) -> None:
         self._root, self._tally = root, tally
         self._images = files_below(images, IMAGE_SUFFIXES, "--images")
+        self._orphans = set(files_below(root, (".txt",), "SOURCE"))
         self._class_file = classes or _find_class_file(root)
         self._classes, self._has_points = _read_classes(self._class_file, tally)
-        self._orphans = set(files_below(root, (".txt",), "SOURCE"))
         self._orphans -= {os.path.relpath(self._class_file, root)}
         if self._orphans.isdisjoint(map(_label_file, self._images)):
             raise DatasetError(
@@ -62,11 +62,13 @@ class YoloFolder:
                 yield AnnotatedImage(name=name, labels=(), boxes=(), is_share=True)
                 continue
             try:
-                lines = (self._root / file).read_text(encoding="utf-8-sig").splitlines()
+                text = (self._root / file).read_text(encoding="utf-8-sig")
+                if "\0" in text:  # which is UTF-8, too; as a crash leaves files
+                    raise ValueError("it holds zero bytes, so it is no text")
             except (OSError, ValueError) as error:
                 self._tally.tell(Oddity.BROKEN_FILE, f"{file}: {error}")
                 continue
-            yield self._read(name, file, lines)
+            yield self._read(name, file, text.splitlines())
         for orphan in sorted(known - seen):
             self._tally.tell(Oddity.ABSENT, f"that of {orphan}")
 

@@ -192,7 +192,15 @@ REFUSED = [
         "every annotation needs",
     ),
     ({"images": [picture_of(1, "a.png")], "annotations": [annotation(1)]}, "object of an unknown class: 1"),
-    ({"images": [picture_of(1, "gone.png")], "categories": CATEGORIES}, "image file is not there: 1"),
+    (
+        {"images": [picture_of(1, "gone.png")], "annotations": [], "categories": CATEGORIES},
+        "image file is not there: 1",
+    ),
+    (
+        {"images": [picture_of(1, "a.png")], "categories": CATEGORIES},
+        r"list annotations, got categories, images alone in .*coco\.json; name the file with the annotations",
+    ),
+    ({"images": [picture_of(1, "a.png")], "annotations": None}, "list annotations, got images alone"),
 ]
 
 

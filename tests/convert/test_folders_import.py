@@ -59,7 +59,9 @@ def test_an_odd_line_of_yolo(
 
 
 def test_files_of_yolo_that_do_not_belong_together(tmp_path: Path, run_import: Importer) -> None:
-    source = write_yolo(tmp_path, {"a": "0 0.5 0.5 0.5 0.5", "gone": "0 0.5 0.5 0.5 0.5", "odd": ""})
+    source = write_yolo(
+        tmp_path, {"a": "0 0.5 0.5 0.5 0.5", "gone": "0 0.5 0.5 0.5 0.5", "odd": "", "zeros": "\0" * 40}
+    )
     (tmp_path / "images" / "gone.png").unlink()
     (source / "odd.txt").write_bytes(b"\xff\xfe")
     draw(tmp_path / "images" / "unlabelled.png")
@@ -73,7 +75,7 @@ def test_files_of_yolo_that_do_not_belong_together(tmp_path: Path, run_import: I
         Oddity.ABSENT.found: 1,
         Oddity.NOT_UTF8.found: 1,
         Oddity.SECOND.found: 1,
-        Oddity.BROKEN_FILE.found: 1,
+        Oddity.BROKEN_FILE.found: 2,
         Oddity.NO_LABEL_FILE.found: 1,
         Oddity.EMPTY.found: 1,
     }
@@ -130,8 +132,10 @@ def test_yolo_without_classes_or_pictures_is_refused(tmp_path: Path, run_import:
     with pytest.raises(UserError, match="name the file with --classes"):
         run_import("yolo", root)
     (tmp_path / "classes.txt").write_text("cat")
-    with pytest.raises(UserError, match="SOURCE must be a folder that can be read"):
-        run_import("yolo", root / "nowhere")
+    absent = f"SOURCE must be a folder that can be read, got {root}/nowhere: No such file or directory; check"
+    for options in ([], ["--classes", str(tmp_path / "classes.txt")]):
+        with pytest.raises(UserError, match=absent):
+            run_import("yolo", root / "nowhere", *options)
     (tmp_path / "images" / "train" / "a.png").unlink()
     with pytest.raises(UserError, match="--images must be a folder that holds"):
         run_import("yolo", root)
@@ -173,7 +177,8 @@ def test_voc_counts_from_1_and_ends_with_the_last_pixel(tmp_path: Path, run_impo
         (thing((9, 9, 5, 5)), {Oddity.FLAT: 1}, None),
         (thing((1, 2, 3, "x")), {Oddity.NO_BOX: 1}, None),
         (thing((1, 2, "nan", 3)), {Oddity.NO_BOX: 1}, None),
-        (thing((1, 2, 3, 4), label=" "), {Oddity.NO_BOX: 1}, None),
+        (thing((1, 2, 3, 4), label=" "), {Oddity.NO_LABEL: 1}, None),
+        (thing((1, 2, 3, 4)).replace("<name>cat</name>", ""), {Oddity.NO_LABEL: 1}, None),
         ("<object><name>cat</name><polygon/></object>", {Oddity.NO_BOX: 1}, None),
     ],
 )
