@@ -20,6 +20,7 @@ from swift_stage2.dataset.fault import Rule
 from swift_stage2.dataset.picture import DrawnOn, apply_orientation
 from swift_stage2.dataset.survey import MOST_KEPT, Findings, OnProgress, survey
 from swift_stage2.errors import UserError
+from swift_stage2.nearest_word import closest
 from swift_stage2.terminal.parser import CommandParser
 from swift_stage2.terminal.progress import progress_bar
 
@@ -139,7 +140,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def lines_of_task(task: str) -> Iterator[str]:
     """A line where the name of the task may be misspelt: which others exist is known once plugins are loaded."""
     if task not in SHIPPED_TASKS:
-        yield f"task {task} is not looked at here; doctor does"
+        near = closest(task, tuple(SHIPPED_TASKS))
+        hint = f" (did you mean {near}?)" if near else ""
+        yield f"task {task}{hint} is not looked at here; doctor does"
 
 
 def lines_of(findings: Findings, most_shown: int = MOST_SHOWN) -> Iterator[str]:
