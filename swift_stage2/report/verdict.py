@@ -344,18 +344,30 @@ def _missing_packs(
     speed: Speed | None, summary: RunSummary, knobs: Knobs, post_steps: PostSteps, *, is_told: bool
 ) -> Iterator[Bottleneck]:
     """``is_told``: what binds, and what would help, has been named already."""
-    missed = summary.skips.get("not_enough_packs", 0)
+    missed, early = summary.skips.get("not_enough_packs", 0), summary.num_b_too_early
+    later = missed - early
     num_stale = int(summary.totals["packs_dropped_stale"] + summary.totals["segments_dropped_stale"])
-    if missed and num_stale:
-        sentence = f"{missed} wanted B steps lacked packs while {num_stale} packs and segments went stale"
+    if later and num_stale:
+        sentence = f"{later} wanted B steps lacked packs while {num_stale} packs and segments went stale"
         advice = _window(knobs, post_steps)
         remedy = "" if advice else "; raise stage2_ab.channel_b.prefetch.version_window"
         yield Bottleneck(f"{sentence}{remedy}.", advice)
-    elif missed > MISSED_SHARE * summary.num_b_wanted and not is_told:
+    elif missed <= MISSED_SHARE * summary.num_b_wanted or is_told:
+        return
+    elif later <= MISSED_SHARE * summary.num_b_wanted:
+        yield Bottleneck(
+            f"{early} of {summary.num_b_wanted} wanted B steps came before the first packs were ready, and "
+            f"{later or 'none'} lacked packs after that: this is the start of a run, which weighs less in a longer "
+            "one, and not the pace of production."
+        )
+    else:
         advice = _b_ratio(speed, summary, knobs, upwards=False) if speed else ()
+        cause = (
+            "too slow for this share" if summary.num_b_run else "too slow for this share, or began too late"
+        )
         yield Bottleneck(
             f"{missed} of {summary.num_b_wanted} wanted B steps lacked packs while nothing went stale: production was "
-            f"too slow for this share, or began too late.{'' if advice else _FEED}",
+            f"{cause}.{'' if advice else _FEED}",
             advice,
         )
 

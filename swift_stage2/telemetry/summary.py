@@ -58,6 +58,8 @@ class RunSummary:
     num_b_run: int
     skips: Mapping[str, int]
     """Wanted B steps that ran channel A, by reason."""
+    num_b_too_early: int
+    """Of those that lacked packs, the ones before the first B step; none where no B step ran."""
     num_disagreements: int
     """Steps whose plan differs between ranks; anything but 0 is a fault."""
     lag_counts: Mapping[int, int]
@@ -111,6 +113,7 @@ def summary_of(ranks: Sequence[RankRecords]) -> RunSummary:
     """
     first, totals = ranks[0] if ranks else RankRecords(0), _totals(ranks)
     steps = first.steps.values()
+    first_b = min((number for number, step in first.steps.items() if step["channel"] == "B"), default=0)
     servers = [server for record in first.rounds for server in record["servers"].values()]
     return RunSummary(
         num_ranks=len(ranks),
@@ -118,6 +121,10 @@ def summary_of(ranks: Sequence[RankRecords]) -> RunSummary:
         num_b_wanted=sum(step["wants_b"] for step in steps),
         num_b_run=sum(step["channel"] == "B" for step in steps),
         skips=_count(step["skip_reason"] for step in steps if step["skip_reason"]),
+        num_b_too_early=sum(
+            number < first_b and step["skip_reason"] == "not_enough_packs"
+            for number, step in first.steps.items()
+        ),
         num_disagreements=_disagreements(ranks),
         lag_counts=_lags(ranks),
         totals=totals,

@@ -281,6 +281,20 @@ def test_no_larger_share_of_b_is_proposed_where_the_wanted_one_was_not_fed() -> 
     assert ("production was too slow" in without, nothing) == (True, {})
 
 
+def test_steps_before_the_first_pack_are_no_slow_production() -> None:
+    told = summary(num_b_run=7, num_b_wanted=8, skips={"not_enough_packs": 1}, num_b_too_early=1)
+    ((sentence, advice),) = told_of(None, told, KNOBS)
+    assert sentence.startswith(
+        "1 of 8 wanted B steps came before the first packs were ready, and none lacked"
+    )
+    assert ("too slow" in sentence, advice) == (False, {})
+    stale = replace(told, totals=summary(num_stale=7).totals)
+    assert told_of(None, stale, KNOBS) == told_of(None, told, KNOBS), "what went stale was made later"
+    later = summary(num_b_run=5, num_b_wanted=8, skips={"not_enough_packs": 3}, num_b_too_early=1)
+    ((sentence, _),) = told_of(None, later, KNOBS)
+    assert "3 of 8 wanted B steps lacked packs while nothing went stale: production was too slow" in sentence
+
+
 def test_a_run_without_settings_still_gets_sentences() -> None:
     speed = speed_of(work(TEN_AND_TEN, syncing_s=2.0, pipeline_s={"asking": 9.0}))
     found = bottlenecks(speed, summary(skips={"not_enough_packs": 1}, num_stale=1), Knobs(), None)

@@ -12,7 +12,7 @@ from run_facts import PLAN_A, PLAN_B, match, pack, quality, round_outcome, skipp
 from swift_stage2.errors import UserError
 from swift_stage2.pages.terminal import terminal_parts
 from swift_stage2.report.steps import summary_parts
-from swift_stage2.scheduling.step_plan import SkipReason
+from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.summary import RunSummary, summarise
 
@@ -47,6 +47,21 @@ def test_what_was_wanted_and_what_ran(run_dir: Path) -> None:
     assert (summary.num_ranks, summary.num_steps, summary.num_b_wanted, summary.num_b_run) == (2, 6, 4, 2)
     assert summary.skips == {"not_enough_packs": 1, "servers_suspect": 1}
     assert summary.num_disagreements == 0
+
+
+@pytest.mark.parametrize(("last", "num_too_early"), [(PLAN_B, 2), (PLAN_A, 0)])
+def test_steps_that_came_before_any_pack_are_told_apart(
+    tmp_path: Path, last: StepPlan, num_too_early: int
+) -> None:
+    telemetry = start(tmp_path)
+    for number, plan in enumerate([skipped(), PLAN_A, skipped(), skipped(SkipReason.SERVERS_SUSPECT), last]):
+        telemetry.record_step(
+            step(number, plan, version=1, packs=(pack(version=1),) if plan is PLAN_B else ())
+        )
+    telemetry.record_step(step(5, skipped(), version=1))
+    telemetry.close()
+    assert summarise(tmp_path).num_b_too_early == num_too_early
+    assert summarise(tmp_path).skips["not_enough_packs"] == 3
 
 
 def test_losses_lags_and_quality(run_dir: Path) -> None:
