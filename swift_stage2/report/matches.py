@@ -7,7 +7,7 @@ segment, and from the matches where there is no ledger.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -22,6 +22,7 @@ from swift_stage2.pages.content import (
     Section,
     Sentence,
     Table,
+    Tone,
     filled,
     grouped,
     number,
@@ -148,6 +149,10 @@ def match_of(record: Record) -> LoggedMatch:
 _NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}
 _NOT_SHOWN = ("truncated_ratio",)
 _MOST_EVALUATIONS = 12
+_SAME_LABEL = ("stage2_ab", "channel_b", "matching", "same_label")
+_FEWEST_PAIRS = 20  # of which something is said
+_FEW_EQUAL = 0.05
+_MOST_OF_LABEL = 40  # characters
 
 
 class _Counts(NamedTuple):
@@ -175,7 +180,8 @@ def quality_section(run: RunData, matches: Sequence[LoggedMatch]) -> Section:
     )
     own = {name: name for name in told if name not in _NAMES}  # of the task, which may be no shares
     measures = {**names, **own}
-    parts: list[Part] = [
+    parts: list[Part | None] = [
+        None if run.setting(*_SAME_LABEL) else _labels_apart(matches),
         _halves(versions, by_version, names),
         _chart(
             "quality",
@@ -197,6 +203,26 @@ def quality_section(run: RunData, matches: Sequence[LoggedMatch]) -> Section:
         ),
     ]
     return Section("quality", "Match quality", filled(parts) or (Sentence("No rollout was matched."),))
+
+
+def _labels_apart(matches: Iterable[LoggedMatch]) -> Sentence | None:
+    """A warning where pairs, found whatever their labels say, have next to no label in common."""
+    pairs = Counter(
+        (match.predicted[prediction].label, match.truth[truth].label)
+        for match in matches
+        for prediction, truth, _ in match.pairs
+    )
+    num_pairs, num_equal = pairs.total(), sum(n for (said, true), n in pairs.items() if said == true)
+    if num_pairs < _FEWEST_PAIRS or num_equal >= _FEW_EQUAL * num_pairs:
+        return None
+    (said, true), _ = next(each for each in pairs.most_common() if each[0][0] != each[0][1])
+    return Sentence(
+        f"Only {num_equal} of {num_pairs} matched pairs have one label, most often the model says "
+        f"{said[:_MOST_OF_LABEL]!r} where the data say {true[:_MOST_OF_LABEL]!r}: probably the data spell labels "
+        "otherwise than the model was taught, or the prompt does not name them; mend that, or write "
+        f"{'.'.join(_SAME_LABEL)}: true if pairs of two labels shall be none.",
+        Tone.WARN,
+    )
 
 
 def _of_ledger(records: Iterable[Record]) -> _ByVersion:

@@ -130,9 +130,10 @@ class RunFiles:
         pairs: Sequence[Sequence[float]] = ((0, 0, 0.96),),
         images: Sequence[str | None] = (),
         label: str = "car",
+        said: str | None = None,
         **others: Any,
     ) -> None:
-        """One rollout against its ground truth."""
+        """One rollout against its ground truth; ``said`` is the label of what was predicted, if it is another."""
         self.now += 0.001
         values = {"purpose": "training", "space": [112, 112], "rollout": "said", "target": "trained"}
         values |= {"truncated": False, "dropped": {}}
@@ -142,7 +143,7 @@ class RunFiles:
             version=version,
             images=list(images),
             truth=[{"label": label, "box": list(box)} for box in truth],
-            predicted=[{"label": label, "box": list(box)} for box in predicted],
+            predicted=[{"label": said or label, "box": list(box)} for box in predicted],
             pairs=[list(pair) for pair in pairs],
             **(values | others),
         )
