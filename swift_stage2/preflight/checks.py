@@ -11,11 +11,12 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift_stage2.config import Stage2Config, Transport
+from swift_stage2.config.stage2_ab import EvaluationConfig
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.preflight.dataset import check_data
@@ -203,6 +204,32 @@ def _plugins(config: Stage2Config, known: Known) -> Found | None:
     return Found(", ".join(map(str, plugins))) if plugins else None
 
 
+def _evaluation_settings(config: Stage2Config, known: Known) -> Found | None:
+    """Settings that ask for what no evaluation does. Those at their defaults may not have been written."""
+    evaluation, defaults = config.stage2_ab.evaluation, EvaluationConfig()
+    written = [
+        each.name
+        for each in fields(evaluation)
+        if getattr(evaluation, each.name) != getattr(defaults, each.name)
+    ]
+    if not evaluation.every_steps and written:
+        return Found(
+            "no evaluation is asked for",
+            (f"stage2_ab.evaluation.{' and '.join(written)} do nothing with every_steps: 0",),
+            "write stage2_ab.evaluation.every_steps, or leave the section out",
+        )
+    if "num_pictures" in written and evaluation.num_pictures > evaluation.num_samples:
+        return Found(
+            f"every evaluation asks {evaluation.num_samples} rows",
+            (
+                f"stage2_ab.evaluation.num_pictures is {evaluation.num_pictures}, num_samples "
+                f"{evaluation.num_samples}: there are no more pictures than rows",
+            ),
+            f"write stage2_ab.evaluation.num_pictures: {evaluation.num_samples}, or a larger num_samples",
+        )
+    return None
+
+
 def _disk_directory(config: Stage2Config, known: Known) -> Found | None:
     directory = config.rollout.sync.disk_directory
     if not config.b_enabled or directory is None or os.environ.get("RANK", "0") != "0":
@@ -278,6 +305,7 @@ CHECKS = (
     Check("DeepSpeed", "files", _deepspeed),
     Check("resume", "files", _resume),
     Check("plugins", "files", _plugins),
+    Check("evaluation settings", "files", _evaluation_settings),
     Check("disk directory", "files", _disk_directory),
     Check("data sets", "rows", _data_sets),
     Check("hub ids", "files", _hub_ids),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
+from swift_stage2.config.stage2_ab import Stage2AbConfig
 from swift_stage2.errors import ConfigError, DatasetError, UserError
 from swift_stage2.preflight.checks import CHECKS, Found, Known, due_checks, run_checks
 
@@ -35,6 +36,7 @@ def test_only_checks_whose_needs_are_there_are_run() -> None:
         "DeepSpeed",
         "resume",
         "plugins",
+        "evaluation settings",
         "disk directory",
         "data sets",
         "hub ids",
@@ -68,6 +70,34 @@ def test_a_key_is_said_to_be_set_and_never_shown(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=r"; set SWIFT_ROLLOUT_API_KEY to printable ASCII .*") as refused:
         run_checks(run, Known(addresses=True))
     assert "with blank" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({}, None),
+        ({"every_steps": 10, "num_samples": 2}, None),
+        ({"every_steps": 10, "num_pictures": 64}, None),
+        (
+            {"num_samples": 16, "num_pictures": 2},
+            "num_samples and num_pictures do nothing with every_steps: 0",
+        ),
+        (
+            {"every_steps": 10, "num_pictures": 65},
+            "num_pictures is 65, num_samples 64: there are no more pictures",
+        ),
+    ],
+)
+def test_evaluation_settings_that_do_nothing_are_told(section: dict[str, int], told: str | None) -> None:
+    data = {"schedule": {"b_ratio": 0.5}, "evaluation": section}
+    run = replace(served("http://127.0.0.1:8000"), stage2_ab=bind(Stage2AbConfig, data))
+    (check,) = (check for check in CHECKS if check.name == "evaluation settings")
+    found = check.find(run, Known(files=True))
+    assert (found is None) is (told is None)
+    if found is not None and told is not None:
+        (advice,) = found.advice
+        assert told in advice
+        assert found.remedy.startswith("write stage2_ab.evaluation.")
 
 
 def test_no_key_for_a_server_that_others_reach_is_told() -> None:
