@@ -147,6 +147,11 @@ def are_two_runs(run_dirs: Sequence[Path]) -> bool:
 
 
 def _refuse_unrelated(run_dirs: Sequence[Path]) -> None:
+    if len({each.resolve() for each in run_dirs}) < len(run_dirs):
+        raise UserError(
+            f"every directory must be named once, got {' '.join(map(str, run_dirs))}; leave one out, or name that of "
+            "another run to compare with"
+        )
     if (stranger := _stranger(run_dirs)) is not None:
         raise UserError(
             "several directories are those of one run, each resumed from a checkpoint of those before it, oldest "

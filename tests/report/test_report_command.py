@@ -109,7 +109,7 @@ def test_the_folder_that_holds_the_run_is_named(tmp_path: Path, capsys: pytest.C
     assert f"; name {tmp_path / 'v0-20260101-000000'}, " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", ["a b c", "c a b", "a a"])
+@pytest.mark.parametrize("given", ["a b c", "c a b"])
 def test_unrelated_runs_are_refused(tmp_path: Path, given: str, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "abc":
         balanced_ledger(tmp_path / name)
@@ -118,6 +118,17 @@ def test_unrelated_runs_are_refused(tmp_path: Path, given: str, capsys: pytest.C
     (line,) = capsys.readouterr().err.splitlines()
     assert f"got {tmp_path / given.split()[1]}, which resumed none of them" in line
     assert "run report on each directory by itself, or on two" in line
+
+
+def test_a_run_that_is_named_twice_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LedgerRun(tmp_path / "a", run_id="a").train_drawn(1)
+    (tmp_path / "same").symlink_to(tmp_path / "a")
+    for other in ("a", "same"):
+        assert main(["report", str(tmp_path / "a"), str(tmp_path / other)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert (
+            f"every directory must be named once, got {tmp_path / 'a'} {tmp_path / other}; leave one" in line
+        )
 
 
 def test_a_later_part_that_is_given_first_is_refused(tmp_path: Path) -> None:
