@@ -27,7 +27,7 @@ from swift_stage2.errors import UserError
 from swift_stage2.preflight.dataset import refuse_faults
 from swift_stage2.preflight.model import check_model
 from swift_stage2.process.ports import is_free
-from swift_stage2.terminal.output import quieten_libraries
+from swift_stage2.terminal.output import quieten_libraries, tell_waiting
 from swift_stage2.terminal.parser import CommandParser
 
 _FIRST_PORT, _FIRST_GROUP_PORT, _LAST_PORT = 8000, 29600, 65535
@@ -78,6 +78,7 @@ def write_starter(options: argparse.Namespace) -> None:
         config = bind(Stage2Config, data)
         if options.swift:  # names and values that init has not written itself
             quieten_libraries()
+            tell_waiting("loading ms-swift, to have the arguments checked")
             from swift_stage2.preflight.swift_parsing import check_arguments  # loads ms-swift
 
             check_arguments(config)

@@ -260,6 +260,21 @@ def test_another_tasks_rows_need_no_objects(tmp_path: Path, capsys: pytest.Captu
     assert load_config(output).stage2_ab.task == "init_counting"
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_who_waits_for_ms_swift_is_told_on_a_terminal_alone(
+    rows_file: Path,
+    tmp_path: Path,
+    is_terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    assert cli.main(["init", *answers(rows_file, tmp_path / "job.yaml"), *TINY]) == 0
+    told = capsys.readouterr()
+    assert told.err.count("loading ms-swift, to have the arguments checked …\n") == int(is_terminal)
+    assert "loading" not in told.out
+
+
 def test_a_file_that_exists_is_never_overwritten(
     rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
