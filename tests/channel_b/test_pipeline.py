@@ -1421,7 +1421,7 @@ def test_no_segment_falls_between_two_versions(
     segments: Any = [SimpleNamespace(key=SampleKey(0, number, number), version=number) for number in range(9)]
     monkeypatch.setattr(bench.pipeline, "clock", RacingClock())
     monkeypatch.setattr(bench.pipeline, "_segments", segments)
-    monkeypatch.setattr(bench.pipeline._ends, "dropped", lambda keys, _: returned.extend(keys))
+    monkeypatch.setattr(bench.pipeline, "_drop", lambda keys, _: returned.extend(keys))
     monkeypatch.setattr(bench.events, "stale_segment", lambda segment: None)
     bench.pipeline._drop_stale_segments()
     kept = [segment.key for segment in bench.pipeline._segments]
