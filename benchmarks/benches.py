@@ -20,7 +20,7 @@ _SERVERS = ("stock", "vllm", "transformers")
 _ON_PENDING = Option(
     "on-pending", "wait", "of a round that meets rollouts", choices=("wait", "abort", "resume")
 )
-_ORDERS = ("given", "reading", "random", "any")
+_ARMS = ("noise", "offline", "given", "reading", "random", "any", "grpo", "mixed")
 _SYNC_SERVERS = ("transformers", "vllm", "stock", "vllm-serve")
 _PLACES = ("process", "thread")
 
@@ -203,14 +203,14 @@ _MEASURED = (
     ),
     Bench(
         name="learning",
-        purpose="A alone against a share of B: F1 on held-out scenes",
+        purpose="A alone against a share of B, by objective: F1 on held-out scenes",
         takes="about 2 minutes per arm and seed",
         succeeds="everything was trained and scored",
         options=(
             Option("steps", 200, "optimizer steps", least=1),
             Option("seeds", 1, "seeds 0, 1, …", least=1),
             _numbers("b-ratios", (0.0, 0.3), 1, "arms"),
-            Option("orders", ["given"], "orders of what rollouts missed", choices=_ORDERS),
+            Option("arms", ["given"], "what is trained, beside A alone", choices=_ARMS),
             Option("kind", "shapes", "what is in the scenes", choices=("shapes", "digits")),
         ),
         turn=Turn(75, 15, "--steps 20", full="--steps 150 --seeds 3 --b-ratios 0,0.1,0.3"),

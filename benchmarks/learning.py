@@ -1,25 +1,28 @@
-"""``swift-stage2 bench learning``: whether channel B pays, on scenes whose truth is known.
+"""``swift-stage2 bench learning``: whether channel B pays, on scenes whose truth is known, and which objective does.
 
 Every arm starts from the same stage-1 weights and runs the same number of optimizer steps with the same seed and
-data; only ``b_ratio`` and the order of missed objects in B's targets differ. All checkpoints are scored by one process
-on the same held-out scenes.
+scenes; what it trains differs (``Treatment``), and the core seconds that this takes, which are told. All checkpoints
+are scored by one process on the same held-out scenes.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
+from benchmarks.altered_rows import noisy_rows
 from benchmarks.child_runs import ChildRuns, score, train
 from benchmarks.estimates import mean_and_range
 from benchmarks.results import ResultTable, grouped, publish, say
-from swift_stage2.config import MissedOrder
-from swift_stage2.demo.demo_config import STAGE1, DemoJob, write_config
+from swift_stage2.config import MissedOrder, Objective
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, DemoJob, write_config
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
@@ -28,7 +31,39 @@ from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import summarise
 
 NUM_HELD_OUT = 512
-SCORES = {"F1": "f1", "precision": "precision", "recall": "recall", "mean IoU": "mean_iou"}
+_OFFLINE_DEADLINE_S = 1200.0
+SCORES = {
+    "F1": "f1",
+    "AP": "ap",
+    "precision": "precision",
+    "recall": "recall",
+    "up to 3 objects": "recall_few",
+    "4 or more": "recall_many",
+    "mean IoU": "mean_iou",
+}
+
+
+class Treatment(StrEnum):
+    """What an arm trains. The first three are channel A's alone."""
+
+    PLAIN = "a"
+    """Channel A as it is."""
+    NOISE = "noise"
+    """Its answers in random order, their boxes moved a little."""
+    OFFLINE = "offline"
+    """Its answers corrected once, by rollouts of the first model."""
+    GIVEN = "given"
+    """Corrected targets on channel B; missed objects in this order."""
+    READING = "reading"
+    RANDOM = "random"
+    ANY = "any"
+    GRPO = "grpo"
+    """Rollouts by their rewards."""
+    MIXED = "mixed"
+
+    @property
+    def has_b(self) -> bool:
+        return self not in (Treatment.PLAIN, Treatment.NOISE, Treatment.OFFLINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +76,17 @@ class ScoredArm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningArm(ScoredArm):
-    """One share of channel B, and the order of its targets."""
+    """One treatment, and one share of channel B."""
 
     b_ratio: float
-    missed_order: MissedOrder
+    treatment: Treatment
     num_steps: int
     num_b_wanted: int
     num_b_run: int
     train_seconds: float
     """Wall time of rank 0's main thread, from the start of training to its end."""
+    core_seconds: float
+    """Processor time of all the job's processes, server and start included."""
 
 
 ArmT = TypeVar("ArmT", bound=ScoredArm)
@@ -59,10 +96,18 @@ Columns = Mapping[str, Callable[[Sequence[ArmT]], str]]
 def run(options: argparse.Namespace, directory: Path) -> int:
     """Trains every arm and scores all. Raises ChildFailed when a job did not end well."""
     kind = SceneKind(options.kind)
-    orders = [MissedOrder(order) for order in options.orders]
-    jobs = list(plan_jobs(directory, options.steps, options.seeds, options.b_ratios, kind, orders))
-    start, scores = train_and_score(directory, [(job, _name(job), {}) for job in jobs])
-    arms = [_arm(job, result) for job, result in zip(jobs, scores, strict=True)]
+    treatments = [Treatment(arm) for arm in options.arms]
+    planned = list(plan_jobs(directory, options.steps, options.seeds, options.b_ratios, kind, treatments))
+    nothing: Mapping[str, str] = {}
+    named = [(job, _name(job.b_ratio, treatment), nothing) for treatment, job in planned]
+    with ChildRuns() as children:
+        for treatment, job in planned:
+            _write_rows(children, treatment, job)
+    start, scores, core_seconds = train_and_score(directory, named)
+    arms = [
+        _arm(treatment, job, result, seconds)
+        for (treatment, job), result, seconds in zip(planned, scores, core_seconds, strict=True)
+    ]
     facts = {"kind": kind, "stage1": asdict(start), "arms": [asdict(arm) for arm in arms]}
     publish(directory, "learning", facts, learning_table(start, arms), *notes(arms))
     return 0
@@ -74,30 +119,63 @@ def plan_jobs(
     num_seeds: int,
     b_ratios: Sequence[float],
     kind: SceneKind,
-    orders: Sequence[MissedOrder] = (MissedOrder.GIVEN,),
-) -> Iterator[DemoJob]:
-    """One job per seed, b_ratio and order of what was missed, seeds outermost; A alone has no such order."""
+    treatments: Sequence[Treatment] = (Treatment.GIVEN,),
+) -> Iterator[tuple[Treatment, DemoJob]]:
+    """One job per seed, b_ratio and treatment that fits it, seeds outermost; with b_ratio 0 also channel A as it is."""
+    of_a = [Treatment.PLAIN, *(each for each in treatments if not each.has_b and each is not Treatment.PLAIN)]
+    of_b = [each for each in treatments if each.has_b]
     for seed in range(num_seeds):
         base = first_job(directory, num_steps, seed, max(b_ratios), kind)
         for b_ratio in b_ratios:
-            for order in orders if b_ratio else orders[:1]:
-                place = base.directory / f"b{b_ratio:g}-{order}"
-                yield replace(base, directory=place, b_ratio=b_ratio, missed_order=order)
+            for treatment in of_b if b_ratio else of_a:
+                place = base.directory / f"b{b_ratio:g}-{treatment}"
+                yield treatment, _treated(replace(base, directory=place, b_ratio=b_ratio), treatment)
+
+
+def _treated(job: DemoJob, treatment: Treatment) -> DemoJob:
+    match treatment:
+        case Treatment.GRPO | Treatment.MIXED:
+            return replace(job, objective=Objective(treatment.value))
+        case Treatment.NOISE | Treatment.OFFLINE:
+            return replace(job, rows=job.directory / "rows.jsonl")
+        case Treatment.PLAIN:
+            return job
+        case _:
+            return replace(job, missed_order=MissedOrder(treatment.value))
+
+
+def _write_rows(children: ChildRuns, treatment: Treatment, job: DemoJob) -> None:
+    """Those of an arm whose answers differ from the scenes'."""
+    scenes = job.directory.parent / "train" / "rows.jsonl"
+    if treatment is Treatment.NOISE:
+        job.directory.mkdir(parents=True, exist_ok=True)
+        job.rows.write_text(noisy_rows(scenes, job.seed), encoding="utf-8")
+    elif treatment is Treatment.OFFLINE:
+        say(f"seed {job.seed}: the first model answers every scene")
+        files = ("--rows", str(scenes), "--out", str(job.rows), str(job.model))
+        children.run(
+            "offline",
+            (sys.executable, "-m", "benchmarks.altered_rows", *files),
+            log_dir=job.directory / "logs",
+            deadline_s=_OFFLINE_DEADLINE_S,
+            environment=CHILD_ENVIRONMENT,
+        )
 
 
 def learning_table(start: DetectionScore, arms: Sequence[LearningArm]) -> ResultTable:
-    """One row per b_ratio and order."""
-    groups = grouped(arms, _name)
+    """One row per b_ratio and treatment."""
+    groups = grouped(arms, lambda arm: _name(arm.b_ratio, arm.treatment))
     reference = next(iter(groups))
     run: Columns[LearningArm] = {
-        "arm": lambda group: _name(group[0]),
+        "arm": lambda group: _name(group[0].b_ratio, group[0].treatment),
         "B steps run": lambda group: (
             f"{sum(arm.num_b_run for arm in group)} of {sum(arm.num_b_wanted for arm in group)}"
         ),
     }
     over = f"F1 over {reference} of the same seed"
     took: Columns[LearningArm] = {
-        "training, s": lambda group: mean_and_range([arm.train_seconds for arm in group], ".0f")
+        "training, s": lambda group: mean_and_range([arm.train_seconds for arm in group], ".0f"),
+        "core, s": lambda group: mean_and_range([arm.core_seconds for arm in group], ".0f"),
     }
     return score_table(arms[0].num_steps, start, groups.values(), groups[reference], run, over, took)
 
@@ -107,25 +185,29 @@ def notes(arms: Sequence[LearningArm]) -> list[str]:
     steps, seeds = arms[0].num_steps, len({arm.seed for arm in arms})
     common = f"swift-stage2 bench learning --steps {steps} --seeds {seeds}"
     return [
+        f"To compare objectives: {common} --arms noise offline given any grpo mixed",
         f"To ask it of real digits: {common} --b-ratios 0,0.1,0.3 --kind digits",
         f"To ask it of half of all steps: {common} --b-ratios 0,0.5",
     ]
 
 
-def _name(arm: DemoJob | LearningArm) -> str:
-    return f"b_ratio {arm.b_ratio:g}" + (f", {arm.missed_order}" if arm.b_ratio else "")
+def _name(b_ratio: float, treatment: Treatment) -> str:
+    if treatment.has_b:
+        return f"b_ratio {b_ratio:g}, {treatment}"
+    return "A only" if treatment is Treatment.PLAIN else f"A only, {treatment}"
 
 
-def _arm(job: DemoJob, result: DetectionScore) -> LearningArm:
+def _arm(treatment: Treatment, job: DemoJob, result: DetectionScore, core_seconds: float) -> LearningArm:
     summary = summarise(job.run_dir)
     return LearningArm(
         b_ratio=job.b_ratio,
-        missed_order=job.missed_order,
+        treatment=treatment,
         seed=job.seed,
         num_steps=summary.num_steps,
         num_b_wanted=summary.num_b_wanted,
         num_b_run=summary.num_b_run,
         train_seconds=summary.activity[0].wall_s,
+        core_seconds=core_seconds,
         score=result,
     )
 
@@ -144,23 +226,34 @@ def first_job(directory: Path, num_steps: int, seed: int, b_ratio: float, kind: 
 
 def train_and_score(
     directory: Path, arms: Sequence[tuple[DemoJob, str, Mapping[str, str]]]
-) -> tuple[DetectionScore, list[DetectionScore]]:
+) -> tuple[DetectionScore, list[DetectionScore], list[float]]:
     """Trains jobs, each with its name and environment; scores stage 1 and all of them on seed 0's held-out scenes.
+
+    Returns stage 1's score, the jobs' scores, and the processor seconds of each.
 
     Raises:
         ChildFailed: a job did not end well.
     """
+    core_seconds = []
     with ChildRuns() as children:
         for job, name, environment in arms:
             say(f"training seed {job.seed}: {name}")
             ports = free_ports(2)
             write_config(job, (ports[0], ports[1]))
+            before = _seconds_of_children()
             train(children, job, LiveView(sys.stdout, plain_every_steps=50), environment=environment)
+            core_seconds.append(_seconds_of_children() - before)
         say("scoring every checkpoint on the same held-out scenes")
         held_out = directory / "seed0" / "held_out" / "rows.jsonl"
         checkpoints = (STAGE1, *(job.checkpoint for job, _, _ in arms))
         start, *scores = score(children, held_out, directory / "scores.json", checkpoints)
-    return start, scores
+    return start, scores, core_seconds
+
+
+def _seconds_of_children() -> float:
+    """Of all that have ended and were waited for, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def score_table(

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     """
     jobs = list(plan_arms(directory, options.steps, options.seeds, options.lags))
     named = [(job, _name(lag), _environment(lag, max(options.lags))) for lag, job in jobs]
-    start, scores = train_and_score(directory, named)
+    start, scores, _ = train_and_score(directory, named)
     arms = [_arm(lag, job, result) for (lag, job), result in zip(jobs, scores, strict=True)]
     facts = {"steps": options.steps, "stage1": asdict(start), "arms": [asdict(arm) for arm in arms]}
     publish(directory, "staleness", facts, staleness_table(start, arms, options.steps))

@@ -108,7 +108,10 @@ def test_a_task_or_telemetry_needs_columns_and_nobody_else(registered: None) -> 
     class Weighing(DetectionTask):
         columns = ("log_probs", "weight")
 
-    with pytest.raises(ConfigError, match=r"Weighing.columns must be log_probs or advantages or behaviour, got columns='weight'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Weighing.columns must be log_probs or advantages or behaviour, got columns='weight'",
+    ):
         needed_columns(configured("weighing"))
     weight = register_column(Column(name="weight", per=Per.SAMPLE))
     assert needed_columns(configured("weighing")) == (LOG_PROBS, weight)

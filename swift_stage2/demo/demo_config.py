@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.config import MissedOrder, Mode, OnPending, ServerEngine, load_config
+from swift_stage2.config import MissedOrder, Mode, Objective, OnPending, ServerEngine, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.process.ports import is_free
 from swift_stage2.rollout_server.command_line import CPU_SUPPORT, require_vllm
@@ -30,6 +30,7 @@ CHILD_ENVIRONMENT = {
 PER_DEVICE_BATCH_SIZE = 8
 GRADIENT_ACCUMULATION_STEPS = 2
 _LOOPBACK = "127.0.0.1"
+_NUM_GENERATIONS = 4  # of a row, where its rollouts are compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,9 @@ class DemoJob:
     max_new_tokens: int = 128
     temperature: float = 0.3
     missed_order: MissedOrder = MissedOrder.GIVEN
+    objective: Objective = Objective.CORRECTED_TARGET
+    grpo: dict[str, Any] = field(default_factory=dict)
+    """Differences from the defaults of ``channel_b.grpo``."""
     record: bool = False
     """So that the run can be replayed."""
     swift: dict[str, Any] = field(default_factory=dict)
@@ -116,9 +120,18 @@ def config_of(job: DemoJob, ports: tuple[int, int]) -> dict[str, Any]:
     }
     if job.missed_order is not MissedOrder.GIVEN:
         config["stage2_ab"]["channel_b"]["target"] = {"missed_order": job.missed_order.value}
+    compares = job.objective is not Objective.CORRECTED_TARGET
+    if compares:
+        config["stage2_ab"]["objective"] = job.objective.value
+        config["stage2_ab"]["channel_b"]["grpo"] = job.grpo
     config["rollout"] = {
         "servers": [{"base_url": f"http://{_LOOPBACK}:{ports[0]}", "group_port": ports[1]}],
-        "decoding": {"temperature": job.temperature, "top_p": 0.95, "max_new_tokens": job.max_new_tokens},
+        "decoding": {
+            "temperature": 1.0 if compares else job.temperature,
+            "top_p": 1.0 if compares else 0.95,
+            "max_new_tokens": job.max_new_tokens,
+        },
+        **({"num_generations": _NUM_GENERATIONS} if compares else {}),
         "max_inflight_per_server": 64,
         "request_timeout_s": 30.0,
         "start_timeout_s": 300.0,

@@ -11,15 +11,18 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from swift_stage2.channel_b.matching import match_objects
-from swift_stage2.channel_b.parsing import parse_rollout
+from swift_stage2.channel_b.parsing import TrueObjects, parse_rollout
 from swift_stage2.demo.scenes import Box
+from swift_stage2.detections.objects import ScoreConvention, detection_data
+from swift_stage2.detections.prediction import LabelledBoxes, Prediction
+from swift_stage2.detections.scores import DetectionScores
 from swift_stage2.records import match_ratios
 from swift_stage2.whole_file import write_whole
 
@@ -35,6 +38,9 @@ class DetectionScore:
     f1: float
     mean_iou: float  # over the pairs that count
     num_images: int
+    ap: float = 0.0  # COCO's, all scores 1
+    recall_few: float = 0.0  # of scenes with up to 3 objects
+    recall_many: float = 0.0  # of scenes with more
 
 
 def score_detections(
@@ -82,6 +88,7 @@ def _matched_ious(predicted: Detections, true: Detections, iou_threshold: float)
 
 MAX_NEW_TOKENS = 128
 _BATCH_SIZE = 64
+_FEW = 3  # objects
 
 
 def read_ground_truth(rows: Path) -> tuple[list[dict[str, Any]], list[Detections]]:
@@ -102,10 +109,8 @@ def parse_answer(text: str) -> Detections:
     return [(label, (x1, y1, x2, y2)) for label, (x1, y1, x2, y2) in boxes]
 
 
-def score_checkpoint(
-    checkpoint: Path, requests: Sequence[dict[str, Any]], truth: Sequence[Detections]
-) -> DetectionScore:
-    """Greedy answers of one checkpoint against the truth, labels included, at IoU 0.5."""
+def answers_of(checkpoint: Path, requests: Sequence[dict[str, Any]]) -> list[str]:
+    """Greedy answers of one checkpoint."""
     # Here, because both take seconds to import.
     from swift_stage2.compat import declare_operators
 
@@ -128,8 +133,46 @@ def score_checkpoint(
         RequestConfig(max_tokens=MAX_NEW_TOKENS, temperature=0.0),
         use_tqdm=False,
     )
-    answers = [response.choices[0].message.content for response in responses]
-    return score_detections([parse_answer(answer) for answer in answers], truth)
+    return [response.choices[0].message.content for response in responses]
+
+
+def score_checkpoint(
+    checkpoint: Path, requests: Sequence[dict[str, Any]], truth: Sequence[Detections]
+) -> DetectionScore:
+    """Greedy answers of one checkpoint against the truth, labels included, at IoU 0.5."""
+    predictions = [parse_answer(answer) for answer in answers_of(checkpoint, requests)]
+    few = [len(true) <= _FEW for true in truth]
+    recalls = (
+        score_detections(
+            [each for each, is_few in zip(predictions, few, strict=True) if is_few is wanted],
+            [each for each, is_few in zip(truth, few, strict=True) if is_few is wanted],
+        ).recall
+        for wanted in (True, False)
+    )
+    recall_few, recall_many = recalls
+    return replace(
+        score_detections(predictions, truth),
+        ap=average_precision(predictions, truth),
+        recall_few=recall_few,
+        recall_many=recall_many,
+    )
+
+
+def average_precision(predictions: Sequence[Detections], truth: Sequence[Detections]) -> float:
+    """COCO's AP, every prediction with a score of 1."""
+    data = detection_data(
+        [TrueObjects(*_columns(objects)) for objects in truth],
+        [
+            Prediction(image="", width=1, height=1, objects=LabelledBoxes(*_columns(objects)))
+            for objects in predictions
+        ],
+        ScoreConvention.ONE,
+    )
+    return DetectionScores(data).points()["eval/ap"]
+
+
+def _columns(objects: Detections) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    return tuple(label for label, _ in objects), tuple(box for _, box in objects)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

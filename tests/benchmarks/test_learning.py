@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.learning import LearningArm, learning_table, plan_jobs
-from swift_stage2.config import MissedOrder
+from benchmarks.learning import LearningArm, Treatment, learning_table, plan_jobs
+from swift_stage2.config import Objective
 from swift_stage2.demo.demo_config import STAGE1
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
@@ -17,29 +17,33 @@ def _arm(b_ratio: float, seed: int, f1: float) -> LearningArm:
     wanted = int(100 * b_ratio)
     return LearningArm(
         b_ratio=b_ratio,
-        missed_order=MissedOrder.GIVEN,
+        treatment=Treatment.GIVEN if b_ratio else Treatment.PLAIN,
         seed=seed,
         num_steps=100,
         num_b_wanted=wanted,
         num_b_run=wanted,
         train_seconds=60.0,
+        core_seconds=120.0,
         score=_score(f1),
     )
 
 
 def test_arms_differ_in_nothing_but_the_share_of_b(tmp_path: Path) -> None:
-    orders = (MissedOrder.GIVEN, MissedOrder.ANY)
-    jobs = list(plan_jobs(tmp_path, 2, 2, (0.0, 0.3), SceneKind.SHAPES, orders))
-    arms = [(0.0, "given"), (0.3, "given"), (0.3, "any")]
-    assert [(job.seed, job.b_ratio, job.missed_order) for job in jobs] == [
+    treatments = [Treatment(name) for name in ("noise", "given", "any", "grpo")]
+    planned = list(plan_jobs(tmp_path, 2, 2, (0.0, 0.3), SceneKind.SHAPES, treatments))
+    arms = [(0.0, "a"), (0.0, "noise"), (0.3, "given"), (0.3, "any"), (0.3, "grpo")]
+    assert [(job.seed, job.b_ratio, treatment) for treatment, job in planned] == [
         (seed, *arm) for seed in (0, 1) for arm in arms
     ]
-    for of_seed in (jobs[:3], jobs[3:]):
+    jobs = [job for treatment, job in planned if treatment is not Treatment.NOISE]
+    assert [job.missed_order for job in jobs[:4]] == ["given", "given", "any", "given"]
+    assert [job.objective for job in jobs[:4]] == [*[Objective.CORRECTED_TARGET] * 3, Objective.GRPO]
+    for of_seed in (jobs[:4], jobs[4:]):
         assert of_seed[0].rows.is_file()
         assert len({(job.rows, job.num_steps, job.model, str(job.swift)) for job in of_seed}) == 1
     assert jobs[0].model == STAGE1
-    assert jobs[0].rows.read_text() != jobs[3].rows.read_text()
-    assert len({job.directory for job in jobs}) == 6
+    assert jobs[0].rows.read_text() != jobs[4].rows.read_text()
+    assert len({job.directory for job in jobs}) == 8
 
 
 def test_every_seed_is_scored_on_the_same_scenes(tmp_path: Path) -> None:
