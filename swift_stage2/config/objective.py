@@ -15,7 +15,7 @@ MOST_REWARD = 1_000_000  # a weight's, and a term's either way: sums of a whole 
 REWARD_WEIGHTS = {"f1": 1.0, "iou": 1.0, "format": 0.5, "duplicates": 0.5, "misses": 0.5}
 """Of the terms that a shipped task's reward has."""
 
-_LEAST_TEMPERATURE = 0.1  # below it log-probabilities are those of logits times ten and more
+LEAST_TEMPERATURE = 0.1  # below it log-probabilities are those of logits times ten and more
 _DEFAULT_LORA_DROPOUT = 0.05
 
 
@@ -125,7 +125,7 @@ def check_objective(
                 f"stage2_ab.objective: {objective} needs rollouts of the model's own distribution, got "
                 f"rollout.decoding.{name}={value:g}; write {name}: {wanted}"
             )
-    if not rollout.decoding.temperature >= _LEAST_TEMPERATURE:
+    if not rollout.decoding.temperature >= LEAST_TEMPERATURE:
         default = DecodingConfig().temperature
         raise ConfigError(
             f"stage2_ab.objective: {objective} learns from rollouts that differ, got rollout.decoding.temperature="

@@ -7,6 +7,7 @@ data                        model, rows, and a few samples as the real template 
 preparation                 ms-swift's own pipeline up to where training would begin
 live_servers                ``--live``, server by server, and one sync round for each, with
 server_identity  rollouts   who answers and with which model; prompts and timed calls
+log_prob_gap                by how much both sides' log-probabilities of the rollouts differ, and why
 coordinates                 ``--coordinates``, also live: in which numbers boxes are written; both sides' pixel limits
 feeding                     pure: can the servers feed channel B, and which settings fit
 """

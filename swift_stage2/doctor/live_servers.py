@@ -35,6 +35,7 @@ from swift_stage2.doctor.examination import (
     ok,
     warning,
 )
+from swift_stage2.doctor.log_prob_gap import ServerSide, examine_gap
 from swift_stage2.doctor.preparation import LearnerPreparation, prepare_learner
 from swift_stage2.doctor.rollouts import (
     TimedCall,
@@ -197,6 +198,13 @@ class LiveServers:
             "parsed and matched",
             lambda: check_matching(calls.result, samples.result.encoder, samples.result.task, self.config),
             needs=[calls],
+        )
+        examine_gap(
+            self.exam,
+            self.config,
+            lambda: ServerSide.of(index, info.result, dry[0].value),
+            (calls, samples, module),
+            lambda: self._learner,
         )
         self.calls.append(calls)
         self.infos.append(info)
