@@ -35,13 +35,20 @@ class LedgerRun:
         num_rows: int = 7,
         run_id: str = "run",
         state: str | None = None,
+        num_generations: int = 1,
         **told: str,
     ) -> None:
         """``told`` is of the start, too."""
         self.path = ledger_path(run_dir, rank)
         self.ledger = Ledger(AuditLog(self.path, rank))
         self.source = SampleSource(
-            rows(num_rows), make_task(), rank=rank, world_size=world_size, seed=3, events=self.ledger
+            rows(num_rows),
+            make_task(),
+            rank=rank,
+            world_size=world_size,
+            seed=3,
+            events=self.ledger,
+            num_generations=num_generations,
         )
         saved = json.loads(state) if state else {"step": 0, "save_id": None}
         self.step: int = saved["step"]

@@ -55,6 +55,8 @@ class Picture:
     """Of ``Gallery.filters``."""
     rollout: str
     target: str
+    group: str | None = None
+    """Heading of the pictures that belong together, which stand one after another; None of one by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@
     verdict, speed     how fast, how fast at best, what binds and which knob helps
     steps              what was wanted and what ran, queue, drops, where time went, sync rounds, how full packs were
     matches, drift     how good matches were, how they grow old
+    rewards            rewards, groups and policy over steps, where rollouts are compared
     evaluations        detection metrics of every evaluation, from its rows;  suspects  labels that are probably wrong
     samples, gallery   what became of every sample, whom the run trained, and pictures to page through
     two_runs           two runs compared

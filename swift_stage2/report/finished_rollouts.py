@@ -20,7 +20,14 @@ from swift_stage2.report.matches import EVALUATION, match_of
 from swift_stage2.telemetry.audit import Record, audit_path
 from swift_stage2.telemetry.ledger import Entry, RecordEntry, ledger_path, matches_path, record_path
 from swift_stage2.telemetry.ledger_account import Key, Place, ledger_key
-from swift_stage2.telemetry.reading import AuditTail, Numbering, no_ledger, rank_files, rank_of
+from swift_stage2.telemetry.reading import (
+    AuditTail,
+    Numbering,
+    no_ledger,
+    num_generations_of,
+    rank_files,
+    rank_of,
+)
 from swift_stage2.telemetry.record_forms import AUDIT_FORMS, LEDGER_FORMS, RECORD_FORMS, has_form
 
 _WHO = "rollouts are read from"
@@ -44,6 +51,8 @@ class FinishedRollout:
     """In the rank's shard of the epoch."""
     row: int
     """Of the data set, among those that channel B uses."""
+    group: str | None
+    """Rank, epoch and number of its group: of the rollouts that are compared with it. None in a run without groups."""
     attempt: int
     server: str | None
     """That answered, or the merger in front of it; None where the ledger does not tell."""
@@ -172,6 +181,7 @@ class _RankRollouts:
     def _rollout(self, record: Record, key: Key) -> FinishedRollout:
         epoch, position, row, attempt = key
         run_id, quality = self.start.get("run_id") or "", record["quality"]
+        num_generations = num_generations_of(self.start)
         pairs, predictions = quality["num_pairs"], quality["num_predictions"]
         counts = {
             name: quality[name] for name in ("num_predictions", "num_ground_truth", "num_pairs", "sum_iou")
@@ -186,6 +196,7 @@ class _RankRollouts:
             epoch=epoch,
             position=position,
             row=row,
+            group=f"{self._rank}:{epoch}:{position // num_generations}" if num_generations > 1 else None,
             attempt=attempt,
             server=self._servers.pop(key[:2], None),
             num_tokens=record["num_rollout_tokens"],

@@ -5,22 +5,85 @@ Bounded: the newest matches only, one thumbnail per image.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
+from swift_stage2.channel_b.reward import TOTAL
 from swift_stage2.pages.content import Section, Sentence, Tone, number
 from swift_stage2.pages.pictures import GALLERY_KEY, DrawnBox, Filter, Gallery, Picture, Thumbnails
 from swift_stage2.report.matches import EVALUATION, Key, Labelled, LoggedMatch
 
 DEFAULT_SIZE = 200
+_OF_GROUPS = ("Rollout", "Corrected answer")  # which is no target where rollouts are trained themselves
+
+
+class RolloutGroup(NamedTuple):
+    """The rollouts of one row that are compared with each other."""
+
+    rank: int
+    epoch: int
+    number: int
+    """Within the rank's shard of the epoch."""
+
+    def heading(self, members: Sequence[LoggedMatch]) -> str:
+        """Names it, with the rewards of its ``members``."""
+        name = f"Group {self.number}, epoch {self.epoch}, rank {self.rank}, row {members[0].row}"
+        rewards = [match.reward[TOTAL] for match in members if TOTAL in match.reward]
+        told = ", ".join(f"{reward:.2f}" for reward in rewards)
+        return f"{name}: rewards {told}, mean {sum(rewards) / len(rewards):.2f}" if rewards else name
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Which rollouts are compared: ``num_generations`` of one row stand at positions one after another."""
+
+    num_generations: int = 1
+    advantages: Mapping[int, Mapping[Key, Sequence[float]]] = field(default_factory=dict)
+    """By rank and draw, where they were recorded."""
+
+    def order(self, matches: Sequence[LoggedMatch]) -> Iterator[tuple[LoggedMatch, str | None]]:
+        """The newest of ``matches``, which are by time, first, each with its group's heading.
+
+        A group stands where its newest rollout does, its best one first. Evaluations have no group.
+        """
+        members: dict[RolloutGroup, list[LoggedMatch]] = defaultdict(list)
+        for match in matches:
+            if (group := self._group_of(match)) is not None:
+                members[group].append(match)
+        for match in reversed(matches):
+            if (group := self._group_of(match)) is None:
+                yield match, None
+            elif of_group := members.pop(group, None):
+                of_group.sort(key=lambda each: (-each.reward.get(TOTAL, -math.inf), each.sample))
+                yield from ((each, group.heading(of_group)) for each in of_group)
+
+    def fact(self, match: LoggedMatch) -> Iterator[str]:
+        """Its advantages in words, if they are known."""
+        own, *of_target = self.advantages.get(match.rank, {}).get(match.sample, (None,))
+        if own is not None and self._group_of(match) is not None:
+            yield f"advantage {own:.2f}" + "".join(f", its corrected answer {each:.2f}" for each in of_target)
+
+    def _group_of(self, match: LoggedMatch) -> RolloutGroup | None:
+        if self.num_generations == 1 or match.purpose == EVALUATION:
+            return None
+        epoch, position, _, _ = match.sample
+        return RolloutGroup(match.rank, epoch, position // self.num_generations)
 
 
 def gallery_of(
-    matches: Sequence[LoggedMatch], fates: Mapping[int, Mapping[Key, str]], size: int = DEFAULT_SIZE
+    matches: Sequence[LoggedMatch],
+    fates: Mapping[int, Mapping[Key, str]],
+    size: int = DEFAULT_SIZE,
+    grouping: Grouping | None = None,
 ) -> Gallery:
     """The newest ``size`` matches; ``matches`` by time, ``fates`` by rank and draw. Opens their images."""
-    thumbnails, pictures = Thumbnails(), []
-    for match in reversed(matches[max(0, len(matches) - size) :]):
+    thumbnails, pictures, grouping = Thumbnails(), [], grouping or Grouping()
+    for match, heading in islice(grouping.order(matches), size):
         path = match.images[0] if match.images else None
         image, trouble = thumbnails.add(path)
         fate = fates.get(match.rank, {}).get(match.sample, "not trained")
@@ -29,7 +92,7 @@ def gallery_of(
                 image=image,
                 trouble=trouble,
                 name=Path(path).name if path else "an image without a path",
-                facts=tuple(_facts(match)),
+                facts=(*_facts(match), *grouping.fact(match)),
                 fate="evaluation, never trained" if match.purpose == EVALUATION else fate,
                 space=match.space,
                 boxes=(
@@ -39,9 +102,11 @@ def gallery_of(
                 outcomes=tuple(map(str, filters_of(match))),
                 rollout=match.rollout,
                 target=match.target,
+                group=heading,
             )
         )
-    return Gallery(pictures=tuple(pictures), thumbnails=thumbnails.uris, num_matches=len(matches))
+    gallery = Gallery(pictures=tuple(pictures), thumbnails=thumbnails.uris, num_matches=len(matches))
+    return gallery if grouping.num_generations == 1 else replace(gallery, texts=_OF_GROUPS)
 
 
 def gallery_section(gallery: Gallery, num_odd: int) -> Section:
@@ -53,6 +118,10 @@ def gallery_section(gallery: Gallery, num_odd: int) -> Section:
             else "The run wrote no matches."
         )
     ]
+    if any(picture.group for picture in gallery.pictures):
+        sentences.append(
+            Sentence("Rollouts that are compared stand together, the one of the highest reward first.")
+        )
     if num_odd:
         sentences.append(
             Sentence(f"{num_odd} lines of matches/ have another form and are left out.", Tone.WARN)

@@ -11,8 +11,9 @@ from swift_stage2.pages.page import PageContent, page_of
 from swift_stage2.pages.pictures import GALLERY_KEY, Gallery
 from swift_stage2.report.drift import drift_section
 from swift_stage2.report.evaluations import RowEvaluation, detection_section, evaluations_of
-from swift_stage2.report.gallery import DEFAULT_SIZE, gallery_of, gallery_section
+from swift_stage2.report.gallery import DEFAULT_SIZE, Grouping, gallery_of, gallery_section
 from swift_stage2.report.matches import matches_of, quality_section
+from swift_stage2.report.rewards import rewards_section
 from swift_stage2.report.run_data import RunData
 from swift_stage2.report.samples import Comparison, account_section, compare, draws_of, selection_section
 from swift_stage2.report.speed import Speed, slowest, works_of
@@ -68,7 +69,7 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
     draws = {rank: draws_of(chain.from_iterable(parts)) for rank, parts in run.histories.items()}
     comparisons = compare(list(chain.from_iterable(draws.values())))
     fates = {rank: {draw.key: draw.fate for draw in of_rank if draw.key} for rank, of_rank in draws.items()}
-    gallery = gallery_of(matches, fates, gallery_size)
+    gallery = gallery_of(matches, fates, gallery_size, Grouping(run.num_generations, run.advantages))
     evaluations = evaluations_of(run, matches)
     suspects = suspects_of(evaluations)
     suspected = suspects_gallery(suspects or (), evaluations, gallery_size)
@@ -80,6 +81,7 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
         drops_section(summary),
         rounds_section(run, summary),
         quality_section(run, matches),
+        *rewards_section(run),
         detection_section(evaluations),
         suspects_section(suspects, suspected),
         drift_section(run, matches),

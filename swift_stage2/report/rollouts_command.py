@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from swift_stage2.report.finished_rollouts import FinishedRollout, RunRollouts
 from swift_stage2.run_directory.lock import is_held
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             has_waited = True
         with needs_stdout("a rollout's line"):
             for rollout in rollouts.read():
-                print(json.dumps(asdict(rollout)) if options.json else line_of(rollout))
+                print(json.dumps(json_of(rollout)) if options.json else line_of(rollout))
                 num_told += 1
         if not (goes_on and options.follow):
             break
@@ -61,6 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_NOT_WHOLE if doubts else EXIT_WHOLE
 
 
+def json_of(rollout: FinishedRollout) -> dict[str, Any]:
+    """Its fields; ``group`` in a run with groups alone."""
+    fields = asdict(rollout)
+    if rollout.group is None:
+        del fields["group"]
+    return fields
+
+
 def line_of(rollout: FinishedRollout) -> str:
     """The rollout in a line to read, no wider than a terminal where it is written on one."""
     iou = "" if rollout.mean_iou is None else f", {rollout.likeness} {rollout.mean_iou:.2f}"
@@ -70,6 +79,7 @@ def line_of(rollout: FinishedRollout) -> str:
         f"rank {rollout.rank}",
         f"v{rollout.version:<4}",
         f"{rollout.epoch}:{rollout.position}:{rollout.row}".ljust(11),
+        *([f"group {rollout.group}"] if rollout.group is not None else ()),
         f"attempt {rollout.attempt}",
         rollout.server or "server unknown",
         f"{rollout.num_tokens:>4} tokens{', truncated' if rollout.truncated else ''}",

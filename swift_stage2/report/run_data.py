@@ -12,20 +12,25 @@ from typing import Any
 
 from swift_stage2.errors import UserError
 from swift_stage2.telemetry.audit import GAP, Record
-from swift_stage2.telemetry.ledger import Entry
+from swift_stage2.telemetry.ledger import Entry, RecordEntry
+from swift_stage2.telemetry.ledger_account import Key, ledger_key
 from swift_stage2.telemetry.reading import (
     Process,
     RankRecords,
     effective_histories,
+    num_generations_of,
     rank_files,
+    rank_of,
     read_files,
     read_ledgers,
     read_ranks,
+    record_of,
     run_of,
 )
-from swift_stage2.telemetry.record_forms import LEDGER_FORMS, has_form
+from swift_stage2.telemetry.record_forms import LEDGER_FORMS, RECORD_FORMS, has_form
 
 _MOST_STEPS_SHOWN = 8
+_ADVANTAGES_HEAD = f'{{"kind":"{RecordEntry.ADVANTAGES}"'.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,13 @@ class RunData:
     """By rank, the part of its ledger that counts, process by process."""
     checkpoints: Mapping[int, Sequence[Checkpoint]]
     """By rank, those that lie in the directories."""
+    advantages: Mapping[int, Mapping[Key, Sequence[float]]]
+    """By rank and draw, where they were recorded: of the rollout, then of its corrected answer if that has one."""
+
+    @property
+    def num_generations(self) -> int:
+        """Rollouts of one group; 1 without groups."""
+        return _num_generations(self.ledgers)
 
     @property
     def first(self) -> RankRecords | None:
@@ -130,6 +142,7 @@ def read_run(run_dirs: Sequence[Path]) -> RunData:
         ledgers=ledgers,
         histories=effective_histories(ledgers) if ledgers else {},
         checkpoints=_read_checkpoints(run_dirs),
+        advantages=_read_advantages(run_dirs) if _num_generations(ledgers) > 1 else {},
     )
 
 
@@ -183,6 +196,26 @@ def _goes_on(run_dir: Path, ledger: Sequence[Record], saved: set[str]) -> bool:
     audits = (record for _, records, _ in read_files([run_dir], "audit") for record in records)
     steps = [record.get("step") for record in (*starts, *audits) if record["kind"] == Entry.START]
     return not steps or steps[0] != 0
+
+
+def _num_generations(ledgers: Mapping[int, Sequence[Record]]) -> int:
+    starts = (record for ledger in ledgers.values() for record in ledger if record["kind"] == Entry.START)
+    return next(map(num_generations_of, starts), 1)
+
+
+def _read_advantages(run_dirs: Sequence[Path]) -> dict[int, dict[Key, Sequence[float]]]:
+    """The newest of each draw. A recording is large, so that other lines of it are not looked into."""
+    found: dict[int, dict[Key, Sequence[float]]] = {}
+    for path in [path for each in run_dirs for path in rank_files(each, "record")]:
+        of_rank = found.setdefault(rank_of(path, "a recording"), {})
+        with path.open("rb") as file:
+            for line in file:
+                record = record_of(line) if line.startswith(_ADVANTAGES_HEAD) else None
+                if record is not None and has_form(record, RECORD_FORMS):
+                    of_rank.update(
+                        zip(map(ledger_key, record["samples"]), record["advantages"], strict=False)
+                    )
+    return found
 
 
 def _read_checkpoints(run_dirs: Sequence[Path]) -> dict[int, list[Checkpoint]]:

@@ -148,6 +148,9 @@ _REMEDIES = {
 }
 
 
+_NOT_DROPPED = (Entry.TRAINED, Entry.QUARANTINED, Entry.UNUSED)
+
+
 class Trait(StrEnum):
     """A trait that is compared."""
 
@@ -167,7 +170,7 @@ class Level(StrEnum):
 
 @dataclass(slots=True)
 class Draw:
-    """One draw of a sample, and how it ended: "trained", "quarantined", or the reason for which it returned."""
+    """One draw of a sample, and its end: "trained", "quarantined", "unused", or the reason for which it returned."""
 
     num_objects: int | None = None
     num_pixels: int | None = None
@@ -233,7 +236,7 @@ def compare(draws: Sequence[Draw]) -> tuple[Comparison, ...]:
     trained = [draw for draw in draws if draw.end == Entry.TRAINED]
     others = {
         Level.SAMPLES: [draw for draw in draws if draw.end == Entry.QUARANTINED],
-        Level.DRAWS: [draw for draw in draws if draw.end not in (Entry.TRAINED, Entry.QUARANTINED)],
+        Level.DRAWS: [draw for draw in draws if draw.end not in _NOT_DROPPED],
     }
     num_tests = len(Level) * len(Trait)
     return tuple(
@@ -269,6 +272,8 @@ def _tell(draw: Draw, record: Record, number: int) -> bool:
             draw.end, draw.fate = record["kind"], f"trained at step {record['step']}"
         case Entry.QUARANTINED:
             draw.end, draw.fate = record["kind"], f"given up: {record['reason']}"
+        case Entry.UNUSED:
+            draw.end, draw.fate = record["kind"], f"compared, and nothing trained of it: {record['reason']}"
     return bool(draw.end)
 
 

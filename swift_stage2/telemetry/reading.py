@@ -275,6 +275,11 @@ def run_of(process: Process) -> str | None:
     return process[0].get("run_id")
 
 
+def num_generations_of(start: Record) -> int:
+    """Rollouts of one group, as a ledger's ``start`` has it: 1 without groups."""
+    return (start.get("state") or {}).get("num_generations") or 1
+
+
 def effective_history(processes: Sequence[Process]) -> list[Process]:
     """The records of each process that count, oldest first: those on the way to where the last process stands.
 

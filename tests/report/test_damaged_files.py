@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from run_files import RunFiles, balanced_ledger
+from run_files import RunFiles, balanced_ledger, write_advantages
 
 from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.cli import main
 from swift_stage2.report.report import report_of
 from swift_stage2.report.run_data import read_run
+from swift_stage2.telemetry.ledger import UnusedReason
 
-FOLDERS = ("audit", "ledger", "matches")
+FOLDERS = ("audit", "ledger", "matches", "record")
 ODD: tuple[Any, ...] = (
     None, True, -1, 0, 10**400, 1.5, -2.5, float("nan"), float("inf"), "", "x", "\ud800", [], [[]], [None] * 4, {},
     {"a": 1}, [1, 2, 3, -4], 2**40,
@@ -34,11 +35,12 @@ GARBAGE = (
 
 def whole_run(run_dir: Path) -> None:
     """Everything that a run leaves, with a sample of every fate; it ended in order."""
-    ledger = balanced_ledger(run_dir, num_samples=12)
-    late, bad, _ = ledger.draw(3)
+    ledger = balanced_ledger(run_dir, num_samples=12, num_generations=2)
+    late, bad, unused = ledger.draw(3)
     ledger.match([late])
     ledger.source.give_back([late], ReturnReason.STALE)
     ledger.source.settle_quarantined(bad, "bad_sample", "no box")
+    ledger.source.settle_unused([unused], UnusedReason.TOO_SMALL)
     saved = json.loads(ledger.save("s1"))
     checkpoint = run_dir / "checkpoint-24"
     checkpoint.mkdir()
@@ -47,9 +49,12 @@ def whole_run(run_dir: Path) -> None:
     ledger.draw(1)
     ledger.ledger.close()
     run = RunFiles(run_dir)
+    run.counters = {"groups_compared": 4, "rollouts_prepared": 9, "rollouts_unused/too_small": 1}
+    run.counters |= {"reward/f1": 5.5, "reward/total": 7.5, "policy_tokens": 40, "policy_log_prob_gap": 0.5}
+    write_advantages(run_dir, {(0, 0, 4, 0): (0.5,), (1, 0, 4, 0): (-0.5, 1.0)})
     run.start().train(12).evaluate().train(12)
     for number in range(3):
-        run.match([number, 0, 4, 0], version=number)
+        run.match([number, 0, 4, 0], version=number, reward={"f1": 0.5, "total": number})
     run.end()
 
 

@@ -100,9 +100,20 @@ def test_what_the_ledger_tells_of_a_rollout(tmp_path: Path) -> None:
     (found,) = read_whole(tmp_path)
     assert replace(found, time=0.0) == FinishedRollout(
         rollout="a:1:0:0:0", time=0.0, run_id="a", rank=1, version=4,
-        epoch=0, position=0, row=key.index, attempt=0, server="http://s", num_tokens=4, truncated=False,
+        epoch=0, position=0, row=key.index, group=None, attempt=0, server="http://s", num_tokens=4, truncated=False,
         pairs=1, false=0, missed=0, mean_iou=0.5, likeness="IoU", reward={}, dropped={}, text=None,
     )  # fmt: skip
+
+
+def test_rollouts_of_one_row_share_a_group_through_a_resume(tmp_path: Path) -> None:
+    first = FollowedRun(tmp_path, rank=1, world_size=2, num_generations=3)
+    first.train_finished(first.finish(2))
+    state = first.save("s1")
+    later = FollowedRun(tmp_path, rank=1, world_size=2, num_generations=3, run_id="later", state=state)
+    later.finish(3)
+    found = read_whole(tmp_path)
+    assert [each.group for each in found] == ["1:0:0"] * 3 + ["1:0:1"] * 2
+    assert len({(each.row, each.group) for each in found}) == 2
 
 
 def test_a_redrawn_sample_is_another_rollout(tmp_path: Path) -> None:

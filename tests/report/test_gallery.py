@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 from ledger_run import LedgerRun
 from PIL import Image
-from run_files import RunFiles, picture
+from run_files import RunFiles, balanced_ledger, picture, write_advantages
 
 from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.pages.pictures import MOST_SIDE, Gallery, UnreadableImage, thumbnail
-from swift_stage2.report.gallery import filters_of, gallery_of
+from swift_stage2.report.gallery import Grouping, filters_of, gallery_of
 from swift_stage2.report.matches import LoggedMatch, matches_of
 from swift_stage2.report.run_data import read_run
-from swift_stage2.report.samples import draws_of
+from swift_stage2.report.samples import compare, draws_of
+from swift_stage2.telemetry.ledger import UnusedReason
 
 
 def matches(tmp_path: Path, *each: dict[str, Any]) -> list[LoggedMatch]:
@@ -167,3 +168,99 @@ def test_a_picture_of_an_evaluation_was_never_trained(tmp_path: Path) -> None:
     (shown,) = gallery(tmp_path, {"purpose": "evaluation", "sample": [2**31 - 1, 2, 7, 0]}).pictures
     assert shown.fate == "evaluation, never trained"
     assert shown.facts[0] == "row 7 of the validation set, rank 0"
+
+
+def said(match_number: int, position: int, total: float, **others: Any) -> dict[str, Any]:
+    """A rollout that says its number, of one row of two positions each."""
+    row = position // 2
+    return {
+        "sample": [0, position, row, 0],
+        "rollout": str(match_number),
+        "reward": {"total": total},
+        **others,
+    }
+
+
+def test_rollouts_of_a_group_stand_together_with_the_best_first(tmp_path: Path) -> None:
+    found = gallery_of(
+        matches(
+            tmp_path,
+            said(0, 0, 1.0),
+            said(1, 3, -0.5),
+            said(2, 5, 0.25),
+            said(3, 7, 0.0, purpose="evaluation"),
+            said(4, 1, 2.0),
+            said(5, 2, 1.5, reward={}),
+        ),
+        {},
+        grouping=Grouping(2),
+    )
+    first, second, third = (
+        "Group 1, epoch 0, rank 0, row 1: rewards -0.50, mean -0.50",
+        "Group 0, epoch 0, rank 0, row 0: rewards 2.00, 1.00, mean 1.50",
+        "Group 2, epoch 0, rank 0, row 2: rewards 0.25, mean 0.25",
+    )
+    assert [(shown.rollout, shown.group) for shown in found.pictures] == [
+        ("1", first),
+        ("5", first),
+        ("4", second),
+        ("0", second),
+        ("3", None),
+        ("2", third),
+    ]
+    assert found.texts == ("Rollout", "Corrected answer")
+
+
+def test_ranks_and_epochs_have_groups_of_their_own(tmp_path: Path) -> None:
+    run = RunFiles(tmp_path, rank=1)
+    run.start()
+    run.match([1, 0, 0, 0])
+    run.end()
+    of_rank_0 = matches(tmp_path, said(0, 0, 1.0), said(1, 1, 1.0))
+    of_rank_1, _ = matches_of(read_run([tmp_path]).ranks[1].matches)
+    found = gallery_of([*of_rank_0, *of_rank_1], {}, grouping=Grouping(2))
+    assert [(shown.group or "").partition(":")[0] for shown in found.pictures] == [
+        "Group 0, epoch 1, rank 1, row 0",
+        *["Group 0, epoch 0, rank 0, row 0"] * 2,
+    ]
+
+
+def test_a_run_without_groups_has_none(tmp_path: Path) -> None:
+    told = matches(tmp_path, *(said(number, number, 1.0) for number in range(4)))
+    write_advantages(tmp_path, {(0, 0, 0, 0): (0.5,)})  # no run without groups writes any
+    run = read_run([tmp_path])
+    found = gallery_of(told, {}, grouping=Grouping(run.num_generations, run.advantages))
+    assert found == gallery_of(told, {})
+    assert [(shown.rollout, shown.group) for shown in found.pictures] == [
+        (str(n), None) for n in (3, 2, 1, 0)
+    ]
+    assert not any("advantage" in fact for shown in found.pictures for fact in shown.facts)
+    assert found.texts == ("Rollout", "Target")
+
+
+def test_advantages_are_told_where_they_were_recorded(tmp_path: Path) -> None:
+    balanced_ledger(tmp_path, num_generations=2)
+    write_advantages(tmp_path, {(0, 0, 0, 0): (9.0,), (0, 1, 0, 0): (-0.7071,)})
+    write_advantages(
+        tmp_path, {(0, 0, 0, 0): (0.7071, 1.0)}
+    )  # the process that resumed has compared it again
+    told = matches(tmp_path, said(0, 0, 2.0), said(1, 1, 1.0), said(2, 2, 1.0))
+    run = read_run([tmp_path])
+    assert run.num_generations == 2
+    found = gallery_of(told, {}, grouping=Grouping(run.num_generations, run.advantages))
+    facts = {shown.rollout: [fact for fact in shown.facts if "advantage" in fact] for shown in found.pictures}
+    assert facts == {
+        "0": ["advantage 0.71, its corrected answer 1.00"],
+        "1": ["advantage -0.71"],
+        "2": [],
+    }
+
+
+def test_what_was_compared_and_not_trained_is_no_drop(tmp_path: Path) -> None:
+    run = LedgerRun(tmp_path, num_generations=2)
+    keys = run.draw(2)
+    run.match(keys)
+    run.source.settle_unused(keys, UnusedReason.NO_VARIANCE)
+    draws = draws_of(run.records())
+    assert [draw.fate for draw in draws] == ["compared, and nothing trained of it: no_variance"] * 2
+    assert {comparison.others.size + comparison.others.unknown for comparison in compare(draws)} == {0}

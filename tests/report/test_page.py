@@ -266,6 +266,41 @@ def test_pairs_whose_labels_never_agree_are_told_with_both_spellings(
         assert "the data say 'Auto'" in told
 
 
+def test_rewards_are_told_by_window_where_rollouts_were_compared(tmp_path: Path) -> None:
+    """Ten steps between two logging steps; two ranks with the same numbers."""
+    names = ("rollouts_prepared", "reward/f1", "reward/total", "policy_tokens", "policy_log_prob_gap")
+    names += ("groups_compared", "group_reward_std", "rollouts_unused/no_variance")
+    balanced_ledger(tmp_path, num_samples=10, num_generations=2).ledger.close()
+    for rank in range(2):
+        run = RunFiles(tmp_path, rank=rank)
+        run.start()
+        for counts in ((4, 2.0, 5.0, 0, 0.0, 0, 0.0, 4), (12, 8.0, 21.0, 50, 5.0, 2, 1.0, 6)):
+            run.counters = dict(zip(names, counts, strict=True))
+            run.train(10)
+        run.end()
+    (section,) = (section for section in report(tmp_path).sections if section.key == "rewards")
+    told, table, *charts = section.parts
+    assert told == Sentence("4 groups of up to 2 rollouts of one row got advantages.")
+    assert isinstance(table, Table)
+    assert table.headings == ("what", "to step 10", "then to 20", "whole run")
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["reward/total"] == ("1.25", "2", "1.75")
+    assert rows["reward/f1"] == ("0.5", "0.75", "0.6667")
+    assert rows["group/reward_std"] == ("–", "0.5", "0.5")
+    assert rows["policy/log_prob_gap"] == ("–", "0.1", "0.1")
+    assert rows["unused: no_variance"] == ("1", "0.25", "0.5")
+    assert "policy/clip_share" not in rows
+    drawn = {
+        chart.key: {series.name: series for series in chart.series}
+        for chart in charts
+        if isinstance(chart, Chart)
+    }
+    assert set(drawn) == {"rewards", "gap", "entropy", "compared"}
+    assert drawn["rewards"]["reward/total"].x == (10, 20)
+    assert drawn["rewards"]["reward/total"].y == (1.25, 2.0)
+    assert drawn["gap"]["policy/log_prob_gap"].x == (20,)
+
+
 def test_drift_is_told_by_lag_with_its_definition(run_dir: Path) -> None:
     found = report(run_dir)
     assert "lag 0 is the noise of sampling" in sentences(found, "drift")

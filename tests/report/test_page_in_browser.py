@@ -276,6 +276,37 @@ def test_a_skip_link_leads_past_the_navigation(visit: Visit) -> None:
     assert all(after - before <= 1 for before, after in pairwise(levels))
 
 
+def test_a_group_stays_on_one_page_under_its_heading(browser: Browser, tmp_path: Path) -> None:
+    """Groups of four, where a page is full at six."""
+    balanced_ledger(tmp_path, num_generations=4).ledger.close()
+    run = RunFiles(tmp_path)
+    run.start().train(12)
+    for number in range(12):
+        missed = number in (1, 9)
+        run.match(
+            [0, number, number // 4, 0],
+            rollout=f"said {number}",
+            pairs=[] if missed else [[0, 0, 0.96]],
+            reward={"total": -number},
+        )
+    run.end()
+    path = tmp_path / "report.html"
+    write_page(path, page_of(report_of(read_run([tmp_path]))))
+    opened = Visit(browser, path)
+    headings = opened.page.locator(".cards > .group")
+    assert names(opened.page) == ["8", "9", "10", "11", "4", "5", "6", "7"]
+    assert [text.partition(",")[0] for text in headings.all_inner_texts()] == ["Group 2", "Group 1"]
+    kinds = opened.page.locator(".cards > *").evaluate_all("all => all.map(one => one.className)")
+    assert kinds == ["group", *["card"] * 4] * 2
+    opened.page.locator(".pictures").press("ArrowRight")
+    assert names(opened.page) == ["0", "1", "2", "3"]
+    assert opened.page.locator(".place").inner_text() == "page 2 of 2, 12 pictures"
+    opened.page.get_by_role("button", name="has missed").click()
+    assert names(opened.page) == ["9", "1"]
+    assert [text.partition(",")[0] for text in headings.all_inner_texts()] == ["Group 2", "Group 0"]
+    opened.close()
+
+
 def test_a_run_without_channel_b_has_a_page_too(browser: Browser, tmp_path: Path) -> None:
     RunFiles(tmp_path).start().train(12, with_b=False).end()
     path = tmp_path / "report.html"

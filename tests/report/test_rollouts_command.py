@@ -189,7 +189,8 @@ def test_without_follow_what_is_there_is_printed(
     out, err = capsys.readouterr()
     assert (texts(out), err) == ([run.text(key) for key in keys], "")
     assert [json.loads(line) for line in out.splitlines()] == [
-        json.loads(json.dumps(asdict(each))) for each in RunRollouts(tmp_path).read()
+        json.loads(json.dumps({name: value for name, value in asdict(each).items() if name != "group"}))
+        for each in RunRollouts(tmp_path).read()
     ]
     held.close()
     assert main(["rollouts", str(tmp_path)]) == 1
@@ -273,3 +274,21 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
         )
     assert ended.returncode == 2
     assert "a rollout's line needs an output that takes it, got" in ended.stderr
+
+
+def test_a_group_is_told_in_runs_that_have_groups_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, num_generations in (("alone", 1), ("grouped", 2)):
+        run = FollowedRun(tmp_path / name, num_generations=num_generations)
+        run.finish(3)
+        run.ledger.close()
+    told = {}
+    for name in ("alone", "grouped"):
+        assert main(["rollouts", "--json", str(tmp_path / name)]) == 0
+        told[name] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["group"] for each in told["grouped"]] == ["0:0:0", "0:0:0", "0:0:1"]
+    assert not any("group" in each for each in told["alone"])
+    lines = [line_of(next(iter(RunRollouts(tmp_path / name).read()))) for name in ("alone", "grouped")]
+    assert "group" not in lines[0]
+    assert "  group 0:0:0  attempt 0  " in lines[1]

@@ -179,20 +179,35 @@
     return made;
   };
 
+  // Pictures of one group stay on one page, under its heading.
   const perPage = 6;
+  const pagesOf = (pictures) => {
+    const pages = [[]];
+    for (const picture of pictures) {
+      const last = pages.at(-1);
+      const isTogether = picture.group !== null && last.at(-1)?.group === picture.group;
+      if (last.length >= perPage && !isTogether) pages.push([picture]);
+      else last.push(picture);
+    }
+    return pages;
+  };
+  const cardsOf = (pictures, gallery) =>
+    pictures.flatMap((picture, place) => {
+      const begins = picture.group !== null && picture.group !== pictures[place - 1]?.group;
+      return [...(begins ? [element("h3", picture.group, { class: "group" })] : []), card(picture, gallery)];
+    });
   const browse = (place, gallery) => {
     const find = (name) => place.querySelector(`.${name}`);
     const [previous, next] = [find("previous"), find("next")];
     let shown = gallery.pictures;
     let page = 0;
     const show = () => {
-      const pages = Math.max(1, Math.ceil(shown.length / perPage));
-      page = Math.min(Math.max(0, page), pages - 1);
-      const cards = shown.slice(page * perPage, (page + 1) * perPage).map((picture) => card(picture, gallery));
-      find("cards").replaceChildren(...cards);
-      find("place").textContent = `page ${page + 1} of ${pages}, ${shown.length} pictures`;
+      const pages = pagesOf(shown);
+      page = Math.min(Math.max(0, page), pages.length - 1);
+      find("cards").replaceChildren(...cardsOf(pages[page], gallery));
+      find("place").textContent = `page ${page + 1} of ${pages.length}, ${shown.length} pictures`;
       previous.setAttribute("aria-disabled", String(page === 0));
-      next.setAttribute("aria-disabled", String(page === pages - 1));
+      next.setAttribute("aria-disabled", String(page === pages.length - 1));
     };
     const turn = (by) => {
       page += by;
