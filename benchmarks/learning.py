@@ -44,7 +44,7 @@ SCORES = {
 
 
 class Treatment(StrEnum):
-    """What an arm trains. The first three are channel A's alone."""
+    """The tokens that an arm trains. The first three are of channel A alone."""
 
     PLAIN = "a"
     """Channel A as it is."""

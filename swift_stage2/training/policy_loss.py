@@ -31,6 +31,7 @@ POLICY_SUMS = (
     "policy_surprise",
 )
 """Counters of ``telemetry/metrics.py`` that ``token_factors`` adds up, in the order of its vector."""
+_MOST_GAP = 20.0  # nats; beyond it a ratio says nothing, and an infinite one times an advantage of 0 is no number
 
 
 @dataclass(eq=False)
@@ -96,7 +97,7 @@ def token_factors(
     log_probs = log_probs.detach()
     sampled = ~torch.isnan(behaviour)
     gap = torch.where(sampled, log_probs - behaviour, torch.zeros_like(log_probs))
-    ratio = torch.exp(gap)
+    ratio = torch.exp(gap.clamp(max=_MOST_GAP))
     if grpo.proximal is Proximal.CURRENT:
         capped, clipped = ratio > grpo.max_importance_weight, torch.zeros_like(sampled)
         weight = ratio.clamp(max=grpo.max_importance_weight)
