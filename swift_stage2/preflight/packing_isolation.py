@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder
+from swift_stage2.channel_b.encoding import IGNORED_LABEL, TOKENS_INSTEAD, Encoder
 from swift_stage2.channel_b.preprocessing import make_segment
 from swift_stage2.channel_b.task import Task
 from swift_stage2.columns import stand_ins
@@ -195,8 +195,10 @@ def _supervise(segment: Segment, looked_at: bool) -> Segment:
         for number, label in enumerate(labels)
     ]
     labels = [token if own else IGNORED_LABEL for token, own in zip(tokens, chosen, strict=True)]
+    # Other tokens at places that are supervised no more would have a loss of no label.
+    kept = {name: value for name, value in encoding.items() if name not in TOKENS_INSTEAD}
     weights = list(map(float, chosen))
-    return replace(segment, encodings=({**encoding, "labels": labels, "loss_scale": weights},))
+    return replace(segment, encodings=({**kept, "labels": labels, "loss_scale": weights},))
 
 
 def _exchange(segment: Segment, plain: Sequence[int], *, seed: str, images: bool) -> Segment:

@@ -31,7 +31,9 @@ POLICY_SUMS = (
     "policy_surprise",
 )
 """Counters of ``telemetry/metrics.py`` that ``token_factors`` adds up, in the order of its vector."""
-_MOST_GAP = 20.0  # nats; beyond it a ratio says nothing, and an infinite one times an advantage of 0 is no number
+_MOST_GAP = (
+    20.0  # nats; beyond it a ratio says nothing, and an infinite one times an advantage of 0 is no number
+)
 
 
 @dataclass(eq=False)

@@ -20,7 +20,13 @@ NATS_FLOAT32 = 1e-4  # two implementations of one model, in float32
 
 
 def _run(
-    directory: Path, rows: Path, server: Server, objective: str, mode: str = "async", **swift: Any
+    directory: Path,
+    rows: Path,
+    server: Server,
+    objective: str,
+    mode: str = "async",
+    target: dict[str, Any] | None = None,
+    **swift: Any,
 ) -> LearnerRun:
     config = write_config(
         directory,
@@ -35,6 +41,7 @@ def _run(
             **swift,
         },
         grpo={"straggler_s": 30.0},
+        target=target or {},
     )
     written = yaml.safe_load(config.read_text())
     written["stage2_ab"] |= {"objective": objective, "mode": mode}
@@ -66,7 +73,9 @@ def test_the_server_s_probabilities_are_the_learner_s(
 
 
 def test_a_mixed_run_is_taken_again_to_the_last_bit(tmp_path: Path, rows_file: Path, server: Server) -> None:
-    run = _run(tmp_path / "mixed", rows_file, server, "mixed")
+    """Targets in any order, with unlikelihood: all that a loss may read beside its labels."""
+    target = {"missed_order": "any", "weights": {"duplicate": 0.5}}
+    run = _run(tmp_path / "mixed", rows_file, server, "mixed", target=target)
     numbers = _numbers(run)
     assert numbers["groups_compared"] > 0
     assert 0 < numbers["policy_tokens"] < numbers["supervised_tokens_trained"], "targets are trained as well"

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from swift_stage2 import Stage2Trainer
 from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.config import MissedOrder
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.errors import ConfigError, DatasetError
@@ -97,6 +98,15 @@ def test_the_check_passes_on_a_trainer_that_has_begun(
     trainer: Stage2Trainer, encoder: Encoder, samples: list[Sample]
 ) -> None:
     _check(encoder, samples[:3], trainer.packed_loss)
+
+
+def test_the_check_passes_where_missed_objects_have_no_order(
+    trainer: Stage2Trainer, encoder: Encoder, samples: list[Sample]
+) -> None:
+    task = make_task(missed_order=MissedOrder.ANY)
+    segments = ground_truth_segments(encoder, task, samples[:3])
+    assert any("alternatives" in segment.encodings[0] for segment in segments)
+    check_isolation(isolation_batches(encoder, task, samples[:3]), trainer.packed_loss)
 
 
 def test_packed_loss_leaves_no_trace(trainer: Stage2Trainer, encoder: Encoder, samples: list[Sample]) -> None:
