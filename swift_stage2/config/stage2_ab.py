@@ -385,6 +385,11 @@ class Stage2AbConfig:
         return self.objective is not Objective.CORRECTED_TARGET
 
     @property
+    def trains_targets_beside(self) -> bool:
+        """Whether a corrected answer may be trained beside a rollout."""
+        return self.objective is Objective.MIXED or (self.uses_rewards and self.channel_b.grpo.target_in_group)
+
+    @property
     def has_own_loss(self) -> bool:
         """True where the loss is not ms-swift's alone (``training/beside_labels.py``)."""
         return self.uses_rewards or self.channel_b.target.has_own_loss

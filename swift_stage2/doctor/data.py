@@ -167,16 +167,19 @@ def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None
     """Whether a pack, and a server's context, hold the longest prompt and its answer."""
     prompt, new = samples.longest_prompt_tokens, config.rollout.decoding.max_new_tokens
     length = config.stage2_ab.channel_b.packing.packing_length
-    needed = prompt + new
+    needed, beside, told = prompt + new, 0, ""
+    if config.stage2_ab.trains_targets_beside:
+        beside = samples.lengths.segments.longest
+        told = f" + {beside} of a corrected answer beside it"
     if troubles := samples.lengths.troubles:
         return warning(
             " | ".join(found for found, _ in troubles), "; ".join(remedy for _, remedy in troubles)
         )
-    if length < needed:
+    if length < needed + beside:
         return warning(
             f"packing_length {length} < longest prompt {prompt} ({samples.longest_prompt_place}) + max_new_tokens "
-            f"{new}: such samples may be quarantined",
-            f"write stage2_ab.channel_b.packing.packing_length: {needed} or more",
+            f"{new}{told}: such samples may be quarantined",
+            f"write stage2_ab.channel_b.packing.packing_length: {needed + beside} or more",
         )
     for index, server in enumerate(config.launch.servers):
         context = server.args.get("vllm_max_model_len")
@@ -187,7 +190,7 @@ def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None
             )
     longest = samples.lengths.segments
     return ok(
-        f"packing_length >= prompt + max_new_tokens: {length} >= {prompt} + {new} = {needed}; of all "
+        f"packing_length >= prompt + max_new_tokens: {length} >= {prompt} + {new}{told} = {needed + beside}; of all "
         f"{samples.lengths.num_rows:,} rows the longest with its true answer has {longest.longest} tokens "
         f"({longest.place})"
     )
