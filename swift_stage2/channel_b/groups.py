@@ -130,10 +130,16 @@ class Groups:
         """All that wait."""
         return [member.rollout for members in self._waiting.values() for member in members]
 
-    def num_to_ask(self, asked: Collection[SampleKey]) -> int:
-        """Samples that groups wait for beside those that are ``asked``: returned ones, and those never drawn."""
-        missing = {key for group in self._waiting for key in self._missing(group) or ()}
-        return len(missing.difference(asked)) + self._source.num_to_whole_group
+    def take_all(self) -> list[Rollout]:
+        """The same, and they wait no longer."""
+        rollouts = self.rollouts
+        self._waiting, self._since_s = {}, {}
+        return rollouts
+
+    def num_to_ask(self, coming: Collection[SampleKey]) -> int:
+        """Samples that groups wait for beside those that are ``coming``: returned ones, and those never drawn."""
+        missing = {key for group in self._waiting for key in self._missing(group)}
+        return len(missing.difference(coming)) + self._source.num_to_whole_group
 
     def take(self) -> Iterator[ComparedGroup]:
         """Groups to train: those that are whole, and those whose stragglers are not waited for any longer.
@@ -151,7 +157,8 @@ class Groups:
             if compared.trained:
                 yield compared
         # What has ended is forgotten.
-        self._compared = {group: keys for group, keys in self._compared.items() if self._is_open(group)}
+        of_source = self._source.members_of
+        self._compared = {group: keys for group, keys in self._compared.items() if of_source(group)}
 
     def drop(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
         """Their segments were dropped: drawn again are those of a group that has enough of them. From any thread."""
@@ -178,19 +185,12 @@ class Groups:
                 del self._waiting[group], self._since_s[group]
 
     def _is_ready(self, group: GroupId) -> bool:
-        missing = self._missing(group)
-        if not missing:
-            return missing is not None
+        if self._source.is_drawn(group) and not self._missing(group):
+            return True
         is_late = self._now_s() - self._since_s[group] >= self._settings.grpo.straggler_s
         return is_late and len(self._waiting[group]) >= self._settings.grpo.min_group
 
-    def _missing(self, group: GroupId) -> set[SampleKey] | None:
-        """Those of a group that may still come; None until all of it were drawn."""
-        members = self._source.members_of(group)
-        if members is None:
-            return None
+    def _missing(self, group: GroupId) -> set[SampleKey]:
+        """Those of a group that were drawn and may still come."""
         here = {member.rollout.sample.key for member in self._waiting[group]}
-        return set(members) - here - self._compared.get(group, set())
-
-    def _is_open(self, group: GroupId) -> bool:
-        return self._source.members_of(group) != []
+        return set(self._source.members_of(group)) - here - self._compared.get(group, set())

@@ -32,7 +32,7 @@ from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import QueueClosed, SampleError
 from swift_stage2.process.watches import Standing
-from swift_stage2.records import BatchOutcome, Pack, QuarantineReason, Rollout, Sample, SampleKey, Segment
+from swift_stage2.records import BatchOutcome, Pack, QuarantineReason, Rollout, Sample, Segment
 from swift_stage2.scheduling.outlook import ProductionPace, StepView
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
@@ -80,7 +80,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         self._segments: list[Segment] = []
         self._held: list[Rollout] = []  # of weights that the learner has not heard proven yet
-        self._misread: set[SampleKey] = set()  # by a server that agreed on no other sample
+        self._misread: set[int] = set()  # rows, by a server that agreed on no other
         self._ends = AttemptEnds(
             self.source, self.events, redraw_dropped=self.redraw_dropped, max_attempts=self.max_attempts
         )
@@ -161,7 +161,7 @@ class Pipeline:
         finally:
             if self.failure is None:
                 held, self._held = self._held, []
-                held += self._groups.rollouts if self._groups is not None else ()
+                held += self._groups.take_all() if self._groups is not None else ()
                 self.source.give_back([rollout.sample.key for rollout in held], ReturnReason.STOPPED)
             self.events.enter(PipelineActivity.IDLE)
             self.standing = None
@@ -234,11 +234,13 @@ class Pipeline:
             return
         if resumed := self._partial.to_resume(self.client.free_places):
             self._submit(resumed, are_new=False)
+        here = [*self._held, *heard]
         waiting = self._groups.rollouts if self._groups is not None else ()
-        here = [rollout.version for rollout in (*self._held, *heard, *waiting)]
-        num_wanted = self._demand.num_samples(view, here, len(self._segments))
-        if self._groups is not None and view.num_demanded != 0 and not view.paused:
-            num_wanted = max(num_wanted, self._groups.num_to_ask(self.attempts.open()))
+        versions = [rollout.version for rollout in (*here, *waiting)]
+        num_wanted = self._demand.num_samples(view, versions, len(self._segments))
+        if self._groups is not None and view.num_demanded != 0:
+            coming = {*self.attempts.open(), *(rollout.sample.key for rollout in here)}
+            num_wanted = max(num_wanted, self._groups.num_to_ask(coming))
         if num_samples := min(self.client.free_places, num_wanted):
             self._used_up_for = None if self._ask_for(num_samples) else view
         if self.ask_evaluation is not None and (free := self.client.free_places):
@@ -253,7 +255,7 @@ class Pipeline:
         keys = draw(num_samples)
         self.events.run_ahead(num_wanted=num_samples, num_begun=len(keys))
         most = min(len(keys) + _MOST_MISREAD, MAX_REQUESTS_PER_POST)
-        while len(keys) < most and self._misread.issuperset(keys) and (more := draw(1)):
+        while len(keys) < most and self._misread.issuperset(key.index for key in keys) and (more := draw(1)):
             keys += more  # they alone would make their server suspect again
         for key in keys:
             try:
@@ -312,8 +314,8 @@ class Pipeline:
         pairs = list(zip(rollouts, found, strict=True))
         agreed = {rollout.server for rollout, each in pairs if isinstance(each, Prepared | Judged)}
         at_fault = servers_at_fault(rollouts, found, self.client.note_agreement(agreed))
-        self._misread -= {rollout.sample.key for rollout in rollouts}
-        self._misread |= {rollout.sample.key for rollout in rollouts if rollout.server in at_fault}
+        self._misread -= {rollout.sample.key.index for rollout in rollouts}
+        self._misread |= {rollout.sample.key.index for rollout in rollouts if rollout.server in at_fault}
         for server, reason in sorted(at_fault.items()):
             self.client.distrust(server, reason)
         for rollout, prepared in pairs:
@@ -366,7 +368,8 @@ class Pipeline:
             view, num_out = self._view, self._partial.num_asked
             # More of them than fit, or nothing that could still come: to wait fills no pack better.
             is_stuck = num_out == 0 and (sum(lengths) > self.packing_length or self._used_up_for is view)
-            starves = self._demand.is_starving(view, len(lengths), num_out, is_stuck=is_stuck)
+            num_here = len(lengths) + (len(self._groups.rollouts) if self._groups is not None else 0)
+            starves = self._demand.is_starving(view, num_here, num_out, is_stuck=is_stuck)
             chosen = decide_pack(lengths, self.packing_length, self.packing_min_fill_ratio, starves)
             if chosen is None:
                 return
@@ -382,14 +385,11 @@ class Pipeline:
 
     def _drop_stale_segments(self) -> None:
         current = self.clock.current  # read once: nothing may fall between two versions
-        fresh: list[Segment] = []
-        stale: list[Segment] = []
-        for segment in self._segments:
-            is_still = is_fresh(segment.version, current=current, window=self.version_window)
-            (fresh if is_still else stale).append(segment)
+        is_still = partial(is_fresh, current=current, window=self.version_window)
+        stale = [segment for segment in self._segments if not is_still(segment.version)]
         if not stale:
             return
-        self._segments = fresh
+        self._segments = [segment for segment in self._segments if is_still(segment.version)]
         self.preprocessor.forget(stale)
         for segment in stale:
             self.events.stale_segment(segment)

@@ -165,14 +165,17 @@ class SampleSource:
         """Epoch and number of the group of a sample."""
         return key.epoch, key.position // self._num_generations
 
-    def members_of(self, group: tuple[int, int]) -> list[SampleKey] | None:
-        """Samples of a group that were drawn and are not settled; None until the last one was drawn first."""
+    def members_of(self, group: tuple[int, int]) -> list[SampleKey]:
+        """Samples of a group that were drawn and are not settled."""
         epoch, number = group
         positions = range(number * self._num_generations, (number + 1) * self._num_generations)
         with self._lock:
-            if (self._epoch, self._position) < (epoch, positions.stop):
-                return None
             return [key for each in positions if (key := self._outstanding.get((epoch, each))) is not None]
+
+    def is_drawn(self, group: tuple[int, int]) -> bool:
+        """Whether no sample of a group is still to be drawn for the first time."""
+        epoch, number = group
+        return (self._epoch, self._position) >= (epoch, (number + 1) * self._num_generations)
 
     @property
     def num_to_whole_group(self) -> int:
@@ -207,6 +210,7 @@ class SampleSource:
         Raises:
             DatasetError: the data set, the number of ranks, the seed or the stream is another one.
         """
+        saved = {"num_generations": 1, **state}  # one of a run before there were groups does not tell
         for name, now in (
             ("stream", _STREAM),
             ("num_rows", len(self._usable)),
@@ -214,10 +218,10 @@ class SampleSource:
             ("seed", self._seed),
             ("num_generations", self._num_generations),
         ):
-            if state.get(name, 1 if name == "num_generations" else None) != now:
+            if saved.get(name) != now:
                 raise DatasetError(
                     f"resume needs the same {name} as the checkpoint, got {name}={now}, checkpoint "
-                    f"{name}={state.get(name)}; restore it or start a new run from the checkpoint's weights"
+                    f"{name}={saved.get(name)}; restore it or start a new run from the checkpoint's weights"
                 )
         with self._lock:
             self._epoch = int(state["epoch"])

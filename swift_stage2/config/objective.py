@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swift_stage2.config import rules
 from swift_stage2.config.rollout import DecodingConfig, RolloutConfig
 from swift_stage2.errors import ConfigError
+
+if TYPE_CHECKING:
+    from swift_stage2.config.stage2_ab import ChannelBConfig
 
 MOST_REWARD = 1_000_000  # a weight's, and a term's either way: sums of a whole run stay finite
 REWARD_WEIGHTS = {"f1": 1.0, "iou": 1.0, "format": 0.5, "duplicates": 0.5, "misses": 0.5}
@@ -58,7 +61,8 @@ class GrpoConfig:
     min_group: int = 2
     """Rollouts of one row that are compared at least; of a smaller group nothing is trained."""
     straggler_s: float = 60.0
-    """Seconds that a group waits for its last rollouts, once ``min_group`` of them are here; later ones are unused."""
+    """Seconds from its first rollout after which a group of at least ``min_group`` waits for no more; what comes later
+    is compared by itself, or unused if that is fewer."""
     scale_by_std: bool = True
     """Whether advantages are divided by the standard deviation of their group's rewards."""
     proximal: Proximal = Proximal.CURRENT
@@ -84,18 +88,14 @@ class GrpoConfig:
 
 
 def check_objective(
-    objective: Objective,
-    grpo: GrpoConfig,
-    rollout: RolloutConfig,
-    swift: Mapping[str, Any],
-    max_rollouts_per_version: int | None,
+    objective: Objective, channel: ChannelBConfig, rollout: RolloutConfig, swift: Mapping[str, Any]
 ) -> None:
     """The rules between an objective, how rollouts are made, and ms-swift's arguments.
 
     Raises:
         ConfigError: groups that cannot be compared, or a distribution that the learner does not know.
     """
-    num = rollout.num_generations
+    num, grpo, budget = rollout.num_generations, channel.grpo, channel.prefetch.max_rollouts_per_version
     if objective is Objective.CORRECTED_TARGET:
         if num > 1:
             raise ConfigError(
@@ -103,15 +103,20 @@ def check_objective(
                 f"objective={str(objective)!r}; remove one of them"
             )
         return
+    if not any({**REWARD_WEIGHTS, **channel.reward.weights}.values()):
+        raise ConfigError(
+            f"stage2_ab.objective: {objective} needs rewards that differ, got channel_b.reward.weights of 0 for all "
+            "terms; write one above 0"
+        )
     if num < grpo.min_group:
         raise ConfigError(
             f"stage2_ab.objective: {objective} compares rollouts of one row, got num_generations={num} "
             f"min_group={grpo.min_group}; write rollout.num_generations: {max(4, grpo.min_group)} or more"
         )
-    if max_rollouts_per_version is not None and max_rollouts_per_version < num:
+    if budget is not None and budget < num:
         raise ConfigError(
             "max_rollouts_per_version must hold a whole group, got max_rollouts_per_version="
-            f"{max_rollouts_per_version} num_generations={num}; write stage2_ab.channel_b.prefetch."
+            f"{budget} num_generations={num}; write stage2_ab.channel_b.prefetch."
             f"max_rollouts_per_version: {num} or more, or leave it out"
         )
     if grpo.target_in_group and objective is Objective.MIXED:
@@ -133,9 +138,10 @@ def check_objective(
         )
     # Without a section swift its arguments come from ms-swift's own command line.
     dropout = swift.get("lora_dropout", _DEFAULT_LORA_DROPOUT) if swift.get("model") else 0
+    whose = "" if "lora_dropout" in swift else ", ms-swift's default"
     if dropout and swift.get("tuner_type", "lora") == "lora":
         raise ConfigError(
             f"stage2_ab.objective: {objective} compares the learner's probabilities with the servers', which have no "
-            f"dropout, got lora_dropout={dropout} (ms-swift's default {_DEFAULT_LORA_DROPOUT:g}); write "
+            f"dropout, got lora_dropout={dropout}{whose}; write "
             "swift.lora_dropout: 0"
         )

@@ -18,6 +18,7 @@ MAX_REQUESTS_PER_POST = 4096
 ROUND_MARGIN_S = 10.0
 """Over ``sync.timeout_s``, for each part of a round on a main thread: then the process ends, for nothing else can."""
 
+_MOST_GENERATIONS = 1024
 _FIRST_FREE_PORT = 1024
 _LAST_PORT = 65535
 _DEFAULT_GROUP_PORT = 29600  # outside 32768..60999, from which Linux takes the ports of whoever calls out
@@ -210,6 +211,7 @@ class RolloutConfig:
         rules.variable_name("api_key_env", self.api_key_env)
         rules.at_least(self, 1, "max_inflight_per_server", "num_generations")
         rules.above_zero(self, "max_inflight_per_server", MAX_REQUESTS_PER_POST)
+        rules.above_zero(self, "num_generations", _MOST_GENERATIONS, "8 is usual")
         rules.deadline(self, "request_timeout_s", "start_timeout_s")
         if self.max_resumes is not None:
             rules.at_least(self, 0, "max_resumes", remedy="0 waits for every rollout")

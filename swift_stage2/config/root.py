@@ -86,9 +86,8 @@ class Stage2Config:
             )
         if self.b_enabled:
             refuse_unsupported(self.swift, has_own_loss=self.stage2_ab.has_own_loss)
-            channel = self.stage2_ab.channel_b
-            budget = channel.prefetch.max_rollouts_per_version
-            check_objective(self.stage2_ab.objective, channel.grpo, self.rollout, self.swift, budget)
+            stage2_ab = self.stage2_ab
+            check_objective(stage2_ab.objective, stage2_ab.channel_b, self.rollout, self.swift)
         self._check_names()
         self._check_evaluation()
         refuse_best_model(self.swift, self.stage2_ab.evaluation.every_steps)

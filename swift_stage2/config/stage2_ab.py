@@ -387,7 +387,9 @@ class Stage2AbConfig:
     @property
     def trains_targets_beside(self) -> bool:
         """Whether a corrected answer may be trained beside a rollout."""
-        return self.objective is Objective.MIXED or (self.uses_rewards and self.channel_b.grpo.target_in_group)
+        return self.objective is Objective.MIXED or (
+            self.uses_rewards and self.channel_b.grpo.target_in_group
+        )
 
     @property
     def has_own_loss(self) -> bool:

@@ -162,6 +162,7 @@ _MOVES: dict[str, tuple[tuple[SampleStage, ...], SampleStage, str]] = {
 }
 """By kind of record: the stages in which a sample may be, the one that it reaches, and the rule."""
 _GIVEN_UP = (Entry.QUARANTINED, Entry.UNUSED)
+_UNUSED_AFTER = (SampleStage.MATCHED, SampleStage.PACKED)
 
 
 @dataclass(slots=True)
@@ -219,15 +220,10 @@ class Replay:
 
     def account(self, *, num_resumes: int, num_void: int) -> RankAccount:
         """The sum of the records."""
-        (num_quarantined, num_unused), num_in_hand = (
-            (c.total() for c in self._given_up.values()),
-            len(self._lives),
-        )
+        num_quarantined, num_unused = (reasons.total() for reasons in self._given_up.values())
+        num_in_hand, num_ended = len(self._lives), self.num_trained + num_quarantined + num_unused
         in_hand = Counter(life.stage for life in self._lives.values())
-        if (
-            self._taken_over + self._num_drawn
-            != self.num_trained + num_quarantined + num_unused + num_in_hand
-        ):
+        if self._taken_over + self._num_drawn != num_ended + num_in_hand:
             self._break(
                 f"drawn = trained + quarantined + unused + in hand, got {self._taken_over} taken over + "
                 f"{self._num_drawn} drawn, {self.num_trained} trained + {num_quarantined} quarantined + "
@@ -308,6 +304,8 @@ class Replay:
             case Entry.TRAINED:
                 self._train(record, key, life)
             case Entry.QUARANTINED | Entry.UNUSED as kind:
+                if kind == Entry.UNUSED:
+                    self._move(life, _UNUSED_AFTER, life.stage, "unused once it was matched")
                 self._given_up[kind][record["reason"]] += 1
                 self._end(key, Entry(kind))
         self._num_cut += record["kind"] == Entry.CUT

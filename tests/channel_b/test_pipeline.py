@@ -20,8 +20,9 @@ import torch
 from channel_b.test_rank_evaluation import Recorder as EvaluationRecorder
 from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
-from swift_stage2.channel_b.attempts import Attempts, AttemptState
+from swift_stage2.channel_b.attempts import AttemptEnds, Attempts, AttemptState
 from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
@@ -76,6 +77,8 @@ class Recorder:
     """Everything that the pipeline told, and a way to wait for it."""
 
     segments: list[Segment] = field(default_factory=list)
+    compared_groups: list[tuple[Rollout, ...]] = field(default_factory=list)
+    num_unused: Counter[str] = field(default_factory=Counter)
     packs: list[Pack] = field(default_factory=list)
     dropped_packs: list[tuple[Pack, str]] = field(default_factory=list)
     stale: list[Segment] = field(default_factory=list)
@@ -85,7 +88,7 @@ class Recorder:
     num_unconfirmed: int = 0
     num_exhausted: int = 0
     partial_dropped_rollouts: list[Rollout] = field(default_factory=list)
-    rollouts: list[Rollout] = field(default_factory=list)  # that became segments
+    rollouts: list[Rollout] = field(default_factory=list)  # that were matched
     activities: list[PipelineActivity] = field(default_factory=list)
     matches: list[tuple[SampleKey, Target, tuple[int, int] | None]] = field(default_factory=list)
     reads: list[tuple[SampleKey, int, int | None]] = field(default_factory=list)
@@ -121,6 +124,13 @@ class Recorder:
         self.matches.append((rollout.sample.key, target, space))
         self.rollouts.append(rollout)
         self.ledger.matched(rollout, target.quality)
+        self._tell()
+
+    def compared(self, rollouts: Sequence[Rollout], reward_std: float) -> None:
+        self.compared_groups.append(tuple(rollouts))
+
+    def unused(self, num_rollouts: int, reason: str) -> None:
+        self.num_unused[reason] += num_rollouts
 
     def segment(self, segment: Segment, seconds: float) -> None:
         self.segments.append(segment)
@@ -321,6 +331,9 @@ def make_bench(
         limit: int = 4,
         ledger_path: Path | None = None,
         origins: RowOrigins | None = None,
+        num_generations: int = 1,
+        groups: GroupSettings | None = None,
+        now_s: Callable[[], float] = time.monotonic,
         **changes: Any,
     ) -> Bench:
         clock = VersionClock()
@@ -333,7 +346,15 @@ def make_bench(
             seed=1,
             events=events.ledger,
             origins=origins,
+            num_generations=num_generations,
         )
+
+        def make_groups(ends: AttemptEnds) -> Groups:
+            assert groups is not None
+            return Groups(
+                ends, settings=groups, source=source, clock=clock, version_window=WINDOW, now_s=now_s
+            )
+
         attempts = Attempts(events.ledger)
         client = StandInClient(clock, server_encoder, attempts)
         evaluation = RankEvaluation(
@@ -374,6 +395,7 @@ def make_bench(
             ),
             events=events,
             version_window=WINDOW,
+            make_groups=None if groups is None else make_groups,
             ask_evaluation=evaluation.ask,
             take_evaluated=evaluation.take,
             **(settings | changes),

@@ -176,6 +176,7 @@ class CorePipeline:
         self._num_made = 0
         self._segments: list[Any] = []
         self._held: list[Any] = []
+        self._groups = None
         self.attempts = Attempts()
         self._partial = SimpleNamespace(_waiting=())  # nothing is resumed here
         self.queue: Any = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,16 +16,20 @@ from interleaving.setting import REQUEST_TIMEOUT_S, SYNC_TIMEOUT_S, Setting
 from interleaving.virtual_servers import BASE_WEIGHTS, NUM_TOKENS, VirtualServer, Weights
 from interleaving.virtual_threading import active
 
+from swift_stage2.channel_b.groups import Groups, GroupSettings, Member
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
 from swift_stage2.channel_b.rollout_client.lane import ServerLane
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.records import Pack, Rollout, SampleKey
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.telemetry.ledger import UnusedReason
 
 Place = tuple[int, int]  # a sample's epoch and position
 _SLACK_S = 1e-6
+_LONGEST_TURN_S = 1.0  # of a pipeline that nothing holds up
 _LONGEST_HOLD_S = 0.4 * SYNC_TIMEOUT_S  # of a server's install, for an evaluation
 
 
@@ -48,6 +52,13 @@ class RankLedger:
     def __init__(self) -> None:
         self.trained: set[Place] = set()
         self.quarantined: set[Place] = set()
+        self.unused: set[Place] = set()
+        self.compared: set[SampleKey] = set()
+        self.since: dict[Place, float] = {}  # of groups: when the first came that may not be compared yet
+        self.num_begun = 0  # rollouts
+        self.idle: tuple[int, float] | None = (
+            None  # so many were begun when groups waited for nobody, and since when
+        )
         self.promised: list[Pack] = []  # in a reservation that is neither taken nor released
         self.taken_at = -1  # the clock's version at the moment at which a step took its packs
         self.doubts: dict[
@@ -77,6 +88,7 @@ class Ledger:
         self.num_rounds = 0
         self.evaluations: EvaluationSchedule | None = None  # rank 0's
         self._clocks: list[VersionClock] = []
+        self._sources: list[SampleSource] = []
         self._round: Round | None = None
         self._targets: dict[int, tuple[VirtualServer, int]] = {}
         self._proven: set[tuple[str, str]] = set()  # base URL and round
@@ -284,10 +296,113 @@ class Ledger:
 
     def quarantined(self, rank: int, key: SampleKey) -> None:
         self.counts["quarantined"] += 1
-        place = (key.epoch, key.position)
-        if place in self.ranks[rank].trained or place in self.ranks[rank].quarantined:
-            _fail(f"rank {rank}: sample {place} is quarantined after its end")
-        self.ranks[rank].quarantined.add(place)
+        self._end(rank, key, self.ranks[rank].quarantined, "quarantined")
+
+    def _end(self, rank: int, key: SampleKey, ended: set[Place], how: str) -> None:
+        mine, place = self.ranks[rank], _place(key)
+        if place in mine.trained | mine.quarantined | mine.unused:
+            _fail(f"rank {rank}: sample {place} is {how} after its end")
+        ended.add(place)
+
+    # --- groups ------------------------------------------------------------------------------------
+
+    def watch_source(self, rank: int, source: SampleSource) -> None:
+        """Knows from now on which samples are settled as unused."""
+        self._sources.append(source)
+        settle = source.settle_unused
+
+        def settle_unused(keys: Sequence[SampleKey], reason: UnusedReason) -> None:
+            settle(keys, reason)
+            for key in keys:
+                self._end(rank, key, self.ranks[rank].unused, "unused")
+
+        source.settle_unused = settle_unused  # type: ignore[method-assign]
+
+    def watch_groups(self, rank: int, groups: Groups, source: SampleSource) -> None:
+        """Looks from now on how many samples it says that nobody gives: no more and no fewer than there are."""
+        num_to_ask, again = groups.num_to_ask, source._again
+
+        def num_missing() -> int:
+            returned = sum(source.group_of(key) in groups._waiting for key in again)
+            return returned + (-source._position) % self.setting.num_generations
+
+        def look(coming: Any) -> int:
+            least, said, most = num_missing(), num_to_ask(coming), num_missing()
+            if not least <= said <= most:
+                _fail(
+                    f"rank {rank}: groups wait for {said} samples that nobody gives, but {most} are to be drawn"
+                )
+            return said
+
+        groups.num_to_ask = look  # type: ignore[method-assign]
+
+    def matched(self, rank: int, rollout: Rollout) -> None:
+        self.ranks[rank].since.setdefault(self._group(rollout.sample.key), active().now)
+
+    def watch_comparisons(self, compare: Callable[..., Any]) -> Callable[..., Any]:
+        """``compare`` that looks first: once per rollout, all of a row, and none that may still come in time."""
+
+        def look_first(members: Sequence[Member], settings: GroupSettings) -> Any:
+            self._compares([member.rollout.sample.key for member in members])
+            return compare(members, settings)
+
+        return look_first
+
+    def _compares(self, keys: Sequence[SampleKey]) -> None:
+        rank = next(
+            n for n, source in enumerate(self._sources) if source._outstanding.get(_place(keys[0])) == keys[0]
+        )
+        mine, source = self.ranks[rank], self._sources[rank]
+        self.counts["groups compared"] += 1
+        if twice := mine.compared.intersection(keys):
+            _fail(f"rank {rank}: rollouts are compared twice: {twice}")
+        if len({(self._group(key), key.index) for key in keys}) > 1:
+            _fail(f"rank {rank}: rollouts of several rows are compared: {keys}")
+        mine.compared.update(keys)
+        (epoch, first), num = self._group(keys[0]), self.setting.num_generations
+        places = [(epoch, first + each) for each in range(num)]
+        # Those of a pack that was dropped just now, on another thread, may be missed.
+        dropped = {
+            _place(key) for key in source._again if replace(key, attempt=key.attempt - 1) in mine.compared
+        }
+        to_come = [
+            place
+            for place in places
+            if place >= (source._epoch, source._position)
+            or (source._outstanding.get(place, keys[0]) not in mine.compared and place not in dropped)
+        ]
+        is_late = active().now - mine.since[epoch, first] >= self.setting.group_straggler_s
+        self.counts["groups compared late"] += bool(to_come)
+        if to_come and not is_late:
+            _fail(
+                f"rank {rank}: {len(keys)} rollouts of a row are compared, and {len(to_come)} more may still come"
+            )
+        del mine.since[epoch, first]
+
+    def _group(self, key: SampleKey) -> Place:
+        """Named by its first place."""
+        return key.epoch, key.position - key.position % self.setting.num_generations
+
+    def check_groups(self, rank: int, b: Any) -> None:
+        """None waits for ever: not for samples that nobody asks for, nor for late ones."""
+        mine, pipeline, groups = self.ranks[rank], b.pipeline, b.pipeline._groups
+        if groups is None or pipeline.failure is not None or mine.producing or pipeline._stop._set:
+            return
+        self.counts["steps with groups waiting"] += bool(groups._waiting)
+        longest_turn_s = _LONGEST_TURN_S + (3.0 if self.setting.stall_share else 0.0)
+        for group, since_s in groups._since_s.items():
+            waited_s = active().now - since_s
+            is_enough = len(groups._waiting[group]) >= 2
+            if is_enough and waited_s > self.setting.group_straggler_s + longest_turn_s:
+                _fail(f"rank {rank}: a group waits {waited_s:.1f} s for its last rollouts")
+        has_budget = b.source._shares.num_left(b.clock.current, pipeline.max_rollouts_per_version) > 0
+        can_ask = b.client.proven and b.client.free_places and has_budget
+        if not groups._waiting or not can_ask or pipeline.attempts._open or pipeline._held:
+            mine.idle = None
+        elif mine.idle is None or mine.idle[0] != mine.num_begun:
+            mine.idle = (mine.num_begun, active().now)
+        elif active().now - mine.idle[1] > longest_turn_s:
+            _fail(f"rank {rank}: groups wait for samples that nobody asks for: {groups._waiting}")
 
     # --- steps -------------------------------------------------------------------------------------
 
@@ -344,10 +459,9 @@ class Ledger:
         if pack.version < version - self.setting.version_window:
             _fail(f"rank {rank} trains a pack of version {pack.version} at version {version}")
         for key in pack.keys:
-            place = (key.epoch, key.position)
-            if place in mine.trained or place in mine.quarantined:
-                _fail(f"rank {rank}: sample {place} is trained after its end")
-            mine.trained.add(place)
+            self._end(rank, key, mine.trained, "trained")
+            if self.setting.num_generations > 1 and key not in mine.compared:
+                _fail(f"rank {rank}: sample {key} is trained, but was never compared")
 
     def _check_pending(self, rank: int, b: Any, began_s: float) -> None:
         mine = self.ranks[rank]
@@ -389,20 +503,21 @@ class Ledger:
 
     def account(self, rank: int, b: Any) -> None:
         """Every sample that was drawn is in one place: drawn = to be drawn again + pending + in flight + held +
-        prepared + packed + trained + quarantined. Nothing may run between the looks: no yield point in here."""
+        waiting for its group + prepared + packed + trained + quarantined + unused. Nothing may run between the looks:
+        no yield point in here."""
         mine = self.ranks[rank]
         source, queue, pipeline = b.source, b.queue, b.pipeline
         outstanding = set(source._outstanding)
         drawn = {(source._epoch, position) for position in range(source._position)}
-        share = range(rank, len(source._rows), self.setting.num_ranks)
-        drawn |= {(epoch, position) for epoch in range(source._epoch) for position in range(len(share))}
-        if mine.trained & outstanding or mine.quarantined & outstanding:
-            _fail(
-                f"rank {rank}: samples go on after their end: {(mine.trained | mine.quarantined) & outstanding}"
-            )
+        drawn |= {
+            (epoch, position) for epoch in range(source._epoch) for position in range(len(source._shard))
+        }
+        ended = mine.trained | mine.quarantined | mine.unused
+        if ended & outstanding:
+            _fail(f"rank {rank}: samples go on after their end: {ended & outstanding}")
         if pipeline.failure is not None or mine.producing:
             return  # some are in the hands of the pipeline
-        if missing := drawn - mine.trained - mine.quarantined - outstanding:
+        if missing := drawn - ended - outstanding:
             _fail(f"rank {rank}: samples are nowhere: {sorted(missing)}")
         held = [
             *((key.epoch, key.position) for key in source._again),
@@ -410,6 +525,10 @@ class Ledger:
             *((segment.key.epoch, segment.key.position) for segment in pipeline._segments),
             *((rollout.sample.key.epoch, rollout.sample.key.position) for rollout in pipeline._held),
             *((key.epoch, key.position) for key in pipeline.attempts._open),
+            *(
+                _place(rollout.sample.key)
+                for rollout in (pipeline._groups.rollouts if pipeline._groups else ())
+            ),
         ]
         waiting = [sample.key for sample in pipeline._partial._waiting]
         if any(waiting.count(key) > 1 or key not in pipeline.attempts._open for key in waiting):
@@ -433,6 +552,10 @@ class Ledger:
         by_version = Counter(shares.values())
         if by_version and max(by_version.values()) > b.pipeline.max_rollouts_per_version:
             _fail(f"rank {rank}: more rollouts are begun under one version than may be: {by_version}")
+
+
+def _place(key: SampleKey) -> Place:
+    return key.epoch, key.position
 
 
 def _fail(message: str) -> None:

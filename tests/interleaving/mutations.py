@@ -16,6 +16,7 @@ from interleaving.core_scene import CoreParts, CorePipeline
 from interleaving.scene import Parts, RoundSync
 from interleaving.virtual_threading import TimeNames
 
+from swift_stage2.channel_b.groups import Groups
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue, Reservation
 from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
@@ -26,7 +27,7 @@ from swift_stage2.fence import InferFence
 from swift_stage2.learner import Learner
 from swift_stage2.records import BatchOutcome, Pack, Rollout, RoundOutcome, SampleKey
 from swift_stage2.scheduling.round_schedule import RoundSchedule
-from swift_stage2.telemetry.ledger import Entry
+from swift_stage2.telemetry.ledger import Entry, UnusedReason
 
 _FOR_EVER_S = 1000.0
 
@@ -243,6 +244,62 @@ class HastyLearner(Learner):
         return heard
 
 
+class HastyGroups(Groups):
+    """Compares a group as soon as it is large enough."""
+
+    def _is_ready(self, group: tuple[int, int]) -> bool:
+        return len(self._waiting[group]) >= self._settings.grpo.min_group
+
+
+class SilentPipeline(Pipeline):
+    """Asks for what the pacer wants, to which rollouts that wait for others are as good as made."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self._groups is not None:
+            self._groups.num_to_ask = lambda coming: 0  # type: ignore[method-assign]
+
+
+class UnsettlingPipeline(Pipeline):
+    """Nothing is trained of a group whose rewards are equal, and that is all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._ends.unused = lambda keys, reason: None  # type: ignore[method-assign]
+
+
+class RetryingPipeline(Pipeline):
+    """What is left alone of its group is asked again, for ever."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unused = self._ends.unused
+
+        def ask_again(keys: Sequence[SampleKey], reason: UnusedReason) -> None:
+            if reason is UnusedReason.TOO_SMALL:
+                self.source.give_back(keys, ReturnReason.FAILED)
+            else:
+                unused(keys, reason)
+
+        self._ends.unused = ask_again  # type: ignore[method-assign]
+
+
+class ComparedTooEarly(Parts):
+    groups = HastyGroups
+
+
+class NobodyAsksForTheRest(Parts):
+    pipeline = SilentPipeline
+
+
+class UnusedNotSettled(Parts):
+    pipeline = UnsettlingPipeline
+
+
+class AskedAloneForEver(Parts):
+    pipeline = RetryingPipeline
+
+
 class AheadUsedAtOnce(Parts):
     pipeline = HastyPipeline
 
@@ -365,5 +422,9 @@ OTHERS: tuple[tuple[type[Parts], str], ...] = (
     (VersionForRound, "whose round|which has ended"),
     (ClockBeforePacks, "raised StaleSample"),
     (OtherWeightsBroughtLate, "is proven to hold version"),
+    (ComparedTooEarly, "more may still come"),
+    (NobodyAsksForTheRest, "groups wait for samples that nobody asks for"),
+    (UnusedNotSettled, "nobody holds them"),
+    (AskedAloneForEver, "are compared twice"),
 )
 """Further mistakes in the full scene, and what the violation says."""

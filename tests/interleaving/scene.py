@@ -11,9 +11,11 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from interleaving.ledger import Ledger
@@ -28,18 +30,22 @@ from interleaving.virtual_servers import (
     VirtualTransport,
     Watcher,
     Weights,
+    log_prob_of,
 )
 from interleaving.virtual_threading import TimeNames, active, installed, running
 
-from swift_stage2.channel_b.attempts import Attempts
+from swift_stage2.channel_b import groups
+from swift_stage2.channel_b.attempts import AttemptEnds, Attempts
 from swift_stage2.channel_b.encoding import PromptEncoding
+from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Task
-from swift_stage2.config import DecodingConfig, OnPending
+from swift_stage2.columns import LOG_PROBS
+from swift_stage2.config import DecodingConfig, GrpoConfig, OnPending
 from swift_stage2.config.stage2_ab import PrefetchConfig
 from swift_stage2.errors import PipelineFailed, WeightSyncError
 from swift_stage2.evaluation import PinnedEvaluation, RankEvaluation
@@ -88,10 +94,19 @@ _NETWORK = Network()
 class StubEncoder:
     """Looks at every rollout on its way into a segment."""
 
+    closing_token_ids = (2,)
+
     def __init__(self, scene: Scene, rank: int) -> None:
         self._scene = scene
         self._rank = rank
         self._num_segments = 0
+
+    def require_trainable(self, rollout: Rollout) -> None:
+        """One of a group, before it is matched."""
+        self._scene.ledger.rollout(self._rank, rollout, _NETWORK.servers[rollout.server])
+        self._scene.ledger.tokens(rollout)
+        if list(rollout.log_probs or ()) != list(map(log_prob_of, rollout.token_ids)):
+            active().fail(f"tokens {rollout.token_ids} have the log-probabilities {rollout.log_probs}")
 
     def request(self, sample: Sample) -> dict[str, Any]:
         return {"messages": [], "row": sample.row["index"]}
@@ -102,26 +117,34 @@ class StubEncoder:
     def tokenise(self, text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         return (1,), ((0, 1),)
 
-    def encode_segment(self, rollout: Rollout, prompt: Any, target: Any, **settings: Any) -> Segment:
-        self._scene.ledger.rollout(self._rank, rollout, _NETWORK.servers[rollout.server])
-        self._scene.ledger.tokens(rollout)
+    def encode_segment(self, rollout: Rollout, prompt: Any, sequences: Any, **settings: Any) -> Segment:
+        if rollout.advantages is None:
+            self._scene.ledger.rollout(self._rank, rollout, _NETWORK.servers[rollout.server])
+            self._scene.ledger.tokens(rollout)
         failing = self._scene.setting.failing_pipeline
         if failing is not None and failing == (self._rank, self._num_segments):
             raise RuntimeError("the disk went away")
         self._num_segments += 1
         num_tokens = 1 + rollout.sample.key.index % 3
-        return Segment(rollout.sample.key, "", rollout.version, {}, num_tokens, num_tokens, 1, _QUALITY)
+        return Segment(rollout.sample.key, "", rollout.version, (), num_tokens, num_tokens, 1, _QUALITY)
 
     def collate(self, segments: Sequence[Segment]) -> dict[str, Any]:
         return {}
 
 
 class StubTask(Task):
+    reward_terms: ClassVar[Mapping[str, float]] = {"luck": 1.0}
+
     def read_truth(self, row: Mapping[str, Any]) -> None:
         return None
 
     def correct(self, *parts: Any) -> Target:
         return Target("", (1,), (1.0,), _QUALITY)
+
+    def reward(self, rollout: Rollout, truth: Any, target: Target) -> Mapping[str, float]:
+        """Of two rollouts of a row as often the same as not."""
+        key = rollout.sample.key
+        return {"luck": float((key.position * 7 + key.attempt * 3 + rollout.version) % 8 < 4)}
 
     def check_answer(self, *parts: Any) -> None:
         raise AssertionError("nobody asks")
@@ -186,6 +209,7 @@ class RankEvents:
 
     def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:
         self._ledger.counts["budgets exhausted"] += num_begun < num_wanted
+        self._ledger.ranks[self._rank].num_begun += num_begun
 
     def partial_dropped(self, rollout: Rollout) -> None:
         self._ledger.counts["partial rollouts dropped"] += 1
@@ -193,10 +217,17 @@ class RankEvents:
     def unconfirmed(self, num_rollouts: int) -> None:
         self._ledger.counts["rollouts unconfirmed"] += num_rollouts
 
+    def compared(self, rollouts: Sequence[Rollout], reward_std: float) -> None:
+        self._ledger.counts["groups trained"] += 1
+
+    def unused(self, num_rollouts: int, reason: str) -> None:
+        self._ledger.counts[f"rollouts unused {reason}"] += num_rollouts
+
     def enter(self, activity: PipelineActivity) -> None: ...
 
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
         self._told.matched(rollout, target.quality)
+        self._ledger.matched(self._rank, rollout)
 
     def segment(self, segment: Segment, seconds: float) -> None: ...
 
@@ -288,6 +319,7 @@ class Parts:
     pipeline: type[Pipeline] = Pipeline
     client: type[RolloutClient] = RolloutClient
     source: type[SampleSource] = SampleSource
+    groups: type[Groups] = Groups
     evaluation: type[PinnedEvaluation] = PinnedEvaluation
     learner: type[Learner] = Learner
     rounds: type[RoundSchedule] = RoundSchedule
@@ -368,6 +400,7 @@ class Scene:
             self.ledger.step(rank, step, decision, b, began_s)
             self.ledger.account(rank, b)
             self.ledger.check_shares(rank, b)
+            self.ledger.check_groups(rank, b)
             if step % _SAVE_STEPS == 0:
                 learner.checkpoint(step=step + 1, save_id=f"save {step + 1}")
             TimeNames.sleep(self.setting.step_s + self._rng.choice(self.setting.skews_s))
@@ -450,7 +483,16 @@ class Scene:
         fence = parts.fence(start_closed=True)
         clock = VersionClock()
         told = SampleLedger(self._logs[rank])  # type: ignore[arg-type]
-        source = parts.source(_ROWS, StubTask(), rank=rank, world_size=setting.num_ranks, seed=0, events=told)
+        source = parts.source(
+            _ROWS,
+            StubTask(),
+            rank=rank,
+            world_size=setting.num_ranks,
+            seed=0,
+            events=told,
+            num_generations=setting.num_generations,
+        )
+        ledger.watch_source(rank, source)
         told.write(
             Entry.START,
             run_id="run",
@@ -475,6 +517,7 @@ class Scene:
             max_inflight_per_server=setting.max_inflight,
             is_lost=lambda url, version: control.notes.read(_lost(url, version)) is not None,
             events=attempts,
+            columns=(LOG_PROBS,) if setting.num_generations > 1 else (),
         )
         events = RankEvents(ledger, rank, told)
         pipelines: list[Pipeline] = []
@@ -514,6 +557,7 @@ class Scene:
             version_window=setting.version_window,
             max_rollouts_per_version=_budget(setting),
             max_resumes=setting.max_resumes,
+            make_groups=self._group_maker(rank, source, clock) if setting.num_generations > 1 else None,
             ask_evaluation=evaluation.part.ask if evaluation is not None else None,
             take_evaluated=evaluation.part.take if evaluation is not None else None,
         )
@@ -584,6 +628,26 @@ class Scene:
         )
         return learner, b
 
+    def _group_maker(
+        self, rank: int, source: SampleSource, clock: VersionClock
+    ) -> Callable[[AttemptEnds], Groups]:
+        setting = self.setting
+        settings = GroupSettings(setting.objective, GrpoConfig(straggler_s=setting.group_straggler_s))
+
+        def make(ends: AttemptEnds) -> Groups:
+            groups = self._parts.groups(
+                ends,
+                settings=settings,
+                source=source,
+                clock=clock,
+                version_window=setting.version_window,
+                now_s=TimeNames.monotonic,
+            )
+            self.ledger.watch_groups(rank, groups, source)
+            return groups
+
+        return make
+
     def _make_evaluation(self, rank: int, control: Any, client: RolloutClient) -> PinnedEvaluation:
         setting = self.setting
         encoder = StubEncoder(self, rank)
@@ -644,7 +708,7 @@ def _budget(setting: Setting) -> int:
     )
     derived = prefetch.packs_in_budget(setting.packs_per_step, Fraction(str(setting.b_ratio)))
     num_packs = setting.packs_per_step if setting.tight_budget else derived
-    return num_packs * most_samples(_PACKING_LENGTH, shortest_prompt=1)
+    return num_packs * most_samples(_PACKING_LENGTH, shortest_prompt=1) + setting.num_generations - 1
 
 
 def _lost(url: str, version: int) -> str:
@@ -681,13 +745,15 @@ def run_seed(
     setting = change(setting_of(rng))
     chooser = seeded_chooser(rng, stall=setting.stall_share)
     scheduler = Scheduler(chooser, horizon_s=_HORIZON_S, traced=traced)
-    with running(scheduler):
-        scene = Scene(setting, rng, parts)
+    scene = Scene(setting, rng, parts)
+    watched = scene.ledger.watch_comparisons(groups.compare)
+    with running(scheduler), patch.object(groups, "compare", watched):
         try:
             scheduler.run(scene.run)
             scene.check_told()
         except Violation as violation:
             violation.scheduler = scheduler  # type: ignore[attr-defined]
-            violation.add_note(f"seed {seed}: {setting} max_resumes={setting.max_resumes}")
+            more = {each.name: getattr(setting, each.name) for each in fields(setting) if not each.repr}
+            violation.add_note(f"seed {seed}: {setting} {more}")
             raise
     return scene.ledger.counts, scheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from swift_stage2.config import OnPending
+from swift_stage2.config import Objective, OnPending
 
 REQUEST_TIMEOUT_S = 1.0
 SYNC_TIMEOUT_S = 5.0
@@ -67,6 +67,10 @@ class Setting:
     abort_when_pending: bool = False
     max_resumes: int | None = field(default=None, repr=False)  # drawn by what the rest says
     """How often an aborted rollout goes on; None where it begins anew."""
+    num_generations: int = field(default=1, repr=False)  # drawn by what the rest says, as are the two below
+    """Rollouts of a row, which are compared in groups; 1: each is trained by itself."""
+    objective: Objective = field(default=Objective.GRPO, repr=False)
+    group_straggler_s: float = field(default=60.0, repr=False)
     evaluate_every_steps: int = 0
     evaluation_samples: int = 4
     max_round_delay_steps: int = 1
@@ -104,6 +108,20 @@ class Setting:
 
 
 def setting_of(rng: random.Random) -> Setting:
+    """A scene of rollouts that are trained each by itself, or, a quarter, in groups."""
+    setting = _resuming(rng)
+    of_its_own = random.Random(f"{setting!r} {setting.max_resumes}")
+    if of_its_own.random() < 0.75:
+        return setting
+    return replace(
+        setting,
+        num_generations=of_its_own.randint(2, 4),
+        objective=of_its_own.choice((Objective.GRPO, Objective.MIXED)),
+        group_straggler_s=of_its_own.choice((0.3, 1.0, 60.0)),
+    )
+
+
+def _resuming(rng: random.Random) -> Setting:
     """A scene with nought to three kinds of trouble, or one whose servers come late; of ours alone, some resume."""
     setting = _setting_of(rng)
     of_its_own = random.Random(repr(setting))

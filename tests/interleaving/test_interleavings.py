@@ -63,6 +63,8 @@ def test_every_invariant_holds_in_the_full_scene(seeds: range) -> None:
         "evaluation rows given up", "steps with a round held", "steps with an install held",
         "evaluations complete", "evaluations round_due", "evaluations no_server", "evaluations training_ends",
         "final evaluations complete", "final evaluations no_server", "final evaluations left out",
+        "groups compared", "groups compared late", "groups trained", "steps with groups waiting",
+        "rollouts unused no_variance", "rollouts unused too_small", "rollouts unused dropped",
         "catch-ups", "servers caught up", "rollouts cut", "rollouts of several versions", "partial rollouts dropped",
     ):  # fmt: skip
         assert counts[what], f"no seed of this batch met it: {what}"
@@ -78,6 +80,7 @@ def test_every_invariant_holds_with_the_smallest_budget_that_fills_a_step() -> N
         "evaluation answers",
         "packs dropped_stale",
         "samples returned",
+        "groups compared",
     ):
         assert counts[what], f"no seed of this batch met it: {what}"
 

@@ -16,6 +16,7 @@ import httpx
 from interleaving.scheduler import Strand
 from interleaving.virtual_threading import active
 
+from swift_stage2.columns import LOG_PROBS
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
@@ -27,6 +28,11 @@ Weights = tuple[float, ...]
 BASE_WEIGHTS: Weights = (-1.0, -1.0)
 NUM_TOKENS = 4
 """Of a whole answer. Each tells the weights that it was sampled with."""
+
+
+def log_prob_of(token_id: int) -> float:
+    """Tells them, too."""
+    return -1.0 - abs(token_id)
 
 
 @dataclass(slots=True, eq=False)
@@ -168,7 +174,8 @@ class VirtualServer:
         if fate.status != 200:
             return fate.status, self._failures(fate)
         prefixes = [request.get(protocol.PREFIX, []) for request in requests]
-        return 200, [self._completion(*made_by, computation, len(prefix)) for prefix in prefixes]
+        asked = call.body["request_config"].get(LOG_PROBS.option)
+        return 200, [self._completion(*made_by, computation, len(prefix), asked) for prefix in prefixes]
 
     def _stamp(self) -> dict[str, Any]:
         return {
@@ -184,14 +191,21 @@ class VirtualServer:
         return {"detail": "cannot", "failures": [{"index": i, "cause": "cannot"} for i in fate.failed]}
 
     def _completion(
-        self, stamp: dict[str, Any], weights: Weights, computation: Computation, num_before: int
+        self,
+        stamp: dict[str, Any],
+        weights: Weights,
+        computation: Computation,
+        num_before: int,
+        with_log_probs: bool | None,
     ) -> dict[str, Any]:
         num_made = int(computation.done_share * (NUM_TOKENS - num_before))
-        choice = {
+        choice: dict[str, Any] = {
             "message": {"content": repr(weights)},
             "finish_reason": "stop" if computation.done_share == 1.0 else "abort",
             "token_ids": [int(weights[0])] * num_made,
         }
+        if with_log_probs:
+            choice["logprobs"] = {"content": [{"logprob": log_prob_of(int(weights[0]))}] * num_made}
         completion: dict[str, Any] = {"response": {"choices": [choice], "prompt_token_ids": [1]}}
         if not self.stock:
             completion["rollout_infos"] = {"stage2": stamp}

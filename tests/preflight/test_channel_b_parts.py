@@ -9,7 +9,7 @@ import pytest
 from real_model import rollout_of
 
 from swift_stage2.channel_b.parsing import TrueObjects
-from swift_stage2.config import Stage2Config
+from swift_stage2.config import Objective, Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError
 from swift_stage2.preflight.channel_b_parts import make_task, run_ahead_budget
@@ -81,6 +81,14 @@ def test_the_budget_of_a_version_is_that_of_the_packs_that_can_be_of_use(
     lengths = RowLengths(3, nothing, nothing, shortest_prompt=100)
     assert run_ahead_budget(config, lengths, packs_per_b_step) == budget
     assert run_ahead_budget(config, replace(lengths, shortest_prompt=0), 1) > 0
+    if not prefetch.get(
+        "max_rollouts_per_version"
+    ):  # whole groups fill the packs beside one that is not whole
+        decoding = replace(config.rollout.decoding, temperature=1.0)
+        rollout = replace(config.rollout, num_generations=4, decoding=decoding)
+        objective = replace(config.stage2_ab, objective=Objective.GRPO)
+        in_groups = replace(config, rollout=rollout, stage2_ab=objective)
+        assert run_ahead_budget(in_groups, lengths, packs_per_b_step) == budget + 3
 
 
 def test_a_task_that_nobody_registered_is_refused() -> None:

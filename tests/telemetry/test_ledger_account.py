@@ -16,7 +16,7 @@ from telemetry.test_match_log import rollout
 from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.records import MatchQuality, Sample, SampleKey, VersionSpan
 from swift_stage2.telemetry.audit import AuditLog, Record
-from swift_stage2.telemetry.ledger import Entry, Ledger
+from swift_stage2.telemetry.ledger import Entry, Ledger, UnusedReason
 from swift_stage2.telemetry.ledger_account import RankAccount, account_of
 from swift_stage2.telemetry.reading import read_audit, read_ledger
 
@@ -189,6 +189,80 @@ def test_a_broken_rule_of_resumed_rollouts_is_found(tmp_path: Path, spoil: Spoil
     records = _resumed_run(tmp_path)
     spoil(records)
     assert rule in _rules(records)
+
+
+def _run_in_groups(directory: Path) -> list[Record]:
+    """Three rows at three positions each: the first trained, the second compared in vain, of the third one dropped."""
+    run = LedgerRun(directory, num_rows=3, num_generations=3)
+    run.train_drawn(3)
+    equal = run.draw(3)
+    run.match(equal)
+    run.source.settle_unused(equal, UnusedReason.NO_VARIANCE)
+    late = run.draw(2)
+    run.match(late)
+    run.save("s1")
+    run.pack(late[:1], "q")
+    run.source.settle_unused(late[:1], UnusedReason.DROPPED)
+    run.draw(1)
+    return run.records()
+
+
+def test_rows_that_stand_at_several_positions_balance(tmp_path: Path) -> None:
+    records = _run_in_groups(tmp_path)
+    found = _account(records)
+    assert account_of({0: records}).is_balanced
+    assert (found.drawn, found.trained, found.quarantined) == (9, 3, {})
+    assert (found.unused, found.in_hand) == ({"dropped": 1, "no_variance": 3}, {"drawn": 1, "matched": 1})
+    drawn = [sample for record in records if record["kind"] == "drawn" for sample in record["samples"]]
+    assert [position for _, position, _, _ in drawn] == list(range(9))
+    assert [drawn[n][2] == drawn[n + 1][2] for n in range(8)] == [True, True, False] * 2 + [True, True]
+
+
+@pytest.mark.parametrize("num_generations", [1, 3])
+def test_a_second_epoch_has_as_many_positions(tmp_path: Path, num_generations: int) -> None:
+    run = LedgerRun(tmp_path, num_rows=2, num_generations=num_generations)
+    for _ in range(2 * num_generations):
+        run.train_drawn(2)
+    records = run.records()
+    assert account_of({0: records}).is_balanced
+    for state in (record["state"] for record in records if record["kind"] == "start"):
+        state["num_generations"] = num_generations + 1  # the second epoch begins too early for these
+    assert "every position of an epoch's shard is drawn once, in order" in _rules(records)
+
+
+def test_a_checkpoint_in_the_middle_of_a_group_opens_the_account(tmp_path: Path) -> None:
+    first = LedgerRun(tmp_path / "first", num_generations=3)
+    first.train_drawn(1)
+    first.draw(1)
+    state = first.save("s1")
+    second = LedgerRun(tmp_path / "second", num_generations=3, state=state)
+    second.train_drawn(5)
+    found = second.account()
+    assert (found.violations, found.taken_over, found.drawn, found.trained) == ((), 1, 4, 5)
+
+
+def _a_position_too_many(records: list[Record]) -> None:
+    records[_at(records, "drawn", 1)]["samples"][0][2] = records[_at(records, "drawn")]["samples"][0][2]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "rule"),
+    [
+        (_double("unused"), "a sample that was unused is not unused after it"),
+        (_without("unused"), "a checkpoint holds exactly the samples in hand"),
+        (_without("matched", 3), "a sample is unused once it was matched"),
+        (_without("drawn", 1), "a sample is drawn before it is unused"),
+        (_a_position_too_many, "no row is drawn at more positions of an epoch than it has"),
+        (
+            lambda records: records[0]["state"].pop("num_generations"),
+            "no row is drawn at more positions of an epoch",
+        ),
+    ],
+)
+def test_a_broken_rule_of_groups_is_found(tmp_path: Path, spoil: Spoil, rule: str) -> None:
+    records = _run_in_groups(tmp_path)
+    spoil(records)
+    assert any(found.startswith(rule) for found in _rules(records)), _rules(records)
 
 
 def test_a_violation_names_its_samples(tmp_path: Path) -> None:

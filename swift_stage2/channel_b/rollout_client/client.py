@@ -33,6 +33,8 @@ from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Rollout, Sample
 from swift_stage2.scheduling.pacing import max_prompts_in_flight
 
+Asked = tuple[Sample, Mapping[str, Any]]
+
 logger = logging.getLogger(__name__)
 
 _STOP_SLICE_S = 0.2
@@ -228,15 +230,16 @@ class RolloutClient:
             raise ValueError(
                 f"one request per sample, got num_samples={len(samples)} num_requests={len(requests)}"
             )
-        begin = 0
-        while begin < len(samples):
-            lane = None if self._stop.is_set() else self._choose_lane(len(samples) - begin)
+        left = list(zip(samples, requests, strict=True))
+        while left:
+            lane = None if self._stop.is_set() else self._choose_lane(len(left))
             if lane is None:
-                self._put(BatchOutcome(returned=tuple(samples[begin:]), terms=terms))
+                self._put(BatchOutcome(returned=tuple(sample for sample, _ in left), terms=terms))
                 return
-            part = slice(begin, begin + lane.post_size)
-            lane.submit(samples[part], requests[part], terms or self._terms)
-            begin = part.stop
+            part, left = _without_copies(left, lane.post_size)
+            lane.submit(
+                [sample for sample, _ in part], [request for _, request in part], terms or self._terms
+            )
 
     def next_finished(self, timeout_s: float) -> BatchOutcome | None:
         """The outcome of one share, in the order in which they end; None after ``timeout_s``, or when woken before.
@@ -321,6 +324,21 @@ class RolloutClient:
     def _take_news(self) -> dict[str, str]:
         news = {url: lane.trust.take_news() for url, lane in self._lanes.items()}
         return {url: reason for url, reason in news.items() if reason is not None}
+
+
+def _without_copies(asked: Sequence[Asked], most: int) -> tuple[list[Asked], list[Asked]]:
+    """The first of ``asked``, at most so many and no row twice, for one POST; and the rest.
+
+    A POST has one seed, and some servers give copies of a request in it one answer.
+    """
+    part: list[Asked] = []
+    rest: list[Asked] = []
+    rows: set[int] = set()
+    for sample, request in asked:
+        fits = len(part) < most and sample.key.index not in rows
+        (part if fits else rest).append((sample, request))
+        rows.add(sample.key.index)
+    return part, rest
 
 
 def _outcome_of(base_url: str, share: Share) -> BatchOutcome:

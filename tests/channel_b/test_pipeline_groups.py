@@ -1,0 +1,440 @@
+"""The real pipeline with groups: whole ones are packed, nothing of one is lost, and none keeps the pipeline waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from channel_b.test_pipeline import PATIENCE_S, WINDOW, Bench, encoder, make_bench, server_encoder
+from real_model import rollout_of
+
+from swift_stage2.channel_b.groups import GroupSettings
+from swift_stage2.config import GrpoConfig, Objective
+from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.telemetry.ledger import Entry
+from swift_stage2.telemetry.ledger_account import account_of
+from swift_stage2.telemetry.reading import read_ledger
+
+__all__ = ["encoder", "make_bench", "server_encoder"]
+
+STRAGGLER_S = 30.0
+
+MakeBench = Callable[..., Bench]
+
+
+def is_good(sample: Sample) -> bool:
+    return sample.key.position % 2 == 0
+
+
+class GroupBench:
+    """A bench whose every second rollout of a row is the right answer, and whose clock stands still."""
+
+    def __init__(self, make_bench: MakeBench, num_generations: int = 3, **changes: Any) -> None:
+        self.now_s = 0.0
+        settings = GroupSettings(Objective.GRPO, GrpoConfig(straggler_s=STRAGGLER_S))
+        changes = {"groups": settings, "now_s": lambda: self.now_s, "limit": 40} | changes
+        self.bench = make_bench(num_generations=num_generations, **changes)
+        self.is_good = is_good
+        self.bench.client.rollout = self.rollout  # type: ignore[method-assign]
+
+    def rollout(self, sample: Sample, **_: Any) -> Rollout:
+        client = self.bench.client
+        text = client._encoder.answer_of(sample) if self.is_good(sample) else "[]"
+        token_ids, _ = client._encoder.tokenise(text)
+        span = VersionSpan(client._clock.current, 0, len(token_ids))
+        plain = rollout_of(sample, text, client._encoder.encode_prompt(sample).token_ids, seconds=0.01)
+        return replace(plain, token_ids=token_ids, log_probs=(-0.5,) * len(token_ids), spans=(span,))
+
+    def all_but(self, *positions: int) -> Callable[[Sequence[Sample]], BatchOutcome]:
+        """What a server answers that is lost with those."""
+
+        def answer(samples: Sequence[Sample]) -> BatchOutcome:
+            lost = tuple(sample for sample in samples if sample.key.position in positions)
+            rest = self.bench.client.answer_all([sample for sample in samples if sample not in lost])
+            return replace(rest, returned=lost)
+
+        return answer
+
+    def work_until(self, holds: Callable[[], bool]) -> None:
+        for _ in range(30):
+            if holds():
+                return
+            self.bench.work()
+        pytest.fail(f"it never happened: asked {self.asked}, waiting {self.waiting}")
+
+    def work_until_idle(self) -> None:
+        self.work_until(lambda: not self.bench.work())
+
+    @property
+    def waiting(self) -> set[int]:
+        assert self.bench.pipeline._groups is not None
+        return {rollout.sample.key.position for rollout in self.bench.pipeline._groups.rollouts}
+
+    @property
+    def asked(self) -> list[int]:
+        return [key.position for keys in self.bench.client.calls for key in keys]
+
+
+def positions(keys: Sequence[SampleKey]) -> list[int]:
+    return [key.position for key in keys]
+
+
+# --- the way of a good group -------------------------------------------------------------------------
+
+
+def test_rollouts_wait_for_each_other_and_whole_groups_are_packed(make_bench: MakeBench) -> None:
+    scene = GroupBench(make_bench, target_packs=1)
+    bench = scene.bench
+    bench.observe(max_prompts=1)
+    for num_asked in (1, 2):
+        assert bench.work()
+        assert (len(scene.waiting), bench.events.segments) == (num_asked, [])
+    assert bench.work()
+    (group,) = bench.events.compared_groups
+    assert [rollout.sample.key.position for rollout in group] == [0, 1, 2]
+    assert len({rollout.sample.key.index for rollout in group}) == 1
+    good, bad, also_good = (rollout.advantages or () for rollout in group)
+    assert good == also_good
+    assert good[0] > 0 > bad[0]
+    assert sum(good + bad + also_good) == pytest.approx(0)
+    packed = [key for pack in bench.events.packs for key in pack.keys]
+    assert packed == [rollout.sample.key for rollout in group]
+    assert scene.waiting == set()
+
+
+@pytest.mark.parametrize("objective", [Objective.GRPO, Objective.MIXED])
+def test_of_a_group_whose_rewards_are_equal_nothing_is_trained_but_a_corrected_answer(
+    make_bench: MakeBench, objective: Objective
+) -> None:
+    scene = GroupBench(make_bench, groups=GroupSettings(objective, GrpoConfig()), target_packs=1)
+    scene.is_good = lambda sample: False
+    bench = scene.bench
+    bench.observe(max_prompts=1)
+    scene.work_until(lambda: len(scene.asked) == 3)
+    num_trained = int(objective is Objective.MIXED)
+    assert len(bench.events.segments) == num_trained
+    assert bench.events.num_unused == {"no_variance": 3 - num_trained}
+    assert bench.source.num_outstanding == num_trained
+
+
+# --- what it asks for --------------------------------------------------------------------------------
+
+
+def test_nothing_is_asked_for_rollouts_that_have_come_and_are_not_matched_yet(make_bench: MakeBench) -> None:
+    """Places are filled before that. One pack is wanted, and one group is in the making."""
+    scene = GroupBench(make_bench, 4, target_packs=1)
+    scene.bench.observe(max_prompts=1)
+    for _ in range(8):
+        scene.bench.pipeline._turn(0.0)
+    assert scene.asked == [0, 1, 2, 3]
+
+
+def test_nothing_is_asked_for_rollouts_that_are_held(make_bench: MakeBench) -> None:
+    scene = GroupBench(make_bench, 4, target_packs=1)
+    bench = scene.bench
+    bench.observe(max_prompts=1)
+    assert bench.work()
+    bench.client.answer = bench.client.answer_ahead
+    scene.work_until_idle()
+    assert scene.asked == [0, 1, 2, 3]
+    assert scene.waiting == {0}
+    bench.client.verdicts["run-2"] = True
+    bench.clock.advance()
+    bench.observe(max_prompts=0)
+    bench.work()
+    assert [len(group) for group in bench.events.compared_groups] == [4]
+
+
+def test_a_sample_that_came_back_is_asked_though_nothing_else_is_wanted(make_bench: MakeBench) -> None:
+    scene = GroupBench(make_bench, 4, target_packs=1)
+    bench = scene.bench
+    bench.client.answer = scene.all_but(1)
+    bench.observe(max_prompts=4)
+    scene.work_until(lambda: scene.waiting == {0, 2, 3})
+    bench.client.answer = bench.client.answer_all
+    assert bench.work()
+    assert [len(group) for group in bench.events.compared_groups] == [4]
+    assert set(scene.asked) == {0, 1, 2, 3}
+
+
+def test_a_sample_that_comes_back_again_and_again_does_not_keep_the_rest_of_its_group_from_being_drawn(
+    make_bench: MakeBench,
+) -> None:
+    scene = GroupBench(make_bench, 4, target_packs=1)
+    scene.bench.client.answer = scene.all_but(1)
+    scene.bench.observe(max_prompts=4)
+    scene.work_until(lambda: scene.waiting == {0, 2, 3})
+
+
+def test_a_pause_lets_groups_end_and_then_one_batch_of_each_version_shows_whether_it_is_over(
+    make_bench: MakeBench,
+) -> None:
+    scene = GroupBench(make_bench)
+    bench = scene.bench
+    bench.observe(max_prompts=1)
+    assert bench.work()
+    for version in range(3):
+        bench.observe(paused=True, max_prompts=1)
+        scene.work_until_idle()
+        assert scene.waiting == set()
+        assert len(scene.asked) == 3 * (version + 1)
+        bench.clock.advance()
+
+
+def test_a_step_that_waits_goes_on_though_a_pause_met_the_middle_of_a_group(make_bench: MakeBench) -> None:
+    scene = GroupBench(make_bench)
+    bench = scene.bench
+    bench.observe(max_prompts=1, num_demanded=1)
+    assert bench.work()
+    bench.clock.advance()
+    bench.pipeline.start()
+    bench.fill(1, paused=True)
+    assert scene.waiting == set()
+
+
+def test_a_step_that_waits_has_its_groups_ended_and_goes_on_where_the_budget_does_not_suffice(
+    make_bench: MakeBench,
+) -> None:
+    whole = GroupBench(make_bench)
+    whole.bench.pipeline.start()
+    whole.bench.fill(2)
+    assert whole.bench.queue.num_fresh(0) >= 2
+    assert whole.waiting == set()
+    assert len(whole.asked) % 3 == 0
+    short = GroupBench(make_bench, max_rollouts_per_version=4)
+    short.bench.pipeline.start()
+    short.bench.fill(4)
+    assert (sorted(short.asked), short.waiting) == ([0, 1, 2, 3], {3})
+    assert positions(short.bench.train()[0].keys) == [0, 1, 2], "what there is"
+    short.bench.fill(1)
+    assert sorted(short.asked)[:6] == [0, 1, 2, 3, 4, 5]
+    assert short.waiting <= {6, 7}
+
+
+def test_a_group_goes_on_under_the_version_whose_budget_has_room(make_bench: MakeBench) -> None:
+    scene = GroupBench(make_bench, 4, target_packs=9, max_rollouts_per_version=5)
+    bench = scene.bench
+    bench.observe()
+    scene.work_until_idle()
+    assert (scene.asked, scene.waiting) == ([0, 1, 2, 3, 4], {4})
+    bench.clock.advance()
+    bench.observe(step=1)
+    scene.work_until_idle()
+    assert [len(group) for group in bench.events.compared_groups] == [4, 4]
+    assert [rollout.version for rollout in bench.events.compared_groups[1]] == [0, 1, 1, 1]
+
+
+def test_a_pack_waits_for_a_group_whose_last_rollout_is_out(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A starving queue takes a pack that is not full only if what is out fills none."""
+    scene = GroupBench(make_bench, 3, packing_min_fill_ratio=1.0)
+    bench = scene.bench
+    monkeypatch.setattr(bench.pipeline._demand, "_segments_per_pack", 6.0)
+    bench.observe(max_prompts=5)
+    bench.pipeline._turn(0.0)
+    bench.client.max_prompts = 1
+    bench.pipeline._turn(0.0)
+    assert (scene.asked, scene.waiting) == ([0, 1, 2, 3, 4, 5], {3, 4})
+    assert bench.events.packs == []
+    bench.client.max_prompts = 0
+    bench.pipeline._turn(0.0)
+    assert set(positions(bench.events.packs[0].keys)) > {0, 1, 2}
+
+
+# --- members that fall out ---------------------------------------------------------------------------
+
+
+def test_a_group_does_not_wait_for_stragglers_beyond_its_time_and_what_comes_later_is_unused(
+    make_bench: MakeBench,
+) -> None:
+    scene = GroupBench(make_bench)
+    bench = scene.bench
+    bench.client.answer = scene.all_but(2)
+    bench.observe(max_prompts=3)
+    scene.work_until(lambda: scene.waiting == {0, 1})
+    scene.now_s = STRAGGLER_S - 0.1
+    bench.work()
+    assert bench.events.compared_groups == []
+    scene.now_s = STRAGGLER_S
+    bench.work()
+    (group,) = bench.events.compared_groups
+    assert [rollout.sample.key.position for rollout in group] == [0, 1]
+    bench.client.answer = bench.client.answer_all
+    bench.train(len(bench.events.packs))
+    bench.observe(step=1, max_prompts=1)
+    scene.work_until(lambda: bench.events.num_unused["too_small"] == 1)
+    assert scene.asked[-1] == 2, "it came again first"
+    assert bench.events.compared_groups == [group]
+
+
+def test_of_a_group_that_cannot_be_drawn_whole_those_that_are_here_are_compared_in_time(
+    make_bench: MakeBench,
+) -> None:
+    scene = GroupBench(make_bench, 4, target_packs=9, max_rollouts_per_version=6)
+    bench = scene.bench
+    bench.observe()
+    scene.work_until_idle()
+    assert (scene.asked, scene.waiting) == ([0, 1, 2, 3, 4, 5], {4, 5})
+    scene.now_s = STRAGGLER_S
+    scene.work_until_idle()
+    assert [len(group) for group in bench.events.compared_groups] == [4, 2]
+
+
+@pytest.mark.parametrize(("num_generations", "left"), [(3, "compared"), (2, "unused")])
+def test_a_quarantined_sample_is_not_waited_for(
+    make_bench: MakeBench, num_generations: int, left: str
+) -> None:
+    scene = GroupBench(make_bench, num_generations, target_packs=num_generations)
+    bench = scene.bench
+
+    def poison_the_last(samples: Sequence[Sample]) -> BatchOutcome:
+        good = bench.client.answer_all(samples[:-1])
+        return replace(good, quarantined=((samples[-1], "the server refuses it"),))
+
+    bench.client.answer = poison_the_last
+    bench.observe(max_prompts=num_generations)
+    bench.work()
+    assert len(bench.events.quarantines) == 1
+    assert scene.waiting == set()
+    if left == "compared":
+        assert [len(group) for group in bench.events.compared_groups] == [2]
+    else:
+        assert bench.events.num_unused == {"too_small": 1}
+        assert bench.source.num_outstanding == 0
+
+
+def test_a_rollout_that_goes_stale_while_it_waits_is_asked_again_for_its_group(
+    make_bench: MakeBench,
+) -> None:
+    scene = GroupBench(make_bench, target_packs=1)
+    bench = scene.bench
+    bench.client.answer = scene.all_but(1, 2)
+    bench.observe(max_prompts=3)
+    bench.work()
+    bench.client.answer = scene.all_but(2)
+    bench.clock.advance()
+    bench.observe(step=1, max_prompts=3)
+    bench.work()
+    assert scene.waiting == {0, 1}
+    for _ in range(WINDOW):  # the first is too old by now, the second at the edge
+        bench.clock.advance()
+    bench.client.answer = bench.client.answer_all
+    bench.observe(step=2, max_prompts=3)
+    for _ in range(2):
+        bench.work()
+    (group,) = bench.events.compared_groups
+    attempts = {(key.position, key.attempt) for key in (rollout.sample.key for rollout in group)}
+    assert attempts == {(0, 1), (1, 0), (2, 0)}
+
+
+@pytest.mark.parametrize("redraw", [True, False])
+def test_of_a_dropped_pack_come_again_those_that_can_be_compared(make_bench: MakeBench, redraw: bool) -> None:
+    scene = GroupBench(make_bench, redraw_dropped=redraw, packing_length=100)
+    bench = scene.bench
+    bench.observe(max_prompts=1)
+    scene.work_until(lambda: bench.queue.statistics().depth == 1)
+    pair = bench.events.packs[0].keys
+    assert (len(pair), len(bench.pipeline._segments)) == (2, 1), "of one group"
+    for _ in range(WINDOW + 1):
+        bench.clock.advance()
+    assert bench.queue.reserve(1, current_version=bench.clock.current) is None
+    bench.observe(max_prompts=0)
+    bench.work()
+    assert bench.events.num_unused == {"dropped": 1}, "the one that is left"
+    if not redraw:
+        assert [key for key, _, _ in bench.events.quarantines] == list(pair)
+        return
+    assert bench.events.quarantines == []
+    scene.is_good = lambda sample: sample.key == again[0]
+    again = [replace(key, attempt=1) for key in pair]
+    bench.observe(step=1, max_prompts=1)
+    scene.work_until(lambda: len(bench.events.compared_groups) > 1)
+    compared = [rollout.sample.key for rollout in bench.events.compared_groups[1]]
+    assert compared == again, "with each other, and not with the one that was given up"
+
+
+# --- servers -----------------------------------------------------------------------------------------
+
+
+def test_a_row_that_is_misread_at_all_its_positions_condemns_its_server_once(make_bench: MakeBench) -> None:
+    """As a single sample does: it is asked again beside another row."""
+    scene = GroupBench(make_bench, target_packs=1)
+    bench = scene.bench
+    bad: set[int] = set()
+
+    def misread_the_first_row(samples: Sequence[Sample]) -> BatchOutcome:
+        bad.add(samples[0].key.index) if not bad else None
+        good = [sample for sample in samples if sample.key.index not in bad]
+        misread = [rollout_of(sample, "[]", (1, 2, 3)) for sample in samples if sample.key.index in bad]
+        return BatchOutcome(rollouts=(*misread, *bench.client.answer_all(good).rollouts))
+
+    bench.client.answer = misread_the_first_row
+    bench.observe(max_prompts=1)
+    for _ in range(8):
+        bench.work()
+    assert len(bench.client.distrusted) == 1
+    assert [(key.position, why) for key, why, _ in bench.events.quarantines] == [
+        (position, "prompt_mismatch") for position in range(3)
+    ]
+    assert {key.index for key, _, _ in bench.events.quarantines} == bad
+
+
+def test_what_a_server_misreads_while_others_wait_for_it_comes_again(make_bench: MakeBench) -> None:
+    scene = GroupBench(make_bench, target_packs=1)
+    bench = scene.bench
+    bench.observe(max_prompts=1)
+    assert bench.work()
+    bench.client.agreeing.clear()  # another process has its place
+    bench.client.answer = lambda samples: BatchOutcome(
+        rollouts=tuple(rollout_of(sample, "[]", (1, 2, 3)) for sample in samples)
+    )
+    bench.work()
+    assert scene.waiting == {0}
+    bench.client.answer = bench.client.answer_all
+    scene.work_until_idle()
+    assert len(bench.events.compared_groups[0]) == 3
+    assert bench.events.quarantines == []
+
+
+# --- the end -----------------------------------------------------------------------------------------
+
+
+def test_a_stop_gives_back_what_waits_and_the_ledger_balances(make_bench: MakeBench, tmp_path: Path) -> None:
+    ledger = tmp_path / "rank0.jsonl"
+    scene = GroupBench(make_bench, 4, ledger_path=ledger, target_packs=1)
+    bench = scene.bench
+    bench.events.ledger.write(
+        Entry.START, run_id="run", step=0, world_size=1, version_window=WINDOW, save_id=None,
+        state=bench.source.state_dict(),
+    )  # fmt: skip
+    bench.client.answer = scene.all_but(1)
+    bench.pipeline.start()
+    bench.observe(max_prompts=6)
+    bench.events.wait_until(lambda: len(bench.events.rollouts) == 3)
+    assert bench.pipeline.stop(PATIENCE_S)
+    assert bench.pipeline.failure is None
+    assert scene.waiting == set()
+    stopped = [r for r in read_ledger(ledger) if r["kind"] == "returned" and r["reason"] == "stopped"]
+    waited = {(epoch, position) for record in stopped for epoch, position, *_ in record["samples"]}
+    assert {(0, 0), (0, 2), (0, 3)} <= waited
+    (rank,) = account_of({0: read_ledger(ledger)}).ranks
+    assert rank.violations == ()
+    assert sum(rank.in_hand.values()) == bench.source.num_outstanding
+
+
+def test_a_resumed_process_compares_what_is_left_of_a_group(make_bench: MakeBench) -> None:
+    """Of four one was trained, and the last was never drawn."""
+    before = GroupBench(make_bench, 4)
+    keys = before.bench.source.draw(3)
+    before.bench.source.settle_trained(keys[:1], pack_id="p", step=0, version=0)
+    after = GroupBench(make_bench, 4, target_packs=1)
+    after.bench.source.load_state_dict(before.bench.source.state_dict())
+    after.bench.observe(max_prompts=1)
+    while not after.bench.events.compared_groups:
+        assert after.bench.work()
+    (group,) = after.bench.events.compared_groups
+    assert [rollout.sample.key.position for rollout in group] == [1, 2, 3]
