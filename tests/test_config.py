@@ -441,6 +441,63 @@ def test_unsupported_arguments_are_refused_with_a_reason(tmp_path: Path, rule: A
         assert part in message
 
 
+def by_rewards(path: str = "", value: Any = None) -> dict[str, Any]:
+    """A run that trains rollouts by their rewards, with one key changed."""
+    data = changed(path, value) if path else copy.deepcopy(BASE)
+    data["stage2_ab"].setdefault("objective", "grpo")
+    rollout = data["rollout"]
+    rollout.setdefault("num_generations", 4)
+    rollout["decoding"] = {"temperature": 1.0, **rollout.get("decoding", {})}
+    data["swift"] = {"model": "m", "tuner_type": "full", **data.get("swift", {})}
+    return data
+
+
+@pytest.mark.parametrize("objective", ["grpo", "mixed"])
+def test_rollouts_may_be_trained_by_their_rewards(tmp_path: Path, objective: str) -> None:
+    assert load(tmp_path, by_rewards("stage2_ab.objective", objective)).stage2_ab.has_own_loss
+
+
+GRPO = "stage2_ab.channel_b.grpo"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "parts"),
+    [
+        ("stage2_ab.objective", "corrected_target", ("num_generations=4", "grpo or mixed")),
+        ("rollout.num_generations", 1, ("num_generations=1 min_group=2", "num_generations: 4 or more")),
+        ("rollout.num_generations", 4096, ("num_generations", "at most 1024")),
+        (f"{GRPO}.min_group", 5, ("num_generations=4 min_group=5",)),
+        (f"{GRPO}.min_group", 1, ("min_group must be at least 2", "compare")),
+        (f"{GRPO}.max_importance_weight", 0.5, ("max_importance_weight must be at least 1",)),
+        (f"{GRPO}.straggler_s", 0, ("straggler_s", "deadline")),
+        (f"{PREFETCH}.max_rollouts_per_version", 3, ("max_rollouts_per_version=3 num_generations=4",)),
+        (f"{DECODING}.temperature", 0.01, ("temperature=0.01", "temperature: 1.0")),
+        (f"{DECODING}.top_p", 0.95, ("top_p=0.95", "top_p: 1")),
+        (f"{DECODING}.top_k", 20, ("top_k=20", "top_k: -1")),
+        (f"{DECODING}.repetition_penalty", 1.1, ("repetition_penalty=1.1",)),
+        ("swift.tuner_type", "lora", ("lora_dropout=0.05, ms-swift's default", "lora_dropout: 0")),
+        ("swift.loss_type", "mine", ("swift.loss_type", "grpo and mixed")),
+        (
+            "stage2_ab.channel_b.reward.weights",
+            dict.fromkeys(("f1", "iou", "format", "duplicates", "misses"), 0),
+            ("of 0 for all terms",),
+        ),
+    ],
+)
+def test_what_rewards_cannot_be_compared_by_is_refused(
+    tmp_path: Path, path: str, value: Any, parts: tuple[str, ...]
+) -> None:
+    message = refusal(tmp_path, by_rewards(path, value))
+    assert all(part in message for part in parts), message
+
+
+def test_a_corrected_answer_is_in_the_group_or_beside_it(tmp_path: Path) -> None:
+    data = by_rewards(f"{GRPO}.target_in_group", True)
+    assert load(tmp_path, data).stage2_ab.trains_targets_beside
+    data["stage2_ab"]["objective"] = "mixed"
+    assert "remove target_in_group" in refusal(tmp_path, data)
+
+
 @pytest.mark.parametrize("target", [{"missed_order": "any"}, {"weights": {"duplicate": 0.5}}])
 @pytest.mark.parametrize(("key", "value"), [("enable_dft_loss", True), ("loss_type", "mine")])
 def test_two_losses_are_refused(tmp_path: Path, key: str, value: Any, target: Any) -> None:

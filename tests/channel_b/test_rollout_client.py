@@ -223,6 +223,20 @@ def test_one_request_per_sample(server: FakeRolloutServer, fence: InferFence) ->
             generate(client, make_samples(2), [request("0")])
 
 
+def test_copies_of_a_row_leave_in_different_posts_with_different_seeds(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    """A batch has one seed, and a server may give equal requests in it one answer."""
+    rows = [7, 7, 7, 8, 8, 8, 9]
+    samples = [Sample(SampleKey(0, position, row), row={}) for position, row in enumerate(rows)]
+    with make_client(server, fence=fence) as client:
+        outcome = generate(client, samples, [request(str(row)) for row in rows])
+    assert sorted(rollout.sample.key.position for rollout in outcome.rollouts) == list(range(7))
+    posts = [call.texts for call in server.infer_calls]
+    assert [sorted(texts) for texts in posts] == [["7", "8", "9"], ["7", "8"], ["7", "8"]]
+    assert len(set(server.seeds)) == 3
+
+
 def test_an_empty_batch_asks_nobody(server: FakeRolloutServer, fence: InferFence) -> None:
     with make_client(server, fence=fence) as client:
         assert ask(client, 0) == BatchOutcome()
