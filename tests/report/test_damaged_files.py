@@ -40,6 +40,7 @@ def whole_run(run_dir: Path) -> None:
     ledger.match([late])
     ledger.source.give_back([late], ReturnReason.STALE)
     ledger.source.settle_quarantined(bad, "bad_sample", "no box")
+    ledger.match([unused])
     ledger.source.settle_unused([unused], UnusedReason.TOO_SMALL)
     saved = json.loads(ledger.save("s1"))
     checkpoint = run_dir / "checkpoint-24"
