@@ -56,8 +56,7 @@ DEFAULT_TASK = "detection"
 SHIPPED_DIALECTS = {"object_list": "detection", "object_map": "detection", "point_list": "point"}
 """Each with the task that it is for."""
 SHIPPED_TASKS = {"detection": "object_list", "point": "point_list"}
-"""Each with the dialect that it takes unless another is written. A user's file may register more of both; see
-``Stage2Config``."""
+"""Each with the dialect that it takes unless another is written. A user's file may register more of both."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -387,9 +386,8 @@ class Stage2AbConfig:
     @property
     def trains_targets_beside(self) -> bool:
         """Whether a corrected answer may be trained beside a rollout."""
-        return self.objective is Objective.MIXED or (
-            self.uses_rewards and self.channel_b.grpo.target_in_group
-        )
+        has_target = self.uses_rewards and self.channel_b.grpo.target_in_group
+        return has_target or self.objective is Objective.MIXED
 
     @property
     def has_own_loss(self) -> bool:
