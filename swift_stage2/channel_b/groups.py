@@ -123,7 +123,7 @@ class Groups:
         group = self._source.group_of(rollout.sample.key)
         member = Member(rollout, judged.target.quality.reward[TOTAL], judged.target_reward)
         self._waiting.setdefault(group, []).append(member)
-        self._since_s.setdefault(group, self._now_s())
+        self._since_s[group] = self._now_s()
 
     @property
     def rollouts(self) -> list[Rollout]:

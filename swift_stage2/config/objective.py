@@ -61,7 +61,7 @@ class GrpoConfig:
     min_group: int = 2
     """Rollouts of one row that are compared at least; of a smaller group nothing is trained."""
     straggler_s: float = 60.0
-    """Seconds from its first rollout after which a group of at least ``min_group`` waits for no more; what comes later
+    """Seconds without another rollout after which a group of at least ``min_group`` waits for no more; what comes later
     is compared by itself, or unused if that is fewer."""
     scale_by_std: bool = True
     """Whether advantages are divided by the standard deviation of their group's rewards."""

@@ -271,6 +271,16 @@ def test_a_group_does_not_wait_for_stragglers_beyond_its_time_and_what_comes_lat
     assert bench.events.compared_groups == [group]
 
 
+def test_a_group_whose_rollouts_come_in_waves_is_compared_whole(make_bench: MakeBench) -> None:
+    """One place: each of them is in time after the one before."""
+    scene = GroupBench(make_bench, 4, target_packs=1)
+    scene.bench.observe(max_prompts=1)
+    for _ in range(4):
+        assert scene.bench.work()
+        scene.now_s += STRAGGLER_S / 2
+    assert [len(group) for group in scene.bench.events.compared_groups] == [4]
+
+
 def test_of_a_group_that_cannot_be_drawn_whole_those_that_are_here_are_compared_in_time(
     make_bench: MakeBench,
 ) -> None:

@@ -54,7 +54,7 @@ class RankLedger:
         self.quarantined: set[Place] = set()
         self.unused: set[Place] = set()
         self.compared: set[SampleKey] = set()
-        self.since: dict[Place, float] = {}  # of groups: when the first came that may not be compared yet
+        self.since: dict[Place, float] = {}  # of groups: when the last came that may not be compared yet
         self.num_begun = 0  # rollouts
         self.idle: tuple[int, float] | None = (
             None  # so many were begun when groups waited for nobody, and since when
@@ -337,7 +337,7 @@ class Ledger:
         groups.num_to_ask = look  # type: ignore[method-assign]
 
     def matched(self, rank: int, rollout: Rollout) -> None:
-        self.ranks[rank].since.setdefault(self._group(rollout.sample.key), active().now)
+        self.ranks[rank].since[self._group(rollout.sample.key)] = active().now
 
     def watch_comparisons(self, compare: Callable[..., Any]) -> Callable[..., Any]:
         """``compare`` that looks first: once per rollout, all of a row, and none that may still come in time."""
@@ -390,10 +390,9 @@ class Ledger:
             return
         self.counts["steps with groups waiting"] += bool(groups._waiting)
         longest_turn_s = _LONGEST_TURN_S + (3.0 if self.setting.stall_share else 0.0)
-        for group, since_s in groups._since_s.items():
-            waited_s = active().now - since_s
-            is_enough = len(groups._waiting[group]) >= 2
-            if is_enough and waited_s > self.setting.group_straggler_s + longest_turn_s:
+        for (epoch, number), members in groups._waiting.items():
+            waited_s = active().now - mine.since[epoch, number * self.setting.num_generations]
+            if len(members) >= 2 and waited_s > self.setting.group_straggler_s + longest_turn_s:
                 _fail(f"rank {rank}: a group waits {waited_s:.1f} s for its last rollouts")
         has_budget = b.source._shares.num_left(b.clock.current, pipeline.max_rollouts_per_version) > 0
         can_ask = b.client.proven and b.client.free_places and has_budget
