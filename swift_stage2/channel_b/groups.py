@@ -31,7 +31,7 @@ _EPSILON = 1e-4  # beside a standard deviation, as ms-swift's GRPO has it
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """How groups are compared."""
+    """The settings by which ``compare`` gives the rollouts of one row their advantages."""
 
     objective: Objective
     grpo: GrpoConfig
@@ -115,7 +115,7 @@ class Groups:
 
     @property
     def with_target(self) -> bool:
-        """Whether the corrected answer's own reward is needed."""
+        """True if the preprocessor must also rate the corrected answer, as a member of the group."""
         return self._settings.grpo.target_in_group
 
     def add(self, rollout: Rollout, judged: Judged) -> None:

@@ -63,7 +63,7 @@ class Judged:
     target: Target
     space: tuple[int, int] | None
     target_reward: float | None = None
-    """That of the corrected answer, where it was asked for."""
+    """The reward of the corrected answer; None unless ``compare`` was called ``with_target``."""
 
 
 def make_target(rollout: Rollout, prompt: PromptEncoding, encoder: Encoder, task: Task) -> Target:

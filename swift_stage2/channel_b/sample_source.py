@@ -173,7 +173,7 @@ class SampleSource:
             return [key for each in positions if (key := self._outstanding.get((epoch, each))) is not None]
 
     def is_drawn(self, group: tuple[int, int]) -> bool:
-        """Whether no sample of a group is still to be drawn for the first time."""
+        """True once ``draw`` has given every sample of the group at least once."""
         epoch, number = group
         return (self._epoch, self._position) >= (epoch, (number + 1) * self._num_generations)
 

@@ -64,17 +64,17 @@ class GrpoConfig:
     """Seconds without another rollout after which a group of at least ``min_group`` waits for no more; what comes later
     is compared by itself, or unused if that is fewer."""
     scale_by_std: bool = True
-    """Whether advantages are divided by the standard deviation of their group's rewards."""
+    """True divides every advantage by the standard deviation of the rewards in its group."""
     proximal: Proximal = Proximal.CURRENT
     """``current``: importance weights, capped. ``behaviour``: the probability ratio to what sampled, clipped."""
     max_importance_weight: float = 2.0
     """Cap of a token's importance weight, with ``proximal: current``."""
     clip_low: float = 0.2
-    """How far below 1 a token's ratio still counts, with ``proximal: behaviour``."""
+    """With ``proximal: behaviour``, a token with a negative advantage is not trained below a ratio of 1 - clip_low."""
     clip_high: float = 0.28
-    """How far above 1."""
+    """With ``proximal: behaviour``, a token with a positive advantage is not trained above a ratio of 1 + clip_high."""
     target_in_group: bool = False
-    """Whether the corrected answer of the best rollout is one more member of its group, with a reward of its own."""
+    """True adds the corrected answer of the best rollout to its group, with the reward that the task gives it."""
     target_weight: float = 1.0
     """Loss weight of the corrected answer's tokens, with ``objective: mixed``."""
 
