@@ -9,7 +9,7 @@ import sys
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
@@ -309,6 +309,27 @@ def test_a_misspelt_key_is_refused_at_every_level(tmp_path: Path, place: str, ke
         message = refusal(tmp_path, changed(f"{place}.{misspelt}" if place else misspelt, 1))
         assert repr(misspelt) in message
         assert "did you mean" in message or "its keys are" in message
+
+
+def _numbers(section: type, place: str = "") -> list[str]:
+    """Dotted path of every key whose value may have a fraction."""
+    hints = get_type_hints(section)
+    found: list[str] = []
+    for item in fields(section):
+        hint, path = hints[item.name], f"{place}{item.name}"
+        if isinstance(hint, type) and is_dataclass(hint):
+            found += _numbers(hint, f"{path}.")
+        elif float in (hint, *get_args(hint)):
+            found.append(path)
+    return found
+
+
+@pytest.mark.parametrize("path", [*_numbers(Stage2Config), "stage2_ab.channel_b.reward.weights.f1"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_number_that_is_not_finite_is_told_as_such(tmp_path: Path, path: str, value: float) -> None:
+    message = refusal(tmp_path, changed(path, value))
+    assert "finite number" in message
+    assert f"{path.rpartition('.')[2]}={value}" in message
 
 
 @pytest.mark.parametrize(

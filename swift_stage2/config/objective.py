@@ -51,8 +51,8 @@ class RewardConfig:
         for name, weight in self.weights.items():
             if type(weight) not in (int, float) or not 0 <= weight <= MOST_REWARD:
                 raise ConfigError(
-                    f"weights must be numbers from 0 to {MOST_REWARD:,}, because terms are the larger the better, got "
-                    f"{name}={weight!r}; write for example {name}: 0.5"
+                    f"weights must be finite numbers from 0 to {MOST_REWARD:,}, because terms are the larger the "
+                    f"better, got {name}={weight!r}; write for example {name}: 0.5"
                 )
 
 

@@ -60,7 +60,7 @@ def deadline(section: Any, *names: str) -> None:
     """Each is finite and positive: nothing may wait for ever."""
     remedy = "write a number of seconds, because every wait needs a deadline"
     for name in names:
-        _require(section, name, lambda value: value > 0, "a finite number of seconds above 0", remedy)
+        _require(section, name, lambda value: value > 0, "above 0", remedy)
 
 
 def above_zero(section: Any, name: str, maximum: float = math.inf, remedy: str = "") -> None:
@@ -102,6 +102,8 @@ def _looks_like_a_key(word: str) -> bool:
 
 def _require(section: Any, name: str, holds: Callable[[float], bool], allowed: str, remedy: str) -> None:
     value = getattr(section, name)
-    if not (math.isfinite(value) and holds(value)):
+    is_finite = math.isfinite(value)
+    if not is_finite or not holds(value):
+        allowed = allowed if is_finite else f"a finite number {allowed}"
         tail = f"; {remedy}" if remedy else ""
         raise ConfigError(f"{name} must be {allowed}, got {name}={value!r}{tail}")
