@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -85,6 +85,30 @@ class GrpoConfig:
         rules.above_zero(self, "clip_low", 1)
         rules.above_zero(self, "clip_high")
         rules.above_zero(self, "target_weight")
+
+
+def idle_settings(objective: Objective, channel: ChannelBConfig) -> Iterator[str]:
+    """One line for every setting that leaves written keys without effect on what is trained."""
+    grpo, got = channel.grpo, f"objective: {objective}"
+    if objective is Objective.CORRECTED_TARGET:
+        reader = f"objective: {Objective.GRPO} or {Objective.MIXED}"
+        idle = [(reader, "grpo", rules.written(grpo)), (reader, "reward", rules.written(channel.reward))]
+    else:
+        got += f", proximal: {grpo.proximal}"
+        is_current = grpo.proximal is Proximal.CURRENT
+        other = Proximal.BEHAVIOUR if is_current else Proximal.CURRENT
+        bounds = ("clip_low", "clip_high") if is_current else ("max_importance_weight",)
+        idle = [(f"proximal: {other}", "grpo", rules.written(grpo, *bounds))]
+    if objective is Objective.GRPO:
+        reader = f"objective: {Objective.MIXED}"
+        idle.append((reader, "grpo", rules.written(grpo, "target_weight")))
+        if not grpo.target_in_group:
+            names = rules.written(channel.target, "missed_order", "weights")
+            idle.append((f"{reader}, or target_in_group: true,", "target", names))
+    for reader, section, names in idle:
+        if names:
+            place = f"stage2_ab.channel_b.{section}.{' and '.join(names)}"
+            yield f"only {reader} trains by {place}, got {got}"
 
 
 def check_objective(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from swift_stage2.errors import ConfigError
@@ -67,6 +67,13 @@ def above_zero(section: Any, name: str, maximum: float = math.inf, remedy: str =
     """``0 < value <= maximum`` and finite."""
     allowed = "above 0" if math.isinf(maximum) else f"above 0 and at most {maximum:g}"
     _require(section, name, lambda value: 0 < value <= maximum, allowed, remedy)
+
+
+def written(section: Any, *names: str) -> list[str]:
+    """Those of ``names``, by default of all settings, that are not at their defaults: of others nobody knows."""
+    defaults = type(section)()
+    names = names or tuple(each.name for each in fields(section))
+    return [name for name in names if getattr(section, name) != getattr(defaults, name)]
 
 
 def variable_name(name: str, value: str) -> None:

@@ -11,12 +11,12 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift_stage2.config import Stage2Config, Transport
-from swift_stage2.config.stage2_ab import EvaluationConfig
+from swift_stage2.config import Stage2Config, Transport, rules
+from swift_stage2.config.objective import idle_settings
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.preflight.dataset import check_data
@@ -205,13 +205,9 @@ def _plugins(config: Stage2Config, known: Known) -> Found | None:
 
 
 def _evaluation_settings(config: Stage2Config, known: Known) -> Found | None:
-    """Settings that ask for what no evaluation does. Those at their defaults may not have been written."""
-    evaluation, defaults = config.stage2_ab.evaluation, EvaluationConfig()
-    written = [
-        each.name
-        for each in fields(evaluation)
-        if getattr(evaluation, each.name) != getattr(defaults, each.name)
-    ]
+    """Settings that ask for what no evaluation does."""
+    evaluation = config.stage2_ab.evaluation
+    written = rules.written(evaluation)
     if not evaluation.every_steps and written:
         return Found(
             "no evaluation is asked for",
@@ -228,6 +224,14 @@ def _evaluation_settings(config: Stage2Config, known: Known) -> Found | None:
             f"write stage2_ab.evaluation.num_pictures: {evaluation.num_samples}, or a larger num_samples",
         )
     return None
+
+
+def _objective_settings(config: Stage2Config, known: Known) -> Found | None:
+    """Keys that the objective leaves without effect."""
+    objective, channel = config.stage2_ab.objective, config.stage2_ab.channel_b
+    advice = tuple(idle_settings(objective, channel)) if config.b_enabled else ()
+    remedy = "leave the keys out, or write the setting that trains by them"
+    return Found(f"objective: {objective}", advice, remedy) if advice else None
 
 
 def _disk_directory(config: Stage2Config, known: Known) -> Found | None:
@@ -306,6 +310,7 @@ CHECKS = (
     Check("resume", "files", _resume),
     Check("plugins", "files", _plugins),
     Check("evaluation settings", "files", _evaluation_settings),
+    Check("objective settings", "files", _objective_settings),
     Check("disk directory", "files", _disk_directory),
     Check("data sets", "rows", _data_sets),
     Check("hub ids", "files", _hub_ids),

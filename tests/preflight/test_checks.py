@@ -37,6 +37,7 @@ def test_only_checks_whose_needs_are_there_are_run() -> None:
         "resume",
         "plugins",
         "evaluation settings",
+        "objective settings",
         "disk directory",
         "data sets",
         "hub ids",
@@ -98,6 +99,72 @@ def test_evaluation_settings_that_do_nothing_are_told(section: dict[str, int], t
         (advice,) = found.advice
         assert told in advice
         assert found.remedy.startswith("write stage2_ab.evaluation.")
+
+
+BY_REWARDS = "only objective: grpo or mixed trains by stage2_ab.channel_b."
+ON_TARGETS = "only objective: mixed, or target_in_group: true, trains by stage2_ab.channel_b.target."
+
+
+@pytest.mark.parametrize(
+    ("objective", "channel", "told"),
+    [
+        ("corrected_target", {"target": {"missed_order": "any"}}, []),
+        (
+            "corrected_target",
+            {"grpo": {"min_group": 3, "proximal": "behaviour"}, "reward": {"weights": {"f1": 2}}},
+            [
+                f"{BY_REWARDS}grpo.min_group and proximal, got objective: corrected_target",
+                f"{BY_REWARDS}reward.weights, got objective: corrected_target",
+            ],
+        ),
+        (
+            "grpo",
+            {"grpo": {"min_group": 3, "max_importance_weight": 3}, "reward": {"weights": {"f1": 2}}},
+            [],
+        ),
+        (
+            "grpo",
+            {"grpo": {"clip_low": 0.1, "clip_high": 0.3, "target_weight": 2}},
+            [
+                "only proximal: behaviour trains by stage2_ab.channel_b.grpo.clip_low and clip_high, got objective: "
+                "grpo, proximal: current",
+                "only objective: mixed trains by stage2_ab.channel_b.grpo.target_weight, got objective: grpo, "
+                "proximal: current",
+            ],
+        ),
+        (
+            "grpo",
+            {"target": {"missed_order": "random", "weights": {"closure": 2}, "dialect": "object_list"}},
+            [f"{ON_TARGETS}missed_order and weights, got objective: grpo, proximal: current"],
+        ),
+        ("grpo", {"grpo": {"target_in_group": True}, "target": {"missed_order": "random"}}, []),
+        (
+            "mixed",
+            {
+                "grpo": {"proximal": "behaviour", "max_importance_weight": 3, "target_weight": 2},
+                "target": {"missed_order": "random"},
+            },
+            [
+                "only proximal: current trains by stage2_ab.channel_b.grpo.max_importance_weight, got objective: "
+                "mixed, proximal: behaviour"
+            ],
+        ),
+    ],
+)
+def test_keys_that_the_objective_does_not_train_by_are_told(
+    objective: str, channel: dict[str, Any], told: list[str]
+) -> None:
+    compared = {"num_generations": 4, "decoding": {"temperature": 1.0}}
+    servers = {"servers": [{"base_url": "http://127.0.0.1:8000"}]}
+    data: dict[str, Any] = {
+        "stage2_ab": {"schedule": {"b_ratio": 0.5}, "objective": objective, "channel_b": channel},
+        "rollout": servers if objective == "corrected_target" else servers | compared,
+    }
+    (check,) = (check for check in CHECKS if check.name == "objective settings")
+    found = check.find(bind(Stage2Config, data), Known(files=True))
+    assert list(found.advice if found is not None else ()) == told
+    data["stage2_ab"]["schedule"]["b_ratio"] = 0
+    assert check.find(bind(Stage2Config, data), Known(files=True)) is None, "nothing of channel B is trained"
 
 
 def test_no_key_for_a_server_that_others_reach_is_told() -> None:
