@@ -31,13 +31,14 @@ from swift_stage2.telemetry.reading import RankRecords
 Counts = Mapping[str, float]
 """Counters of all ranks together."""
 _GAP, _ENTROPY = "policy/log_prob_gap", "policy/entropy"
-_SHARES = ("policy/clip_share", "policy/cap_share")
 _SPREAD = "group/reward_std"
 _MOST = 2.0**62  # of a sum that no damage has made
 _UNUSED = tuple(
     Ratio(f"unused: {reason}", (f"rollouts_unused/{reason}",), ("rollouts_prepared",), "share of rollouts")
     for reason in UnusedReason
 )
+_SHARES = ("policy/clip_share", "policy/cap_share", *(each.tag for each in _UNUSED))
+"""Told in percent; the others have units of their own."""
 
 
 def rewards_section(run: RunData) -> Iterator[Section]:
@@ -49,7 +50,7 @@ def rewards_section(run: RunData) -> Iterator[Section]:
     measured = {ratio.tag: ratio for ratio in (*reward_ratios(last), *RATIOS, *_UNUSED)}
     rewards = [tag for tag in measured if tag.startswith(REWARD)]
     tags = [*sorted(rewards, key=lambda tag: tag != REWARD + TOTAL), _SPREAD]
-    shares = [tag for tag in (*_SHARES, *(each.tag for each in _UNUSED)) if measured[tag].value(last, {})]
+    shares = [tag for tag in _SHARES if measured[tag].value(last, {})]
     parts: list[Part] = [
         _table(counts, [measured[tag] for tag in (*tags, _GAP, _ENTROPY, *shares)]),
         _chart(
@@ -84,7 +85,7 @@ def rewards_section(run: RunData) -> Iterator[Section]:
             "Tokens and rollouts that counted less, or not at all",
             "Shares of sampled tokens whose weight was clipped or capped, and of rollouts of which nothing was "
             "trained.",
-            "0 to 1",
+            "percent",
             counts,
             [measured[tag] for tag in shares],
         ),
@@ -134,10 +135,14 @@ def _table(counts: Sequence[tuple[int, Counts]], ratios: Sequence[Ratio]) -> Tab
         }
         windows = halves | windows
     rows = tuple(
-        (ratio.tag, *(number(ratio.value(totals, start)) for totals, start in windows.values()))
+        (ratio.tag, *(_cell(ratio, ratio.value(totals, start)) for totals, start in windows.values()))
         for ratio in ratios
     )
     return Table("Means over rollouts, groups and tokens", ("what", *windows), rows)
+
+
+def _cell(ratio: Ratio, value: float | None) -> str:
+    return f"{value:.1%}" if value is not None and ratio.tag in _SHARES else number(value)
 
 
 def _chart(
@@ -153,7 +158,7 @@ def _chart(
     ]
     points = {
         ratio.tag: [
-            (step, value)
+            (step, 100 * value if ratio.tag in _SHARES else value)
             for step, totals, before in windows
             if (value := ratio.value(totals, before)) is not None
         ]

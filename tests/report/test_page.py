@@ -288,7 +288,7 @@ def test_rewards_are_told_by_window_where_rollouts_were_compared(tmp_path: Path)
     assert rows["reward/f1"] == ("0.5", "0.75", "0.6667")
     assert rows["group/reward_std"] == ("–", "0.5", "0.5")
     assert rows["policy/log_prob_gap"] == ("–", "0.1", "0.1")
-    assert rows["unused: no_variance"] == ("1", "0.25", "0.5")
+    assert rows["unused: no_variance"] == ("100.0%", "25.0%", "50.0%")
     assert "policy/clip_share" not in rows
     drawn = {
         chart.key: {series.name: series for series in chart.series}
@@ -299,6 +299,7 @@ def test_rewards_are_told_by_window_where_rollouts_were_compared(tmp_path: Path)
     assert drawn["rewards"]["reward/total"].x == (10, 20)
     assert drawn["rewards"]["reward/total"].y == (1.25, 2.0)
     assert drawn["gap"]["policy/log_prob_gap"].x == (20,)
+    assert drawn["compared"]["unused: no_variance"].y == (100.0, 25.0)
 
 
 def test_drift_is_told_by_lag_with_its_definition(run_dir: Path) -> None:
