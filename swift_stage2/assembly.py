@@ -388,6 +388,7 @@ def _build_channel_b(
         evaluation=evaluation,
         final_evaluation_s=config.stage2_ab.evaluation.final_timeout_s,
         answer_spelling=parts.task.spelling,
+        objective=config.stage2_ab.objective,
         may_stage=may_stage,
         longest_fill_s=config.control_timeout_s - rollout.sync.timeout_s if is_inline else None,
         courier=courier,

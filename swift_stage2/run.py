@@ -145,6 +145,7 @@ class Stage2Run:
         if self._channel_b is not None and state["learner"]:
             _check_spelling(state["learner"].get("answer_spelling"), self._channel_b.answer_spelling)
             self._channel_b.source.load_state_dict(state["learner"]["source"])
+            self._tell_objective(state["learner"].get("objective"), self._channel_b.objective)
             while self._channel_b.clock.current < state["learner"]["version"]:
                 self._channel_b.clock.advance()
             for server in map(AddedServer.from_json, state["learner"].get("added_servers", ())):
@@ -154,6 +155,13 @@ class Stage2Run:
                     self._channel_b.add(server)
             if self._channel_b.evaluation is not None:
                 self._channel_b.evaluation.resume(state["learner"].get("unfinished_evaluation"))
+
+    def _tell_objective(self, before: str | None, now: str) -> None:
+        """Two objectives that the stream allows are both fine: no pack is kept. An earlier checkpoint does not tell."""
+        if before not in (None, now) and self._control.rank == 0:
+            self.telemetry.record_warning(
+                f"channel B trains by stage2_ab.objective: {now} from here on; until this checkpoint it was {before}"
+            )
 
     def together(self, work: Callable[[], ResultT]) -> ResultT:
         """Returns what ``work`` does once it has succeeded on every rank; raises on all when it fails on one."""

@@ -36,11 +36,13 @@ def configure(tmp_path: Path) -> Callable[..., Stage2Config]:
         dialect: str = "object_list",
         evaluation: dict[str, int] | None = None,
         rows_without_objects: str = "refuse",
+        objective: str = "corrected_target",
         **rollout: Any,
     ) -> Stage2Config:
         content = {
             "stage2_ab": {
                 "schedule": {"b_ratio": 0.5},
+                "objective": objective,
                 "evaluation": evaluation or {},
                 "channel_b": {
                     "preprocessing": "thread",  # a process takes ten seconds to load ms-swift
@@ -493,6 +495,36 @@ def test_a_run_resumes_with_answers_written_as_before_only(
             assert '], "label"' in str(caught.value)
         finally:
             again.close()
+
+
+def test_a_run_resumes_with_another_objective_that_has_the_same_stream(
+    configure: Callable[..., Stage2Config],
+    server: FakeRolloutServer,
+    rows: list[dict[str, Any]],
+    tmp_path: Path,
+    channel_bs: list[Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """``test_groups`` has what refuses corrected targets: their stream has one rollout of a row."""
+    runs = []
+    try:
+        for objective in ("grpo", "mixed"):
+            decoding = {"max_new_tokens": 100, "temperature": 1.0}
+            config = configure(server.url, objective=objective, num_generations=4, decoding=decoding)
+            runs.append(_start(config, rows, tmp_path / objective, _token_count))
+        first, again = runs
+        outstanding = channel_bs[0].source.draw(6)
+        of_first = first.checkpoint(step=7)
+        again.resume(lambda: of_first)
+        (told,) = (text for text in caplog.messages if "stage2_ab.objective" in text)
+        assert told.endswith("stage2_ab.objective: mixed from here on; until this checkpoint it was grpo")
+        of_again = again.checkpoint(step=8)
+        again.resume(lambda: of_again)
+        assert channel_bs[1].source.draw(6) == outstanding
+        assert sum("stage2_ab.objective" in text for text in caplog.messages) == 1
+    finally:
+        for run in runs:
+            run.close()
 
 
 def test_rows_without_objects_are_channel_as_alone_where_asked_for(

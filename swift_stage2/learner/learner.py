@@ -169,6 +169,7 @@ class Learner:
             "source": source,
             "unfinished_evaluation": unfinished,
             "answer_spelling": list(self._b.answer_spelling),
+            "objective": str(self._b.objective),
             "added_servers": [server.to_json() for server in self._b.added],
         }
 

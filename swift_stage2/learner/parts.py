@@ -11,6 +11,7 @@ from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.config import Objective
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner.server_requests import AddedServer, ServerRequests
@@ -69,6 +70,8 @@ class ChannelB:
     """How long the round and the evaluation of the final weights may take; 0: there are none."""
     answer_spelling: Sequence[str] = ()
     """The spelling of targets: code fence, separators, escapes. A resumed run must have the same."""
+    objective: Objective = Objective.CORRECTED_TARGET
+    """A resumed run may have another one that its stream allows."""
     may_stage: bool = True
     """False with ``sync.fenced: always`` and in mode inline: then ranks ask no server during a round."""
     longest_fill_s: float | None = None
