@@ -79,7 +79,7 @@ class GrpoConfig:
     """Loss weight of the corrected answer's tokens, with ``objective: mixed``."""
 
     def __post_init__(self) -> None:
-        rules.at_least(self, 2, "min_group", remedy="advantages compare a rollout with others")
+        rules.at_least(self, 2, "min_group", remedy="write 2 or more, because advantages compare rollouts")
         rules.deadline(self, "straggler_s")
         rules.at_least(self, 1, "max_importance_weight")
         rules.above_zero(self, "clip_low", 1)
@@ -124,7 +124,7 @@ def check_objective(
         if num > 1:
             raise ConfigError(
                 f"rollout.num_generations above 1 needs stage2_ab.objective grpo or mixed, got num_generations={num} "
-                f"objective={str(objective)!r}; remove one of them"
+                f"objective={str(objective)!r}; write objective: grpo, or leave num_generations out"
             )
         return
     if not any({**REWARD_WEIGHTS, **channel.reward.weights}.values()):
