@@ -225,6 +225,12 @@ _MEASURED = (
             Option("steps", 150, "optimizer steps per arm", least=1),
             Option("seeds", 3, "seeds 0, 1, …", least=1),
             _numbers("lags", (0, 2, 8), float("inf"), "versions"),
+            Option(
+                "objective",
+                ["corrected_target"],
+                "what is trained; grpo has two arms per lag, by proximal",
+                choices=("corrected_target", "grpo"),
+            ),
         ),
         turn=Turn(75, 15, "--steps 24 --seeds 1 --lags 0,2"),
     ),

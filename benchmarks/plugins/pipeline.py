@@ -8,6 +8,7 @@ is proven, a state that it knows: it makes nothing and sleeps.
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from dataclasses import replace
 from functools import partial
@@ -37,6 +38,11 @@ class DelayedQueue(ReadyQueue[Pack]):
         self._lag = int(os.environ[LAG_VARIABLE])
         self._first_version = int(os.environ[FIRST_VERSION_VARIABLE])
         self._waiting: deque[tuple[int, Reservation[Pack]]] = deque()
+
+    @property
+    def version_window(self) -> int:
+        """The learner's last look: what waited here may be trained, however old it is."""
+        return sys.maxsize
 
     def reserve(self, n: int, *, current_version: int, min_tokens: int = 0) -> Reservation[Pack] | None:
         if current_version + self._lag < self._first_version:

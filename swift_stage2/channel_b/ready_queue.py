@@ -81,13 +81,18 @@ class ReadyQueue(Generic[PackT]):
                 f"version_window is at least 0, got version_window={version_window}; 2 is the default"
             )
         self._limit = limit
-        self.version_window = version_window
+        self._version_window = version_window
         self._on_drop = on_drop
         self._lock = threading.Lock()
         self._ready: deque[PackT] = deque()
         self._closed = False
         self._peak_depth = 0
         self._num_dropped = dict.fromkeys(DropReason, 0)
+
+    @property
+    def version_window(self) -> int:
+        """How many versions old a pack may be when a step trains it."""
+        return self._version_window
 
     def offer(self, pack: PackT, *, current_version: int) -> None:
         """Add ``pack`` as the youngest. Stale packs go first (this one too), then the oldest over the limit.
@@ -130,7 +135,7 @@ class ReadyQueue(Generic[PackT]):
     def num_fresh(self, current_version: int) -> int:
         """Return how many ready packs a reservation at ``current_version`` would find."""
         return sum(
-            is_fresh(version, current=current_version, window=self.version_window)
+            is_fresh(version, current=current_version, window=self._version_window)
             for version in self.peek_versions()
         )
 
@@ -175,7 +180,7 @@ class ReadyQueue(Generic[PackT]):
         ready, self._ready = self._ready, deque()
         drops: Drops[PackT] = []
         for pack in ready:
-            if is_fresh(pack.version, current=current_version, window=self.version_window):
+            if is_fresh(pack.version, current=current_version, window=self._version_window):
                 self._ready.append(pack)
             else:
                 drops.append((pack, DropReason.STALE))
