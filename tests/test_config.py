@@ -497,6 +497,8 @@ GRPO = "stage2_ab.channel_b.grpo"
         (f"{DECODING}.top_k", 20, ("top_k=20", "top_k: -1")),
         (f"{DECODING}.repetition_penalty", 1.1, ("repetition_penalty=1.1",)),
         ("swift.tuner_type", "lora", ("lora_dropout=0.05, ms-swift's default", "lora_dropout: 0")),
+        (f"{GRPO}.kl_weight", 0.05, ("kl_weight=0.05 and a model that has none", "tuner_type: lora")),
+        (f"{GRPO}.kl_weight", -1, ("kl_weight must be at least 0",)),
         ("swift.loss_type", "mine", ("swift.loss_type", "grpo and mixed")),
         (
             "stage2_ab.channel_b.reward.weights",

@@ -73,6 +73,8 @@ class GrpoConfig:
     """With ``proximal: behaviour``, a token with a negative advantage is not trained below a ratio of 1 - clip_low."""
     clip_high: float = 0.28
     """With ``proximal: behaviour``, a token with a positive advantage is not trained above a ratio of 1 + clip_high."""
+    kl_weight: float = 0.0
+    """Weight of what keeps sampled tokens near the model without its adapter, with LoRA; 0 leaves it out."""
     target_in_group: bool = False
     """True adds the corrected answer of the best rollout to its group, with the reward that the task gives it."""
     target_weight: float = 1.0
@@ -84,6 +86,7 @@ class GrpoConfig:
         rules.at_least(self, 1, "max_importance_weight")
         rules.above_zero(self, "clip_low", 1)
         rules.above_zero(self, "clip_high")
+        rules.at_least(self, 0, "kl_weight")
         rules.above_zero(self, "target_weight")
 
 
@@ -160,6 +163,7 @@ def check_objective(
             f"stage2_ab.objective: {objective} learns from rollouts that differ, got rollout.decoding.temperature="
             f"{rollout.decoding.temperature:g} (default {default:g}, nearly greedy); write temperature: 1.0"
         )
+    check_adapter(channel, has_adapter=not swift.get("model") or swift.get("tuner_type", "lora") != "full")
     # Without a section swift its arguments come from ms-swift's own command line.
     dropout = swift.get("lora_dropout", _DEFAULT_LORA_DROPOUT) if swift.get("model") else 0
     whose = "" if "lora_dropout" in swift else ", ms-swift's default"
@@ -168,4 +172,13 @@ def check_objective(
             f"stage2_ab.objective: {objective} compares the learner's probabilities with the servers', which have no "
             f"dropout, got lora_dropout={dropout}{whose}; write "
             "swift.lora_dropout: 0"
+        )
+
+
+def check_adapter(channel: ChannelBConfig, *, has_adapter: bool) -> None:
+    """Raises ConfigError: the reference model is this one without its adapter, and it has none."""
+    if (weight := channel.grpo.kl_weight) and not has_adapter:
+        raise ConfigError(
+            "stage2_ab.channel_b.grpo.kl_weight compares the model with itself without its adapter, got kl_weight="
+            f"{weight:g} and a model that has none; write swift.tuner_type: lora, or remove kl_weight"
         )

@@ -30,7 +30,7 @@ from swift_stage2.telemetry.reading import RankRecords
 
 Counts = Mapping[str, float]
 """Counters of all ranks together."""
-_GAP, _ENTROPY = "policy/log_prob_gap", "policy/entropy"
+_GAP, _ENTROPY, _KL = "policy/log_prob_gap", "policy/entropy", "policy/kl"
 _SPREAD = "group/reward_std"
 _MOST = 2.0**62  # of a sum that no damage has made
 _UNUSED = tuple(
@@ -51,8 +51,9 @@ def rewards_section(run: RunData) -> Iterator[Section]:
     rewards = [tag for tag in measured if tag.startswith(REWARD)]
     tags = [*sorted(rewards, key=lambda tag: tag != REWARD + TOTAL), _SPREAD]
     shares = [tag for tag in _SHARES if measured[tag].value(last, {})]
+    policy = [_GAP, _ENTROPY, *([_KL] if measured[_KL].value(last, {}) else [])]
     parts: list[Part] = [
-        _table(counts, [measured[tag] for tag in (*tags, _GAP, _ENTROPY, *shares)]),
+        _table(counts, [measured[tag] for tag in (*tags, *policy, *shares)]),
         _chart(
             "rewards",
             "Rewards",

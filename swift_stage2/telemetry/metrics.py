@@ -152,6 +152,7 @@ METRICS: tuple[Metric, ...] = (
     _counter("policy_capped", "those of them whose importance weight was capped"),
     _counter("policy_log_prob_gap", "sum of |log-probability under the learner - under the server|"),
     _counter("policy_surprise", "sum of -log-probability under the learner"),
+    _counter("policy_kl", "sum of their divergence from the reference model"),
     _counter("match_predictions", "predictions that went into matching"),
     _counter("match_ground_truths", "ground-truth objects that went into matching"),
     _counter("match_pairs", "matched pairs"),
@@ -209,6 +210,7 @@ RATIOS: tuple[Ratio, ...] = (
         ("policy_tokens",),
         "mean -log-probability of sampled tokens, nats: the policy's entropy, as rollouts estimate it",
     ),
+    Ratio("policy/kl", ("policy_kl",), ("policy_tokens",), "mean divergence from the reference model, nats"),
     Ratio("packing/fill_ratio", ("tokens_packed",), ("tokens_capacity",), "filled share of packs"),
 )
 

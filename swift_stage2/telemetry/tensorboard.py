@@ -96,6 +96,7 @@ LAYOUT: dict[str, Charts] = {
         "clipped and capped tokens": ("policy/clip_share", "policy/cap_share"),
         "log-probability gap": ("policy/log_prob_gap",),
         "entropy": ("policy/entropy",),
+        "divergence from the reference model": ("policy/kl",),
     },
     "Evaluation": {
         "against the validation set": EVALUATION_TAGS[:4],

@@ -7,12 +7,14 @@ clipped, and what remains is an importance weight, capped as in V-trace (Espehol
 ``Proximal.BEHAVIOUR`` it is the clipped objective of PPO (Schulman et al., 2017, arXiv:1707.06347).
 
 Either way the gradient is that of the log-probability times a factor without a gradient of its own. So each token keeps
-the cross-entropy that ms-swift computes, times its factor, and all that holds of supervised packs holds of these.
+the cross-entropy that ms-swift computes, times its factor, and all that holds of supervised packs holds of these. That
+is also so of the divergence from a reference model, by the estimator k3 of Schulman (2020,
+http://joschu.net/blog/kl-approx.html), as GRPO adds it to its loss (Shao et al., 2024, arXiv:2402.03300).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,7 @@ POLICY_SUMS = (
     "policy_capped",
     "policy_log_prob_gap",
     "policy_surprise",
+    "policy_kl",
 )
 """Counters of ``telemetry/metrics.py`` that ``token_factors`` adds up, in the order of its vector."""
 _MOST_GAP = (
@@ -44,6 +47,8 @@ class PolicyTerm:
     behaviour: torch.Tensor
     temperature: float
     grpo: GrpoConfig
+    reference: torch.Tensor | None = None
+    """Once ``ask_reference`` was called: the log-probability of every trained token under the reference model."""
     sums: torch.Tensor | None = None
     """Once ``weigh`` was called: ``POLICY_SUMS``, on the batch's device, so that nothing waits for them."""
 
@@ -59,6 +64,25 @@ class PolicyTerm:
             advantages, behaviour, config.rollout.decoding.temperature, config.stage2_ab.channel_b.grpo
         )
 
+    def ask_reference(
+        self, module: Any, compute_loss: Callable[[Any, dict[str, Any]], Any], inputs: Mapping[str, Any]
+    ) -> None:
+        """Before ``weigh``, if ``kl_weight`` is not 0: one more forward pass, of the module without its adapter.
+
+        ``compute_loss`` is ms-swift's, which prepares logits and labels alike for both.
+        """
+
+        def keep(outputs: Any, labels: torch.Tensor, *, loss_scale: torch.Tensor, **_: Any) -> torch.Tensor:
+            next_labels, behaviour = (torch.roll(each, -1, dims=-1)[0] for each in (labels, self.behaviour))
+            losses = self._losses(outputs, next_labels, behaviour, loss_scale)
+            trained = next_labels != IGNORED_LABEL
+            self.reference = -(losses[trained] / loss_scale[trained])
+            outputs.logits = None  # ms-swift would count their tokens in the accuracy of what is trained
+            return losses.sum()
+
+        with torch.no_grad(), module.disable_adapter():
+            compute_loss(module, {**inputs, "compute_loss_func": keep})
+
     def weigh(
         self, outputs: Any, labels: torch.Tensor, loss_scale: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,21 +95,36 @@ class PolicyTerm:
             torch.roll(each, -1, dims=-1)[0] for each in (labels, self.advantages, self.behaviour)
         )
         trained = next_labels != IGNORED_LABEL
-        losses = outputs.loss
-        if self.temperature != 1:
-            rows = (trained & ~torch.isnan(behaviour)).nonzero()[:, 0]
-            scaled = outputs.logits[0, rows].float() / self.temperature
-            own = cross_entropy(scaled, next_labels[rows], reduction="none") * loss_scale[rows]
-            losses = losses.index_put((rows,), own)
+        losses = self._losses(outputs, next_labels, behaviour, loss_scale)
         factors = torch.ones_like(losses)
         factors[trained], self.sums = token_factors(
-            -(losses[trained] / loss_scale[trained]), advantages[trained], behaviour[trained], self.grpo
+            -(losses[trained] / loss_scale[trained]),
+            advantages[trained],
+            behaviour[trained],
+            self.grpo,
+            self.reference,
         )
         return losses * factors, factors
 
+    def _losses(
+        self, outputs: Any, next_labels: torch.Tensor, behaviour: torch.Tensor, loss_scale: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted cross-entropy of every next label, of sampled ones at the temperature of the rollouts."""
+        losses: torch.Tensor = outputs.loss
+        if self.temperature == 1:
+            return losses
+        rows = ((next_labels != IGNORED_LABEL) & ~torch.isnan(behaviour)).nonzero()[:, 0]
+        scaled = outputs.logits[0, rows].float() / self.temperature
+        own = cross_entropy(scaled, next_labels[rows], reduction="none") * loss_scale[rows]
+        return losses.index_put((rows,), own)
+
 
 def token_factors(
-    log_probs: torch.Tensor, advantages: torch.Tensor, behaviour: torch.Tensor, grpo: GrpoConfig
+    log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    behaviour: torch.Tensor,
+    grpo: GrpoConfig,
+    reference: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The factor of every token's cross-entropy, and ``POLICY_SUMS``.
 
@@ -93,6 +132,7 @@ def token_factors(
         log_probs: of the tokens under the weights that are trained, at the temperature of the rollouts.
         advantages: of each token; of one that was not sampled it is the factor itself.
         behaviour: log-probabilities under the weights that sampled; NaN of a token that was not.
+        reference: log-probabilities under the reference model; None, with ``kl_weight`` 0, is no divergence from it.
 
     All of one shape, whose every entry is a token that is trained.
     """
@@ -108,11 +148,17 @@ def token_factors(
         is_low = (advantages < 0) & (ratio < 1 - grpo.clip_low)
         capped, clipped = torch.zeros_like(sampled), is_high | is_low
         weight = torch.where(clipped, torch.zeros_like(ratio), ratio)
+    factors, divergence = advantages * weight, torch.zeros_like(ratio)
+    if reference is not None:
+        above = torch.where(sampled, reference - log_probs, torch.zeros_like(log_probs)).clamp(max=_MOST_GAP)
+        divergence = torch.expm1(above) - above
+        factors = factors + grpo.kl_weight * torch.expm1(above)
     sums = (
         sampled,
         clipped,
         capped,
         gap.abs(),
         -torch.where(sampled, log_probs, torch.zeros_like(log_probs)),
+        divergence,
     )
-    return advantages * weight, torch.stack([each.float().sum() for each in sums])
+    return factors, torch.stack([each.float().sum() for each in sums])

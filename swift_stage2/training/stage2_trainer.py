@@ -24,11 +24,11 @@ from swift_stage2.assembly import start_run as assemble_run
 from swift_stage2.channel_b.encoding import TOKENS_INSTEAD
 from swift_stage2.columns import COLUMNS
 from swift_stage2.config import Stage2Config, load_config
+from swift_stage2.config.objective import check_adapter
 from swift_stage2.errors import ConfigError
 from swift_stage2.learner import StepDecision
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.process.watches import hung_round_ends_process
-from swift_stage2.records import Pack
 from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory import resume
 from swift_stage2.run_directory.checkpoints import whole_checkpoint
@@ -71,6 +71,8 @@ class Stage2Trainer(EvaluatedTrainer):
         self.stage2_config = stage2 or _config_from_environment()
         self._start_run = start_run or assemble_run
         self.stage2_config.check_accumulation(self.args.gradient_accumulation_steps)
+        has_adapter = hasattr(self.model, "disable_adapter")
+        check_adapter(self.stage2_config.stage2_ab.channel_b, has_adapter=has_adapter)
         run_checks(self.stage2_config, Known(num_validation_rows=len(self.eval_dataset or ())))
         self.stage2 = None
         self._resume_directory: str | None = None
@@ -102,7 +104,8 @@ class Stage2Trainer(EvaluatedTrainer):
             # Told to the loop at the end of the step: it would leave this window after its first micro_step.
             self.stop_agreed = self.stop_agreed or decision.stop
             if decision.plan.channel is Channel.B:
-                batches: list[Any] = [_copy_of_batch(pack) for pack in decision.packs]
+                # Copies: the loop and the loss function take entries out of the dictionary they are given.
+                batches: list[Any] = [dict(pack.batch) for pack in decision.packs]
                 num_items = self._get_num_items_in_batch(batches, device)
             else:
                 batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -123,6 +126,8 @@ class Stage2Trainer(EvaluatedTrainer):
         columns = {name: inputs.pop(name) for name in COLUMNS if name in inputs}
         found = {name: inputs.pop(name) for name in TOKENS_INSTEAD if name in inputs}
         policy = PolicyTerm.of(columns, self.stage2_config)
+        if policy is not None and policy.grpo.kl_weight:
+            policy.ask_reference(self.accelerator.unwrap_model(model), super().compute_loss, inputs)
         if found or policy is not None:
             weight = self.stage2_config.stage2_ab.channel_b.target.weights.duplicate
             own_loss = partial(loss_beside_labels, duplicate_weight=weight, policy=policy, **found)
@@ -380,11 +385,6 @@ def _write_state(directory: Path, **state: Any) -> None:
 def _rows_of(dataset: Any) -> Any:
     """The raw rows behind ms-swift's lazily encoding data set."""
     return getattr(dataset, "dataset", dataset)
-
-
-def _copy_of_batch(pack: Pack) -> dict[str, Any]:
-    # The loop and the loss function take entries out of the dictionary they are given.
-    return dict(pack.batch)
 
 
 def _config_from_environment() -> Stage2Config:

@@ -33,6 +33,7 @@ from swift_stage2.training.policy_loss import POLICY_SUMS
 from swift_stage2.training.stage2_trainer import Stage2Trainer
 
 CAP = 1.5
+MODEL_INPUTS = ("input_ids", "position_ids", "pixel_values", "image_grid_thw")
 WEIGHTS = {TokenGroup.STRUCTURE: 0.0, TokenGroup.MISSED_LABEL: 2.0, TokenGroup.CLOSURE: 0.5}
 GIVEN, ANY = (
     make_task(weights=WEIGHTS),
@@ -42,8 +43,10 @@ GIVEN, ANY = (
 ADVANTAGES = ((0.75,), (-1.25,), (0.5, 2.0), (-0.5, 0.25), (0.0, 3.0), None)
 
 
-def configured(temperature: float = 1.0, proximal: str = "current", duplicate: float = 0.0) -> Stage2Config:
-    grpo = {"proximal": proximal, "max_importance_weight": CAP}
+def configured(
+    temperature: float = 1.0, proximal: str = "current", duplicate: float = 0.0, kl_weight: float = 0.0
+) -> Stage2Config:
+    grpo = {"proximal": proximal, "max_importance_weight": CAP, "kl_weight": kl_weight}
     channel_b = {"grpo": grpo, "target": {"weights": {"duplicate": duplicate}}}
     stage2_ab = {"schedule": {"b_ratio": 0}, "objective": "mixed", "channel_b": channel_b}
     return bind(Stage2Config, {"stage2_ab": stage2_ab, "rollout": {"decoding": {"temperature": temperature}}})
@@ -100,11 +103,11 @@ def segments_of(rollouts: Iterable[Rollout], encoder: Encoder, task: Task = GIVE
     return [make_segment(each, encoder.encode_prompt(each.sample), encoder, task)[0] for each in rollouts]
 
 
-def alone(encoding: Mapping[str, Any], temperature: float) -> list[float]:
+def alone(encoding: Mapping[str, Any], temperature: float, model: Any = None) -> list[float]:
     """The bare model's log-probability of every token of one sequence; of the first there is none."""
-    ids, (model, _) = torch.tensor([encoding["input_ids"]]), tiny_model()
+    ids = torch.tensor([encoding["input_ids"]])
     with torch.no_grad():
-        logits = model(
+        logits = (model or tiny_model()[0])(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             pixel_values=encoding["pixel_values"],
@@ -116,11 +119,13 @@ def alone(encoding: Mapping[str, Any], temperature: float) -> list[float]:
     return [math.nan, *rows.gather(1, ids[0, 1:, None])[:, 0].tolist()]
 
 
-def by_hand(segments: Iterable[Segment], temperature: float) -> tuple[float, dict[str, float]]:
+def by_hand(
+    segments: Iterable[Segment], temperature: float, model: Any = None
+) -> tuple[float, dict[str, float]]:
     """The loss of ``proximal: current`` and its sums."""
     loss, sums = 0.0, Counter(dict.fromkeys(POLICY_SUMS, 0.0))
     for encoding in (encoding for segment in segments for encoding in segment.encodings):
-        plain, own = alone(encoding, 1.0), alone(encoding, temperature)
+        plain, own = alone(encoding, 1.0, model), alone(encoding, temperature, model)
         for place, label in enumerate(encoding["labels"]):
             if label == -100:
                 continue
@@ -130,7 +135,7 @@ def by_hand(segments: Iterable[Segment], temperature: float) -> tuple[float, dic
                 continue
             gap = own[place] - encoding["behaviour"][place]
             loss -= advantage * min(math.exp(gap), CAP) * own[place]
-            seen = (1, 0, math.exp(gap) > CAP, abs(gap), -own[place])
+            seen = (1, 0, math.exp(gap) > CAP, abs(gap), -own[place], 0)
             sums.update(dict(zip(POLICY_SUMS, seen, strict=True)))
     return loss, sums
 
@@ -231,7 +236,7 @@ def test_at_first_use_a_packs_gradient_is_that_of_reinforce(
     values = (1.5, -1.0, 0.5)
     asked = [replace(each, advantages=(value,)) for each, value in zip(rollouts, values, strict=False)]
     batch, (model, _) = encoder.collate(segments_of(asked, encoder)), tiny_model()
-    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "pixel_values", "image_grid_thw")}
+    inputs = {name: batch[name] for name in MODEL_INPUTS}
     (places,) = torch.nonzero(batch["labels"][0] != -100, as_tuple=True)
     logits = model(**inputs, use_cache=False).logits[0, places - 1].float()
     own = torch.log_softmax(logits / temperature, -1).gather(1, batch["labels"][0, places, None])[:, 0]
@@ -247,7 +252,7 @@ def test_at_first_use_a_packs_gradient_is_that_of_reinforce(
     trainer.model.zero_grad(set_to_none=True)
     pack = encoder.collate(segments_of(first, encoder))
     trainer.training_step(trainer.model, pack, torch.tensor(len(places)))
-    num_tokens, clipped, capped, gap, _ = trainer._policy_sums.tolist()
+    num_tokens, clipped, capped, gap, *_ = trainer._policy_sums.tolist()
     assert (num_tokens, clipped, capped) == (len(places), 0, 0)
     assert gap < 1e-5 * num_tokens
     trained = {name: each.grad for name, each in trainer.model.named_parameters() if each.grad is not None}
@@ -255,6 +260,48 @@ def test_at_first_use_a_packs_gradient_is_that_of_reinforce(
     for name, gradient in trained.items():
         scale = float(expected[name].abs().max())
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.4])
+def test_the_reference_is_the_model_without_its_adapter(
+    encoder: Encoder, rows_file: Path, rollouts: list[Rollout], tmp_path: Path, temperature: float
+) -> None:
+    """Every sampled token, and no other, is drawn to it; asking it leaves adapter and accuracy alone."""
+    weight, segments = 0.3, segments_of(rollouts, encoder)
+    trainer = build_trainer(
+        rows_file,
+        tmp_path / "out",
+        trainer=Stage2Trainer,
+        given={"stage2": configured(temperature, kl_weight=weight)},
+        tuner_type="lora",
+        lora_dropout=0,
+        learning_rate=0.0,
+    )
+    trainer.train()
+    generator = torch.Generator().manual_seed(0)
+    trained = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
+    assert trained
+    for each in trained.values():  # an adapter begins as nothing
+        each.data = torch.randn(each.shape, generator=generator) * 0.02
+    expected, divergence = by_hand(segments, temperature, trainer.model)[0], 0.0
+    for encoding in (each for segment in segments for each in segment.encodings if "behaviour" in each):
+        own, base = alone(encoding, temperature, trainer.model), alone(encoding, temperature)
+        for place, label in enumerate(encoding["labels"]):
+            if label != -100:
+                ratio = math.exp(base[place] - own[place])
+                divergence += ratio - math.log(ratio) - 1
+                expected -= weight * (ratio - 1) * own[place]
+    batch = encoder.collate(segments)
+    found = trainer.packed_loss(batch)
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert abs(found - by_hand(segments, temperature, trainer.model)[0]) > 1e-2 * abs(found)
+    assert trainer._policy_sums.tolist()[-1] == pytest.approx(divergence, rel=1e-4)
+    trainer.model.train()
+    trainer.custom_metrics["train"].clear()
+    trainer.training_step(trainer.model, batch, torch.tensor(1.0))
+    assert all(each.requires_grad and each.grad is not None for each in trained.values())
+    num_supervised = sum(segment.num_supervised_tokens for segment in segments)
+    assert trainer.custom_metrics["train"]["token_acc"].count == num_supervised
 
 
 # --- the trainer -----------------------------------------------------------------------------------

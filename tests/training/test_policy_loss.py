@@ -19,6 +19,7 @@ from swift_stage2.training.policy_loss import POLICY_SUMS, PolicyTerm, token_fac
 VOCABULARY = 7
 PPO = GrpoConfig(proximal=Proximal.BEHAVIOUR, clip_low=0.2, clip_high=0.28)
 CAPPED = GrpoConfig(proximal=Proximal.CURRENT, max_importance_weight=1.5)
+HELD = GrpoConfig(proximal=Proximal.CURRENT, max_importance_weight=1.5, kl_weight=0.3)
 EDGES = [math.log(ratio) for ratio in (0.8, 1.28, 1.5)]
 GAPS = st.floats(-1.5, 1.5).filter(lambda gap: min(abs(gap - edge) for edge in EDGES) > 1e-3)
 FACTORS = st.sampled_from([-3.0, -1.0, -0.25, 0.0, 0.5, 2.0])
@@ -34,6 +35,8 @@ class Batch:
     advantages: torch.Tensor
     behaviour: torch.Tensor
     temperature: float
+    reference: torch.Tensor
+    """Log-probability of every supervised token under a reference model."""
 
     @property
     def supervised(self) -> list[int]:
@@ -65,7 +68,8 @@ def batches(draw: st.DrawFn, gaps: st.SearchStrategy[float] = GAPS) -> Batch:
         else:
             now = torch.log_softmax(logits[0, place - 1] / temperature, 0)[labels[0, place]]
             behaviour[0, place] = now - draw(gaps)
-    return Batch(logits.requires_grad_(), labels, weights, advantages, behaviour, temperature)
+    reference = -4 * torch.rand(len(kinds) - kinds.count("prompt"), dtype=torch.float64, generator=generator)
+    return Batch(logits.requires_grad_(), labels, weights, advantages, behaviour, temperature, reference)
 
 
 def ours(batch: Batch, grpo: GrpoConfig) -> tuple[torch.Tensor, dict[str, float]]:
@@ -73,7 +77,8 @@ def ours(batch: Batch, grpo: GrpoConfig) -> tuple[torch.Tensor, dict[str, float]
     following, scale = torch.roll(batch.labels[0], -1), torch.roll(batch.weights, -1)
     plain = torch.nn.functional.cross_entropy(batch.logits[0], following, reduction="none") * scale
     outputs = SimpleNamespace(loss=plain, logits=batch.logits)
-    policy = PolicyTerm(batch.advantages, batch.behaviour, batch.temperature, grpo)
+    reference = batch.reference if grpo.kl_weight else None
+    policy = PolicyTerm(batch.advantages, batch.behaviour, batch.temperature, grpo, reference)
     loss = loss_beside_labels(outputs, batch.labels, loss_scale=scale, num_items_in_batch=None, policy=policy)
     assert policy.sums is not None
     sums = dict(zip(POLICY_SUMS, policy.sums.tolist(), strict=True))
@@ -97,6 +102,9 @@ def textbook(batch: Batch, grpo: GrpoConfig | None) -> torch.Tensor:
         objective = torch.minimum(ratio * advantages, clipped * advantages)
     else:
         objective = advantages * ratio.detach().clamp(max=grpo.max_importance_weight) * own
+    if grpo is not None and grpo.kl_weight:
+        above = batch.reference[[batch.supervised.index(place) for place in batch.sampled]] - own
+        objective = objective - grpo.kl_weight * (torch.exp(above) - above - 1)
     factors = (batch.weights * batch.advantages[0])[targets]
     loss = -objective.sum() - (factors * log_probs(targets, 1.0)).sum()
     return torch.autograd.grad(loss / len(batch.supervised), batch.logits)[0][0]
@@ -106,7 +114,7 @@ def by_hand(batch: Batch, grpo: GrpoConfig) -> tuple[torch.Tensor, dict[str, flo
     """Gradient and sums, number by number."""
     logits, sums = batch.logits[0].detach().numpy(), dict.fromkeys(POLICY_SUMS, 0.0)
     gradient = np.zeros_like(logits)
-    for place in batch.supervised:
+    for place, reference in zip(batch.supervised, batch.reference.tolist(), strict=True):
         label, factor = int(batch.labels[0, place]), float(batch.advantages[0, place] * batch.weights[place])
         temperature = batch.temperature if place in batch.sampled else 1.0
         powers = [math.exp(logit / temperature) for logit in logits[place - 1]]
@@ -119,6 +127,10 @@ def by_hand(batch: Batch, grpo: GrpoConfig) -> tuple[torch.Tensor, dict[str, flo
             if grpo.proximal is Proximal.CURRENT:
                 sums["policy_capped"] += math.exp(gap) > grpo.max_importance_weight
                 factor *= min(math.exp(gap), grpo.max_importance_weight)
+                if grpo.kl_weight:
+                    ratio = math.exp(reference) / shares[label]
+                    sums["policy_kl"] += ratio - math.log(ratio) - 1
+                    factor += grpo.kl_weight * (ratio - 1)
             else:
                 is_clipped = (factor > 0 and math.exp(gap) > 1.28) or (factor < 0 and math.exp(gap) < 0.8)
                 sums["policy_clipped"] += is_clipped
@@ -128,12 +140,12 @@ def by_hand(batch: Batch, grpo: GrpoConfig) -> tuple[torch.Tensor, dict[str, flo
     return torch.from_numpy(gradient / len(batch.supervised)), sums
 
 
-@pytest.mark.parametrize("grpo", [PPO, CAPPED], ids=["behaviour", "current"])
+@pytest.mark.parametrize("grpo", [PPO, CAPPED, HELD], ids=["behaviour", "current", "kl"])
 @given(batch=batches())
 def test_gradient_and_sums_are_those_of_the_textbook_and_of_sums_by_hand(
     grpo: GrpoConfig, batch: Batch
 ) -> None:
-    """``behaviour``: -min(r·A, clip(r)·A). ``current``: -A · min(r without gradient, cap) · log p."""
+    """``behaviour``: -min(r·A, clip(r)·A). ``current``: -A · min(r without gradient, cap) · log p, and k3 of a KL."""
     gradient, sums = ours(batch, grpo)
     expected, counted = by_hand(batch, grpo)
     torch.testing.assert_close(gradient, textbook(batch, grpo), rtol=1e-5, atol=1e-6)
