@@ -26,6 +26,7 @@ def _run(
     objective: str,
     mode: str = "async",
     target: dict[str, Any] | None = None,
+    kl_weight: float = 0.0,
     **swift: Any,
 ) -> LearnerRun:
     config = write_config(
@@ -40,7 +41,7 @@ def _run(
             "lr_scheduler_type": "constant",
             **swift,
         },
-        grpo={"straggler_s": 30.0},
+        grpo={"straggler_s": 30.0, "kl_weight": kl_weight},
         target=target or {},
     )
     written = yaml.safe_load(config.read_text())
@@ -73,10 +74,12 @@ def test_the_server_s_probabilities_are_the_learner_s(
 
 
 def test_a_mixed_run_is_taken_again_to_the_last_bit(tmp_path: Path, rows_file: Path, server: Server) -> None:
-    """Targets in any order, with unlikelihood: all that a loss may read beside its labels."""
+    """Adapters, held by the model without them; targets in any order, with unlikelihood: all that a loss may read."""
     target = {"missed_order": "any", "weights": {"duplicate": 0.5}}
-    run = _run(tmp_path / "mixed", rows_file, server, "mixed", target=target)
+    adapter = {"tuner_type": "lora", "lora_dropout": 0, "learning_rate": 1e-2}
+    run = _run(tmp_path / "mixed", rows_file, server, "mixed", target=target, kl_weight=0.1, **adapter)
     numbers = _numbers(run)
     assert numbers["groups_compared"] > 0
+    assert numbers["policy_kl"] > 0
     assert 0 < numbers["policy_tokens"] < numbers["supervised_tokens_trained"], "targets are trained as well"
     assert_replays(run, STEPS, tmp_path / "replayed")
