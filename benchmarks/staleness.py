@@ -107,7 +107,8 @@ def staleness_table(start: DetectionScore, arms: Sequence[StaleArm], num_steps: 
             [arm.mean_lag for arm in group if arm.mean_lag is not None], ".1f"
         ),
     }
-    over, tables = "F1 over the first lag of the same seed", []
+    over = "F1 over the first lag of the same seed"
+    tables: list[ResultTable] = []
     for of_loss in grouped([arm for arm in arms if arm.lag is not None], lambda arm: arm.loss).values():
         groups = list(grouped(of_loss, lambda arm: arm.lag).values())
         shown = groups if tables or not alone else [alone, *groups]
