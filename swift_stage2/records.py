@@ -38,9 +38,7 @@ class SampleKey:
 def find_image(path: str) -> str:
     """``path``, or the file that ms-swift takes for it: it resolves relative images against ``ROOT_IMAGE_DIR``."""
     root = os.environ.get("ROOT_IMAGE_DIR")
-    if root and not os.path.exists(path):
-        return os.path.join(root, path)
-    return path
+    return os.path.join(root, path) if root and not os.path.exists(path) else path
 
 
 def image_paths(row: Mapping[str, Any]) -> tuple[str | None, ...]:
@@ -233,6 +231,7 @@ class Segment:
     num_supervised_tokens: int
     num_rollout_tokens: int
     quality: MatchQuality
+    num_left_out: int = 0  # sequences that did not fit into a pack beside the first
 
 
 @dataclass(frozen=True, slots=True)

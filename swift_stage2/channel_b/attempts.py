@@ -216,6 +216,11 @@ class AttemptEnds:
             message = f"its rollout {_WORDS[reason]}; redraw_dropped is false"
             self.quarantine(key, QuarantineReason.TOO_SLOW, message)
 
+    def stale_in_group(self, keys: Sequence[SampleKey]) -> None:
+        """Their rollouts waited for others of their rows, until they were too old."""
+        self._events.stale_in_group(len(keys))
+        self.dropped(keys, ReturnReason.STALE)
+
     def unused(self, keys: Sequence[SampleKey], reason: UnusedReason) -> None:
         """Nothing is trained of their rollouts."""
         if keys:

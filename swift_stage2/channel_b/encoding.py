@@ -156,15 +156,17 @@ class Encoder:
 
         Args:
             sequences: targets, each with the weight of the end of turn that is put behind it; None puts nothing there,
-                behind tokens as they were sampled.
+                behind tokens as they were sampled. Those that do not fit into a pack with the first are left out.
 
         Raises:
             PromptMismatch: the server was asked another prompt.
             SampleError: the segment is longer than a pack.
         """
         require_same_prompt(rollout, prompt)
-        encodings = tuple(self._sequence(prompt, target, closing) for target, closing in sequences)
+        encodings = [self._sequence(prompt, target, closing) for target, closing in sequences]
         num_tokens = sum(encoding["length"] for encoding in encodings)
+        while len(encodings) > 1 and num_tokens > self._packing_length:
+            num_tokens -= encodings.pop()["length"]
         if num_tokens > self._packing_length:
             raise SampleError(
                 f"a segment must fit a pack and is never cut, got num_tokens={num_tokens} "
@@ -174,13 +176,14 @@ class Encoder:
             key=rollout.sample.key,
             sample_id=sample_id,
             version=rollout.version,
-            encodings=encodings,
+            encodings=tuple(encodings),
             num_tokens=num_tokens,
             num_supervised_tokens=sum(
                 label != IGNORED_LABEL for encoding in encodings for label in encoding["labels"]
             ),
             num_rollout_tokens=len(rollout.token_ids),
             quality=sequences[0][0].quality,
+            num_left_out=len(sequences) - len(encodings),
         )
 
     def _sequence(

@@ -179,7 +179,7 @@ class Groups:
             for member in members:
                 is_still = is_fresh(member.rollout.version, current=current, window=self._window)
                 (fresh if is_still else stale).append(member)
-            self._ends.dropped([member.rollout.sample.key for member in stale], ReturnReason.STALE)
+            self._ends.stale_in_group([member.rollout.sample.key for member in stale])
             self._waiting[group] = fresh
             if not fresh:
                 del self._waiting[group], self._since_s[group]

@@ -82,7 +82,8 @@ def make_segment(
     """One rollout parsed, matched, corrected and encoded; and its corrected answer.
 
     The segment carries that answer, or, of a rollout with advantages, its tokens as they were sampled; the corrected
-    answer beside them where it has an advantage, too. Tokens whose advantage is 0 are left out where something is left.
+    answer beside them where it has an advantage, too, and a pack holds both. Tokens whose advantage is 0 are left out
+    where something is left.
 
     Raises:
         SampleError, MatchingError: the sample cannot be used.

@@ -176,9 +176,10 @@ def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None
             " | ".join(found for found, _ in troubles), "; ".join(remedy for _, remedy in troubles)
         )
     if length < needed + beside:
+        lost = "samples may be quarantined" if length < needed else "corrected answers may be left out"
         return warning(
             f"packing_length {length} < longest prompt {prompt} ({samples.longest_prompt_place}) + max_new_tokens "
-            f"{new}{told}: such samples may be quarantined",
+            f"{new}{told}: such {lost}",
             f"write stage2_ab.channel_b.packing.packing_length: {needed + beside} or more",
         )
     for index, server in enumerate(config.launch.servers):

@@ -346,9 +346,11 @@ def _missing_packs(
     """``is_told``: what binds, and what would help, has been named already."""
     missed, early = summary.skips.get("not_enough_packs", 0), summary.num_b_too_early
     later = missed - early
-    num_stale = int(summary.totals["packs_dropped_stale"] + summary.totals["segments_dropped_stale"])
+    num_stale = int(
+        sum(summary.totals[f"{what}_dropped_stale"] for what in ("packs", "segments", "rollouts"))
+    )
     if later and num_stale:
-        sentence = f"{later} wanted B steps lacked packs while {num_stale} packs and segments went stale"
+        sentence = f"{later} wanted B steps lacked packs while {num_stale} packs and rollouts went stale"
         advice = _window(knobs, post_steps)
         remedy = "" if advice else "; raise stage2_ab.channel_b.prefetch.version_window"
         yield Bottleneck(f"{sentence}{remedy}.", advice)

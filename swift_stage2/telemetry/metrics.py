@@ -147,6 +147,16 @@ METRICS: tuple[Metric, ...] = (
         "group/unused/{}_total",
         Merge.SUM,
     ),
+    _counter(
+        "rollouts_dropped_stale",
+        "rollouts that went stale while they waited for their group",
+        "group/drop_stale_total",
+    ),
+    _counter(
+        "targets_left_out",
+        "corrected answers that did not fit into a pack beside their rollout",
+        "group/targets_left_out_total",
+    ),
     _counter("policy_tokens", "sampled tokens that steps trained by rewards"),
     _counter("policy_clipped", "those of them that moved too far from what sampled to count"),
     _counter("policy_capped", "those of them whose importance weight was capped"),

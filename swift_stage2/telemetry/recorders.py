@@ -166,6 +166,10 @@ class PipelineRecorder:
             advantages=[rollout.advantages for rollout in rollouts],
         )
 
+    def stale_in_group(self, num_rollouts: int) -> None:
+        """So many rollouts went stale while they waited for others of their rows."""
+        self._counters.add("rollouts_dropped_stale", num_rollouts)
+
     def unused(self, num_rollouts: int, reason: str) -> None:
         """So many rollouts were compared, or could not be, and nothing is trained of them."""
         self._counters.add(f"rollouts_unused/{reason}", num_rollouts)
@@ -173,6 +177,7 @@ class PipelineRecorder:
     def segment(self, segment: Segment, seconds: float) -> None:
         """One rollout became a segment."""
         self._stage("prepare", seconds)
+        self._counters.add("targets_left_out", segment.num_left_out)
         self._last_progress_s = self._now_s()
 
     def pack(self, pack: Pack, seconds: float) -> None:

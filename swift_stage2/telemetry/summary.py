@@ -22,6 +22,7 @@ _DROPS = (
     "packs_dropped_stale",
     "packs_dropped_oldest",
     "segments_dropped_stale",
+    "rollouts_dropped_stale",
     "rollouts_failed",
     "rollouts_aborted",
     "rollouts_unconfirmed",

@@ -92,6 +92,7 @@ LAYOUT: dict[str, Charts] = {
     },
     "Objective": {
         "groups": ("group/compared_total", *(f"group/unused/{reason}_total" for reason in UnusedReason)),
+        "stale in a group, left out beside": ("group/drop_stale_total", "group/targets_left_out_total"),
         "rewards of a group": ("group/reward_std",),
         "clipped and capped tokens": ("policy/clip_share", "policy/cap_share"),
         "log-probability gap": ("policy/log_prob_gap",),
@@ -112,7 +113,7 @@ LAYOUT: dict[str, Charts] = {
     },
 }
 
-_IF_USED = ("stage_seconds/", "groups_", "rollouts_unused/")
+_IF_USED = ("stage_seconds/", "groups_", "rollouts_unused/", "rollouts_dropped_stale", "targets_left_out")
 
 
 def layout_summary() -> Summary:

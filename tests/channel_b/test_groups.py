@@ -208,6 +208,7 @@ class Lives(RuleBasedStateMachine):
         source.settle_unused = settle_unused  # type: ignore[method-assign]
         events: Any = SimpleNamespace(
             unused=lambda num_rollouts, reason: None,
+            stale_in_group=self.count_stale,
             quarantined=lambda key, *_: self.end([key]),
         )
         self.ends = AttemptEnds(source, events, redraw_dropped=self.redraw, max_attempts=MAX_ATTEMPTS)
@@ -219,6 +220,9 @@ class Lives(RuleBasedStateMachine):
             version_window=WINDOW,
             now_s=lambda: self.now_s,
         )
+
+    def count_stale(self, num_rollouts: int) -> None:
+        self.num_stale += num_rollouts
 
     def end(self, keys: Sequence[SampleKey]) -> None:
         self.ended.update((key.epoch, key.position) for key in keys)
@@ -287,11 +291,16 @@ class Lives(RuleBasedStateMachine):
     def take(self) -> None:
         oldest = self.clock.current - WINDOW
         here: dict[tuple[int, int], list[SampleKey]] = {}
+        self.num_stale, num_waiting = 0, len(self.groups.rollouts)
         for rollout in self.groups.rollouts:
             if rollout.version >= oldest:
                 here.setdefault(self.group_of(rollout.sample.key), []).append(rollout.sample.key)
+        num_fresh = sum(map(len, here.values()))
         self.since_s = {group: self.since_s[group] for group in here}
-        found = {self.group_of(group.trained[0].sample.key): group for group in self.groups.take()}
+        found = {
+            self.group_of(group.trained[0].sample.key): group for group in self.groups.take() if group.trained
+        }
+        assert self.num_stale == num_waiting - num_fresh
         still = {self.group_of(rollout.sample.key) for rollout in self.groups.rollouts}
         for group, keys in here.items():
             is_late = self.now_s - self.since_s[group] >= STRAGGLER_S and len(keys) >= self.min_group

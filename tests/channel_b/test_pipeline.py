@@ -86,6 +86,7 @@ class Recorder:
     origins: list[RowOrigin] = field(default_factory=list)
     num_batches: int = 0
     num_unconfirmed: int = 0
+    num_stale_in_group: int = 0
     num_exhausted: int = 0
     partial_dropped_rollouts: list[Rollout] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)  # that were matched
@@ -131,6 +132,9 @@ class Recorder:
 
     def unused(self, num_rollouts: int, reason: str) -> None:
         self.num_unused[reason] += num_rollouts
+
+    def stale_in_group(self, num_rollouts: int) -> None:
+        self.num_stale_in_group += num_rollouts
 
     def segment(self, segment: Segment, seconds: float) -> None:
         self.segments.append(segment)

@@ -339,6 +339,7 @@ def test_a_rollout_that_goes_stale_while_it_waits_is_asked_again_for_its_group(
     (group,) = bench.events.compared_groups
     attempts = {(key.position, key.attempt) for key in (rollout.sample.key for rollout in group)}
     assert attempts == {(0, 1), (1, 0), (2, 0)}
+    assert bench.events.num_stale_in_group == 1
 
 
 @pytest.mark.parametrize("redraw", [True, False])

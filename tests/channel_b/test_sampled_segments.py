@@ -28,6 +28,7 @@ from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import Task
 from swift_stage2.config import MissedOrder, Stage2Config
 from swift_stage2.config.binding import bind
+from swift_stage2.errors import SampleError
 from swift_stage2.records import Rollout, Segment
 from swift_stage2.training.policy_loss import POLICY_SUMS
 from swift_stage2.training.stage2_trainer import Stage2Trainer
@@ -178,6 +179,23 @@ def test_the_corrected_answer_beside_is_what_is_trained_without_advantages(
             assert torch.equal(torch.as_tensor(beside[name]), torch.as_tensor(value)), name
         assert {*TOKENS_INSTEAD} & expected.keys() == (set() if task is GIVEN else {*TOKENS_INSTEAD})
         assert both.num_tokens == num_sampled * sampled.num_tokens + without.num_tokens
+
+
+@pytest.mark.parametrize("room", [0, -1])
+def test_a_corrected_answer_that_does_not_fit_into_a_pack_beside_its_rollout_is_left_out(
+    encoder: Encoder, rollouts: list[Rollout], monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    together, alone = segments_of([rollouts[2], replace(rollouts[2], advantages=(0.5,))], encoder)
+    monkeypatch.setattr(encoder, "_packing_length", together.num_tokens + room)
+    (found,) = segments_of([rollouts[2]], encoder)
+    expected = together if room == 0 else replace(alone, num_left_out=1)
+    assert replace(found, encodings=()) == replace(expected, encodings=())
+    assert [each["input_ids"] for each in found.encodings] == [
+        each["input_ids"] for each in expected.encodings
+    ]
+    monkeypatch.setattr(encoder, "_packing_length", alone.num_tokens - 1)
+    with pytest.raises(SampleError, match="must fit a pack"):
+        segments_of([rollouts[2]], encoder)
 
 
 # --- the loss --------------------------------------------------------------------------------------

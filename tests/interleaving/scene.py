@@ -238,6 +238,9 @@ class RankEvents:
     def dropped(self, pack: Pack, reason: str) -> None:
         self._ledger.dropped(self._rank, pack, reason)
 
+    def stale_in_group(self, num_rollouts: int) -> None:
+        self._ledger.counts["rollouts stale in a group"] += num_rollouts
+
     def stale_segment(self, segment: Segment) -> None:
         self._ledger.counts["segments stale"] += 1
 

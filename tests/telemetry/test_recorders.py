@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from telemetry.run_facts import PLAN_A, PLAN_B, pack, skipped, step
+from telemetry.run_facts import PLAN_A, PLAN_B, pack, quality, skipped, step
 from telemetry.test_match_log import rollout
 
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
@@ -17,6 +17,7 @@ from swift_stage2.records import (
     RoundOutcome,
     RowOrigin,
     SampleKey,
+    Segment,
     ServerReport,
     VersionSpan,
 )
@@ -49,6 +50,16 @@ def test_a_post_that_our_own_stop_cut_is_no_failed_rollout() -> None:
     failures = tuple(PostFailure("http://127.0.0.1:9", end, 4, "") for end in (PostEnd.STOPPED, PostEnd.LOST))
     recorder(counters).batch(BatchOutcome(failures=failures))
     assert counters.snapshot()["rollouts_failed"] == 1
+
+
+def test_what_groups_lose_is_counted() -> None:
+    counters = Counters()
+    pipeline = recorder(counters)
+    pipeline.stale_in_group(3)
+    for num_left_out in (0, 1):
+        pipeline.segment(Segment(SampleKey(0, 0, 0), "", 1, (), 8, 4, 4, quality(), num_left_out), 0.0)
+    numbers = counters.snapshot()
+    assert (numbers["rollouts_dropped_stale"], numbers["targets_left_out"]) == (3, 1)
 
 
 def test_tokens_of_aborted_rollouts_are_counted_as_kept_or_thrown_away(tmp_path: Path) -> None:

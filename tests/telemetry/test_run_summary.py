@@ -37,6 +37,7 @@ def run_dir(tmp_path: Path) -> Path:
         telemetry.record_round(5, round_outcome(2, False, False, seconds=4.0, round_id="b"))
         match(telemetry, quality(pairs=3, predictions=4, truths=6))
         telemetry.pipeline.dropped(pack(), "dropped_oldest")
+        telemetry.pipeline.stale_in_group(3)
         telemetry.pipeline.quarantined("key", "too_slow", "3 rollouts went stale")
         telemetry.close()
     return tmp_path
@@ -66,7 +67,11 @@ def test_steps_that_came_before_any_pack_are_told_apart(
 
 def test_losses_lags_and_quality(run_dir: Path) -> None:
     summary = summarise(run_dir)
-    assert summary.drops == {"samples_quarantined/too_slow": 2, "packs_dropped_oldest": 2}
+    assert summary.drops == {
+        "samples_quarantined/too_slow": 2,
+        "packs_dropped_oldest": 2,
+        "rollouts_dropped_stale": 6,
+    }
     assert summary.lag_counts == {0: 2, 1: 6}
     assert summary.ratios["match/precision"] == 0.75
     assert summary.ratios["match/f1"] == 0.6
