@@ -226,7 +226,11 @@ class ThreadPreprocessor(Preprocessor):
         return Judged(make_target(rollout, prompt, self._encoder, self._task), prompt.space)
 
     def _prompt_of(self, rollout: Rollout) -> PromptEncoding:
-        """The last one is kept: rollouts of one row of the training data come one after another."""
+        """The last one is kept: rollouts of one row of the training data come one after another.
+
+        The number of a row is enough: a prompt depends on nothing else, and of no other data than the training rows is
+        anything asked here (``judge`` is for those).
+        """
         row = rollout.sample.key.index
         if self._last_prompt is None or self._last_prompt[0] != row:
             self._last_prompt = row, self._encoder.encode_prompt(rollout.sample)

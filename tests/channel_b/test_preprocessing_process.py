@@ -27,7 +27,7 @@ from swift_stage2.channel_b.preprocessing import Judged, Prepared, ProcessPrepro
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ConfigError, PreprocessorLost
-from swift_stage2.records import Rollout
+from swift_stage2.records import Rollout, SampleKey
 from swift_stage2.telemetry.trace import Trace
 
 
@@ -149,6 +149,35 @@ def test_evaluation_judges_alike(
             assert type(found) is type(expected)
             assert str(found) == str(expected)
             assert "the server's prompt must equal" in str(found)
+
+
+def test_a_prompt_that_is_kept_is_that_of_the_row(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
+    """At every position, in every epoch and attempt; an evaluation's row of the same number is another one."""
+    first, second = rollouts_of(encoder, rows)[:2]
+    keys = [
+        SampleKey(0, 0, 0),
+        SampleKey(0, 1, 0),
+        SampleKey(3, 5, 0, 2),
+        SampleKey(0, 2, 1),
+        SampleKey(4, 9, 0),
+    ]
+    asked = [
+        replace(each, sample=replace(each.sample, key=key))
+        for key in keys
+        for each in ((first, second)[key.index],)
+    ]
+    of_evaluation = replace(second, sample=replace(second.sample, key=SampleKey(0, 0, 0)))
+    keeping = ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH)
+    for rollout in asked:
+        (judged,) = keeping.judge([of_evaluation])
+        assert isinstance(judged, Judged)
+        (found,) = prepared_by(keeping, [rollout])
+        (expected,) = prepared_by(
+            ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH), [rollout]
+        )
+        (prompt, own) = (each.segment.encodings[0] for each in (found, expected))
+        assert torch.equal(prompt["pixel_values"], own["pixel_values"])
+        assert (prompt["input_ids"], found.target) == (own["input_ids"], expected.target)
 
 
 def test_a_bad_sample_is_refused_and_costs_no_other(
