@@ -319,7 +319,6 @@ def _build_channel_b(
         packing_min_fill_ratio=packing.packing_min_fill_ratio,
         redraw_dropped=prefetch.redraw_dropped,
         max_attempts=prefetch.max_attempts,
-        version_window=prefetch.version_window,
         max_rollouts_per_version=run_ahead_budget(config, parts.lengths, packs_per_step),
         max_resumes=config.max_resumes,
         make_groups=group_maker(config, parts.source, clock),

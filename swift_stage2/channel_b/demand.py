@@ -1,6 +1,7 @@
 """Says how many samples one rank asks for now: what the pacer, or a step that waits, wants beyond what is out.
 
-Sees versions, counts and times, never a sample. On the pipeline's thread; in mode inline the learner's waits here.
+Sees versions, lengths, counts and times, never a sample. On the pipeline's thread; in mode inline the learner's waits
+here.
 """
 
 from __future__ import annotations
@@ -14,25 +15,37 @@ from typing import Any
 
 from swift_stage2.channel_b.attempts import Attempts
 from swift_stage2.channel_b.ready_queue import ReadyQueue
+from swift_stage2.records import Segment
 from swift_stage2.scheduling.outlook import PacingState, ProductionMeter, ProductionPace, StepView, packs_of
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.version_clock import VersionClock
 
 _STOP_SLICE_S = 0.2  # a signal's handler may take no lock, and so wakes nobody
+_MOST_BARREN = 32  # groups in a row of which nothing is trained, before a step waits for no other
 _SMOOTHING = 0.3  # weight of the newest pack in the moving average of segments per pack
 
 
 class Demand:
     """One rank's demand for rollouts."""
 
-    def __init__(self, pacer: Pacer, queue: ReadyQueue[Any], clock: VersionClock, attempts: Attempts) -> None:
+    def __init__(
+        self,
+        pacer: Pacer,
+        queue: ReadyQueue[Any],
+        clock: VersionClock,
+        attempts: Attempts,
+        packing_length: int,
+    ) -> None:
         self._pacer = pacer
         self._queue = queue
         self._clock = clock
         self._attempts = attempts
+        self._packing_length = packing_length
         self._meter = ProductionMeter()
         self._segments_per_pack = 1.0
         self._last_version_asked = -1
+        self._compared_for: StepView | None = None
+        self._num_barren = 0
         self._changed = threading.Condition()
         self._met: StepView | None = None  # the latest whose demand is met
         self._is_over = False
@@ -51,29 +64,53 @@ class Demand:
         """A pack was made of so many segments."""
         self._segments_per_pack += _SMOOTHING * (num_segments - self._segments_per_pack)
 
+    def compared(self, view: StepView | None, *, is_barren: bool) -> None:
+        """A group was compared. Nothing is trained of one that is barren."""
+        if is_barren and view is self._compared_for:
+            self._num_barren += 1
+        else:
+            self._num_barren, self._compared_for = int(is_barren), view
+
+    def is_hopeless(self, view: StepView) -> bool:
+        """True once a step has waited for so many groups, all barren, that it should not wait for the next."""
+        is_waiting = view.num_demanded is not None and view is self._compared_for
+        return is_waiting and self._num_barren >= _MOST_BARREN
+
     def asked(self) -> None:
         """Servers were asked for samples."""
         self._last_version_asked = self._clock.current
 
-    def num_samples(self, view: StepView, here: Sequence[int], num_segments: int) -> int:
-        """Samples to ask for. ``here`` are the versions of rollouts that have come and are not prepared yet."""
+    def num_samples(self, view: StepView, here: Sequence[int], segments: Sequence[Segment]) -> int:
+        """Samples to ask for. ``here`` are the versions of rollouts that have come and are not prepared yet.
+
+        Segments that fit into one pack fill the next one, and are none by themselves. Of more, packs are in the making:
+        they wait for room in the queue, or for a step that lacks them, and not for a rollout that fills one better.
+        """
         attempts = self._attempts.open().values()
-        num_coming = len(attempts) + len(here)
-        if view.paused and (num_coming or self._last_version_asked == self._clock.current):
+        if view.paused and (attempts or here or self._last_version_asked == self._clock.current):
             return 0
         state = self._state(view)
-        coming = [(version, state.position) for version in here]
+        are_packs = sum(segment.num_tokens for segment in segments) > self._packing_length
+        of_segments = [segment.version for segment in segments] if are_packs else []
+        coming = [(version, state.position) for version in (*here, *of_segments)]
         for attempt in attempts:
             oldest = attempt.oldest_version
             version = state.current_version if oldest is None else oldest
             coming.append((version, view.arrival(state, attempt.sent_s)))
         in_making, num_left = packs_of(coming, self._segments_per_pack)
+        num_left += len(segments) - len(of_segments)
         num_packs = self._num_packs(view, replace(state, in_making=in_making))
-        # Segments that made no pack fill the next one, and are none by themselves.
-        wanted = math.ceil(num_packs * self._segments_per_pack) - num_left - num_segments
-        if num_packs == 0 or (wanted <= 0 and num_coming):
+        wanted = math.ceil(num_packs * self._segments_per_pack) - num_left
+        if num_packs == 0 or (wanted <= 0 and coming):
             return 0
         return max(1, wanted)
+
+    def has_room(self, view: StepView | None, youngest: int) -> bool:
+        """True if a pack pushes none out that is as young as its ``youngest``, or fresh at the next wanted step."""
+        if view is None:
+            return True
+        oldest_fresh = self._pacer.next_version(self._state(view)) - self._queue.version_window
+        return self._queue.has_room(min(youngest, oldest_fresh))
 
     def is_starving(self, view: StepView | None, num_segments: int, num_out: int, *, is_stuck: bool) -> bool:
         """True if the pipeline should make a pack that is not full: the rollouts that are out fill none in time.
@@ -116,6 +153,8 @@ class Demand:
     def _num_packs(self, view: StepView, state: PacingState) -> int:
         if view.num_demanded is None:
             return self._pacer.decide(state).num_packs
+        if self.is_hopeless(view):
+            return 0
         num_lacking = view.num_demanded - self._queue.num_fresh(self._clock.current) - len(state.in_making)
         # One more, or a step would often wait for another turn of a few rollouts; what is left over fills the next.
         return num_lacking + 1 if num_lacking > 0 else 0

@@ -142,7 +142,7 @@ class Groups:
         return len(missing.difference(coming)) + self._source.num_to_whole_group
 
     def take(self) -> Iterator[ComparedGroup]:
-        """Groups to train: those that are whole, and those whose stragglers are not waited for any longer.
+        """Groups that are whole, and those whose stragglers are not waited for any longer.
 
         Ends what is too old, and what has nothing to teach.
         """
@@ -154,8 +154,7 @@ class Groups:
             compared = compare(members, self._settings)
             if compared.reason is not None:
                 self._ends.unused(compared.unused, compared.reason)
-            if compared.trained:
-                yield compared
+            yield compared
         # What has ended is forgotten.
         of_source = self._source.members_of
         self._compared = {group: keys for group, keys in self._compared.items() if of_source(group)}

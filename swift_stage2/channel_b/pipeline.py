@@ -43,6 +43,7 @@ from swift_stage2.telemetry.recorders import PipelineRecorder
 logger = logging.getLogger(__name__)
 
 _IDLE_SLICE_S = 0.2
+_Work = Callable[[Sequence[Rollout]], Iterator[Prepared | Judged | Refusal]]
 _RETURNS = {DropReason.STALE: ReturnReason.STALE, DropReason.OLDEST: ReturnReason.OVERFLOW}
 # Asked once more with one that was not, so that a server which misreads all is told by few.
 _MOST_MISREAD = 64
@@ -66,7 +67,6 @@ class Pipeline:
     packing_min_fill_ratio: float
     redraw_dropped: bool
     max_attempts: int
-    version_window: int
     max_rollouts_per_version: int | None = None
     max_resumes: int | None = None
     """Times that a rollout is resumed; None: one that was aborted begins anew."""
@@ -90,13 +90,13 @@ class Pipeline:
             self.client.confirms,
             self.clock,
             max_resumes=self.max_resumes,
-            version_window=self.version_window,
+            version_window=self.queue.version_window,
         )
         self._groups = None if self.make_groups is None else self.make_groups(self._ends)
         self._drop = self._ends.dropped if self._groups is None else self._groups.drop
         self._view: StepView | None = None
-        self._demand = Demand(self.pacer, self.queue, self.clock, self.attempts)
-        self._used_up_for: StepView | None = None  # in this turn the budget left nothing to ask for
+        self._demand = Demand(self.pacer, self.queue, self.clock, self.attempts, self.packing_length)
+        self._used_up_for: StepView | None = None  # in this turn there was nothing to ask for
         self._num_evaluating = 0  # asked for an evaluation, and not come back
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="channel-b", daemon=True)
@@ -117,7 +117,7 @@ class Pipeline:
         """Has the packs made that ``view`` demands, and waits: until they are ready and no rollout is out any more.
 
         Sooner where nothing can be made: no server is proven, the budget of this version is used up, the guard pauses
-        production, the thread has ended. After ``timeout_s``, or once ``is_stopping``, what is out is not waited for.
+        production, groups teach nothing, the thread has ended. So after ``timeout_s``, and once ``is_stopping``.
         """
         self.observe(view)
         self._demand.wait(view, timeout_s, is_stopping)
@@ -215,8 +215,7 @@ class Pipeline:
             self.take_evaluated(outcome)
         if not (self._partial.num_asked or self._held):
             view = self._view
-            can_ask = bool(self.client.proven) and (view is None or self._used_up_for is not view)
-            self._demand.tell(view, can_ask=can_ask)
+            self._demand.tell(view, can_ask=bool(self.client.proven) and self._used_up_for is not view)
 
     def _take_in(self, outcome: BatchOutcome) -> BatchOutcome:
         """A share has ended: its attempts are over, or partial, and what was not answered goes back."""
@@ -237,12 +236,14 @@ class Pipeline:
         here = [*self._held, *heard]
         waiting = self._groups.rollouts if self._groups is not None else ()
         versions = [rollout.version for rollout in (*here, *waiting)]
-        num_wanted = self._demand.num_samples(view, versions, len(self._segments))
+        num_wanted = self._demand.num_samples(view, versions, self._segments)
         if self._groups is not None and view.num_demanded != 0:
             coming = {*self.attempts.open(), *(rollout.sample.key for rollout in here)}
             num_wanted = max(num_wanted, self._groups.num_to_ask(coming))
         if num_samples := min(self.client.free_places, num_wanted):
             self._used_up_for = None if self._ask_for(num_samples) else view
+        elif self._demand.is_hopeless(view):
+            self._used_up_for = view
         if self.ask_evaluation is not None and (free := self.client.free_places):
             self.events.enter(PipelineActivity.EVALUATING)
             self._num_evaluating += self.ask_evaluation(free)
@@ -278,12 +279,10 @@ class Pipeline:
         if not samples:
             return
         if are_new:
-            self.events.read(
-                [sample.key for sample in samples],
-                # 1 of a task whose truth has no length
-                num_objects=[len(s.truth) if isinstance(s.truth, Sized) else 1 for s in samples],
-                num_pixels=[num_pixels(request) for request in requests],
-            )
+            # 1 of a task whose truth has no length
+            num_objects = [len(s.truth) if isinstance(s.truth, Sized) else 1 for s in samples]
+            pixels = [num_pixels(request) for request in requests]
+            self.events.read([s.key for s in samples], num_objects=num_objects, num_pixels=pixels)
             self._demand.asked()
         self.events.enter(PipelineActivity.TICKET)
         self.client.submit(samples, requests)
@@ -307,7 +306,7 @@ class Pipeline:
         """Matches them; encodes them at once, or when the others of their group are here."""
         if not rollouts:
             return
-        work: Callable[[Sequence[Rollout]], Iterator[Prepared | Judged | Refusal]] = self.preprocessor.prepare
+        work: _Work = self.preprocessor.prepare
         if self._groups is not None:
             work = partial(self.preprocessor.compare, with_target=self._groups.with_target)
         found = self._preprocessed(rollouts, work)
@@ -337,6 +336,9 @@ class Pipeline:
     def _prepare_groups(self) -> None:
         """Encodes what is trained of the groups that wait for nothing more."""
         for group in self._groups.take() if self._groups is not None else ():
+            self._demand.compared(self._view, is_barren=not group.trained)
+            if not group.trained:
+                continue
             self.events.compared(group.trained, group.reward_std)
             found = self._preprocessed(group.trained, self.preprocessor.prepare)
             for rollout, prepared in zip(group.trained, found, strict=True):
@@ -345,9 +347,7 @@ class Pipeline:
                 else:
                     self._ends.refused(rollout, prepared)
 
-    def _preprocessed(
-        self, rollouts: Sequence[Rollout], work: Callable[[Sequence[Rollout]], Iterator[Any]]
-    ) -> list[Any]:
+    def _preprocessed(self, rollouts: Sequence[Rollout], work: _Work) -> list[Any]:
         self._go_on_to(PipelineActivity.PREPARING, f"matches and encodes {len(rollouts)} rollouts")
         try:
             return list(work(rollouts))
@@ -371,11 +371,11 @@ class Pipeline:
             num_here = len(lengths) + (len(self._groups.rollouts) if self._groups is not None else 0)
             starves = self._demand.is_starving(view, num_here, num_out, is_stuck=is_stuck)
             chosen = decide_pack(lengths, self.packing_length, self.packing_min_fill_ratio, starves)
-            if chosen is None:
+            segments = [self._segments[index] for index in chosen or ()]
+            if chosen is None or not self._demand.has_room(view, max(each.version for each in segments)):
                 return
             self._go_on_to(PipelineActivity.PACKING, "packs")
             started = time.monotonic()
-            segments = [self._segments[index] for index in chosen]
             pack = self.preprocessor.pack(uuid.uuid4().hex, segments)
             self._segments = [s for index, s in enumerate(self._segments) if index not in set(chosen)]
             self._demand.packed(len(chosen))
@@ -385,7 +385,7 @@ class Pipeline:
 
     def _drop_stale_segments(self) -> None:
         current = self.clock.current  # read once: nothing may fall between two versions
-        is_still = partial(is_fresh, current=current, window=self.version_window)
+        is_still = partial(is_fresh, current=current, window=self.queue.version_window)
         stale = [segment for segment in self._segments if not is_still(segment.version)]
         if not stale:
             return

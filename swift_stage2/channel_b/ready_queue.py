@@ -85,6 +85,7 @@ class ReadyQueue(Generic[PackT]):
         self._on_drop = on_drop
         self._lock = threading.Lock()
         self._ready: deque[PackT] = deque()
+        self._num_reserved = 0
         self._closed = False
         self._peak_depth = 0
         self._num_dropped = dict.fromkeys(DropReason, 0)
@@ -139,6 +140,15 @@ class ReadyQueue(Generic[PackT]):
             for version in self.peek_versions()
         )
 
+    def has_room(self, oldest: int) -> bool:
+        """Return whether one more pack would push out none of version ``oldest`` or younger.
+
+        Reserved packs count: they may be released.
+        """
+        with self._lock:
+            num_kept = sum(pack.version >= oldest for pack in self._ready) + self._num_reserved
+            return num_kept < self._limit
+
     def statistics(self) -> QueueStatistics:
         """Return depth, peak depth and drops, consistent with each other."""
         with self._lock:
@@ -168,10 +178,16 @@ class ReadyQueue(Generic[PackT]):
             return None
         for _ in oldest:
             self._ready.popleft()
+        self._num_reserved += n
         return Reservation(self, oldest)
+
+    def _let_go(self, num_packs: int) -> None:
+        with self._lock:
+            self._num_reserved -= num_packs
 
     def _put_back(self, packs: list[PackT]) -> None:
         with self._lock:
+            self._num_reserved -= len(packs)
             self._ready.extendleft(reversed(packs))
             drops = self._trim_to_limit()
         self._report(drops)
@@ -215,7 +231,9 @@ class Reservation(Generic[PackT]):
         Raises:
             ReservationSpent: it was taken or released before.
         """
-        return self._spend("take()")
+        packs = self._spend("take()")
+        self._queue._let_go(len(packs))
+        return packs
 
     def release(self) -> None:
         """Put the packs back in front in their old order; over the limit, the front drops. Twice is once.

@@ -100,8 +100,8 @@ def packs_of_b_steps(packs_per_b_step: int, b_ratio: Fraction, steps: float) -> 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetchConfig:
     queue_limit: int | None = None
-    """Ready packs that a rank keeps at most; the oldest goes when one more arrives. By default 8, or the derived
-    target if that is more."""
+    """Ready packs that a rank keeps at most; one more waits, or takes the place of one about to expire. By default 8,
+    or the derived target if that is more."""
     version_window: int = 2
     """A pack is fresh while it is at most this many versions old."""
     sync_every_steps: int = 4

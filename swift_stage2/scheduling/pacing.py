@@ -106,6 +106,10 @@ class Pacer:
             and self._num_fresh_next(state, step, state.ready_versions) < self.packs_per_b_step
         )
 
+    def next_version(self, state: PacingState) -> int:
+        """Return the version that the next wanted step will reserve against, by the forecast."""
+        return self._outlook(state).rounds_if_idle().version_at(self._wanted_from(state.step + 1))
+
     def load(self, state: PacingState) -> float:
         """Return the share of its time that production must work to meet the schedule's need; over 1 it cannot.
 

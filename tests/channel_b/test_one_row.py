@@ -147,7 +147,6 @@ def run(
             packing_min_fill_ratio=0.1,
             redraw_dropped=True,
             max_attempts=3,
-            version_window=2,
         )
         report = ServerReport(proven=True, error=None, proof="canary", num_bytes=0, seconds={})
         round_ = RoundOutcome("r", 1, {0: report}, news=(0,))

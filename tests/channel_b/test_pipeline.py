@@ -398,7 +398,6 @@ def make_bench(
                 packs_per_b_step=1,
             ),
             events=events,
-            version_window=WINDOW,
             make_groups=None if groups is None else make_groups,
             ask_evaluation=evaluation.ask,
             take_evaluated=evaluation.take,
@@ -1155,6 +1154,40 @@ def test_an_evaluation_goes_on_while_channel_b_pauses_and_not_without_a_server(
 
 
 # --- pausing and ending ------------------------------------------------------------------------------
+
+
+def test_packs_that_will_be_stale_at_the_next_step_keep_no_fresh_one_out(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(target_packs=2, limit=2)
+    bench.observe()
+    while bench.queue.statistics().depth < 2:
+        assert bench.work()
+    for _ in range(WINDOW):
+        bench.clock.advance()
+    bench.observe(step=7, last_commit_step=4)  # the next round comes before the next step
+    while bench.queue.peek_versions() != (WINDOW, WINDOW):
+        assert bench.work()
+    bench.clock.advance()
+    assert len(bench.train()) == 1
+
+
+def test_segments_of_which_no_two_fit_a_pack_do_not_have_others_asked_for_ever(
+    make_bench: Callable[..., Bench],
+) -> None:
+    """Each alone is a thin pack, which is made when a step lacks it."""
+    lengths = make_bench()
+    lengths.observe()
+    assert lengths.work()
+    shortest = min(segment.num_tokens for segment in lengths.events.segments)
+    bench = make_bench(packing_length=2 * shortest - 1, packing_min_fill_ratio=1.0, target_packs=4, limit=8)
+    for step in range(12):
+        bench.observe(step=step, last_commit_step=step)
+        for _ in range(4):
+            bench.work()
+        bench.train()
+    assert bench.source.num_outstanding <= 6
+    assert bench.events.dropped_packs == []
 
 
 def test_while_paused_each_version_is_asked_once(make_bench: Callable[..., Bench]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from channel_b.test_pipeline import PATIENCE_S, WINDOW, Bench, encoder, make_bench, server_encoder
 from real_model import rollout_of
 
+from swift_stage2.channel_b import demand
 from swift_stage2.channel_b.groups import GroupSettings
 from swift_stage2.config import GrpoConfig, Objective
 from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey, VersionSpan
@@ -38,11 +39,13 @@ class GroupBench:
         changes = {"groups": settings, "now_s": lambda: self.now_s, "limit": 40} | changes
         self.bench = make_bench(num_generations=num_generations, **changes)
         self.is_good = is_good
+        self.bad_of: Callable[[str], str] = lambda good: "[]"
         self.bench.client.rollout = self.rollout  # type: ignore[method-assign]
 
     def rollout(self, sample: Sample, **_: Any) -> Rollout:
         client = self.bench.client
-        text = client._encoder.answer_of(sample) if self.is_good(sample) else "[]"
+        good = client._encoder.answer_of(sample)
+        text = good if self.is_good(sample) else self.bad_of(good)
         token_ids, _ = client._encoder.tokenise(text)
         span = VersionSpan(client._clock.current, 0, len(token_ids))
         plain = rollout_of(sample, text, client._encoder.encode_prompt(sample).token_ids, seconds=0.01)
@@ -449,3 +452,44 @@ def test_a_resumed_process_compares_what_is_left_of_a_group(make_bench: MakeBenc
         assert after.bench.work()
     (group,) = after.bench.events.compared_groups
     assert [rollout.sample.key.position for rollout in group] == [1, 2, 3]
+
+
+# --- room in the queue -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("limit", "packing_length"), [(4, 80), (8, 80), (8, 88)])
+def test_segments_wait_for_room_and_for_steps_and_no_pack_is_pushed_out(
+    make_bench: MakeBench, limit: int, packing_length: int
+) -> None:
+    """Each is a pack, a thin one of the first row. A group makes more packs than the queue has room for."""
+    scene = GroupBench(make_bench, 12, target_packs=4, limit=limit, packing_length=packing_length)
+    scene.bad_of = lambda good: good[:-1]
+    bench = scene.bench
+    trained: list[int] = []
+    for step in range(30):
+        bench.observe(step=step, last_commit_step=step, max_prompts=12)
+        for _ in range(3):
+            bench.work()
+        trained += positions(bench.train()[0].keys)
+    assert trained == list(range(30))
+    assert bench.events.dropped_packs == []
+    assert len(scene.asked) == 36
+
+
+def test_a_step_does_not_wait_for_groups_that_teach_nothing(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 4
+    monkeypatch.setattr(demand, "_MOST_BARREN", most)
+    scene = GroupBench(make_bench, 2)
+    scene.is_good = lambda sample: False
+    bench = scene.bench
+    bench.pipeline.start()
+    for num_steps in (1, 2):
+        bench.fill(1)
+        assert len(scene.asked) >= 2 * most * num_steps, "none is given up for groups of the step before"
+        assert len(scene.asked) <= (2 * most + 6) * num_steps
+        assert bench.source.num_outstanding == 0
+    scene.is_good = lambda sample: is_good(sample) and sample.key.position // 2 % most == 0
+    bench.fill(1)
+    assert bench.queue.num_fresh(0) >= 1, "the next that teaches comes in time"

@@ -112,6 +112,21 @@ def test_a_reservation_survives_overflow_and_any_version() -> None:
     assert not {0, 1} & {name for name, _ in drops}
 
 
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_there_is_room_for_a_pack_that_pushes_no_young_one_out_now_or_when_packs_are_released(
+    is_taken: bool,
+) -> None:
+    queue, drops = filled(1, 2, limit=2)
+    assert [queue.has_room(oldest) for oldest in (1, 2, 3)] == [False, True, True]
+    reservation = reserved(queue, 1)
+    assert not queue.has_room(1)
+    reservation.take() if is_taken else reservation.release()
+    assert queue.has_room(1) == is_taken
+    if is_taken:
+        queue.offer(Pack(2), current_version=2)
+    assert (drops, queue.has_room(1)) == ([], False)
+
+
 def test_released_packs_return_to_the_front_and_are_judged_again() -> None:
     queue, drops = filled(1, 2, 3)
     reservation = reserved(queue, 2)

@@ -557,7 +557,6 @@ class Scene:
             packing_min_fill_ratio=0.65,
             redraw_dropped=setting.redraw_dropped,
             max_attempts=setting.max_attempts,
-            version_window=setting.version_window,
             max_rollouts_per_version=_budget(setting),
             max_resumes=setting.max_resumes,
             make_groups=self._group_maker(rank, source, clock) if setting.num_generations > 1 else None,
