@@ -53,6 +53,10 @@ _SERVER = Option(
     metavar="transformers|stock|vllm",
 )
 _OVERLAP_SERVER = "stand-in waits and does not compute; transformers generates on the other half of the cores"
+_PEER_SERVER = (
+    "stand-in waits and does not compute; with vllm rollouts are generated, ours by our server on vLLM and GRPO's by "
+    "unmodified swift rollout, on the other half of the cores"
+)
 _OUTAGE_STAND_IN = (
     "in place of --server one that computes nothing and waits about so long: where cores are few, a server that "
     "computes slows the learner, and steps get faster when it dies"
@@ -128,9 +132,17 @@ _MEASURED = (
         name="peer",
         purpose="how idle is the learner? ours and ms-swift's own asynchronous GRPO beside the same server (vLLM)",
         detail="Asynchronous (async_generate) and inline each, beside the same stand-in: learner idle share, and "
-        "steps/s against each learner's own bound. Needs vLLM, with whose installation ms-swift's client comes.",
+        "steps/s against each learner's own bound. Needs vLLM, with whose installation ms-swift's client comes. With "
+        "--server vllm also F1 of the checkpoints on held-out scenes.",
         takes="about 20 minutes",
         options=(
+            Option("server", STAND_IN, _PEER_SERVER, choices=(STAND_IN, "vllm")),
+            Option(
+                "objective",
+                "corrected_target",
+                "of ours; grpo trains rollouts by the same reward as GRPO",
+                choices=("corrected_target", "grpo"),
+            ),
             _LATENCY,
             Option(
                 "b-ratio", 1.0, "share of our steps that want rollouts; all of GRPO's do", above=0, most=1
@@ -140,6 +152,12 @@ _MEASURED = (
             Option("sync-every-steps", 4, "steps between two of our rounds", least=1),
             _ON_PENDING,
             Option("steps", 72, _WARM, least=16),
+            Option(
+                "seconds",
+                0.0,
+                "runs end after so many, if --steps does not end them; 0: they do not",
+                least=0,
+            ),
             Option("repeats", 3, _REPEATS, least=1),
         ),
         turn=Turn(60, 15, "--repeats 1 --steps 24", needs_vllm=True),

@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, ChildRuns
-from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS, THREAD_CLOCK, Clock, read_clock
+from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS, SECONDS_VARIABLE, THREAD_CLOCK, Clock, read_clock
 from benchmarks.faults.accounting import of_kind
 from benchmarks.plugins.pipeline import PIPELINE_VARIABLE
-from swift_stage2.config import Mode, Preprocessing, load_config
+from swift_stage2.config import Mode, Objective, Preprocessing, load_config
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, GRADIENT_ACCUMULATION_STEPS, DemoJob, config_of
@@ -27,13 +27,16 @@ from swift_stage2.telemetry.reading import read_audit
 
 GRPO_CLOCK = "stage2_grpo_clock"
 """Of the callback in ``plugins/grpo.py``."""
-REWARD = "stage2_object_count"
+REWARD = "stage2_detection"
 ROLLOUT_NS = "rollout_ns"
 """Column of GRPO's clock: main thread in the rollout call, or waiting for one that another thread made."""
 PUSH_NS = "push_ns"
 """Column of GRPO's clock: main thread in ms-swift's push of weights."""
+TOKENS = "tokens"
+"""Column of GRPO's clock: completions' tokens that had a loss."""
 MICRO_BATCH = 7
-"""Completions of a forward: on average channel B's packs of 512 tokens hold 6 to 8 of the tiny model's."""
+"""Completions of a forward, all of one row: on average channel B's packs of 512 tokens hold 6 to 8 of the tiny
+model's."""
 COMPLETIONS_PER_STEP = MICRO_BATCH * GRADIENT_ACCUMULATION_STEPS
 _NUM_ROWS = 512
 _LOOPBACK = "127.0.0.1"
@@ -57,6 +60,11 @@ class Arm:
     more_ports: tuple[tuple[int, int], ...] = ()
     b_ratio: float = 0.0
     mode: Mode = Mode.ASYNC
+    objective: Objective = Objective.CORRECTED_TARGET
+    seconds: float = 0.0
+    """Training ends after so many, and at the latest after ``num_steps``; 0: only then."""
+    saves: bool = False
+    """Whether it leaves a checkpoint at its end."""
     pipeline: str = ""
     """How ``plugins/pipeline.py`` makes packs; empty: as a user's run does."""
     prefetch: Mapping[str, Any] = field(default_factory=dict)
@@ -78,9 +86,10 @@ class ArmRecords:
         return of_kind(self.audit, kind)
 
 
-def write_rows(directory: Path) -> Path:
-    """The scenes that every arm trains on."""
-    return write_scenes(directory, SceneKind.SHAPES, num_train=_NUM_ROWS, num_held_out=1, seed=0).train
+def write_rows(directory: Path, num_held_out: int = 1) -> Path:
+    """The scenes that every arm trains on; others lie beside them."""
+    kind = SceneKind.SHAPES
+    return write_scenes(directory, kind, num_train=_NUM_ROWS, num_held_out=num_held_out, seed=0).train
 
 
 def run_arm(children: ChildRuns, arm: Arm) -> ArmRecords:
@@ -114,6 +123,8 @@ def write_arm_config(arm: Arm) -> Path:
     channel_b = {"prefetch": arm.prefetch, "preprocessing": arm.preprocessing.value}
     # The stand-in answers no canary as a model does; what it holds is proven tensor by tensor.
     rollout: dict[str, Any] = {"sync": {"timeout_s": 60.0, "proof": "checksum", **arm.sync}}
+    if arm.objective is not Objective.CORRECTED_TARGET:
+        rollout["num_generations"] = MICRO_BATCH
     rollout["servers"] = [
         {"base_url": f"http://{_LOOPBACK}:{port}", "group_port": group_port}
         for port, group_port in _servers(arm)
@@ -154,6 +165,7 @@ def grpo_arguments(arm: Arm, *, asynchronous: bool) -> dict[str, Any]:
         "per_device_train_batch_size": MICRO_BATCH,
         "num_generations": MICRO_BATCH,
         "reward_funcs": [REWARD],
+        "temperature": 1.0,  # as ours where it compares rollouts
         "use_vllm": True,
         "vllm_mode": "server",
         "vllm_server_host": [_LOOPBACK] * len(_servers(arm)),
@@ -174,19 +186,20 @@ def _job(arm: Arm, plugins: list[str], swift: Mapping[str, Any]) -> DemoJob:
         b_ratio=arm.b_ratio,
         num_ranks=1,
         mode=arm.mode,
+        objective=arm.objective,
         plugins=tuple(PLUGINS / name for name in plugins),
-        swift={**_UNATTENDED, **swift},
+        swift={**_UNATTENDED, **({"save_strategy": "steps"} if arm.saves else {}), **swift},
     )
 
 
 def _train(children: ChildRuns, arm: Arm, *words: str) -> None:
     arm.directory.mkdir(parents=True, exist_ok=True)
     chosen = {PIPELINE_VARIABLE: arm.pipeline} if arm.pipeline else {}
-    place = {DIRECTORY_VARIABLE: str(arm.directory)}
+    place = {DIRECTORY_VARIABLE: str(arm.directory), SECONDS_VARIABLE: str(arm.seconds)}
     children.run(
         arm.name,
         (*_TORCHRUN, *words),
         log_dir=arm.directory / "logs",
-        deadline_s=START_DEADLINE_S + DEADLINE_PER_STEP_S * arm.num_steps,
+        deadline_s=START_DEADLINE_S + (arm.seconds or DEADLINE_PER_STEP_S * arm.num_steps),
         environment={**CHILD_ENVIRONMENT, **place, **chosen, **arm.environment},
     )

@@ -91,8 +91,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
             ports = start_stand_in(servers, rows, options.latency_s)
         else:
             with started_on(split_cores()[1]):
-                server = servers.start(ServerKind(options.server))
-            ports = (int(server.base_url.rsplit(":", 1)[1]), server.group_port)
+                ports = servers.start(ServerKind(options.server)).ports
             stack.enter_context(started_on(split_cores()[0]))
         learner_cores = sorted(os.sched_getaffinity(0))
         for number, mode in in_turns(Mode, options.repeats):

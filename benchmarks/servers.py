@@ -57,6 +57,11 @@ class BenchServer:
     group_port: int
     tree: ProcessTree
 
+    @property
+    def ports(self) -> tuple[int, int]:
+        """Of its HTTP and of its weight group."""
+        return int(self.base_url.rsplit(":", 1)[1]), self.group_port
+
 
 class BenchServers:
     """Owns the servers of one bench. SIGINT, SIGTERM and SIGHUP end them all."""

@@ -2,10 +2,11 @@
 
 ``python -m benchmarks.stand_in_server --model DIR --port N --rows FILE --latency-s S`` speaks the whole wire,
 rounds included, so that a learner beside it has its processor to itself. Requests begin and end one by one, as with
-continuous batching, and a POST ends with its last one. A request's wait is drawn from the number of its row, so that it
-waits as long in every arm of a bench; an aborted one gives as much of its answer as it has waited for, and the rest of
-an answer takes the rest of its wait. With ``--stock`` it takes weights as a stock server does from ms-swift's own
-client.
+continuous batching, and a POST ends with its last one. A row has several answers, given in turn, so that copies of it
+can be compared. A request's wait is drawn from the number of its answer, so that it is as long in every arm of a bench;
+an aborted one gives as much of its answer as it has waited for, and the rest of an answer takes the rest of its wait.
+Log-probabilities are all the same number: no model has sampled. With ``--stock`` it takes weights as a stock server
+does from ms-swift's own client.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.crowds import half_right_answer
+from benchmarks.crowds import Objects, half_right_answer
 from swift_stage2.collectives import GlooCommunicator
 from swift_stage2.demo.grounding_dataset import answer_text
 from swift_stage2.demo.scenes import IMAGE_SIZE
@@ -50,6 +52,10 @@ SPREAD = 0.5
 """A wait is drawn evenly from ``1 - SPREAD`` to ``1 + SPREAD`` times the mean."""
 SLOW_FACTOR = 10.0
 """So much longer waits a request that is slow."""
+NUM_ANSWERS = 7
+"""Of a row: as many as the peer bench compares."""
+LOG_PROB = -0.5
+"""Of every token."""
 _MOST_AT_ONCE = 256
 _DRAIN_S = 600.0
 _ABORT_POLL_S = 0.05
@@ -61,15 +67,22 @@ _TIMEOUT_S = 60.0
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     row: EncodedRow
-    answer: GeneratedRow
-    number: int
+    answers: tuple[tuple[int, GeneratedRow], ...]
+    """Each with its number among those of all rows."""
+    turns: Iterator[tuple[int, GeneratedRow]]
+
+    def answer_to(self, prefix: tuple[int, ...]) -> tuple[int, GeneratedRow]:
+        """The next one in turn, or that which begins so."""
+        if not prefix:
+            return next(self.turns)
+        return next(each for each in self.answers if each[1].token_ids[: len(prefix)] == prefix)
 
 
 class StandInGenerator(SwiftGenerator):
     """Knows the answers to a data set's rows; the weights are taken and proven, and never used."""
 
     def learn(self, rows: Path, wait_of: Callable[[int | None], float]) -> None:
-        """Encodes every row and writes its answer, before anybody asks; ``wait_of`` a row's number is its wait."""
+        """Encodes every row and writes its answers, before anybody asks; ``wait_of`` an answer's number is its wait."""
         self._wait_of = wait_of
         self._prepared: dict[str, _Prepared] = {}
         lines = rows.read_text(encoding="utf-8").splitlines()
@@ -78,15 +91,17 @@ class StandInGenerator(SwiftGenerator):
             images = [base64.b64encode(Path(path).read_bytes()).decode() for path in row["images"]]
             request = GenerationRequest({"messages": row["messages"][:1], "images": images}, Sampling())
             truth = list(zip(row["objects"]["ref"], map(tuple, row["objects"]["bbox"]), strict=True))
-            text = answer_text(half_right_answer(truth, IMAGE_SIZE[0], number))
-            tokens = (
-                *self.tokenizer(text, add_special_tokens=False)["input_ids"],
-                self.tokenizer.eos_token_id,
-            )
+            first = number * NUM_ANSWERS
+            answers = tuple((each, self._answer(truth, each)) for each in range(first, first + NUM_ANSWERS))
             encoded = replace(super().encode_row(request), inputs={}, template_inputs=None)
-            prepared = _Prepared(encoded, GeneratedRow(text, tokens, RowEnd.STOP, None), number)
+            prepared = _Prepared(encoded, answers, cycle(answers))
             # ms-swift's own client sends a path, which a stock server opens.
             self._prepared[_key(images)] = self._prepared[_key(row["images"])] = prepared
+
+    def _answer(self, truth: Objects, number: int) -> GeneratedRow:
+        text = answer_text(half_right_answer(truth, IMAGE_SIZE[0], number))
+        tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return GeneratedRow(text, (*tokens, self.tokenizer.eos_token_id), RowEnd.STOP, None)
 
     def encode_row(
         self, request: GenerationRequest, is_aborted: Callable[[], bool] = lambda: False
@@ -95,10 +110,9 @@ class StandInGenerator(SwiftGenerator):
         prepared = self._prepared.get(_key(request.conversation.get("images") or ()))
         if prepared is None:
             return replace(super().encode_row(request, is_aborted), inputs={}, template_inputs=None)
+        number, answer = prepared.answer_to(request.prefix)
         # In a place that only the real generator's template uses, the row carries its answer.
-        return replace(
-            prepared.row, template_inputs=prepared.answer, prefix=request.prefix, seed=prepared.number
-        )
+        return replace(prepared.row, template_inputs=answer, prefix=request.prefix, seed=number)
 
     def generate_rows(
         self,
@@ -110,20 +124,24 @@ class StandInGenerator(SwiftGenerator):
     ) -> list[GeneratedRow]:
         """Waits for one row; ``StandInEngine`` asks for no more at once."""
         (row,) = rows
-        answer = row.template_inputs
+        given = self._generate(row, aborted)
+        return [replace(given, log_probs=(LOG_PROB,) * len(given.token_ids) if with_log_probs else None)]
+
+    def _generate(self, row: EncodedRow, aborted: Callable[[], Sequence[bool]]) -> GeneratedRow:
+        answer: GeneratedRow | None = row.template_inputs
         if answer is None:
-            return [GeneratedRow("", (self.tokenizer.eos_token_id,), RowEnd.STOP, None)]
+            return GeneratedRow("", (self.tokenizer.eos_token_id,), RowEnd.STOP, None)
         num_tokens, wait_s = len(answer.token_ids), self._wait_of(row.seed)
         left_s, pause = wait_s * (1 - len(row.prefix) / num_tokens), threading.Event()
         while left_s > 0 and not all(aborted()):
             pause.wait(min(left_s, _ABORT_POLL_S))
             left_s -= _ABORT_POLL_S
         if left_s <= 0:
-            return [replace(answer, token_ids=answer.token_ids[len(row.prefix) :])]
+            return replace(answer, token_ids=answer.token_ids[len(row.prefix) :])
         # The token that ends an answer comes with its end.
         reached = min(num_tokens - 1, max(len(row.prefix), int(num_tokens * (1 - left_s / wait_s))))
         text = self.tokenizer.decode(answer.token_ids[:reached])
-        return [GeneratedRow(text, answer.token_ids[len(row.prefix) : reached], RowEnd.ABORT, None)]
+        return GeneratedRow(text, answer.token_ids[len(row.prefix) : reached], RowEnd.ABORT, None)
 
 
 class StandInEngine(TransformersRolloutEngine):
@@ -154,7 +172,10 @@ class StandInEngine(TransformersRolloutEngine):
     def _answer(self, job: GenerationJob, stamp: WeightStamp) -> None:
         assert job.row is not None
         (row,) = self.generator.generate_rows(
-            [job.row], job.request.sampling, with_log_probs=False, aborted=lambda: [job.aborted]
+            [job.row],
+            job.request.sampling,
+            with_log_probs=job.request.with_log_probs,
+            aborted=lambda: [job.aborted],
         )
         with self._changed:
             self._running = tuple(each for each in self._running if each is not job)
@@ -162,7 +183,13 @@ class StandInEngine(TransformersRolloutEngine):
             self._changed.notify_all()
         self._book.finish(
             job,
-            job.completion(stamp, finish_reason=row.end.name.lower(), text=row.text, token_ids=row.token_ids),
+            job.completion(
+                stamp,
+                finish_reason=row.end.name.lower(),
+                text=row.text,
+                token_ids=row.token_ids,
+                log_probs=row.log_probs,
+            ),
         )
 
     def _note_load(self) -> None:
@@ -249,9 +276,9 @@ class StockService(RolloutService):
         self.rounds = StockWeights()  # type: ignore[assignment]
 
 
-def drawn_latency(mean_s: float, slow_share: float, row: int | None) -> float:
-    """Seconds that a request of this row waits. ``mean_s`` is the mean of those that are not slow."""
-    draw = random.Random(row)
+def drawn_latency(mean_s: float, slow_share: float, answer: int | None) -> float:
+    """Seconds that a request waits which gets this answer. ``mean_s`` is the mean of those that are not slow."""
+    draw = random.Random(answer)
     return (
         mean_s * draw.uniform(1 - SPREAD, 1 + SPREAD) * (SLOW_FACTOR if draw.random() < slow_share else 1.0)
     )

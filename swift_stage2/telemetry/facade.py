@@ -345,6 +345,7 @@ class Telemetry:
             round_in_transfer=facts.round_in_transfer,
             plan_seconds=facts.plan_seconds,
             num_tokens=sum(pack.num_tokens for pack in facts.packs),
+            num_supervised_tokens=sum(pack.num_supervised_tokens for pack in facts.packs),
             packs=[{"pack_id": pack.pack_id, "version": pack.version} for pack in facts.packs],
             activity_ns={activity: ns for activity, ns in spent.items() if ns},
         )

@@ -2,13 +2,21 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.clocks import DIRECTORY_VARIABLE, MEETING_VARIABLE, STEP_CLOCK, THREAD_CLOCK, ExclusiveTimer
+from benchmarks.clocks import (
+    DIRECTORY_VARIABLE,
+    MEETING_VARIABLE,
+    SECONDS_VARIABLE,
+    STEP_CLOCK,
+    THREAD_CLOCK,
+    ExclusiveTimer,
+)
 from benchmarks.plugins.clocks import StepClock, ThreadClock, instrument, meet
 
 
@@ -139,6 +147,22 @@ def test_the_clock_writes_one_entry_per_step(tmp_path: Path, monkeypatch: pytest
     }
     assert numbers["end_ns"] == sorted(numbers["end_ns"])
     assert numbers["hooks_ns"] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [("0", False), ("0.0001", True), ("3600", False)])
+def test_training_ends_when_its_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, seconds: str, ends: bool
+) -> None:
+    monkeypatch.setenv(SECONDS_VARIABLE, seconds)
+    clock = ThreadClock(SimpleNamespace(process_index=0), PlainTrainer())
+    clock.on_train_begin(None, None, None)
+    began_ns = time.perf_counter_ns()
+    while time.perf_counter_ns() - began_ns < 200_000:
+        pass
+    for strategy in ("no", "steps"):
+        control = SimpleNamespace(should_training_stop=False, should_save=False)
+        clock.on_step_end(SimpleNamespace(save_strategy=strategy), None, control)
+        assert (control.should_training_stop, control.should_save) == (ends, ends and strategy == "steps")
 
 
 def test_ms_swift_finds_it_by_its_name() -> None:

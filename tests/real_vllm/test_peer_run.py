@@ -13,8 +13,8 @@ from live_server import free_port
 
 from benchmarks.child_runs import ChildRuns
 from benchmarks.clocks import since
-from benchmarks.learner_job import Arm, run_grpo
-from benchmarks.peer import LearnerLoop, LoopArm
+from benchmarks.learner_job import COMPLETIONS_PER_STEP, Arm, run_grpo
+from benchmarks.learner_loops import LearnerLoop, LoopArm
 from benchmarks.servers import BenchServers, start_stand_in
 from benchmarks.stand_in_server import StockWeights
 from swift_stage2.collectives import GlooCommunicator
@@ -101,7 +101,11 @@ def test_grpo_trains_beside_the_stand_in_and_its_clock_tells_waits_and_pushes(tm
         in_push=in_push,
         num_rollout_steps=NUM_STEPS - 1,
         num_completions=0,
+        num_tokens=clock["tokens"][-1],
+        num_a_steps=0,
     )
+    longest = 4 * 40  # tokens of an answer of four objects
+    assert COMPLETIONS_PER_STEP * NUM_STEPS < loop.num_tokens < COMPLETIONS_PER_STEP * NUM_STEPS * longest
     # Inline, every step waits at least for the shortest wait that is drawn, and pushes weights once.
     assert loop.num_steps * LATENCY_S / 2 < in_rollout < loop.seconds
     assert 0 < in_push < loop.seconds
@@ -122,8 +126,13 @@ def test_asynchronous_rollouts_do_not_count_as_the_main_threads() -> None:
     assert timer.total_ns == {"rollout_ns": 1}
 
 
-def test_the_reward_counts_the_objects_of_any_answer() -> None:
-    from benchmarks.plugins.grpo import ObjectCount
+def test_the_reward_is_the_detection_task_s() -> None:
+    from benchmarks.plugins.grpo import DetectionReward
 
-    two = '[{"bbox_2d": [1, 2, 3, 4], "label": "a"}, {"bbox_2d": [1, 2, 3, 4], "label": "b"}]'
-    assert ObjectCount()([two, "", "nonsense"], solution=None) == [2.0, 0.0, 0.0]
+    objects = {"ref": ["a", "b"], "bbox": [[1, 2, 30, 40], [50, 2, 90, 40]]}
+    both = '[{"bbox_2d": [1, 2, 30, 40], "label": "a"}, {"bbox_2d": [50, 2, 90, 40], "label": "b"}]'
+    one = '[{"bbox_2d": [1, 2, 30, 40], "label": "a"}]'
+    rewards = DetectionReward()([both, one, ""], objects=[objects] * 3, prompt_id=None)
+    # f1 + iou + format / 2 + misses / 2; an empty answer is no list, and format says so or not.
+    assert rewards[:2] == pytest.approx([1 + 1 + 0.5, 2 / 3 + 1 / 2 + 0.5 - 0.25])
+    assert rewards[2] <= 0
