@@ -44,6 +44,10 @@ class DelayedQueue(ReadyQueue[Pack]):
         """The learner's last look: what waited here may be trained, however old it is."""
         return sys.maxsize
 
+    def has_room(self, oldest: int) -> bool:
+        """Always: what waits here is reserved for long, and no step lacks packs for it."""
+        return True
+
     def reserve(self, n: int, *, current_version: int, min_tokens: int = 0) -> Reservation[Pack] | None:
         if current_version + self._lag < self._first_version:
             return None

@@ -109,7 +109,7 @@ class Demand:
         """True if a pack pushes none out that is as young as its ``youngest``, or fresh at the next wanted step."""
         if view is None:
             return True
-        oldest_fresh = self._pacer.next_version(self._state(view)) - self._queue.version_window
+        oldest_fresh = self._pacer.next_version(self._state(view)) - self._pacer.version_window
         return self._queue.has_room(min(youngest, oldest_fresh))
 
     def is_starving(self, view: StepView | None, num_segments: int, num_out: int, *, is_stuck: bool) -> bool:

@@ -90,7 +90,7 @@ class Pipeline:
             self.client.confirms,
             self.clock,
             max_resumes=self.max_resumes,
-            version_window=self.queue.version_window,
+            version_window=self.pacer.version_window,
         )
         self._groups = None if self.make_groups is None else self.make_groups(self._ends)
         self._drop = self._ends.dropped if self._groups is None else self._groups.drop
@@ -385,7 +385,7 @@ class Pipeline:
 
     def _drop_stale_segments(self) -> None:
         current = self.clock.current  # read once: nothing may fall between two versions
-        is_still = partial(is_fresh, current=current, window=self.queue.version_window)
+        is_still = partial(is_fresh, current=current, window=self.pacer.version_window)
         stale = [segment for segment in self._segments if not is_still(segment.version)]
         if not stale:
             return

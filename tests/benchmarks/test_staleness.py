@@ -31,6 +31,7 @@ def _train(lag: int, forced: pytest.MonkeyPatch, versions: list[int]) -> list[li
     trained = []
     for version in versions:
         while queue.num_fresh(version) < 2:
+            assert queue.has_room(version)
             queue.offer(StandInPack(version), current_version=version)  # type: ignore[arg-type]
         reservation = queue.reserve(2, current_version=version)
         if reservation is not None:
