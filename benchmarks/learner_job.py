@@ -45,6 +45,8 @@ _UNATTENDED: Mapping[str, Any] = {
     "report_to": ["none"],
     "lr_scheduler_type": "constant",
 }
+_SCORED: Mapping[str, Any] = {"save_strategy": "steps", "lr_scheduler_type": "constant_with_warmup"}
+"""The first steps at the full rate undo what stage 1 learnt."""
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m")
 
 
@@ -188,7 +190,7 @@ def _job(arm: Arm, plugins: list[str], swift: Mapping[str, Any]) -> DemoJob:
         mode=arm.mode,
         objective=arm.objective,
         plugins=tuple(PLUGINS / name for name in plugins),
-        swift={**_UNATTENDED, **({"save_strategy": "steps"} if arm.saves else {}), **swift},
+        swift={**_UNATTENDED, **(_SCORED if arm.saves else {}), **swift},
     )
 
 

@@ -203,7 +203,7 @@ def notes(options: argparse.Namespace, latencies: Sequence[float]) -> list[str]:
     same_tokens = (
         f"Both train rollouts by the reward of our detection task, {MICRO_BATCH} of each row, at temperature 1; "
         "supervised tokens stand beside each other. GRPO pads, and computes log-probabilities of a reference model for "
-        "its KL term, which ours does not have; ours packs, caps importance weights, and proves by checksums what it "
+        "its KL term, without which ours trains; ours packs, caps importance weights, and proves by checksums what it "
         f"pushed. A stand-in states {LOG_PROB} as the log-probability of every token."
     )
     other_tokens = (
