@@ -46,7 +46,7 @@ _UNATTENDED: Mapping[str, Any] = {
     "lr_scheduler_type": "constant",
 }
 _SCORED: Mapping[str, Any] = {"save_strategy": "steps", "lr_scheduler_type": "constant_with_warmup"}
-"""The first steps at the full rate undo what stage 1 learnt."""
+"""Warmed up as the demo's own runs are."""
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m")
 
 
