@@ -498,7 +498,7 @@ GRPO = "stage2_ab.channel_b.grpo"
         (f"{DECODING}.repetition_penalty", 1.1, ("repetition_penalty=1.1",)),
         ("swift.tuner_type", "lora", ("lora_dropout=0.05, ms-swift's default", "lora_dropout: 0")),
         (f"{GRPO}.kl_weight", 0.05, ("kl_weight=0.05 and a model that has none", "tuner_type: lora")),
-        (f"{GRPO}.kl_weight", -1, ("kl_weight must be at least 0",)),
+        (f"{GRPO}.kl_weight", -1, ("kl_weight must be at least 0", "0.05")),
         ("swift.loss_type", "mine", ("swift.loss_type", "grpo and mixed")),
         (
             "stage2_ab.channel_b.reward.weights",
@@ -512,6 +512,17 @@ def test_what_rewards_cannot_be_compared_by_is_refused(
 ) -> None:
     message = refusal(tmp_path, by_rewards(path, value))
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(("name", "value"), [("init_weights", "pissa"), ("lora_bias", "all")])
+def test_the_reference_model_is_the_one_that_training_began_with(
+    tmp_path: Path, name: str, value: str
+) -> None:
+    data = by_rewards(f"{GRPO}.kl_weight", 0.05)
+    data["swift"] |= {"tuner_type": "lora", "lora_dropout": 0, "init_weights": True, "lora_bias": "none"}
+    assert load(tmp_path, data).stage2_ab.channel_b.grpo.kl_weight == 0.05
+    data["swift"][name] = value
+    assert f"swift.{name}='{value}', which changes it" in refusal(tmp_path, data)
 
 
 def test_a_corrected_answer_is_in_the_group_or_beside_it(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ REWARD_WEIGHTS = {"f1": 1.0, "iou": 1.0, "format": 0.5, "duplicates": 0.5, "miss
 
 LEAST_TEMPERATURE = 0.1  # below it log-probabilities are those of logits times ten and more
 _DEFAULT_LORA_DROPOUT = 0.05
+_LEAVE_THE_MODEL = {"init_weights": ("true", "false", "gaussian"), "lora_bias": ("none",)}
+"""ms-swift's arguments of an adapter, with the values that change nothing but the adapter; the first is the default."""
 
 
 class Objective(StrEnum):
@@ -86,7 +88,7 @@ class GrpoConfig:
         rules.at_least(self, 1, "max_importance_weight")
         rules.above_zero(self, "clip_low", 1)
         rules.above_zero(self, "clip_high")
-        rules.at_least(self, 0, "kl_weight")
+        rules.at_least(self, 0, "kl_weight", remedy="write 0 to leave it out, or for example 0.05")
         rules.above_zero(self, "target_weight")
 
 
@@ -164,6 +166,12 @@ def check_objective(
             f"{rollout.decoding.temperature:g} (default {default:g}, nearly greedy); write temperature: 1.0"
         )
     check_adapter(channel, has_adapter=not swift.get("model") or swift.get("tuner_type", "lora") != "full")
+    for name, harmless in _LEAVE_THE_MODEL.items():
+        if grpo.kl_weight and str(value := swift.get(name, harmless[0])).lower() not in harmless:
+            raise ConfigError(
+                "stage2_ab.channel_b.grpo.kl_weight needs the model without its adapter to stay as it began, got "
+                f"swift.{name}={value!r}, which changes it; remove {name}, or kl_weight"
+            )
     # Without a section swift its arguments come from ms-swift's own command line.
     dropout = swift.get("lora_dropout", _DEFAULT_LORA_DROPOUT) if swift.get("model") else 0
     whose = "" if "lora_dropout" in swift else ", ms-swift's default"

@@ -167,9 +167,12 @@ def refuse_unknown_names(
     """
     for name in arguments:
         if name not in valid:
-            near = closest(name, tuple(valid))
+            near = _OLD_NAMES.get(name) or closest(name, tuple(valid))
             hint = f"did you mean {near!r}?" if near else "`swift sft` has no such argument: remove it"
             raise ConfigError(f"unknown key {name!r} in {where}; {hint}")
+
+
+_OLD_NAMES = {"train_type": "tuner_type", "sft_type": "tuner_type"}  # of ms-swift 3 and 2
 
 
 def as_argv(arguments: Mapping[str, Any]) -> list[str]:

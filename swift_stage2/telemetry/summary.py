@@ -254,8 +254,8 @@ def why_b_is_unused(
         if errors:
             cause += f", mostly: {' '.join(_most(errors).split())[:_MOST_CHARACTERS]}"
     elif any(skips.values()):
-        reason = _most(skips)
-        cause = _CAUSES.get(reason, reason)
+        causes = sorted(((count, reason) for reason, count in skips.items() if count), reverse=True)
+        cause = ", ".join(f"{_CAUSES.get(reason, reason)} ({count})" for count, reason in causes)
     if num_wanted:
         cause = cause or "no cause is recorded"
         return f"channel B ran at none of the {num_wanted} steps that wanted it: {cause}"

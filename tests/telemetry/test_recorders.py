@@ -203,7 +203,13 @@ def outcome(error: str | None) -> RoundOutcome:
         (
             [skipped()],
             [None],
-            "channel B ran at none of the 1 steps that wanted it: packs were not ready in time",
+            "channel B ran at none of the 1 steps that wanted it: packs were not ready in time (1)",
+        ),
+        (
+            [skipped(), skipped(SkipReason.SERVERS_SUSPECT)],
+            [None],
+            "channel B ran at none of the 2 steps that wanted it: no proven server was left (1), packs were not ready "
+            "in time (1)",
         ),
         (
             [skipped(SkipReason.SERVERS_SUSPECT), PLAN_A],
