@@ -141,9 +141,10 @@ class ReadyQueue(Generic[PackT]):
         )
 
     def has_room(self, oldest: int) -> bool:
-        """Return whether one more pack would push out none of version ``oldest`` or younger.
+        """Return whether fewer packs than the limit are of version ``oldest`` or younger.
 
-        Reserved packs count: they may be released.
+        Reserved packs count: they may be released. Then one more pushes out none of these, unless one of them was
+        offered before an older one, which late rollouts may bring.
         """
         with self._lock:
             num_kept = sum(pack.version >= oldest for pack in self._ready) + self._num_reserved
