@@ -521,8 +521,10 @@ def test_the_reference_model_is_the_one_that_training_began_with(
     data = by_rewards(f"{GRPO}.kl_weight", 0.05)
     data["swift"] |= {"tuner_type": "lora", "lora_dropout": 0, "init_weights": True, "lora_bias": "none"}
     assert load(tmp_path, data).stage2_ab.channel_b.grpo.kl_weight == 0.05
-    data["swift"][name] = value
-    assert f"swift.{name}='{value}', which changes it" in refusal(tmp_path, data)
+    changed = {**data, "swift": {**data["swift"], name: value}}
+    assert f"swift.{name}='{value}', which changes it" in refusal(tmp_path, changed)
+    data["swift"]["fsdp"] = "fsdp2"
+    assert "kl_weight is not supported with swift.fsdp" in refusal(tmp_path, data)
 
 
 def test_a_corrected_answer_is_in_the_group_or_beside_it(tmp_path: Path) -> None:

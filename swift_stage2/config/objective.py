@@ -166,6 +166,11 @@ def check_objective(
             f"{rollout.decoding.temperature:g} (default {default:g}, nearly greedy); write temperature: 1.0"
         )
     check_adapter(channel, has_adapter=not swift.get("model") or swift.get("tuner_type", "lora") != "full")
+    if grpo.kl_weight and swift.get("fsdp"):
+        raise ConfigError(
+            "stage2_ab.channel_b.grpo.kl_weight is not supported with swift.fsdp (an adapter was not yet switched off "
+            f"in weights sharded so), got kl_weight={grpo.kl_weight:g} fsdp={swift['fsdp']!r:.200}; remove one of them"
+        )
     for name, harmless in _LEAVE_THE_MODEL.items():
         if grpo.kl_weight and str(value := swift.get(name, harmless[0])).lower() not in harmless:
             raise ConfigError(
