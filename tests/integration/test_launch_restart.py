@@ -28,6 +28,7 @@ def launched(tmp_path: Path, rows_file: Path, **prefetch: Any) -> LaunchedRun:
     return LaunchedRun(path, directory)
 
 
+@pytest.mark.long
 def test_channel_b_comes_back_after_the_server_was_killed_and_restarted(
     tmp_path: Path, rows_file: Path
 ) -> None:

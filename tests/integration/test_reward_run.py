@@ -59,6 +59,7 @@ def _numbers(run: LearnerRun) -> dict[str, float]:
     return {name: sum(numbers[name] for numbers in last) for name in last[0] if name != "queue_limit"}
 
 
+@pytest.mark.long
 def test_the_server_s_probabilities_are_the_learner_s(
     tmp_path: Path, rows_file: Path, server: Server
 ) -> None:
