@@ -18,7 +18,8 @@ PYTHON_VERSION = "3.12"
 # never import (oss2, nltk, openai, …) are left out.
 PINNED = (
     "annotated-doc==0.0.7", "annotated-types==0.8.0", "cffi==2.1.1", "cryptography==50.0.2", "datasets==4.8.4",
-    "dill==0.4.1", "einops==0.8.2", "fastapi==0.165.0", "importlib-metadata==10.2.0", "json-repair==0.64.6",
+    "dill==0.4.1", "einops==0.8.2", "fastapi==0.165.0", "hotcoco==1.3.0", "importlib-metadata==10.2.0",
+    "json-repair==0.64.6",
     "modelscope==1.40.2", "modelscope-hub==0.5.1", "ms-swift==4.6.0", "multiprocess==0.70.19",
     "opentelemetry-api==1.45.2", "peft==0.20.0", "psutil==7.2.2", "pycparser==3.12", "pydantic==2.14.3",
     "pydantic-core==2.50.4", "pyyaml==6.0.3",
