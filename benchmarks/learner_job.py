@@ -66,7 +66,7 @@ class Arm:
     seconds: float = 0.0
     """Training ends after so many, and at the latest after ``num_steps``; 0: only then."""
     saves: bool = False
-    """Whether it leaves a checkpoint at its end."""
+    """True makes training write a checkpoint at its end."""
     pipeline: str = ""
     """How ``plugins/pipeline.py`` makes packs; empty: as a user's run does."""
     prefetch: Mapping[str, Any] = field(default_factory=dict)

@@ -128,7 +128,7 @@ def loop_table(repetitions: Sequence[Repetition], *, reads_servers: bool = True)
 
 
 def work_table(repetitions: Sequence[Repetition]) -> ResultTable:
-    """How much was trained, and on what."""
+    """Tells how much each learner trained, on rollouts and on channel A."""
     return spread_table(
         "What they trained: median (quartiles)",
         "learner",

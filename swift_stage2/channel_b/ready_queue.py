@@ -92,7 +92,7 @@ class ReadyQueue(Generic[PackT]):
 
     @property
     def version_window(self) -> int:
-        """How many versions old a pack may be when a step trains it."""
+        """A step trains no pack that is more versions old than this."""
         return self._version_window
 
     def offer(self, pack: PackT, *, current_version: int) -> None:
