@@ -351,7 +351,7 @@ def test_a_number_that_is_not_finite_is_told_as_such(tmp_path: Path, path: str, 
         (
             "stage2_ab.schedule.b_ratio",
             "0.25",
-            "a number, got b_ratio='0.25'; write for example b_ratio: 0.5",
+            "a number, got b_ratio='0.25'; write for example b_ratio: 0.25",
         ),
         (
             "rollout.api_key_env",
@@ -961,6 +961,8 @@ def test_an_argument_that_swift_does_not_have_names_the_nearest() -> None:
         refuse_unknown_names({"model": "m", "lerning_rate": 1}, valid)
     with pytest.raises(ConfigError, match=r"unknown key 'xyz' in section swift; .* remove it"):
         refuse_unknown_names({"xyz": 1}, valid)
+    with pytest.raises(ConfigError, match="'beta'.* did you mean 'stage2_ab.channel_b.grpo.kl_weight'"):
+        refuse_unknown_names({"beta": 0.04}, valid)
 
 
 def test_importing_the_configuration_loads_no_heavy_package() -> None:

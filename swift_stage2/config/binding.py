@@ -10,6 +10,7 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import StrEnum
+from math import isfinite
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from swift_stage2.errors import ConfigError
@@ -131,8 +132,21 @@ def _scalar(kind: type, value: Any, place: str, example: str | None = None) -> A
         return float(value)
     if type(value) is not kind:
         wanted, usual = _KINDS[kind]
-        raise ConfigError(_wrong(place, wanted, value, example or usual))
+        raise ConfigError(_wrong(place, wanted, value, _as_kind(kind, value) or example or usual))
     return value
+
+
+def _as_kind(kind: type, value: Any) -> str | None:
+    """The same value as the file holds it where it is of ``kind``: 4 for "4" or 4.0; None if it has none."""
+    if kind is str or isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    if kind is bool:
+        return word if (word := str(value).lower()) in ("true", "false") else None
+    try:
+        number = kind(value)
+    except (ValueError, OverflowError):
+        return None
+    return f"{number!r}" if number == float(value) and isfinite(number) else None
 
 
 def _example(hint: Any) -> str:

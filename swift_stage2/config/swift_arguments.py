@@ -167,12 +167,25 @@ def refuse_unknown_names(
     """
     for name in arguments:
         if name not in valid:
-            near = _OLD_NAMES.get(name) or closest(name, tuple(valid))
+            near = _OTHER_NAMES.get(name) or closest(name, tuple(valid))
             hint = f"did you mean {near!r}?" if near else "`swift sft` has no such argument: remove it"
             raise ConfigError(f"unknown key {name!r} in {where}; {hint}")
 
 
-_OLD_NAMES = {"train_type": "tuner_type", "sft_type": "tuner_type"}  # of ms-swift 3 and 2
+_GRPO = "stage2_ab.channel_b.grpo"
+# Of ms-swift 3 and 2, and of its GRPO, whose settings have sections of their own here.
+_OTHER_NAMES = {
+    "train_type": "tuner_type",
+    "sft_type": "tuner_type",
+    "beta": f"{_GRPO}.kl_weight",
+    "epsilon": f"{_GRPO}.clip_low",
+    "epsilon_high": f"{_GRPO}.clip_high",
+    "scale_rewards": f"{_GRPO}.scale_by_std",
+    "reward_weights": "stage2_ab.channel_b.reward.weights",
+    "reward_funcs": "stage2_ab.channel_b.reward.weights",
+    "num_generations": "rollout.num_generations",
+    "max_completion_length": "rollout.decoding.max_new_tokens",
+}
 
 
 def as_argv(arguments: Mapping[str, Any]) -> list[str]:
