@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import theilslopes
+from scipy.stats import theilslopes, ttest_1samp
 
 Floats = npt.NDArray[np.float64]
 NUM_RESAMPLES = 2000
@@ -21,6 +21,7 @@ _UPPER_PERCENTILE = 95.0
 _CONFIDENCE = 0.95
 _WARM_UP_SHARE = 0.2
 _FEWEST_VALUES = 10
+_FEWEST_GAINS = 3
 NUM_STEPS = 2000
 """Drifts are told over as many steps."""
 FEWEST_STEPS = 500
@@ -78,6 +79,15 @@ def mean_and_range(values: Sequence[float], form: str) -> str:
         return ""
     mean = format(statistics.fmean(values), form)
     return mean if min(values) == max(values) else f"{mean} ({min(values):{form}}..{max(values):{form}})"
+
+
+def gain_words(gains: Sequence[float], form: str) -> str:
+    """``mean_and_range`` of paired differences; from three on also Student's 95 % interval of their mean."""
+    words = mean_and_range(gains, form)
+    if len(gains) < _FEWEST_GAINS or min(gains) == max(gains):
+        return words
+    low, high = ttest_1samp(gains, 0.0).confidence_interval(_CONFIDENCE)
+    return f"{words}, 95 %: {low:{form}}..{high:{form}}"
 
 
 # --- paired runs ------------------------------------------------------------------------------------

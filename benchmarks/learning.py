@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from benchmarks.altered_rows import noisy_rows
 from benchmarks.child_runs import ChildRuns, score, train
-from benchmarks.estimates import mean_and_range
+from benchmarks.estimates import gain_words, mean_and_range
 from benchmarks.results import ResultTable, grouped, publish, say
 from swift_stage2.config import MissedOrder, Objective
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, DemoJob, write_config
@@ -275,7 +275,7 @@ def score_table(
     for group in groups:
         gains = [arm.score.f1 - first[arm.seed] for arm in group if arm.seed in first]
         cells = [column(group) for column in columns.values()]
-        cells += ["" if group is reference else mean_and_range(gains, "+.3f")]
+        cells += ["" if group is reference else gain_words(gains, "+.3f")]
         cells += _score_cells([arm.score for arm in group])
         rows.append((*cells, *(column(group) for column in last.values())))
     return ResultTable(

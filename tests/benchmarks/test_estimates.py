@@ -19,12 +19,19 @@ from benchmarks.estimates import (
     Trend,
     Verdict,
     compare,
+    gain_words,
     num_common,
     ratio_of_medians,
     step_seconds,
     trend,
     verdict,
 )
+
+
+def test_gains_of_few_seeds_have_a_range_and_of_more_students_interval() -> None:
+    assert gain_words([0.01, 0.03], ".2f") == "0.02 (0.01..0.03)"
+    # Mean 2, standard error 1 / sqrt(3), and 4.303 of them to either side at two degrees of freedom (any table of t).
+    assert gain_words([1.0, 2.0, 3.0], ".2f") == "2.00 (1.00..3.00), 95 %: -0.48..4.48"
 
 
 def test_steps_last_from_end_to_end_and_the_warm_up_is_left_out() -> None:
