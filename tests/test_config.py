@@ -961,7 +961,7 @@ def test_an_argument_that_swift_does_not_have_names_the_nearest() -> None:
         refuse_unknown_names({"model": "m", "lerning_rate": 1}, valid)
     with pytest.raises(ConfigError, match=r"unknown key 'xyz' in section swift; .* remove it"):
         refuse_unknown_names({"xyz": 1}, valid)
-    with pytest.raises(ConfigError, match="'beta'.* did you mean 'stage2_ab.channel_b.grpo.kl_weight'"):
+    with pytest.raises(ConfigError, match=r"'beta'.* did you mean 'stage2_ab.channel_b.grpo.kl_weight'"):
         refuse_unknown_names({"beta": 0.04}, valid)
 
 

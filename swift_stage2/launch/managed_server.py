@@ -18,6 +18,7 @@ from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.plan import PlannedServer
 from swift_stage2.launch.process_tree import Command, ProcessTree
 from swift_stage2.process.ports import Listener, is_quiet, listener_at
+from swift_stage2.process.worker import describe_end
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 
@@ -25,6 +26,9 @@ _LOOK_INTERVAL_S = 1.0
 _PORT_PATIENCE_S = 60.0
 QUIET_PATIENCE_S = 90.0  # Linux keeps a closed connection for 60 s
 _KILLED = 128  # and more: by a signal, of which no log tells
+_START_IT = (
+    "; start it on the same port to have it back, or write launch.restart.policy: on_failure for the next run"
+)
 _START_FAILED = 1  # a status for a start that did not come up
 
 
@@ -135,7 +139,11 @@ class ManagedServer:
         for other in self.trees:
             other.ask_to_end()
         job.end_abandoned(tree)
-        cause = f" ({last_cause(tree.log_path, tree.log_offset)})" if 0 < status < _KILLED else ""
+        cause = ""
+        if status > _KILLED:
+            cause = f" ({describe_end(_KILLED - status)})"
+        elif status > 0:
+            cause = f" ({last_cause(tree.log_path, tree.log_offset)})"
         text = f"{tree.command.name} ended with status {status}{cause}; the learner runs on without it"
         self._plan_restart(job, text, status, now)
 
@@ -143,7 +151,8 @@ class ManagedServer:
         delay_s = restart_delay_s(self._restart, status, self._num_restarts)
         if delay_s is None:
             self._state = _State.GONE
-            job.say(text)
+            is_wanted = status != 0 and self._restart.policy is RestartPolicy.NEVER
+            job.say(f"{text}{_START_IT * is_wanted}")
             return
         self._state, self._moment, self._num_restarts = _State.ENDING, now + delay_s, self._num_restarts + 1
         number = f"restart {self._num_restarts} of {self._restart.max_restarts}"

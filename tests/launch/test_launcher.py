@@ -404,7 +404,9 @@ def test_a_server_that_fails_is_started_again_and_what_it_left_is_ended_first(la
     running.wait_for(r"learner process \d+ runs")
     for number in (1, 2):
         kill_server(running, number)
-        running.wait_for(rf"server0 ended with status 137; .*started again in .* \(restart {number} of 2\)")
+        running.wait_for(
+            rf"server0 ended with status 137 \(was killed by SIGKILL\); .*started again in .* \(restart {number} of 2\)"
+        )
         running.wait_for(r"(?s)" + r"server0 listens again at .*" * number)
         assert len(engines(running)) == 1
         reply = httpx.post(
