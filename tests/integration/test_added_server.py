@@ -1,10 +1,14 @@
 """A rollout server that is started later joins a real job of two ranks by the real command, and outlives a resume.
 
-The job is recorded, and a replay of it ends in the same bits.
+The job is recorded, with a round that proves one server late, and a replay of it ends in the same bits.
 """
 
 from __future__ import annotations
 
+import operator
+import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +58,25 @@ def _refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
+def _versions(directory: Path) -> list[int]:
+    """Of the weights that each server has proven."""
+    found = [re.search(r"version (\d+)", each.proof) for each in ServerBoard.read(directory).servers]
+    return [int(each[1]) for each in found if each is not None]
+
+
+def _prove_late(server: Server, run: LaunchedRun) -> None:
+    """A round in which ``server``, the second one, installs and proves long after the first has."""
+    os.killpg(server.process.pid, signal.SIGSTOP)
+    try:
+        _wait(lambda: operator.gt(*_versions(run.directory)), run)
+        ahead = max(_versions(run.directory))
+    finally:
+        os.killpg(server.process.pid, signal.SIGCONT)
+    _wait(lambda: any(each["version"] == ahead for each in run.audit("round")), run)
+    (record,) = [each for each in run.audit("round") if each["version"] == ahead]
+    assert {name: report["proven"] for name, report in record["servers"].items()} == {"0": True, "1": True}
+
+
 def test_a_server_that_is_added_is_asked_by_both_ranks_also_after_a_resume(
     tmp_path: Path, rows_file: Path, server: Server, late: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +114,7 @@ def test_a_server_that_is_added_is_asked_by_both_ranks_also_after_a_resume(
         assert added.returncode == 0, added.stderr + run.output[-4000:]
         assert added.stdout.startswith(f"{late.base_url} (added): proven, version ")
         _wait(lambda: all(_asked(directory, rank, late) for rank in (0, 1)), run)
+        _prove_late(late, run)
     finally:
         if run.process.poll() is None:
             run.stop()
