@@ -24,8 +24,8 @@ from interleaving.scheduler import Violation
 LONG = (pytest.mark.slow, pytest.mark.long)
 FULL_BATCHES = [
     range(500),
-    pytest.param(range(500, 2_000), marks=pytest.mark.slow),
-    pytest.param(range(2_000, 4_000), marks=LONG),
+    pytest.param(range(500, 1_000), marks=pytest.mark.slow),
+    pytest.param(range(1_000, 4_000), marks=LONG),
 ]
 CORE_BATCHES = [
     range(1_000),
