@@ -92,7 +92,7 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
         ("stage2_ab.schedule.b_ratio", -0.1, ["b_ratio=-0.1", "0..1"]),
         ("stage2_ab.schedule.b_ratio", math.nan, ["b_ratio=nan", "0..1"]),
         (f"{PREFETCH}.queue_limit", 0, ["queue_limit=0", "at least 1"]),
-        (f"{PREFETCH}.version_window", -1, ["version_window=-1", "at least 0"]),
+        (f"{PREFETCH}.version_window", -1, ["version_window=-1", "at least 0", "the default is 2"]),
         (f"{PREFETCH}.sync_every_steps", 0, ["sync_every_steps=0", "at least 1"]),
         (f"{PREFETCH}.prefetch_target_packs", 0, ["prefetch_target_packs=0", "at least 1"]),
         (f"{PREFETCH}.prefetch_target_packs", 9, ["prefetch_target_packs=9", "queue_limit=8", "queue_limit: 9"]),

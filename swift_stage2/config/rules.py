@@ -112,5 +112,8 @@ def _require(section: Any, name: str, holds: Callable[[float], bool], allowed: s
     is_finite = math.isfinite(value)
     if not is_finite or not holds(value):
         allowed = allowed if is_finite else f"a finite number {allowed}"
+        default = next(each.default for each in fields(section) if each.name == name)
+        if not remedy and isinstance(default, int | float):
+            remedy = f"the default is {default:g}"
         tail = f"; {remedy}" if remedy else ""
         raise ConfigError(f"{name} must be {allowed}, got {name}={value!r}{tail}")
