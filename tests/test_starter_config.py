@@ -56,8 +56,12 @@ def test_what_init_writes_can_be_used_from_any_folder(
     for name, target in {"rows.jsonl": rows_file, "model": STAGE1, "plugin.py": TEMPLATE_FILE}.items():
         (tmp_path / name).symlink_to(target)
     words = answers(Path("rows.jsonl"), Path("job.yaml"), model="model")
-    assert cli.main(["init", *words, "--swift", "external_plugins=plugin.py"]) == 0, capsys.readouterr().err
+    plugin = ("--swift", "external_plugins=plugin.py")
+    assert cli.main(["init", *words, *plugin]) == 0, capsys.readouterr().err
+    other = answers(Path("rows.jsonl"), Path("other.yaml"), model="model")
+    assert cli.main(["init", *other, *plugin, "--swift", "output_dir=new"]) == 0, capsys.readouterr().err
     monkeypatch.chdir(tmp_path / "elsewhere")
+    assert load_config("../other.yaml").swift["output_dir"] == f"{tmp_path}/new"
     config = load_config("../job.yaml")
     here = str(tmp_path)
     assert config.swift["model"] == f"{here}/model"

@@ -84,10 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--output must be a file that can be written, got {error}; name another") from error
     with needs_stdout("an import's summary"):
         Console(soft_wrap=True).print(tally.summary(written))
-        if tally.counts[Oddity.ROTATED]:
+        if num_rotated := tally.counts[Oddity.ROTATED]:
+            misfit = ", where their boxes do not fit yet" if options.boxes_on == DrawnOn.UPRIGHT else ""
             print(
-                "pictures that carry an EXIF rotation are taken as they are stored; write upright ones with: "
-                f"swift-stage2 data check {options.output} --apply-exif {options.boxes_on} --output NEW.jsonl"
+                f"{num_rotated} pictures carry an EXIF rotation; what is stored is trained{misfit}. Write upright "
+                f"ones, for each file: swift-stage2 data check {options.output} --apply-exif {options.boxes_on} "
+                "--output NEW.jsonl"
             )
         print(f"check it with: swift-stage2 data check {' '.join(map(str, outputs))}")
     return 0

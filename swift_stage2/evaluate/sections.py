@@ -32,7 +32,7 @@ MEANINGS = {
     "eval/ap50": "AP at IoU 0.5",
     "eval/ap75": "AP at IoU 0.75",
     "eval/ap_small": "AP of objects below 32 x 32 pixels",
-    "eval/ap_medium": "AP of objects below 96 x 96 pixels",
+    "eval/ap_medium": "AP of objects from 32 x 32 to below 96 x 96 pixels",
     "eval/ap_large": "AP of larger objects",
     "eval/ar": "COCO's AR with at most 100 boxes per image and class",
     "eval/precision": "matched / predicted, at IoU 0.5",

@@ -17,6 +17,7 @@ from enum import StrEnum
 import numpy as np
 from scipy.stats import mannwhitneyu
 
+from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.pages.content import Part, Section, Sentence, Table, Tone, filled, pairs
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry
@@ -267,7 +268,12 @@ def _tell(draw: Draw, record: Record, number: int) -> bool:
         case Entry.MATCHED:
             draw.num_rollout_tokens = record["num_rollout_tokens"]
         case Entry.RETURNED:
-            draw.end, draw.fate = record["reason"], f"not trained, asked again: {record['reason']}"
+            again = (
+                "the run ended"
+                if record["reason"] == ReturnReason.STOPPED
+                else f"asked again: {record['reason']}"
+            )
+            draw.end, draw.fate = record["reason"], f"not trained, {again}"
         case Entry.TRAINED:
             draw.end, draw.fate = record["kind"], f"trained at step {record['step']}"
         case Entry.QUARANTINED:

@@ -134,7 +134,7 @@ class LiveTracker:
                 self._change(loss=float(record["loss"]))
             case "evaluation" if record["rank"] == 0:
                 counts, f1 = record["counts"], record["ratios"].get("f1")
-                quality = "" if f1 is None else f", F1 {f1:.3f}"
+                quality = "" if f1 is None else f", F1 {f1:.3f} (matched as rollouts are)"
                 answered = f"{counts['num_answered']} of {counts['num_wanted']} ({record['end']})"
                 self._change(last_evaluation=f"v{record['version']}{quality}, {answered}")
 

@@ -132,8 +132,9 @@ def test_an_image_with_too_many_pixels_is_never_decoded(
 def test_what_became_of_a_sample_is_read_from_the_ledger(tmp_path: Path) -> None:
     run = LedgerRun(tmp_path)
     (trained,) = run.train_drawn(1)
-    late, bad, waiting = run.draw(3)
+    late, bad, waiting, cut = run.draw(4)
     run.source.give_back([late], ReturnReason.STALE)
+    run.source.give_back([cut], ReturnReason.STOPPED)
     run.source.settle_quarantined(bad, "too_slow", "three times")
     run.match([waiting])
     (once_more,) = run.draw(1)
@@ -148,6 +149,7 @@ def test_what_became_of_a_sample_is_read_from_the_ledger(tmp_path: Path) -> None
             "trained": trained,
             "late": late,
             "bad": bad,
+            "cut": cut,
             "again": once_more,
             "waiting": waiting,
         }.items()
@@ -156,6 +158,7 @@ def test_what_became_of_a_sample_is_read_from_the_ledger(tmp_path: Path) -> None
         keys["trained"]: "trained at step 0",
         keys["late"]: "not trained, asked again: stale",
         keys["bad"]: "given up: too_slow",
+        keys["cut"]: "not trained, the run ended",
         keys["again"]: "trained at step 1",
     }
     found = gallery_of(

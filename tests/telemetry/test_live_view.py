@@ -72,7 +72,10 @@ def test_the_plain_line_of_a_run_that_knows_nothing_yet() -> None:
 
 @pytest.mark.parametrize(
     ("answered", "f1", "text"),
-    [(64, 0.4321, "v28, F1 0.432, 64 of 64 (complete)"), (0, None, "v28, 0 of 64 (complete)")],
+    [
+        (64, 0.4321, "v28, F1 0.432 (matched as rollouts are), 64 of 64 (complete)"),
+        (0, None, "v28, 0 of 64 (complete)"),
+    ],
 )
 def test_an_evaluation_is_shown_once_there_is_one(answered: int, f1: float | None, text: str) -> None:
     tracker = LiveTracker(1, 400, queue_limit=8)
@@ -237,7 +240,7 @@ def test_the_tracker_follows_a_run() -> None:
     assert state.rollouts_per_s == 5.0
     assert (state.epoch, state.loss) == (0.5, 0.25)
     assert state.last_round == "v4 at step 2, 1.00 s, 1/2 proven"
-    assert state.last_evaluation == "v4, F1 0.500, 63 of 64 (complete)"
+    assert state.last_evaluation == "v4, F1 0.500 (matched as rollouts are), 63 of 64 (complete)"
     assert state.warnings == ("w2", "w3", "w4")
     take("catch_up", step=3, version=4, seconds=0.5, servers={"1": {"proven": True}})
     assert tracker.state.last_round == "v4 at step 3, 0.50 s, 1/1 caught up"
