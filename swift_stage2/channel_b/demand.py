@@ -64,8 +64,10 @@ class Demand:
         """A pack was made of so many segments."""
         self._segments_per_pack += _SMOOTHING * (num_segments - self._segments_per_pack)
 
-    def compared(self, view: StepView | None, *, is_barren: bool) -> None:
-        """A group was compared. Nothing is trained of one that is barren."""
+    def compared(self, view: StepView | None, *, is_barren: bool, is_rest: bool) -> None:
+        """A group was compared, or the rest of one that was before. Nothing is trained of what is barren."""
+        if is_barren and is_rest:
+            return  # its group has counted already, and late rollouts say nothing of other rows
         if is_barren and view is self._compared_for:
             self._num_barren += 1
         else:

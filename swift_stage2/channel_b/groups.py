@@ -54,6 +54,8 @@ class ComparedGroup:
     unused: tuple[SampleKey, ...] = ()
     reason: UnusedReason | None = None
     reward_std: float = 0.0
+    is_rest: bool = False
+    """Others of it were compared before."""
 
 
 def compare(members: Sequence[Member], settings: GroupSettings) -> ComparedGroup:
@@ -150,11 +152,12 @@ class Groups:
         for group in [group for group in self._waiting if self._is_ready(group)]:
             members = self._waiting.pop(group)
             del self._since_s[group]
+            is_rest = group in self._compared
             self._compared.setdefault(group, set()).update(m.rollout.sample.key for m in members)
             compared = compare(members, self._settings)
             if compared.reason is not None:
                 self._ends.unused(compared.unused, compared.reason)
-            yield compared
+            yield replace(compared, is_rest=is_rest)
         # What has ended is forgotten.
         of_source = self._source.members_of
         self._compared = {group: keys for group, keys in self._compared.items() if of_source(group)}

@@ -336,7 +336,7 @@ class Pipeline:
     def _prepare_groups(self) -> None:
         """Encodes what is trained of the groups that wait for nothing more."""
         for group in self._groups.take() if self._groups is not None else ():
-            self._demand.compared(self._view, is_barren=not group.trained)
+            self._demand.compared(self._view, is_barren=not group.trained, is_rest=group.is_rest)
             if not group.trained:
                 continue
             self.events.compared(group.trained, group.reward_std)

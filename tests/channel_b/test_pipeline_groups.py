@@ -493,3 +493,45 @@ def test_a_step_does_not_wait_for_groups_that_teach_nothing(
     scene.is_good = lambda sample: is_good(sample) and sample.key.position // 2 % most == 0
     bench.fill(1)
     assert bench.queue.num_fresh(0) >= 1, "the next that teaches comes in time"
+
+
+def test_late_rollouts_of_a_group_that_has_counted_bring_a_step_no_nearer_to_giving_up(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 8
+    monkeypatch.setattr(demand, "_MOST_BARREN", most)
+    scene = GroupBench(make_bench, 3)
+    scene.is_good = lambda sample: False
+    bench = scene.bench
+
+    def last_ones_late(samples: Sequence[Sample]) -> BatchOutcome:
+        scene.now_s += STRAGGLER_S
+        groups = {s.key.position: bench.source.members_of(bench.source.group_of(s.key)) for s in samples}
+        return scene.all_but(*(p for p, left in groups.items() if p % 3 == 2 and len(left) == 3))(samples)
+
+    bench.client.answer = last_ones_late
+    bench.pipeline.start()
+    bench.fill(1)
+    assert bench.events.num_unused["no_variance"] >= 2 * most
+    assert bench.events.num_unused["too_small"] >= most - 2, (
+        "the last one of each, but of groups that were out"
+    )
+
+
+def test_a_step_does_not_wait_for_groups_that_are_all_too_small(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rollout of each is given up, so that more rows would bring no more."""
+    monkeypatch.setattr(demand, "_MOST_BARREN", 4)
+    scene = GroupBench(make_bench, 2)
+    bench = scene.bench
+
+    def second_ones_refused(samples: Sequence[Sample]) -> BatchOutcome:
+        refused = [sample for sample in samples if sample.key.position % 2]
+        good = bench.client.answer_all([sample for sample in samples if sample not in refused])
+        return replace(good, quarantined=tuple((sample, "refused") for sample in refused))
+
+    bench.client.answer = second_ones_refused
+    bench.pipeline.start()
+    bench.fill(1)
+    assert bench.events.num_unused.keys() == {"too_small"}
