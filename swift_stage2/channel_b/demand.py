@@ -108,10 +108,13 @@ class Demand:
         return max(1, wanted)
 
     def has_room(self, view: StepView | None, youngest: int) -> bool:
-        """True if a pack pushes none out that is as young as its ``youngest``, or fresh at the next wanted step."""
+        """True if a pack pushes none out that is as young as its ``youngest``, or fresh when a step may train it."""
         if view is None:
             return True
-        oldest_fresh = self._pacer.next_version(self._state(view)) - self._pacer.version_window
+        # In mode inline the step that trains them is this one, at no later version.
+        is_next = view.num_demanded is None
+        version = self._pacer.next_version(self._state(view)) if is_next else self._clock.current
+        oldest_fresh = version - self._pacer.version_window
         return self._queue.has_room(min(youngest, oldest_fresh))
 
     def is_starving(self, view: StepView | None, num_segments: int, num_out: int, *, is_stuck: bool) -> bool:

@@ -294,7 +294,8 @@ class Bench:
     def fill(self, num_packs: int, **changes: Any) -> None:
         """A step's wait; one that nothing ends fails the test."""
         self.client.max_prompts = changes.get("max_prompts", 6)
-        pacing = PacingState(step=0, last_commit_step=0, current_version=self.clock.current)
+        step = changes.get("step", 0)
+        pacing = PacingState(step=step, last_commit_step=0, current_version=self.clock.current)
         view = StepView(
             pacing, time.monotonic(), 10.0, self.client.max_prompts, changes.get("paused", False), num_packs
         )
@@ -1278,6 +1279,20 @@ def test_a_step_that_waits_takes_a_pack_that_nothing_could_fill_better(
     bench.pipeline.start()
     bench.fill(2)
     assert bench.queue.num_fresh(bench.clock.current) >= 2
+
+
+def test_a_step_that_waits_trains_a_pack_that_expires_after_it(make_bench: Callable[..., Bench]) -> None:
+    """A round is due before the next step. What is made beyond this step's need pushes out nothing that it trains."""
+    bench = make_bench(limit=3, packing_length=80, packing_min_fill_ratio=0.1)  # one row each
+    bench.pipeline.start()
+    bench.fill(1)
+    bench.train(1)
+    assert bench.queue.peek_versions() == (0,)
+    for _ in range(WINDOW):
+        bench.clock.advance()
+    bench.fill(3, step=3)
+    assert bench.events.dropped_packs == []
+    assert [pack.version for pack in bench.train(3)] == [0, WINDOW, WINDOW]
 
 
 def test_a_step_does_not_wait_for_a_budget_that_is_used_up(make_bench: Callable[..., Bench]) -> None:
