@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from detection_task import make_task
+from peft.tuners.lora import LoraLayer
 from real_model import make_encoder, objects_of, rollout_of, sample_of, tiny_model
 from sft_run import build_trainer
 from swift.trainers import Seq2SeqTrainer
@@ -280,15 +281,11 @@ def test_at_first_use_a_packs_gradient_is_that_of_reinforce(
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4 * scale)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.4])
-def test_the_reference_is_the_model_without_its_adapter(
-    encoder: Encoder, rows_file: Path, rollouts: list[Rollout], tmp_path: Path, temperature: float
-) -> None:
-    """Every sampled token, and no other, is drawn to it; asking it leaves adapter and accuracy alone."""
-    weight, segments = 0.3, segments_of(rollouts, encoder)
+def held_trainer(rows_file: Path, output: Path, temperature: float, weight: float) -> Any:
+    """Its adapter, which begins as nothing, has weights, and is held by the model under it."""
     trainer = build_trainer(
         rows_file,
-        tmp_path / "out",
+        output,
         trainer=Stage2Trainer,
         given={"stage2": configured(temperature, kl_weight=weight)},
         tuner_type="lora",
@@ -297,10 +294,25 @@ def test_the_reference_is_the_model_without_its_adapter(
     )
     trainer.train()
     generator = torch.Generator().manual_seed(0)
-    trained = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
-    assert trained
-    for each in trained.values():  # an adapter begins as nothing
+    for each in adapter_of(trainer).values():
         each.data = torch.randn(each.shape, generator=generator) * 0.02
+    return trainer
+
+
+def adapter_of(trainer: Any) -> dict[str, torch.nn.Parameter]:
+    found = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.4])
+def test_the_reference_is_the_model_without_its_adapter(
+    encoder: Encoder, rows_file: Path, rollouts: list[Rollout], tmp_path: Path, temperature: float
+) -> None:
+    """Every sampled token, and no other, is drawn to it; asking it leaves adapter and accuracy alone."""
+    weight, segments = 0.3, segments_of(rollouts, encoder)
+    trainer = held_trainer(rows_file, tmp_path / "out", temperature, weight)
+    trained = adapter_of(trainer)
     expected, divergence = by_hand(segments, temperature, trainer.model)[0], 0.0
     for encoding in (each for segment in segments for each in segment.encodings if "behaviour" in each):
         own, base = alone(encoding, temperature, trainer.model), alone(encoding, temperature)
@@ -320,6 +332,49 @@ def test_the_reference_is_the_model_without_its_adapter(
     assert all(each.requires_grad and each.grad is not None for each in trained.values())
     num_supervised = sum(segment.num_supervised_tokens for segment in segments)
     assert trainer.custom_metrics["train"]["token_acc"].count == num_supervised
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_gradient_checkpointing_computes_again_has_the_adapter_on(
+    encoder: Encoder,
+    rows_file: Path,
+    rollouts: list[Rollout],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    use_reentrant: bool,
+) -> None:
+    """The reference's forward pass, which has it off, comes before: loss and gradients stay as they are without."""
+    trainer = held_trainer(rows_file, tmp_path / "out", 1.0, 0.3)
+    trained, batch = adapter_of(trainer), encoder.collate(segments_of(rollouts, encoder))
+    adapted = [module for module in trainer.model.modules() if isinstance(module, LoraLayer)]
+    calls: list[tuple[int, bool]] = []
+    for number, module in enumerate(adapted):
+        module.register_forward_pre_hook(
+            lambda it, _, number=number: calls.append((number, it.disable_adapters))
+        )
+
+    def step() -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[int, list[bool]]]:
+        calls.clear()
+        trainer.model.train()
+        trainer.model.zero_grad(set_to_none=True)
+        loss = trainer.training_step(trainer.model, dict(batch), torch.tensor(1.0))
+        gradients = {name: each.grad.clone() for name, each in trained.items() if each.grad is not None}
+        return loss, gradients, {n: [off for m, off in calls if m == n] for n in range(len(adapted))}
+
+    loss, gradients, plain = step()
+    assert gradients.keys() == trained.keys()
+    # ms-swift has one use_reentrant for the whole process.
+    own = getattr(torch.utils.checkpoint, "_old_checkpoint", torch.utils.checkpoint.checkpoint)
+    monkeypatch.setattr("transformers.modeling_utils.checkpoint", own)
+    trainer.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    trainer.model.enable_input_require_grads()
+    found, again, recomputed = step()
+    assert all(each == [True, False] for each in plain.values()), "the reference, then what is trained"
+    assert all(each == [True, False, False] for each in recomputed.values())
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
+    assert again.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(again[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()))
 
 
 # --- the trainer -----------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from real_model import make_encoder
 from sharded_export import exports_of
 from torchrun_job import ENVIRONMENT, LearnerRun, Server, run_learner, start_server, write_config
 
@@ -17,6 +19,7 @@ from swift_stage2.demo.scenes import SceneKind, Split
 pytest.importorskip("deepspeed")
 
 _PROGRAM = Path(__file__).with_name("two_rank_zero3.py")
+_REFERENCE_PROGRAM = Path(__file__).with_name("two_rank_reference.py")
 _NOTHING = hashlib.sha256(b"").hexdigest()[:16]  # a partitioned tensor that was not gathered
 _NUM_STEPS = 10
 
@@ -107,3 +110,27 @@ def test_gathered_weights_that_are_not_finite_are_found_in_rank_zeros_snapshot(
 ) -> None:
     assert "got a NaN or infinity in tensor=second.weight" in exports[0]["error"]
     assert exports[1]["error"] is None
+
+
+def test_an_adapter_that_is_held_by_the_model_under_it_has_the_gradients_of_whole_weights(
+    rows: Path, tmp_path: Path
+) -> None:
+    """Both ranks ask the reference, the one without sampled tokens too; both train with gradient checkpointing."""
+    from two_rank_reference import make_trainer, pack, take_step
+
+    environment = ENVIRONMENT | {"ROWS": str(rows), "OUTPUT": str(tmp_path / "partitioned")}
+    partitioned = exports_of(_REFERENCE_PROGRAM, environment)
+    trainer, encoder = make_trainer(rows, tmp_path / "whole"), make_encoder()
+    whole = [take_step(trainer, pack(number, rows, encoder)) for number in (0, 1)]
+    expected = {
+        name: torch.tensor(gradient) + torch.tensor(whole[1]["gradients"][name])
+        for name, gradient in whole[0]["gradients"].items()
+    }
+    assert whole[0]["divergence"] > 0 == whole[1]["divergence"]
+    for result, alone in zip(partitioned, whole, strict=True):
+        assert result["loss"] / 2 == pytest.approx(alone["loss"], rel=1e-5), "ms-swift counts the ranks in"
+        assert result["divergence"] == pytest.approx(alone["divergence"], rel=1e-4)
+        assert result["gradients"].keys() == expected.keys()
+        for name, gradient in expected.items():
+            found, scale = torch.tensor(result["gradients"][name]), float(gradient.abs().max())
+            torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5 * scale)
