@@ -179,7 +179,10 @@ def test_boxes_drawn_upright_pass_the_check_once_the_picture_is_turned(
     options = ["--images", str(tmp_path / "images"), "--output", str(rows), "--boxes-on", "upright"]
     import_command.main(["coco", str(source), *options])
     told = capsys.readouterr().out
-    assert "1 pictures carry an EXIF rotation; what is stored is trained, where their boxes do not fit yet." in told
+    assert (
+        "1 pictures carry an EXIF rotation; what is stored is trained, where their boxes do not fit yet."
+        in told
+    )
     assert "--apply-exif upright" in told
     assert command.main(["check", str(rows), "--apply-exif", "upright", "--output", str(turned)]) == 0
     assert json.loads(turned.read_text())["objects"]["bbox"] == [[1, 2, 11, 62]]
