@@ -263,7 +263,9 @@ def test_a_server_that_dies_later_is_told_of_once_and_the_learner_runs_on(
             httpx.post(f"http://127.0.0.1:{running.port}/exit/", json={}, timeout=60, trust_env=False)
     else:
         warden.kill()
-    running.wait_for("server0 ended with status .* the learner runs on without it")
+    running.wait_for(
+        "server0 ended with status .* the learner runs on without it; start it on the same port .* on_failure"
+    )
     assert learner.is_running()
     assert {process.pid for process in running.alive()} == {
         running.process.pid, learner.pid, learner.ppid(), *(child.pid for child in learner.children())
@@ -417,7 +419,9 @@ def test_a_server_that_fails_is_started_again_and_what_it_left_is_ended_first(la
         )
         assert reply.status_code == 200
     kill_server(running, 3)
-    running.wait_for(r"server0 ended with status 137; the learner runs on without it\n")
+    running.wait_for(
+        r"server0 ended with status 137 \(was killed by SIGKILL\); the learner runs on without it\n"
+    )
     running.process.terminate()
     assert running.finish() == 143
     assert running.output.count("started server0") == 3
