@@ -106,7 +106,8 @@ def starter_config(options: argparse.Namespace) -> dict[str, Any]:
         "add_version": False,  # so that the report, and a resume, find the run in output_dir itself
         **key_values(options.swift),
     }
-    swift["output_dir"] = str(Path(swift["output_dir"]).expanduser().absolute())
+    if isinstance(output := swift["output_dir"], str):  # what else was given is refused below
+        swift["output_dir"] = str(Path(output).expanduser().absolute())
     swift |= {name: _absolute(swift[name]) for name in _PATHS if name in swift}
     ports = _free_ports(len(rollout) or 1)
     shares = {gpu: even_share(1 + rollout.count(gpu)) for gpu in learner if gpu in rollout}

@@ -144,9 +144,9 @@ def _as_kind(kind: type, value: Any) -> str | None:
         return word if (word := str(value).lower()) in ("true", "false") else None
     try:
         number = kind(value)
+        return repr(number) if number == float(value) and isfinite(number) else None
     except (ValueError, OverflowError):
         return None
-    return f"{number!r}" if number == float(value) and isfinite(number) else None
 
 
 def _example(hint: Any) -> str:

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if num_rotated := tally.counts[Oddity.ROTATED]:
             misfit = ", where their boxes do not fit yet" if options.boxes_on == DrawnOn.UPRIGHT else ""
             print(
-                f"{num_rotated} pictures carry an EXIF rotation; what is stored is trained{misfit}. Write upright "
+                f"pictures with an EXIF rotation: {num_rotated}; what is stored is trained{misfit}. Write upright "
                 f"ones, for each file: swift-stage2 data check {options.output} --apply-exif {options.boxes_on} "
                 "--output NEW.jsonl"
             )

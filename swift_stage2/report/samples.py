@@ -268,12 +268,9 @@ def _tell(draw: Draw, record: Record, number: int) -> bool:
         case Entry.MATCHED:
             draw.num_rollout_tokens = record["num_rollout_tokens"]
         case Entry.RETURNED:
-            again = (
-                "the run ended"
-                if record["reason"] == ReturnReason.STOPPED
-                else f"asked again: {record['reason']}"
-            )
-            draw.end, draw.fate = record["reason"], f"not trained, {again}"
+            reason = record["reason"]
+            why = "the run ended" if reason == ReturnReason.STOPPED else f"asked again: {reason}"
+            draw.end, draw.fate = reason, f"not trained, {why}"
         case Entry.TRAINED:
             draw.end, draw.fate = record["kind"], f"trained at step {record['step']}"
         case Entry.QUARANTINED:

@@ -180,7 +180,7 @@ def test_boxes_drawn_upright_pass_the_check_once_the_picture_is_turned(
     import_command.main(["coco", str(source), *options])
     told = capsys.readouterr().out
     assert (
-        "1 pictures carry an EXIF rotation; what is stored is trained, where their boxes do not fit yet."
+        "pictures with an EXIF rotation: 1; what is stored is trained, where their boxes do not fit yet."
         in told
     )
     assert "--apply-exif upright" in told
