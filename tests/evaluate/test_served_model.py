@@ -162,9 +162,10 @@ def test_a_runs_checkpoint_needs_no_further_option(rows_file: Path, tmp_path: Pa
         "--bootstrap",
         "20",
     ]
+    before = psutil.Process().children()  # of other tests' fixtures
     assert main(["evaluate", "--data", str(rows_file), *words, "--max-new-tokens", "64"]) == 0
     facts = json.loads((output / "evaluation.json").read_text(encoding="utf-8"))
     assert facts["metrics"]["eval/recall"]["value"] > 0.1
     assert facts["source"] == str(checkpoint)
-    assert psutil.Process().children() == []
+    assert psutil.Process().children() == before
     assert f"serving {checkpoint}" in (output / "server.log").read_text(encoding="utf-8")
