@@ -147,7 +147,8 @@ def _rows(state: LiveState) -> Iterator[tuple[str, str]]:
     yield "channel", f"{state.channel}{_known(', loss {:.4f}', state.loss)}"
     if not state.b_enabled:
         return
-    reason = f" ({state.skip_reason})" if state.skip_reason else ""
+    last = "last: " * (state.num_b_skipped > 1)
+    reason = f" ({last}{state.skip_reason})" if state.skip_reason else ""
     yield "B", f"{state.num_b_run} run, {state.num_b_skipped} skipped{reason}"
     yield "queue", _queue(state)
     pending = ", round pending" if state.round_pending else ", round in transfer" * state.round_in_transfer

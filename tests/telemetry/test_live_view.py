@@ -55,7 +55,7 @@ class Seconds:
 def test_the_plain_line() -> None:
     assert plain_line(STATE) == (
         "step 120/400, epoch 1.25 | eta 1:03:00 (13.50 s/step) | channel B, loss 0.4321 | "
-        "B 20 run, 4 skipped (not_enough_packs) | queue 3 of 8 (by rank 5/3) | version 30, lag 1 | "
+        "B 20 run, 4 skipped (last: not_enough_packs) | queue 3 of 8 (by rank 5/3) | version 30, lag 1 | "
         "rollouts 12.3/s | round v30 at step 118, 1.23 s, 1/2 proven"
     )
 
