@@ -230,6 +230,12 @@ _MEASURED = (
             _numbers("b-ratios", (0.0, 0.3), 1, "arms"),
             Option("arms", ["given"], "what is trained, beside A alone", choices=_ARMS),
             Option("kind", "shapes", "what is in the scenes", choices=("shapes", "digits")),
+            Option(
+                "mode",
+                "async",
+                "inline: every wanted B step waits for its packs",
+                choices=("async", "inline"),
+            ),
         ),
         turn=Turn(75, 15, "--steps 20", full="--steps 150 --seeds 3 --b-ratios 0,0.1,0.3"),
     ),

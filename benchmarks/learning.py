@@ -21,7 +21,7 @@ from benchmarks.altered_rows import noisy_rows
 from benchmarks.child_runs import ChildRuns, score, train
 from benchmarks.estimates import gain_words, mean_and_range
 from benchmarks.results import ResultTable, grouped, publish, say
-from swift_stage2.config import MissedOrder, Objective
+from swift_stage2.config import MissedOrder, Mode, Objective
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, DemoJob, write_config
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
@@ -97,7 +97,12 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     """Trains every arm and scores all. Raises ChildFailed when a job did not end well."""
     kind = SceneKind(options.kind)
     treatments = [Treatment(arm) for arm in options.arms]
-    planned = list(plan_jobs(directory, options.steps, options.seeds, options.b_ratios, kind, treatments))
+    planned = [
+        (treatment, replace(job, mode=Mode(options.mode)) if treatment.has_b else job)
+        for treatment, job in plan_jobs(
+            directory, options.steps, options.seeds, options.b_ratios, kind, treatments
+        )
+    ]
     nothing: Mapping[str, str] = {}
     named = [(job, _name(job.b_ratio, treatment), nothing) for treatment, job in planned]
     with ChildRuns() as children:
@@ -108,7 +113,12 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         _arm(treatment, job, result, seconds)
         for (treatment, job), result, seconds in zip(planned, scores, core_seconds, strict=True)
     ]
-    facts = {"kind": kind, "stage1": asdict(start), "arms": [asdict(arm) for arm in arms]}
+    facts = {
+        "kind": kind,
+        "mode": options.mode,
+        "stage1": asdict(start),
+        "arms": [asdict(arm) for arm in arms],
+    }
     publish(directory, "learning", facts, learning_table(start, arms), *notes(arms))
     return 0
 
