@@ -75,6 +75,15 @@ def test_every_listed_command_has_a_module(name: str) -> None:
     assert importlib.util.find_spec(module) is not None
 
 
+def test_pages_are_made_without_torch() -> None:
+    """Its import costs more than a report."""
+    makers = (
+        "swift_stage2.report.command, swift_stage2.evaluate.command, swift_stage2.report.rollouts_command"
+    )
+    code = f"import sys, {makers}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

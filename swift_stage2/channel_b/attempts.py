@@ -18,10 +18,10 @@ from enum import StrEnum
 
 from swift_stage2.channel_b.rollout_client.lane import PostEvents
 from swift_stage2.channel_b.rollout_client.trust import MANY_GIVEN_UP, many_mismatches
-from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource
+from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.errors import MatchingError, PromptMismatch, SampleError
 from swift_stage2.records import BatchOutcome, QuarantineReason, Rollout, SampleKey
-from swift_stage2.telemetry.ledger import UnusedReason
+from swift_stage2.telemetry.ledger import ReturnReason, UnusedReason
 from swift_stage2.telemetry.recorders import PipelineRecorder
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from swift_stage2.channel_b.preprocessing import Judged, Prepared, Preprocessor,
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.rollout_client.trust import servers_at_fault
-from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource
+from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import QueueClosed, SampleError
 from swift_stage2.process.watches import Standing
@@ -38,6 +38,7 @@ from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.telemetry.activity import PipelineActivity
+from swift_stage2.telemetry.ledger import ReturnReason
 from swift_stage2.telemetry.recorders import PipelineRecorder
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,7 @@ logger = logging.getLogger(__name__)
 _IDLE_SLICE_S = 0.2
 _Work = Callable[[Sequence[Rollout]], Iterator[Prepared | Judged | Refusal]]
 _RETURNS = {DropReason.STALE: ReturnReason.STALE, DropReason.OLDEST: ReturnReason.OVERFLOW}
-# Asked once more with one that was not, so that a server which misreads all is told by few.
-_MOST_MISREAD = 64
+_MOST_MISREAD = 64  # asked once more with one that was not, so that few tell a server which misreads all
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

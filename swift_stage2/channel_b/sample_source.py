@@ -16,7 +16,6 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from swift_stage2.errors import DatasetError
 from swift_stage2.records import RowOrigin, Sample, SampleKey, image_paths
 from swift_stage2.scheduling.run_ahead import Place, Shares
 from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import Entry, Ledger, UnusedReason
+from swift_stage2.telemetry.ledger import Entry, Ledger, ReturnReason, UnusedReason
 
 logger = logging.getLogger(__name__)
 
@@ -37,29 +36,6 @@ _LINE_BITS = 40
 _NUM_MESSAGES = 2  # ms-swift may put a system prompt before them
 _STREAM = "channel_b/1"
 """Names the permutations: another name is another order, so checkpoints keep it."""
-
-
-class ReturnReason(StrEnum):
-    """Why a drawn sample came back untrained, to be drawn again."""
-
-    STALE = "stale"
-    """Its rollout fell out of the version window."""
-    OVERFLOW = "overflow"
-    """Its pack was the oldest of a queue over its limit."""
-    TIMED_OUT = "timed_out"
-    """It was asked alone and did not answer in time."""
-    ABORTED = "aborted"
-    """Its server ended it early for a pending round."""
-    FAILED = "failed"
-    """No server answered it: none was proven, the one asked was lost or refused, or the batch's time was over. Or no
-    round proved the weights that answered."""
-    STOPPED = "stopped"
-    """The run ended while it was asked."""
-
-    @property
-    def counts_attempt(self) -> bool:
-        """True if this return counts as an attempt. A server's fault does not."""
-        return self in (ReturnReason.STALE, ReturnReason.OVERFLOW, ReturnReason.TIMED_OUT)
 
 
 class SampleSource:

@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.channel_b.parsing import TrueObjects
-from swift_stage2.channel_b.preprocessing import Judged
 from swift_stage2.channel_b.task import Rows
 from swift_stage2.dataset.picture import UNREADABLE, look_at
 from swift_stage2.detections.drawing import Drawing, draw, drawing_of
@@ -41,6 +40,9 @@ from swift_stage2.scheduling.evaluation_schedule import RunningEvaluation
 from swift_stage2.telemetry.metrics import SCORE_TAGS
 from swift_stage2.telemetry.reading import read_ranks
 from swift_stage2.whole_file import write_whole
+
+if TYPE_CHECKING:  # a report must open without torch
+    from swift_stage2.channel_b.preprocessing import Judged
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
-from scipy.stats import mannwhitneyu
 
-from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.pages.content import Part, Section, Sentence, Table, Tone, filled, pairs
 from swift_stage2.telemetry.audit import Record
-from swift_stage2.telemetry.ledger import Entry
+from swift_stage2.telemetry.ledger import Entry, ReturnReason
 from swift_stage2.telemetry.ledger_account import Key, RankAccount, RunAccount, ledger_key
 from swift_stage2.telemetry.reading import RankRecords
 
@@ -305,6 +303,8 @@ def _test(mine: Sequence[int], theirs: Sequence[int]) -> tuple[float | None, flo
         return None, None
     if len({*mine, *theirs}) == 1:
         return 0.5, 1.0  # the test's variance is zero
+    from scipy.stats import mannwhitneyu  # takes a second to load
+
     found = mannwhitneyu(theirs, mine, alternative="two-sided", method="asymptotic")
     return float(found.statistic) / (len(mine) * len(theirs)), float(found.pvalue)
 

@@ -60,6 +60,29 @@ class Entry(StrEnum):
     """Never written: the reader puts it in the place of a line that its process did not come to finish."""
 
 
+class ReturnReason(StrEnum):
+    """Why a drawn sample came back untrained, to be drawn again."""
+
+    STALE = "stale"
+    """Its rollout fell out of the version window."""
+    OVERFLOW = "overflow"
+    """Its pack was the oldest of a queue over its limit."""
+    TIMED_OUT = "timed_out"
+    """It was asked alone and did not answer in time."""
+    ABORTED = "aborted"
+    """Its server ended it early for a pending round."""
+    FAILED = "failed"
+    """No server answered it: none was proven, the one asked was lost or refused, or the batch's time was over. Or no
+    round proved the weights that answered."""
+    STOPPED = "stopped"
+    """The run ended while it was asked."""
+
+    @property
+    def counts_attempt(self) -> bool:
+        """True if this return counts as an attempt. A server's fault does not."""
+        return self in (ReturnReason.STALE, ReturnReason.OVERFLOW, ReturnReason.TIMED_OUT)
+
+
 class UnusedReason(StrEnum):
     """Why nothing is trained of a rollout that was compared with others, though nothing is wrong with it."""
 

@@ -18,12 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from swift_stage2.channel_b.attempts import AttemptEnds
 from swift_stage2.channel_b.groups import ComparedGroup, Groups, GroupSettings, Member, compare
-from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource
+from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import GrpoConfig, Objective
 from swift_stage2.errors import DatasetError
 from swift_stage2.records import Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.scheduling.version_clock import VersionClock
-from swift_stage2.telemetry.ledger import UnusedReason
+from swift_stage2.telemetry.ledger import ReturnReason, UnusedReason
 
 NUM_ROWS = 5
 WINDOW = 1

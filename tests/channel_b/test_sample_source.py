@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource, usable_rows
+from swift_stage2.channel_b.sample_source import SampleSource, usable_rows
 from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.errors import DatasetError, SampleError
 from swift_stage2.records import SampleKey
+from swift_stage2.telemetry.ledger import ReturnReason
 
 NUM_ROWS = 7
 

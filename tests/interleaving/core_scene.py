@@ -24,7 +24,7 @@ from interleaving.virtual_threading import Event, Lock, Thread, TimeNames, activ
 
 from swift_stage2.channel_b.attempts import Attempts
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
-from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource
+from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.errors import FenceShutDown, PipelineFailed, QueueClosed, TicketTimeout
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
@@ -32,6 +32,7 @@ from swift_stage2.records import Pack, Rollout, RoundOutcome, Sample, SampleKey,
 from swift_stage2.scheduling.round_schedule import RoundSchedule, ServerState
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
+from swift_stage2.telemetry.ledger import ReturnReason
 
 _URL = "http://s0"
 _HORIZON_S = 100.0

@@ -21,13 +21,13 @@ from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue, Reservation
 from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
 from swift_stage2.channel_b.rollout_client.lane import ServerLane, Share
-from swift_stage2.channel_b.sample_source import ReturnReason, SampleSource
+from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import Learner
 from swift_stage2.records import BatchOutcome, Pack, Rollout, RoundOutcome, SampleKey
 from swift_stage2.scheduling.round_schedule import RoundSchedule
-from swift_stage2.telemetry.ledger import Entry, UnusedReason
+from swift_stage2.telemetry.ledger import Entry, ReturnReason, UnusedReason
 
 _FOR_EVER_S = 1000.0
 

@@ -16,11 +16,10 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from run_files import RunFiles, balanced_ledger, write_advantages
 
-from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.cli import main
 from swift_stage2.report.report import report_of
 from swift_stage2.report.run_data import read_run
-from swift_stage2.telemetry.ledger import UnusedReason
+from swift_stage2.telemetry.ledger import ReturnReason, UnusedReason
 
 FOLDERS = ("audit", "ledger", "matches", "record")
 ODD: tuple[Any, ...] = (

@@ -16,12 +16,11 @@ from followed_run import FollowedRun, killed_and_resumed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.errors import UserError
 from swift_stage2.records import SampleKey
 from swift_stage2.report.finished_rollouts import FinishedRollout, RunRollouts
 from swift_stage2.telemetry import reading
-from swift_stage2.telemetry.ledger import ledger_path, matches_path
+from swift_stage2.telemetry.ledger import ReturnReason, ledger_path, matches_path
 
 NUM_RANKS = 2
 

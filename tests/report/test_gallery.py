@@ -13,13 +13,12 @@ from ledger_run import LedgerRun
 from PIL import Image
 from run_files import RunFiles, balanced_ledger, picture, write_advantages
 
-from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.pages.pictures import MOST_SIDE, Gallery, UnreadableImage, thumbnail
 from swift_stage2.report.gallery import Grouping, filters_of, gallery_of
 from swift_stage2.report.matches import LoggedMatch, matches_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.report.samples import compare, draws_of
-from swift_stage2.telemetry.ledger import UnusedReason
+from swift_stage2.telemetry.ledger import ReturnReason, UnusedReason
 
 
 def matches(tmp_path: Path, *each: dict[str, Any]) -> list[LoggedMatch]:

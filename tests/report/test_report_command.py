@@ -15,12 +15,12 @@ from ledger_run import LedgerRun
 from run_files import RunFiles, balanced_ledger
 
 from benchmarks.faults.small_disk import SmallDisk
-from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.cli import main
 from swift_stage2.pages.content import Table
 from swift_stage2.records import RowOrigin, SampleKey
 from swift_stage2.report.samples import account_section
 from swift_stage2.telemetry.audit import AuditLog, audit_path
+from swift_stage2.telemetry.ledger import ReturnReason
 from swift_stage2.telemetry.reading import RankRecords
 
 

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ledger_run import LedgerRun, again
 
-from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.cli import main
 from swift_stage2.records import SampleKey
 from swift_stage2.report.samples import Comparison, Draw, Level, Trait, compare, draws_of, warnings
-from swift_stage2.telemetry.ledger import Entry
+from swift_stage2.telemetry.ledger import Entry, ReturnReason
 
 NUM_DRAWS = 200
 

@@ -13,10 +13,9 @@ import pytest
 from ledger_run import LedgerRun, again
 from telemetry.test_match_log import rollout
 
-from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.records import MatchQuality, Sample, SampleKey, VersionSpan
 from swift_stage2.telemetry.audit import AuditLog, Record
-from swift_stage2.telemetry.ledger import Entry, Ledger, UnusedReason
+from swift_stage2.telemetry.ledger import Entry, Ledger, ReturnReason, UnusedReason
 from swift_stage2.telemetry.ledger_account import RankAccount, account_of
 from swift_stage2.telemetry.reading import read_audit, read_ledger
 

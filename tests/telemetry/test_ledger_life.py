@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ledger_run import LedgerRun
 
-from swift_stage2.channel_b.sample_source import ReturnReason
 from swift_stage2.records import SampleKey
+from swift_stage2.telemetry.ledger import ReturnReason
 
 Place = tuple[int, int]
 
