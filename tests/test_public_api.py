@@ -52,6 +52,7 @@ def test_every_public_name_is_there_and_no_other() -> None:
         swift_stage2.Stage3Trainer  # noqa: B018
 
 
+@pytest.mark.slow
 def test_importing_the_trainer_changes_nothing_and_ms_swifts_own_command_trains_with_the_plugin_and_the_variable(
     tmp_path: Path, rows_file: Path
 ) -> None:

@@ -171,6 +171,7 @@ LINES = "".join(
 
 
 @pytest.mark.browser
+@pytest.mark.slow
 def test_pages_with_mishaps(tmp_path: Path, run_import: Importer) -> None:
     """Links that the window's right edge cuts are clipped."""
     (tmp_path / "pages").mkdir()

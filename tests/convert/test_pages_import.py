@@ -188,6 +188,7 @@ KEPT = {
 
 
 @browser
+@pytest.mark.slow
 def test_only_what_is_seen_has_a_box(tmp_path: Path, run_import: Importer) -> None:
     cases = NOT_SHOWN | DROPPED | KEPT
     for name, body in cases.items():
@@ -220,6 +221,7 @@ def test_a_page_of_more_elements_than_there_is_time_for_is_told(
 
 
 @browser
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path, run_import: Importer) -> None:
     for number in range(4):
         source = write_page(
@@ -239,6 +241,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path, run_import: Importer
 
 
 @browser
+@pytest.mark.slow
 def test_a_page_stays_on_one_side_of_the_split(tmp_path: Path, run_import: Importer) -> None:
     for number in range(6):
         source = write_page(tmp_path, "<h1>heading</h1>", f"part/{number}.html")

@@ -83,6 +83,7 @@ def test_a_good_server_is_green_keeps_its_weights_and_takes_a_later_run(
     assert server.http.get(protocol.SERVER_INFO).json()["run_id"] == "a-later-run"
 
 
+@pytest.mark.slow
 def test_the_dry_round_can_be_left_out_and_touches_nothing(
     server: RunningServer, configure: Configure, doctor: Doctor
 ) -> None:
@@ -117,6 +118,7 @@ def test_an_unproven_server_is_mended_by_the_dry_round(
 # --- wrong servers -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_key_that_is_missing_is_told_exactly_and_one_that_is_set_is_never_shown(
     doctor_engine: TransformersRolloutEngine,
     configure: Configure,
@@ -166,6 +168,7 @@ def test_a_server_in_another_runs_round_is_left_alone(
     assert other.finish().status_code == 200
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_arrive_whole_fail_the_dry_round(
     server: RunningServer, configure: Configure, doctor: Doctor
 ) -> None:
@@ -181,6 +184,7 @@ def test_weights_that_do_not_arrive_whole_fail_the_dry_round(
     assert report.row("timed rollouts")["found"] == "because of: dry sync round"
 
 
+@pytest.mark.slow
 def test_one_dead_server_of_two_leaves_the_other_checked(
     server: RunningServer, configure: Configure, doctor: Doctor
 ) -> None:
@@ -213,6 +217,7 @@ def test_prompts_that_differ_are_told_with_their_place(
 # --- settings ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_answers_that_are_cut_off_fail_with_a_longer_limit(
     server: RunningServer, configure: Configure, doctor: Doctor
 ) -> None:
@@ -235,6 +240,7 @@ def test_servers_that_cannot_feed_channel_b_fail_with_the_remedies(
     assert report.row("settings")["fix"].startswith("write ")
 
 
+@pytest.mark.slow
 def test_a_group_port_in_use_is_told(server: RunningServer, configure: Configure, doctor: Doctor) -> None:
     taken = server.http.base_url.port
     with FakeRolloutServer() as holder:
@@ -266,6 +272,7 @@ def test_a_push_that_hangs_is_a_failed_row(
     assert [pid for pid in stopped if psutil.pid_exists(pid)] == []
 
 
+@pytest.mark.slow
 def test_a_transfer_that_fails_names_the_group_port(
     server: RunningServer, configure: Configure, doctor: Doctor
 ) -> None:

@@ -105,6 +105,7 @@ def test_other_weights_are_a_huge_gap_and_said_to_be_so(
     assert "torch_dtype" not in row["fix"], "both dtypes are known, and equal"
 
 
+@pytest.mark.slow
 def test_a_server_that_leaves_the_temperature_out_is_found(
     server: RunningServer, configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_changed_completions_are_found_at_the_first_step_that_trained_one(
     assert f"steps before it, all bit-equal: {first}" in last_line
 
 
+@pytest.mark.long
 def test_a_changed_plan_is_found(recorded: LearnerRun, tmp_path: Path) -> None:
     """On rank 0 the packs of the last two B steps change places."""
     run_dir = _copy(recorded, tmp_path / "changed")

@@ -102,6 +102,7 @@ def proven(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [record for record in records if record["servers"]["0"]["proven"]]
 
 
+@pytest.mark.long
 def test_a_learner_over_two_hosts_trains_with_a_server_on_a_third(tmp_path: Path, rows_file: Path) -> None:
     directory = tmp_path / "run"
     with network_hosts("server", "node0", "node1", own_name_is_loopback=True) as (server, *nodes):

@@ -201,6 +201,7 @@ def test_a_server_that_ends_before_it_answers_is_named(launch: Launch) -> None:
     assert running.alive() == []
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_rightly_is_named_with_its_last_answer(launch: Launch) -> None:
     running = launch(learner=["run"], server="mute", start_timeout_s=8.0)
     assert running.finish() == 2

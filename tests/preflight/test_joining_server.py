@@ -87,7 +87,7 @@ def test_a_server_that_does_not_answer_is_refused(short: None) -> None:
         admit(config(), MANIFEST, at(f"http://127.0.0.1:{free_port()}"))
 
 
-def test_another_program_is_refused() -> None:
+def test_another_program_is_refused(short: None) -> None:
     with (
         FakeRolloutServer(on_get=lambda call: Answer(body=b"<html>")) as server,
         pytest.raises((ConfigError, ServerUnavailable), match=server.url),

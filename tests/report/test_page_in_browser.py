@@ -182,6 +182,7 @@ def test_nothing_is_wider_than_a_phone_and_the_newest_pictures_come_first(
     opened.close()
 
 
+@pytest.mark.slow
 def test_dark_colours_follow_the_system_and_the_button(browser: Browser, page_file: Path) -> None:
     opened = Visit(browser, page_file, scheme="dark")
     page = opened.page
@@ -276,6 +277,7 @@ def test_a_skip_link_leads_past_the_navigation(visit: Visit) -> None:
     assert all(after - before <= 1 for before, after in pairwise(levels))
 
 
+@pytest.mark.slow
 def test_a_group_stays_on_one_page_under_its_heading(browser: Browser, tmp_path: Path) -> None:
     """Groups of four, where a page is full at six."""
     balanced_ledger(tmp_path, num_generations=4).ledger.close()

@@ -154,6 +154,7 @@ def server_process(
         process.wait(10.0)
 
 
+@pytest.mark.slow
 def test_the_process_serves_and_ends_soon_after_sigterm_in_the_middle_of_a_rollout(tmp_path: Path) -> None:
     with server_process(tmp_path) as (process, base_url):
         with httpx.Client(base_url=base_url, timeout=5.0, trust_env=False) as http:

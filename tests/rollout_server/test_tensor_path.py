@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from live_server import MODEL, free_port, load_learner
 from tensor_watch import __file__ as watch_program
@@ -65,6 +66,7 @@ class NoCanary:
         raise AssertionError("a proof by checksums asks no canary")
 
 
+@pytest.mark.slow
 def test_real_rounds_touch_the_files_of_the_page_and_no_others(tmp_path: Path) -> None:
     notes, port, shared = tmp_path / "server", free_port(), tmp_path / "shared"
     shared.mkdir()

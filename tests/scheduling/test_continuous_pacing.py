@@ -28,15 +28,15 @@ SLOW_FACTOR = 2
     [
         # The schedule binds.
         (0.5, 0, False, 1.0, 16),
-        (0.5, 8, False, 1.0, 16),
-        (2.0, 0, False, 0.25, 16),
-        (0.5, 0, True, 0.5, 64),
+        pytest.param(0.5, 8, False, 1.0, 16, marks=pytest.mark.slow),
+        pytest.param(2.0, 0, False, 0.25, 16, marks=pytest.mark.slow),
+        pytest.param(0.5, 0, True, 0.5, 64, marks=pytest.mark.slow),
         (1.0, 8, True, 0.25, 64),
         # The places bind.
-        (1.5, 0, False, 1.0, 16),
+        pytest.param(1.5, 0, False, 1.0, 16, marks=pytest.mark.slow),
         (1.5, 8, False, 1.0, 64),
-        (3.0, 0, False, 1.0, 64),
-        (1.0, 0, True, 1.0, 64),
+        pytest.param(3.0, 0, False, 1.0, 64, marks=pytest.mark.slow),
+        pytest.param(1.0, 0, True, 1.0, 64, marks=pytest.mark.slow),
         (1.0, 8, True, 1.0, 64),
     ],
 )

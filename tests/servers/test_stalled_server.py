@@ -78,6 +78,7 @@ def sync_of(export: WeightExport, server: FakeRolloutServer, port: int) -> Weigh
     )
 
 
+@pytest.mark.slow
 def test_a_server_that_freezes_late_in_a_push_is_its_own_fault_within_the_calls_time() -> None:
     four_buckets = torch.nn.ParameterList([torch.ones(BUCKET_BYTES // 4) for _ in range(4)])
     export = WeightExport(four_buckets)

@@ -503,6 +503,7 @@ def test_no_log_and_no_command_line_has_the_key(
     assert learner.servers[0].calls[-1].headers["Authorization"] == f"Bearer {KEY}"
 
 
+@pytest.mark.slow
 def test_rounds_and_restarts_leave_no_descriptor_process_or_thread(learner: Learner) -> None:
     """Counted in the rank after every restart, in the process over the rounds of one."""
     here, counts, there = psutil.Process(), [], []

@@ -17,6 +17,7 @@ def exports() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("tuner", ["full", "lora"])
+@pytest.mark.slow
 def test_sharded_weights_leave_whole_and_merged_by_the_names_of_the_bare_model(
     exports: list[dict[str, Any]], tuner: str
 ) -> None:
