@@ -221,6 +221,13 @@ def _last_losses(sides: tuple[_Side, _Side]) -> Iterator[Sentence]:
             else f"logged a loss of {number(losses[last])} last, at step {last}"
         )
         yield Sentence(f"The {name} run {told}.")
+    trained = [side.run.setting("stage2_ab", "objective") for side in sides]
+    if trained[0] != trained[1]:
+        told = " and ".join(f"{each or 'an unknown one'}" for each in trained)
+        yield Sentence(
+            f"Their objectives differ ({told}), and so do the scales of their losses: compare the evaluations.",
+            Tone.WARN,
+        )
 
 
 def _losses(sides: tuple[_Side, _Side]) -> Chart:

@@ -37,6 +37,7 @@ def evaluated_run(
     *,
     images: Path | None = None,
     b_ratio: float = 0.5,
+    objective: str = "corrected_target",
     losses: Sequence[float] = (),
     in_files: bool = False,
 ) -> Path:
@@ -45,8 +46,8 @@ def evaluated_run(
     ``in_files``: the answers are in RUN_DIR/evaluations and not among the matches.
     """
     balanced_ledger(run_dir, num_samples=4 * len(answers)).ledger.close()
-    channel_b = {**CONFIG, "stage2_ab": {**CONFIG["stage2_ab"], "schedule": {"b_ratio": b_ratio}}}
-    run = RunFiles(run_dir, config=channel_b).start()
+    stage2_ab = {**CONFIG["stage2_ab"], "schedule": {"b_ratio": b_ratio}, "objective": objective}
+    run = RunFiles(run_dir, config={**CONFIG, "stage2_ab": stage2_ab}).start()
     for number, said in enumerate(answers):
         run.train(8)
         for row, objects in () if in_files else truth.items():

@@ -150,7 +150,7 @@ SECOND = [without(TRUTH, 4), without(TRUTH, 3)]
 def two_runs(tmp_path: Path) -> tuple[Path, Path]:
     return (
         evaluated_run(tmp_path / "a", TRUTH, FIRST, losses=[2.0, 1.5]),
-        evaluated_run(tmp_path / "b", TRUTH, SECOND, b_ratio=0.3, losses=[2.0, 1.0]),
+        evaluated_run(tmp_path / "b", TRUTH, SECOND, b_ratio=0.3, objective="grpo", losses=[2.0, 1.0]),
     )
 
 
@@ -163,6 +163,7 @@ def test_two_runs_are_compared_on_one_page_and_as_a_table(
     assert ["stage2_ab.schedule.b_ratio", "0.5", "0.3"] in cells
     assert ["B steps run of wanted", "8 of 8 (100%)", "8 of 8 (100%)"] in cells
     assert f"page: {two_runs[1] / 'comparison.html'}" in text.replace("\n", "")
+    assert "Their objectives differ (corrected_target and grpo)" in text
     page = (two_runs[1] / "comparison.html").read_text()
     assert all(str(each) in page for each in two_runs)
     assert not (two_runs[1] / "report.html").exists()

@@ -44,7 +44,8 @@
         const line = { color, dash: pick(dashes, number), shape: mark === "stairs" ? "hv" : "linear", width: 2 };
         const mode = x.length <= few && mark === "line" ? "lines+markers" : "lines";
         const group = series.low.length ? { legendgroup: name } : {};
-        return { ...scatter, ...group, mode, line, marker: { ...marker, size: 6 } };
+        const interval = x.length === 1 ? bounds(series, color) : {}; // an area of one point has no width
+        return { ...scatter, ...group, mode, line, marker: { ...marker, size: 6 }, ...interval };
       }
     }
   };
