@@ -52,7 +52,12 @@ def page_config(directory: Path, rows: Path) -> dict[str, Any]:
     """The page's own servers and learner, around the tiny model on CPUs."""
     given = yaml.safe_load(block("yaml", "cluster.yaml"))
     small = write_config(
-        directory / "run", rows, Address("http://unused:1"), b_ratio=0.5, swift={"max_steps": 16}
+        directory / "run",
+        rows,
+        Address("http://unused:1"),
+        b_ratio=0.5,
+        swift={"max_steps": 16},
+        preprocessing="process",
     )
     config: dict[str, Any] = yaml.safe_load(small.read_text())
     config["rollout"] |= {"servers": given["rollout"]["servers"], "start_timeout_s": 240}

@@ -24,7 +24,9 @@ SWIFT = {"max_steps": NUM_STEPS, **DROPOUT}
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, server: Server) -> LearnerRun:
     directory = tmp_path_factory.mktemp("runs") / "recorded"
-    config = write_config(directory, rows_file, server, b_ratio=0.5, swift=SWIFT, record=True)
+    config = write_config(
+        directory, rows_file, server, b_ratio=0.5, swift=SWIFT, record=True, preprocessing="process"
+    )
     awaited = ",".join(f"*:{step}:await_packs" for step in (1, 7, 13))  # whose windows are whole
     run = run_learner(config, directory, ranks=2, inject=f"{awaited},0:1:await_rounds")
     assert run.status == 0, run.output[-3000:]

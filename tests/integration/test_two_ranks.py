@@ -47,7 +47,9 @@ def long_run(
     """Epochs of 6 windows, the last of which has one micro_step instead of three."""
     directory = tmp_path_factory.mktemp("runs") / "long"
     swift = {"max_steps": num_steps}
-    config = write_config(directory, rows_file, server, b_ratio=0.3, swift=swift, trace=True)
+    config = write_config(
+        directory, rows_file, server, b_ratio=0.3, swift=swift, trace=True, preprocessing="process"
+    )
     with _followed(directory):
         # The second short window that wants B has its packs, and from the middle on rounds are not late.
         run = run_learner(config, directory, ranks=2, inject="*:23:await_packs,0:30:await_rounds")
@@ -344,7 +346,7 @@ def test_after_a_kill_and_a_resume_in_the_same_directory_nothing_is_lost_or_trai
 ) -> None:
     directory = tmp_path / "run"
     swift = {"max_steps": 40, "save_strategy": "steps", "save_steps": 5}
-    config = write_config(directory, rows_file, server, b_ratio=0.5, swift=swift)
+    config = write_config(directory, rows_file, server, b_ratio=0.5, swift=swift, preprocessing="process")
     with _followed(directory):
         _kill_and_resume(config, directory, swift, rows_file, server)
     lines = _check_followed(directory)
@@ -360,7 +362,7 @@ def _kill_and_resume(
     before = account_of(read_ledgers([directory]))
     assert before.is_balanced
     again = swift | {"resume_from_checkpoint": str(latest)}
-    config = write_config(directory, rows_file, server, b_ratio=0.5, swift=again)
+    config = write_config(directory, rows_file, server, b_ratio=0.5, swift=again, preprocessing="process")
     refused = run_learner(config, directory, ranks=1)
     assert refused.status != 0
     assert "a checkpoint resumes with its own world_size, got world_size=1" in refused.output
@@ -419,7 +421,9 @@ def test_a_preprocessing_process_that_is_killed_ends_all_ranks_and_loses_no_samp
     tmp_path: Path, rows_file: Path, server: Server
 ) -> None:
     directory = tmp_path / "killed_preprocessing"
-    config = write_config(directory, rows_file, server, b_ratio=0.5, swift={"max_steps": 400})
+    config = write_config(
+        directory, rows_file, server, b_ratio=0.5, swift={"max_steps": 400}, preprocessing="process"
+    )
     run = run_learner(config, directory, ranks=2, inject="1:8:kill_preprocessing")
     assert run.status == 1
     assert "was killed by SIGKILL, mostly for lack of main memory" in run.output

@@ -27,7 +27,7 @@ def run(
     directory = tmp_path_factory.mktemp("runs") / request.param
     rate = {"full": 1e-4, "lora": 1e-2}[request.param]
     swift = {"max_steps": _NUM_STEPS, "tuner_type": request.param, "learning_rate": rate}
-    config = write_config(directory, rows, stock, b_ratio=0.3, swift=swift)
+    config = write_config(directory, rows, stock, b_ratio=0.3, swift=swift, preprocessing="process")
     run = run_learner(config, directory, ranks=2, inject="*:3:await_packs,*:3:await_rounds")
     assert run.status == 0, run.output[-3000:]
     return run
