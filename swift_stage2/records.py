@@ -16,7 +16,6 @@ from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEv
 from swift_stage2.scheduling.step_plan import StepPlan
 
 Box = tuple[float, float, float, float]
-IntegerBox = tuple[int, int, int, int]
 Coordinates = tuple[int, ...]  # a box x1, y1, x2, y2 or a point x, y, in the template's coordinate space
 
 

@@ -95,8 +95,3 @@ def _age(weights: ProvenWeights) -> tuple[int, int, str]:
     """A version that no rank took, because its server was doubted, comes again in a later round."""
     number = weights.directory.name.rpartition("-")[2]
     return weights.manifest.version, int(number) if number.isdecimal() else -1, number
-
-
-def newest_proven(directory: Path, run_id: str) -> ProvenWeights | None:
-    """The version that a server which joins late takes; None before the first proof. Raises OSError."""
-    return next(iter(proven_versions(directory, run_id)), None)

@@ -24,16 +24,16 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import make_pack
 from swift_stage2.channel_b.targets import order_missed
 from swift_stage2.config import MissedOrder
-from swift_stage2.records import IntegerBox, MatchQuality, SampleKey, Target
+from swift_stage2.records import MatchQuality, SampleKey, Target
 from swift_stage2.training.beside_labels import cut_beside_labels, loss_beside_labels
 
-Object = tuple[str, IntegerBox]
+Object = tuple[str, tuple[int, int, int, int]]
 KEY = SampleKey(epoch=0, position=3, index=7)
 ROWS: list[Object] = [("b", (5, 9, 6, 9)), ("a", (7, 1, 8, 2)), ("a", (1, 1, 2, 2)), ("c", (0, 9, 3, 9))]
 
 
 @st.composite
-def boxes(draw: st.DrawFn) -> IntegerBox:
+def boxes(draw: st.DrawFn) -> tuple[int, int, int, int]:
     x1, y1 = draw(st.integers(0, 130)), draw(st.integers(0, 130))
     return x1, y1, x1 + draw(st.integers(0, 130)), y1 + draw(st.integers(0, 130))
 
