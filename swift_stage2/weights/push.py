@@ -187,6 +187,7 @@ class ServerPush(threading.Thread):
                 if fault.reason != protocol.RefusalReason.BUSY or patience.expired:
                     raise
             time.sleep(_BUSY_POLL_S)
+            self._require_wanted()
 
     def _compare_names(self, session: ServerSession) -> None:
         """Once per connection. Decides nothing: the fusing known here is not that of every model."""
@@ -243,14 +244,17 @@ class ServerPush(threading.Thread):
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """Adds the seconds spent inside to one phase. Raises ServerFault: the round was given up."""
-        if self._given_up.is_set():
-            raise ServerFault(f"{self.base_url}: the round was given up before it was proven")
+        self._require_wanted()
         started = time.perf_counter()
         try:
             with self._span(name):
                 yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def _require_wanted(self) -> None:
+        if self._given_up.is_set():
+            raise ServerFault(f"{self.base_url}: the round was given up before it was proven")
 
     def _drop_transport(self) -> None:
         """Not that of a later round, which is in its place if this push was given up."""

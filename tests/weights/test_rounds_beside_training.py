@@ -542,3 +542,20 @@ def test_the_learners_own_fault_in_one_push_is_told_although_another_goes_on(
     let_go.set()
     sync.close()
     assert protocol.PROCESS_WEIGHTS not in paths_of(staging[1])
+
+
+def test_a_busy_server_is_not_asked_again_for_a_round_that_was_given_up(
+    staging: list[FakeStagingServer],
+) -> None:
+    """It would shut its door for a round that nobody ends, or end the next one there."""
+    sync = Round(staging, at_once, at_once).sync()
+
+    def give_up(call: Call) -> Answer:
+        staging[0].hooks.clear()  # idle from now on
+        sync._courier.give_up("late")
+        return Answer(409, b'{"detail": "it still answers somebody", "reason": "busy"}')
+
+    staging[0].hooks[protocol.BEGIN_ROUND] = give_up
+    sync.begin(1, [0])
+    assert sync._courier.wait(LIMIT_S)
+    assert paths_of(staging[0]) == [protocol.SERVER_INFO, protocol.BEGIN_ROUND]
