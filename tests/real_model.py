@@ -16,7 +16,9 @@ from swift_stage2.channel_b.parsing import read_ground_truth
 from swift_stage2.channel_b.preprocessing import make_segment
 from swift_stage2.channel_b.task import Task
 from swift_stage2.demo.tiny_template import TINY_VL, load_tiny_model, tiny_template
-from swift_stage2.records import IntegerBox, Rollout, Sample, SampleKey, Segment, VersionSpan
+from swift_stage2.records import Rollout, Sample, SampleKey, Segment, VersionSpan
+
+IntegerBox = tuple[int, int, int, int]
 
 STAGE1 = Path(swift_stage2.demo.__file__).parent / "stage1"
 PACKING_LENGTH = 256

@@ -35,7 +35,6 @@ from swift_stage2.evaluate.predictions import read_predictions, read_rows
 from swift_stage2.records import (
     EvaluationCounts,
     EvaluationRecord,
-    IntegerBox,
     MatchQuality,
     ObjectMatch,
     Sample,
@@ -59,7 +58,7 @@ def picture(tmp_path: Path) -> Path:
 
 
 def judged(
-    *predicted: tuple[str, IntegerBox], space: tuple[int, int] = (1000, 1000), truth: Any = ()
+    *predicted: tuple[str, tuple[int, int, int, int]], space: tuple[int, int] = (1000, 1000), truth: Any = ()
 ) -> Judged:
     quality = MatchQuality(len(predicted), len(truth), 0, 0.0, 0, 0)
     return Judged(Target("", (), (), quality, ObjectMatch(predicted, truth, ())), space)
