@@ -212,6 +212,16 @@ def test_one_odd_answer_makes_no_server_a_stock_one(
     assert wait_for_servers(configure(server.url), SingleRank()).ours == {server.url}
 
 
+def test_a_server_that_is_named_twice_is_refused(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+) -> None:
+    info = protocol.ServerInfo(stock=False, incarnation="one", state="serving")
+    server.on_get = lambda call: Answer(body=json.dumps(info.to_json()).encode())
+    name = server.url.replace("127.0.0.1", "127.1")
+    with pytest.raises(ConfigError, match=f"got base_url='{name}', which is {server.url} by another name"):
+        wait_for_servers(configure(server.url, name), SingleRank())
+
+
 def test_a_server_that_cannot_abort_is_warned_of_where_it_should(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer
 ) -> None:

@@ -7,14 +7,15 @@ requests.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from swift_stage2.config import ServerConfig, Stage2Config, Transport
 from swift_stage2.config.launch import LaunchConfig
-from swift_stage2.errors import ConfigError, ServerUnavailable
+from swift_stage2.errors import ConfigError, ServerFault, ServerUnavailable
 from swift_stage2.learner.server_requests import AddedServer, ServerRequests
 from swift_stage2.preflight.servers import look_for, refuse_far_servers, refuse_lone_addresses
 from swift_stage2.process.background import BackgroundFailures
@@ -24,6 +25,7 @@ from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.tensors import agreed_manifest
 
 _PATIENCE_S = 5.0  # one odd answer is none
+_LOOK_S = 1.0  # for each server of the run
 
 
 def requests_of(
@@ -73,6 +75,18 @@ def admit(
             "the URL"
         )
     if told["ours"]:
+        _refuse_another_name(server.base_url, told["incarnation"], servers, rollout.api_key())
         with ServerSession(server.base_url, rollout.api_key(), must_be_ours=True) as session:
             agreed_manifest(manifest, session.info(Deadline(_PATIENCE_S)).manifest)
     return AddedServer(address=server, is_ours=told["ours"], chat_model=told["chat_model"])
+
+
+def _refuse_another_name(base_url: str, incarnation: str, others: Iterable[str], api_key: str | None) -> None:
+    """Two pushes of a round to one process end each other, so that neither name is ever proven again."""
+    for other in others:
+        with suppress(ServerFault), ServerSession(other, api_key) as session:
+            if session.info(Deadline(_LOOK_S)).incarnation == incarnation:
+                raise ConfigError(
+                    f"a server is added once, got URL={base_url}, which is {other} by another name and in the run; "
+                    "swift-stage2 servers list tells how it stands"
+                )

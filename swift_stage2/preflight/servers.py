@@ -180,7 +180,7 @@ def wait_for_servers(
     gets there those that have been asked for some seconds and not answered, whenever they become others.
 
     Raises:
-        ConfigError: a server cannot be given weights from here; on every rank.
+        ConfigError: a server cannot be given weights from here, or is named twice; on every rank.
         ServerUnavailable: one did not answer within ``rollout.start_timeout_s``; on every rank.
     """
     start_timeout_s = config.rollout.start_timeout_s
@@ -188,6 +188,7 @@ def wait_for_servers(
     waiting = [server.base_url for server in config.rollout.servers]
     found = FoundServers()
     silent: set[str] = set()
+    names: dict[str, str] = {}
     while waiting:
         # In slices, each with a broadcast: no rank waits in one collective for as long as a server may take.
         told = control.broadcast(look_for(config, waiting[0], end) if control.rank == 0 else None)
@@ -209,6 +210,11 @@ def wait_for_servers(
             tell_silent(sorted(silent))
         if told["answers"]:
             if told["ours"]:
+                if (name := names.setdefault(told["incarnation"], base_url)) != base_url:
+                    raise ConfigError(
+                        f"every server must be named once, got base_url={base_url!r}, which is {name} by another name; "
+                        "remove one of them from rollout.servers"
+                    )
                 found.ours.add(base_url.rstrip("/"))
             if told["chat_model"]:
                 found.chat_models[base_url.rstrip("/")] = told["chat_model"]
@@ -224,7 +230,7 @@ def wait_for_servers(
 def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
     """One slice of the wait for one server, at most until ``end``, a moment of ``time.monotonic``."""
     told: dict[str, Any] = {"answers": False, "ours": False, "can_abort": False, "missing": "", "refused": ""}
-    told["chat_model"] = None
+    told |= {"chat_model": None, "incarnation": None}
     slice_ends = min(end, time.monotonic() + _WAIT_SLICE_S)
     said: ServerFault | None = None
     with ServerSession(base_url, config.rollout.api_key()) as session:
@@ -250,7 +256,7 @@ def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
                     return told
             else:
                 told |= {"answers": True, "ours": not info.stock, "can_abort": info.can_abort}
-                told["chat_model"] = info.chat_model
+                told |= {"chat_model": info.chat_model, "incarnation": info.incarnation}
                 told["refused"] = cannot_resume(config.rollout, base_url, info)
                 if info.stock and not told["refused"] and not vllm_is_installed():
                     told["refused"] = (

@@ -54,6 +54,14 @@ def test_a_server_of_ours_with_the_runs_tensors_may_join() -> None:
         assert admit(config(), MANIFEST, at(server.url)) == AddedServer(address=at(server.url), is_ours=True)
 
 
+def test_a_server_of_the_run_does_not_join_by_another_name() -> None:
+    """Its rounds would end each other. Who answers nobody, like the first server here, is passed over."""
+    with FakeStagingServer(MANIFEST) as server:
+        name = server.url.replace("127.0.0.1", "127.1")
+        with pytest.raises(ConfigError, match=f"got URL={name}, which is {server.url} by another name"):
+            admit(config(), MANIFEST, at(name), [at(server.url)])
+
+
 def test_what_joins_travels_as_json() -> None:
     added = AddedServer(address=at(FIRST, group_bind="0.0.0.0"), is_ours=False, chat_model="m")
     assert AddedServer.from_json(added.to_json()) == added
