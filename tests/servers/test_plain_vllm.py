@@ -187,6 +187,29 @@ def test_what_was_cut_is_aborted_by_name_before_it_counts_as_settled(
     )  # an abort that names none would end everybody's
 
 
+def test_what_another_place_is_asking_is_not_aborted_with_it_and_is_when_it_is_cut_later(
+    server: FakeRolloutServer, connection: ServerConnection
+) -> None:
+    """All places of a lane have one connection, and one settles while others are at work."""
+    ends: list[PostEnd] = []
+    place = threading.Thread(
+        target=lambda: ends.append(
+            connection.infer([request("slow")], greedy_config(1), timeout_s=_PATIENCE_S).end
+        )
+    )
+    place.start()
+    server.wait_until(lambda: vllm_serve.CHAT in _asked(server))
+    assert connection.reset_prefix_cache(timeout_s=_PATIENCE_S).end is PostEnd.ANSWERED
+    assert vllm_serve.ABORT_REQUESTS not in _asked(server)
+    connection.give_up()
+    place.join(_PATIENCE_S)
+    assert ends == [PostEnd.LOST]
+    assert connection.reset_prefix_cache(timeout_s=_PATIENCE_S).end is PostEnd.ANSWERED
+    (asked,) = [call for call in server.calls if call.path == vllm_serve.CHAT]
+    (abort,) = [call for call in server.calls if call.path == vllm_serve.ABORT_REQUESTS]
+    assert abort.body["request_ids"] == [f"chatcmpl-{asked.body['request_id']}"]
+
+
 def test_an_end_cuts_all_calls_of_a_share(server: FakeRolloutServer, connection: ServerConnection) -> None:
     ends: list[PostEnd] = []
     requests = [request("slow") for _ in range(4)]

@@ -60,33 +60,31 @@ class ChatConnection(ServerConnection):
 
     def reset_prefix_cache(self, *, timeout_s: float) -> PostResult:
         """Ends what was asked in calls that were cut; ``ANSWERED`` means that nothing of it runs."""
-        body = {"request_ids": [vllm_serve.engine_name(each) for each in sorted(self._unsettled)]}
+        unsettled = frozenset(self._unsettled)  # other places go on asking
+        body = {"request_ids": [vllm_serve.engine_name(each) for each in sorted(unsettled)]}
         if body["request_ids"]:  # none would mean all that anybody has asked
             end = time.monotonic() + timeout_s
             try:
                 self._ask("POST", vllm_serve.ABORT_REQUESTS, body, end, protocol.MOST_CONTROL_BYTES)
             except (ServerFault, ProtocolError) as error:
                 return self._judge(vllm_serve.ABORT_REQUESTS, error, 0)
-        self._unsettled.clear()
+        self._unsettled.difference_update(unsettled)
         return PostResult(PostEnd.ANSWERED)
 
     def _chat(
         self, request: Mapping[str, Any], config: Mapping[str, Any], end: float, is_wanted: Callable[[], bool]
     ) -> protocol.Completion | _Fault:
         request_id = uuid.uuid4().hex
-        self._unsettled.add(request_id)
         most_bytes = protocol.most_infer_bytes(1, config["max_tokens"])
         try:
             body = vllm_serve.chat_body(self._model, request, config, request_id)
-            completion = vllm_serve.parse_chat_reply(
+            return vllm_serve.parse_chat_reply(
                 self._ask("POST", vllm_serve.CHAT, body, end, most_bytes, is_wanted)
             )
         except (ServerFault, ProtocolError) as error:
-            if not isinstance(error, ServerFault) or error.status is not None:
-                self._unsettled.discard(request_id)
+            if isinstance(error, ServerFault) and error.status is None:  # no answer came
+                self._unsettled.add(request_id)
             return error
-        self._unsettled.discard(request_id)
-        return completion
 
     def _ask(
         self,
