@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_rollout_server import Answer, Call, FakeRolloutServer, request
 
+from swift_stage2.channel_b import detection as detection  # registers the task
 from swift_stage2.channel_b.rollout_client.chat_connection import ChatConnection, connect
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
