@@ -964,6 +964,8 @@ def test_an_argument_that_swift_does_not_have_names_the_nearest() -> None:
         refuse_unknown_names({"xyz": 1}, valid)
     with pytest.raises(ConfigError, match=r"'beta'.* did you mean 'stage2_ab.channel_b.grpo.kl_weight'"):
         refuse_unknown_names({"beta": 0.04}, valid)
+    with pytest.raises(ConfigError, match=r"did you mean 'stage2_ab\.schedule\.b_ratio'"):
+        refuse_unknown_names({"b_ratio": 0.5}, valid)
 
 
 def test_importing_the_configuration_loads_no_heavy_package() -> None:

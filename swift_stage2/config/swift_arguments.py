@@ -173,10 +173,11 @@ def refuse_unknown_names(
 
 
 _GRPO = "stage2_ab.channel_b.grpo"
-# Of ms-swift 3 and 2, and of its GRPO, whose settings have sections of their own here.
+# Of ms-swift 3 and 2, and of what has sections of its own here: the share of channel B, and the settings of its GRPO.
 _OTHER_NAMES = {
     "train_type": "tuner_type",
     "sft_type": "tuner_type",
+    "b_ratio": "stage2_ab.schedule.b_ratio",
     "beta": f"{_GRPO}.kl_weight",
     "epsilon": f"{_GRPO}.clip_low",
     "epsilon_high": f"{_GRPO}.clip_high",
