@@ -154,7 +154,11 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
         ), ["at least one target weight"]),
         ("launch.servers", [{"engine": "swift"}, {"engine": "swift"}], ["2 launch.servers and 1 rollout.servers"]),
         ("launch", {"servers": [{"devices": [0, 1]}], "learner": {"devices": [1]}}, ["device 1", "servers[0]"]),
-        ("launch.learner", {"devices": [0], "nproc_per_node": 2}, ["nproc_per_node=2", "devices=[0]"]),
+        (
+            "launch.learner",
+            {"devices": [0], "nproc_per_node": 2},
+            ["nproc_per_node=2", "devices=[0]", "write nproc_per_node: 1, or"],
+        ),
         ("launch.learner", {"devices": [0, 0]}, ["devices=[0, 0]"]),
         (
             "launch.servers",

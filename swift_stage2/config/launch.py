@@ -107,7 +107,8 @@ class LearnerProcess:
         if self.devices and self.nproc_per_node > len(self.devices):
             raise ConfigError(
                 "nproc_per_node must be at most the number of devices, got "
-                f"nproc_per_node={self.nproc_per_node} devices={list(self.devices)}"
+                f"nproc_per_node={self.nproc_per_node} devices={list(self.devices)}; write "
+                f"nproc_per_node: {len(self.devices)}, or name more devices"
             )
 
     def check_node_rank(self, node_rank: int) -> None:
