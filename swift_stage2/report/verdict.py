@@ -211,9 +211,9 @@ def bottlenecks(
         if missed := summary.skips.get(reason, 0):
             yield Bottleneck(f"{missed} wanted B steps {sentence}.")
     if errors := summary.server_errors:
-        yield Bottleneck(
-            f"Rounds could not prove a server {sum(errors.values())} times, mostly: {next(iter(errors))}."
-        )
+        number = sum(errors.values())
+        often = "once" if number == 1 else f"{number} times, mostly"
+        yield Bottleneck(f"Rounds could not prove a server {often}: {next(iter(errors)).removesuffix('.')}.")
 
 
 def knobs_of(run: RunData) -> Knobs:

@@ -269,6 +269,17 @@ def test_every_other_loss_is_told_by_itself() -> None:
     assert int(advice["sync_every_steps"]) > 4
 
 
+@pytest.mark.parametrize(
+    ("errors", "sentence"),
+    [
+        ({"Server disconnected.": 1}, "Rounds could not prove a server once: Server disconnected."),
+        ({"refused": 2, "late": 1}, "Rounds could not prove a server 3 times, mostly: refused."),
+    ],
+)
+def test_unproven_servers_are_counted_in_a_sentence(errors: dict[str, int], sentence: str) -> None:
+    assert [told for told, _ in told_of(None, summary(server_errors=errors), KNOBS)] == [sentence]
+
+
 def test_no_larger_share_of_b_is_proposed_where_the_wanted_one_was_not_fed() -> None:
     speed = speed_of(work(TEN_AND_TEN, pipeline_s={"asking": 5.0}))
     told = summary(num_b_wanted=14, skips={"not_enough_packs": 4})
