@@ -143,7 +143,7 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
             ["group_bind='10.0.0.5:7'", "without scheme and port"],
         ),
         ("rollout.servers", [{"base_url": "http://h:1"}] * 2,
-         ["port 1 of host h for both servers[0].base_url and servers[1].base_url"]),
+         ["port 1 of host h for both servers[0].base_url and servers[1].base_url; remove one, or"]),
         (
             "rollout.servers",
             [{"base_url": "http://h:1"}, {"base_url": "http://h:2"}],

@@ -262,7 +262,9 @@ def _refuse_shared_ports(servers: Sequence[ServerConfig]) -> None:
         for key, port in (("base_url", server.port), ("group_port", server.group_port)):
             owner = owners.setdefault((host, port), f"servers[{index}].{key}")
             if owner != f"servers[{index}].{key}":
+                is_same = owner.endswith(".base_url") and key == "base_url"
+                remedy = "remove one, or " * is_same + "give one of them another port"
                 raise ConfigError(
                     f"every server needs a {key} of its own, got port {port} of host {server.host} for both "
-                    f"{owner} and servers[{index}].{key}; give one of them another port"
+                    f"{owner} and servers[{index}].{key}; {remedy}"
                 )
