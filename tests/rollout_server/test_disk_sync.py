@@ -25,7 +25,7 @@ from swift_stage2.rollout_server.transformers_engine import TransformersRolloutE
 from swift_stage2.servers.protocol import RefusalReason
 from swift_stage2.weights.courier_process import ProcessCourier
 from swift_stage2.weights.courier_worker import CourierSetup
-from swift_stage2.weights.disk_manifest import is_proven, newest_proven
+from swift_stage2.weights.disk_manifest import is_proven, proven_versions
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint
@@ -130,8 +130,7 @@ def served(server: RunningServer) -> tuple[Any, ...]:
 
 
 def newest(shared: Path) -> str | None:
-    found = newest_proven(shared, RUN)
-    return found.manifest.round_id if found is not None else None
+    return next((found.manifest.round_id for found in proven_versions(shared, RUN)), None)
 
 
 def test_rounds_over_a_directory_are_proven_and_the_last_versions_stay(
@@ -147,8 +146,7 @@ def test_rounds_over_a_directory_are_proven_and_the_last_versions_stay(
         wait_for(lambda round_id=outcome.round_id: newest(shared) == round_id)
         proven.append(outcome.round_id)
     wait_for(lambda: {path.name for path in shared.iterdir()} == set(proven[-2:]))
-    found = newest_proven(shared, RUN)
-    assert found is not None
+    found = proven_versions(shared, RUN)[0]
     assert (found.manifest.version, found.manifest.step) == (outcome.version, learner.num_rounds)
 
 

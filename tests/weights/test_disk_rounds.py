@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from benchmarks.faults.small_disk import SmallDisk
 from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.servers.session import Deadline
-from swift_stage2.weights.disk_manifest import DiskManifest, is_proven, mark_proven, newest_proven
+from swift_stage2.weights.disk_manifest import DiskManifest, is_proven, mark_proven, proven_versions
 from swift_stage2.weights.disk_rounds import DiskRounds
 from swift_stage2.weights.tensors import checksum_tensor
 
@@ -64,20 +64,19 @@ def test_all_pushes_of_a_round_get_what_the_first_one_has_written(disk: DiskRoun
 def test_only_what_all_ranks_have_heard_of_is_a_version_and_the_last_ones_stay(
     disk: DiskRounds, tmp_path: Path
 ) -> None:
-    assert newest_proven(tmp_path, "run") is None
+    assert not proven_versions(tmp_path, "run")
     path = store(disk, 1)
     disk.push_ended(disk.current, proven=True)
     assert not is_proven(path)
-    assert newest_proven(tmp_path, "run") is None
+    assert not proven_versions(tmp_path, "run")
     for number in (2, 3, 4, 10):
         prove(disk, number)
-    newest = newest_proven(tmp_path, "run")
-    assert newest is not None
+    newest = proven_versions(tmp_path, "run")[0]
     assert (newest.directory, newest.manifest.version) == (tmp_path / "run-10", 10)
     assert names(tmp_path) == {"run-4", "run-10"}, (
         "the first one was not confirmed, and the next round removed it"
     )
-    assert newest_proven(tmp_path, "ru") is None
+    assert not proven_versions(tmp_path, "ru")
 
 
 def test_a_round_without_a_proof_goes_when_its_last_push_has_ended(disk: DiskRounds, tmp_path: Path) -> None:
@@ -153,8 +152,7 @@ def test_a_version_whose_manifest_is_anothers_does_not_count(disk: DiskRounds, t
     shutil.copytree(tmp_path / "run-1", copied)
     (tmp_path / "run-8").mkdir()
     mark_proven(tmp_path / "run-8", 8)
-    newest = newest_proven(tmp_path, "run")
-    assert newest is not None
+    newest = proven_versions(tmp_path, "run")[0]
     assert newest.directory == tmp_path / "run-1"
 
 
@@ -178,8 +176,7 @@ def test_a_full_disk_is_told_in_one_line_and_nothing_is_left_on_it(small_disk: S
         disk.push_ended(round_, proven=False)
     small_disk.make_room()
     prove(disk, 3)
-    newest = newest_proven(small_disk.path, "run")
-    assert newest is not None
+    newest = proven_versions(small_disk.path, "run")[0]
     assert newest.manifest.version == 3
 
 
