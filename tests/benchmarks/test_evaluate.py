@@ -27,6 +27,7 @@ def test_without_globox_pycocotools_is_measured_alone(
     assert not any("globox" in name for name in facts["seconds"])
 
 
+@pytest.mark.slow
 def test_globox_reads_the_same_files(tmp_path: Path) -> None:
     pytest.importorskip("globox", reason="a peer of the bench alone")
     evaluate.run(OPTIONS, tmp_path)

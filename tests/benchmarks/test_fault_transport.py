@@ -138,6 +138,7 @@ def test_half_of_a_manifest_is_lost_once_the_round_is_written(switches: Switches
     assert told == ["0123456789", "01234"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3 * _PROCESS_S)
 def test_the_courier_is_killed_in_its_next_errand_and_in_no_other(
     switches: Switches, monkeypatch: pytest.MonkeyPatch

@@ -74,6 +74,7 @@ def test_a_bare_copy_copies_every_byte_into_what_is_broadcast(learner: SyncLearn
     assert b"".join(bucket.numpy().tobytes() for bucket in learner.buckets) == _weights(learner)
 
 
+@pytest.mark.slow
 def test_rounds_are_staged_and_mapped_and_those_of_the_warm_up_are_not_counted(
     learner: SyncLearner, sender: RawSender, server: FakeStagingServer
 ) -> None:

@@ -305,7 +305,7 @@ def adapter_of(trainer: Any) -> dict[str, torch.nn.Parameter]:
     return found
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.4])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(1.4, marks=pytest.mark.slow)])
 def test_the_reference_is_the_model_without_its_adapter(
     encoder: Encoder, rows_file: Path, rollouts: list[Rollout], tmp_path: Path, temperature: float
 ) -> None:

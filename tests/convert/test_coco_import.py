@@ -263,6 +263,7 @@ def test_the_window_may_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert told[-1] == len(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_memory_per_annotation_is_that_of_its_columns(tmp_path: Path) -> None:
     """Peak over the file's own reading, with masks, which are dropped as they come."""
     count = 20_000

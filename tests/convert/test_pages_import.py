@@ -134,6 +134,7 @@ def test_boxes_are_where_the_pixels_are(tmp_path: Path, run_import: Importer) ->
     assert min(seen[label] for label in COLOURS) >= 2, seen
 
 
+@pytest.mark.slow
 @browser
 def test_a_link_that_breaks_has_a_box_for_each_line(tmp_path: Path, run_import: Importer) -> None:
     """Lines are pieces of one colour with rows of paper between them."""
@@ -207,6 +208,7 @@ def test_only_what_is_seen_has_a_box(tmp_path: Path, run_import: Importer) -> No
     }
 
 
+@pytest.mark.slow
 @browser
 def test_a_page_of_more_elements_than_there_is_time_for_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -242,6 +242,7 @@ def test_a_disk_too_full_for_one_checkpoint_is_told(
     assert "the weights alone of one checkpoint take" in row["found"]
 
 
+@pytest.mark.slow
 def test_the_room_for_the_versions_that_stay_is_told(
     configure: Configure, doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ def test_both_sides_alike_are_healthy(
     assert "dry sync round" not in [row["check"] for row in report.findings]
 
 
-@pytest.mark.parametrize("option", ["--coordinates", "--live"])
+@pytest.mark.parametrize("option", ["--coordinates", pytest.param("--live", marks=pytest.mark.slow)])
 def test_a_server_with_another_limit_is_named_with_the_line_to_change(
     shrinking_server: RunningServer, configure: Configure, doctor: Doctor, large_rows: Path, option: str
 ) -> None:
@@ -107,6 +107,7 @@ def test_rows_in_thousandths_are_named(
     )
 
 
+@pytest.mark.slow
 def test_a_model_that_finds_nothing_leaves_it_open(
     server: RunningServer, configure: Configure, doctor: Doctor, large_rows: Path
 ) -> None:

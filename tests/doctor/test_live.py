@@ -97,6 +97,7 @@ def test_the_dry_round_can_be_left_out_and_touches_nothing(
     assert server.http.get(protocol.SERVER_INFO).json()["run_id"] == "mine"
 
 
+@pytest.mark.slow
 def test_an_unproven_server_is_mended_by_the_dry_round(
     server: RunningServer, configure: Configure, doctor: Doctor
 ) -> None:
@@ -152,6 +153,7 @@ def test_another_model_on_the_port_is_told_before_anything_is_sent(
     assert report.row("dry sync round")["found"] == "because of: model served"
 
 
+@pytest.mark.slow
 def test_a_server_in_another_runs_round_is_left_alone(
     server: RunningServer, configure: Configure, doctor: Doctor
 ) -> None:
@@ -229,6 +231,7 @@ def test_answers_that_are_cut_off_fail_with_a_longer_limit(
     assert "write rollout.decoding.max_new_tokens: 6" in row["fix"]
 
 
+@pytest.mark.slow
 def test_servers_that_cannot_feed_channel_b_fail_with_the_remedies(
     server: RunningServer, configure: Configure, doctor: Doctor
 ) -> None:

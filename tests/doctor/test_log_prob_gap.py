@@ -69,6 +69,7 @@ def by_hugging_face(calls: Sequence[TimedCall], temperature: float) -> torch.Ten
     return packed_gaps(trainable, load_learner(), temperature)
 
 
+@pytest.mark.slow
 def test_a_server_with_the_learners_weights_agrees(
     server: RunningServer, configure: Configure, doctor: Doctor, answers: list[TimedCall]
 ) -> None:

@@ -27,7 +27,7 @@ def _world() -> Iterator[None]:
     ("num_posters", "num_rounds", "max_preemptions", "at_least"),
     [
         (1, 1, None, 500),
-        (1, 2, None, 30_000),
+        pytest.param(1, 2, None, 30_000, marks=pytest.mark.slow),
         (2, 1, 3, 10_000),
         pytest.param(2, 2, 3, 50_000, marks=pytest.mark.slow),
     ],

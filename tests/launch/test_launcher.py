@@ -135,7 +135,9 @@ def test_the_learner_starts_after_the_servers_answered_and_its_end_ends_everythi
         probe.bind(("127.0.0.1", running.port))
 
 
-@pytest.mark.parametrize(("devices", "in_turn"), [("0", True), ("0,1", True), ("", False)])
+@pytest.mark.parametrize(
+    ("devices", "in_turn"), [("0", True), pytest.param("0,1", True, marks=pytest.mark.slow), ("", False)]
+)
 def test_servers_on_one_device_load_one_after_the_other(launch: Launch, devices: str, in_turn: bool) -> None:
     """vLLM would take the other's memory for its own while it measures."""
     running = launch(learner=["exit", "0"], more_ports=[free_port()], devices=[devices, devices[:1]])
@@ -180,6 +182,7 @@ def test_a_stock_server_beside_a_learner_elsewhere_is_asked_nothing(launch: Laun
     assert running.alive() == []
 
 
+@pytest.mark.slow
 def test_servers_alone_are_restarted_and_end_the_launch_when_none_is_left(launch: Launch) -> None:
     restart = {"policy": "on_failure", "max_restarts": 1, "backoff_s": 0.1}
     running = launch(learner=None, restart=restart)
@@ -211,7 +214,12 @@ def test_a_server_that_never_answers_rightly_is_named_with_its_last_answer(launc
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+    ("number", "status"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_lets_the_learner_save_and_ends_everything(launch: Launch, number: int, status: int) -> None:
     running = launch(learner=["run"])

@@ -297,7 +297,7 @@ def test_what_cannot_work_is_refused_with_its_remedy(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("command", ["launch", "train", "doctor"])
+@pytest.mark.parametrize("command", ["launch", "train", pytest.param("doctor", marks=pytest.mark.slow)])
 def test_every_command_says_so_before_anything_starts(tmp_path: Path, command: str) -> None:
     _config(tmp_path, "Qwen3VLForConditionalGeneration", model="Qwen3-VL-2B-Thinking")
     arguments = [sys.executable, "-m", "swift_stage2", command, str(tmp_path / "config.yaml")]

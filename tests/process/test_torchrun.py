@@ -116,7 +116,7 @@ if not os.fork():
 """
 
 
-@pytest.mark.parametrize("manner", ["saves", "ignores SIGTERM"])
+@pytest.mark.parametrize("manner", ["saves", pytest.param("ignores SIGTERM", marks=pytest.mark.slow)])
 def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path, manner: str) -> None:
     script = tmp_path / "rank.py"
     script.write_text(_RANK)

@@ -175,6 +175,7 @@ def test_two_runs_are_compared_on_one_page_and_as_a_table(
     ]
 
 
+@pytest.mark.slow
 def test_the_paired_interval_is_that_of_evaluate_compare(
     two_runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

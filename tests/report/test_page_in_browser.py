@@ -319,6 +319,7 @@ def test_a_run_without_channel_b_has_a_page_too(browser: Browser, tmp_path: Path
     opened.close()
 
 
+@pytest.mark.slow
 def test_a_comparison_is_no_wider_than_a_phone_and_its_pictures_page(
     browser: Browser, tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ class Learner:
         assert [server.served for server in self.servers] == [f"run-{self.version}"] * 2
 
 
+@pytest.mark.slow
 def test_a_server_that_is_added_gets_weights_from_this_process_and_from_the_next_one() -> None:
     learner = Learner()
     late = FakeStagingServer(learner.sync._export.manifest())
@@ -245,6 +246,7 @@ def test_phases_arrive_with_the_clock_of_the_rank(learner: Learner) -> None:
         assert [before, *times, after] == sorted([before, *times, after])
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_in_a_catch_up_is_followed_by_one_that_reads_the_same_bytes(
     learner: Learner,
 ) -> None:

@@ -29,6 +29,7 @@ def test_sharded_weights_leave_whole_and_merged_by_the_names_of_the_bare_model(
 
 
 @pytest.mark.parametrize("tuner", ["full", "lora"])
+@pytest.mark.slow
 def test_a_forward_pass_that_leaves_tensors_whole_hides_no_later_step(
     exports: list[dict[str, Any]], tuner: str
 ) -> None:
