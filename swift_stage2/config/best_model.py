@@ -47,6 +47,12 @@ def refuse_best_model(swift: Mapping[str, Any], every_steps: int) -> None:
     """
     name = best_metric(swift)
     if name is None:
+        written = str(swift.get(_KEY, "")).removeprefix("eval_").lower()
+        if {written, written.removeprefix("m")} & {*COUNTED, *SCORED}:
+            raise ConfigError(
+                f"swift.{_KEY} must be written as evaluations call it, got {swift[_KEY]}; write one of "
+                f"{', '.join(f'eval_{each}' for each in COUNTED)}"
+            )
         return
     got = f"swift.{_KEY}: {swift[_KEY]}"
     if not every_steps:
