@@ -98,7 +98,10 @@ def _read_true_box(box: Any) -> tuple[float, ...]:
         raise SampleError(f"a box must be four numbers x1, y1, x2, y2, got bbox={box}")
     x1, y1, x2, y2 = numbers
     if not (0 <= x1 <= x2 <= _MOST_PIXELS and 0 <= y1 <= y2 <= _MOST_PIXELS):
-        raise SampleError(f"a box must have 0 <= x1 <= x2 and 0 <= y1 <= y2, got bbox={box}")
+        raise SampleError(
+            f"a box must have 0 <= x1 <= x2 and 0 <= y1 <= y2, got bbox={box}; write x + width and y + height for x2 "
+            "and y2 if these are its size, or mend or remove the row"
+        )
     return float(x1), float(y1), float(x2), float(y2)
 
 
