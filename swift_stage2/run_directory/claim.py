@@ -127,6 +127,11 @@ def _output_dir(swift: Mapping[str, Any]) -> Path:
     place = swift.get("output_dir") or f"output/{Path(str(swift.get('model') or '')).name}"
     if "\0" in str(place):
         raise ConfigError(f"swift.output_dir must be a path, got output_dir={place!r} with a NUL; remove it")
+    if str(place).startswith("$") or "${" in str(place):
+        raise ConfigError(
+            f"swift.output_dir is taken as it is written, got output_dir={place!r}, whose variable nobody replaces; "
+            "write the path itself (~ is the home directory)"
+        )
     return Path(str(place)).expanduser().absolute()
 
 

@@ -134,9 +134,19 @@ def test_a_run_that_is_done_is_not_resumed(configured: Configure, tmp_path: Path
         assert starting_point(configured(**{setting: number + 1}), resume=True).checkpoint == directory
 
 
-def test_an_output_directory_with_a_nul_is_refused(configured: Configure) -> None:
-    with pytest.raises(ConfigError, match="with a NUL; remove it"):
-        starting_point(configured(output_dir="run\0"), resume=False)
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("run\0", "with a NUL; remove it"),
+        ("${HOME}/runs", "whose variable nobody replaces; write the path itself"),
+        ("$SCRATCH/runs", "whose variable nobody replaces"),
+    ],
+)
+def test_an_output_directory_that_cannot_be_meant_is_refused(
+    configured: Configure, written: str, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        starting_point(configured(output_dir=written), resume=False)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
