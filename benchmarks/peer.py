@@ -55,6 +55,7 @@ from benchmarks.servers import BenchServers, ServerKind, start_stand_in
 from swift_stage2 import config
 from swift_stage2.demo.demo_config import STAGE1
 from swift_stage2.demo.scoring import DetectionScore
+from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.telemetry.ledger import Entry, ledger_path
 
@@ -64,6 +65,10 @@ _PREFETCH = {"queue_limit": 16, "prefetch_target_packs": 16}
 
 def check(options: argparse.Namespace) -> None:
     """ms-swift's client imports vLLM."""
+    if options.server != STAND_IN and (options.slow_share or options.other_latency_s):
+        raise UserError(
+            f"--slow-share and --other-latency-s are the stand-in's, got --server {options.server}; remove them"
+        )
     require_vllm("ms-swift's rollout client", without_gpu=True)
 
 

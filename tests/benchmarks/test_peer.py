@@ -279,3 +279,9 @@ def test_without_vllm_it_is_one_line_and_nothing_is_written(
     with pytest.raises(UserError, match="not installed"):
         command.main(["peer", "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+def test_waits_of_the_stand_in_are_refused_beside_vllm() -> None:
+    options = argparse.Namespace(server="vllm", slow_share=0.05, other_latency_s=0.0)
+    with pytest.raises(UserError, match="are the stand-in's, got --server vllm; remove them"):
+        peer.check(options)
