@@ -58,28 +58,30 @@ class ComparedGroup:
     """Others of it were compared before."""
 
 
-def compare(members: Sequence[Member], settings: GroupSettings) -> ComparedGroup:
+def compare(members: Sequence[Member], settings: GroupSettings, *, is_rest: bool = False) -> ComparedGroup:
     """Decides what is trained of one group, with the advantages of every rollout.
 
     An advantage is the reward less the mean of the group's, over their standard deviation if ``scale_by_std``. With
     ``target_in_group`` the corrected answer of the best rollout is one more member, and trained with that rollout. With
-    ``mixed`` it is trained there by its weight, also where all rewards are equal.
+    ``mixed`` it is trained there by its weight, also where all rewards are equal. The rest of a group, whose others
+    were compared before, has none: a row's corrected answer is trained once.
     """
-    objective, grpo = settings.objective, settings.grpo
+    grpo, with_target = settings.grpo, settings.objective is Objective.MIXED and not is_rest
     keys = tuple(member.rollout.sample.key for member in members)
     if len(members) < grpo.min_group:
         return ComparedGroup((), keys, UnusedReason.TOO_SMALL)
     best = max(range(len(members)), key=lambda number: members[number].reward)
     rewards = [member.reward for member in members]
-    if (of_target := members[best].target_reward) is not None:
+    of_target = None if is_rest else members[best].target_reward
+    if of_target is not None:
         rewards.append(of_target)
     spread = stdev(rewards)
     mean, divisor = fmean(rewards), spread + _EPSILON if grpo.scale_by_std else 1.0
     are_equal = max(rewards) - min(rewards) < _EQUAL
-    if are_equal and objective is not Objective.MIXED:
+    if are_equal and not with_target:
         return ComparedGroup((), keys, UnusedReason.NO_VARIANCE)
     advantages: list[tuple[float, ...]] = [((reward - mean) / divisor,) for reward in rewards]
-    if objective is Objective.MIXED:
+    if with_target:
         advantages[best] = (0.0 if are_equal else advantages[best][0], grpo.target_weight)
     elif of_target is not None:
         advantages[best] += advantages.pop()
@@ -143,18 +145,20 @@ class Groups:
         missing = {key for group in self._waiting for key in self._missing(group)}
         return len(missing.difference(coming)) + self._source.num_to_whole_group
 
-    def take(self) -> Iterator[ComparedGroup]:
+    def take(self, *, may_come: bool = True) -> Iterator[ComparedGroup]:
         """Groups that are whole, and those whose stragglers are not waited for any longer.
 
-        Ends what is too old, and what has nothing to teach.
+        Ends what is too old, and what has nothing to teach. A time in which no rollout ``may_come`` makes none late.
         """
+        if not may_come:
+            self._since_s = dict.fromkeys(self._since_s, self._now_s())
         self._drop_stale()
         for group in [group for group in self._waiting if self._is_ready(group)]:
             members = self._waiting.pop(group)
             del self._since_s[group]
             is_rest = group in self._compared
             self._compared.setdefault(group, set()).update(m.rollout.sample.key for m in members)
-            compared = compare(members, self._settings)
+            compared = compare(members, self._settings, is_rest=is_rest)
             if compared.reason is not None:
                 self._ends.unused(compared.unused, compared.reason)
             yield replace(compared, is_rest=is_rest)

@@ -204,7 +204,7 @@ class Pipeline:
         if any(was_fruitful) or not was_fruitful:
             self._ask(heard)
         self._prepare(heard)
-        self._prepare_groups()
+        self._prepare_groups(may_come=self.client.is_open and not self._held)
         self._pack_what_is_ready()
         for _, seconds in sorted({(rollout.server, rollout.seconds) for rollout in heard}):
             self._demand.measured(self._view, seconds + time.monotonic() - began)
@@ -333,9 +333,9 @@ class Pipeline:
             elif self._groups is not None:
                 self._groups.add(rollout, prepared)
 
-    def _prepare_groups(self) -> None:
+    def _prepare_groups(self, *, may_come: bool) -> None:
         """Encodes what is trained of the groups that wait for nothing more."""
-        for group in self._groups.take() if self._groups is not None else ():
+        for group in self._groups.take(may_come=may_come) if self._groups else ():
             self._demand.compared(self._view, is_barren=not group.trained, is_rest=group.is_rest)
             if not group.trained:
                 continue

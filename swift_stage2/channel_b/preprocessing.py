@@ -27,7 +27,7 @@ from swift_stage2.channel_b.encoding import Encoder, PromptEncoding, require_sam
 from swift_stage2.channel_b.preprocessing_worker import Reply, Setup, read_batch
 from swift_stage2.channel_b.reward import TOTAL
 from swift_stage2.channel_b.task import Task, correct_by
-from swift_stage2.columns import ADVANTAGES, BEHAVIOUR, COLUMNS
+from swift_stage2.columns import ADVANTAGES, BEHAVIOUR, COLUMNS, stand_ins
 from swift_stage2.config.swift_arguments import PLUGIN_PREFIX
 from swift_stage2.errors import ConfigError, MatchingError, PreprocessorLost, SampleError
 from swift_stage2.process.worker import describe_end, start_worker
@@ -212,10 +212,9 @@ class ThreadPreprocessor(Preprocessor):
                 judged = self._judge(rollout, prompt)
                 if with_target:
                     target = judged.target
-                    answer = replace(
-                        rollout, text=target.text, token_ids=target.token_ids, truncated=False, log_probs=None
-                    )
-                    right = make_target(answer, prompt, self._encoder, self._task)
+                    answer = replace(rollout, text=target.text, token_ids=target.token_ids, truncated=False)
+                    said = replace(answer, **stand_ins(len(target.token_ids)))
+                    right = make_target(said, prompt, self._encoder, self._task)
                     judged = replace(judged, target_reward=right.quality.reward[TOTAL])
                 yield judged
             except (SampleError, MatchingError) as refusal:

@@ -70,7 +70,7 @@ class GrpoConfig:
     proximal: Proximal = Proximal.CURRENT
     """``current``: importance weights, capped. ``behaviour``: the probability ratio to what sampled, clipped."""
     max_importance_weight: float = 2.0
-    """Cap of a token's importance weight, with ``proximal: current``."""
+    """Cap of a token's importance weight; with ``proximal: behaviour``, of tokens with a negative advantage alone."""
     clip_low: float = 0.2
     """With ``proximal: behaviour``, a token with a negative advantage is not trained below a ratio of 1 - clip_low."""
     clip_high: float = 0.28
@@ -100,10 +100,10 @@ def idle_settings(objective: Objective, channel: ChannelBConfig) -> Iterator[str
         idle = [(reader, "grpo", rules.written(grpo)), (reader, "reward", rules.written(channel.reward))]
     else:
         got += f", proximal: {grpo.proximal}"
-        is_current = grpo.proximal is Proximal.CURRENT
-        other = Proximal.BEHAVIOUR if is_current else Proximal.CURRENT
-        bounds = ("clip_low", "clip_high") if is_current else ("max_importance_weight",)
-        idle = [(f"proximal: {other}", "grpo", rules.written(grpo, *bounds))]
+        idle = []
+        if grpo.proximal is Proximal.CURRENT:
+            names = rules.written(grpo, "clip_low", "clip_high")
+            idle.append((f"proximal: {Proximal.BEHAVIOUR}", "grpo", names))
     if objective is Objective.GRPO:
         reader = f"objective: {Objective.MIXED}"
         idle.append((reader, "grpo", rules.written(grpo, "target_weight")))

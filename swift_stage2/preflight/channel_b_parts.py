@@ -55,6 +55,11 @@ def make_task(config: Stage2Config) -> Task:
     weights = config.stage2_ab.channel_b.reward.weights
     for term in weights:
         find(kind.reward_terms, "a term of stage2_ab.channel_b.reward.weights", term, "name one of them")
+    if config.stage2_ab.uses_rewards and not any({**kind.reward_terms, **weights}.values()):
+        raise ConfigError(
+            f"stage2_ab.objective: {config.stage2_ab.objective} needs rewards that differ, got "
+            "stage2_ab.channel_b.reward.weights of 0 for all terms of the task; write one above 0"
+        )
     task = kind.from_config(config)
     task.reward_weights = weights
     return task

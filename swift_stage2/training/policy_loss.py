@@ -4,7 +4,9 @@ The decoupled clipped objective (Hilton et al., 2022, arXiv:2110.00641) knows th
 (*behaviour*), the one from which an update may not lead far (*proximal*), and the one that is trained. A pack is
 trained once, so the weights that train it are themselves the proximal policy of ``Proximal.CURRENT``: nothing is
 clipped, and what remains is an importance weight, capped as in V-trace (Espeholt et al., 2018, arXiv:1802.01561). With
-``Proximal.BEHAVIOUR`` it is the clipped objective of PPO (Schulman et al., 2017, arXiv:1707.06347).
+``Proximal.BEHAVIOUR`` it is the clipped objective of PPO (Schulman et al., 2017, arXiv:1707.06347), whose ratio nothing
+bounds where a token with a negative advantage has become likelier (Ye et al., 2020, arXiv:1912.09729): there, too, it
+is capped.
 
 Either way the gradient is that of the log-probability times a factor without a gradient of its own. So each token keeps
 the cross-entropy that ms-swift computes, times its factor, and all that holds of supervised packs holds of these. That
@@ -19,11 +21,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from swift_stage2.channel_b.encoding import IGNORED_LABEL
 from swift_stage2.columns import ADVANTAGES, BEHAVIOUR
 from swift_stage2.config import GrpoConfig, Proximal, Stage2Config
+from swift_stage2.config.objective import check_adapter
+from swift_stage2.errors import ConfigError
 
 POLICY_SUMS = (
     "policy_tokens",
@@ -37,6 +42,26 @@ POLICY_SUMS = (
 _MOST_GAP = (
     20.0  # nats; beyond it a ratio says nothing, and an infinite one times an advantage of 0 is no number
 )
+
+
+def check_model(model: nn.Module, config: Stage2Config) -> None:
+    """Refuses an adapter that does not go with rewards. One of an earlier stage brings settings of its own.
+
+    Raises:
+        ConfigError: ``kl_weight`` without an adapter, or an adapter with dropout.
+    """
+    if not (config.b_enabled and config.stage2_ab.uses_rewards):
+        return
+    check_adapter(config.stage2_ab.channel_b, has_adapter=hasattr(model, "disable_adapter"))
+    shares = [
+        each.p for name, each in model.named_modules() if ".lora_dropout." in name and hasattr(each, "p")
+    ]
+    if (dropout := max(shares, default=0.0)) > 0:
+        raise ConfigError(
+            f"stage2_ab.objective: {config.stage2_ab.objective} compares the learner's probabilities with the "
+            f"servers', which have no dropout, got an adapter with lora_dropout={dropout:g}; write lora_dropout 0, for "
+            "an adapter of an earlier stage in its adapter_config.json"
+        )
 
 
 @dataclass(eq=False)
@@ -140,15 +165,13 @@ def token_factors(
     sampled = ~torch.isnan(behaviour)
     gap = torch.where(sampled, log_probs - behaviour, torch.zeros_like(log_probs))
     ratio = torch.exp(gap.clamp(max=_MOST_GAP))
-    if grpo.proximal is Proximal.CURRENT:
-        capped, clipped = ratio > grpo.max_importance_weight, torch.zeros_like(sampled)
-        weight = ratio.clamp(max=grpo.max_importance_weight)
-    else:
+    capped, clipped = ratio > grpo.max_importance_weight, torch.zeros_like(sampled)
+    if grpo.proximal is Proximal.BEHAVIOUR:
+        capped = capped & (advantages < 0)
         is_high = (advantages > 0) & (ratio > 1 + grpo.clip_high)
-        is_low = (advantages < 0) & (ratio < 1 - grpo.clip_low)
-        capped, clipped = torch.zeros_like(sampled), is_high | is_low
-        weight = torch.where(clipped, torch.zeros_like(ratio), ratio)
-    factors, divergence = advantages * weight, torch.zeros_like(ratio)
+        clipped = is_high | ((advantages < 0) & (ratio < 1 - grpo.clip_low))
+    weight = torch.where(capped, torch.full_like(ratio, grpo.max_importance_weight), ratio)
+    factors, divergence = advantages * weight.masked_fill(clipped, 0), torch.zeros_like(ratio)
     if reference is not None:
         above = torch.where(sampled, reference - log_probs, torch.zeros_like(log_probs)).clamp(max=_MOST_GAP)
         divergence = torch.expm1(above) - above

@@ -24,7 +24,6 @@ from swift_stage2.assembly import start_run as assemble_run
 from swift_stage2.channel_b.encoding import TOKENS_INSTEAD
 from swift_stage2.columns import COLUMNS
 from swift_stage2.config import Stage2Config, load_config
-from swift_stage2.config.objective import check_adapter
 from swift_stage2.errors import ConfigError
 from swift_stage2.learner import StepDecision
 from swift_stage2.preflight.checks import Known, run_checks
@@ -37,7 +36,7 @@ from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.training.beside_labels import cut_beside_labels, loss_beside_labels
 from swift_stage2.training.best_model import EvaluatedTrainer
 from swift_stage2.training.engine_canary import HALF_PRECISION_DTYPES, EngineCanary
-from swift_stage2.training.policy_loss import POLICY_SUMS, PolicyTerm
+from swift_stage2.training.policy_loss import POLICY_SUMS, PolicyTerm, check_model
 from swift_stage2.weights.transport import WrapTransport
 
 logger = logging.getLogger(__name__)
@@ -71,8 +70,7 @@ class Stage2Trainer(EvaluatedTrainer):
         self.stage2_config = stage2 or _config_from_environment()
         self._start_run = start_run or assemble_run
         self.stage2_config.check_accumulation(self.args.gradient_accumulation_steps)
-        has_adapter = hasattr(self.model, "disable_adapter")
-        check_adapter(self.stage2_config.stage2_ab.channel_b, has_adapter=has_adapter)
+        check_model(self.model, self.stage2_config)
         run_checks(self.stage2_config, Known(num_validation_rows=len(self.eval_dataset or ())))
         self.stage2 = None
         self._resume_directory: str | None = None
@@ -154,9 +152,10 @@ class Stage2Trainer(EvaluatedTrainer):
         assert self.stage2 is not None
         losses, self._losses = [float(loss) for loss in self._losses], []
         if self._policy_sums is not None:
-            sums, self._policy_sums = self._policy_sums.tolist(), None
-            for name, amount in zip(POLICY_SUMS, sums, strict=True):
-                self.stage2.telemetry.counters.add(name, max(0.0, amount))
+            sums, self._policy_sums = self._policy_sums, None
+            if sums.isfinite().all():  # else the loss tells; as 0 they would make the gap look small
+                for name, amount in zip(POLICY_SUMS, sums.tolist(), strict=True):
+                    self.stage2.telemetry.counters.add(name, max(0.0, amount))
         self.stage2.end_step(self.state.global_step, self.state.epoch, losses)
 
     def _begin_step(self, num_batches: int) -> StepDecision:

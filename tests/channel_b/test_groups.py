@@ -192,6 +192,7 @@ class Lives(RuleBasedStateMachine):
         self.passed_on: list[SampleKey] = []
         self.ended: Counter[tuple[int, int]] = Counter()
         self.compared: set[SampleKey] = set()
+        self.compared_groups: set[tuple[int, int]] = set()
         self.since_s: dict[tuple[int, int], float] = {}
         self.num_drawn = 0
         self.open(source_of(num_generations))
@@ -266,7 +267,7 @@ class Lives(RuleBasedStateMachine):
             self.add(key, data.draw(st.sampled_from([0.0, 1.0])), self.clock.current)
         self.in_flight = late
         self.now_s += STRAGGLER_S * one_is_late
-        self.take()
+        self.take(may_come=True)
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data(), reason=st.sampled_from([ReturnReason.FAILED, ReturnReason.ABORTED]))
@@ -287,8 +288,8 @@ class Lives(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
 
-    @rule()
-    def take(self) -> None:
+    @rule(may_come=st.booleans())
+    def take(self, may_come: bool) -> None:
         oldest = self.clock.current - WINDOW
         here: dict[tuple[int, int], list[SampleKey]] = {}
         self.num_stale, num_waiting = 0, len(self.groups.rollouts)
@@ -296,10 +297,9 @@ class Lives(RuleBasedStateMachine):
             if rollout.version >= oldest:
                 here.setdefault(self.group_of(rollout.sample.key), []).append(rollout.sample.key)
         num_fresh = sum(map(len, here.values()))
-        self.since_s = {group: self.since_s[group] for group in here}
-        found = {
-            self.group_of(group.trained[0].sample.key): group for group in self.groups.take() if group.trained
-        }
+        self.since_s = {group: self.since_s[group] if may_come else self.now_s for group in here}
+        taken = self.groups.take(may_come=may_come)
+        found = {self.group_of(group.trained[0].sample.key): group for group in taken if group.trained}
         assert self.num_stale == num_waiting - num_fresh
         still = {self.group_of(rollout.sample.key) for rollout in self.groups.rollouts}
         for group, keys in here.items():
@@ -327,6 +327,10 @@ class Lives(RuleBasedStateMachine):
         trained = [rollout.sample.key for rollout in group.trained] if group is not None else []
         assert not trained or len(keys) >= self.min_group
         assert set(trained) <= set(keys)
+        num_corrected = sum(len(advantages) == 2 for advantages in advantages_of(group)) if group else 0
+        is_first = not self.compared_groups.intersection(map(self.group_of, keys))
+        assert num_corrected == (is_first and bool(trained) and self.objective is Objective.MIXED)
+        self.compared_groups.update(map(self.group_of, keys))
         assert all(self.ended[key.epoch, key.position] == (key not in trained) for key in keys)
         self.passed_on += trained
 
@@ -359,6 +363,7 @@ class Lives(RuleBasedStateMachine):
             return
         state = json.loads(json.dumps(self.source.state_dict()))
         self.in_flight, self.passed_on, self.since_s, self.compared = [], [], {}, set()
+        self.compared_groups = set()
         source = source_of(self.num_generations)
         source.load_state_dict(state)
         self.open(source)
@@ -390,7 +395,7 @@ class Lives(RuleBasedStateMachine):
             for key in self.in_flight:
                 self.add(key, 0.0, self.clock.current)
             self.in_flight = []
-            self.take()
+            self.take(may_come=True)
             if not (num := self.groups.num_to_ask(())):
                 break
             self.draw(num)

@@ -188,6 +188,7 @@ class StandInClient:
         self.distrusted: list[str] = []
         self.agreeing: set[str] = set()
         self.proven: tuple[str, ...] = ("http://server",)
+        self.is_open = True
         self.verdicts: dict[str | None, bool | None] = {}  # by round; of any other: proven
         self.round_id = "run-2"  # of the staged round
 

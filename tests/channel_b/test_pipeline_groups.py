@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 from channel_b.test_pipeline import PATIENCE_S, WINDOW, Bench, encoder, make_bench, server_encoder
+from detection_task import make_task
 from real_model import rollout_of
 
 from swift_stage2.channel_b import demand
 from swift_stage2.channel_b.groups import GroupSettings
+from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
+from swift_stage2.columns import LOG_PROBS
 from swift_stage2.config import GrpoConfig, Objective
 from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.telemetry.ledger import Entry
@@ -293,6 +296,38 @@ def test_of_a_group_that_cannot_be_drawn_whole_those_that_are_here_are_compared_
     scene.work_until_idle()
     assert (scene.asked, scene.waiting) == ([0, 1, 2, 3, 4, 5], {4, 5})
     scene.now_s = STRAGGLER_S
+    scene.work_until_idle()
+    assert [len(group) for group in bench.events.compared_groups] == [4, 2]
+
+
+def test_a_task_that_reads_what_servers_tell_rates_the_corrected_answer_too(make_bench: MakeBench) -> None:
+    """Nobody sampled that one: it has stand-ins."""
+    settings = GroupSettings(Objective.GRPO, GrpoConfig(straggler_s=STRAGGLER_S, target_in_group=True))
+    scene = GroupBench(make_bench, target_packs=1, groups=settings)
+    bench, task = scene.bench, make_task()
+    task.columns = (LOG_PROBS.name,)  # type: ignore[misc]
+    bench.pipeline.preprocessor = ThreadPreprocessor(
+        bench.client._encoder, task, packing_length=bench.pipeline.packing_length
+    )
+    bench.observe(max_prompts=3)
+    assert bench.work()
+    assert bench.events.quarantines == []
+    (group,) = bench.events.compared_groups
+    assert sorted(len(rollout.advantages or ()) for rollout in group) == [1, 1, 2]
+
+
+def test_nothing_is_late_while_no_server_is_asked(make_bench: MakeBench) -> None:
+    """A round that takes longer than a group waits leaves the group whole."""
+    scene = GroupBench(make_bench, 4, target_packs=9, max_rollouts_per_version=6)
+    bench = scene.bench
+    bench.observe()
+    scene.work_until_idle()
+    bench.client.is_open = False
+    scene.now_s = STRAGGLER_S
+    scene.work_until_idle()
+    assert [len(group) for group in bench.events.compared_groups] == [4]
+    bench.client.is_open = True
+    scene.now_s += STRAGGLER_S
     scene.work_until_idle()
     assert [len(group) for group in bench.events.compared_groups] == [4, 2]
 

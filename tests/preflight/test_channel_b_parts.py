@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from real_model import rollout_of
 
+from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.parsing import TrueObjects
+from swift_stage2.channel_b.task import TASKS
 from swift_stage2.config import Objective, Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError
@@ -49,6 +51,25 @@ def corrected(config: Stage2Config, label: str) -> Target:
 def test_the_task_matches_as_it_is_configured(matching: dict[str, Any], label: str, num_pairs: int) -> None:
     quality = corrected(configured(channel_b={"matching": matching}), label).quality
     assert quality.num_pairs == num_pairs
+
+
+def test_rewards_of_a_users_own_task_that_are_all_0_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scored(DetectionTask):
+        reward_terms: ClassVar[dict[str, float]] = {"score": 1.0}
+
+    monkeypatch.setitem(TASKS, "scored", Scored)
+    for weight in (0.0, 0.5):
+        channel_b = {"reward": {"weights": {"score": weight}}}
+        config = replace(
+            configured(), stage2_ab=replace(configured(task="scored", channel_b=channel_b).stage2_ab)
+        )
+        rewarded = replace(config, stage2_ab=replace(config.stage2_ab, objective=Objective.GRPO))
+        assert make_task(config).reward_weights == {"score": weight}, "told, and trained by nothing"
+        if weight:
+            make_task(rewarded)
+        else:
+            with pytest.raises(ConfigError, match=r"needs rewards that differ, got .* of 0 for all terms"):
+                make_task(rewarded)
 
 
 def test_the_task_writes_and_weighs_as_it_is_configured() -> None:

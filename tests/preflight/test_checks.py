@@ -144,10 +144,7 @@ ON_TARGETS = "only objective: mixed, or target_in_group: true, trains by stage2_
                 "grpo": {"proximal": "behaviour", "max_importance_weight": 3, "target_weight": 2},
                 "target": {"missed_order": "random"},
             },
-            [
-                "only proximal: current trains by stage2_ab.channel_b.grpo.max_importance_weight, got objective: "
-                "mixed, proximal: behaviour"
-            ],
+            [],
         ),
     ],
 )

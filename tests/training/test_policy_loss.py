@@ -11,13 +11,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 
-from swift_stage2.config import GrpoConfig, Proximal
+from swift_stage2.config import GrpoConfig, Proximal, Stage2Config
+from swift_stage2.config.binding import bind
+from swift_stage2.errors import ConfigError
 from swift_stage2.training.beside_labels import loss_beside_labels
-from swift_stage2.training.policy_loss import POLICY_SUMS, PolicyTerm, token_factors
+from swift_stage2.training.policy_loss import POLICY_SUMS, PolicyTerm, check_model, token_factors
 
 VOCABULARY = 7
-PPO = GrpoConfig(proximal=Proximal.BEHAVIOUR, clip_low=0.2, clip_high=0.28)
+PPO = GrpoConfig(proximal=Proximal.BEHAVIOUR, clip_low=0.2, clip_high=0.28, max_importance_weight=1.5)
 CAPPED = GrpoConfig(proximal=Proximal.CURRENT, max_importance_weight=1.5)
 HELD = GrpoConfig(proximal=Proximal.CURRENT, max_importance_weight=1.5, kl_weight=0.3)
 EDGES = [math.log(ratio) for ratio in (0.8, 1.28, 1.5)]
@@ -100,6 +103,8 @@ def textbook(batch: Batch, grpo: GrpoConfig | None) -> torch.Tensor:
     elif grpo.proximal is Proximal.BEHAVIOUR:
         clipped = ratio.clamp(1 - grpo.clip_low, 1 + grpo.clip_high)
         objective = torch.minimum(ratio * advantages, clipped * advantages)
+        is_capped = (advantages < 0) & (ratio > grpo.max_importance_weight)
+        objective = torch.where(is_capped, grpo.max_importance_weight * advantages * own, objective)
     else:
         objective = advantages * ratio.detach().clamp(max=grpo.max_importance_weight) * own
     if grpo is not None and grpo.kl_weight:
@@ -133,8 +138,10 @@ def by_hand(batch: Batch, grpo: GrpoConfig) -> tuple[torch.Tensor, dict[str, flo
                     factor += grpo.kl_weight * (ratio - 1)
             else:
                 is_clipped = (factor > 0 and math.exp(gap) > 1.28) or (factor < 0 and math.exp(gap) < 0.8)
+                is_capped = factor < 0 and math.exp(gap) > grpo.max_importance_weight
                 sums["policy_clipped"] += is_clipped
-                factor *= 0.0 if is_clipped else math.exp(gap)
+                sums["policy_capped"] += is_capped
+                factor *= 0.0 if is_clipped else grpo.max_importance_weight if is_capped else math.exp(gap)
         for token, share in enumerate(shares):
             gradient[place - 1, token] = factor * (share - (token == label)) / temperature
     return torch.from_numpy(gradient / len(batch.supervised)), sums
@@ -180,3 +187,40 @@ def test_clipped_are_good_tokens_that_rose_and_bad_ones_that_fell_and_weights_ar
     found, sums = token_factors(behaviour + ratios.log(), torch.full_like(ratios, advantage), behaviour, grpo)
     assert found.tolist() == pytest.approx(factors)
     assert sums[:3].tolist() == counted
+
+
+# --- the model ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("objective", "b_ratio", "dropout", "kl_weight", "refused"),
+    [
+        ("grpo", 0.5, 0.05, 0.0, "got an adapter with lora_dropout=0.05; write lora_dropout 0"),
+        ("mixed", 0.5, 0.1, 0.0, "got an adapter with lora_dropout=0.1"),
+        ("grpo", 0.5, None, 0.1, "got kl_weight=0.1 and a model that has none"),
+        ("grpo", 0.5, 0.0, 0.1, None),
+        ("grpo", 0.5, None, 0.0, None),
+        ("grpo", 0.0, None, 0.1, None),
+        ("corrected_target", 0.5, 0.05, 0.1, None),
+        ("corrected_target", 0.5, None, 0.1, None),
+    ],
+)
+def test_an_adapter_that_does_not_go_with_rewards_is_refused(
+    objective: str, b_ratio: float, dropout: float | None, kl_weight: float, refused: str | None
+) -> None:
+    """Whatever the configuration says of a new one: an adapter of an earlier stage has its own."""
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.3))
+    if dropout is not None:
+        model = get_peft_model(model, LoraConfig(target_modules=["0"], lora_dropout=dropout))  # type: ignore[arg-type]
+    channel_b = {"grpo": {"kl_weight": kl_weight}}
+    stage2_ab = {"schedule": {"b_ratio": b_ratio}, "objective": objective, "channel_b": channel_b}
+    compared = (
+        {"num_generations": 4, "decoding": {"temperature": 1.0}} if objective != "corrected_target" else {}
+    )
+    servers = {"servers": [{"base_url": "http://127.0.0.1:8000"}]}
+    config = bind(Stage2Config, {"stage2_ab": stage2_ab, "rollout": servers | compared})
+    if refused is None:
+        check_model(model, config)
+    else:
+        with pytest.raises(ConfigError, match=refused):
+            check_model(model, config)

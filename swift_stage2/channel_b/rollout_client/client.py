@@ -137,6 +137,11 @@ class RolloutClient:
         return tuple(url for url, lane in self._lanes.items() if lane.trust.is_proven)
 
     @property
+    def is_open(self) -> bool:
+        """False while no server is asked: a round has closed the fence, or none is proven."""
+        return self._settings.fence.is_open and bool(self.proven)
+
+    @property
     def suspects(self) -> dict[str, str]:
         """Base URL → why that server gets no request before a round proves it."""
         doubts = {url: lane.trust.suspicion for url, lane in self._lanes.items()}
