@@ -115,6 +115,7 @@ class Groups:
         self._now_s = now_s
         self._waiting: dict[GroupId, list[Member]] = {}
         self._since_s: dict[GroupId, float] = {}
+        self._taken_s = now_s()
         self._compared: dict[GroupId, set[SampleKey]] = {}
 
     @property
@@ -148,10 +149,14 @@ class Groups:
     def take(self, *, may_come: bool = True) -> Iterator[ComparedGroup]:
         """Groups that are whole, and those whose stragglers are not waited for any longer.
 
-        Ends what is too old, and what has nothing to teach. A time in which no rollout ``may_come`` makes none late.
+        Ends what is too old, and what has nothing to teach. Time in which no rollout ``may_come`` does not count.
         """
+        now_s, before_s = self._now_s(), self._taken_s
+        self._taken_s = now_s
         if not may_come:
-            self._since_s = dict.fromkeys(self._since_s, self._now_s())
+            self._since_s = {
+                group: min(now_s, since_s + now_s - before_s) for group, since_s in self._since_s.items()
+            }
         self._drop_stale()
         for group in [group for group in self._waiting if self._is_ready(group)]:
             members = self._waiting.pop(group)

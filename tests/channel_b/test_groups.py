@@ -199,6 +199,7 @@ class Lives(RuleBasedStateMachine):
 
     def open(self, source: SampleSource) -> None:
         """A process begins."""
+        self.taken_s = self.now_s
         self.source = source
         settle = source.settle_unused
 
@@ -297,7 +298,9 @@ class Lives(RuleBasedStateMachine):
             if rollout.version >= oldest:
                 here.setdefault(self.group_of(rollout.sample.key), []).append(rollout.sample.key)
         num_fresh = sum(map(len, here.values()))
-        self.since_s = {group: self.since_s[group] if may_come else self.now_s for group in here}
+        closed_s = 0.0 if may_come else self.now_s - self.taken_s
+        self.taken_s = self.now_s
+        self.since_s = {group: min(self.now_s, self.since_s[group] + closed_s) for group in here}
         taken = self.groups.take(may_come=may_come)
         found = {self.group_of(group.trained[0].sample.key): group for group in taken if group.trained}
         assert self.num_stale == num_waiting - num_fresh
