@@ -55,6 +55,7 @@ class RankLedger:
         self.unused: set[Place] = set()
         self.compared: set[SampleKey] = set()
         self.since: dict[Place, float] = {}  # of groups: when the last came that may not be compared yet
+        self.closed_s = 0.0  # when no rollout could come, as far as its steps saw
         self.num_begun = 0  # rollouts
         self.idle: tuple[int, float] | None = (
             None  # so many were begun when groups waited for nobody, and since when
@@ -342,9 +343,9 @@ class Ledger:
     def watch_comparisons(self, compare: Callable[..., Any]) -> Callable[..., Any]:
         """``compare`` that looks first: once per rollout, all of a row, and none that may still come in time."""
 
-        def look_first(members: Sequence[Member], settings: GroupSettings) -> Any:
+        def look_first(members: Sequence[Member], settings: GroupSettings, **more: bool) -> Any:
             self._compares([member.rollout.sample.key for member in members])
-            return compare(members, settings)
+            return compare(members, settings, **more)
 
         return look_first
 
@@ -390,8 +391,11 @@ class Ledger:
             return
         self.counts["steps with groups waiting"] += bool(groups._waiting)
         longest_turn_s = _LONGEST_TURN_S + (3.0 if self.setting.stall_share else 0.0)
+        if not b.client.is_open or pipeline._held:
+            mine.closed_s = active().now
         for (epoch, number), members in groups._waiting.items():
-            waited_s = active().now - mine.since[epoch, number * self.setting.num_generations]
+            last_s = mine.since[epoch, number * self.setting.num_generations]
+            waited_s = active().now - max(last_s, mine.closed_s)
             if len(members) >= 2 and waited_s > self.setting.group_straggler_s + longest_turn_s:
                 _fail(f"rank {rank}: a group waits {waited_s:.1f} s for its last rollouts")
         has_budget = b.source._shares.num_left(b.clock.current, pipeline.max_rollouts_per_version) > 0
