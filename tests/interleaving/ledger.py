@@ -55,7 +55,9 @@ class RankLedger:
         self.unused: set[Place] = set()
         self.compared: set[SampleKey] = set()
         self.since: dict[Place, float] = {}  # of groups: when the last came that may not be compared yet
-        self.closed_s = 0.0  # when no rollout could come, as far as its steps saw
+        self.checked_s = 0.0
+        self.open_s = 0.0  # seconds in which a rollout could come, as far as steps saw
+        self.waits: dict[Place, tuple[float, float]] = {}  # of groups: its ``since``, and ``open_s`` when seen
         self.num_begun = 0  # rollouts
         self.idle: tuple[int, float] | None = (
             None  # so many were begun when groups waited for nobody, and since when
@@ -391,12 +393,15 @@ class Ledger:
             return
         self.counts["steps with groups waiting"] += bool(groups._waiting)
         longest_turn_s = _LONGEST_TURN_S + (3.0 if self.setting.stall_share else 0.0)
-        if not b.client.is_open or pipeline._held:
-            mine.closed_s = active().now
+        mine.open_s += (active().now - mine.checked_s) * (b.client.is_open and not pipeline._held)
+        mine.checked_s = active().now
         for (epoch, number), members in groups._waiting.items():
-            last_s = mine.since[epoch, number * self.setting.num_generations]
-            waited_s = active().now - max(last_s, mine.closed_s)
-            if len(members) >= 2 and waited_s > self.setting.group_straggler_s + longest_turn_s:
+            since = mine.since[place := (epoch, number * self.setting.num_generations)]
+            if mine.waits.get(place, (None,))[0] != since:
+                mine.waits[place] = since, mine.open_s
+            waited_s = mine.open_s - mine.waits[place][1]
+            # What was open between two looks is told by each of the two threads as it looked.
+            if len(members) >= 2 and waited_s > self.setting.group_straggler_s + 2 * longest_turn_s:
                 _fail(f"rank {rank}: a group waits {waited_s:.1f} s for its last rollouts")
         has_budget = b.source._shares.num_left(b.clock.current, pipeline.max_rollouts_per_version) > 0
         can_ask = b.client.proven and b.client.free_places and has_budget
