@@ -57,7 +57,7 @@ class RankLedger:
         self.since: dict[Place, float] = {}  # of groups: when the last came that may not be compared yet
         self.checked_s = 0.0
         self.open_s = 0.0  # seconds in which a rollout could come, as far as steps saw
-        self.waits: dict[Place, tuple[float, float]] = {}  # of groups: its ``since``, and ``open_s`` when seen
+        self.waits: dict[Place, tuple[float, float]] = {}  # of groups: ``since``, and ``open_s`` then
         self.num_begun = 0  # rollouts
         self.idle: tuple[int, float] | None = (
             None  # so many were begun when groups waited for nobody, and since when
