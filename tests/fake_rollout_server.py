@@ -131,7 +131,10 @@ class FakeRolloutServer:
             def log_message(self, format: str, *args: Any) -> None:
                 """Nothing is printed."""
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        class Server(ThreadingHTTPServer):
+            request_queue_size = 128  # calls of a share connect together; five is http.server's own
+
+        self._http = Server(("127.0.0.1", self.port), Handler)
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), name="fake-server")
 

@@ -139,7 +139,7 @@ def test_a_share_is_one_call_a_request_in_order_and_names_its_weights(
 ) -> None:
     texts = [str(10**n) for n in range(8)]
     result = connection.infer([request(text) for text in texts], greedy_config(5), timeout_s=_PATIENCE_S)
-    assert [each.text for each in result.completions] == [f"echo {text}" for text in texts]
+    assert [each.text for each in result.completions] == [f"echo {text}" for text in texts], result
     assert {(each.weight_version, each.round_id, each.run_id) for each in result.completions} == {
         (3, "run-3", "run")
     }
