@@ -64,7 +64,7 @@ _PREFETCH = {"queue_limit": 16, "prefetch_target_packs": 16}
 
 
 def check(options: argparse.Namespace) -> None:
-    """ms-swift's client imports vLLM."""
+    """Refuses waits that only the stand-in has, and a machine without vLLM, which ms-swift's client imports."""
     if options.server != STAND_IN and (options.slow_share or options.other_latency_s):
         raise UserError(
             f"--slow-share and --other-latency-s are the stand-in's, got --server {options.server}; remove them"

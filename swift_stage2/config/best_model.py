@@ -47,6 +47,7 @@ def refuse_best_model(swift: Mapping[str, Any], every_steps: int) -> None:
     """
     name = best_metric(swift)
     if name is None:
+        # As others write them: mAP, F1.
         written = str(swift.get(_KEY, "")).removeprefix("eval_").lower()
         if {written, written.removeprefix("m")} & {*COUNTED, *SCORED}:
             raise ConfigError(

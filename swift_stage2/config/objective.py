@@ -132,11 +132,7 @@ def check_objective(
                 f"objective={str(objective)!r}; write objective: grpo, or leave num_generations out"
             )
         return
-    if not any({**REWARD_WEIGHTS, **channel.reward.weights}.values()):
-        raise ConfigError(
-            f"stage2_ab.objective: {objective} needs rewards that differ, got channel_b.reward.weights of 0 for all "
-            "terms; write one above 0"
-        )
+    require_weight(objective, {**REWARD_WEIGHTS, **channel.reward.weights})
     if num < grpo.min_group:
         raise ConfigError(
             f"stage2_ab.objective: {objective} compares rollouts of one row, got num_generations={num} "
@@ -180,11 +176,25 @@ def check_objective(
     # Without a section swift its arguments come from ms-swift's own command line.
     dropout = swift.get("lora_dropout", _DEFAULT_LORA_DROPOUT) if swift.get("model") else 0
     whose = "" if "lora_dropout" in swift else ", ms-swift's default"
-    if dropout and swift.get("tuner_type", "lora") == "lora":
+    if swift.get("tuner_type", "lora") == "lora":
+        refuse_dropout(objective, dropout, f"{whose}; write swift.lora_dropout: 0")
+
+
+def require_weight(objective: Objective, weights: Mapping[str, float]) -> None:
+    """Raises ConfigError: all terms of the reward have weight 0. ``weights`` are those of all terms of the task."""
+    if not any(weights.values()):
+        raise ConfigError(
+            f"stage2_ab.objective: {objective} needs rewards that differ, got channel_b.reward.weights of 0 for all "
+            "terms; write one above 0"
+        )
+
+
+def refuse_dropout(objective: Objective, dropout: float, rest: str) -> None:
+    """Raises ConfigError: ``dropout`` is not 0. ``rest`` says whose it is, and the remedy."""
+    if dropout:
         raise ConfigError(
             f"stage2_ab.objective: {objective} compares the learner's probabilities with the servers', which have no "
-            f"dropout, got lora_dropout={dropout}{whose}; write "
-            "swift.lora_dropout: 0"
+            f"dropout, got lora_dropout={dropout}{rest}"
         )
 
 

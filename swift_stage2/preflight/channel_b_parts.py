@@ -26,6 +26,7 @@ from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import TASKS, Rows, Task, needed_columns
 from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.config import Preprocessing, Stage2Config
+from swift_stage2.config.objective import require_weight
 from swift_stage2.config.registry import find
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.preflight.packing_isolation import (
@@ -55,11 +56,8 @@ def make_task(config: Stage2Config) -> Task:
     weights = config.stage2_ab.channel_b.reward.weights
     for term in weights:
         find(kind.reward_terms, "a term of stage2_ab.channel_b.reward.weights", term, "name one of them")
-    if config.stage2_ab.uses_rewards and not any({**kind.reward_terms, **weights}.values()):
-        raise ConfigError(
-            f"stage2_ab.objective: {config.stage2_ab.objective} needs rewards that differ, got "
-            "stage2_ab.channel_b.reward.weights of 0 for all terms of the task; write one above 0"
-        )
+    if config.stage2_ab.uses_rewards:
+        require_weight(config.stage2_ab.objective, {**kind.reward_terms, **weights})
     task = kind.from_config(config)
     task.reward_weights = weights
     return task

@@ -27,8 +27,7 @@ from torch.nn.functional import cross_entropy
 from swift_stage2.channel_b.encoding import IGNORED_LABEL
 from swift_stage2.columns import ADVANTAGES, BEHAVIOUR
 from swift_stage2.config import GrpoConfig, Proximal, Stage2Config
-from swift_stage2.config.objective import check_adapter
-from swift_stage2.errors import ConfigError
+from swift_stage2.config.objective import check_adapter, refuse_dropout
 
 POLICY_SUMS = (
     "policy_tokens",
@@ -56,12 +55,10 @@ def check_model(model: nn.Module, config: Stage2Config) -> None:
     shares = [
         each.p for name, each in model.named_modules() if ".lora_dropout." in name and hasattr(each, "p")
     ]
-    if (dropout := max(shares, default=0.0)) > 0:
-        raise ConfigError(
-            f"stage2_ab.objective: {config.stage2_ab.objective} compares the learner's probabilities with the "
-            f"servers', which have no dropout, got an adapter with lora_dropout={dropout:g}; write lora_dropout 0, for "
-            "an adapter of an earlier stage in its adapter_config.json"
-        )
+    rest = (
+        " of the adapter; write swift.lora_dropout: 0, or 0 into the adapter_config.json of one from before"
+    )
+    refuse_dropout(config.stage2_ab.objective, max(shares, default=0.0), rest)
 
 
 @dataclass(eq=False)

@@ -301,7 +301,7 @@ def test_of_a_group_that_cannot_be_drawn_whole_those_that_are_here_are_compared_
 
 
 def test_a_task_that_reads_what_servers_tell_rates_the_corrected_answer_too(make_bench: MakeBench) -> None:
-    """Nobody sampled that one: it has stand-ins."""
+    """No server sampled the corrected answer, so that stand-ins take the place of its log-probabilities."""
     settings = GroupSettings(Objective.GRPO, GrpoConfig(straggler_s=STRAGGLER_S, target_in_group=True))
     scene = GroupBench(make_bench, target_packs=1, groups=settings)
     bench, task = scene.bench, make_task()

@@ -400,7 +400,7 @@ class Ledger:
             if mine.waits.get(place, (None,))[0] != since:
                 mine.waits[place] = since, mine.open_s
             waited_s = mine.open_s - mine.waits[place][1]
-            # What was open between two looks is told by each of the two threads as it looked.
+            # Pipeline and check look at different moments, and count a short closing differently.
             if len(members) >= 2 and waited_s > self.setting.group_straggler_s + 2 * longest_turn_s:
                 _fail(f"rank {rank}: a group waits {waited_s:.1f} s for its last rollouts")
         has_budget = b.source._shares.num_left(b.clock.current, pipeline.max_rollouts_per_version) > 0

@@ -195,8 +195,14 @@ def test_clipped_are_good_tokens_that_rose_and_bad_ones_that_fell_and_weights_ar
 @pytest.mark.parametrize(
     ("objective", "b_ratio", "dropout", "kl_weight", "refused"),
     [
-        ("grpo", 0.5, 0.05, 0.0, "got an adapter with lora_dropout=0.05; write lora_dropout 0"),
-        ("mixed", 0.5, 0.1, 0.0, "got an adapter with lora_dropout=0.1"),
+        (
+            "grpo",
+            0.5,
+            0.05,
+            0.0,
+            "got lora_dropout=0.05 of the adapter; write swift.lora_dropout: 0, or 0 into",
+        ),
+        ("mixed", 0.5, 0.1, 0.0, "got lora_dropout=0.1 of the adapter"),
         ("grpo", 0.5, None, 0.1, "got kl_weight=0.1 and a model that has none"),
         ("grpo", 0.5, 0.0, 0.1, None),
         ("grpo", 0.5, None, 0.0, None),
@@ -208,7 +214,7 @@ def test_clipped_are_good_tokens_that_rose_and_bad_ones_that_fell_and_weights_ar
 def test_an_adapter_that_does_not_go_with_rewards_is_refused(
     objective: str, b_ratio: float, dropout: float | None, kl_weight: float, refused: str | None
 ) -> None:
-    """Whatever the configuration says of a new one: an adapter of an earlier stage has its own."""
+    """``check_model`` reads dropout from the model, because a loaded adapter keeps that of its adapter_config.json."""
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.3))
     if dropout is not None:
         model = get_peft_model(model, LoraConfig(target_modules=["0"], lora_dropout=dropout))  # type: ignore[arg-type]
