@@ -1025,6 +1025,7 @@ def on_vllm(share: Any, key: str = "vllm_gpu_memory_utilization", **server: Any)
         sharing(on_vllm(0.3), on_vllm(0.3), {"engine": "transformers"}),
         sharing({"engine": "transformers"}),
         sharing({"engine": "vllm", "devices": [1]}),  # its own: vLLM's default is right
+        sharing(on_vllm(1, devices=[1])),
         sharing({"engine": "swift", "devices": []}, learner={}),
         sharing(on_vllm(0.4, engine="swift"), learner={"devices": [1, 0], "nproc_per_node": 2}),
     ],
@@ -1050,7 +1051,8 @@ def test_devices_that_may_be_shared_are_taken(tmp_path: Path, data: dict[str, An
         ),
         (sharing(on_vllm("0.4")), ["launch.servers[0].args.vllm_gpu_memory_utilization must be", "='0.4'"]),
         (sharing(on_vllm(True)), ["vllm_gpu_memory_utilization=True"]),
-        (sharing(on_vllm(1)), ["below 1, got vllm_gpu_memory_utilization=1"]),
+        (sharing(on_vllm(1)), ["below 1 together", "vllm_gpu_memory_utilization 1 of servers[0]"]),
+        (sharing(on_vllm(1.2, devices=[1])), ["at most 1, got vllm_gpu_memory_utilization=1.2"]),
         (
             sharing(on_vllm(0.4, engine="swift")),
             ["NCCL", "rank 0 and servers[0] with engine='swift'", "engine: vllm"],

@@ -31,9 +31,11 @@ def check_devices(launch: LaunchConfig, placements: Iterable[Placement]) -> None
     """Checks that each process may have the devices it names.
 
     Raises:
-        ConfigError: two share one without ``launch.share_devices``, the parts of a shared one are not stated or too
-            much together, or a stock server is on rank 0's, where NCCL cannot reach it.
+        ConfigError: two share one without ``launch.share_devices``, a part is none, the parts of a shared one are not
+            stated or too much together, or a stock server is on rank 0's, where NCCL cannot reach it.
     """
+    for number, server in enumerate(launch.servers):
+        share_of(server, f"launch.servers[{number}].args")
     users: dict[tuple[str, int | str], list[Placement]] = {}
     for placement in placements:
         for device in placement.devices:
@@ -61,9 +63,10 @@ def share_of(server: ServerProcess, place: str = "launch.servers[].args") -> flo
         return None
     args = {name.lstrip("-").replace("-", "_"): value for name, value in server.args.items()}
     share = args.get(UTILIZATION)
-    if share is not None and not (isinstance(share, int | float) and 0 < share < 1):
+    is_number = isinstance(share, int | float) and not isinstance(share, bool)
+    if share is not None and not (is_number and 0 < share <= 1):
         raise ConfigError(
-            f"{place}.{UTILIZATION} must be a number above 0 and below 1, got {UTILIZATION}={share!r}; "
+            f"{place}.{UTILIZATION} must be a number above 0 and at most 1, got {UTILIZATION}={share!r}; "
             f"write it like {UTILIZATION}: 0.4"
         )
     return share

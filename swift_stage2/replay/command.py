@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,9 +17,10 @@ from swift_stage2.errors import UserError
 from swift_stage2.launch.launcher import run_plan
 from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPlan, torchrun_command, without_rank
 from swift_stage2.launch.rank import as_rank
+from swift_stage2.launch.run_view import RunView
 from swift_stage2.replay.recorded_run import RecordedRun, read_run, read_verdict
 from swift_stage2.run_directory.claim import claim_directory
-from swift_stage2.run_directory.surroundings import ENVIRONMENT_NAMES
+from swift_stage2.run_directory.surroundings import ENVIRONMENT_NAMES, installed_versions
 from swift_stage2.terminal.parser import CommandParser
 
 _MARKER = ".swift-stage2-replay"
@@ -56,6 +58,7 @@ def _be_rank(run_dir: Path, output: Path, *, unfinished: bool) -> int:
     if rank == 0:
         verdict.write(output)
         if EXIT_STATUS_FILE not in os.environ:  # else who started the ranks tells it
+            _warn_of_packages(recorded)
             _say(verdict.sentence)
     return 0 if verdict.is_equal else _DIFFERS
 
@@ -83,13 +86,20 @@ def _start_ranks(recorded: RecordedRun, output: Path) -> int:
         f"steps {recorded.first_step} to {recorded.last_step} of {recorded.directory}, {recorded.world_size} ranks; "
         f"logs in {logs}"
     )
-    status = run_plan(plan, None, 0.0, _show)
+    _warn_of_packages(recorded)
+    status = run_plan(plan, None, 0.0, _show, RunView(output, time.time(), _show))
     verdict = read_verdict(output)
     if verdict is None:
         _say(f"no verdict: the ranks ended with status {status}; see {logs}")
         return status or _DIFFERS
     _say(verdict.sentence)
     return status if verdict.is_equal else _DIFFERS
+
+
+def _warn_of_packages(recorded: RecordedRun) -> None:
+    before = recorded.surroundings["versions"]
+    if (now := installed_versions()) != before:
+        _say(f"warning: the run had other packages: {before}, now {now}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -119,7 +119,6 @@ def _start_replay(
         rank,
         control.world_size,
         tensorboard=False,
-        audit=False,
         live=LiveView(sys.stderr, plain_every_steps=max(1, logging_steps)) if rank == 0 else None,
         total_steps=total_steps,
     )
@@ -154,6 +153,3 @@ def _check_surroundings(before: Mapping[str, Any], now: Mapping[str, Any]) -> No
             raise UserError(
                 f"bit-equal losses need the run's {name}, got {name}={now[name]}, recorded {before[name]}; {remedy}"
             )
-    if now["versions"] != before["versions"]:
-        told = f"the run had other packages: {before['versions']}, now {now['versions']}"
-        print(f"[replay] warning: {told}", flush=True)

@@ -34,5 +34,10 @@ def surroundings(device: torch.device) -> dict[str, Any]:
         "environment": {name: os.environ[name] for name in ENVIRONMENT_NAMES if name in os.environ},
         "device": device.type,
         "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in _PACKAGES},
+        "versions": installed_versions(),
     }
+
+
+def installed_versions() -> dict[str, str]:
+    """Of the packages whose releases a loss depends on."""
+    return {name: version(name) for name in _PACKAGES}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from swift_stage2.scheduling.bresenham import next_wanted_step, wanted_count
-from swift_stage2.scheduling.outlook import Outlook, PacingState, RoundForecast, first_step_after
+from swift_stage2.scheduling.outlook import Outlook, PacingState, first_step_after
 from swift_stage2.scheduling.version_clock import is_fresh
 
 MISSES_BEFORE_CATCHING_UP = 2
@@ -80,17 +80,18 @@ class Pacer:
             return PacingDecision(0, PacingReason.CHANNEL_B_OFF)
         coming = [pack.version for pack in state.in_making]
         at_hand = (*state.ready_versions, *coming)
-        room = self.target_packs - self._num_fresh_next(state, self._wanted_from(state.step + 1), at_hand)
+        outlook = self._outlook(state)
+        room = self.target_packs - self._num_fresh_next(outlook, self._wanted_from(state.step + 1), at_hand)
         if room <= 0:
             return PacingDecision(0, PacingReason.TARGET_MET)
         if state.pace is None:
             return self._decide_blindly(state, PacingReason.NOT_MEASURED)
-        quick = self._shortage(state, state.holding_pace.quick_steps)
+        quick = self._shortage(outlook, state.holding_pace.quick_steps)
         if quick.num_packs:
             reason = PacingReason.PRODUCTION_BINDS if self.load(state) > 1 else PacingReason.NEEDED
             return PacingDecision(min(room, quick.num_packs), reason)
-        typical = self._shortage(state, state.holding_pace.typical_steps)
-        if typical.num_packs and self._is_last_call(state, typical.step):
+        typical = self._shortage(outlook, state.holding_pace.typical_steps)
+        if typical.num_packs and self._is_last_call(outlook, typical.step):
             return PacingDecision(min(room, typical.num_packs), PacingReason.LAST_CALL)
         if state.missed_in_a_row >= MISSES_BEFORE_CATCHING_UP:
             return self._decide_blindly(state, PacingReason.CATCHING_UP)
@@ -103,7 +104,7 @@ class Pacer:
         step = next_wanted_step(state.step + 1, self.b_ratio)
         return (
             step is not None
-            and self._num_fresh_next(state, step, state.ready_versions) < self.packs_per_b_step
+            and self._num_fresh_next(self._outlook(state), step, state.ready_versions) < self.packs_per_b_step
         )
 
     def next_version(self, state: PacingState) -> int:
@@ -128,18 +129,17 @@ class Pacer:
         room = self.target_packs - num_fresh
         return PacingDecision(room, reason) if room > 0 else PacingDecision(0, PacingReason.TARGET_MET)
 
-    def _num_fresh_next(self, state: PacingState, step: int, versions: Sequence[int]) -> int:
+    def _num_fresh_next(self, outlook: Outlook, step: int, versions: Sequence[int]) -> int:
         """Count the packs of ``versions`` that will be fresh at ``step``, the next wanted one."""
-        forecast = self._outlook(state).rounds_if_idle()
-        return sum(self._is_fresh_at(step, version, forecast) for version in versions)
+        current = outlook.rounds_if_idle().version_at(step)
+        return sum(is_fresh(version, current=current, window=self.version_window) for version in versions)
 
-    def _shortage(self, state: PacingState, holding_steps: float) -> _Shortage:
+    def _shortage(self, outlook: Outlook, holding_steps: float) -> _Shortage:
         """Walk the wanted steps to come, oldest packs first, and count what they lack and packs made now can fill.
 
         A pack in the making is at hand from the step on at which it can be reserved.
         """
-        outlook = self._outlook(state)
-        arrival = outlook.arrival
+        state, arrival = outlook.state, outlook.arrival
         forecast = outlook.rounds_if_made(holding_steps)
         now = first_step_after(state.position)
         left = [(version, now) for version in state.ready_versions]
@@ -148,12 +148,13 @@ class Pacer:
         num_packs, first_lacking = 0, None
         step = self._wanted_from(state.step + 1)
         while num_packs < self.target_packs:
-            left = [pack for pack in left if self._is_fresh_at(step, pack[0], forecast)]
+            current = forecast.version_at(step)
+            left = [pack for pack in left if is_fresh(pack[0], current=current, window=self.version_window)]
             at_hand = [pack for pack in left if pack[1] <= step][: self.packs_per_b_step]
             lacking = self.packs_per_b_step - len(at_hand)
             if step >= arrival and lacking:
                 first_lacking = step if first_lacking is None else first_lacking
-                if not self._is_fresh_at(step, outlook.version_at_start, forecast):
+                if not is_fresh(outlook.version_at_start, current=current, window=self.version_window):
                     break
                 num_packs += lacking
             if step >= arrival or not lacking:
@@ -163,13 +164,10 @@ class Pacer:
             step = self._wanted_from(max(step + 1, arrival) if out_of_reach else step + 1)
         return _Shortage(num_packs, first_lacking)
 
-    def _is_last_call(self, state: PacingState, step: int | None) -> bool:
+    def _is_last_call(self, outlook: Outlook, step: int | None) -> bool:
         """Say whether a production that starts one step later would typically miss ``step``."""
-        later = first_step_after(self._outlook(state).start) + state.arrival_pace.typical_steps
+        later = first_step_after(outlook.start) + outlook.state.arrival_pace.typical_steps
         return step is not None and first_step_after(later) > step
-
-    def _is_fresh_at(self, step: int, version: int, forecast: RoundForecast) -> bool:
-        return is_fresh(version, current=forecast.version_at(step), window=self.version_window)
 
     def _wanted_from(self, step: int) -> int:
         wanted = next_wanted_step(step, self.b_ratio)
