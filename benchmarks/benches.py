@@ -236,6 +236,7 @@ _MEASURED = (
                 "inline: every wanted B step waits for its packs",
                 choices=("async", "inline"),
             ),
+            Option("learning-rate", 1e-4, "of every arm", above=0),
         ),
         turn=Turn(75, 15, "--steps 20", full="--steps 150 --seeds 3 --b-ratios 0,0.1,0.3"),
     ),

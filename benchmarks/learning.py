@@ -97,8 +97,9 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     """Trains every arm and scores all. Raises ChildFailed when a job did not end well."""
     kind = SceneKind(options.kind)
     treatments = [Treatment(arm) for arm in options.arms]
+    mode, swift = Mode(options.mode), {"learning_rate": options.learning_rate}
     planned = [
-        (treatment, replace(job, mode=Mode(options.mode)) if treatment.has_b else job)
+        (treatment, replace(job, swift=swift, mode=mode if treatment.has_b else job.mode))
         for treatment, job in plan_jobs(
             directory, options.steps, options.seeds, options.b_ratios, kind, treatments
         )
@@ -116,6 +117,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     facts = {
         "kind": kind,
         "mode": options.mode,
+        "learning_rate": options.learning_rate,
         "stage1": asdict(start),
         "arms": [asdict(arm) for arm in arms],
     }

@@ -16,7 +16,7 @@ from pathlib import Path
 from swift_stage2.errors import UserError
 from swift_stage2.launch.launcher import run_plan
 from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPlan, torchrun_command, without_rank
-from swift_stage2.launch.rank import as_rank
+from swift_stage2.launch.rank import as_rank, end_left_in
 from swift_stage2.launch.run_view import RunView
 from swift_stage2.replay.recorded_run import RecordedRun, read_run, read_verdict
 from swift_stage2.run_directory.claim import claim_directory
@@ -90,7 +90,8 @@ def _start_ranks(recorded: RecordedRun, output: Path) -> int:
     status = run_plan(plan, None, 0.0, _show, RunView(output, time.time(), _show))
     verdict = read_verdict(output)
     if verdict is None:
-        _say(f"no verdict: the ranks ended with status {status}; see {logs}")
+        _, cause = end_left_in(status_file) or (status, "")
+        _say(f"no verdict: the ranks ended with status {status}{cause and f', {cause}'}; see {logs}")
         return status or _DIFFERS
     _say(verdict.sentence)
     return status if verdict.is_equal else _DIFFERS

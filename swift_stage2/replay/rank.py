@@ -122,6 +122,7 @@ def _start_replay(
         live=LiveView(sys.stderr, plain_every_steps=max(1, logging_steps)) if rank == 0 else None,
         total_steps=total_steps,
     )
+    telemetry.record_start(first_step)
 
     def make_maker() -> PackMaker:
         channel_b, task = config.stage2_ab.channel_b, make_task(config)
