@@ -14,6 +14,7 @@ from benchmarks import evaluate
 OPTIONS = Namespace(images=30, classes=3, repeats=2)
 
 
+@pytest.mark.slow
 def test_without_globox_pycocotools_is_measured_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,7 +91,7 @@ def test_every_invariant_holds_in_the_full_scene(seeds: range) -> None:
 @pytest.mark.timeout(1800)
 def test_every_invariant_holds_with_the_smallest_budget_that_fills_a_step() -> None:
     tight = partial(run_seed, change=lambda setting: replace(setting, tight_budget=True))
-    counts = run_batch(tight, range(100))
+    counts = run_batch(tight, range(60))
     for what in (
         "budgets exhausted",
         "steps B",

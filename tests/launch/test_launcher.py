@@ -247,7 +247,7 @@ def test_kill_9_of_the_launcher_leaves_nothing_and_the_learner_still_saves(launc
     assert "checkpoint saved" in (running.log_dir / "learner.log").read_text()
 
 
-@pytest.mark.parametrize("victim", ["command", "warden"])
+@pytest.mark.parametrize("victim", [pytest.param("command", marks=pytest.mark.slow), "warden"])
 def test_kill_9_of_the_learner_or_its_warden_leaves_nothing(launch: Launch, victim: str) -> None:
     running = launch(learner=["run"])
     learner = psutil.Process(int(running.wait_for(r"learner process (\d+) runs")[1]))
@@ -258,7 +258,7 @@ def test_kill_9_of_the_learner_or_its_warden_leaves_nothing(launch: Launch, vict
     assert running.alive() == []
 
 
-@pytest.mark.parametrize("victim", ["command", "warden"])
+@pytest.mark.parametrize("victim", [pytest.param("command", marks=pytest.mark.slow), "warden"])
 def test_a_server_that_dies_later_is_told_of_once_and_the_learner_runs_on(
     launch: Launch, victim: str
 ) -> None:
@@ -293,7 +293,7 @@ def test_a_learner_that_ignores_sigterm_is_killed_after_its_grace(launch: Launch
     assert running.alive() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_second_signal_does_not_wait_for_the_grace(launch: Launch, number: int) -> None:
     running = launch(learner=["stubborn"], grace_s=3600.0)
     running.wait_for(r"learner process \d+ runs")

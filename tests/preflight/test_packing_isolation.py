@@ -81,7 +81,14 @@ def encoder(trainer: Stage2Trainer) -> Encoder:
     return make_encoder(trainer.template)
 
 
-@pytest.mark.parametrize("chosen", [(0, 1), (0, 2, 4, 6), (6, 5, 4, 3, 2, 1, 0), (3, 3)])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        (0, 2, 4, 6),
+        (3, 3),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ((0, 1), (6, 5, 4, 3, 2, 1, 0))),
+    ],
+)
 def test_the_packed_loss_is_the_sum_of_the_single_losses(
     trainer: Stage2Trainer, encoder: Encoder, samples: list[Sample], chosen: tuple[int, ...]
 ) -> None:

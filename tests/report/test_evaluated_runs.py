@@ -272,7 +272,15 @@ def _odd(path: Path) -> None:
     path.write_text("".join([*broken, *lines[3:]]))
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, _cut, _odd, lambda path: path.write_bytes(b"\0" * 99)])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Path.unlink,
+        pytest.param(_cut, marks=pytest.mark.slow),
+        _odd,
+        lambda path: path.write_bytes(b"\0" * 99),
+    ],
+)
 def test_damaged_matches_end_in_no_traceback(
     two_runs: tuple[Path, Path], damage: Callable[[Path], object], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -247,7 +247,7 @@ def test_a_fault_of_the_directory_fails_its_round_and_the_old_weights_serve_on(
 
 
 @pytest.mark.parametrize("small_disk", ["16m"], indirect=True)
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("staged", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_full_disk_fails_the_round_in_one_line_and_the_next_one_with_room_is_proven(
     loaded_engine: TransformersRolloutEngine, small_disk: SmallDisk, staged: bool
 ) -> None:

@@ -27,7 +27,7 @@ SLOW_FACTOR = 2
     ("wait", "num_slow", "is_long_tailed", "b_ratio", "sync_every_steps"),
     [
         # The schedule binds.
-        (0.5, 0, False, 1.0, 16),
+        pytest.param(0.5, 0, False, 1.0, 16, marks=pytest.mark.slow),
         pytest.param(0.5, 8, False, 1.0, 16, marks=pytest.mark.slow),
         pytest.param(2.0, 0, False, 0.25, 16, marks=pytest.mark.slow),
         pytest.param(0.5, 0, True, 0.5, 64, marks=pytest.mark.slow),

@@ -17,6 +17,11 @@ def constant(*durations: float) -> tuple[tuple[float, float], ...]:
     return tuple((duration, duration) for duration in durations)
 
 
+def slow(value: object) -> object:
+    """A parameter of one more case."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def run(setting: Setting) -> Outcome:
     """Simulate and check what must hold in any setting: every step runs, and no stale pack is trained."""
     outcome = simulate(setting)
@@ -160,7 +165,7 @@ def test_every_step_on_b_with_instant_rollouts() -> None:
 
 @pytest.mark.parametrize("sync_every_steps", [1, 4])
 @pytest.mark.parametrize("b_ratio", [0.1, 0.25, 1.0])
-@pytest.mark.parametrize("bounds", [(0, 0), (3, 3), (6, 6), (2, 4)])
+@pytest.mark.parametrize("bounds", [(0, 0), slow((3, 3)), slow((6, 6)), (2, 4)])
 @pytest.mark.parametrize("round_steps", [0, 1, 3])
 def test_staged_rounds_run_no_fewer_b_steps_than_fenced_ones(
     round_steps: float, bounds: tuple[float, float], b_ratio: float, sync_every_steps: int
@@ -221,7 +226,7 @@ def test_places_feed_what_a_batch_lane_feeds(duration: float, window: int, least
     assert outcome.expired_share <= 0.10
 
 
-@pytest.mark.parametrize("sync_every_steps", [4, 16])
+@pytest.mark.parametrize("sync_every_steps", [4, slow(16)])
 @pytest.mark.parametrize("staged", [True, False])
 @pytest.mark.parametrize("b_ratio", [0.25, 1.0])
 def test_rollouts_of_different_length_hold_each_other_up_in_batches_only(
@@ -246,7 +251,7 @@ def test_rollouts_of_different_length_hold_each_other_up_in_batches_only(
 
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("places", [0, 16])
-@pytest.mark.parametrize("bounds", [(0, 0), (0.5, 1.5), (2, 4)])
+@pytest.mark.parametrize("bounds", [(0, 0), (0.5, 1.5), slow((2, 4))])
 @pytest.mark.parametrize(("b_ratio", "least_share"), [(0.25, 0.9), (1.0, 0.9)])
 def test_the_derived_target_runs_what_production_allows(
     b_ratio: float, least_share: float, bounds: tuple[float, float], places: int, staged: bool

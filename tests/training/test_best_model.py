@@ -93,7 +93,12 @@ def test_where_every_step_is_saved_ms_swift_counts_saves_and_no_checkpoint_is_ca
 
 @pytest.mark.parametrize(
     ("f1", "strategy", "best"),
-    [(60, "best", "4"), (40, "best", "2"), (60, "steps", None), (60, "epoch", None)],
+    [
+        (60, "best", "4"),
+        (40, "best", "2"),
+        (60, "steps", None),
+        pytest.param(60, "epoch", None, marks=pytest.mark.slow),
+    ],
 )
 def test_the_final_evaluation_comes_once_behind_the_last_save_and_chooses_too(
     rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f1: int, strategy: str, best: str | None
