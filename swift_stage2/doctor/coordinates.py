@@ -29,7 +29,6 @@ from swift_stage2.dataset.conventions import (
 from swift_stage2.dataset.coordinates import (
     Axis,
     CoordinateJudgement,
-    CoordinateVerdict,
     Fit,
     fit_coordinates,
 )
@@ -221,7 +220,7 @@ def _limit_remedy(
     return f"restart the server with swift.max_pixels: --max-pixels {own} (swift rollout: --max_pixels {own})"
 
 
-def check_coordinates(answered: AnsweredRows, config: Stage2Config, index: int) -> Outcome[CoordinateVerdict]:
+def check_coordinates(answered: AnsweredRows, config: Stage2Config, index: int) -> Outcome[None]:
     """The verdict on the answers, with the line that mends them."""
     verdict = fit_coordinates(answered.images, answered.limits)
     best = verdict.best
@@ -229,7 +228,7 @@ def check_coordinates(answered: AnsweredRows, config: Stage2Config, index: int) 
         return left_out(f"cannot tell: {verdict.reason}")
     if verdict.judgement is CoordinateJudgement.HEALTHY:
         expected = f"healthy: answers are {answered.expected}, as the template expects"
-        return ok(f"{expected}; {_figures(best)}", verdict)
+        return ok(f"{expected}; {_figures(best)}")
     whose = "answers" if best.convention.side is Side.ANSWERS else "boxes of the data set"
     rivals = " or ".join(f"{each.side} in {each}" for each in verdict.rivals[:2])
     return failed(

@@ -80,6 +80,7 @@ class LiveServers:
     with_round: bool
     calls: list[Checked[tuple[TimedCall, ...]]] = field(default_factory=list)
     infos: list[Checked[ServerInfo]] = field(default_factory=list)
+    _learner: LearnerPreparation = field(init=False)
 
     def examine(self) -> None:
         """One section of rows for every server."""
@@ -101,7 +102,7 @@ class LiveServers:
         """Who answers, with which files, and in which numbers; without a round and without the learner's weights."""
         for index, session, connection in self._servers():
             info = self._check_identity(index, session)
-            model = self._check_model(index, session, [info])
+            model = self._check_model(index, session, info)
             self._examine_answers(index, connection, [model])
 
     @cached_property
@@ -134,16 +135,13 @@ class LiveServers:
         )
 
     def _check_model(
-        self, index: int, session: ServerSession, needs: Sequence[Checked[Any]]
+        self, index: int, session: ServerSession, info: Checked[ServerInfo], *needs: Checked[Any]
     ) -> Checked[ServerInfo]:
-        """``needs`` begins with who answers."""
         rollout, expected = self.config.rollout, self._expected_model
         model = self.exam.check(
             "model served",
-            lambda: check_model(
-                session, needs[0].result, rollout, expected(index), f"rollout.servers[{index}]"
-            ),
-            needs=needs,
+            lambda: check_model(session, info.result, rollout, expected(index), f"rollout.servers[{index}]"),
+            needs=[info, *needs],
         )
         self.exam.check(
             "files",
@@ -175,8 +173,8 @@ class LiveServers:
         )
         # One that is unproven answers nothing else before a round.
         is_first = info.passed and is_unproven(info.result)
-        dry = [self._check_round(index, session, info, sync, manifest)] if is_first else []
-        model = self._check_model(index, session, [info, *dry])
+        dry = self._check_round(index, session, info, sync, manifest) if is_first else None
+        model = self._check_model(index, session, info, *filter(None, [dry]))
         prompt = check(
             "prompts",
             lambda: check_prompts(
@@ -187,12 +185,12 @@ class LiveServers:
             ),
             needs=[model, samples],
         )
-        if not is_first:
-            dry = [self._check_round(index, session, info, sync, manifest, prompt)]
+        if dry is None:
+            dry = self._check_round(index, session, info, sync, manifest, prompt)
         calls = check(
             "timed rollouts",
             lambda: check_calls(connection, samples.result.encoder, samples.result.samples, self.config, key),
-            needs=[prompt, *(dry if self.with_round else ()), samples],
+            needs=[prompt, *([dry] if self.with_round else ()), samples],
         )
         check(
             "parsed and matched",
@@ -202,14 +200,14 @@ class LiveServers:
         examine_gap(
             self.exam,
             self.config,
-            lambda: ServerSide.of(index, info.result, dry[0].value),
+            lambda: ServerSide.of(index, info.result, dry.value),
             (calls, samples, module),
             lambda: self._learner,
         )
         self.calls.append(calls)
         self.infos.append(info)
         # Also where prompts differ, for then this tells why; a round that failed has left no weights to ask.
-        spoilt = [each for each in dry if each.finding.verdict is Verdict.FAILED]
+        spoilt = [dry] if dry.finding.verdict is Verdict.FAILED else []
         self._examine_answers(index, connection, [model, *spoilt])
 
     def _check_round(

@@ -123,10 +123,9 @@ def check_main_memory(
     """The processes of ``num_ranks`` ranks and of servers here, and the weights that each of them holds in RAM."""
     rollout, channel_b = config.rollout, config.stage2_ab.channel_b
     here = _servers_here(config)
-    is_mapped = rollout.sync.transport not in (Transport.TCP, Transport.DISK)
-    staging = (
-        sum(server.engine is not ServerEngine.SWIFT for server in here) * (not is_mapped) * model.weights
-    )
+    num_copies = 0
+    if rollout.sync.transport in (Transport.TCP, Transport.DISK):  # else they read rank 0's in place
+        num_copies = sum(server.engine is not ServerEngine.SWIFT for server in here)
     on_cpu = 0 if config.launch.learner.devices else model.on_rank + model.training
     own = _PREPROCESSING_BYTES * (channel_b.preprocessing is Preprocessing.PROCESS)
     needs = {
@@ -136,7 +135,7 @@ def check_main_memory(
         f"{len(here)} server(s)": sum(
             _SERVER_BYTES + (0 if server.devices else model.weights) for server in here
         ),
-        "weights sent to them": staging,
+        "weights sent to them": num_copies * model.weights,
     }
     total = sum(needs.values())
     parts = ", ".join(f"{name} {_gb(need)}" for name, need in needs.items() if need)
@@ -144,7 +143,7 @@ def check_main_memory(
     if total <= available:
         return ok(found)
     fix = "give the machine or container more main memory, or train a smaller model"
-    return warning(found, f"write rollout.sync.transport: auto, {fix}" if staging else fix)
+    return warning(found, f"write rollout.sync.transport: auto, {fix}" if num_copies else fix)
 
 
 def _servers_here(config: Stage2Config) -> list[ServerProcess]:

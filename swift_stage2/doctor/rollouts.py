@@ -19,6 +19,7 @@ from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.channel_b.task import Task, needed_columns
 from swift_stage2.columns import Column, given_by
 from swift_stage2.config import DecodingConfig, Stage2Config
+from swift_stage2.config.stage2_ab import SHIPPED_TASKS
 from swift_stage2.doctor.examination import Outcome, failed, ok, warning
 from swift_stage2.doctor.server_identity import ONE_TOKEN
 from swift_stage2.errors import SampleError, ServerFault
@@ -93,7 +94,7 @@ def check_calls(
 
 def check_matching(
     calls: Sequence[TimedCall], encoder: Encoder, task: Task, config: Stage2Config
-) -> Outcome[list[MatchQuality]]:
+) -> Outcome[None]:
     """Parses, matches and encodes every answer, as the pipeline would."""
     rollouts = [rollout for call in calls for rollout in call.rollouts]
     qualities, refused = [], []
@@ -121,18 +122,20 @@ def check_matching(
     num_parsed = sum(quality.num_predictions > 0 or not quality.num_ground_truth for quality in qualities)
     parsed = num_parsed / len(qualities)
     if parsed < _FEW_PARSED:
+        written, correct = f"as task {config.stage2_ab.task} reads them", "how that task reads answers"
+        if config.stage2_ab.task in SHIPPED_TASKS:
+            written = f"in the dialect {config.stage2_ab.dialect}"
+            correct = "stage2_ab.channel_b.target.dialect"
         return warning(
-            f"{found}; only {parsed:.0%} of the rollouts hold an object in the dialect {config.stage2_ab.dialect}",
-            "start from a stage-1 checkpoint that answers in this dialect, or correct channel_b.target.dialect",
-            qualities,
+            f"{found}; only {parsed:.0%} of the rollouts hold an object, {written}",
+            f"start from a stage-1 checkpoint that answers so, or correct {correct}",
         )
     if refused:
         return warning(
             f"{found}; {len(refused)} cannot be trained: {refused[0]}",
             "mend what this names, or live with it",
-            qualities,
         )
-    return ok(found, qualities)
+    return ok(found)
 
 
 def infer(

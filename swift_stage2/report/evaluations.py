@@ -149,7 +149,7 @@ def scores_of(matches: Sequence[LoggedMatch]) -> DetectionScores:
 
 
 def boxes_of(objects: Iterable[Labelled]) -> Iterator[Box]:
-    """Of an evaluation of boxes: there are no others here."""
+    """Their boxes; evaluations of points never reach this module."""
     for each in objects:
         yield cast(Box, each.box)
 

@@ -19,7 +19,10 @@ from swift_stage2.pages.pictures import GALLERY_KEY, DrawnBox, Filter, Gallery, 
 from swift_stage2.report.matches import EVALUATION, Key, Labelled, LoggedMatch
 
 DEFAULT_SIZE = 200
-_OF_GROUPS = ("Rollout", "Corrected answer")  # which is no target where rollouts are trained themselves
+_OF_GROUPS = (
+    "Rollout",
+    "Corrected answer",
+)  # titles where rollouts are compared: the second need not be trained
 
 
 class RolloutGroup(NamedTuple):

@@ -10,7 +10,7 @@ from swift_stage2.pages.content import Section, Sentence, number
 from swift_stage2.pages.page import PageContent, page_of
 from swift_stage2.pages.pictures import GALLERY_KEY, Gallery
 from swift_stage2.report.drift import drift_section
-from swift_stage2.report.evaluations import RowEvaluation, detection_section, evaluations_of
+from swift_stage2.report.evaluations import detection_section, evaluations_of
 from swift_stage2.report.gallery import DEFAULT_SIZE, Grouping, gallery_of, gallery_section
 from swift_stage2.report.matches import matches_of, quality_section
 from swift_stage2.report.rewards import rewards_section
@@ -52,7 +52,6 @@ class RunReport:
     """None without channel B."""
     comparisons: tuple[Comparison, ...]
     speed: Speed | None
-    evaluations: tuple[RowEvaluation, ...]
     suspects: Sequence[Suspect] | None
     """None where too few versions were evaluated."""
     is_balanced: bool
@@ -96,7 +95,6 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
         state=state_of(run),
         sections=sections,
         galleries={SUSPECTS_KEY: suspected, GALLERY_KEY: gallery},
-        evaluations=tuple(evaluations),
         suspects=suspects,
         account=account,
         comparisons=comparisons,

@@ -108,7 +108,8 @@ class Speed:
     @property
     def facts(self) -> dict[str, float]:
         """Every number, by name."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.type in ("int", "float")}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
 def works_of(run: RunData) -> list[RankWork]:

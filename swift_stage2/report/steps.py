@@ -189,7 +189,7 @@ def drops_section(summary: RunSummary) -> Section:
 def time_section(run: RunData, summary: RunSummary, shown_rank: int) -> Section:
     """Where the main thread's and the pipeline's time went; the charts show ``shown_rank``."""
     pipeline = [
-        RankActivity(records.rank, spent, last.get("pipeline_wall_ns", 0) / NANOSECONDS)
+        RankActivity(records.rank, spent, (last.get("pipeline_wall_ns") or 0) / NANOSECONDS)
         for records in run.ranks
         for last in records.metrics[-1:]
         if (spent := in_seconds(last.get("pipeline_ns")))

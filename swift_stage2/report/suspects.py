@@ -17,14 +17,15 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import cast
 
 import numpy as np
 
-from swift_stage2.channel_b.matching import iou_matrix
 from swift_stage2.detections.scores import DetectionScores
 from swift_stage2.pages.content import Section, Sentence, Table, filled, number
 from swift_stage2.pages.pictures import DrawnBox, Gallery, Picture, Thumbnails
+from swift_stage2.report.drift import iou
 from swift_stage2.report.evaluations import RowEvaluation, boxes_of, image_of
 from swift_stage2.report.matches import Box, Labelled, LoggedMatch
 
@@ -136,7 +137,7 @@ def _never_found(row: int, versions: Sequence[_Version]) -> Iterator[Suspect]:
     for index in sorted(missed):
         label, box = newest.truth[index].label, cast(Box, newest.truth[index].box)
         said = [
-            {each.label for each in version.rows[row].predicted if _iou(cast(Box, each.box), box) >= _SAME}
+            {each.label for each in version.rows[row].predicted if iou(cast(Box, each.box), box) >= _SAME}
             for version in versions[-FEWEST:]
         ]
         yield Suspect(
@@ -146,7 +147,7 @@ def _never_found(row: int, versions: Sequence[_Version]) -> Iterator[Suspect]:
             label=label,
             box=box,
             space=newest.space,
-            strength=round(_mean(version.recall[label] for version in versions), 4),
+            strength=round(fmean(version.recall[label] for version in versions), 4),
             versions=tuple(version.version for version in versions),
             predicted_instead=min(set.intersection(*said), default=None),
         )
@@ -156,14 +157,14 @@ def _always_added(row: int, versions: Sequence[_Version]) -> Iterator[Suspect]:
     newest = versions[-1].rows[row]
     for one in versions[-1].false.get(row, ()):
         box = cast(Box, one.box)
-        if any(_iou(box, true) >= _NEAR for true in boxes_of(newest.truth)):
+        if any(iou(box, true) >= _NEAR for true in boxes_of(newest.truth)):
             continue
         seen = [box]
         for version in versions[:-1]:
             alike = list(boxes_of(each for each in version.false.get(row, ()) if each.label == one.label))
             if alike:
-                seen.append(max(alike, key=lambda other, box=box: _iou(other, box)))  # type: ignore[misc]
-        least = min(_iou(a, b) for a, b in combinations(seen, 2)) if len(seen) == len(versions) else 0.0
+                seen.append(max(alike, key=lambda other, box=box: iou(other, box)))  # type: ignore[misc]
+        least = min(iou(a, b) for a, b in combinations(seen, 2)) if len(seen) == len(versions) else 0.0
         if least >= _SAME:
             yield Suspect(
                 kind=SuspectKind.ALWAYS_ADDED,
@@ -172,17 +173,9 @@ def _always_added(row: int, versions: Sequence[_Version]) -> Iterator[Suspect]:
                 label=one.label,
                 box=box,
                 space=newest.space,
-                strength=round(least * _mean(version.precision[one.label] for version in versions), 4),
+                strength=round(least * fmean(version.precision[one.label] for version in versions), 4),
                 versions=tuple(version.version for version in versions),
             )
-
-
-def _mean(values: Iterator[float]) -> float:
-    return float(np.mean(list(values)))
-
-
-def _iou(first: Box, second: Box) -> float:
-    return float(iou_matrix([first], [second])[0, 0])
 
 
 def suspects_section(suspects: Sequence[Suspect] | None, gallery: Gallery) -> Section:

@@ -196,19 +196,22 @@ def _settings(sides: tuple[_Side, _Side]) -> Iterator[Part]:
     if not keys:
         yield Sentence("None.")
     if len(keys) > _MOST_SETTINGS:
-        yield Sentence(f"The first {_MOST_SETTINGS} of {len(keys)}; --json has all.")
-    rows = tuple((key, *(each.get(key, "–") for each in flat)) for key in keys[:_MOST_SETTINGS])
+        yield Sentence(f"The first {_MOST_SETTINGS} of {len(keys)}.")
+    rows = tuple((key, *(_cut(each.get(key, "–")) for each in flat)) for key in keys[:_MOST_SETTINGS])
     yield Table("", ("key", *_NAMES), rows)
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """(key by its path, value as JSON, cut)."""
+    """(key by its path, value as JSON)."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}" if path else str(key))
     else:
-        text = json.dumps(value)
-        yield path, text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} …"
+        yield path, json.dumps(value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} …"
 
 
 def _last_losses(sides: tuple[_Side, _Side]) -> Iterator[Sentence]:

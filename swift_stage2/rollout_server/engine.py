@@ -221,7 +221,6 @@ class Engine(ABC):
     """
 
     name: str
-    can_abort = True
     can_resume = False  # whether ``submit`` goes on behind a request's prefix
     _traces_failed_load = False
 

@@ -97,7 +97,7 @@ class RolloutService:
             weight_version=stamp.version,
             run_id=stamp.run_id,
             state=self.state(),
-            can_abort=self.engine.can_abort,
+            can_abort=True,
             manifest=self.engine.manifest(),
             staging=True,
             round_id=stamp.round_id,

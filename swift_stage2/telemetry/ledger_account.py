@@ -75,7 +75,7 @@ def _compare(histories: Mapping[int, Sequence[Process]]) -> Iterator[Violation]:
     for rank, other in others:
         if other != way:
             yield Violation(f"all ranks resume the same checkpoints, rank {rank} others than rank {first}")
-    world_size = histories[first][-1][0].get("world_size", 1)
+    world_size = histories[first][-1][0].get("world_size") or 1
     if missing := sorted(set(range(world_size)) - set(histories)):
         yield Violation(
             f"every rank has a ledger, rank {', '.join(map(str, missing))} of {world_size} has none"

@@ -34,6 +34,7 @@ class LiveState:
     epoch: float | None = None
     loss: float | None = None
     channel: str = "A"
+    """The channels of the last steps, one letter each, newest last."""
     b_enabled: bool = True
     num_b_run: int = 0
     num_b_skipped: int = 0

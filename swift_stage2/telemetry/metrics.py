@@ -8,7 +8,6 @@ adds zero.
 
 from __future__ import annotations
 
-import difflib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from swift_stage2.config.best_model import SCORED
+from swift_stage2.nearest_word import closest
 from swift_stage2.records import ObjectDropReason, QuarantineReason
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import Activity
@@ -295,8 +295,8 @@ class Counters:
     def _check(name: str, kind: Kind) -> None:
         metric = METRICS_BY_NAME.get(name)
         if metric is None:
-            nearest = difflib.get_close_matches(name, METRICS_BY_NAME, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else "declare it in telemetry/metrics.py"
+            nearest = closest(name, tuple(METRICS_BY_NAME))
+            hint = f"did you mean {nearest!r}?" if nearest else "declare it in telemetry/metrics.py"
             raise ValueError(f"a metric must be declared, got name={name!r}; {hint}")
         if metric.kind is not kind:
             verb = "add to" if metric.kind is Kind.COUNTER else "set"

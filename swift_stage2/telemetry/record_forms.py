@@ -155,6 +155,7 @@ _SERVER = _form({"transport": str}, proven=bool, error=str | None, proof=str | N
 AUDIT_FORMS: Forms = {
     "gap": _GAP,
     "unused_b": _kept(cause=str),
+    "quarantine": _kept(),
     "start": _kept(
         {
             "world_size": _NumRanks,

@@ -245,12 +245,13 @@ class EvaluationRecorder:
 
     def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
         """It is over; its ticket is still held."""
-        versions = {self._versions.pop(key) for key in keys}
+        for key in keys:  # of one POST, so of one version
+            version = self._versions.pop(key)
         self._audit.write(
             "post",
             purpose="evaluation",
             server=server,
-            version=versions.pop(),
+            version=version,
             end=end,
             seconds=seconds,
             rows=[key.index for key in keys],

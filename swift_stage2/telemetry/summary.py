@@ -153,7 +153,7 @@ def summary_of(ranks: Sequence[RankRecords]) -> RunSummary:
 
 
 def _missing(ranks: Sequence[RankRecords]) -> tuple[int, ...]:
-    world_size = max((start.get("world_size", 0) for rank in ranks for start in rank.starts), default=0)
+    world_size = max((start.get("world_size") or 0 for rank in ranks for start in rank.starts), default=0)
     return tuple(sorted(set(range(world_size)) - {rank.rank for rank in ranks if rank.starts or rank.steps}))
 
 
@@ -252,7 +252,7 @@ def why_b_is_unused(
     if num_rounds and not num_proven:
         cause = f"none of {num_rounds} sync rounds proved a server"
         if errors:
-            cause += f", mostly: {' '.join(_most(errors).split())[:_MOST_CHARACTERS]}"
+            cause += f", mostly: {' '.join(max(errors, key=errors.__getitem__).split())[:_MOST_CHARACTERS]}"
     elif any(skips.values()):
         causes = sorted(((count, reason) for reason, count in skips.items() if count), reverse=True)
         cause = ", ".join(f"{_CAUSES.get(reason, reason)} ({count})" for count, reason in causes)
@@ -260,7 +260,3 @@ def why_b_is_unused(
         cause = cause or "no cause is recorded"
         return f"channel B ran at none of the {num_wanted} steps that wanted it: {cause}"
     return cause
-
-
-def _most(counts: Mapping[str, int]) -> str:
-    return max(counts, key=lambda key: counts[key])

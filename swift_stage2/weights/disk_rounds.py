@@ -214,7 +214,9 @@ class DiskRounds:
     def _remove_leftovers(self, round_: RoundOnDisk) -> None:
         """Of rounds before this one: half written, half removed, or never proven."""
         with suppress(OSError):  # the write that follows says why
-            run_id, kept = round_.order.run_id, (round_.path.name * round_.is_written, self._confirmed)
+            run_id, kept = round_.order.run_id, {self._confirmed}
+            if round_.is_written:
+                kept.add(round_.path.name)
             for path in rounds_of(self._directory, run_id, hidden=True):
                 _delete(path)
             for path in rounds_of(self._directory, run_id):

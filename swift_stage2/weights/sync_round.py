@@ -110,9 +110,9 @@ class WeightSync:
     ) -> None:
         """Copies the weights of this moment and starts a push to each of ``targets``; ``hear`` tells what fails.
 
-        A GPU may copy beside training: the next optimizer step waits for that, and finds it done or leaves the
-        pushes to a later call. ``staged``: all targets are servers of ours, asked on until they install. ``held``: they
-        wait with that for ``let_install``, at most for half of the calls' time. ``step`` goes with weights on a disk.
+        On a GPU the copy may still run when this returns: the next optimizer step is queued behind it, and pushes start
+        at the first later call that finds it done. ``staged``: servers of ours alone, asked on until they install.
+        ``held``: they wait with that for ``let_install``, for half of the calls' time. ``step`` goes with a disk's.
 
         Raises:
             WeightSyncHang: another rank has ended because of this round.

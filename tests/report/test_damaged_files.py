@@ -19,6 +19,7 @@ from run_files import RunFiles, balanced_ledger, write_advantages
 from swift_stage2.cli import main
 from swift_stage2.report.report import report_of
 from swift_stage2.report.run_data import read_run
+from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.ledger import ReturnReason, UnusedReason
 
 FOLDERS = ("audit", "ledger", "matches", "record")
@@ -148,6 +149,37 @@ def status_of(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> int:
 
 def test_the_whole_run_is_balanced(valid: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(valid, capsys) == 0
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"kind": "quarantine", "rank": 0},
+        {"kind": "start", "rank": 0, "time": 1.0, "step": 0, "world_size": None, "settings": {}},
+        {
+            "kind": "metrics",
+            "rank": 0,
+            "time": 1.0,
+            "step": None,
+            "epoch": None,
+            "numbers": {},
+            "activity_ns": {},
+        }
+        | {"wall_ns": 0, "pipeline_ns": {}, "pipeline_wall_ns": None},
+    ],
+    ids=lambda odd: odd["kind"],
+)
+def test_a_record_without_a_value_that_a_resume_or_a_sum_reads_ends_in_no_traceback(
+    tmp_path: Path, odd: dict[str, Any]
+) -> None:
+    run = RunFiles(tmp_path).start().train(12)
+    audit = audit_path(tmp_path, 0)
+    with audit.open("ab") as file:
+        file.write(json.dumps(odd).encode() + b"\n")
+    run.start(4).train(12).end()
+    with audit.open("ab") as file:
+        file.write(json.dumps(odd).encode() + b"\n")
+    assert main(["report", str(tmp_path)]) in (0, 1)
 
 
 NUMBERS = st.integers(0, 10_000)

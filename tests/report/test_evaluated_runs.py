@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from evaluated_run import Scene, evaluated_run, grid_scene
-from run_files import RunFiles, balanced_ledger
+from run_files import CONFIG, RunFiles, balanced_ledger
 
 from swift_stage2.cli import main
 from swift_stage2.telemetry.ledger import matches_path
@@ -152,6 +152,17 @@ def two_runs(tmp_path: Path) -> tuple[Path, Path]:
         evaluated_run(tmp_path / "a", TRUTH, FIRST, losses=[2.0, 1.5]),
         evaluated_run(tmp_path / "b", TRUTH, SECOND, b_ratio=0.3, objective="grpo", losses=[2.0, 1.0]),
     )
+
+
+def test_settings_that_differ_behind_what_a_cell_shows_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [tmp_path / "a", tmp_path / "b"]
+    for run_dir in runs:
+        balanced_ledger(run_dir, num_samples=4).ledger.close()
+        swift = {"system": f"{'x' * 200} {run_dir.name}"}
+        RunFiles(run_dir, config={**CONFIG, "swift": swift}).start().train(8).end()
+    assert "swift.system" in json.dumps(told(capsys, *runs))
 
 
 def test_two_runs_are_compared_on_one_page_and_as_a_table(

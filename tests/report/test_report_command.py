@@ -211,7 +211,7 @@ def test_a_report_names_file_line_image_and_message(
 def given_up(*quarantines: dict[str, Any]) -> list[Table]:
     records = RankRecords(0)
     for record in quarantines:
-        records.take({"kind": "quarantine"} | record)
+        records.take({"kind": "quarantine", "rank": 0, "time": 1.0} | record)
     parts = account_section(None, [records], had_no_b=False).parts
     return [part for part in parts if isinstance(part, Table)]
 

@@ -27,7 +27,7 @@ NOBODY_LEAVES = threading.Event()
 class EngineStandIn:
     """Holds a manifest; loads whatever it is given unless told to fail."""
 
-    name, model, can_abort, is_copying = "stand-in", "none", True, False
+    name, model, is_copying = "stand-in", "none", False
 
     def __init__(self) -> None:
         self.stamp = WeightStamp()
