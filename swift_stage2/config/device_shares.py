@@ -31,8 +31,8 @@ def check_devices(launch: LaunchConfig, placements: Iterable[Placement]) -> None
     """Checks that each process may have the devices it names.
 
     Raises:
-        ConfigError: two share one without ``launch.share_devices``, a part is none, the parts of a shared one are not
-            stated or too much together, or a stock server is on rank 0's, where NCCL cannot reach it.
+        ConfigError: two share one without ``launch.share_devices``, a part is no number up to 1, the parts of a shared
+            one are not stated or too much together, or a stock server is on rank 0's, where NCCL cannot reach it.
     """
     for number, server in enumerate(launch.servers):
         share_of(server, f"launch.servers[{number}].args")
