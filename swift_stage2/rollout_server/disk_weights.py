@@ -26,7 +26,7 @@ from swift_stage2.rollout_server.weight_receiver import Bucket, ReceivedWeights,
 from swift_stage2.servers.protocol import RoundRequest, parse_json
 from swift_stage2.servers.wire_record import TensorSpec, integer_list, mapping
 from swift_stage2.weights.disk_manifest import MANIFEST, DiskManifest
-from swift_stage2.weights.tensors import all_finite, checksum_tensors
+from swift_stage2.weights.tensors import all_finite, checksums_by_name
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _ENDED = "the round has ended"
@@ -130,7 +130,7 @@ class DiskWeights:
                         at = start + _place(entries.get(name), self._specs[name])
                         memory = given[name].reshape(-1).view(torch.uint8).numpy()
                         _read(file, memory, at, require_wanted, what=f"{name} in {shard}")
-        sums = dict(zip(given, checksum_tensors(list(given.values())), strict=True))
+        sums = checksums_by_name(given)
         wrong = [name for name, each in sums.items() if each != self._manifest.checksums[name]]
         if wrong:
             raise RoundFailed(
@@ -140,7 +140,7 @@ class DiskWeights:
         cast = [name for name, view in views.items() if view is not given[name]]
         for name in cast:
             views[name].copy_(given[name])
-        return sums | dict(zip(cast, checksum_tensors([views[name] for name in cast]), strict=True))
+        return sums | checksums_by_name({name: views[name] for name in cast})
 
 
 def _compare(manifest: DiskManifest, request: RoundRequest) -> None:

@@ -30,7 +30,7 @@ from swift_stage2.rollout_server.engine import (
 )
 from swift_stage2.servers.batching import BatchQueue, ExclusiveTask
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.weights.tensors import checksum_tensors
+from swift_stage2.weights.tensors import checksums_by_name
 
 if TYPE_CHECKING:  # ms-swift takes seconds to import; the engine's thread does it
     from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
@@ -97,7 +97,7 @@ class TransformersRolloutEngine(Engine):
     def sum_arrived(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, str]:
         """As ``Engine.sum_arrived``."""
         try:
-            return _checksums(weights)
+            return checksums_by_name(weights)
         except RuntimeError as error:
             raise RoundFailed(f"the weights that arrived could not be summed: {error}") from error
 
@@ -229,7 +229,7 @@ class TransformersRolloutEngine(Engine):
             if self.install_fault is InstallFault.FLIP_ELEMENT:
                 next(iter(parameters.values())).view(-1)[0] += 1
         self.stamp = stamp
-        resident = _checksums({name: parameters[name] for name in weights})
+        resident = checksums_by_name({name: parameters[name] for name in weights})
         return InstalledWeights(loaded=tuple(weights), arrived=arrived, resident=resident)
 
     # --- any thread -----------------------------------------------------------------------------
@@ -244,7 +244,3 @@ class TransformersRolloutEngine(Engine):
             if isinstance(item, ExclusiveTask):
                 item.future.cancel()
         self._encoders.shutdown(wait=False, cancel_futures=True)
-
-
-def _checksums(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    return dict(zip(weights, checksum_tensors(list(weights.values())), strict=True))

@@ -15,7 +15,7 @@ from swift.rlhf_trainers.utils import finish_vllm_weight_reload, patch_vllm_moe_
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.rollout_server.staging import LayoutEntry, open_staged
 from swift_stage2.rollout_server.vllm_weights import LoadTrace, held_pieces, untouched
-from swift_stage2.weights.tensors import checksum_tensors
+from swift_stage2.weights.tensors import checksums_by_name
 
 _MAX_SHOWN = 5
 
@@ -41,7 +41,7 @@ class StagedWeightsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
             weights = open_staged(path, num_bytes, layout)
         except OSError as error:
             return {"unreadable": str(error)}
-        read = dict(zip(weights, checksum_tensors(list(weights.values())), strict=True))
+        read = checksums_by_name(weights)
         patch_vllm_moe_model_weight_loader(model)
         trace = LoadTrace(weights, drop_copies=fault == InstallFault.SKIP_COPY)
         with torch.no_grad():

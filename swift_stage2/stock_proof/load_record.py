@@ -23,7 +23,7 @@ from swift_stage2.rollout_server.vllm_weights import (
     untouched,
 )
 from swift_stage2.servers.protocol import WeightSums
-from swift_stage2.weights.tensors import checksum_tensors
+from swift_stage2.weights.tensors import checksums_by_name
 
 Report = dict[str, Any]
 _log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class LoadRecord:
         """The model's ``load_weights``: sums each tensor before, and notes where each of its parts went."""
         given = dict(weights)
         with torch.no_grad():
-            read = dict(zip(given, checksum_tensors(list(given.values())), strict=True))
+            read = checksums_by_name(given)
             self._arrived |= read
             self._shapes |= {name: tuple(tensor.shape) for name, tensor in given.items()}
             for name in given:  # for the second time in one push: what it was then counts no more
@@ -95,7 +95,7 @@ class LoadRecord:
 
     def take_adapter(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """An adapter, which comes whole. vLLM keeps it in forms of its own, in which it is not traced."""
-        self._adapter = dict(zip(tensors, checksum_tensors(list(tensors.values())), strict=True))
+        self._adapter = checksums_by_name(tensors)
 
     def report(self, question: str, parameters: Mapping[str, torch.Tensor]) -> Report:
         """Tells vLLM, in plain records, what arrived, each piece as it is held now, and what nothing was copied to."""

@@ -17,7 +17,7 @@ from swift.utils import get_logger
 
 from swift_stage2.errors import ProtocolError, ServerFault, UserError
 from swift_stage2.servers.protocol import WEIGHT_SUMS, WeightSums, parse_json
-from swift_stage2.weights.tensors import checksum_tensors
+from swift_stage2.weights.tensors import checksums_by_name
 
 VARIABLE = "SWIFT_STAGE2_WEIGHT_PROOF"
 _MODES = ("raise", "warn")
@@ -86,7 +86,7 @@ class _Guard:
         def send(client: Any, *args: Any, **kwargs: Any) -> None:
             self._require_sums(client)
             tensors = tensors_of(*args, **kwargs)
-            sent = dict(zip(tensors, checksum_tensors(list(tensors.values())), strict=True))
+            sent = checksums_by_name(tensors)
             method(client, *args, **kwargs)
             if is_adapter:  # which comes whole
                 self._check(client, sent, WeightSums.adapter_problems, _ADAPTER_TOLD)

@@ -7,7 +7,7 @@ never a defence against an adversary.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
@@ -53,6 +53,11 @@ def checksum_tensors(tensors: Sequence[torch.Tensor]) -> list[str]:
             batch = []
         batch.append(tensor)
     return sums + _checksum_batch(batch)
+
+
+def checksums_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """``checksum_tensor`` of each, by its name."""
+    return dict(zip(tensors, checksum_tensors(list(tensors.values())), strict=True))
 
 
 def _checksum_batch(tensors: Sequence[torch.Tensor]) -> list[str]:
