@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_stage2.pages.pictures import Gallery, Picture, Thumbnails
-from swift_stage2.report.evaluations import boxes_of, image_of
+from swift_stage2.report.evaluations import boxes_of
 from swift_stage2.report.matches import LoggedMatch
 
 _BETTER = ("first is better", "second is better")
@@ -46,10 +46,10 @@ def disagreements(
 def _picture(
     first: LoggedMatch, second: LoggedMatch, f1: tuple[float, float], thumbnails: Thumbnails
 ) -> Picture:
-    path = image_of(second)
+    path = second.image
     image, trouble = thumbnails.add(path or None)
-    if image is None and image_of(first) not in ("", path):
-        path = image_of(first)
+    if image is None and first.image not in ("", path):
+        path = first.image
         image, trouble = thumbnails.add(path)
     across, down = (mine / other for mine, other in zip(second.space, first.space, strict=True))
     return Picture(

@@ -136,7 +136,7 @@ def scores_of(matches: Sequence[LoggedMatch]) -> DetectionScores:
     ]
     answers = [
         Prediction(
-            image=image_of(match),
+            image=match.image,
             width=match.space[0],
             height=match.space[1],
             objects=LabelledBoxes(
@@ -152,11 +152,6 @@ def boxes_of(objects: Iterable[Labelled]) -> Iterator[Box]:
     """Their boxes; evaluations of points never reach this module."""
     for each in objects:
         yield cast(Box, each.box)
-
-
-def image_of(match: LoggedMatch) -> str:
-    """The path of its first image, or nothing."""
-    return (match.images[0] if match.images else None) or ""
 
 
 def image_f1(scores: DetectionScores) -> NDArray[np.float64]:

@@ -87,14 +87,14 @@ def gallery_of(
     """The newest ``size`` matches; ``matches`` by time, ``fates`` by rank and draw. Opens their images."""
     thumbnails, pictures, grouping = Thumbnails(), [], grouping or Grouping()
     for match, heading in islice(grouping.order(matches), size):
-        path = match.images[0] if match.images else None
-        image, trouble = thumbnails.add(path)
+        path = match.image
+        image, trouble = thumbnails.add(path or None)
         fate = fates.get(match.rank, {}).get(match.sample, "not trained")
         pictures.append(
             Picture(
                 image=image,
                 trouble=trouble,
-                name=Path(path).name if path else "an image without a path",
+                name=Path(path).name or "an image without a path",
                 facts=(*_facts(match), *grouping.fact(match)),
                 fate="evaluation, never trained" if match.purpose == EVALUATION else fate,
                 space=match.space,

@@ -94,6 +94,11 @@ class LoggedMatch:
         return self.sample[2]
 
     @property
+    def image(self) -> str:
+        """The path of its first image, or nothing."""
+        return (self.images[0] if self.images else None) or ""
+
+    @property
     def is_of_points(self) -> bool:
         """Whether any object is a point; a task has objects of one kind."""
         return any(len(one.box) == 2 for one in (*self.truth, *self.predicted))

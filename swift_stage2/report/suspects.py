@@ -26,7 +26,7 @@ from swift_stage2.detections.scores import DetectionScores
 from swift_stage2.pages.content import Section, Sentence, Table, filled, number
 from swift_stage2.pages.pictures import DrawnBox, Gallery, Picture, Thumbnails
 from swift_stage2.report.drift import iou
-from swift_stage2.report.evaluations import RowEvaluation, boxes_of, image_of
+from swift_stage2.report.evaluations import RowEvaluation, boxes_of
 from swift_stage2.report.matches import Box, Labelled, LoggedMatch
 
 SUSPECTS_KEY = "suspects"
@@ -143,7 +143,7 @@ def _never_found(row: int, versions: Sequence[_Version]) -> Iterator[Suspect]:
         yield Suspect(
             kind=SuspectKind.NEVER_FOUND,
             row=row,
-            image=image_of(newest),
+            image=newest.image,
             label=label,
             box=box,
             space=newest.space,
@@ -169,7 +169,7 @@ def _always_added(row: int, versions: Sequence[_Version]) -> Iterator[Suspect]:
             yield Suspect(
                 kind=SuspectKind.ALWAYS_ADDED,
                 row=row,
-                image=image_of(newest),
+                image=newest.image,
                 label=one.label,
                 box=box,
                 space=newest.space,
@@ -227,7 +227,7 @@ def suspects_gallery(suspects: Sequence[Suspect], evaluations: Sequence[RowEvalu
 
 
 def _picture(match: LoggedMatch, suspects: Sequence[Suspect], thumbnails: Thumbnails) -> Picture:
-    path = image_of(match)
+    path = match.image
     image, trouble = thumbnails.add(path or None)
     marked = {(each.kind, each.label, each.box) for each in suspects}
 

@@ -49,7 +49,6 @@ from swift_stage2.report.evaluations import (
     banded,
     evaluations_of,
     image_f1,
-    image_of,
     scores_of,
     spread,
 )
@@ -267,7 +266,7 @@ def _pairs(first: _Side, second: _Side) -> Iterator[_Pair]:
 
 def _identity(match: LoggedMatch) -> tuple[str, tuple[str, ...]]:
     """The name of a row in both runs, whose folders and image sizes may differ."""
-    return Path(image_of(match)).name, tuple(each.label for each in match.truth)
+    return Path(match.image).name, tuple(each.label for each in match.truth)
 
 
 def _evaluations(sides: tuple[_Side, _Side], pairs: Sequence[_Pair]) -> Iterator[Section]:
