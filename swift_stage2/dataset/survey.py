@@ -150,8 +150,8 @@ class _Survey:
         if self.longest is None or row.num_answer_characters > self.longest.num_characters:
             self.longest = Longest(place, row.num_answer_characters, row.num_objects)
 
-    def _tell(self, fault: Fault, count: int = 1) -> None:
-        self.counts[fault.rule] += count
+    def _tell(self, fault: Fault) -> None:
+        self.counts[fault.rule] += 1
         if len(kept := self.kept[fault.rule]) < MOST_KEPT:
             kept.append(fault)
 

@@ -164,10 +164,10 @@ class _Asking:
     def _prepare(self, row: TrueRow) -> _AskedRow | None:
         size = (1, 1)
         try:
-            sample = Sample(SampleKey(0, row.number, row.number), row.row)
-            request = self.encoder.request(sample)
             picture = look_at(row.image)
             size = picture.width, picture.height
+            sample = Sample(SampleKey(0, row.number, row.number), row.row)
+            request = self.encoder.request(sample)
             return _AskedRow(row, size, request, self.encoder.encode_prompt(sample))
         except (SampleError, *UNREADABLE) as error:
             self._fail(row, size, str(error))

@@ -276,7 +276,9 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         "--output", type=Path, metavar="DIR", help=f"folder for the files (default {_FOLDER})"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print JSON; files are then written only with --output"
+        "--json",
+        action="store_true",
+        help="print JSON; page and evaluation.json are then written only with --output",
     )
     parser.add_argument(
         "--score-convention",

@@ -34,11 +34,11 @@ def affordable_draws(scores: DetectionScores, wanted: int) -> int:
 
 
 def intervals(
-    values: Callable[[Weights], Mapping[str, float]], num_images: int, num_draws: int, seed: int = 0
+    values: Callable[[Weights], Mapping[str, float]], num_images: int, num_draws: int
 ) -> dict[str, Interval]:
     """Per metric, over the draws in which it could be computed; none without draws."""
     samples: defaultdict[str, list[float]] = defaultdict(list)
-    for weights in _draws(num_images, num_draws, seed):
+    for weights in _draws(num_images, num_draws):
         for name, value in values(weights).items():
             samples[name].append(value)
     return {name: Interval(*np.quantile(drawn, _BOUNDS).tolist()) for name, drawn in samples.items()}
@@ -54,8 +54,8 @@ def difference(first: DetectionScores, second: DetectionScores) -> Callable[[Wei
     return values
 
 
-def _draws(num_images: int, num_draws: int, seed: int) -> Iterator[Weights]:
-    generator = np.random.default_rng(seed)
+def _draws(num_images: int, num_draws: int) -> Iterator[Weights]:
+    generator = np.random.default_rng(0)
     for _ in range(num_draws):
         chosen = generator.integers(num_images, size=num_images)
         yield np.bincount(chosen, minlength=num_images).astype(np.int64)

@@ -126,7 +126,10 @@ class ManagedServer:
         return held
 
     def watch(self, job: Job) -> None:
-        """Tells of an end once, and starts it again when that is wanted; never waits."""
+        """Tells of an end once, and starts it again when that is wanted.
+
+        Waits only where a warden was killed, until its tree has ended: 20 s at most.
+        """
         now = time.monotonic()
         if self._state in (_State.UP, _State.COMING) and (ended := self.ended()) is not None:
             self._note_end(job, *ended, now)

@@ -144,9 +144,10 @@ def _addresses(config: Stage2Config, known: Known) -> Found | None:
 def _shared_memory(config: Stage2Config, known: Known) -> Found | None:
     if not config.b_enabled or config.rollout.sync.transport is not Transport.SHARED_MEMORY:
         return None
-    # A rank knows whether it is the first; who starts it knows the machine only if there is but one.
+    # Only rank 0's machine can tell: a rank knows whether it is that, a launcher only where there is one host.
     ranks = known.rank_environment
-    if ranks.get("RANK", "0") != "0" if ranks is not None else config.launch.learner.nnodes > 1:
+    is_rank_0s = config.launch.learner.nnodes == 1 if ranks is None else ranks.get("RANK", "0") == "0"
+    if not is_rank_0s:
         return None
     if not refuse_far_servers(config):
         return None  # its own row says so

@@ -34,12 +34,16 @@ class Listener:
 
 
 def listener_at(host: str, port: int) -> Listener | None:
-    """Who would answer at this address of this machine; None when nobody listens there."""
-    address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    """Who would answer at this address of this machine; None when nobody listens there, or no name server answers."""
+    try:
+        told = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:  # a name server may fail for a moment; callers look again
+        return None
+    addresses = {str(address[0]) for *_, address in told}  # of a name with several a server takes any one
     found = None
     # Processes are looked at before sockets are: whoever began to listen between had a socket and no process.
     for _ in range(2):
-        found = next((each for ip, each in _listeners(port) if ip in (address, *ANY_ADDRESS)), None)
+        found = next((each for ip, each in _listeners(port) if ip in (*addresses, *ANY_ADDRESS)), None)
         if found is None or found.pid is not None:
             break
     return found
@@ -117,11 +121,17 @@ def refuse_busy(host: str, port: int, key: str) -> tuple[str, int]:
         ConfigError: the port is in use or closed to this user, or ``host`` is not this machine.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-        return str(address[0]), port
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for number, told in enumerate(addresses):  # of a name with several a server may take any one
+            family, kind, protocol, _, address = told
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(address)
+            except OSError as exc:
+                if number == 0 or exc.errno == errno.EADDRINUSE:
+                    raise
+        return str(addresses[0][4][0]), port
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise ConfigError(

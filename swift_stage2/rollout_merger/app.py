@@ -29,8 +29,8 @@ from swift_stage2.servers.http_app import (
     configure_logging,
     warn_when_open,
 )
-from swift_stage2.servers.request_checks import add_limits, number_above_zero, positive_integer, read_limits
-from swift_stage2.terminal.parser import CommandParser
+from swift_stage2.servers.request_checks import add_limits, number_above_zero, read_limits
+from swift_stage2.terminal.parser import CommandParser, whole_number
 
 _log = logging.getLogger(__name__)
 _LOOK_INTERVAL_S = 1.0
@@ -76,7 +76,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--upstream", required=True, metavar="URL", help="base URL of the stock server")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=9000, help="0 takes any free port")
-    parser.add_argument("--max-batch-size", type=_batch_size, default=64, help="requests of one POST at most")
+    most = whole_number(1, MAX_REQUESTS_PER_POST)
+    parser.add_argument("--max-batch-size", type=most, default=64, help="requests of one POST at most")
     parser.add_argument(
         "--upstream-timeout-s",
         type=number_above_zero,
@@ -85,7 +86,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--data-parallel-size",
-        type=positive_integer,
+        type=whole_number(1),
         default=1,
         help="the server's --vllm_data_parallel_size",
     )
@@ -100,13 +101,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add_limits(parser)
     return parser.parse_args(argv)
-
-
-def _batch_size(text: str) -> int:
-    number = positive_integer(text)
-    if number > MAX_REQUESTS_PER_POST:
-        raise argparse.ArgumentTypeError(f"must be at most {MAX_REQUESTS_PER_POST}, got {number}")
-    return number
 
 
 def _check_upstream(arguments: argparse.Namespace) -> None:

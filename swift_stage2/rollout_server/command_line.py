@@ -31,9 +31,9 @@ from swift_stage2.process.children import ServerChildren
 from swift_stage2.process.heap_trim import HeapTrim
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
 from swift_stage2.rollout_server.engine import Engine, EngineState
-from swift_stage2.servers.request_checks import RequestLimits, add_limits, positive_integer, read_limits
+from swift_stage2.servers.request_checks import RequestLimits, add_limits, read_limits
 from swift_stage2.terminal.output import let_go, print_error
-from swift_stage2.terminal.parser import CommandParser
+from swift_stage2.terminal.parser import CommandParser, whole_number
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator
@@ -187,13 +187,13 @@ def transformers_command(
     parser.add_argument("--template", help="ms-swift template type, when the model type does not tell")
     parser.add_argument(
         "--max-pixels",
-        type=positive_integer,
+        type=whole_number(1),
         help="images with more are shrunk, as by the learner's max_pixels",
     )
     parser.add_argument("--torch-dtype", choices=("float32", "bfloat16", "float16", "auto"), default="auto")
     parser.add_argument("--device", help="default: cuda:0 where there is one, else cpu")
-    parser.add_argument("--max-batch-size", type=positive_integer, default=64)
-    parser.add_argument("--num-threads", type=positive_integer, help="CPU threads of the engine")
+    parser.add_argument("--max-batch-size", type=whole_number(1), default=64)
+    parser.add_argument("--num-threads", type=whole_number(1), help="CPU threads of the engine")
     options = parser.parse_args(argv)
     _take_recorded_plugins(options, options.model)
 

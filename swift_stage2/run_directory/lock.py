@@ -93,19 +93,20 @@ def hold_run_directory(
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, unnamed = tempfile.mkstemp(dir=folder, prefix=".")
     except OSError as error:
-        raise ConfigError(
-            f"swift.output_dir must be a writable directory, got {run_dir} ({error}); name another one"
-        ) from error
+        raise _not_writable(run_dir, error) from error
     _held[descriptor] = run_dir.resolve()
     # Never a name that an earlier process had: whoever finds that one abandoned removes it by its name.
     path = folder / f"{me.host}-{me.pid}{Path(unnamed).name}{_SUFFIX}"
     ended = threading.Event()
     toucher = threading.Thread(target=_touch, args=(path, ended), name="run-lock", daemon=True)
     try:
-        _lock(descriptor, fcntl.LOCK_EX)
-        os.write(descriptor, json.dumps(asdict(me)).encode())
-        os.fchmod(descriptor, 0o644)  # another user's run reads it, too
-        os.rename(unnamed, path)
+        try:
+            _lock(descriptor, fcntl.LOCK_EX)
+            os.write(descriptor, json.dumps(asdict(me)).encode())
+            os.fchmod(descriptor, 0o644)  # another user's run reads it, too
+            os.rename(unnamed, path)
+        except OSError as error:
+            raise _not_writable(run_dir, error) from error
         if not is_alone:
             _refuse_others(folder, path, me)
         toucher.start()
@@ -118,6 +119,12 @@ def hold_run_directory(
             name.unlink(missing_ok=True)
         _held.pop(descriptor, None)
         os.close(descriptor)
+
+
+def _not_writable(run_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"swift.output_dir must be a writable directory, got {run_dir} ({error}); name another one"
+    )
 
 
 def _touch(path: Path, ended: threading.Event) -> None:

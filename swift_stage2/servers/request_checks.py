@@ -206,17 +206,12 @@ def _at_most(option: str, number: int, limit: float, what: str) -> None:
         )
 
 
-def positive_integer(text: str) -> int:
-    """For ``type`` of an option that counts from 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
-
-
 def number_above_zero(text: str) -> float:
     """For ``type`` of an option that is finite and positive."""
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not math.isfinite(number) or number <= 0:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text[:40]!r}")
     return int(number) if number.is_integer() else number

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +123,17 @@ def test_the_tiny_model_is_evaluated_on_our_own_server(
     assert main(["evaluate", "--data", str(rows_file), "--predictions", str(predictions), "--json"]) == 0
     again = json.loads(capsys.readouterr().out)["metrics"]
     assert again["eval/ap"]["value"] == facts["metrics"]["eval/ap"]["value"]
+
+
+def test_a_row_whose_prompt_is_refused_keeps_the_size_of_its_picture(
+    encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int]
+) -> None:
+    messages = [{"role": "user", "content": "<image>Where is <bbox>?"}, true_rows[0].row["messages"][-1]]
+    rows = [replace(true_rows[0], row={**true_rows[0].row, "messages": messages}), *true_rows[1:]]
+    with FakeRolloutServer(on_infer=lambda call: answers(call, prompt_ids, "[]")) as server:
+        found = ask_server(server.url, rows, encoder, QUESTIONS, lambda number: None)
+    assert found[0].answer is None
+    assert (found[0].width, found[0].height) == (WIDTH, HEIGHT)
 
 
 def test_boxes_become_pixels_and_a_stock_server_is_asked_in_batches(

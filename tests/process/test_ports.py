@@ -94,3 +94,28 @@ def test_another_users_listener_has_no_process_at_any_look(
         psutil, "net_connections", lambda kind: [entry._replace(pid=None) for entry in real(kind=kind)]
     )
     assert listener_at("127.0.0.1", busy_port) == Listener(None, "another user's")
+
+
+@pytest.fixture
+def _two_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``localhost`` is ::1 before it is 127.0.0.1, as on most machines."""
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host: str, port: int, **options: Any) -> list[Any]:
+        names = ("::1", "127.0.0.1") if host == "localhost" else (host,)
+        return [entry for name in names for entry in real(name, port, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+@pytest.mark.usefixtures("_two_addresses")
+def test_all_addresses_of_a_name_are_looked_at(busy_port: int) -> None:
+    listener = listener_at("localhost", busy_port)
+    assert listener is not None
+    assert listener.pid == os.getpid()
+    with pytest.raises(ConfigError, match="in use by process"):
+        refuse_busy("localhost", busy_port, "rollout.servers[0].base_url")
+
+
+def test_a_name_server_that_fails_for_a_moment_is_nobody_who_listens() -> None:
+    assert listener_at("nowhere.invalid", 80) is None

@@ -41,7 +41,15 @@ def test_a_mistake_is_one_line_and_status_2(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--max-batch-size", "5000"], ["--upstream-timeout-s", "inf"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--max-batch-size", "5000"],
+        ["--max-batch-size", "x"],
+        ["--upstream-timeout-s", "inf"],
+        ["--max-images", "x"],
+    ],
+)
 def test_values_out_of_range_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["merge", "--upstream", "http://127.0.0.1:8000", *arguments])

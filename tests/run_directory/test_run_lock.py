@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,6 +169,23 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         hold_run_directory(file, "launch", {}),
     ):
         raise AssertionError("it was let in")
+
+
+def test_a_disk_that_is_full_is_told_of_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rename(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "rename", rename)
+    with (
+        pytest.raises(
+            ConfigError, match=r"swift\.output_dir must be a writable directory, got .*No space left"
+        ),
+        hold_run_directory(tmp_path, "launch", {}),
+    ):
+        raise AssertionError("it was let in")
+    assert list(tmp_path.glob("locks/*")) == []
 
 
 def test_a_run_that_is_alone_holds_its_directory_once(tmp_path: Path, start: Start) -> None:
