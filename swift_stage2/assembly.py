@@ -86,7 +86,6 @@ def start_run(
     template: Any,
     module: nn.Module,
     run_directory: str,
-    rank: int,
     seed: int,
     total_steps: int,
     first_step: int,
@@ -143,7 +142,7 @@ def start_run(
             telemetry.trace.clock_offset = align_clocks(lambda: control.reduce_max([0]), control.gather)
         if config.b_enabled:
             servers = wait_for_servers(config, control, telemetry.record_warning, telemetry.record_awaited)
-            # Apart, because the second runs the model, which ZeRO-3 does on all ranks or on none.
+            # `check_packing` stays outside: it runs the model, and under ZeRO-3 all ranks must do that or none.
             look = partial(
                 check_parts, config, task, rows, usable, template, seed, control, telemetry, on_failure
             )
@@ -258,7 +257,7 @@ def _build_channel_b(
         run_id=run_id,
         canary={"messages": [{"role": "user", "content": "ping"}]},
         max_inflight_per_server=rollout.max_inflight_per_server,
-        is_lost=lambda url, version: control.notes.read(_note_of_loss(url, version)) is not None,
+        is_lost=lambda url, version: control.notes.has(_note_of_loss(url, version), otherwise=True),
         events=attempts,
         watch_post=telemetry.pipeline.post,
         chat_models=servers.chat_models,

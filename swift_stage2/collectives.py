@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _g
 from swift_stage2.errors import Stage2Error, UserError
 from swift_stage2.process.background import BackgroundCall
 from swift_stage2.process.route import local_address_towards
+
+logger = logging.getLogger(__name__)
 
 _COMMUNICATOR_TIMEOUT_S = 300.0  # a server cannot be told of another; a push has a deadline of its own
 
@@ -53,6 +56,14 @@ class NoteBoard:
         if key in self._own or self._store is None:
             return self._own.get(key)
         return BackgroundCall(lambda: self._ask(key), "reading a note").result_within(_NOTE_TIMEOUT_S)
+
+    def has(self, key: str, *, otherwise: bool) -> bool:
+        """Whether somebody has left the note; ``otherwise`` where the store does not tell within a few seconds."""
+        try:
+            return self.read(key) is not None
+        except RuntimeError as error:
+            logger.warning("the job's store does not tell of a note: %s", error)
+            return otherwise
 
     def _ask(self, key: str) -> str | None:
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else None

@@ -89,7 +89,6 @@ def _start(
         template=make_template(),
         module=tiny_model()[0],
         run_directory=str(directory / "run"),
-        rank=0,
         seed=1,
         total_steps=10,
         first_step=0,

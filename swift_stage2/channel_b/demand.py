@@ -108,7 +108,10 @@ class Demand:
         return max(1, wanted)
 
     def has_room(self, view: StepView | None, youngest: int) -> bool:
-        """True if a pack pushes none out that is as young as its ``youngest``, or fresh when a step may train it."""
+        """True if the queue can take a pack whose youngest segment is of version ``youngest``.
+
+        It must drop none for it that is as young, or that is still fresh when the next step may train it.
+        """
         if view is None:
             return True
         # In mode inline the step that trains them is this one, at no later version.

@@ -215,9 +215,9 @@ def wait_for_servers(
                         f"every server must be named once, got base_url={base_url!r}, which is {name} by another name; "
                         "remove one of them from rollout.servers"
                     )
-                found.ours.add(base_url.rstrip("/"))
+                found.ours.add(base_url)
             if told["chat_model"]:
-                found.chat_models[base_url.rstrip("/")] = told["chat_model"]
+                found.chat_models[base_url] = told["chat_model"]
             wants_abort = control.rank == 0 and config.rollout.sync.on_pending is OnPending.ABORT
             if wants_abort and not told["can_abort"]:
                 warn(

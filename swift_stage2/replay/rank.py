@@ -101,7 +101,6 @@ def _start_replay(
     template: Any,
     module: nn.Module,
     run_directory: str,
-    rank: int,
     first_step: int,
     total_steps: int,
     logging_steps: int,
@@ -116,10 +115,10 @@ def _start_replay(
     _check_surroundings(recorded.surroundings, surroundings(next(module.parameters()).device))
     telemetry = Telemetry(
         Path(run_directory),
-        rank,
+        control.rank,
         control.world_size,
         tensorboard=False,
-        live=LiveView(sys.stderr, plain_every_steps=max(1, logging_steps)) if rank == 0 else None,
+        live=LiveView(sys.stderr, plain_every_steps=max(1, logging_steps)) if control.rank == 0 else None,
         total_steps=total_steps,
     )
     telemetry.record_start(first_step)
@@ -133,7 +132,9 @@ def _start_replay(
         return PackMaker(rows, encoder, task.learn(rows, sample, encoder), packing_length)
 
     maker = together(control, make_maker) if config.b_enabled else None
-    learners.append(ReplayedLearner(recorded.steps[rank], maker=maker, control=control, events=telemetry))
+    learners.append(
+        ReplayedLearner(recorded.steps[control.rank], maker=maker, control=control, events=telemetry)
+    )
     return Stage2Run(
         learners[0],
         telemetry,

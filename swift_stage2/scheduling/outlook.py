@@ -154,7 +154,7 @@ class StepView:
     def arrival(self, state: PacingState, sent_s: float | None) -> float:
         """The position at which a rollout whose POST left then, or leaves now, is expected to be prepared.
 
-        One that is late is expected after as long again as it is late: who has a long way behind him has one before.
+        One that is overdue by n steps is expected in n more: how late it is already is all that is known of it.
         """
         typical_steps = state.arrival_pace.typical_steps
         if sent_s is None or not self.step_seconds:

@@ -162,7 +162,10 @@ class SuspectProbe:
                 news = found - self._lost if turn == self._num_cut else frozenset()
                 self._lost = self._lost | news
             for server in sorted(news):
-                self._on_lost(server)
+                try:
+                    self._on_lost(server)
+                except RuntimeError as error:  # the others are told of all the same
+                    self._failures.note(self._thread.name, error)
 
     def _answers(self, url: str, turn: int) -> bool:
         deadline = Deadline(_DEADLINE_S)

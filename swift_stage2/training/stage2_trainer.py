@@ -99,7 +99,7 @@ class Stage2Trainer(EvaluatedTrainer):
         assert self.stage2 is not None
         with self.stage2.telemetry.activity("waiting"):
             decision = self._begin_step(num_batches)
-            # Told to the loop at the end of the step: it would leave this window after its first micro_step.
+            # Only noted: `should_training_stop` set now would end this window after its first micro_step.
             self.stop_agreed = self.stop_agreed or decision.stop
             if decision.plan.channel is Channel.B:
                 # Copies: the loop and the loss function take entries out of the dictionary they are given.
@@ -221,7 +221,6 @@ class Stage2Trainer(EvaluatedTrainer):
             template=self.template,
             module=module,
             run_directory=self.args.output_dir,
-            rank=self.args.process_index,
             seed=self.args.seed,
             total_steps=self.state.max_steps,
             first_step=self.state.global_step,
@@ -256,10 +255,7 @@ class Stage2Trainer(EvaluatedTrainer):
     def begin_epoch(self) -> None:
         """Counts channel A's batches anew, unless the epoch was resumed in its middle."""
         self.is_between_epochs = False
-        if self._resumed_a_batches is not None:
-            self._a_batches_in_epoch = self._resumed_a_batches if self._is_mid_epoch() else 0
-            return
-        self._a_batches_in_epoch = 0
+        self._a_batches_in_epoch = (self._resumed_a_batches or 0) if self._is_mid_epoch() else 0
 
     def end_epoch(self) -> None:
         """Reports the part of the epoch that channel A did not reach, because B steps read none of it."""
@@ -365,7 +361,7 @@ class _StopSignals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was set from C
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self._trainer.stage2 is None:

@@ -195,7 +195,7 @@ class ProcessCourier:
         with self._changed:
             if message.round_id == self._round_id:
                 if message.is_ours:
-                    self._ours.add(self._setup.endpoints[message.server].base_url.rstrip("/"))
+                    self._ours.add(self._setup.endpoints[message.server].base_url)
                 self._ends.setdefault(message.server, message.end)
                 self._changed.notify_all()
         return None
@@ -206,8 +206,11 @@ class ProcessCourier:
     def _fail(self, error: str) -> None:
         """The process is over, and with it the groups that tell when a stock server is another process."""
         with self._changed:
-            urls = [endpoint.base_url.rstrip("/") for endpoint in self._setup.endpoints]
-            self._lost = tuple(server for server, url in enumerate(urls) if url not in self._ours)
+            self._lost = tuple(
+                server
+                for server, endpoint in enumerate(self._setup.endpoints)
+                if endpoint.base_url not in self._ours
+            )
             for server in self._targets:
                 self._ends.setdefault(server, PushEnd.failed(error))
             self._changed.notify_all()

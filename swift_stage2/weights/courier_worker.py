@@ -228,7 +228,7 @@ class CourierWorker:
         assert self._order is not None
         if self._courier.wait(0.0):  # the last: before rank 0 believes proofs that are older than this one
             self._look_for_lost()
-        is_ours = self._setup.endpoints[server].base_url.rstrip("/") in self._ours
+        is_ours = self._setup.endpoints[server].base_url in self._ours
         with self._changed:
             intervals, self._intervals = tuple(self._intervals), []
             self._connection.send(Ended(self._order.round_id, server, end, is_ours, intervals))

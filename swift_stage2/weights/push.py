@@ -83,7 +83,7 @@ class ServerPush(threading.Thread):
 
     def run(self) -> None:
         try:
-            base_url = self._endpoint.base_url.rstrip("/")
+            base_url = self._endpoint.base_url
             with ServerSession(base_url, self._api_key, must_be_ours=base_url in self._ours) as session:
                 try:
                     self._transfer(session)

@@ -100,12 +100,12 @@ class ChatConnection(ServerConnection):
 
     def _judge_all(self, faults: Mapping[int, _Fault]) -> PostResult:
         """A fault that says something of the server counts more than what it says of single requests."""
-        of_requests = [
-            place for place, fault in faults.items() if getattr(fault, "status", None) in _OF_THE_REQUEST
+        of_server = [
+            fault for fault in faults.values() if getattr(fault, "status", None) not in _OF_THE_REQUEST
         ]
-        for place in faults.keys() - set(of_requests):
-            return self._judge(vllm_serve.CHAT, faults[place], 0)
-        return PostResult(PostEnd.ERROR_ANSWER, str(faults[of_requests[0]]), named=tuple(of_requests))
+        if of_server:
+            return self._judge(vllm_serve.CHAT, of_server[0], 0)
+        return PostResult(PostEnd.ERROR_ANSWER, str(next(iter(faults.values()))), named=tuple(faults))
 
 
 def connect(

@@ -105,12 +105,11 @@ class RolloutClient:
             failed=self._fail,
         )
         self._terms = Terms(decoding, events, columns)
-        urls = [url.rstrip("/") for url in servers]
-        self._lanes = {url: self._new_lane(url, number) for number, url in enumerate(urls)}
-        self._paces = dict.fromkeys(urls, ServerPace())
+        self._lanes = {url: self._new_lane(url, number) for number, url in enumerate(servers)}
+        self._paces = dict.fromkeys(servers, ServerPace())
 
     def _new_lane(self, base_url: str, number: int) -> ServerLane:
-        # Of what does not divide, every rank gets its part on other servers.
+        # Where the places do not divide by the ranks, which ranks get one more rotates from server to server.
         num_places = max(
             1, (self._max_inflight + (self._rank + number) % self._world_size) // self._world_size
         )
@@ -166,7 +165,7 @@ class RolloutClient:
     def forgive(self, servers: Collection[str]) -> None:
         """A staged round or catch-up of ``servers``, which are not asked, begins: later suspicions are newer."""
         for url in servers:
-            self._lanes[url.rstrip("/")].trust.forgive()
+            self._lanes[url].trust.forgive()
 
     def set_proven(self, served: Mapping[str, ServedWeights], *, drained: bool = True) -> None:
         """Exactly these base URLs are asked from now on, each with what it serves. Call it before the fence reopens.
@@ -177,11 +176,10 @@ class RolloutClient:
         Raises:
             ValueError: a server that this client was not made with.
         """
-        proven = {url.rstrip("/"): weights for url, weights in served.items()}
-        if unknown := proven.keys() - self._lanes.keys():
+        if unknown := served.keys() - self._lanes.keys():
             raise ValueError(f"only servers of this client can be proven, got {sorted(unknown)}")
         for url, lane in self._lanes.items():
-            if (weights := proven.get(url)) is None:
+            if (weights := served.get(url)) is None:
                 lane.withdraw()
                 continue
             if not lane.trust.is_proven:  # it returns, perhaps as another process
@@ -195,11 +193,11 @@ class RolloutClient:
     def withdraw(self, servers: Collection[str]) -> None:
         """``servers`` are asked no more before a round proves them, and what they were asked is not waited for."""
         for url in servers:
-            self._lanes[url.rstrip("/")].withdraw()
+            self._lanes[url].withdraw()
 
     def distrust(self, server: str, reason: str) -> None:
         """``server`` is suspect: what it answered showed so later than its lane could see."""
-        self._lanes[server.rstrip("/")].distrust(reason)
+        self._lanes[server].distrust(reason)
 
     def note_agreement(self, servers: Collection[str]) -> frozenset[str]:
         """Prompts of ``servers`` were the learner's. All servers of which this was ever noted since they came back."""

@@ -256,7 +256,11 @@ MANY_GIVEN_UP = 8
 def servers_at_fault(
     rollouts: Sequence[Rollout], found: Sequence[object], agreeing: Container[str]
 ) -> dict[str, str]:
-    """Base URL → why the server is suspect, by the prompts of its answers; arguments as below."""
+    """Base URL → why the server is suspect, by the prompts of its answers.
+
+    ``found[i]`` is what became of ``rollouts[i]``, or its refusal. ``agreeing`` are the servers whose prompt was the
+    learner's for any sample, here or since a round proved them anew.
+    """
     misreading = _misreading_servers(rollouts, found, agreeing)
     return misreading | dict.fromkeys(permuting_servers(rollouts, found), PERMUTED)
 
@@ -264,10 +268,7 @@ def servers_at_fault(
 def _misreading_servers(
     rollouts: Sequence[Rollout], found: Sequence[object], agreeing: Container[str]
 ) -> dict[str, str]:
-    """Base URL → why the server is suspect; ``found[i]`` is what became of ``rollouts[i]``, or its refusal.
-
-    ``agreeing`` are the servers whose prompt was the learner's for any sample, here or since a round proved them anew.
-    """
+    """Those that never agreed with the learner on a prompt; arguments as ``servers_at_fault``'s."""
     mismatches: dict[str, list[PromptMismatch]] = {}
     for rollout, each in zip(rollouts, found, strict=True):
         if isinstance(each, PromptMismatch) and rollout.server not in agreeing:
