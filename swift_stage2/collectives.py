@@ -58,7 +58,7 @@ class NoteBoard:
         return BackgroundCall(lambda: self._ask(key), "reading a note").result_within(_NOTE_TIMEOUT_S)
 
     def has(self, key: str, *, otherwise: bool) -> bool:
-        """Whether somebody has left the note; ``otherwise`` where the store does not tell within a few seconds."""
+        """Returns whether a rank has left the note, or ``otherwise`` if the store does not answer within seconds."""
         try:
             return self.read(key) is not None
         except RuntimeError as error:

@@ -110,7 +110,7 @@ class Demand:
     def has_room(self, view: StepView | None, youngest: int) -> bool:
         """True if the queue can take a pack whose youngest segment is of version ``youngest``.
 
-        It must drop none for it that is as young, or that is still fresh when the next step may train it.
+        For that it must not drop a pack that is as young, or still fresh when the next step may train it.
         """
         if view is None:
             return True

@@ -104,7 +104,7 @@ class StockTransport(WeightTransport):
         return self._asks_in_vain(_IS_LOST_TIMEOUT_S)
 
     def _asks_in_vain(self, wait_s: float) -> bool:
-        """Asks the store for at most ``wait_s``; a later call reads a later answer. True: its connection has broken."""
+        """True if the store's connection has broken. Waits ``wait_s`` at most; the next call reads a late answer."""
         communicator = self._communicator
         if communicator is None:
             return False

@@ -112,7 +112,7 @@ class WeightSync:
 
         On a GPU the copy may still run when this returns: the next optimizer step is queued behind it, and pushes start
         at the first later call that finds it done. ``staged``: servers of ours alone, asked on until they install.
-        ``held``: they wait with that for ``let_install``, for half of the calls' time. ``step`` goes with a disk's.
+        ``held``: they install after ``let_install``, or half of the calls' time. A disk keeps ``step`` beside weights.
 
         Raises:
             WeightSyncHang: another rank has ended because of this round.
