@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -23,14 +24,12 @@ from swift_stage2.convert.voc_folder import VocFolder
 from swift_stage2.convert.yolo_folder import YoloFolder
 from swift_stage2.dataset.picture import DrawnOn
 from swift_stage2.errors import DatasetError, UserError
-from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.terminal.output import check_new_file, needs_stdout
 from swift_stage2.terminal.parser import CommandParser, whole_number
 from swift_stage2.terminal.progress import progress_bar
 from swift_stage2.whole_file import whole_file
 
 _LEAST_SIDE, _MOST_SIDE = 56, 4096  # pixels of a page's picture
-_PAGE_MARKER = ".swift-stage2-pages"
 _EVERY = 50  # images between two movements of the bar
 _PROMPT, _CLASS_PROMPT = "Detect all objects.", f"Detect every {LABEL}."
 _SOURCES = {
@@ -54,19 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         outputs.append(options.output.with_name(f"{options.output.stem}.val{options.output.suffix}"))
     for output in outputs:
         check_new_file(output, force=options.force, sources=[options.source])
-    if options.format == "pages":
-        claim_directory(options.images, keep=False, marker=_PAGE_MARKER, option="--images")
-    elif not os.path.isdir(options.images):  # Path.is_dir raises for names that are too long
+    # Path.is_dir raises for names that are too long. Pages make the folder.
+    if options.format != "pages" and not os.path.isdir(options.images):
         raise UserError(f"--images must be a folder, got {options.images}, which is none; correct the path")
-    tally = Tally()
-    try:
-        source = _open(options, tally)
-    except OSError as error:
-        raise UserError(
-            f"--images must be a folder that can be written, got {error}; name another"
-        ) from error
-    needs_labels = options.negatives or LABELS in options.prompt
-    style = RowStyle(
+    style = RowStyle(  # before anything is read: it refuses a wrong prompt
         prompt=options.prompt,
         dialect=DIALECTS[options.dialect],
         order=Order(options.order),
@@ -74,8 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         per_class=options.per_class,
         negatives=options.negatives,
         max_objects=options.max_objects,
-        labels=source.labels() if needs_labels else (),
     )
+    tally = Tally()
+    try:
+        source = _open(options, tally)
+    except OSError as error:
+        raise UserError(
+            f"--images must be a folder that can be written, got {error}; name another"
+        ) from error
+    if options.negatives or LABELS in options.prompt:
+        style = replace(style, labels=source.labels())
     try:
         written = _write(
             source, style, ImagePlacer(options.images, DrawnOn(options.boxes_on), tally), options, outputs

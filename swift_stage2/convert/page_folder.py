@@ -19,9 +19,11 @@ from swift_stage2.convert.exact_numbers import Quad, exact
 from swift_stage2.convert.folder_files import files_below
 from swift_stage2.convert.page_browser import PageBrowser, SeenBox, View, page_browser
 from swift_stage2.convert.tally import Oddity, Tally
+from swift_stage2.run_directory.claim import claim_directory
 
 LABELS = ("link", "button", "image", "heading", "field")
 SIDES = (448, 1288)
+_MARKER = ".swift-stage2-pages"
 _SUFFIXES = (".html", ".htm", ".xhtml")
 _ZOOMS = (0.75, 1.0, 1.25, 1.5, 2.0)
 _LEAST_SIDE = 4  # pixels that are seen of an element, both ways
@@ -33,11 +35,12 @@ Pixels = tuple[int, int, int, int]
 class PageFolder:
     """``num`` pictures of pages below ``root``, taken when this is made and written below the folder ``images``.
 
-    ``sides``: a picture's width and height are drawn from the first to the second, in pixels.
+    Pictures that an earlier one left there are removed once there is a page and a browser. ``sides``: a picture's width
+    and height are drawn from the first to the second, in pixels.
 
     Raises:
         DatasetError: there is no page.
-        UserError: there is no browser.
+        UserError: there is no browser, or the folder holds something else.
         OSError: a picture cannot be written.
     """
 
@@ -58,6 +61,7 @@ class PageFolder:
         random.Random(seed).shuffle(names)
         waiting = deque((name, 0) for name in names)  # a view of every page, then another one of each
         with page_browser(root) as browser:
+            claim_directory(images, keep=False, marker=_MARKER, option="--images")
             while waiting and len(self._images) < num:
                 name, number = waiting.popleft()
                 view = _drawn_view(root / name, random.Random(f"{seed}:{name}:{number}"), sides)

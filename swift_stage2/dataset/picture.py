@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -99,11 +100,11 @@ class Rewritten:
 
 
 def apply_orientation(source: Path, output: Path, drawn_on: DrawnOn) -> Rewritten:
-    """Writes ``output`` and, beside it, a folder of upright images. ``output`` appears whole or not at all.
+    """Writes ``output`` and, beside it, a folder of upright images. Both appear whole or not at all.
 
     Raises:
         UserError: ``output`` or its folder exists or cannot be written.
-        DatasetError: ``source`` cannot be read.
+        DatasetError: ``source`` or one of its turned images cannot be read.
     """
     folder = output.with_name(f"{output.stem}-images")
     for path in (output, folder):
@@ -122,7 +123,10 @@ def apply_orientation(source: Path, output: Path, drawn_on: DrawnOn) -> Rewritte
             target.flush()
             os.fsync(target.fileno())
         partial.replace(output)
-    except OSError as error:
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         raise UserError(f"--output must be a file that can be written, got {output}: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
@@ -183,9 +187,14 @@ def _upright(image: Any, picture: StoredPicture, folder: Path, done: Rewritten) 
         target = folder / f"{len(done.images):06d}-{Path(path).stem}.png"
         if os.path.isabs(path):  # spelt like the other rows, from the working directory or not
             target = target.absolute()
-        with Image.open(find_image(path), formats=RASTER_FORMATS) as stored:
-            upright = ImageOps.exif_transpose(stored)
-        upright.convert("RGB").save(target)
+        try:
+            with Image.open(find_image(path), formats=RASTER_FORMATS) as stored:
+                upright = ImageOps.exif_transpose(stored).convert("RGB")
+        except UNREADABLE as error:
+            raise DatasetError(
+                f"an image must be whole, got {path}: {error}; replace the file, or take its row out"
+            ) from error
+        upright.save(target)
         done.images[path] = str(target)
     return done.images[path]
 

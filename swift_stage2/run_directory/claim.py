@@ -6,13 +6,14 @@ writes there meanwhile (see ``lock``).
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.run_directory.checkpoints import checkpoint_step, why_not_whole
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _NO = ("false", "f", "no", "n", "0")  # as the parser of ms-swift's command line reads them
 _MARKER = ".swift-stage2"
+_held: list[BinaryIO] = []  # locked markers of this process, until it ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +149,12 @@ def _begun(run_dir: Path) -> float:
 def claim_directory(path: Path, *, keep: bool, marker: str = _MARKER, option: str = "--output") -> Path:
     """An empty directory: ``path``, cleared of an earlier claim, or with ``keep`` the first free ``path-N``.
 
-    Only what an earlier claim with the same ``marker``, the name of a hidden file, covers is ever cleared.
-    Errors call it ``option``.
+    Only what an earlier claim with the same ``marker``, the name of a hidden file, covers is ever cleared, and never
+    while the process that claimed it lives. Errors call the directory ``option``.
 
     Raises:
-        UserError: the directory is a file, holds something that no claim covers, or cannot be written.
+        UserError: the directory is a file, holds something that no claim covers, is another process's, or cannot be
+            written.
     """
     directory, number = path.absolute(), 1
     if directory.exists() and not directory.is_dir():
@@ -160,17 +163,37 @@ def claim_directory(path: Path, *, keep: bool, marker: str = _MARKER, option: st
         number += 1
         directory = directory.with_name(f"{path.name}-{number}")
     try:
-        if directory.exists() and any(directory.iterdir()):
-            if not (directory / marker).exists():
-                raise UserError(
-                    f"{option} must be a new directory or one that an earlier run of this command made, "
-                    f"got {directory} with other files; name another one"
-                )
-            shutil.rmtree(directory)
+        if directory.exists() and any(directory.iterdir()) and not (directory / marker).exists():
+            raise UserError(
+                f"{option} must be a new directory or one that an earlier run of this command made, "
+                f"got {directory} with other files; name another one"
+            )
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / marker).touch()
+        _hold(directory / marker, option)
+        for entry in directory.iterdir():
+            if entry.name != marker:
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     except OSError as error:
         raise UserError(
             f"{option} must be a directory that can be written, got {directory} ({error}); name another one"
         ) from error
     return directory
+
+
+def _hold(marker: Path, option: str) -> None:
+    """Locks the file until this process ends, where the file system has locks."""
+    file = marker.open("ab")
+    try:
+        # A lock of the process, not of the descriptor: a process may claim twice, and no child inherits it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        file.close()
+        raise UserError(
+            f"{option} must be a directory that no other command works in, got {marker.parent}; wait for its end, "
+            "or name another one"
+        ) from error
+    except (
+        OSError
+    ):  # a file system without locks, as in ``lock``: an earlier claim cannot be told from a live one
+        pass
+    _held.append(file)

@@ -20,7 +20,7 @@ from swift_stage2.convert import page_browser
 from swift_stage2.convert.page_browser import SeenBox, View
 from swift_stage2.convert.page_folder import seen_pixels
 from swift_stage2.convert.tally import Oddity
-from swift_stage2.errors import UserError
+from swift_stage2.errors import DatasetError, UserError
 
 browser = pytest.mark.browser
 
@@ -375,3 +375,24 @@ def test_a_folder_without_pages_is_refused(tmp_path: Path, run_import: Importer)
     (tmp_path / "pages").mkdir()
     with pytest.raises(UserError, match=r"SOURCE must be a folder that holds \.html"):
         run_import("pages", tmp_path / "pages", "--num", "1")
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "error"),
+    [
+        ("no-pages", [], DatasetError),
+        ("pages", ["--prompt", "Detect {label}."], UserError),
+        ("pages", ["--prompt", "<bbox>"], UserError),
+    ],
+)
+def test_a_refused_import_leaves_the_pictures_of_an_earlier_one(
+    tmp_path: Path, run_import: Importer, source: str, options: list[str], error: type[Exception]
+) -> None:
+    write_page(tmp_path, "<h1>heading</h1>")
+    run_import("pages", tmp_path / "pages", "--num", "1", "--sides", "200")
+    before = {path: path.read_bytes() for path in (tmp_path / "images").rglob("*.png")}
+    assert before
+    (tmp_path / "no-pages").mkdir()
+    with pytest.raises(error):
+        run_import("pages", tmp_path / source, "--num", "1", "--force", *options)
+    assert {path: path.read_bytes() for path in (tmp_path / "images").rglob("*.png")} == before

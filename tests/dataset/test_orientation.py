@@ -141,6 +141,19 @@ def test_nothing_that_exists_is_written_over(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jpg", "new-images", "rows.jsonl"]
 
 
+def test_an_image_that_is_damaged_in_its_middle_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    whole, damaged = (make_image(tmp_path / name, orientation=3) for name in ("a.jpg", "b.jpg"))
+    content = bytearray(Path(damaged).read_bytes())
+    start = content.index(b"\xff\xc4") + 5  # the first Huffman table's counts
+    content[start : start + 16] = b"\xff" * 16
+    Path(damaged).write_bytes(content)
+    assert look_at(damaged) == look_at(whole)
+    source = write_rows(tmp_path / "rows.jsonl", [make_row(whole), make_row(damaged)])
+    with pytest.raises(DatasetError, match=r"an image must be whole, got .*/b\.jpg: .*; replace the file"):
+        apply_orientation(source, tmp_path / "new.jsonl", DrawnOn.UPRIGHT)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jpg", "b.jpg", "rows.jsonl"]
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_the_stored_size_is_told_with_the_upright_one(tmp_path: Path, orientation: int) -> None:
     for suffix in ("png", "jpg", "webp"):

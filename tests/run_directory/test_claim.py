@@ -342,3 +342,23 @@ def test_another_commands_claim_is_never_cleared(tmp_path: Path) -> None:
 def test_a_relative_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert claim_directory(Path("out"), keep=False) == tmp_path / "out"
+
+
+def test_a_directory_in_which_another_process_works_is_refused_and_left_alone(tmp_path: Path) -> None:
+    script = "import sys, pathlib; from swift_stage2.run_directory.claim import claim_directory as claim\n"
+    script += "(claim(pathlib.Path(sys.argv[1]), keep=False) / 'result').touch(); print('claimed', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "demo")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "claimed\n"
+        with pytest.raises(UserError, match=r"that no other command works in, got .*/demo; wait for its end"):
+            claim_directory(tmp_path / "demo", keep=False)
+        assert (tmp_path / "demo" / "result").exists()
+        assert claim_directory(tmp_path / "demo", keep=True).name == "demo-2"
+        other.communicate("\n", timeout=60)
+    assert claim_directory(tmp_path / "demo", keep=False).is_dir()
+    assert not (tmp_path / "demo" / "result").exists()
