@@ -192,8 +192,6 @@ def _hold(marker: Path, option: str) -> None:
             f"{option} must be a directory that no other command works in, got {marker.parent}; wait for its end, "
             "or name another one"
         ) from error
-    except (
-        OSError
-    ):  # a file system without locks, as in ``lock``: an earlier claim cannot be told from a live one
-        pass
+    except OSError:
+        pass  # a file system without locks, as in ``lock``: nothing tells a live claim from an earlier one
     _held.append(file)
