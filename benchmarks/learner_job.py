@@ -9,16 +9,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, ChildRuns
 from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS, SECONDS_VARIABLE, THREAD_CLOCK, Clock, read_clock
 from benchmarks.faults.accounting import of_kind
 from benchmarks.plugins.pipeline import PIPELINE_VARIABLE
-from swift_stage2.config import Mode, Objective, Preprocessing, load_config
+from benchmarks.servers import write_job
+from swift_stage2.config import Mode, Objective, Preprocessing
 from swift_stage2.config.swift_arguments import as_argv
-from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, GRADIENT_ACCUMULATION_STEPS, DemoJob, config_of
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
@@ -76,6 +75,10 @@ class Arm:
     preprocessing: Preprocessing = Preprocessing.PROCESS
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def servers(self) -> tuple[tuple[int, int], ...]:
+        return (self.ports, *self.more_ports)
+
 
 @dataclass(frozen=True, slots=True)
 class ArmRecords:
@@ -106,13 +109,8 @@ def run_arm(children: ChildRuns, arm: Arm) -> ArmRecords:
 
 def run_grpo(children: ChildRuns, arm: Arm, *, asynchronous: bool) -> Clock:
     """Trains ms-swift's GRPO to the end, by its ``async_generate`` or not. Raises as ``run_arm``."""
-    _train(
-        children,
-        arm,
-        "benchmarks.swift_program",
-        "rlhf",
-        *as_argv(grpo_arguments(arm, asynchronous=asynchronous)),
-    )
+    words = as_argv(grpo_arguments(arm, asynchronous=asynchronous))
+    _train(children, arm, "benchmarks.swift_program", "rlhf", *words)
     return read_clock(arm.directory)
 
 
@@ -129,34 +127,9 @@ def write_arm_config(arm: Arm) -> Path:
         rollout["num_generations"] = MICRO_BATCH
     rollout["servers"] = [
         {"base_url": f"http://{_LOOPBACK}:{port}", "group_port": group_port}
-        for port, group_port in _servers(arm)
+        for port, group_port in arm.servers
     ]
     return write_job(job, arm.ports, {"stage2_ab": {"channel_b": channel_b}, "rollout": rollout})
-
-
-def write_job(
-    job: DemoJob, ports: tuple[int, int], changes: Mapping[str, Any] = MappingProxyType({})
-) -> Path:
-    """A job's YAML without servers, checked: the demo's, but for ``changes``, section by section."""
-    config = config_of(job, ports)
-    config["launch"].pop("servers", None)
-    _change(config, changes)
-    job.directory.mkdir(parents=True, exist_ok=True)
-    job.config_path.write_text(write_yaml(config), encoding="utf-8")
-    load_config(job.config_path)
-    return job.config_path
-
-
-def _servers(arm: Arm) -> tuple[tuple[int, int], ...]:
-    return (arm.ports, *arm.more_ports)
-
-
-def _change(section: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    for key, value in changes.items():
-        if isinstance(value, Mapping):
-            _change(section.setdefault(key, {}), value)
-        else:
-            section[key] = value
 
 
 def grpo_arguments(arm: Arm, *, asynchronous: bool) -> dict[str, Any]:
@@ -170,9 +143,9 @@ def grpo_arguments(arm: Arm, *, asynchronous: bool) -> dict[str, Any]:
         "temperature": 1.0,  # as ours where it compares rollouts
         "use_vllm": True,
         "vllm_mode": "server",
-        "vllm_server_host": [_LOOPBACK] * len(_servers(arm)),
-        "vllm_server_port": [port for port, _ in _servers(arm)],
-        "vllm_server_group_port": [group_port for _, group_port in _servers(arm)],
+        "vllm_server_host": [_LOOPBACK] * len(arm.servers),
+        "vllm_server_port": [port for port, _ in arm.servers],
+        "vllm_server_group_port": [group_port for _, group_port in arm.servers],
         "async_generate": asynchronous,
     }
     job = _job(arm, ["grpo.py"], swift)

@@ -11,7 +11,6 @@ import argparse
 import base64
 import io
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,6 @@ from benchmarks.servers import BenchServers, ServerKind
 from swift_stage2.demo.grounding_dataset import PROMPT
 from swift_stage2.demo.scenes import SceneKind, Split, make_scene, scene_seed
 from swift_stage2.errors import ChildFailed, ProtocolError, UserError
-from swift_stage2.process.ports import free_ports
 from swift_stage2.servers import protocol
 
 
@@ -124,12 +122,16 @@ def _start(servers: BenchServers, names: Sequence[str], num_requests: int) -> Ma
     if {NAIVE, MERGED} & set(names):
         found[NAIVE] = servers.start(ServerKind.STOCK, max_batch_size=num_requests).base_url
     if MERGED in names:
-        (port,) = free_ports(1)
-        place = ("--port", str(port), "--max-batch-size", str(num_requests))
-        merger = ("-m", "swift_stage2", "merge", "--upstream", found[NAIVE], *place)
-        found[MERGED] = f"http://127.0.0.1:{port}"
-        tree = servers.start_process("merger", (sys.executable, "-u", *merger))
-        servers.await_answer(found[MERGED], tree)
+        merger = (
+            "-m",
+            "swift_stage2",
+            "merge",
+            "--upstream",
+            found[NAIVE],
+            "--max-batch-size",
+            str(num_requests),
+        )
+        found[MERGED] = servers.start_program("merger", lambda port: (*merger, "--port", str(port))).base_url
     for kind in (ServerKind.VLLM, ServerKind.TRANSFORMERS):
         if kind in names:
             found[kind.value] = servers.start(kind, max_batch_size=num_requests).base_url

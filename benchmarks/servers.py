@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from types import MappingProxyType
+from typing import Any, Self, TypeVar
 
 from benchmarks.cores import split_cores, started_on
-from swift_stage2.config import ServerEngine
+from swift_stage2.config import ServerEngine, load_config
 from swift_stage2.config.swift_arguments import as_argv
-from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, server_entry
+from swift_stage2.config.yaml_text import write_yaml
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, DemoJob, config_of, server_entry
 from swift_stage2.errors import ChildFailed, ServerFault
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.managed_server import ReadinessProbe
@@ -52,7 +54,6 @@ class ServerKind(StrEnum):
 class BenchServer:
     """One running server."""
 
-    kind: ServerKind
     base_url: str
     group_port: int
     tree: ProcessTree
@@ -130,16 +131,35 @@ class BenchServers:
             ChildFailed: it ended, or did not answer in time; names its log.
             KeyboardInterrupt: a signal asked for the end.
         """
-        port, group_port = free_ports(2)
-        argv = (sys.executable, "-u", *server_arguments(kind, model, port, max_batch_size, plugins))
         name = "+".join((kind.value, *(plugin.stem for plugin in plugins)))
-        tree = self.start_process(name, argv, server_environment(kind))
+        return self.start_program(
+            name,
+            lambda port: server_arguments(kind, model, port, max_batch_size, plugins),
+            server_environment(kind),
+            has_infer=kind is not ServerKind.VLLM_SERVE,
+        )
+
+    def start_program(
+        self,
+        name: str,
+        words: Callable[[int], Sequence[str]],
+        environment: Mapping[str, str] | None = None,
+        *,
+        ports: Sequence[int] = (),
+        has_infer: bool = True,
+    ) -> BenchServer:
+        """Starts ``python`` with ``words`` for its port, by default a free one, and waits as ``start`` does."""
+        port, group_port = ports or free_ports(2)
+        tree = self.start_process(name, (sys.executable, "-u", *words(port)), environment)
         base_url = f"http://127.0.0.1:{port}"
-        if kind is ServerKind.VLLM_SERVE:  # it has no ``/infer/``
-            self.wait_for(partial(_serves_model, base_url), "a server answers", _START_S, tree=tree)
-        else:
-            self.await_answer(base_url, tree)
-        return BenchServer(kind, base_url, group_port, tree)
+        probe = ReadinessProbe(name, base_url, None, _START_S) if has_infer else None
+        answers = partial(_serves_model, base_url) if probe is None else lambda: probe.answered
+        try:
+            self.wait_for(answers, "a server answers", _START_S, tree=tree)
+        finally:
+            if probe is not None:
+                probe.close()
+        return BenchServer(base_url, group_port, tree)
 
     def start_process(
         self,
@@ -152,18 +172,31 @@ class BenchServers:
         whole = {**os.environ, **CHILD_ENVIRONMENT, **(environment or {})}
         return self.job.start(Command(name=name, argv=argv, environment=whole, grace_s=grace_s))
 
-    def await_answer(self, base_url: str, tree: ProcessTree) -> None:
-        """Waits until ``/infer/`` answers there. Raises as ``start``."""
-        probe = ReadinessProbe(tree.command.name, base_url, None, _START_S)
-        try:
-            self.wait_for(lambda: probe.answered, "a server answers", _START_S, tree=tree)
-        finally:
-            probe.close()
-
     def end(self, server: BenchServer) -> None:
         """Ends one server before the others."""
         server.tree.ask_to_end()
         self.wait_for(lambda: server.tree.poll() is not None, "a server ends", 2 * _GRACE_S)
+
+
+def write_job(
+    job: DemoJob, ports: tuple[int, int], changes: Mapping[str, Any] = MappingProxyType({})
+) -> Path:
+    """The YAML of a learner beside servers, checked: the demo's without servers, but for ``changes`` of sections."""
+    config = config_of(job, ports)
+    config["launch"].pop("servers", None)
+    _change(config, changes)
+    job.directory.mkdir(parents=True, exist_ok=True)
+    job.config_path.write_text(write_yaml(config), encoding="utf-8")
+    load_config(job.config_path)
+    return job.config_path
+
+
+def _change(section: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            _change(section.setdefault(key, {}), value)
+        else:
+            section[key] = value
 
 
 def stand_in_arguments(
@@ -176,38 +209,26 @@ def stand_in_arguments(
     stock: bool = False,
     load_log: Path | None = None,
 ) -> list[str]:
-    """The words after ``python`` on the stand-in's command line."""
+    """The words after ``python`` on the stand-in's command line.
+
+    ``slow_share`` of the requests wait ten times as long. ``stock``: for ms-swift's own client. ``load_log`` gets the
+    number of its running requests.
+    """
     place = ["--model", str(model), "--port", str(port), "--rows", str(rows), "--latency-s", str(latency_s)]
     place += ["--slow-share", str(slow_share), *(["--load-log", str(load_log)] if load_log else [])]
     return ["-m", "benchmarks.stand_in_server", *place, *(["--stock"] if stock else [])]
 
 
 def start_stand_in(
-    servers: BenchServers,
-    rows: Path,
-    latency_s: float,
-    *,
-    slow_share: float = 0.0,
-    stock: bool = False,
-    load_log: Path | None = None,
+    servers: BenchServers, rows: Path, latency_s: float, *, stock: bool = False, **options: Any
 ) -> tuple[int, int]:
-    """Starts the server on the cores that are not the learner's, and returns its ports once it answers.
+    """Starts it on the cores that are not the learner's, with ``options`` of ``stand_in_arguments``.
 
-    ``slow_share`` of the requests wait ten times as long. ``stock``: for ms-swift's own client. ``load_log`` gets the
-    number of its running requests.
-
-    Raises:
-        ChildFailed: it did not answer in time.
+    Returns its ports once it answers. Raises ChildFailed when it did not in time.
     """
-    port, group_port = free_ports(2)
-    arguments = stand_in_arguments(
-        rows, latency_s, STAGE1, port, slow_share=slow_share, stock=stock, load_log=load_log
-    )
-    argv = (sys.executable, "-u", *arguments)
+    words = partial(stand_in_arguments, rows, latency_s, STAGE1, stock=stock, **options)
     with started_on(split_cores()[1]):
-        tree = servers.start_process("stock_stand_in" if stock else "stand_in_server", argv)
-    servers.await_answer(f"http://127.0.0.1:{port}", tree)
-    return port, group_port
+        return servers.start_program("stock_stand_in" if stock else "stand_in_server", words).ports
 
 
 def server_environment(kind: ServerKind) -> dict[str, str]:

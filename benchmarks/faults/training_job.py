@@ -21,8 +21,7 @@ import psutil
 from benchmarks.clocks import PLUGINS
 from benchmarks.faults.commit import COURIER, VARIABLE, Switches
 from benchmarks.faults.server import Held, Leftovers, command_line, kill_all, tree_of
-from benchmarks.learner_job import write_job
-from benchmarks.servers import BenchServers, Found
+from benchmarks.servers import BenchServers, Found, write_job
 from swift_stage2.config import Fenced, Proof, load_config
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.errors import ChildFailed

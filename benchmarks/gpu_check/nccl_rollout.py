@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from itertools import count
@@ -19,7 +18,7 @@ import psutil
 import torch
 
 from benchmarks.gpu_check.stage import CheckFailed, CheckSkipped, Context
-from benchmarks.servers import BenchServer, BenchServers, ServerKind
+from benchmarks.servers import BenchServer, BenchServers
 from benchmarks.sync_learner import TextCanary
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import ServerEngine
@@ -121,7 +120,7 @@ def _rounds_at(context: Context, processes: BenchServers, tensor_parallel: int) 
 def _start(
     context: Context, processes: BenchServers, ports: tuple[int, ...], tensor_parallel: int
 ) -> BenchServer:
-    options: dict[str, Any] = {"model": str(STAGE1), "host": "127.0.0.1", "port": ports[0]}
+    options: dict[str, Any] = {"model": str(STAGE1), "host": "127.0.0.1"}
     if context.rehearsal:
         entry = server_entry(ServerEngine.SWIFT)
         options |= {**entry["args"], "vllm_max_num_seqs": 16}
@@ -135,13 +134,13 @@ def _start(
         named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         devices = named[1:] if len(named) > 1 else [str(n) for n in range(1, torch.cuda.device_count())]
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(devices[:tensor_parallel])}
-    argv = (sys.executable, "-u", "-m", "swift.cli.rollout", *as_argv(options))
-    tree = processes.start_process("stock", argv, environment)
-    base_url = f"http://127.0.0.1:{ports[0]}"
-    processes.await_answer(base_url, tree)
-    with ServerSession(base_url) as session:
+    words = ("-m", "swift.cli.rollout", *as_argv(options))
+    server = processes.start_program(
+        "stock", lambda port: (*words, "--port", str(port)), environment, ports=ports
+    )
+    with ServerSession(server.base_url) as session:
         session.get("/health/", Deadline(_ROUND_TIMEOUT_S))
-    return BenchServer(ServerKind.STOCK, base_url, ports[1], tree)
+    return server
 
 
 def _signal_below(tree: ProcessTree, number: int) -> None:

@@ -20,18 +20,19 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.faults.accounting import of_kind
 from benchmarks.gpu_check.real_shapes import WIDE_4_LAYERS, checkpoint
 from benchmarks.gpu_check.stage import CheckFailed, CheckSkipped, Context
-from benchmarks.servers import BenchServer, BenchServers, ServerKind
+from benchmarks.servers import BenchServer, BenchServers
+from benchmarks.servers import write_job as write_job_beside
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.dialects import OBJECT_LIST
 from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder
 from swift_stage2.channel_b.sample_source import read_sample
 from swift_stage2.channel_b.targets import TokenGroup
-from swift_stage2.config import MatchingConfig, load_config
+from swift_stage2.config import MatchingConfig
 from swift_stage2.config.swift_arguments import as_argv
-from swift_stage2.config.yaml_text import write_yaml
-from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, DemoJob, config_of
+from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, DemoJob
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.demo.tiny_template import TINY_VL, tiny_template
@@ -39,10 +40,10 @@ from swift_stage2.errors import ConfigError
 from swift_stage2.launch.job import last_cause
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.preflight.packing_isolation import check_isolation, isolation_batches
-from swift_stage2.process.ports import free_ports
 from swift_stage2.records import SampleKey
 from swift_stage2.telemetry.audit import audit_path
-from swift_stage2.telemetry.summary import RunSummary, summarise
+from swift_stage2.telemetry.reading import read_audit
+from swift_stage2.telemetry.summary import summarise
 
 _LEAST_ROUNDS = 3
 _LORA: dict[str, Any] = {"tuner_type": "lora", "lora_rank": 8, "target_modules": ["all-linear"],
@@ -95,10 +96,7 @@ def _train_for_rounds(
     end = time.monotonic() + 0.9 * context.deadline_s
     with BenchServers(context.logs) as processes:
         server = start_server(context, processes, model)
-        job = write_job(
-            context, name, model, server, num_steps=_MOST_STEPS, sync_every_steps=sync_every_steps,
-            num_ranks=num_ranks, swift={"lr_scheduler_type": "constant", **swift},
-        )  # fmt: skip
+        job = _write_job(context, name, model, server, sync_every_steps, num_ranks, swift)
         started = time.monotonic()
         learner = start_learner(context, processes, job)
         asked: list[float] = []
@@ -117,7 +115,7 @@ def _train_for_rounds(
             raise CheckFailed("the learner ended before anybody asked it to")
         context.note("learner_start_to_sigterm_s", asked[0] - started)
         context.note("sigterm_to_end_s", time.monotonic() - asked[0])
-    account(context, job, least_rounds=_LEAST_ROUNDS)
+    _account(context, job)
     return job
 
 
@@ -142,11 +140,7 @@ def await_end(
 def _records(job: DemoJob, rank: int, kind: str) -> list[dict[str, Any]]:
     """Whole records of a rank's audit so far."""
     path = audit_path(job.run_dir, rank)
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [record for record in whole if record["kind"] == kind]
+    return of_kind(read_audit(path), kind) if path.exists() else []
 
 
 def _rank_below(tree: ProcessTree, rank: str) -> psutil.Process:
@@ -173,56 +167,41 @@ _CHECKED_PROOF = "checksums+canary"
 
 def start_server(context: Context, processes: BenchServers, model: Path) -> BenchServer:
     """Our server on the check's device, once it answers. Raises ``ChildFailed`` when it does not."""
-    port, group_port = free_ports(2)
     options = {
-        "external-plugins": str(TEMPLATE_FILE), "model-type": MODEL_TYPE, "template": MODEL_TYPE, "port": port,
+        "external-plugins": str(TEMPLATE_FILE), "model-type": MODEL_TYPE, "template": MODEL_TYPE,
         "torch-dtype": context.dtype, "device": context.device, **({"num-threads": 1} if context.rehearsal else {}),
     }  # fmt: skip
-    argv = (sys.executable, "-u", "-m", "swift_stage2", "rollout", str(model), *as_argv(options))
-    tree = processes.start_process("server", argv, _threads(context))
-    base_url = f"http://127.0.0.1:{port}"
-    processes.await_answer(base_url, tree)
-    return BenchServer(ServerKind.TRANSFORMERS, base_url, group_port, tree)
+    words = ("-m", "swift_stage2", "rollout", str(model), *as_argv(options), "--port")
+    return processes.start_program("server", lambda port: (*words, str(port)), _threads(context))
 
 
-def write_job(
-    context: Context,
-    name: str,
-    model: Path,
-    server: BenchServer,
-    *,
-    num_steps: int,
-    sync_every_steps: int,
-    num_ranks: int = 1,
-    swift: Mapping[str, Any] | None = None,
-) -> DemoJob:
-    """Scenes and a YAML for a run of ``num_steps``, half of which want channel B."""
+def _write_job(
+    context: Context, name: str, model: Path, server: BenchServer,
+    sync_every_steps: int, num_ranks: int, swift: Mapping[str, Any],
+) -> DemoJob:  # fmt: skip
+    """Scenes and a YAML for a run in which half of the steps want channel B."""
     directory = context.scratch / name
     rows = write_dataset(directory / "scenes", SceneKind.SHAPES, _NUM_SCENES, Split.TRAIN, 0)
     on_gpu: dict[str, Any] = {} if context.rehearsal else {"use_cpu": False, "bf16": True}
     job = DemoJob(
         directory=directory,
         rows=rows,
-        num_steps=num_steps,
+        num_steps=_MOST_STEPS,
         b_ratio=0.5,
         num_ranks=num_ranks,
         model=model,
         max_new_tokens=_NEW_TOKENS,
         swift={
             "torch_dtype": context.dtype, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1,
-            "logging_steps": 1, "report_to": ["none"], "save_strategy": "no", **on_gpu, **(swift or {}),
+            "logging_steps": 1, "report_to": ["none"], "save_strategy": "no", "lr_scheduler_type": "constant",
+            **on_gpu, **swift,
         },
     )  # fmt: skip
-    port = int(server.base_url.rpartition(":")[2])
-    config = config_of(job, (port, server.group_port))
-    config["launch"].pop("servers")
-    channel_b = config["stage2_ab"]["channel_b"]
-    channel_b["prefetch"]["sync_every_steps"] = sync_every_steps
-    channel_b["max_truncated_ratio"] = 1.0  # random weights never end their turn
-    config["rollout"]["sync"]["timeout_s"] = _ROUND_TIMEOUT_S
-    config["control_timeout_s"] = 4 * _ROUND_TIMEOUT_S
-    job.config_path.write_text(write_yaml(config), encoding="utf-8")
-    load_config(job.config_path)
+    # Random weights never end their turn.
+    channel_b = {"max_truncated_ratio": 1.0, "prefetch": {"sync_every_steps": sync_every_steps}}
+    rollout = {"sync": {"timeout_s": _ROUND_TIMEOUT_S}}
+    changes = {"stage2_ab": {"channel_b": channel_b}, "rollout": rollout}
+    write_job_beside(job, server.ports, changes | {"control_timeout_s": 4 * _ROUND_TIMEOUT_S})
     return job
 
 
@@ -246,7 +225,7 @@ def _threads(context: Context) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(num_threads)}
 
 
-def account(context: Context, job: DemoJob, *, least_rounds: int) -> RunSummary:
+def _account(context: Context, job: DemoJob) -> None:
     """Figures of a run that trained both channels and proved every round by sums, the first by the canary, too.
 
     Raises:
@@ -263,9 +242,9 @@ def account(context: Context, job: DemoJob, *, least_rounds: int) -> RunSummary:
         note(f"{phase}_median_s", spread.median_s)
     for name, seconds in summary.activity[0].seconds.items():
         note(f"rank0_{name}_s", seconds)
-    if summary.num_rounds_failed or summary.num_rounds_committed < least_rounds:
+    if summary.num_rounds_failed or summary.num_rounds_committed < _LEAST_ROUNDS:
         raise CheckFailed(
-            f"at least {least_rounds} rounds and none that failed are wanted, got "
+            f"at least {_LEAST_ROUNDS} rounds and none that failed are wanted, got "
             f"proven={summary.num_rounds_committed} failed={summary.num_rounds_failed} {dict(summary.server_errors)}"
         )
     if _CHECKED_PROOF not in summary.proofs or set(summary.proofs) - {_CHECKED_PROOF, "checksums"}:
@@ -277,7 +256,6 @@ def account(context: Context, job: DemoJob, *, least_rounds: int) -> RunSummary:
             f"both channels must be trained and ranks agree, got b_steps={summary.num_b_run} "
             f"{dict(summary.skips)} disagreements={summary.num_disagreements} missing={summary.missing_ranks}"
         )
-    return summary
 
 
 _NUM_SAMPLES = 4

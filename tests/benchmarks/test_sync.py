@@ -54,7 +54,7 @@ def server(learner: SyncLearner) -> Iterator[FakeStagingServer]:
 
 
 def _measured(server: FakeStagingServer, learner: SyncLearner, sender: RawSender) -> MeasuredSystem:
-    at: BenchServer = BenchServer(SHARED.kind, server.url, 51216, None)  # type: ignore[arg-type]
+    at: BenchServer = BenchServer(server.url, 51216, None)  # type: ignore[arg-type]
     return MeasuredSystem(SHARED, at, learner, sender)
 
 
