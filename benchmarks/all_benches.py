@@ -227,8 +227,7 @@ def state() -> str:
 def kept_runs(path: Path) -> list[BenchRun]:
     """The sections of an earlier page, from the JSON beside it; none without one.
 
-    Raises:
-        UserError: the file is none of ours.
+    Raises UserError: the file is none of ours.
     """
     if not path.exists():
         return []

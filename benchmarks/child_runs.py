@@ -132,8 +132,7 @@ def train(
 ) -> None:
     """Runs the job with ``swift-stage2 launch`` to its end; ``view`` shows how far it is, and is closed.
 
-    Raises:
-        ChildFailed: it did not end well.
+    Raises ChildFailed: it did not end well.
     """
     config = load_config(job.config_path)
     prefetch, b_ratio = config.stage2_ab.channel_b.prefetch, config.stage2_ab.schedule.exact_b_ratio
@@ -169,11 +168,7 @@ def train(
 def score(
     children: ChildRuns, held_out: Path, out: Path, checkpoints: Sequence[Path]
 ) -> tuple[DetectionScore, ...]:
-    """Scores checkpoints alike, in one process.
-
-    Raises:
-        ChildFailed: it did not end well.
-    """
+    """Scores checkpoints alike, in one process. Raises ChildFailed: it did not end well."""
     files = ("--rows", str(held_out), "--out", str(out), *map(str, checkpoints))
     children.run(
         "evaluation",

@@ -53,7 +53,7 @@ class Option:
             parser.add_argument(f"--{self.name}", action="store_true", help=self.help)
             return
         several = isinstance(self.default, list)
-        is_told = self.default in (None, "", ()) or "(default " in self.help
+        is_told = self.default in (None, "", (), []) or "(default " in self.help
         shown = "" if is_told else f" (default {_shown(self.default)})"
         parser.add_argument(
             f"--{self.name}",

@@ -53,8 +53,7 @@ class Spread:
 def fit_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
     """The exponent e of ``cost = c · size^e``, by least squares of the logarithms.
 
-    Raises:
-        ValueError: fewer than two different sizes, or something that is not above 0.
+    Raises ValueError: fewer than two different sizes, or something that is not above 0.
     """
     if len(set(sizes)) < 2 or len(sizes) != len(costs) or min(*sizes, *costs) <= 0:
         raise ValueError(
@@ -119,8 +118,7 @@ class PairedRatio:
 def step_seconds(end_ns: Sequence[int], num_warmup: int) -> Floats:
     """Durations from the end of a step to the end of the next, without the first ``num_warmup`` of them.
 
-    Raises:
-        ValueError: nothing is left.
+    Raises ValueError: nothing is left.
     """
     seconds: Floats = np.diff(np.asarray(end_ns, dtype=np.float64))[num_warmup:] / 1e9
     if len(seconds) == 0:
@@ -139,8 +137,7 @@ def num_common(ends_ns: Sequence[Sequence[int]]) -> int:
 def compare(plain: Sequence[Floats], ours: Sequence[Floats], seed: int = 0) -> PairedRatio:
     """``plain[p][i]`` and ``ours[p][i]`` are seconds of step i in pair p; pairs are cut to the shorter arm.
 
-    Raises:
-        ValueError: there is no pair, or an arm is missing.
+    Raises ValueError: there is no pair, or an arm is missing.
     """
     if len(plain) == 0 or len(plain) != len(ours):
         raise ValueError(f"every pair needs both arms, got {len(plain)} plain and {len(ours)} ours")

@@ -38,8 +38,7 @@ _BOXES_PER_IMAGE = 7
 def run(options: argparse.Namespace, directory: Path) -> int:
     """Draws the files, reads and evaluates them, and has the peers do the same, in turns.
 
-    Raises:
-        UserError: pycocotools is not installed.
+    Raises UserError: pycocotools is not installed.
     """
     try:
         cocoeval = importlib.import_module("pycocotools.cocoeval")

@@ -122,8 +122,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
 def interference_of(records: ArmRecords, blocks: SwitchedBlocks) -> Interference:
     """Compares the steps of every pair.
 
-    Raises:
-        ChildFailed: channel B trained nothing while it was on, so that there is nothing to compare.
+    Raises ChildFailed: channel B trained nothing while it was on, so that there is nothing to compare.
     """
     seconds = step_clocks(records.clock)
     off: dict[str, list[float]] = {name: [] for name in _CLOCKS}

@@ -98,11 +98,7 @@ def write_rows(directory: Path, num_held_out: int = 1) -> Path:
 
 
 def run_arm(children: ChildRuns, arm: Arm) -> ArmRecords:
-    """Trains ours to the end.
-
-    Raises:
-        ChildFailed: it did not end well, or not in time.
-    """
+    """Trains ours to the end. Raises ChildFailed: it did not end well, or not in time."""
     _train(children, arm, "swift_stage2", "train", str(write_arm_config(arm)))
     return ArmRecords(read_clock(arm.directory), read_audit(audit_path(arm.directory / "run", 0)))
 

@@ -128,8 +128,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
 def run_of(mode: Mode, records: ArmRecords, num_warmup: int) -> OverlapRun:
     """Reads one run's steps after its first ``num_warmup``.
 
-    Raises:
-        ChildFailed: an inline run skipped a wanted B step: it did not do the work that it is compared by.
+    Raises ChildFailed: an inline run skipped a wanted B step: it did not do the work that it is compared by.
     """
     steps = [record for record in records.of_kind("step") if record["step"] >= num_warmup]
     run = OverlapRun(

@@ -196,8 +196,7 @@ class PlannedSteps:
     def plan(self) -> tuple[float, float]:
         """Seconds of one step's plan, and of all of it but the all-reduce.
 
-        Raises:
-            RuntimeError: the step did not become channel B, so that nothing was measured.
+        Raises RuntimeError: the step did not become channel B, so that nothing was measured.
         """
         began = time.perf_counter()
         reservation = self._queue.reserve(_PACKS, current_version=_VERSION)

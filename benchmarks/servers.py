@@ -102,8 +102,7 @@ class BenchServers:
     ) -> Found:
         """Does ``step``, by default ``moment``, until something holds, and returns that.
 
-        Raises:
-            ChildFailed: the process ``tree`` ended first, or it took too long.
+        Raises ChildFailed: the process ``tree`` ended first, or it took too long.
         """
         end = time.monotonic() + timeout_s
         while not (found := holds()):

@@ -62,8 +62,7 @@ def check(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace, directory: Path) -> int:
     """Trains every arm and scores all.
 
-    Raises:
-        ChildFailed: a job did not end well, or arms trained different numbers of B steps.
+    Raises ChildFailed: a job did not end well, or arms trained different numbers of B steps.
     """
     jobs = list(plan_arms(directory, options.steps, options.seeds, options.lags, options.objective))
     named = [(job, _name(loss, lag), _environment(lag, max(options.lags))) for loss, lag, job in jobs]

@@ -226,11 +226,7 @@ class StockWeights:
         self._under_way.append(self._thread.submit(self._receive, bucket.num_bytes))
 
     def load(self, given_up: threading.Event, *_: object) -> tuple[str, ...]:
-        """Waits until all that was announced has arrived.
-
-        Raises:
-            RoundFailed: it did not.
-        """
+        """Waits until all that was announced has arrived. Raises RoundFailed: it did not."""
         under_way, self._under_way = self._under_way, []
         try:
             for each in under_way:

@@ -23,8 +23,7 @@ _CLIENT = "swift.rlhf_trainers.vllm_client"
 def send_over_gloo(client: Any) -> None:
     """Replaces both names in the module ``client``.
 
-    Raises:
-        RuntimeError: it has them no more: another release of ms-swift.
+    Raises RuntimeError: it has them no more: another release of ms-swift.
     """
     for name, ours in {
         "PyNcclCommunicator": GlooCommunicator,

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from itertools import count
@@ -45,6 +46,8 @@ _WORDS = (
     os.urandom(4096),
 )
 _SERVING = "serving"
+_STRANGERS = "peers without the secret, 128 of them silent"
+_STORE = b"\1" * 8 * _MIB
 _CONNECT = """
 import sys
 from swift_stage2.weights.stream import connect_stream
@@ -59,8 +62,8 @@ def attacks() -> list[AttackResult]:
         server = servers.start(ServerKind.TRANSFORMERS)
         with ServerSession(server.base_url) as session:
             found = [
-                _strangers(server, session),
-                _stores_of_strangers(server, session),
+                _strangers(server, session, _STRANGERS, _WORDS, _NUM_STRANGERS, _NUM_SILENT),
+                _strangers(server, session, "8 MiB of a peer without the secret", [_STORE], _NUM_STORES),
                 _stores_of_callers(server, session),
                 _lies(server, session),
                 _waiting_loads(server, session),
@@ -115,30 +118,27 @@ class _Learner:
         return connect_stream(_HOST, self._server.group_port, secret, _LONGEST_S)
 
 
-def _strangers(server: BenchServer, session: ServerSession) -> AttackResult:
-    tries = Tries("peers without the secret, 128 of them silent, then a learner", server)
+def _strangers(
+    server: BenchServer,
+    session: ServerSession,
+    name: str,
+    words: Sequence[bytes],
+    times: int,
+    num_silent: int = 0,
+) -> AttackResult:
+    """Peers say one word each; ``num_silent`` of them are not heard before a learner has come."""
+    tries = Tries(f"{name}, then a learner", server)
     learner = _Learner(server, session)
     secret = learner.open()
     silent: deque[socket.socket] = deque()
-    for number in range(_NUM_STRANGERS):
+    for number in range(times):
         with tries.one():
-            silent.append(_present(server.group_port, _WORDS[number % len(_WORDS)]))
-            if len(silent) > _NUM_SILENT:
+            silent.append(_present(server.group_port, words[number % len(words)]))
+            if len(silent) > num_silent:
                 tries.count(_heard(silent.popleft()))
     tries.count("learner let in" if learner.complete(secret) == _SERVING else "lost")
     for peer in silent:
         tries.count(_heard(peer))
-    return tries.counted()
-
-
-def _stores_of_strangers(server: BenchServer, session: ServerSession) -> AttackResult:
-    tries = Tries("8 MiB of a peer without the secret, then a learner", server)
-    learner = _Learner(server, session)
-    secret = learner.open()
-    for _ in range(_NUM_STORES):
-        with tries.one():
-            tries.count(_heard(_present(server.group_port, b"\1" * 8 * _MIB)))
-    tries.count("learner let in" if learner.complete(secret) == _SERVING else "lost")
     return tries.counted()
 
 

@@ -11,7 +11,6 @@ import argparse
 import random
 import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 from benchmarks.faults.accounting import SampleCount
 from benchmarks.faults.bench import FaultBench, check, write_rows
 from benchmarks.faults.training_job import JobSettings, TrainingJob, Victim
-from benchmarks.results import ResultTable, publish, say
+from benchmarks.results import ResultTable, grouped, publish, say
 from benchmarks.servers import ServerKind
 from swift_stage2.errors import ChildFailed
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
@@ -171,27 +170,26 @@ def line_of(kill: Kill) -> str:
 
 
 def kill_table(kills: Sequence[Kill]) -> ResultTable:
-    rows = []
-    for victim, times in sorted(Counter(kill.victim for kill in kills).items()):
-        mine = [kill for kill in kills if kill.victim == victim]
-        ends = [kill.seconds_to_end for kill in mine if kill.seconds_to_end is not None] or [0.0]
-        numbers = (
-            times,
-            sum(kill.num_steps == 0 for kill in mine),
-            sum(kill.seconds_to_end is None for kill in mine),
-            sum(len(kill.broken_rules) for kill in mine),
-            sum(kill.records_lost for kill in mine),
-        )
-        rows.append((victim, *map(str, numbers), f"{statistics.median(ends):.1f} ({max(ends):.1f})"))
-    columns = (
-        "times",
-        "in the start",
-        "hangs",
-        "rules broken",
-        "records lost",
-        "until gone, s: median (max)",
+    """One row per victim, by name."""
+    groups = grouped(sorted(kills, key=lambda kill: kill.victim), lambda kill: kill.victim)
+    return ResultTable.of(
+        "",
+        groups.values(),
+        {
+            "kill -9 of": lambda group: group[0].victim,
+            "times": lambda group: str(len(group)),
+            "in the start": lambda group: str(sum(kill.num_steps == 0 for kill in group)),
+            "hangs": lambda group: str(sum(kill.seconds_to_end is None for kill in group)),
+            "rules broken": lambda group: str(sum(len(kill.broken_rules) for kill in group)),
+            "records lost": lambda group: str(sum(kill.records_lost for kill in group)),
+            "until gone, s: median (max)": _seconds_to_end,
+        },
     )
-    return ResultTable("", ("kill -9 of", *columns), rows)
+
+
+def _seconds_to_end(kills: Sequence[Kill]) -> str:
+    ends = [kill.seconds_to_end for kill in kills if kill.seconds_to_end is not None] or [0.0]
+    return f"{statistics.median(ends):.1f} ({max(ends):.1f})"
 
 
 def rank_notes(last: RunAccount) -> list[str]:

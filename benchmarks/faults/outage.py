@@ -178,11 +178,7 @@ def is_bad(report: OutageReport) -> bool:
 
 
 def compare_phases(gaps: Sequence[Gap], before: Phase, during: Phase, after: Phase) -> OutageReport:
-    """``gaps`` are one rank's.
-
-    Raises:
-        ValueError: a phase has fewer than two steps to compare.
-    """
+    """``gaps`` are one rank's. Raises ValueError: a phase has fewer than two steps to compare."""
     seconds = [phase.a_seconds(gaps) for phase in (before, during, after)]
     if min(map(len, seconds)) < _FEWEST_STEPS:
         raise ValueError(

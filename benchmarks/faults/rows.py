@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from benchmarks.faults.commit import (
     INSTALL,
@@ -39,13 +39,14 @@ _NUM_ROLLING_ROUNDS = 20
 _TOO_FEW_BYTES = 3 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One fault. ``commit`` is called when the job is warm, or at its start where ``foreign`` is set."""
 
     name: str
     title: str
     commit: Callable[[Scene], None]
+    _: KW_ONLY
     settings: JobSettings = field(default_factory=JobSettings)
     through_proxy: bool = False
     poison: bool = False
@@ -249,70 +250,78 @@ def _quick_restart(scene: Scene) -> None:
     scene.mark(**dict.fromkeys(("fault", "restarted", "healed"), time.time()))
 
 
-_CUT, _LATE = _disturb_reply(ReplyFault.CUT), _disturb_reply(ReplyFault.DELAY)
-_WRONG = _spoil_round(InstallFault.FLIP_ELEMENT, PushFault.ZEROS)
-_UNCHANGED = _spoil_round(InstallFault.SKIP_COPY, PushFault.REPEAT)
-_SHORT = JobSettings(request_timeout_s=6.0)
 _LONG = JobSettings(request_timeout_s=600.0, fenced=Fenced.ALWAYS)
 """A server may take so long to start, and meanwhile no round may find out that it is another one."""
+_OFTEN = JobSettings(
+    # Packs must live as many steps as with rarer rounds.
+    prefetch={"sync_every_steps": 2, "version_window": 8},
+    sync={"backoff_steps": 1},
+)
+_DISK = "weights by a directory"
 
 
 def _killing(name: str, process: str) -> Row:
-    title = f"kill -9 of {process} only"
-    return Row(name=name, title=title, commit=_kill_engine_process(process), needs_process=True)
+    return Row(name, f"kill -9 of {process} only", _kill_engine_process(process), needs_process=True)
 
 
-def _proxied(name: str, title: str, commit: Callable[[Scene], None], settings: JobSettings) -> Row:
-    return Row(name=name, title=title, commit=commit, through_proxy=True, settings=settings)
-
-
-_LOAD = JobSettings(b_ratio=0.8)
-_OFTEN = JobSettings(
-    prefetch={
-        "sync_every_steps": 2,
-        "version_window": 8,
-    },  # packs must live as many steps as with rarer rounds
-    sync={"backoff_steps": 1},
-)
-_TORN = _spoil_round(None, PushFault.TEAR)
-_COURIER = f"kill -9 of the courier at {_NUM_COURIER_KILLS} random moments of rounds"
-_ONE = "one of two servers proves, the other does not"
-_ROLLING = f"no fault: {_NUM_ROLLING_ROUNDS} rounds of rolling installs into two servers under load"
-_DISK = "weights by a directory"
-_KILLED_READER = f"{_DISK}: kill -9 of the server between write and load"
-_OLD_WEIGHTS = "restarted with old weights between two POSTs"
 ROWS = (
-    Row(name="kill_server", title="kill -9 of the server, restarted later", commit=_kill_server),
+    Row("kill_server", "kill -9 of the server, restarted later", _kill_server),
     _killing("kill_worker", "VLLM::Worker"),
     _killing("kill_engine_core", "VLLM::EngineCore"),
-    Row(name="kill_in_push", title="kill -9 in the middle of a push", commit=_kill_in_push),
-    Row(name="poison", title="one poisonous image", commit=_poison, poison=True),
-    _proxied("cut_reply", "a reply cut in half", _CUT, JobSettings()),
-    _proxied("late_reply", "a reply after its deadline (6 s)", _LATE, _SHORT),
-    Row(name="wrong_weights", title="wrong weights in one round", commit=_WRONG),
-    Row(name="unchanged_weights", title="unchanged weights in one round", commit=_UNCHANGED),
+    Row("kill_in_push", "kill -9 in the middle of a push", _kill_in_push),
+    Row("poison", "one poisonous image", _poison, poison=True),
+    Row("cut_reply", "a reply cut in half", _disturb_reply(ReplyFault.CUT), through_proxy=True),
     Row(
-        name="foreign_server",
-        title="port taken by a server with another model",
-        commit=_foreign_server,
-        foreign=True,
+        "late_reply",
+        "a reply after its deadline (6 s)",
+        _disturb_reply(ReplyFault.DELAY),
+        through_proxy=True,
+        settings=JobSettings(request_timeout_s=6.0),
     ),
-    _proxied("quick_restart", _OLD_WEIGHTS, _quick_restart, _LONG),
-    Row(name="kill_courier", title=_COURIER, commit=_kill_courier, settings=_OFTEN),
-    Row(name="one_of_two", title=_ONE, commit=_one_of_two, with_other=True, through_proxy=True),
-    Row(name="rolling_installs", title=_ROLLING, commit=_rolling_installs, with_other=True, settings=_LOAD),
     Row(
-        name="disk_kill",
-        title=_KILLED_READER,
-        commit=_kill_in_push,
+        "wrong_weights",
+        "wrong weights in one round",
+        _spoil_round(InstallFault.FLIP_ELEMENT, PushFault.ZEROS),
+    ),
+    Row(
+        "unchanged_weights",
+        "unchanged weights in one round",
+        _spoil_round(InstallFault.SKIP_COPY, PushFault.REPEAT),
+    ),
+    Row("foreign_server", "port taken by a server with another model", _foreign_server, foreign=True),
+    Row(
+        "quick_restart",
+        "restarted with old weights between two POSTs",
+        _quick_restart,
+        through_proxy=True,
+        settings=_LONG,
+    ),
+    Row(
+        "kill_courier",
+        f"kill -9 of the courier at {_NUM_COURIER_KILLS} random moments of rounds",
+        _kill_courier,
+        settings=_OFTEN,
+    ),
+    Row(
+        "one_of_two",
+        "one of two servers proves, the other does not",
+        _one_of_two,
+        with_other=True,
+        through_proxy=True,
+    ),
+    Row(
+        "rolling_installs",
+        f"no fault: {_NUM_ROLLING_ROUNDS} rounds of rolling installs into two servers under load",
+        _rolling_installs,
+        with_other=True,
+        settings=JobSettings(b_ratio=0.8),
+    ),
+    Row("disk_kill", f"{_DISK}: kill -9 of the server between write and load", _kill_in_push, by_disk=True),
+    Row("disk_full", f"{_DISK}: no room for a round", _fill_disk, by_disk=True, small_disk=True),
+    Row(
+        "disk_torn",
+        f"{_DISK}: half of a round's manifest is lost",
+        _spoil_round(None, PushFault.TEAR),
         by_disk=True,
     ),
-    Row(
-        name="disk_full",
-        title=f"{_DISK}: no room for a round",
-        commit=_fill_disk,
-        by_disk=True,
-        small_disk=True,
-    ),
-    Row(name="disk_torn", title=f"{_DISK}: half of a round's manifest is lost", commit=_TORN, by_disk=True),
 )

@@ -126,8 +126,7 @@ class TestedServer:
     def kill_engine_process(self, name: str) -> None:
         """SIGKILL to the one process of the engine whose command line begins with ``name``.
 
-        Raises:
-            ChildFailed: there is not exactly one.
+        Raises ChildFailed: there is not exactly one.
         """
         self._held.look(self.processes)
         found = [

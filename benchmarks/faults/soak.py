@@ -194,8 +194,7 @@ def _sample_of(name: str, step: int, processes: Sequence[psutil.Process]) -> Pro
 def commit(fault: PlannedFault, scene: Scene) -> None:
     """Returns once nothing stands in the way of a proof any more.
 
-    Raises:
-        ChildFailed: the learner ended, or what the fault waits for did not come.
+    Raises ChildFailed: the learner ended, or what the fault waits for did not come.
     """
     match fault.kind:
         case FaultKind.KILL_SERVER:

@@ -64,8 +64,7 @@ _DRAWN: Mapping[FaultKind, Mapping[str, tuple[Any, Any]]] = {
 def plan_faults(seed: int, num_steps: int, *, kill_room_steps: int) -> tuple[PlannedFault, ...]:
     """The faults of a run of ``num_steps``, in order. Too few steps for one of each kind get as many as have room.
 
-    Raises:
-        UserError: there is room for none.
+    Raises UserError: there is room for none.
     """
     rng = random.Random(seed)
     rooms = dict.fromkeys(FaultKind, ROOM_STEPS) | {FaultKind.KILL_SERVER: kill_room_steps}

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from benchmarks.command import Option
 from benchmarks.gpu_check import wheels
 from benchmarks.gpu_check.stage import FIGURES_FILE, JSON_FILE, PAGE_FILE, STAGES, Stage, Status, write_report
 from swift_stage2.errors import UserError
@@ -35,6 +36,21 @@ _LEAST_STAGE_S = 30.0  # torch and CUDA alone take seconds to start
 _NEEDED = ("psutil", "yaml")
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "QWENVL_BBOX_FORMAT": "new"}
 _CHECKOUT = Path(__file__).parents[2]
+_NAMES = [stage.name for stage in STAGES]
+_OUTPUT = "gets JSON, page and logs (default runs/gpu-check); an earlier check there is replaced"
+_WHEELS = "a folder that --collect made: what this machine lacks of it is installed for this check alone"
+_COLLECT = "only download the wheels, where a package registry is; at most 64 MiB"
+_PYTHON = f"with --collect: the other machine's Python (default {wheels.PYTHON_VERSION}, on x86-64 Linux)"
+_OPTIONS = (
+    Option("output", Path("runs/gpu-check"), _OUTPUT, metavar="DIR"),
+    Option("keep", False, "keep an earlier check; take DIR-2, DIR-3, … instead"),
+    Option("wheels", None, _WHEELS, kind=Path, metavar="DIR"),
+    Option("collect", None, _COLLECT, kind=Path, metavar="DIR"),
+    Option("python", wheels.PYTHON_VERSION, _PYTHON, metavar="X.Y"),
+    Option("rehearse", False, "on the CPU with tiny shapes; shows no figure of a GPU"),
+    Option("stages", [], f"only these: {', '.join(_NAMES)}", kind=str, choices=_NAMES, metavar="NAME"),
+    Option("deadline-s", TOTAL_S, f"of the whole check (default {TOTAL_S:g})", metavar="S"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,8 +144,7 @@ def _scratch_directory() -> Iterator[Path]:
 def _environment(options: argparse.Namespace, scratch: Path) -> dict[str, str]:
     """Of every stage: the checkout can be imported, and what the machine lacks, from a private directory.
 
-    Raises:
-        UserError: wheels cannot be used, or the check itself lacks a package.
+    Raises UserError: wheels cannot be used, or the check itself lacks a package.
     """
     places = [str(_CHECKOUT)]
     if options.wheels is not None:
@@ -154,39 +169,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Run on a GPU, in at most ten minutes, what no CPU can show: one JSON and one page.",
         exit_statuses="0 all that could run passed; 1 a stage failed",
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/gpu-check"), metavar="DIR",
-        help="gets JSON, page and logs (default %(default)s); an earlier check there is replaced",
-    )  # fmt: skip
-    parser.add_argument(
-        "--keep", action="store_true", help="keep an earlier check; take DIR-2, DIR-3, … instead"
-    )
-    parser.add_argument(
-        "--wheels", type=Path, metavar="DIR",
-        help="a folder that --collect made: what this machine lacks of it is installed for this check alone",
-    )  # fmt: skip
-    parser.add_argument(
-        "--collect", type=Path, metavar="DIR",
-        help="only download the wheels, where a package registry is; at most 64 MiB",
-    )  # fmt: skip
-    parser.add_argument(
-        "--python", default=wheels.PYTHON_VERSION, metavar="X.Y",
-        help="with --collect: the other machine's Python (default %(default)s, on x86-64 Linux)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--rehearse", action="store_true", help="on the CPU with tiny shapes; shows no figure of a GPU"
-    )
-    parser.add_argument(
-        "--stages", nargs="+", default=[], choices=[stage.name for stage in STAGES], metavar="NAME",
-        help=f"only these: {', '.join(stage.name for stage in STAGES)}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--deadline-s",
-        type=float,
-        default=TOTAL_S,
-        metavar="S",
-        help="of the whole check (default %(default)g)",
-    )
+    for option in _OPTIONS:
+        option.add_to(parser)
     options = parser.parse_args(argv)
     own = ("collect", "python")
     alone = [name for name, value in vars(options).items() if (name in own) != (options.collect is not None)

@@ -61,11 +61,7 @@ _REPEATS = 5
 
 
 def machine(context: Context) -> None:
-    """Notes device, memory, cores and versions.
-
-    Raises:
-        CheckFailed: there is no device, or it computes nothing.
-    """
+    """Notes device, memory, cores and versions. Raises CheckFailed: there is no device, or it computes nothing."""
     note = context.note
     note("python", platform.python_version())
     note("torch", torch.__version__)

@@ -6,7 +6,6 @@ without a record, by a signal for instance, and ends it by its deadline with eve
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import json
@@ -38,14 +37,10 @@ def run_child(
 ) -> tuple[Status, str]:
     """Returns the end of the stage, and why in one line unless it passed; its files are in ``results``.
 
-    Raises:
-        SystemExit: signal n came, SIGINT, SIGTERM or SIGHUP; the stage has been ended. Its code is 128 + n.
+    Raises SystemExit: signal n came, SIGINT, SIGTERM or SIGHUP; the stage has been ended. Its code is 128 + n.
     """
-    argv = (
-        sys.executable, "-u", "-m", PROGRAM, name,
-        "--results", str(results), "--scratch", str(scratch), "--deadline-s", str(deadline_s),
-        *(["--rehearse"] if rehearsal else []),
-    )  # fmt: skip
+    argv = (sys.executable, "-u", "-m", PROGRAM, name, str(results), str(scratch), str(deadline_s))
+    argv += ("rehearse",) if rehearsal else ()
     adopt_orphans()
     end = time.monotonic() + deadline_s
     with StopSignals() as signals, Job(results, signals, lambda line: None, shows_logs=False) as job:
@@ -66,24 +61,15 @@ def run_child(
     return Status.FAILED, f"its process ended with {how}: {cause}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Runs the stage in this process; 0 whatever it found, since that is in the record."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name")
-    parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--scratch", type=Path, required=True)
-    parser.add_argument("--deadline-s", type=float, required=True)
-    parser.add_argument("--rehearse", action="store_true")
-    options = parser.parse_args(argv)
-    stage = next(stage for stage in STAGES if stage.name == options.name)
+    name, results, scratch, deadline_s, *rehearsal = argv
+    stage = next(stage for stage in STAGES if stage.name == name)
     context = Context(
-        rehearsal=options.rehearse,
-        scratch=options.scratch,
-        logs=options.results,
-        deadline_s=options.deadline_s,
+        rehearsal=bool(rehearsal), scratch=Path(scratch), logs=Path(results), deadline_s=float(deadline_s)
     )
     status, why = run_stage(stage, context)
-    write_whole(options.results / _RECORD_FILE, json.dumps({"status": status.value, "why": why}))
+    write_whole(context.logs / _RECORD_FILE, json.dumps({"status": status.value, "why": why}))
     return 0
 
 
@@ -104,4 +90,4 @@ def run_stage(stage: Stage, context: Context) -> tuple[Status, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -54,8 +54,7 @@ _MOST_STEPS = 2000
 def one_rank(context: Context, tuner: str, swift: dict[str, Any] | None = None) -> None:
     """Trains beside a server until some rounds are proven.
 
-    Raises:
-        CheckFailed: a process did not end well, or the run was not what it must be.
+    Raises CheckFailed: a process did not end well, or the run was not what it must be.
     """
     model = checkpoint(WIDE_4_LAYERS, context)
     settings = {**(_LORA if tuner == "lora" else {}), **(swift or {})}
@@ -65,8 +64,7 @@ def one_rank(context: Context, tuner: str, swift: dict[str, Any] | None = None) 
 def zero3(context: Context) -> None:
     """Every parameter partitioned over one rank, as DeepSpeed holds it.
 
-    Raises:
-        CheckSkipped: DeepSpeed cannot be imported. Also what ``one_rank`` raises.
+    Raises CheckSkipped: DeepSpeed cannot be imported. Also what ``one_rank`` raises.
     """
     try:
         import deepspeed  # noqa: F401
@@ -78,8 +76,7 @@ def zero3(context: Context) -> None:
 def two_ranks(context: Context) -> None:
     """Rank 1 is asked to end once some rounds are proven; both must stop after the same step.
 
-    Raises:
-        CheckFailed: the ranks disagree, a round is not proven, or SIGTERM does not end both alike.
+    Raises CheckFailed: the ranks disagree, a round is not proven, or SIGTERM does not end both alike.
     """
     job = _train_for_rounds(
         context, "run-two-ranks", STAGE1, 2, sync_every_steps=4, swift={"ddp_backend": "gloo"}
@@ -124,8 +121,7 @@ def await_end(
 ) -> None:
     """Waits until the process has ended well.
 
-    Raises:
-        CheckFailed: it has not, or still runs at ``end`` (monotonic seconds).
+    Raises CheckFailed: it has not, or still runs at ``end`` (monotonic seconds).
     """
     while (status := tree.poll()) is None:
         each_moment()
@@ -144,11 +140,7 @@ def _records(job: DemoJob, rank: int, kind: str) -> list[dict[str, Any]]:
 
 
 def _rank_below(tree: ProcessTree, rank: str) -> psutil.Process:
-    """The process of one rank below a torchrun below a warden.
-
-    Raises:
-        CheckFailed: it is not there.
-    """
+    """The process of one rank below a torchrun below a warden. Raises CheckFailed: it is not there."""
     for process in psutil.Process(tree.pid).children(recursive=True):
         try:
             # A rank's own children have its environment too; parents come first.
@@ -228,8 +220,7 @@ def _threads(context: Context) -> dict[str, str]:
 def _account(context: Context, job: DemoJob) -> None:
     """Figures of a run that trained both channels and proved every round by sums, the first by the canary, too.
 
-    Raises:
-        CheckFailed: one of these does not hold.
+    Raises CheckFailed: one of these does not hold.
     """
     summary = summarise(job.run_dir)
     note = context.note

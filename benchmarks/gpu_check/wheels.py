@@ -39,8 +39,7 @@ _INSTALL_S = 120.0
 def collect(directory: Path, python_version: str = PYTHON_VERSION) -> int:
     """Downloads ``PINNED`` for that Python on x86-64 Linux; returns the bytes of the folder.
 
-    Raises:
-        UserError: the registry does not give them, or the folder is larger than ``MOST_BYTES``.
+    Raises UserError: the registry does not give them, or the folder is larger than ``MOST_BYTES``.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -91,8 +91,7 @@ class StepClock(ThreadClock):
 def meet(place: Path, number: int, deadline_s: float = _MEETING_DEADLINE_S) -> None:
     """Waits until so many processes have come to ``place``, which is made by the first.
 
-    Raises:
-        TimeoutError: not all have come in time.
+    Raises TimeoutError: not all have come in time.
     """
     place.mkdir(parents=True, exist_ok=True)
     (place / str(os.getpid())).touch()
