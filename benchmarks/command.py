@@ -20,7 +20,6 @@ from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.terminal.output import print_error
 from swift_stage2.terminal.parser import CommandParser
 
-_FAILED = 1
 _HOLDS = {"above": operator.gt, "at least": operator.ge, "below": operator.lt, "at most": operator.le}
 _DESCRIPTION = (
     "Measure speed, learning, and what faults cost. Exit status 0: everything was measured and nothing was lost; a "
@@ -213,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(module.run(options, directory))
     except ChildFailed as error:
         print_error("bench", error)
-        return _FAILED
+        return 1
 
 
 def _shown(value: Any) -> str:

@@ -5,13 +5,12 @@ One rank, one torch thread, everything on loopback. Called by the benches interf
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, ChildRuns
+from benchmarks.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, ChildRuns, torchrun
 from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS, SECONDS_VARIABLE, THREAD_CLOCK, Clock, read_clock
 from benchmarks.faults.accounting import of_kind
 from benchmarks.plugins.pipeline import PIPELINE_VARIABLE
@@ -46,7 +45,6 @@ _UNATTENDED: Mapping[str, Any] = {
 }
 _SCORED: Mapping[str, Any] = {"save_strategy": "steps", "lr_scheduler_type": "constant_with_warmup"}
 """Warmed up as the demo's own runs are."""
-_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +167,7 @@ def _train(children: ChildRuns, arm: Arm, *words: str) -> None:
     place = {DIRECTORY_VARIABLE: str(arm.directory), SECONDS_VARIABLE: str(arm.seconds)}
     children.run(
         arm.name,
-        (*_TORCHRUN, *words),
+        torchrun(1, *words),
         log_dir=arm.directory / "logs",
         deadline_s=START_DEADLINE_S + (arm.seconds or DEADLINE_PER_STEP_S * arm.num_steps),
         environment={**CHILD_ENVIRONMENT, **place, **chosen, **arm.environment},

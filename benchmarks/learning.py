@@ -22,11 +22,10 @@ from benchmarks.child_runs import ChildRuns, score, train
 from benchmarks.estimates import gain_words, mean_and_range
 from benchmarks.results import ResultTable, grouped, publish, say
 from swift_stage2.config import MissedOrder, Mode, Objective
-from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, DemoJob, write_config
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, DemoJob
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
-from swift_stage2.process.ports import free_ports
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import summarise
 
@@ -250,8 +249,6 @@ def train_and_score(
     with ChildRuns() as children:
         for job, name, environment in arms:
             say(f"training seed {job.seed}: {name}")
-            ports = free_ports(2)
-            write_config(job, (ports[0], ports[1]))
             before = _seconds_of_children()
             train(children, job, LiveView(sys.stdout, plain_every_steps=50), environment=environment)
             core_seconds.append(_seconds_of_children() - before)

@@ -8,26 +8,31 @@ and change halves from pair to pair, so that a machine whose speed changes chang
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, Child, ChildRuns
+from benchmarks.child_runs import (
+    DEADLINE_PER_STEP_S,
+    START_DEADLINE_S,
+    Child,
+    ChildRuns,
+    torchrun,
+    write_job_config,
+)
 from benchmarks.clocks import DIRECTORY_VARIABLE, MEETING_VARIABLE, PLUGINS, STEP_CLOCK, Clock, read_clock
 from benchmarks.cores import split_cores
 from benchmarks.estimates import Floats, PairedRatio, Spread, compare, num_common, step_seconds
 from benchmarks.results import ResultTable, publish, say
 from swift_stage2.config import load_config
-from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, write_config
+from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed
-from swift_stage2.process.ports import free_ports
 
 NUM_WARMUP = 5
 _LEAST_STEPS = NUM_WARMUP + 2
@@ -122,12 +127,10 @@ def overhead_table(
 
 def arm_command(arm: ArmName, job: DemoJob) -> tuple[str, ...]:
     """The command line of one arm. The job's YAML must have been written."""
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    ranks = f"--nproc-per-node={job.num_ranks}"
     if arm is ArmName.OURS:
-        return (*torchrun, ranks, "-m", "swift_stage2", "train", str(job.config_path))
+        return torchrun(job.num_ranks, "swift_stage2", "train", str(job.config_path))
     arguments = load_config(job.config_path).swift_arguments()
-    return (*torchrun, ranks, "-m", "benchmarks.swift_program", "sft", *arguments)
+    return torchrun(job.num_ranks, "benchmarks.swift_program", "sft", *arguments)
 
 
 def _run_pair(
@@ -139,12 +142,19 @@ def _run_pair(
     """
     halves = split_cores()
     meeting = {MEETING_VARIABLE: f"{directory / 'meeting'}:{2 * job.num_ranks}"}
-    started = [
-        _child(
-            arm, job, directory / arm, set().union(*halves) if in_turns else half, {} if in_turns else meeting
+    started = []
+    for arm, half in zip(arms, halves, strict=True):
+        own = replace(job, directory=directory / arm)
+        write_job_config(own)
+        clock = {DIRECTORY_VARIABLE: str(own.directory / "clock"), **({} if in_turns else meeting)}
+        started.append(
+            Child(
+                name=arm,
+                argv=arm_command(arm, own),
+                environment={**CHILD_ENVIRONMENT, **clock},
+                cores=frozenset(set().union(*halves) if in_turns else half),
+            )
         )
-        for arm, half in zip(arms, halves, strict=True)
-    ]
     for group in [[each] for each in started] if in_turns else [started]:
         deadline_s = START_DEADLINE_S + len(group) * DEADLINE_PER_STEP_S * job.num_steps
         children.run_together(group, log_dir=directory / "logs", deadline_s=deadline_s)
@@ -162,27 +172,9 @@ def _run_pair(
     }
 
 
-def _child(
-    arm: ArmName,
-    job: DemoJob,
-    directory: Path,
-    cores: set[int],
-    environment: Mapping[str, str],
-) -> Child:
-    own = _job(job.directory, job.num_steps, job.num_ranks, directory=directory)
-    ports = free_ports(2)
-    write_config(own, (ports[0], ports[1]))
-    return Child(
-        name=arm,
-        argv=arm_command(arm, own),
-        environment={**CHILD_ENVIRONMENT, DIRECTORY_VARIABLE: str(directory / "clock"), **environment},
-        cores=frozenset(cores),
-    )
-
-
-def _job(root: Path, num_steps: int, num_ranks: int, *, directory: Path | None = None) -> DemoJob:
+def _job(root: Path, num_steps: int, num_ranks: int) -> DemoJob:
     return DemoJob(
-        directory=directory or root,
+        directory=root,
         rows=root / "train" / "rows.jsonl",
         num_steps=num_steps,
         b_ratio=0.0,

@@ -19,10 +19,9 @@ from benchmarks.estimates import Spread
 from benchmarks.faults.accounting import of_kind
 from benchmarks.results import ResultTable, grouped, in_turns, publish
 from swift_stage2.config import OnPending, ServerEngine
-from swift_stage2.demo.demo_config import DemoJob, write_config
+from swift_stage2.demo.demo_config import DemoJob
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.process.ports import free_ports
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.reading import read_audit
@@ -140,8 +139,6 @@ def _run(
         max_new_tokens=384,
         swift={"save_strategy": "no"},
     )
-    ports = free_ports(2)
-    write_config(job, (ports[0], ports[1]))
     write_scenes(place, SceneKind.SHAPES, num_train=num_train_samples(job), num_held_out=1, seed=0)
     train(children, job, LiveView(sys.stdout))
     return arm_of(on_pending.value, read_audit(audit_path(job.run_dir, 0)))

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.child_runs import ChildRuns
+from benchmarks.child_runs import ChildRuns, torchrun
 from benchmarks.estimates import Spread, exponent_words, pair_ratios, verdict
 from benchmarks.results import ResultTable, grouped, publish, say
 from swift_stage2.channel_b.ready_queue import ReadyQueue
@@ -76,12 +76,11 @@ def run(options: argparse.Namespace, directory: Path) -> int:
 
 def _run(children: ChildRuns, directory: Path, num_ranks: int, options: argparse.Namespace) -> list[PlanCell]:
     directory.mkdir()
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}")
-    rank = ("-m", "benchmarks.plan", str(directory), str(options.repeats), *map(str, options.queue_limits))
+    rank = ("benchmarks.plan", str(directory), str(options.repeats), *map(str, options.queue_limits))
     num_pairs = options.repeats * len(options.queue_limits)
     children.run(
         f"ranks{num_ranks}",
-        (sys.executable, *torchrun, *rank),
+        torchrun(num_ranks, *rank),
         log_dir=directory / "logs",
         deadline_s=_START_S + _START_PER_RANK_S * num_ranks + _SLOWEST_PAIR_S * num_pairs,
         environment=CHILD_ENVIRONMENT,

@@ -20,7 +20,6 @@ import psutil
 from benchmarks.results import ResultTable, publish, say
 from benchmarks.servers import BenchServer
 
-_FAILED = 1
 _MIB = 1 << 20
 FORBIDDEN = frozenset({"hang", "traceback", "accepted", "lost"})
 """Outcomes that no try may have: no end in time, an exception that is not ours, an answer believed that must not be,
@@ -35,7 +34,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         results[group] = importlib.import_module(f"benchmarks.attacks.{group}").attacks()
     facts = {group: [asdict(result) for result in found] for group, found in results.items()}
     publish(directory, "attacks", facts, table(results), *notes(results))
-    return _FAILED if any(result.forbidden for found in results.values() for result in found) else 0
+    return 1 if any(result.forbidden for found in results.values() for result in found) else 0
 
 
 def table(results: Mapping[str, Sequence[AttackResult]]) -> ResultTable:
@@ -113,8 +112,8 @@ class Tries:
         if self._process is not None:
             self._peak = max(self._peak, self._process.memory_info().rss)
 
-    def count(self, outcome: str, number: int = 1) -> None:
-        self._outcomes[outcome] += number
+    def count(self, outcome: str) -> None:
+        self._outcomes[outcome] += 1
 
     def counted(self) -> AttackResult:
         grown = None if self._process is None else (self._peak - self._start) / _MIB

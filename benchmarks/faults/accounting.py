@@ -194,8 +194,7 @@ def report(records: Sequence[Sequence[Record]], samples: RunAccount, moments: Mo
                 str(failure["end"])
                 for record in of_kind(everything, "batch")
                 if record["time"] >= moments.fault
-                for failure in record["failures"]
-                if failure["end"] != "stopped"
+                for failure in _failures(record)
             )
         ),
         b_again_at_step=b_again["step"] - step_of_fault if b_again else None,
@@ -249,7 +248,7 @@ def first_notice(records: Sequence[Sequence[Record]], fault: float) -> Record | 
         and (
             record["kind"] in ("warning", "quarantine")
             or (record["kind"] == "round" and (not record["committed"] or _errors([record])))
-            or (record["kind"] == "batch" and any(f["end"] != "stopped" for f in record["failures"]))
+            or (record["kind"] == "batch" and _failures(record))
         )
     ]
     return min(found, key=lambda record: float(record["time"]), default=None)
@@ -281,8 +280,13 @@ def _words(record: Record) -> str:
             return str(record["message"])
         case "round":
             return next(iter(_errors([record])), "a round failed")
-    failures = [failure for failure in record["failures"] if failure["end"] != "stopped"]
-    return f"{failures[0]['end']}: {failures[0]['reason']}"
+    first = _failures(record)[0]
+    return f"{first['end']}: {first['reason']}"
+
+
+def _failures(batch: Record) -> list[Record]:
+    """Of its POSTs, those that a stop did not end."""
+    return [failure for failure in batch["failures"] if failure["end"] != "stopped"]
 
 
 def _errors(rounds: Iterable[Record]) -> list[str]:

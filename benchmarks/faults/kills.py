@@ -25,7 +25,6 @@ from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 from swift_stage2.telemetry.reading import read_ledgers
 
 __all__ = ["check", "run"]
-_FAILED = 1
 _SAVE_STEPS = 5
 _MOST_STEPS = 8  # between a process's first step and its end
 _LONGEST_START_S = 12.0  # of a kill before the first step
@@ -75,7 +74,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     publish(directory, "kills", facts, kill_table(kills), *rank_notes(last))
     is_sound = last.is_balanced and not left and not any(is_bad(kill) for kill in kills)
     say(f"took {facts['seconds']:.0f} s; {left} things left")
-    return 0 if is_sound else _FAILED
+    return 0 if is_sound else 1
 
 
 class _Run:

@@ -31,7 +31,6 @@ from benchmarks.servers import ServerKind, stand_in_arguments
 from swift_stage2.config import Proof
 from swift_stage2.telemetry.ledger_account import RunAccount
 
-_FAILED = 1
 _SETTLING_STEPS = 10  # after the start, a kill or a proof, before steps are compared
 _SLOWEST_STEP_S = 10.0
 _LONGEST_WAIT_S = 1.0
@@ -128,7 +127,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         f"took {facts['seconds']:.0f} s"
     )
     is_sound = account.is_balanced and not left and exit_status == 0 and not any(map(is_bad, reports))
-    return 0 if is_sound else _FAILED
+    return 0 if is_sound else 1
 
 
 def _run(

@@ -46,7 +46,6 @@ class Committed:
     fault: ReplyFault
     asked_at: float
     at: float
-    num_bytes: int
     caller_left: bool
     """True if the caller closed its connection first."""
 
@@ -54,7 +53,7 @@ class Committed:
 class FaultProxy:
     """Listens on ``port`` of the loopback address for as long as the context lasts."""
 
-    def __init__(self, upstream_port: int, *, delay_s: float = 60.0) -> None:
+    def __init__(self, upstream_port: int) -> None:
         self.committed: list[Committed] = []
         self.num_rollouts = 0
         """Rollout requests that have come so far."""
@@ -63,7 +62,6 @@ class FaultProxy:
         self.num_passing = 0
         """Connections that are between learner and server now."""
         self._upstream_port = upstream_port
-        self._delay_s = delay_s
         self._faults: deque[tuple[ReplyFault, float]] = deque()
         self._listener = socket.create_server((_HOST, 0))
         self.port = int(self._listener.getsockname()[1])
@@ -72,10 +70,9 @@ class FaultProxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
 
-    def commit_next(self, fault: ReplyFault, *, delay_s: float | None = None) -> None:
-        """The next rollout's reply suffers ``fault``; asked twice, the one after it as well. ``delay_s`` None: as long
-        as the proxy was told."""
-        self._faults.append((fault, self._delay_s if delay_s is None else delay_s))
+    def commit_next(self, fault: ReplyFault, *, delay_s: float = 60.0) -> None:
+        """The next rollout's reply suffers ``fault``; asked twice, the one after it as well."""
+        self._faults.append((fault, delay_s))
 
     def hold(self) -> None:
         """Every new rollout waits and does not reach the server until ``release``. With one in flight no fenced
@@ -130,10 +127,9 @@ class FaultProxy:
         fault, delay_s = self._faults.popleft() if is_rollout and self._faults else (None, 0.0)
         asked_at = time.time()
         if fault is ReplyFault.HTTP_500:
-            await caller.readexactly(
-                _length(head)
-            )  # closed with a part unread, the connection would be reset
-            self.committed.append(Committed(fault, asked_at, time.time(), len(_ERROR_REPLY), False))
+            # Closed with a part unread, the connection would be reset.
+            await caller.readexactly(_length(head))
+            self.committed.append(Committed(fault, asked_at, time.time(), False))
             await _send(answer, _ERROR_REPLY)
             return
         server, request = await asyncio.open_connection(_HOST, self._upstream_port)
@@ -149,10 +145,10 @@ class FaultProxy:
                 body = body[: len(body) // 2]
             else:
                 await asyncio.wait({upward}, timeout=delay_s)
-            reply, caller_left = reply_head + body, upward.done()
-            self.committed.append(Committed(fault, asked_at, time.time(), len(reply), caller_left))
+            caller_left = upward.done()
+            self.committed.append(Committed(fault, asked_at, time.time(), caller_left))
             if not caller_left:
-                await _send(answer, reply)
+                await _send(answer, reply_head + body)
         finally:
             upward.cancel()
             request.close()

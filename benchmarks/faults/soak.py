@@ -41,7 +41,6 @@ from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 from swift_stage2.telemetry.reading import read_ledgers
 
 __all__ = ["check", "run"]
-_FAILED = 1
 _SAMPLE_EVERY_STEPS = 10
 _LONGEST_STEP_S = 10.0  # on average, while the soak waits for a step
 _END_DEADLINE_S = 180.0  # of the last save and the shutdown
@@ -88,7 +87,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     for problem in problems:
         say(problem)
     say(f"took {facts['seconds']:.0f} s")
-    return _FAILED if problems else 0
+    return 1 if problems else 0
 
 
 def _swift_arguments(num_steps: int) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.terminal.parser import CommandParser
 
 TOTAL_S = 600.0
-_FAILED = 1
 _SIGNALLED = 128
 _RESERVE_S = 60.0  # what a stage that has to be killed with all below it may take beyond its own deadline
 _LEAST_STAGE_S = 30.0  # torch and CUDA alone take seconds to start
@@ -84,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             finished, seconds = len(records) == len(chosen), time.monotonic() - started
             write_report(directory, records, rehearsal=options.rehearse, finished=finished, seconds=seconds)
     print(f"report: {directory / PAGE_FILE} and {JSON_FILE}")
-    return _FAILED if any(record["status"] == Status.FAILED for record in records) else 0
+    return 1 if any(record["status"] == Status.FAILED for record in records) else 0
 
 
 def time_for(left: Sequence[Stage], left_s: float) -> float | None:

@@ -6,7 +6,6 @@ They say what device every figure belongs to, and that it computes what the CPU 
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import os
 import platform
 import time
@@ -16,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from benchmarks.gpu_check.stage import CheckFailed, Context
+from benchmarks.gpu_check.wheels import installed_version
 from swift_stage2.weights.tensors import all_finite, checksum_tensor
 
 _GIB = 1 << 30
@@ -66,10 +66,7 @@ def machine(context: Context) -> None:
     note("python", platform.python_version())
     note("torch", torch.__version__)
     for package in _PACKAGES:
-        try:
-            note(package, importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            note(package, "none")
+        note(package, installed_version(package) or "none")
     note("num_cores", len(os.sched_getaffinity(0)))
     if context.rehearsal:
         note("device", f"CPU, {platform.machine()}")

@@ -18,6 +18,7 @@ from swift_stage2.whole_file import write_whole
 JSON_FILE = "gpu-check.json"
 PAGE_FILE = "gpu-check.md"
 FIGURES_FILE = "figures.json"
+_LONGEST_LINE = 300
 
 Figure = str | int | float | bool
 
@@ -116,10 +117,10 @@ class Context:
         write_whole(self.logs / FIGURES_FILE, json.dumps(self.figures))
 
 
-def one_line(text: str, limit: int = 300) -> str:
+def one_line(text: str) -> str:
     """Text without breaks, and not longer than a row of a table bears."""
     whole = " ".join(text.split())
-    return whole if len(whole) <= limit else f"{whole[: limit - 1]}…"
+    return whole if len(whole) <= _LONGEST_LINE else f"{whole[: _LONGEST_LINE - 1]}…"
 
 
 def write_report(

@@ -72,19 +72,19 @@ def install_missing(wheels: Path, private: Path) -> list[str]:
         raise UserError(
             f"--wheels must be a folder with wheels, got none in {wheels}; make it with --collect"
         )
-    missing = [file for file in files if not _is_installed(file.name.partition("-")[0])]
+    missing = [file for file in files if installed_version(file.name.partition("-")[0]) is None]
     if missing:
         options = ["install", "--no-index", "--no-deps", "--no-compile", "--quiet", "--target", str(private)]
         _pip([*options, *map(str, missing)], _INSTALL_S, "wheels cannot be installed")
     return [file.name.partition("-")[0] for file in missing]
 
 
-def _is_installed(name: str) -> bool:
+def installed_version(name: str) -> str | None:
+    """None where there is no such package."""
     try:
-        importlib.metadata.version(name)
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def _pip(arguments: list[str], timeout_s: float, failure: str) -> None:

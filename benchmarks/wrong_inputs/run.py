@@ -13,20 +13,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import swift_stage2
 from benchmarks.attacks.hostile_server import HostileServer
-from benchmarks.results import ResultTable, publish
+from benchmarks.results import ResultTable, grouped, publish
 from benchmarks.wrong_inputs.case import Case, SetupMaker
 from benchmarks.wrong_inputs.cases import all_cases
 from swift_stage2.errors import UserError
 from swift_stage2.process.ports import free_ports
 
-EXIT_PROBLEMS = 1
 _AT_ONCE = 2
 _DEADLINE_S = 240.0
 _END_GRACE_S = 20.0
@@ -83,7 +82,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
                 sign = "; ".join(done.problems) or "ok"
                 print(f"[{len(met)}/{len(cases)}] {done.case.area}: {done.case.wrong}: {sign}", flush=True)
     _publish(directory, met)
-    return EXIT_PROBLEMS if any(one.problems for one in met) else 0
+    return 1 if any(one.problems for one in met) else 0
 
 
 def meet(maker: SetupMaker, case: Case, folder: Path) -> Met:
@@ -116,15 +115,15 @@ def meet(maker: SetupMaker, case: Case, folder: Path) -> Met:
 
 
 def _publish(directory: Path, met: Sequence[Met]) -> None:
-    counted, tables = [], []
-    for area in dict.fromkeys(one.case.area for one in met):
-        of_area = [one for one in met if one.case.area == area]
-        good = sum(not one.problems for one in of_area)
-        counted.append((area, str(len(of_area)), str(good)))
-        columns = ("what is wrong", "command", "exit status", "what it says", "problems")
-        tables.append(ResultTable(f"## {area}", columns, [_cells(one) for one in of_area]))
-    num_good = sum(not one.problems for one in met)
-    title = f"# Wrong inputs: {len(met)} kinds, {num_good} told as they should"
+    areas = grouped(met, lambda one: one.case.area)
+    good = {area: sum(not one.problems for one in mine) for area, mine in areas.items()}
+    counts = {
+        "area": str,
+        "kinds": lambda area: str(len(areas[area])),
+        "as they should": lambda area: str(good[area]),
+    }
+    title = f"# Wrong inputs: {len(met)} kinds, {sum(good.values())} told as they should"
+    tables = [ResultTable.of(f"## {area}", mine, _COLUMNS) for area, mine in areas.items()]
     facts = [
         {
             "area": one.case.area,
@@ -136,18 +135,20 @@ def _publish(directory: Path, met: Sequence[Met]) -> None:
         }
         for one in met
     ]
-    summary = ResultTable(title, ("area", "kinds", "as they should"), counted)
-    publish(directory, "wrong_inputs", facts, summary, *tables)
-
-
-def _cells(one: Met) -> tuple[str, ...]:
-    words = " ".join(map(_without_root, one.case.words))
-    status = "none in time" if one.status is None else str(one.status)
-    return _without_root(one.case.wrong), words, status, one.says, "; ".join(one.problems) or "–"
+    publish(directory, "wrong_inputs", facts, ResultTable.of(title, areas, counts), *tables)
 
 
 def _without_root(text: str) -> str:
     return text.replace(str(_ROOT), "…")
+
+
+_COLUMNS: Mapping[str, Callable[[Met], str]] = {
+    "what is wrong": lambda one: _without_root(one.case.wrong),
+    "command": lambda one: " ".join(map(_without_root, one.case.words)),
+    "exit status": lambda one: "none in time" if one.status is None else str(one.status),
+    "what it says": lambda one: one.says,
+    "problems": lambda one: "; ".join(one.problems) or "–",
+}
 
 
 def _chosen(only: str) -> list[Case]:

@@ -67,7 +67,6 @@ def test_one_reply_is_cut_and_the_next_is_whole(proxy: FaultProxy) -> None:
     assert post(proxy).status_code == 200
     (committed,) = proxy.committed
     assert committed.fault is ReplyFault.CUT
-    assert committed.num_bytes > 0
 
 
 def test_a_delayed_reply_is_kept_until_the_caller_has_gone(proxy: FaultProxy) -> None:
