@@ -87,7 +87,6 @@ def _text(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None, answer: Callable[..., list[str]] = answers_of) -> int:
-    """Asks the model and writes its rows."""
     parser = argparse.ArgumentParser(prog="benchmarks.altered_rows")
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

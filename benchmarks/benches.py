@@ -16,7 +16,6 @@ ROWS = (
 """Of the fault table."""
 SYSTEMS = NAIVE, MERGED, *_OURS = ("stock naive", "stock merged", "vllm", "transformers")
 STAND_IN = "stand-in"
-_SERVERS = ("stock", "vllm", "transformers")
 _ON_PENDING = Option(
     "on-pending", "wait", "of a round that meets rollouts", choices=("wait", "abort", "resume")
 )

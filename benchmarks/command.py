@@ -47,7 +47,6 @@ class Option:
     """A remedy in place of the default one; empty: the default."""
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Declares it, with its default in the help."""
         if isinstance(self.default, bool):
             parser.add_argument(f"--{self.name}", action="store_true", help=self.help)
             return
@@ -90,8 +89,6 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """One bench: what it asks and how it is asked."""
-
     name: str
     module: str = ""
     """Below ``benchmarks``; empty: that of its name."""

@@ -198,7 +198,6 @@ def _ratio_row(
 
 
 def clock_table(found: Interference, variant: Preprocessing) -> ResultTable:
-    """Where a step's time goes, off and on: mean of each block, median (quartiles) over the blocks."""
     rows = []
     for name, words in _CLOCKS.items():
         more = [on - off for on, off in zip(found.on[name], found.off[name], strict=True)]

@@ -128,7 +128,6 @@ def loop_table(repetitions: Sequence[Repetition], *, reads_servers: bool = True)
 
 
 def work_table(repetitions: Sequence[Repetition]) -> ResultTable:
-    """Tells how much each learner trained, on rollouts and on channel A."""
     return spread_table(
         "What they trained: median (quartiles)",
         "learner",
@@ -170,7 +169,6 @@ def score_table(repetitions: Sequence[Repetition], scores: Sequence[DetectionSco
 
 
 def bound_table(repetitions: Sequence[Repetition]) -> ResultTable:
-    """Each asynchronous loop against its own learner without waits for rollouts."""
     return spread_table(
         "Steps/s against the bound without generation, by each learner's own inline run: median (quartiles)",
         "learner",

@@ -67,8 +67,6 @@ class Treatment(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredArm:
-    """One trained job and its score."""
-
     seed: int
     score: DetectionScore
 
@@ -174,7 +172,6 @@ def _write_rows(children: ChildRuns, treatment: Treatment, job: DemoJob) -> None
 
 
 def learning_table(start: DetectionScore, arms: Sequence[LearningArm]) -> ResultTable:
-    """One row per b_ratio and treatment."""
     groups = grouped(arms, lambda arm: _name(arm.b_ratio, arm.treatment))
     reference = next(iter(groups))
     run: Columns[LearningArm] = {

@@ -148,7 +148,6 @@ def run_of(mode: Mode, records: ArmRecords, num_warmup: int) -> OverlapRun:
 
 
 def overlap_table(repetitions: Sequence[Repetition], num_steps: int) -> ResultTable:
-    """One row per repetition, and their medians."""
     columns: dict[str, tuple[int, Callable[[Repetition], float]]] = {
         "asynchronous, s": (1, lambda each: each.asynchronous.seconds),
         "inline, s": (1, lambda each: each.inline.seconds),
@@ -172,7 +171,6 @@ def overlap_table(repetitions: Sequence[Repetition], num_steps: int) -> ResultTa
 
 
 def work_table(repetitions: Sequence[Repetition]) -> ResultTable:
-    """Whether the arms did the same work."""
     rows = [
         (f"{number}, {run.mode}", f"{run.num_b_run} of {run.num_b_wanted}", str(run.num_rollouts))
         for number, each in enumerate(repetitions, 1)
@@ -182,7 +180,6 @@ def work_table(repetitions: Sequence[Repetition]) -> ResultTable:
 
 
 def notes(repetitions: Sequence[Repetition], server: str) -> list[str]:
-    """Sentences compare the run with its budget and name the server."""
     fraction = float(np.median([each.fraction for each in repetitions]))
     found = [
         f"Rollouts from {server}. Fraction of the Amdahl bound, median {fraction:.3f}, budget at least {BUDGET}: "

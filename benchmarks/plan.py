@@ -109,7 +109,6 @@ def cells_of(ranks: Sequence[Mapping[str, Mapping[str, Sequence[float]]]]) -> li
 
 
 def plan_table(cells: Sequence[PlanCell]) -> ResultTable:
-    """One row per number of ranks and queue limit, with what the budgets say."""
 
     def budgets(cell: PlanCell) -> str:
         ratio = f"ratio {RATIO_BUDGET}: {verdict(Spread.of(cell.ratios).median <= RATIO_BUDGET)}"
@@ -135,7 +134,6 @@ def plan_table(cells: Sequence[PlanCell]) -> ResultTable:
 
 
 def own_table(cells: Sequence[PlanCell]) -> ResultTable:
-    """How the time outside the all-reduce grows with the queue."""
     return ResultTable.of(
         "Exponent of own code over the queue limit (log-log least squares of the medians)",
         grouped(cells, lambda cell: cell.num_ranks).values(),
@@ -148,7 +146,6 @@ def own_table(cells: Sequence[PlanCell]) -> ResultTable:
 
 
 def rank_table(cells: Sequence[PlanCell]) -> ResultTable:
-    """How plan, bare all-reduce and own code grow with the number of ranks."""
     return ResultTable.of(
         "Exponents over the number of ranks (log-log least squares of the medians)",
         grouped(cells, lambda cell: cell.queue_limit).values(),
@@ -172,8 +169,6 @@ def _exponent(cells: Sequence[PlanCell], size: str, kind: str, otherwise: str) -
 
 @dataclass(frozen=True, slots=True)
 class NumberedPack:
-    """A pack as the queue sees it."""
-
     version: int
     number: int
 

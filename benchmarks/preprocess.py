@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,54 +59,45 @@ def run(options: argparse.Namespace, directory: Path) -> int:
 
 
 def stage_table(stages: Seconds) -> ResultTable:
-    """Samples/s by stage and object count, and how the seconds grow with the count."""
-    counts = sorted(int(count) for count in stages)
-    names = list(stages[str(counts[0])])
-    rows = []
-    for name in names:
-        medians = [float(np.median(stages[str(count)][name])) for count in counts]
-        large = [(count, value) for count, value in zip(counts, medians, strict=True) if count >= _LARGE]
-        rows.append(
-            (
-                name,
-                *(_rate(stages[str(count)][name]) for count in counts),
-                exponent_words(counts, medians, "–"),
-                exponent_words([count for count, _ in large], [value for _, value in large], "–"),
-            )
-        )
-    return ResultTable(
+    return _growth_table(
         "Samples per processor second of one thread by number of objects: median; exponent of the seconds over the "
         f"count, of all counts and from {_LARGE} on",
-        ("stage", *map(str, counts), "exponent", f"from {_LARGE}"),
-        rows,
+        stages,
+        _rate,
+        {"exponent": 0, f"from {_LARGE}": _LARGE},
     )
 
 
 def pack_table(packs: Seconds) -> ResultTable:
-    """Milliseconds of a whole pack by stage and number of samples, and how they grow with it."""
-    sizes = sorted(int(size) for size in packs)
-    rows = []
-    for name in packs[str(sizes[0])]:
-        medians = [float(np.median(packs[str(size)][name])) for size in sizes]
-        rows.append(
-            (name, *(f"{median * 1e3:.2f}" for median in medians), exponent_words(sizes, medians, "–"))
-        )
-    return ResultTable(
+    return _growth_table(
         f"Milliseconds of one pack by its number of samples, {RATE_BUDGET_OBJECTS} objects in each: median; exponent "
         "over the number",
-        ("stage", *map(str, sizes), "exponent"),
-        rows,
+        packs,
+        lambda seconds: f"{seconds * 1e3:.2f}",
+        {"exponent": 0},
     )
 
 
+def _growth_table(
+    title: str, measured: Seconds, cell: Callable[[float], str], exponents: Mapping[str, int]
+) -> ResultTable:
+    """The median of every stage by size, and how it grows with sizes from the least on that each exponent has."""
+    sizes = sorted(map(int, measured))
+    rows = []
+    for stage in measured[str(sizes[0])]:
+        medians = {size: float(np.median(measured[str(size)][stage])) for size in sizes}
+        growth = ({size: medians[size] for size in sizes if size >= least} for least in exponents.values())
+        found = (exponent_words(list(each), list(each.values()), "–") for each in growth)
+        rows.append((stage, *map(cell, medians.values()), *found))
+    return ResultTable(title, ("stage", *map(str, sizes), *exponents), rows)
+
+
 def template_table(pairs: Seconds) -> ResultTable:
-    """Encode and pack against the bare template, pair by pair."""
     in_order = {count: pairs[count] for count in sorted(pairs, key=int)}
     return _ratio_table(TEMPLATE, ("objects", "ours, ms", "bare, ms"), in_order, TEMPLATE_BUDGET)
 
 
 def match_table(matches: Seconds, num_objects: int) -> ResultTable:
-    """The match against its bare parts, pair by pair, by kind of answer."""
     return _ratio_table(
         MATCH.format(num_objects), ("answer", "match, ms", "bare parts, ms"), matches, MATCH_BUDGET
     )
@@ -133,6 +124,6 @@ def notes(stages: Seconds) -> list[str]:
     ]
 
 
-def _rate(seconds: Sequence[float]) -> str:
-    rate = 1 / float(np.median(seconds))
+def _rate(seconds: float) -> str:
+    rate = 1 / seconds
     return f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"

@@ -51,7 +51,6 @@ class RawSender:
         return cls(transport, port)
 
     def seconds_to_send(self, buckets: Sequence[torch.Tensor]) -> float:
-        """Sends all of them, once."""
         started = time.perf_counter()
         for bucket in buckets:
             if self._stream is not None:

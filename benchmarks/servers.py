@@ -35,8 +35,6 @@ Found = TypeVar("Found")
 
 
 class ServerKind(StrEnum):
-    """Which program serves."""
-
     STOCK = "stock"  # the unmodified ``swift rollout``
     VLLM = "vllm"  # ``swift-stage2 rollout --engine vllm``
     TRANSFORMERS = "transformers"  # ``swift-stage2 rollout --engine transformers``
@@ -52,8 +50,6 @@ class ServerKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BenchServer:
-    """One running server."""
-
     base_url: str
     group_port: int
     tree: ProcessTree
@@ -172,7 +168,6 @@ class BenchServers:
         return self.job.start(Command(name=name, argv=argv, environment=whole, grace_s=grace_s))
 
     def end(self, server: BenchServer) -> None:
-        """Ends one server before the others."""
         server.tree.ask_to_end()
         self.wait_for(lambda: server.tree.poll() is not None, "a server ends", 2 * _GRACE_S)
 

@@ -265,8 +265,6 @@ class StockWeights:
 
 
 class StockService(RolloutService):
-    """A service without rounds."""
-
     def __init__(self, engine: Engine, host: str = "127.0.0.1", weights_root: Path | None = None) -> None:
         super().__init__(engine, host, weights_root)
         self.rounds = StockWeights()  # type: ignore[assignment]

@@ -188,7 +188,6 @@ class MeasuredSystem:
         return self.found.system
 
     def repeat(self, *, counted: bool = True) -> None:
-        """One bare copy, one raw broadcast, one round."""
         bare, raw = self._learner.seconds_to_copy(), self._sender.seconds_to_send(self._learner.buckets)
         began = time.perf_counter()
         self._begin()
@@ -257,7 +256,6 @@ def step_ratios(
 
 
 def sync_table(measured: Sequence[SyncMeasurement]) -> ResultTable:
-    """One row per size and system: medians, and of what is judged also the quartiles."""
 
     def median(values: Callable[[SyncMeasurement], Sequence[float]]) -> Callable[[SyncMeasurement], str]:
         return lambda each: f"{np.median(values(each)):.4f}"

@@ -104,7 +104,6 @@ class SyncLearner:
         ]
 
     def seconds_to_copy(self) -> float:
-        """Of the bare copy."""
         started = time.perf_counter()
         for copy, tensor in zip(self._copies, self._weights(), strict=True):
             copy.copy_(tensor)

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
 from random import Random
+from typing import Any
 
 import httpx
 
@@ -183,8 +184,10 @@ class AnswerTargets:
         targets: dict[str, Callable[[], str]] = {
             "client": self._generate,
             "connection": self._infer,
-            "session": self._session,
-            "round proof": self._proof,
+            "session": partial(
+                self._ask, lambda session: session.info(Deadline(_TARGET_CALL_S)), ServerFault
+            ),
+            "round proof": partial(self._ask, _proof_of, (ServerFault, ProtocolError)),
             "merger /infer/": partial(self._merged, "POST", protocol.INFER),
             "merger control": partial(self._merged, "GET", protocol.WORLD_SIZE),
         }
@@ -220,35 +223,23 @@ class AnswerTargets:
         result = self._connection.infer([_TARGET_REQUEST], self._config, timeout_s=_TARGET_CALL_S)
         return "record" if result.end is PostEnd.ANSWERED else "fault"
 
-    def _session(self) -> str:
+    def _ask(self, call: Callable[[ServerSession], object], faults: Any) -> str:
         with ServerSession(self._url) as session:
             try:
-                session.info(Deadline(_TARGET_CALL_S))
-                return "record"
-            except ServerFault:
+                call(session)
+            except faults:
                 return "fault"
-
-    def _proof(self) -> str:
-        with ServerSession(self._url) as session:
-            try:
-                protocol.RoundProof.from_json(
-                    session.post(protocol.FINISH_ROUND, {}, Deadline(_TARGET_CALL_S))
-                )
-                return "record"
-            except (ServerFault, ProtocolError):
-                return "fault"
+        return "record"
 
     def _merged(self, method: str, path: str) -> str:
-        body = (
-            {"infer_requests": [_TARGET_REQUEST], "request_config": self._config}
-            if path == protocol.INFER
-            else None
-        )
+        asks = path == protocol.INFER
+        body = {"infer_requests": [_TARGET_REQUEST], "request_config": self._config} if asks else None
         self._http.post(self._merger_url + protocol.PROCESS_WEIGHTS, json={})
         reply = self._http.request(method, self._merger_url + path, json=body)
-        if path == protocol.INFER and reply.status_code == httpx.codes.OK:
-            assert isinstance(json.loads(reply.content), list)
-        return "record" if reply.status_code == httpx.codes.OK else "fault"
+        if reply.status_code != httpx.codes.OK:
+            return "fault"
+        assert not asks or isinstance(json.loads(reply.content), list)
+        return "record"
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -268,6 +259,10 @@ class AnswerTargets:
             clients.propagate = True
             self._connection.close()
             self._http.close()
+
+
+def _proof_of(session: ServerSession) -> object:
+    return protocol.RoundProof.from_json(session.post(protocol.FINISH_ROUND, {}, Deadline(_TARGET_CALL_S)))
 
 
 class _Log(logging.Handler):

@@ -36,7 +36,6 @@ Attempt = Callable[[httpx.Client], str]
 
 
 def attacks() -> list[AttackResult]:
-    """Every attack of this group, one after the other, on one server."""
     with tempfile.TemporaryDirectory() as folder, BenchServers(Path(folder)) as servers:
         server = servers.start(ServerKind.TRANSFORMERS)
         found = [result for group in (_files, _sizes, _bodies) for result in group(server, Path(folder))]

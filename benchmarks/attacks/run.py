@@ -57,7 +57,6 @@ def table(results: Mapping[str, Sequence[AttackResult]]) -> ResultTable:
 
 
 def notes(results: Mapping[str, Sequence[AttackResult]]) -> list[str]:
-    """Counts and names the tries that ended as none may."""
     tries = sum(result.attempts for found in results.values() for result in found)
     bad = [
         f"{group}: {result.name}: {', '.join(f'{word} {number:,}' for word, number in result.forbidden.items())}"

@@ -39,8 +39,8 @@ def run_child(
 
     Raises SystemExit: signal n came, SIGINT, SIGTERM or SIGHUP; the stage has been ended. Its code is 128 + n.
     """
-    argv = (sys.executable, "-u", "-m", PROGRAM, name, str(results), str(scratch), str(deadline_s))
-    argv += ("rehearse",) if rehearsal else ()
+    words = (name, str(results), str(scratch), str(deadline_s), *(["rehearse"] if rehearsal else []))
+    argv = (sys.executable, "-u", "-m", PROGRAM, *words)
     adopt_orphans()
     end = time.monotonic() + deadline_s
     with StopSignals() as signals, Job(results, signals, lambda line: None, shows_logs=False) as job:

@@ -46,7 +46,6 @@ class ThreadClock(TrainerCallback):  # type: ignore[misc]
         self._begin_s = 0.0
 
     def read(self) -> dict[str, int]:
-        """Reads one moment, by column."""
         return read_times()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

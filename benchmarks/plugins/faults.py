@@ -22,8 +22,6 @@ from swift_stage2.weights import courier_process
 
 
 class FaultyTrainer(Stage2Trainer):
-    """The trainer of the bench's jobs."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         AuditLog.put = staticmethod(SlowDisk(Switches.from_environment()).write)

@@ -86,8 +86,6 @@ if PIPELINE_VARIABLE in os.environ:
     from swift_stage2.training.stage2_trainer import register_trainer
 
     class BenchTrainer(Stage2Trainer):
-        """The trainer of the bench's jobs."""
-
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             start = partial(start_run, **_PARTS[os.environ[PIPELINE_VARIABLE]])
             super().__init__(*args, **{"start_run": start, **kwargs})

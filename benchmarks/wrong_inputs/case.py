@@ -39,7 +39,6 @@ class Setup:
     environment: dict[str, str] = field(default_factory=dict)
 
     def save(self) -> None:
-        """Configuration, rows, and the files that a case has put in."""
         self._write(CONFIG_FILE, write_yaml(self.config))
         self._write(ROWS_FILE, "".join(json.dumps(row) + "\n" for row in self.rows))
         for name, content in self.files.items():

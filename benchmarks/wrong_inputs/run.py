@@ -39,8 +39,6 @@ _NOT_PASSED_ON = (*_TORCHRUN_SETS, "SWIFT_ROLLOUT_API_KEY", "PYTHONSAFEPATH")
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """One case as it went."""
-
     case: Case
     status: int | None
     output: str
@@ -117,7 +115,7 @@ def meet(maker: SetupMaker, case: Case, folder: Path) -> Met:
 def _publish(directory: Path, met: Sequence[Met]) -> None:
     areas = grouped(met, lambda one: one.case.area)
     good = {area: sum(not one.problems for one in mine) for area, mine in areas.items()}
-    counts = {
+    counts: Mapping[str, Callable[[str], str]] = {
         "area": str,
         "kinds": lambda area: str(len(areas[area])),
         "as they should": lambda area: str(good[area]),
