@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from benchmarks.cores import started_on
 from benchmarks.results import say
@@ -60,10 +59,8 @@ class ChildRuns:
         self._signals.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._signals.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._signals.__exit__(None, None, None)
 
     def run(
         self,

@@ -171,11 +171,9 @@ def parse(bench: Bench, argv: Sequence[str]) -> argparse.Namespace:
         option.add_to(parser)
     output = Path(bench.output or f"runs/bench-{bench.name}")
     words = "gets what was found" + ("" if bench.output else "; earlier results there are replaced")
-    parser.add_argument(
-        "--output", type=Path, default=output, metavar="DIR", help=f"{words} (default %(default)s)"
-    )
+    Option("output", output, words, metavar="DIR").add_to(parser)
     if not bench.output:
-        parser.add_argument("--keep", action="store_true", help="keep earlier results; take DIR-2, … instead")
+        Option("keep", False, "keep earlier results; take DIR-2, … instead").add_to(parser)
     options = parser.parse_args(argv)
     for option in bench.options:
         option.check(options)
@@ -196,10 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="bench", required=True, metavar="NAME")
     for name, bench in BENCHES.items():
         commands.add_parser(name, help=bench.purpose, add_help=False)
-    chosen = parser.parse_args(
-        arguments[:1]
-    ).bench  # every bench has a parser of its own for what follows its name
-    bench = BENCHES[chosen]
+    # Every bench has a parser of its own for what follows its name.
+    bench = BENCHES[parser.parse_args(arguments[:1]).bench]
     options = parse(bench, arguments[1:])
     module = importlib.import_module(bench.path)
     try:

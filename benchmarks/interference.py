@@ -56,6 +56,9 @@ class Interference:
     others_per_step: float
     """Seconds of all other threads per step while the pipeline was on, steps of channel B among them."""
 
+    def more(self, clock: str) -> list[float]:
+        return [on - off for on, off in zip(self.on[clock], self.off[clock], strict=True)]
+
 
 @dataclass(frozen=True, slots=True)
 class SwitchedBlocks:
@@ -200,8 +203,8 @@ def _ratio_row(
 def clock_table(found: Interference, variant: Preprocessing) -> ResultTable:
     rows = []
     for name, words in _CLOCKS.items():
-        more = [on - off for on, off in zip(found.on[name], found.off[name], strict=True)]
-        cells = (Spread.of(values).words(2, 1e3) for values in (found.off[name], found.on[name], more))
+        values = (found.off[name], found.on[name], found.more(name))
+        cells = (Spread.of(each).words(2, 1e3) for each in values)
         rows.append((words, *cells))
     return ResultTable(
         f"Preprocessing in a {variant}: milliseconds of a compared step, mean of each block, median (quartiles) over "
@@ -213,7 +216,7 @@ def clock_table(found: Interference, variant: Preprocessing) -> ResultTable:
 
 def notes(found: Interference) -> list[str]:
     """One sentence tells what worked while it was on, and how much of the cost is the interpreter's lock."""
-    blocked = Spread.of([on - off for on, off in zip(found.on["blocked"], found.off["blocked"], strict=True)])
+    blocked = Spread.of(found.more("blocked"))
     off = Spread.of(found.off["wall"])
     return [
         f"While it was on: {found.num_b_steps} of {found.num_b_wanted} wanted B steps ran; "

@@ -169,7 +169,6 @@ class Posted:
 
     started_s: float
     ended_s: float
-    num_completions: int
     num_tokens: int
 
 
@@ -216,4 +215,4 @@ def _posted(body: bytes, started: float, ended: float, response: httpx.Response)
     response.raise_for_status()
     num_requests = len(json.loads(body)["infer_requests"])
     completions = protocol.parse_infer_reply(response.json(), num_requests)
-    return Posted(started, ended, len(completions), sum(len(each.token_ids) for each in completions))
+    return Posted(started, ended, sum(len(each.token_ids) for each in completions))

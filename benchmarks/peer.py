@@ -20,7 +20,6 @@ from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from benchmarks.benches import STAND_IN
 from benchmarks.child_runs import ChildRuns, score
@@ -121,29 +120,30 @@ def run(options: argparse.Namespace, directory: Path) -> int:
             runs[number][loop] = (_run_peer if is_peer else _run_ours)(children, loop, arm, logs[is_peer])
     repetitions = list(runs.values())
     scores = _score(directory, rows, repetitions) if generates else []
+    asked = ("server", "objective", "seconds", "slow_share", "b_ratio", "sync_every_steps", "on_pending")
     facts = {
-        "server": options.server,
-        "objective": options.objective,
-        "seconds": options.seconds,
+        **{name: getattr(options, name) for name in asked},
         "latencies_s": latencies,
-        "slow_share": options.slow_share,
         "steps": options.steps - NUM_WARMUP,
-        "b_ratio": options.b_ratio,
-        "sync_every_steps": options.sync_every_steps,
-        "on_pending": options.on_pending,
         "learner_cores": learner_cores,
         "server_cores": sorted(split_cores()[1]),
         "repetitions": [
-            {arm.name.lower(): _facts(loop) for arm, loop in each.items()}
+            {
+                arm.name.lower(): asdict(loop)
+                | {name: getattr(loop, name) for name in ("idle_share", "idle_share_less_queued")}
+                for arm, loop in each.items()
+            }
             | {f"{arm.name.lower()}_of_bound": shares_of_bound(each, arm) for arm in ASYNCHRONOUS}
             for each in repetitions
         ],
         "scores": [asdict(score) for score in scores],
     }
-    tables = [loop_table(repetitions, reads_servers=not generates), work_table(repetitions)]
-    tables.append(bound_table(repetitions))
-    if scores:
-        tables.append(score_table(repetitions, scores))
+    tables = [
+        loop_table(repetitions, reads_servers=not generates),
+        work_table(repetitions),
+        bound_table(repetitions),
+    ]
+    tables += [score_table(repetitions, scores)] if scores else []
     publish(directory, "peer", facts, *tables, *notes(options, latencies))
     return 0
 
@@ -160,11 +160,6 @@ def _score(directory: Path, rows: Path, repetitions: Sequence[Repetition]) -> Se
     held_out = rows.parent.parent / "held_out" / rows.name
     with ChildRuns() as children:
         return score(children, held_out, directory / "scores.json", [STAGE1, *checkpoints])
-
-
-def _facts(loop: LearnerLoop) -> dict[str, Any]:
-    shares = {"idle_share": loop.idle_share, "idle_share_less_queued": loop.idle_share_less_queued}
-    return asdict(loop) | shares
 
 
 def _run_ours(children: ChildRuns, loop: LoopArm, arm: Arm, logs: Sequence[Path]) -> LearnerLoop:

@@ -30,17 +30,20 @@ VARIABLE = "SWIFT_STAGE2_FAULT_SWITCHES"
 COURIER = "benchmarks.faults.courier"
 """Stands in for the product's own in the learners of the bench."""
 
-# --- names, and who reads them ------------------------------------------------------------------
-PUSH = "push"  # courier: what its transport does to the weights of a round, a ``PushFault``
-PUSH_HELD = "push_held"  # bench: the second bucket waits
-PUSH_RELEASED = "push_released"  # courier: let it go
-KILL_COURIER = "kill_courier"  # courier: so many seconds into its next errand it is killed; it turns this off
-SLOW_DISK = "slow_disk"  # learner: seconds that every write of its audit and ledger takes longer
-INSTALL = "install"  # our server: an ``InstallFault``
-INSTALL_SEEN = "install_seen"  # bench: the one that its engine commits now
-
 _POLL_S = 0.02
 LONGEST_WRITE_S = 0.2
+
+
+class Switch(StrEnum):
+    """The names, and who reads them."""
+
+    PUSH = "push"  # courier: what its transport does to the weights of a round, a ``PushFault``
+    PUSH_HELD = "push_held"  # bench: the second bucket waits
+    PUSH_RELEASED = "push_released"  # courier: let it go
+    KILL_COURIER = "kill_courier"  # courier: killed so many seconds into its next errand; it turns this off
+    SLOW_DISK = "slow_disk"  # learner: seconds that every write of its audit and ledger takes longer
+    INSTALL = "install"  # our server: an ``InstallFault``
+    INSTALL_SEEN = "install_seen"  # bench: the one that its engine commits now
 
 
 class Switches:
@@ -103,7 +106,7 @@ class SlowDisk:
 
     def write(self, descriptor: int, data: bytes) -> int:
         """Waits at most ``LONGEST_WRITE_S``; returns the number of bytes written."""
-        if seconds := self._switches.read(SLOW_DISK):
+        if seconds := self._switches.read(Switch.SLOW_DISK):
             time.sleep(min(float(seconds), LONGEST_WRITE_S))
         return os.write(descriptor, data)
 
@@ -141,10 +144,10 @@ def _follow(engine: Engine, switches: Switches) -> None:
     from swift_stage2.rollout_server.engine import InstallFault
 
     while True:
-        wanted = InstallFault(switches.read(INSTALL) or InstallFault.NONE)
+        wanted = InstallFault(switches.read(Switch.INSTALL) or InstallFault.NONE)
         if wanted is not engine.install_fault:
             engine.install_fault = wanted
-            switches.set(INSTALL_SEEN, wanted)
+            switches.set(Switch.INSTALL_SEEN, wanted)
         time.sleep(_POLL_S)
 
 

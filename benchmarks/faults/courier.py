@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.faults.commit import KILL_COURIER, PUSH, PUSH_HELD, PUSH_RELEASED, PushFault, Switches
+from benchmarks.faults.commit import PushFault, Switch, Switches
 from swift_stage2.servers.protocol import ServerInfo
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights import courier_worker
@@ -79,11 +79,11 @@ class FaultyTransport(WeightTransport):
         self._real.finish(session, order, sent)
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
-        fault, number = self._switches.read(PUSH), self._num_sent
+        fault, number = self._switches.read(Switch.PUSH), self._num_sent
         self._num_sent += 1
         if fault == PushFault.HOLD and number == _HELD_BUCKET:
-            self._switches.set(PUSH_HELD)
-            self._switches.wait(PUSH_RELEASED, _LONGEST_HOLD_S)
+            self._switches.set(Switch.PUSH_HELD)
+            self._switches.wait(Switch.PUSH_RELEASED, _LONGEST_HOLD_S)
         elif fault == PushFault.ZEROS:
             flat = torch.zeros_like(flat)
         elif fault == PushFault.REPEAT:
@@ -109,8 +109,8 @@ class FaultyCourier(CourierWorker):
             self._disk.store = partial(store_and_tear, self._disk.store, self._switches)  # type: ignore[method-assign]
 
     def _begin(self, errand: Errand) -> None:
-        if after_s := self._switches.read(KILL_COURIER):
-            self._switches.clear(KILL_COURIER)
+        if after_s := self._switches.read(Switch.KILL_COURIER):
+            self._switches.clear(Switch.KILL_COURIER)
             threading.Timer(float(after_s), os.kill, (os.getpid(), signal.SIGKILL)).start()
         super()._begin(errand)
 
@@ -126,7 +126,7 @@ def store_and_tear(
 ) -> Path:
     """Stores the round, and tears what it has written where the bench wants it."""
     directory = store(round_, deadline)
-    if switches.read(PUSH) == PushFault.TEAR:
+    if switches.read(Switch.PUSH) == PushFault.TEAR:
         manifest = directory / MANIFEST
         os.truncate(manifest, manifest.stat().st_size // 2)
     return directory

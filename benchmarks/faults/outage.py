@@ -109,10 +109,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     samples = SampleCount.of(account.ranks, account.violations)
     facts = {
         "server": "stand-in" if stand_in else options.server,
-        "stand_in_latency_s": options.stand_in_latency_s,
-        "steps": options.steps,
-        "ranks": options.ranks,
-        "b_ratio": options.b_ratio,
+        **{name: getattr(options, name) for name in ("stand_in_latency_s", "steps", "ranks", "b_ratio")},
         "learner_cores": sorted(learner_cores),
         "server_cores": sorted(server_cores),
         "seconds": time.monotonic() - started,

@@ -11,16 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 
-from benchmarks.faults.commit import (
-    INSTALL,
-    INSTALL_SEEN,
-    KILL_COURIER,
-    PUSH,
-    PUSH_HELD,
-    PUSH_RELEASED,
-    PushFault,
-    Switches,
-)
+from benchmarks.faults.commit import PushFault, Switch, Switches
 from benchmarks.faults.proxy import ReplyFault
 from benchmarks.faults.scene import START_S, Scene
 from benchmarks.faults.small_disk import may_mount
@@ -108,14 +99,14 @@ def _kill_in_push(scene: Scene) -> None:
 
 def _hold_push(scene: Scene) -> None:
     """By a directory, all of the round has been written then, and the server has read its manifest alone."""
-    scene.switches.set(PUSH, PushFault.HOLD)
-    scene.wait_for(lambda: scene.switches.read(PUSH_HELD), "a push has sent its first bucket")
+    scene.switches.set(Switch.PUSH, PushFault.HOLD)
+    scene.wait_for(lambda: scene.switches.read(Switch.PUSH_HELD), "a push has sent its first bucket")
     scene.mark(fault=time.time())
 
 
 def _release_push(scene: Scene) -> None:
-    scene.switches.clear(PUSH)
-    scene.switches.set(PUSH_RELEASED)
+    scene.switches.clear(Switch.PUSH)
+    scene.switches.set(Switch.PUSH_RELEASED)
 
 
 def _poison(scene: Scene) -> None:
@@ -146,11 +137,11 @@ def _spoil_round(install: InstallFault | None, push: PushFault) -> Callable[[Sce
 
     def commit(scene: Scene) -> None:
         if install is None or scene.server.kind is ServerKind.STOCK:
-            scene.switches.set(PUSH, push)
+            scene.switches.set(Switch.PUSH, push)
         else:
             _spoil_installs(scene, scene.switches, install)
         spoilt = scene.wait_for(scene.rounds_begun_since(time.time()), "a round ends")[0]
-        scene.switches.clear(PUSH, INSTALL)
+        scene.switches.clear(Switch.PUSH, Switch.INSTALL)
         ended = spoilt["time"]
         began = ended - spoilt["seconds"]
         scene.mark(fault=began, spoilt_round=ended, restarted=ended, healed=time.time())
@@ -159,8 +150,8 @@ def _spoil_round(install: InstallFault | None, push: PushFault) -> Callable[[Sce
 
 
 def _spoil_installs(scene: Scene, switches: Switches, fault: InstallFault) -> None:
-    switches.set(INSTALL, fault)
-    scene.wait_for(lambda: switches.read(INSTALL_SEEN) == fault, "the engine knows its fault")
+    switches.set(Switch.INSTALL, fault)
+    scene.wait_for(lambda: switches.read(Switch.INSTALL_SEEN) == fault, "the engine knows its fault")
 
 
 def _fill_disk(scene: Scene) -> None:
@@ -178,7 +169,7 @@ def _fill_disk(scene: Scene) -> None:
 def kill_courier(scene: Scene, after_s: float) -> None:
     """Its process, so many seconds into its next errand, which the round may be over by; then a round is proven."""
     (courier,) = scene.job.courier
-    scene.switches.set(KILL_COURIER, str(after_s))
+    scene.switches.set(Switch.KILL_COURIER, str(after_s))
     scene.wait_for(lambda: not courier.is_running(), "the courier is killed")
     ended = scene.rounds_begun_since(time.time())
     scene.wait_for(lambda: any(each["committed"] for each in ended()), "a round after it is proven")
@@ -208,8 +199,8 @@ def _one_of_two(scene: Scene) -> None:
     scene.mark(fault=failed["time"] - failed["seconds"])
     scene.job.wait_for_steps(_NUM_STEPS_BROKEN)
     scene.mark(asked_unproven=scene.proxy.num_rollouts - asked)
-    scene.other.switches.clear(INSTALL)
-    scene.wait_for(lambda: not scene.other.switches.read(INSTALL), "the engine has no fault")
+    scene.other.switches.clear(Switch.INSTALL)
+    scene.wait_for(lambda: not scene.other.switches.read(Switch.INSTALL), "the engine has no fault")
     _wait_for_both(scene, 1)
 
 

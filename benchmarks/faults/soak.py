@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks.faults.accounting import SampleCount
 from benchmarks.faults.bench import FaultBench, check, write_rows
-from benchmarks.faults.commit import SLOW_DISK, stopped
+from benchmarks.faults.commit import Switch, stopped
 from benchmarks.faults.proxy import FaultProxy, ReplyFault
 from benchmarks.faults.rows import kill_courier
 from benchmarks.faults.scene import START_S, Scene
@@ -206,11 +206,11 @@ def commit(fault: PlannedFault, scene: Scene) -> None:
                 scene.proxy.commit_next(_REPLY_FAULTS[fault.kind], delay_s=fault.seconds)
             scene.wait_for(lambda: len(scene.proxy.committed) >= goal, f"{fault.count} replies are disturbed")
         case FaultKind.SLOW_DISK:
-            scene.switches.set(SLOW_DISK, str(fault.seconds))
+            scene.switches.set(Switch.SLOW_DISK, str(fault.seconds))
             try:
                 scene.job.wait_for_steps(fault.count)
             finally:
-                scene.switches.clear(SLOW_DISK)
+                scene.switches.clear(Switch.SLOW_DISK)
         case FaultKind.STOP_RANK:
             with stopped(scene.job.processes_of((Victim.RANK_0, Victim.RANK_1)[fault.rank])):
                 scene.job.wait_s(fault.seconds)

@@ -11,16 +11,7 @@ import pytest
 import torch
 from fake_staging_server import FakeStagingServer
 
-from benchmarks.faults.commit import (
-    COURIER,
-    KILL_COURIER,
-    PUSH,
-    PUSH_HELD,
-    PUSH_RELEASED,
-    VARIABLE,
-    PushFault,
-    Switches,
-)
+from benchmarks.faults.commit import COURIER, VARIABLE, PushFault, Switch, Switches
 from benchmarks.faults.courier import FaultyTransport, PushHistory, store_and_tear
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Proof, RolloutConfig, ServerConfig
@@ -72,7 +63,7 @@ def test_without_a_switch_everything_arrives(switches: Switches) -> None:
 
 def test_zeros_arrive_instead(switches: Switches) -> None:
     real = Real()
-    switches.set(PUSH, PushFault.ZEROS)
+    switches.set(Switch.PUSH, PushFault.ZEROS)
     push(FaultyTransport(real, switches, PushHistory()), 1.0, 2.0)
     assert real.sent == [[0.0], [0.0]]
 
@@ -80,10 +71,10 @@ def test_zeros_arrive_instead(switches: Switches) -> None:
 def test_the_round_before_arrives_once_more_also_over_a_new_transport(switches: Switches) -> None:
     real, history = Real(), PushHistory()
     push(FaultyTransport(real, switches, history), 1.0, 2.0)
-    switches.set(PUSH, PushFault.REPEAT)
+    switches.set(Switch.PUSH, PushFault.REPEAT)
     push(FaultyTransport(real, switches, history), 3.0, 4.0)
     assert real.sent == [[1.0], [2.0]]
-    switches.clear(PUSH)
+    switches.clear(Switch.PUSH)
     push(FaultyTransport(real, switches, history), 5.0, 6.0)
     assert real.sent == [[5.0], [6.0]]
 
@@ -112,13 +103,13 @@ def test_rounds_of_other_buckets_are_kept_as_they_were_sent(switches: Switches) 
 
 def test_the_second_bucket_waits_until_it_is_let_go(switches: Switches) -> None:
     real = Real()
-    switches.set(PUSH, PushFault.HOLD)
+    switches.set(Switch.PUSH, PushFault.HOLD)
     transport = FaultyTransport(real, switches, PushHistory())
     pushing = threading.Thread(target=push, args=(transport, 1.0, 2.0, 3.0), daemon=True)
     pushing.start()
-    assert switches.wait(PUSH_HELD, 20.0)
+    assert switches.wait(Switch.PUSH_HELD, 20.0)
     assert real.sent == [[1.0]]
-    switches.set(PUSH_RELEASED)
+    switches.set(Switch.PUSH_RELEASED)
     pushing.join(20.0)
     assert real.sent == [[1.0], [2.0], [3.0]]
 
@@ -132,7 +123,7 @@ def test_half_of_a_manifest_is_lost_once_the_round_is_written(switches: Switches
 
     told = []
     for fault in ("", PushFault.TEAR):
-        switches.set(PUSH, fault)
+        switches.set(Switch.PUSH, fault)
         assert store_and_tear(store, switches, cast(RoundOnDisk, None), Deadline(1.0)) == tmp_path
         told.append(manifest.read_text())
     assert told == ["0123456789", "01234"]
@@ -162,7 +153,7 @@ def test_the_courier_is_killed_in_its_next_errand_and_in_no_other(
         )
         with closing(sync):
             assert sync.run(1, [0]).proven == (0,)
-            switches.set(KILL_COURIER, "0")
+            switches.set(Switch.KILL_COURIER, "0")
             assert "was killed by SIGKILL" in str(sync.run(2, [0]).reports[0].error)
-            assert switches.read(KILL_COURIER) == ""
+            assert switches.read(Switch.KILL_COURIER) == ""
             assert sync.run(3, [0]).proven == (0,)

@@ -75,7 +75,6 @@ def test_all_ranks_post_their_own_body_at_the_same_time(clients: ClientRanks) ->
     with FakeRolloutServer(on_infer=meet) as server:  # type: ignore[arg-type]
         posted = clients.post(server.url, [_body("a", "b"), _body("c"), _body("d")])
         assert sorted(call.texts for call in server.infer_calls) == [["a", "b"], ["c"], ["d"]]
-    assert [each.num_completions for each in posted] == [2, 1, 1]
     assert [each.num_tokens for each in posted] == [4, 2, 2]
     assert all(each.ended_s > each.started_s for each in posted)
 

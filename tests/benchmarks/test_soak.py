@@ -16,7 +16,7 @@ from ledger_run import LedgerRun
 
 from benchmarks.estimates import Verdict
 from benchmarks.faults.accounting import Moments, SampleCount
-from benchmarks.faults.commit import LONGEST_WRITE_S, SLOW_DISK, SlowDisk, Switches, stopped
+from benchmarks.faults.commit import LONGEST_WRITE_S, SlowDisk, Switch, Switches, stopped
 from benchmarks.faults.soak_plan import FaultKind
 from benchmarks.faults.soak_report import (
     CommittedFault,
@@ -44,11 +44,11 @@ def test_a_disk_is_slow_while_the_switch_is_on_and_writes_the_same(
     switches, log = Switches(tmp_path / "switches"), AuditLog(tmp_path / "a.jsonl")
     monkeypatch.setattr(AuditLog, "put", staticmethod(SlowDisk(switches).write))
     log.write("step", step=0)
-    switches.set(SLOW_DISK, "1000")
+    switches.set(Switch.SLOW_DISK, "1000")
     started = time.monotonic()
     log.write("step", step=1)
     took_s = time.monotonic() - started
-    switches.clear(SLOW_DISK)
+    switches.clear(Switch.SLOW_DISK)
     log.write("step", step=2)
     log.close()
     assert LONGEST_WRITE_S <= took_s < 1000  # what the switch asks for has a limit
