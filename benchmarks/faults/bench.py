@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.faults.accounting import report
 from benchmarks.faults.commit import Switches
@@ -40,6 +38,7 @@ NUM_SCENES = 1024
 POISON_POSITION = 45
 """Where rank 0's stream meets the poisonous row: late enough for the job to be warm."""
 _SEED = 0
+_FOREIGN_WIDTH = 192  # half of the demo's model
 _SMALL_DISK = "48m"  # three rounds of 7 MB lie there at most
 
 
@@ -189,17 +188,9 @@ def write_poisonous_rows(rows: Path) -> Path:
 
 def write_foreign_model(directory: Path) -> Path:
     """An untrained model of the same family with another width; returns its directory."""
-    from swift_stage2.compat import declare_operators
+    from benchmarks.tiny_model import build_model, build_processor, build_tokenizer, save_model
 
-    declare_operators()  # before transformers imports torchvision
-    import torch
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    foreign = directory / "foreign_model"
-    shutil.copytree(STAGE1, foreign, ignore=shutil.ignore_patterns("*.safetensors"))
-    config: Any = Qwen2_5_VLConfig.from_pretrained(STAGE1)
-    config.text_config.intermediate_size //= 2
-    torch.manual_seed(_SEED)
-    model: Any = Qwen2_5_VLForConditionalGeneration(config)  # type: ignore[no-untyped-call]
-    model.save_pretrained(foreign)
+    foreign, tokenizer = directory / "foreign_model", build_tokenizer()
+    model = build_model(_SEED, vocab_size=len(tokenizer), text={"intermediate_size": _FOREIGN_WIDTH})
+    save_model(model, build_processor(tokenizer), foreign)
     return foreign

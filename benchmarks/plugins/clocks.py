@@ -33,7 +33,7 @@ from swift_stage2.collectives import GlooControlGroup, SingleRank  # noqa: E402
 _MEETING_DEADLINE_S = 300.0
 _MEETING_POLL_S = 0.01
 _PACKAGE = "swift_stage2."
-_PER_STEP_HOOKS = ("get_batch_samples",)
+_PER_STEP_HOOK = "get_batch_samples"
 
 
 class ThreadClock(TrainerCallback):  # type: ignore[misc]
@@ -110,14 +110,11 @@ def instrument(trainer: Any, timer: ExclusiveTimer) -> None:
     """
     if not type(trainer).__module__.startswith(_PACKAGE):
         return
-    for name in _PER_STEP_HOOKS:
-        base = next(
-            cls
-            for cls in type(trainer).__mro__
-            if name in vars(cls) and not cls.__module__.startswith(_PACKAGE)
-        )
-        setattr(base, name, timer.timed("ms-swift", vars(base)[name]))
-        setattr(trainer, name, timer.timed("hooks", getattr(trainer, name)))
+    name = _PER_STEP_HOOK
+    theirs = (cls for cls in type(trainer).__mro__ if not cls.__module__.startswith(_PACKAGE))
+    base = next(cls for cls in theirs if name in vars(cls))
+    setattr(base, name, timer.timed("ms-swift", vars(base)[name]))
+    setattr(trainer, name, timer.timed("hooks", getattr(trainer, name)))
     for callback in trainer.callback_handler.callbacks:
         if type(callback).__module__.startswith(_PACKAGE):
             callback.on_step_end = timer.timed("hooks", callback.on_step_end)

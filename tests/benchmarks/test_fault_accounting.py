@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_records import batch, step, sync_round
 from ledger_run import LedgerRun
 
 from benchmarks.faults.accounting import (
@@ -21,38 +22,6 @@ from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 from swift_stage2.telemetry.reading import read_ledgers
 
 NO_SAMPLES = RunAccount(ranks=(), violations=())
-
-
-def step(number: int, time: float, channel: str = "A", **fields: Any) -> dict[str, Any]:
-    return {
-        "kind": "step",
-        "step": number,
-        "time": time,
-        "channel": channel,
-        "version": 1,
-        "skip_reason": None,
-        "activity_ns": {"busy": 1},
-    } | fields
-
-
-def sync_round(
-    time: float, *, proven: bool = True, error: str = "it died", seconds: float = 0.5
-) -> dict[str, Any]:
-    server = {"proven": proven, "error": None if proven else error, "proof": "canary"}
-    return {
-        "kind": "round",
-        "round_id": f"run-{time:g}",
-        "time": time,
-        "committed": proven,
-        "seconds": seconds,
-        "servers": {"0": server},
-    }
-
-
-def batch(time: float, num_rollouts: int, *ends: str) -> dict[str, Any]:
-    failures = [{"end": end, "reason": "because"} for end in ends]
-    numbers = {"num_rollouts": num_rollouts, "num_returned": 0, "num_quarantined": 0, "num_posts": 1}
-    return {"kind": "batch", "time": time, "failures": failures} | numbers
 
 
 def counted(directory: Path) -> SampleCount:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from fault_records import batch, step, sync_round
 from ledger_run import LedgerRun
 
 from benchmarks.estimates import Verdict
@@ -91,35 +92,16 @@ def test_a_process_that_ended_meanwhile_does_no_harm(process: psutil.Process) ->
 def audit(rank: int, num_steps: int, *, waits_at: int | None = None, failed_at: int | None = None) -> Any:
     """A step every second, every other one on channel B, a committed round every four."""
     records: list[dict[str, Any]] = []
-    for step in range(num_steps):
-        waiting_s = 3.0 if step - 1 == waits_at else 0.1  # told by the later record
+    for number in range(num_steps):
+        waiting_s = 3.0 if number - 1 == waits_at else 0.1  # told by the later record
+        spent = {"busy": 1, "waiting": int(waiting_s * 1e9)}
+        channel = "AB"[number % 2]
         records.append(
-            {
-                "kind": "step",
-                "step": step,
-                "time": float(step),
-                "rank": rank,
-                "channel": "AB"[step % 2],
-                "version": step // 4,
-                "skip_reason": None,
-                "activity_ns": {"busy": 1, "waiting": int(waiting_s * 1e9)},
-            }
+            step(number, float(number), channel, rank=rank, version=number // 4, activity_ns=spent)
         )
-        if step % 4 == 0:
-            servers = {"0": {"proven": True, "error": None, "proof": "canary"}}
-            records.append(
-                {
-                    "kind": "round",
-                    "round_id": f"run-{step}",
-                    "time": step + 0.5,
-                    "committed": True,
-                    "seconds": 0.1,
-                    "servers": servers,
-                }
-            )
-        failures = [{"end": "error_answer", "reason": "500"}] if step == failed_at else []
-        numbers = {"num_rollouts": 4, "num_returned": 0, "num_quarantined": 0, "num_posts": 1}
-        records.append({"kind": "batch", "time": step + 0.75, "failures": failures} | numbers)
+        if number % 4 == 0:
+            records.append(sync_round(number + 0.5, seconds=0.1))
+        records.append(batch(number + 0.75, 4, *(["error_answer"] if number == failed_at else [])))
     return records
 
 
