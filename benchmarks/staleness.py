@@ -124,11 +124,7 @@ def _environment(lag: int | None, longest_lag: int) -> dict[str, str]:
     if lag is None:
         return {}
     # The first round makes version 1; what is made under it has the longest lag so many versions later.
-    return {
-        PIPELINE_VARIABLE: LAGGING,
-        LAG_VARIABLE: str(lag),
-        FIRST_VERSION_VARIABLE: str(1 + longest_lag),
-    }
+    return {PIPELINE_VARIABLE: LAGGING, LAG_VARIABLE: str(lag), FIRST_VERSION_VARIABLE: str(1 + longest_lag)}
 
 
 def _arm(loss: str, lag: int | None, job: DemoJob, result: DetectionScore) -> StaleArm:

@@ -12,15 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from benchmarks.estimates import FEWEST_STEPS, Tolerance, Trend, Verdict, trend
-from benchmarks.faults.accounting import (
-    Moments,
-    SampleCount,
-    gaps,
-    num_disagreements,
-    of_kind,
-    pause,
-    report,
-)
+from benchmarks.faults.accounting import Moments, SampleCount, gaps, num_disagreements, of_kind, pause, report
 from benchmarks.faults.soak_plan import FaultKind
 from benchmarks.results import ResultTable, grouped
 from swift_stage2.telemetry.audit import Record

@@ -23,8 +23,7 @@ import torch
 from benchmarks.faults.accounting import of_kind
 from benchmarks.gpu_check.real_shapes import WIDE_4_LAYERS, checkpoint
 from benchmarks.gpu_check.stage import CheckFailed, CheckSkipped, Context
-from benchmarks.servers import BenchServer, BenchServers
-from benchmarks.servers import write_job as write_job_beside
+from benchmarks.servers import BenchServer, BenchServers, write_job
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.dialects import OBJECT_LIST
 from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder
@@ -193,21 +192,15 @@ def _write_job(
     channel_b = {"max_truncated_ratio": 1.0, "prefetch": {"sync_every_steps": sync_every_steps}}
     rollout = {"sync": {"timeout_s": _ROUND_TIMEOUT_S}}
     changes = {"stage2_ab": {"channel_b": channel_b}, "rollout": rollout}
-    write_job_beside(job, server.ports, changes | {"control_timeout_s": 4 * _ROUND_TIMEOUT_S})
+    write_job(job, server.ports, changes | {"control_timeout_s": 4 * _ROUND_TIMEOUT_S})
     return job
 
 
 def start_learner(context: Context, processes: BenchServers, job: DemoJob) -> ProcessTree:
     """All ranks of the job, each on device 0 as if it were alone on its node."""
-    torchrun = (
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={job.num_ranks}",
-        "--no-python",
-    )
+    ranks = ("--standalone", f"--nproc-per-node={job.num_ranks}", "--no-python")
     rank = ("env", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", sys.executable, "-u", "-m", "swift_stage2", "train")
-    argv = (sys.executable, "-u", *torchrun, *rank, str(job.config_path))
+    argv = (sys.executable, "-u", "-m", "torch.distributed.run", *ranks, *rank, str(job.config_path))
     return processes.start_process("learner", argv, _threads(context))
 
 

@@ -10,8 +10,7 @@ from benchmarks.cores import split_cores, started_on
 
 
 @pytest.mark.parametrize(
-    ("usable", "halves"),
-    [({3}, ({3}, {3})), ({4, 7}, ({4}, {7})), ({0, 1, 2, 3, 4}, ({0, 1}, {2, 3, 4}))],
+    ("usable", "halves"), [({3}, ({3}, {3})), ({4, 7}, ({4}, {7})), ({0, 1, 2, 3, 4}, ({0, 1}, {2, 3, 4}))]
 )
 def test_halves_are_disjoint_where_there_are_two_cores(
     usable: set[int], halves: tuple[set[int], set[int]], monkeypatch: pytest.MonkeyPatch

@@ -9,15 +9,7 @@ import pytest
 from fault_records import batch, step, sync_round
 from ledger_run import LedgerRun
 
-from benchmarks.faults.accounting import (
-    TAKEN,
-    Moments,
-    SampleCount,
-    first_notice,
-    gaps,
-    pause,
-    report,
-)
+from benchmarks.faults.accounting import TAKEN, Moments, SampleCount, first_notice, gaps, pause, report
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 from swift_stage2.telemetry.reading import read_ledgers
 

@@ -146,12 +146,7 @@ def _bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, deadline_s: 
     results.mkdir()
     path = os.pathsep.join([str(ROOT), str(tmp_path)])
     return stage_process.run_child(
-        "bad",
-        results,
-        tmp_path,
-        os.environ | {"PYTHONPATH": path},
-        deadline_s=deadline_s,
-        rehearsal=True,
+        "bad", results, tmp_path, os.environ | {"PYTHONPATH": path}, deadline_s=deadline_s, rehearsal=True
     )
 
 
