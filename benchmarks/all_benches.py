@@ -28,7 +28,6 @@ from benchmarks.child_runs import ChildRuns
 from benchmarks.command import Turn
 from benchmarks.gpu_check.wheels import installed_version
 from benchmarks.results import say
-from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.whole_file import write_whole
@@ -146,7 +145,7 @@ def _run(
             (sys.executable, "-m", "swift_stage2", "bench", name, *words, "--output", str(own)),
             log_dir=log_dir,
             deadline_s=deadline_s,
-            environment={**CHILD_ENVIRONMENT, "COLUMNS": _WIDTH_OF_TABLES},
+            environment={"COLUMNS": _WIDTH_OF_TABLES},
         )
     except ChildFailed as error:
         failure = str(error)

@@ -43,7 +43,7 @@ class Child:
     """Also of its log."""
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to this process's."""
+    """Added to this process's and the demo's."""
     cores: frozenset[int]
     """On which it and all below it run."""
 
@@ -96,7 +96,7 @@ class ChildRuns:
         trees: list[ProcessTree] = []
         with Job(log_dir, self._signals, lambda line: None) as job:
             for child in children:
-                environment = {**os.environ, **child.environment}
+                environment = {**os.environ, **CHILD_ENVIRONMENT, **child.environment}
                 with started_on(set(child.cores)):
                     trees.append(job.start(Command(child.name, child.argv, environment, _GRACE_S)))
             running, failed = _look(trees)
@@ -167,7 +167,7 @@ def train(
             command,
             log_dir=job.directory / "logs",
             deadline_s=deadline_s,
-            environment={**CHILD_ENVIRONMENT, **(environment or {})},
+            environment=environment,
             each_moment=show,
         )
     finally:
@@ -184,6 +184,5 @@ def score(
         (sys.executable, "-m", "swift_stage2.demo.scoring", *files),
         log_dir=out.parent / "logs",
         deadline_s=_EVALUATION_DEADLINE_S * len(checkpoints),
-        environment=CHILD_ENVIRONMENT,
     )
     return tuple(DetectionScore(**found) for found in json.loads(out.read_text(encoding="utf-8")))

@@ -17,7 +17,7 @@ from benchmarks.plugins.pipeline import PIPELINE_VARIABLE
 from benchmarks.servers import write_job
 from swift_stage2.config import Mode, Objective, Preprocessing
 from swift_stage2.config.swift_arguments import as_argv
-from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, GRADIENT_ACCUMULATION_STEPS, DemoJob, config_of
+from swift_stage2.demo.demo_config import GRADIENT_ACCUMULATION_STEPS, DemoJob, config_of
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.telemetry.audit import Record, audit_path
@@ -170,5 +170,5 @@ def _train(children: ChildRuns, arm: Arm, *words: str) -> None:
         torchrun(1, *words),
         log_dir=arm.directory / "logs",
         deadline_s=START_DEADLINE_S + (arm.seconds or DEADLINE_PER_STEP_S * arm.num_steps),
-        environment={**CHILD_ENVIRONMENT, **place, **chosen, **arm.environment},
+        environment={**place, **chosen, **arm.environment},
     )

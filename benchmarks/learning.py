@@ -22,7 +22,7 @@ from benchmarks.child_runs import ChildRuns, score, train
 from benchmarks.estimates import gain_words, mean_and_range
 from benchmarks.results import ResultTable, grouped, publish, say
 from swift_stage2.config import MissedOrder, Mode, Objective
-from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, DemoJob
+from swift_stage2.demo.demo_config import STAGE1, DemoJob
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
@@ -167,7 +167,6 @@ def _write_rows(children: ChildRuns, treatment: Treatment, job: DemoJob) -> None
             (sys.executable, "-m", "benchmarks.altered_rows", *files),
             log_dir=job.directory / "logs",
             deadline_s=_OFFLINE_DEADLINE_S,
-            environment=CHILD_ENVIRONMENT,
         )
 
 

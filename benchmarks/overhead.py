@@ -29,7 +29,7 @@ from benchmarks.cores import split_cores
 from benchmarks.estimates import Floats, PairedRatio, Spread, compare, num_common, step_seconds
 from benchmarks.results import ResultTable, publish, say
 from swift_stage2.config import load_config
-from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
+from swift_stage2.demo.demo_config import DemoJob
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed
@@ -151,7 +151,7 @@ def _run_pair(
             Child(
                 name=arm,
                 argv=arm_command(arm, own),
-                environment={**CHILD_ENVIRONMENT, **clock},
+                environment=clock,
                 cores=frozenset(set().union(*halves) if in_turns else half),
             )
         )

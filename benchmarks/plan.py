@@ -24,7 +24,6 @@ from benchmarks.estimates import Spread, exponent_words, pair_ratios, verdict
 from benchmarks.results import ResultTable, grouped, publish, say
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.collectives import GlooControlGroup, join_job, leave_job
-from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.scheduling.feasibility_gate import RankFacts, decide, vector_length
 from swift_stage2.scheduling.outlook import ProductionPace
 from swift_stage2.scheduling.step_plan import Channel
@@ -83,7 +82,6 @@ def _run(children: ChildRuns, directory: Path, num_ranks: int, options: argparse
         torchrun(num_ranks, *rank),
         log_dir=directory / "logs",
         deadline_s=_START_S + _START_PER_RANK_S * num_ranks + _SLOWEST_PAIR_S * num_pairs,
-        environment=CHILD_ENVIRONMENT,
     )
     return cells_of(
         [json.loads((directory / f"rank{number}.json").read_text()) for number in range(num_ranks)]

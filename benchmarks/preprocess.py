@@ -18,7 +18,6 @@ import numpy as np
 from benchmarks.child_runs import ChildRuns
 from benchmarks.estimates import Spread, exponent_words, pair_ratios, verdict
 from benchmarks.results import ResultTable, publish
-from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 
 RATE_BUDGET = 240.0
 RATE_BUDGET_OBJECTS = 20
@@ -45,7 +44,6 @@ def run(options: argparse.Namespace, directory: Path) -> int:
             (sys.executable, "-m", "benchmarks.preprocess_stages", str(settings), str(out)),
             log_dir=directory / "logs",
             deadline_s=_START_S + _SLOWEST_REPETITION_S * options.repeats,
-            environment=CHILD_ENVIRONMENT,
         )
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     tables = [
