@@ -80,8 +80,6 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class ArmRecords:
-    """One run left these records."""
-
     clock: Clock
     audit: list[Record]
 
@@ -109,7 +107,6 @@ def run_grpo(children: ChildRuns, arm: Arm, *, asynchronous: bool) -> Clock:
 
 
 def write_arm_config(arm: Arm) -> Path:
-    """The YAML of ours, checked."""
     plugins = ["clocks.py", *(["pipeline.py"] if arm.pipeline else [])]
     job = _job(arm, plugins, {"callbacks": [THREAD_CLOCK]})
     if arm.b_ratio == 0:

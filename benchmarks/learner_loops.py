@@ -189,7 +189,6 @@ def shares_of_bound(each: Repetition, arm: LoopArm) -> tuple[float, float]:
 
 
 def notes(options: argparse.Namespace, latencies: Sequence[float]) -> list[str]:
-    """Sentences tell where the learners are alike and where they are not."""
     waits = " or, on the other server, ".join(f"{each:g}" for each in latencies)
     server = (
         f"every rollout waits {waits} s on average, {options.slow_share:.0%} of them {SLOW_FACTOR:g} times as long, "

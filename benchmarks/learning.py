@@ -73,8 +73,6 @@ class ScoredArm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningArm(ScoredArm):
-    """One treatment, and one share of channel B."""
-
     b_ratio: float
     treatment: Treatment
     num_steps: int
@@ -188,7 +186,6 @@ def learning_table(start: DetectionScore, arms: Sequence[LearningArm]) -> Result
 
 
 def notes(arms: Sequence[LearningArm]) -> list[str]:
-    """Commands that ask further questions."""
     steps, seeds = arms[0].num_steps, len({arm.seed for arm in arms})
     common = f"swift-stage2 bench learning --steps {steps} --seeds {seeds}"
     return [

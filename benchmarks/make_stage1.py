@@ -182,7 +182,6 @@ Greedy answers on held-out scenes, labels included, at IoU 0.5:
 
 
 def main() -> None:
-    """Parses the command line, trains, and prints the scores on the way."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
     parser.add_argument("--steps", type=int, default=2500)

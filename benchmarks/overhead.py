@@ -41,8 +41,6 @@ STEP_BUDGET = 1.03
 
 
 class ArmName(StrEnum):
-    """Which program trains."""
-
     PLAIN = "plain"  # ``swift sft`` itself
     OURS = "ours"  # ``swift_stage2 train`` with b_ratio 0
 

@@ -58,8 +58,6 @@ class OverlapRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """The three runs of one repetition."""
-
     asynchronous: OverlapRun
     inline: OverlapRun
     a_only: OverlapRun

@@ -112,8 +112,6 @@ class Pause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultReport:
-    """One row of the table."""
-
     noticed_after_steps: int | None
     """0: in the step in which it happened."""
     noticed_as: str

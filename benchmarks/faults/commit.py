@@ -47,8 +47,6 @@ class Switch(StrEnum):
 
 
 class Switches:
-    """The switches of one job or one server."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 

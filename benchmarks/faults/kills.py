@@ -169,7 +169,6 @@ def line_of(kill: Kill) -> str:
 
 
 def kill_table(kills: Sequence[Kill]) -> ResultTable:
-    """One row per victim, by name."""
     groups = grouped(sorted(kills, key=lambda kill: kill.victim), lambda kill: kill.victim)
     return ResultTable.of(
         "",
@@ -192,7 +191,6 @@ def _seconds_to_end(kills: Sequence[Kill]) -> str:
 
 
 def rank_notes(last: RunAccount) -> list[str]:
-    """One sentence tells the account of every rank's ledger at the end."""
     return [
         f"Rank {rank.rank} at the end: {SampleCount.of([rank]).sentence}; "
         f"{rank.num_resumes} resumes in the effective history, {rank.num_void} samples trained in steps that did not "

@@ -62,8 +62,6 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutageReport:
-    """One outage."""
-
     num_before: int
     num_during: int
     num_after: int

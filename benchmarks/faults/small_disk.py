@@ -12,7 +12,6 @@ from pathlib import Path
 
 
 def may_mount() -> bool:
-    """True if the user who runs the tests can mount a file system."""
     return subprocess.run(["unshare", "--mount", "true"], capture_output=True, timeout=30).returncode == 0
 
 
@@ -38,7 +37,6 @@ class SmallDisk:
             os.close(descriptor)
 
     def make_room(self) -> None:
-        """Gives back what ``fill`` took."""
         self.filler.unlink()
 
     def make_read_only(self) -> None:

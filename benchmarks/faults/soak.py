@@ -100,8 +100,6 @@ def _swift_arguments(num_steps: int) -> dict[str, Any]:
 
 
 class _Soak:
-    """The run, its server and the proxy between them."""
-
     def __init__(self, server: TestedServer, proxy: FaultProxy, job: TrainingJob, num_steps: int) -> None:
         self.committed: list[CommittedFault] = []
         self.samples: list[ProcessSample] = []

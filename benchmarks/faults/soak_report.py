@@ -75,8 +75,6 @@ _SAMPLED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindReport:
-    """All faults of one kind."""
-
     kind: FaultKind
     times: int
     hangs: int
@@ -92,8 +90,6 @@ class KindReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakReport:
-    """A whole soak."""
-
     num_planned: int
     num_steps: int
     exit_status: int | None

@@ -41,8 +41,6 @@ _TORCHRUN = "torch.distributed.run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings:
-    """Rows differ in these settings."""
-
     num_ranks: int = NUM_RANKS
     request_timeout_s: float = 60.0
     b_ratio: float = 0.5
@@ -57,8 +55,6 @@ class JobSettings:
 
 
 class Victim(StrEnum):
-    """Who of a job is killed."""
-
     RANK_0 = "rank 0"
     RANK_1 = "rank 1"
     BOTH = "both ranks"
@@ -132,7 +128,6 @@ class TrainingJob:
         self.wait_for(lambda: self.num_steps >= goal, f"{count} more steps", timeout_s)
 
     def wait_s(self, seconds: float) -> None:
-        """Lets the job run on, or be over, for a while."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.step()
@@ -187,7 +182,6 @@ class TrainingJob:
         return [process for process in tree_of(self._tree.pid) if COURIER in command_line(process)]
 
     def what_is_left(self) -> Leftovers:
-        """Of a job that has ended: what it left behind."""
         return self._held.left(self._group_ports)
 
     def account(self) -> RunAccount:

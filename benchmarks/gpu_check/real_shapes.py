@@ -89,7 +89,6 @@ def made_on(device: str, dtype: str) -> Iterator[None]:
 
 
 def make_model(shape: ModelShape, context: Context) -> Any:
-    """A random Qwen2.5-VL of that shape."""
     with made_on(context.device, context.dtype):
         return build_model(
             0, vocab_size=shape.vocab_size or len(build_tokenizer()), text=shape.text, vision=shape.vision
@@ -248,7 +247,6 @@ def copy_all(export: WeightExport, snapshot: Snapshot, *, non_blocking: bool = F
 
 
 def sums_of(snapshot: Snapshot) -> dict[str, str]:
-    """The checksum of every tensor by name."""
     sums: dict[str, str] = {}
     for bucket in snapshot.buckets(_BUCKET_BYTES):
         sums |= bucket.pack({}, CastMemory()).checksums

@@ -32,8 +32,6 @@ class CheckSkipped(Stage2Error):
 
 
 class Status(StrEnum):
-    """The end of a stage."""
-
     PASSED = "passed"
     FAILED = "failed"
     SKIPPED = "skipped"
@@ -90,8 +88,6 @@ STAGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The place and the time that a stage has to run."""
-
     rehearsal: bool
     """On the CPU, with tiny shapes."""
     scratch: Path
