@@ -1,17 +1,16 @@
 """Other answers to the same scenes, for channel A alone: in random order with noise, or corrected once by a model.
 
-``python -m benchmarks.altered_rows --rows ROWS.jsonl --out OUT.jsonl MODEL_DIR`` is the second: the model answers every
-scene, greedily, and the rows list their objects as channel B's targets would: those that it found in its order, then
-the others. It is what channel B trains, made before training.
+``python -m benchmarks.altered_rows ROWS.jsonl OUT.jsonl MODEL_DIR`` is the second: the model answers every scene,
+greedily, and the rows list their objects as channel B's targets would: those that it found in its order, then the
+others. It is what channel B trains, made before training.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +85,12 @@ def _text(rows: Sequence[dict[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def main(argv: Sequence[str] | None = None, answer: Callable[..., list[str]] = answers_of) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.altered_rows")
-    parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("model", type=Path, metavar="MODEL_DIR")
-    arguments = parser.parse_args(argv)
-    requests, _ = read_ground_truth(arguments.rows)
-    write_whole(arguments.out, corrected_rows(arguments.rows, answer(arguments.model, requests)))
+def main(argv: Sequence[str]) -> int:
+    rows, out, model = map(Path, argv)
+    requests, _ = read_ground_truth(rows)
+    write_whole(out, corrected_rows(rows, answers_of(model, requests)))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -159,7 +159,7 @@ def _write_rows(children: ChildRuns, treatment: Treatment, job: DemoJob) -> None
         job.rows.write_text(noisy_rows(scenes, job.seed), encoding="utf-8")
     elif treatment is Treatment.OFFLINE:
         say(f"seed {job.seed}: the first model answers every scene")
-        files = ("--rows", str(scenes), "--out", str(job.rows), str(job.model))
+        files = (str(scenes), str(job.rows), str(job.model))
         children.run(
             "offline",
             (sys.executable, "-m", "benchmarks.altered_rows", *files),
