@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import hotcoco
 import numpy as np
@@ -69,6 +69,14 @@ class _Part:
     """Places among the overlaps: those that are matched. A pair counts where its true object does."""
 
 
+class Counts(NamedTuple):
+    """Objects, and pairs matched at IoU 0.5."""
+
+    predicted: int
+    true: int
+    matched: int
+
+
 class DetectionScores:
     """The metrics of ``data``; ``answers`` are shares of answers by name, as 0 or 1 per image."""
 
@@ -122,6 +130,32 @@ class DetectionScores:
         return {
             name: {"count": found["counts"][name], "lost_ap50": found["delta_ap"][name]} for name in ERRORS
         }
+
+    def counts(self, kind: str) -> dict[str, Counts]:
+        """By part of one kind (class, objects, size)."""
+        totals = self._tallies.sum(axis=0).reshape(-1, len(_FIELDS))[:, :3].astype(int).tolist()
+        return {
+            name.removeprefix(f"{kind}/"): Counts(*row)
+            for name, row in zip(self._names, totals, strict=True)
+            if name.startswith(f"{kind}/")
+        }
+
+    def unmatched(self) -> tuple[list[list[int]], list[list[int]]]:
+        """By image, the true objects and the predictions without a partner at IoU 0.5, numbered within the image."""
+        pairs = self.pairs[0]
+        sides = (
+            (self.data.truth, self.overlaps.true[pairs]),
+            (self.data.predicted, self.overlaps.predicted[pairs]),
+        )
+        found: tuple[list[list[int]], list[list[int]]] = (
+            [[] for _ in range(self.data.num_images)],
+            [[] for _ in range(self.data.num_images)],
+        )
+        for of_images, (side, matched) in zip(found, sides, strict=True):
+            begins = np.searchsorted(side.images, side.images)
+            for index in np.setdiff1d(np.arange(len(side)), matched).tolist():
+                of_images[side.images[index]].append(int(index - begins[index]))
+        return found
 
     # --- images with weights ------------------------------------------------------------------------
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
-from swift_stage2.detections.prediction import Prediction
+from swift_stage2.detections.prediction import LabelledBoxes, Prediction
 from swift_stage2.detections.scores import DetectionScores
 from swift_stage2.evaluate.predictions import TrueRow
-from swift_stage2.pages.pictures import Filter, Gallery, Picture, Thumbnails
+from swift_stage2.pages.pictures import Filter, Gallery, Picture, Thumbnails, drawn_boxes
 from swift_stage2.records import find_image
-
-_Boxes = Sequence[Sequence[float]]
 
 
 def worst_images(
@@ -23,30 +19,22 @@ def worst_images(
     size: int,
 ) -> Gallery:
     """At most ``size`` images, those with the most objects missed or invented first. Opens their files."""
-    data, pairs = scores.data, scores.pairs[0]
-    matched_true = set(scores.overlaps.true[pairs].tolist())
-    matched_predicted = set(scores.overlaps.predicted[pairs].tolist())
-    wrong = [np.bincount(side.images, minlength=data.num_images) for side in (data.truth, data.predicted)]
-    num_matched = np.bincount(scores.overlaps.images[pairs], minlength=data.num_images)
-    order = np.argsort(2 * num_matched - wrong[0] - wrong[1], kind="stable")[:size].tolist()
-    begins = [
-        np.searchsorted(side.images, np.arange(data.num_images)).tolist()
-        for side in (data.truth, data.predicted)
-    ]
+    all_missed, all_false = scores.unmatched()
+    wrong = [len(missed) + len(false) for missed, false in zip(all_missed, all_false, strict=True)]
     pictures, thumbnails = [], Thumbnails()
-    for number in order:
+    for number in sorted(range(len(wrong)), key=lambda number: -wrong[number])[:size]:
         row, prediction = rows[number], predictions[number]
-        missed = [begins[0][number] + place not in matched_true for place in range(len(row.truth))]
-        objects = prediction.objects if prediction else None
-        labels, boxes = (objects.ref, objects.bbox) if objects else ((), ())
-        false = [begins[1][number] + place not in matched_predicted for place in range(len(boxes))]
+        missed, false = all_missed[number], all_false[number]
+        objects = prediction.objects if prediction else LabelledBoxes()
+        truth = list(zip(row.truth.labels, row.truth.boxes, strict=True))
+        predicted = list(zip(objects.ref, objects.bbox, strict=True))
         image, trouble = (
             thumbnails.add(find_image(row.image)) if prediction else (None, "nothing was predicted")
         )
         holds = {
-            Filter.MISSED: any(missed),
-            Filter.FALSE: any(false),
-            Filter.NOTHING_FOUND: missed and all(missed),
+            Filter.MISSED: missed,
+            Filter.FALSE: false,
+            Filter.NOTHING_FOUND: truth and len(missed) == len(truth),
         }
         outcomes = [str(name) for name, held in holds.items() if held] or [str(Filter.ALL_MATCHED)]
         pictures.append(
@@ -56,48 +44,33 @@ def worst_images(
                 name=Path(row.image).name,
                 facts=(
                     f"row {number} of the data",
-                    f"{len(boxes)} predicted, {len(row.truth)} true",
-                    f"{len(boxes) - sum(false)} matched, {sum(missed)} missed, {sum(false)} false",
+                    f"{len(predicted)} predicted, {len(truth)} true",
+                    f"{len(predicted) - len(false)} matched, {len(missed)} missed, {len(false)} false",
                 ),
                 fate=f"ended by: {prediction.finish_reason or 'not told'}" if prediction else "no answer",
                 space=(prediction.width, prediction.height) if prediction else _extent(row.truth.boxes),
                 boxes=(
-                    *_drawn(row.truth.labels, row.truth.boxes, missed, "missed", "truth"),
-                    *_drawn(labels, boxes, false, "false", "matched"),
+                    *drawn_boxes(truth, missed, "missed", "truth"),
+                    *drawn_boxes(predicted, false, "false", "matched"),
                 ),
                 outcomes=tuple(outcomes),
-                rollout=(prediction.answer if prediction else None) or _listed(labels, boxes),
-                target=_listed(row.truth.labels, row.truth.boxes),
+                rollout=(prediction.answer if prediction else None) or _listed(predicted),
+                target=_listed(truth),
             )
         )
     return Gallery(
         pictures=tuple(pictures),
         thumbnails=thumbnails.uris,
-        num_matches=data.num_images,
+        num_matches=len(wrong),
         backward="Worse",
         forward="Better",
     )
 
 
-def _drawn(
-    labels: Sequence[str], boxes: _Boxes, alone: Sequence[bool], without_partner: str, with_partner: str
-) -> list[tuple[str | float, ...]]:
-    return [
-        (without_partner if is_alone else with_partner, *box, label)
-        for label, box, is_alone in zip(labels, boxes, alone, strict=True)
-    ]
-
-
-def _extent(boxes: _Boxes) -> tuple[int, int]:
+def _extent(boxes: Sequence[Sequence[float]]) -> tuple[int, int]:
     """A frame around boxes of an image whose size nobody has told."""
-    return (
-        max([1, *(round(box[2]) for box in boxes)]),
-        max([1, *(round(box[3]) for box in boxes)]),
-    )
+    return max([1, *(round(box[2]) for box in boxes)]), max([1, *(round(box[3]) for box in boxes)])
 
 
-def _listed(labels: Sequence[str], boxes: _Boxes) -> str:
-    return "\n".join(
-        f"{label}: {', '.join(f'{value:g}' for value in box)}"
-        for label, box in zip(labels, boxes, strict=True)
-    )
+def _listed(objects: Sequence[tuple[str, Sequence[float]]]) -> str:
+    return "\n".join(f"{label}: {', '.join(f'{value:g}' for value in box)}" for label, box in objects)

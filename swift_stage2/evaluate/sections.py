@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
-
 from swift_stage2.detections.scores import ERRORS, DetectionScores, parts_of
 from swift_stage2.evaluate.intervals import Interval
 from swift_stage2.pages.content import (
@@ -82,15 +80,7 @@ def evaluation_sections(
                     tuple(_metrics(points, bounds)),
                     ends_in_words=True,
                 ),
-                _chart(
-                    "iou",
-                    "Precision, recall and F1 by IoU threshold",
-                    "Pairs of one class, matched one to one, need an IoU of at least the threshold.",
-                    "IoU threshold",
-                    [(float(name), f"iou/{name}") for name in parts_of(list(points), "iou")],
-                    points,
-                    bounds,
-                ),
+                _by_threshold(points, bounds),
             ),
         ),
         Section("classes", "By class", tuple(_classes(scores, points, bounds))),
@@ -140,12 +130,12 @@ def comparison_sections(
         "chance where its interval leaves out 0; of many that are looked at, one in twenty is so by chance."
     )
     return (
-        Section("comparison", "Comparison", (*remarks, told, _differences("", shown, first, second, bounds))),
-        Section("classes", "By class", filled([_differences("", classes, first, second, bounds)])),
+        Section("comparison", "Comparison", (*remarks, told, _differences(shown, first, second, bounds))),
+        Section("classes", "By class", filled([_differences(classes, first, second, bounds)])),
     )
 
 
-def _differences(title: str, names: Sequence[str], first: Values, second: Values, bounds: Intervals) -> Table:
+def _differences(names: Sequence[str], first: Values, second: Values, bounds: Intervals) -> Table:
     rows: list[tuple[str, ...]] = []
     tones: dict[int, Tone] = {}
     for name in names:
@@ -161,7 +151,7 @@ def _differences(title: str, names: Sequence[str], first: Values, second: Values
         values = f"{first[name]:.3f}", f"{second[name]:.3f}", f"{second[name] - first[name]:+.3f}"
         rows.append((name, *values, _interval(found, "+.3f"), verdict))
     return Table(
-        title,
+        "",
         ("metric", "first", "second", "difference", "95 % interval", "verdict"),
         tuple(rows),
         tones,
@@ -197,12 +187,9 @@ def _metrics(points: Values, bounds: Intervals) -> Iterator[tuple[str, ...]]:
 
 
 def _classes(scores: DetectionScores, points: Values, bounds: Intervals) -> Iterator[Part]:
-    data = scores.data
-    num_true, num_predicted = (
-        np.bincount(side.labels, minlength=len(data.classes)) for side in (data.truth, data.predicted)
-    )
-    order = sorted(range(len(data.classes)), key=lambda place: (-num_true[place], -num_predicted[place]))
-    if unknown := [data.classes[place] for place in order if not num_true[place]]:
+    counts = scores.counts("class")
+    order = sorted(counts, key=lambda name: (-counts[name].true, -counts[name].predicted))
+    if unknown := [name for name in order if not counts[name].true]:
         yield Sentence(
             f"{len(unknown)} predicted label(s) that no true object has, as {unknown[0]!r}: COCO's AP leaves them "
             "out, precision and F1 count them as false.",
@@ -211,13 +198,13 @@ def _classes(scores: DetectionScores, points: Values, bounds: Intervals) -> Iter
     if len(order) > _MOST_CLASSES:
         yield Sentence(f"The {_MOST_CLASSES} most frequent of {len(order)} classes; the JSON has all.")
     rows = []
-    for place in order[:_MOST_CLASSES]:
-        part = f"class/{data.classes[place]}"
+    for label in order[:_MOST_CLASSES]:
+        part = f"class/{label}"
         rows.append(
             (
-                data.classes[place],
-                number(int(num_true[place])),
-                number(int(num_predicted[place])),
+                label,
+                number(counts[label].true),
+                number(counts[label].predicted),
                 _value(points, f"{part}/ap"),
                 _interval(bounds.get(f"{part}/ap")),
                 *(_value(points, f"{part}/{name}") for name in _RATIOS),
@@ -245,18 +232,11 @@ def _parts(kind: str, title: str, points: Values, bounds: Intervals) -> Table:
     return Table(title, (*headings, *(f"95 % interval of {each}" for each in bounded)), tuple(rows))
 
 
-def _chart(
-    key: str,
-    title: str,
-    description: str,
-    x_title: str,
-    places: Sequence[tuple[float, str]],
-    points: Values,
-    bounds: Intervals,
-) -> Chart:
+def _by_threshold(points: Values, bounds: Intervals) -> Chart:
     series = []
+    thresholds = parts_of(list(points), "iou")
     for name in ("precision", "recall", "f1"):
-        found = [(place, f"{part}/{name}") for place, part in places if f"{part}/{name}" in points]
+        found = [(float(iou), f"iou/{iou}/{name}") for iou in thresholds if f"iou/{iou}/{name}" in points]
         known = [bounds[full] for _, full in found if full in bounds]
         whole = known if len(known) == len(found) else []
         series.append(
@@ -270,7 +250,12 @@ def _chart(
             )
         )
     return Chart(
-        key=key, title=title, description=description, x_title=x_title, y_title="share", series=tuple(series)
+        key="iou",
+        title="Precision, recall and F1 by IoU threshold",
+        description="Pairs of one class, matched one to one, need an IoU of at least the threshold.",
+        x_title="IoU threshold",
+        y_title="share",
+        series=tuple(series),
     )
 
 

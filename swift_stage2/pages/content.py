@@ -83,7 +83,7 @@ class Chart:
     key: str
     title: str
     description: str
-    x_title: str
+    x_title: str = "step"
     y_title: str
     series: tuple[Series, ...]
     limits: tuple[Limit, ...] = ()
@@ -128,10 +128,10 @@ class Section:
     parts: tuple[Part, ...]
 
 
-def series_of(name: str, mark: Mark, points: Iterable[tuple[float, float | None]]) -> Series:
-    """A series from its points."""
-    places, values = zip(*points, strict=True) if (points := tuple(points)) else ((), ())
-    return Series(name, mark, places, values)
+def series_of(mark: Mark, points: Mapping[str, Sequence[tuple[float, float | None]]]) -> tuple[Series, ...]:
+    """Series by name."""
+    columns = {name: zip(*told, strict=True) if told else ((), ()) for name, told in points.items()}
+    return tuple(Series(name, mark, *told) for name, told in columns.items())
 
 
 def number(value: float | None) -> str:

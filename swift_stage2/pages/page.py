@@ -30,12 +30,12 @@ class PageContent:
     heading: str
     places: Sequence[str]
     state: str
+    """How what it tells of stands, in a few words."""
     sections: Sequence[Section]
     galleries: Mapping[str, Gallery]
 
 
 def page_of(report: PageContent) -> str:
-    """The whole page."""
     charts = [part for section in report.sections for part in section.parts if isinstance(part, Chart)]
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

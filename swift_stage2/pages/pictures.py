@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import warnings
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -107,6 +108,17 @@ class Thumbnails:
     def uris(self) -> tuple[str, ...]:
         """Of all that could be opened."""
         return tuple(self._uris)
+
+
+def drawn_boxes(
+    objects: Iterable[tuple[str, Sequence[float]]],
+    alone: Container[int],
+    without_partner: str,
+    with_partner: str,
+) -> Iterator[DrawnBox]:
+    """(label, place) of objects as boxes of two kinds; ``alone`` are the numbers of those without a partner."""
+    for index, (label, place) in enumerate(objects):
+        yield (without_partner if index in alone else with_partner, *place, label)
 
 
 def thumbnail(path: str) -> str:

@@ -16,13 +16,13 @@ from typing import Any
 from rich.console import Console
 
 from swift_stage2.errors import UserError
-from swift_stage2.pages.page import write_page
+from swift_stage2.pages.page import PageContent, page_of, write_page
 from swift_stage2.pages.terminal import terminal_report
 from swift_stage2.report.gallery import DEFAULT_SIZE
-from swift_stage2.report.report import RunReport, page, report_of
+from swift_stage2.report.report import RunReport, report_of
 from swift_stage2.report.run_data import are_two_runs, read_run
 from swift_stage2.report.suspects import suspect_lines
-from swift_stage2.report.two_runs import RunComparison, compare_runs, comparison_page
+from swift_stage2.report.two_runs import RunComparison, compare_runs
 from swift_stage2.telemetry.trace import merge_traces
 from swift_stage2.terminal.output import needs_stdout
 from swift_stage2.terminal.parser import CommandParser
@@ -75,7 +75,7 @@ def _tell(report: RunReport, options: argparse.Namespace) -> None:
 
 
 def _write(output: Path, report: RunReport) -> None:
-    write_page(output, page(report))
+    write_page(output, page_of(report))
     if report.suspects is not None:
         write_page(output.parent / _SUSPECTS, suspect_lines(report.suspects))
 
@@ -83,35 +83,30 @@ def _write(output: Path, report: RunReport) -> None:
 def _tell_two(comparison: RunComparison, options: argparse.Namespace) -> None:
     output = options.output or options.run_dir[-1] / _COMPARISON
     if options.json:
-        print(json.dumps(_facts_of_two(comparison), indent=2))
+        facts = {"run_dirs": comparison.places, "balanced": comparison.is_balanced}
+        print(json.dumps(facts | _sections(comparison), indent=2))
     else:
         Console().print(terminal_report(comparison.sections))
     if options.output is not None or not options.json:
-        write_page(output, comparison_page(comparison))
+        write_page(output, page_of(comparison))
     if not options.json:
         print(f"page: {output}")
 
 
-def _facts_of_two(comparison: RunComparison) -> dict[str, Any]:
-    return {
-        "run_dirs": comparison.run_dirs,
-        "balanced": comparison.is_balanced,
-        "sections": {
-            section.key: [asdict(part) for part in section.parts] for section in comparison.sections
-        },
-    }
+def _sections(page: PageContent) -> dict[str, Any]:
+    return {"sections": {section.key: [asdict(part) for part in section.parts] for section in page.sections}}
 
 
 def _facts(report: RunReport) -> dict[str, Any]:
     """The account as it always was; the rest by section, as the terminal tells it."""
     account = report.account
-    return (asdict(account) if account else {}) | {
+    facts = {
         "balanced": report.is_balanced,
         "provable": account.is_provable if account else report.is_balanced,
         "selection": [asdict(found) for found in report.comparisons],
         "speed": report.speed.facts if report.speed else None,
-        "sections": {section.key: [asdict(part) for part in section.parts] for section in report.sections},
     }
+    return (asdict(account) if account else {}) | facts | _sections(report)
 
 
 def _parser() -> argparse.ArgumentParser:

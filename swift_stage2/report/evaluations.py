@@ -20,7 +20,7 @@ from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.detections.objects import ScoreConvention, detection_data
 from swift_stage2.detections.prediction import TRUNCATED, LabelledBoxes, Prediction
 from swift_stage2.detections.recorded import RecordedRow, read_evaluations
-from swift_stage2.detections.scores import ERRORS, OBJECT_COUNTS, DetectionScores
+from swift_stage2.detections.scores import ERRORS, DetectionScores
 from swift_stage2.evaluate.intervals import Interval, affordable_draws, intervals
 from swift_stage2.pages.content import (
     Chart,
@@ -157,9 +157,7 @@ def boxes_of(objects: Iterable[Labelled]) -> Iterator[Box]:
 def image_f1(scores: DetectionScores) -> NDArray[np.float64]:
     """F1 of every image, 1 where there is nothing and nothing was predicted."""
     data = scores.data
-    objects = sum(
-        np.bincount(side.images, minlength=data.num_images) for side in (data.truth, data.predicted)
-    )
+    objects = np.bincount([*data.truth.images, *data.predicted.images], minlength=data.num_images)
     matched = np.bincount(scores.overlaps.images[scores.pairs[0]], minlength=data.num_images)
     values = np.ones(data.num_images)
     np.divide(2.0 * matched, objects, out=values, where=objects > 0)
@@ -214,7 +212,6 @@ def _parts(shown: Sequence[RowEvaluation], num_all: int) -> Iterator[Part]:
         title="AP50, AP and F1 over steps",
         description="Greedy answers to the validation rows, at the step at which each evaluation began. The areas are "
         "95 % intervals over the rows.",
-        x_title="step",
         y_title="0 to 1",
         series=tuple(
             banded(name, [(each.begun_step, *found) for each, found in _known(shown, points, bounds, metric)])
@@ -227,18 +224,16 @@ def _parts(shown: Sequence[RowEvaluation], num_all: int) -> Iterator[Part]:
         description="TIDE's types at an IoU of 0.5. "
         + "; ".join(f"{name}: {meaning}" for name, meaning in ERRORS.items())
         + ".",
-        x_title="step",
         y_title="errors per 100 rows",
-        series=tuple(
-            series_of(
-                name,
-                Mark.LINE,
-                [
+        series=series_of(
+            Mark.LINE,
+            {
+                name: [
                     (each.begun_step, 100 * found[name]["count"] / len(each.rows))
                     for each, found in zip(shown, errors, strict=True)
-                ],
-            )
-            for name in ERRORS
+                ]
+                for name in ERRORS
+            },
         ),
     )
     yield from _failures(last, points[-1])
@@ -275,48 +270,17 @@ def _cells(points: Mapping[str, float], bounds: Mapping[str, Interval], name: st
 
 def _failures(last: RowEvaluation, points: Mapping[str, float]) -> Iterator[Table]:
     """Classes, and numbers of objects in a row, with the most objects missed or invented first."""
-    data, scores = last.scores.data, last.scores
-    matched = scores.overlaps.true[scores.pairs[0]]
-    true, predicted, found = (
-        np.bincount(labels, minlength=len(data.classes)).tolist()
-        for labels in (data.truth.labels, data.predicted.labels, data.truth.labels[matched])
-    )
-    counts = {
-        f"class/{name}": numbers for name, *numbers in zip(data.classes, true, predicted, found, strict=True)
-    }
-    yield _failing(f"Classes that fail most, at step {last.begun_step}", "class", counts, points)
-    per_row = [
-        np.bincount(images, minlength=data.num_images)
-        for images in (data.truth.images, data.predicted.images, scores.overlaps.images[scores.pairs[0]])
-    ]
-    counts = {
-        f"objects/{part}": [int(values[scores.part_of_image == place].sum()) for values in per_row]
-        for place, part in enumerate(OBJECT_COUNTS)
-    }
-    yield _failing(
-        f"Numbers of true objects in a row that fail most, at step {last.begun_step}",
-        "objects",
-        counts,
-        points,
-    )
-
-
-def _failing(
-    title: str, kind: str, counts: Mapping[str, Sequence[int]], points: Mapping[str, float]
-) -> Table:
-    def wrong(part: str) -> int:
-        true, predicted, found = counts[part]
-        return true + predicted - 2 * found
-
-    rows = []
-    for part in sorted((part for part in counts if wrong(part)), key=wrong, reverse=True)[:_MOST_CLASSES]:
-        true, predicted, found = counts[part]
-        f1 = points.get(f"{part}/f1")
-        rows.append(
-            (
-                part.split("/", 1)[1],
-                *map(number, (true, found, true - found, predicted - found)),
-                "–" if f1 is None else f"{f1:.3f}",
-            )
-        )
-    return Table(title, (kind, "true", "found", "missed", "false", "F1"), tuple(rows))
+    for kind, named in (("class", "Classes"), ("objects", "Numbers of true objects in a row")):
+        wrong = {
+            part: (counts.true + counts.predicted - 2 * counts.matched, counts)
+            for part, counts in last.scores.counts(kind).items()
+        }
+        rows = []
+        for part in sorted(wrong, key=lambda part: -wrong[part][0])[:_MOST_CLASSES]:
+            num_wrong, (predicted, true, found) = wrong[part]
+            f1 = points.get(f"{kind}/{part}/f1")
+            if num_wrong:
+                told = map(number, (true, found, true - found, predicted - found))
+                rows.append((part, *told, "–" if f1 is None else f"{f1:.3f}"))
+        title = f"{named} that fail most, at step {last.begun_step}"
+        yield Table(title, (kind, "true", "found", "missed", "false", "F1"), tuple(rows))

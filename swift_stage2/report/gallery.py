@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from swift_stage2.channel_b.reward import TOTAL
 from swift_stage2.pages.content import Section, Sentence, Tone, number
-from swift_stage2.pages.pictures import GALLERY_KEY, DrawnBox, Filter, Gallery, Picture, Thumbnails
-from swift_stage2.report.matches import EVALUATION, Key, Labelled, LoggedMatch
+from swift_stage2.pages.pictures import GALLERY_KEY, Filter, Gallery, Picture, Thumbnails, drawn_boxes
+from swift_stage2.report.matches import EVALUATION, Key, LoggedMatch
 
 DEFAULT_SIZE = 200
 _OF_GROUPS = (
@@ -99,8 +99,8 @@ def gallery_of(
                 fate="evaluation, never trained" if match.purpose == EVALUATION else fate,
                 space=match.space,
                 boxes=(
-                    *_boxes(match.truth, match.missed, "missed", "truth"),
-                    *_boxes(match.predicted, match.false, "false", "matched"),
+                    *drawn_boxes(map(astuple, match.truth), match.missed, "missed", "truth"),
+                    *drawn_boxes(map(astuple, match.predicted), match.false, "false", "matched"),
                 ),
                 outcomes=tuple(map(str, filters_of(match))),
                 rollout=match.rollout,
@@ -160,10 +160,3 @@ def _facts(match: LoggedMatch) -> Iterator[str]:
         yield "cut off at max_new_tokens"
     if len(match.images) > 1:
         yield f"first of {len(match.images)} images"
-
-
-def _boxes(
-    objects: Sequence[Labelled], alone: frozenset[int], without_partner: str, with_partner: str
-) -> Iterator[DrawnBox]:
-    for index, one in enumerate(objects):
-        yield (without_partner if index in alone else with_partner, *one.box, one.label)

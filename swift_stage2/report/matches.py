@@ -298,7 +298,7 @@ def _chart(
         for measure, name in measures.items()
     }
     y_title = "0 to 1" if measures.keys() == _NAMES.keys() else "value"
-    series = tuple(series_of(name, Mark.LINE, told) for name, told in by_measure.items() if told)
+    series = series_of(Mark.LINE, {name: told for name, told in by_measure.items() if told})
     return Chart(
         key=key, title=title, description=description, x_title=x_title, y_title=y_title, series=series
     )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from swift_stage2.pages.content import Section, Sentence, number
-from swift_stage2.pages.page import PageContent, page_of
-from swift_stage2.pages.pictures import GALLERY_KEY, Gallery
+from swift_stage2.pages.page import PageContent
+from swift_stage2.pages.pictures import GALLERY_KEY
 from swift_stage2.report.drift import drift_section
 from swift_stage2.report.evaluations import detection_section, evaluations_of
 from swift_stage2.report.gallery import DEFAULT_SIZE, Grouping, gallery_of, gallery_section
@@ -39,15 +39,9 @@ from swift_stage2.telemetry.summary import summary_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunReport:
+class RunReport(PageContent):
     """Everything that is told of one run."""
 
-    run_dirs: tuple[str, ...]
-    state: str
-    """How the run stands, in a few words."""
-    sections: tuple[Section, ...]
-    galleries: Mapping[str, Gallery]
-    """By the section that they stand in."""
     account: RunAccount | None
     """None without channel B."""
     comparisons: tuple[Comparison, ...]
@@ -91,7 +85,8 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
         *_next_section(run),
     )
     return RunReport(
-        run_dirs=tuple(map(str, run.run_dirs)),
+        heading="Run report",
+        places=tuple(map(str, run.run_dirs)),
         state=state_of(run),
         sections=sections,
         galleries={SUSPECTS_KEY: suspected, GALLERY_KEY: gallery},
@@ -115,19 +110,6 @@ def account_of_run(run: RunData) -> tuple[RunAccount | None, bool]:
     """Its account, None without a ledger, and whether it is proven that no sample was lost."""
     account = account_of(run.ledgers, run.doubts) if run.ledgers else None
     return account, account.is_balanced if account else run.had_no_b
-
-
-def page(report: RunReport) -> str:
-    """The whole page."""
-    return page_of(
-        PageContent(
-            heading="Run report",
-            places=report.run_dirs,
-            state=report.state,
-            sections=report.sections,
-            galleries=report.galleries,
-        )
-    )
 
 
 def state_of(run: RunData) -> str:

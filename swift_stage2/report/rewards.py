@@ -169,7 +169,6 @@ def _chart(
         key=key,
         title=title,
         description=description,
-        x_title="step",
         y_title=y_title,
-        series=tuple(series_of(tag, Mark.LINE, thinned(told)) for tag, told in points.items() if told),
+        series=series_of(Mark.LINE, {tag: thinned(told) for tag, told in points.items() if told}),
     )

@@ -129,15 +129,13 @@ def _wanted_and_run(first: RankRecords) -> Chart:
         key="wanted",
         title="B steps, wanted and run",
         description="How many B steps the schedule had wanted, and how many had run, up to each step.",
-        x_title="step",
         y_title="B steps so far",
-        series=tuple(
-            series_of(
-                name,
-                Mark.STAIRS,
-                sampled([(step["step"], total) for step, total in zip(steps, totals, strict=True)]),
-            )
-            for name, totals in (("wanted", wanted), ("run", ran))
+        series=series_of(
+            Mark.STAIRS,
+            {
+                name: sampled([(step["step"], total) for step, total in zip(steps, totals, strict=True)])
+                for name, totals in (("wanted", wanted), ("run", ran))
+            },
         ),
     )
 
@@ -156,9 +154,8 @@ def queue_section(run: RunData, version_window: int | None, summary: RunSummary)
         title="Ready packs",
         description="Ready packs of the rank that has fewest, when a step has taken its own. In a long run "
         "a point is the least of several steps.",
-        x_title="step",
         y_title="packs",
-        series=(series_of("ready packs", Mark.STAIRS, thinned(depths, min)),),
+        series=series_of(Mark.STAIRS, {"ready packs": thinned(depths, min)}),
         limits=_limits("queue_limit", limit),
     )
     age = Chart(
@@ -166,9 +163,8 @@ def queue_section(run: RunData, version_window: int | None, summary: RunSummary)
         title="Version lag",
         description="Versions between the learner and the oldest pack that a B step trained. In a long run "
         "a point is the most of several steps.",
-        x_title="step",
         y_title="versions",
-        series=(series_of("oldest pack trained", Mark.POINTS, thinned(lags, max)),),
+        series=series_of(Mark.POINTS, {"oldest pack trained": thinned(lags, max)}),
         limits=_limits("version_window", version_window),
     )
     found = filled([packs if lags or limit else None, age, _lags(summary)])
@@ -229,7 +225,6 @@ def _main_thread(records: RankRecords) -> Chart:
         key="main_thread",
         title=f"Main thread of rank {records.rank}, seconds per step",
         description="Seconds of the main thread from one plan to the next, by activity, one on top of another.",
-        x_title="step",
         y_title="seconds",
         # A record is written when its step is planned: it tells of the step before.
         series=_stack([(step["step"] - 1, in_seconds(step["activity_ns"])) for step in steps]),
@@ -253,16 +248,16 @@ def _pipeline(records: RankRecords) -> Chart:
         key="pipeline",
         title=f"Pipeline thread of rank {records.rank}, share of time",
         description="What the pipeline thread did between two logging steps, in percent of its time.",
-        x_title="step",
         y_title="percent",
         series=_stack(shares),
     )
 
 
 def _stack(points: Sequence[tuple[float, Mapping[str, float]]]) -> tuple[Series, ...]:
-    return tuple(
-        series_of(name, Mark.STACK, thinned([(place, spent.get(name, 0.0)) for place, spent in points]))
-        for name in _spending([spent for _, spent in points])
+    names = _spending([spent for _, spent in points])
+    return series_of(
+        Mark.STACK,
+        {name: thinned([(place, spent.get(name, 0.0)) for place, spent in points]) for name in names},
     )
 
 
@@ -285,9 +280,8 @@ def rounds_section(run: RunData, summary: RunSummary) -> Section:
         key="rounds",
         title="Seconds of a round, by phase",
         description="Canary, snapshot, and each phase of the slowest server; they overlap, so they do not add up.",
-        x_title="step",
         y_title="seconds",
-        series=tuple(series_of(phase, Mark.LINE, thinned(points)) for phase, points in by_phase.items()),
+        series=series_of(Mark.LINE, {phase: thinned(points) for phase, points in by_phase.items()}),
     )
     return Section("rounds", "Sync rounds", filled([_rounds(summary), table, chart]))
 
@@ -334,7 +328,7 @@ def fill_section(run: RunData) -> Section:
         description=f"How many packs were filled to what percent, in steps of {width:g}, each named by its middle.",
         x_title="percent of the room",
         y_title="packs",
-        series=(series_of("packs", Mark.BARS, bars),),
+        series=series_of(Mark.BARS, {"packs": bars}),
     )
     num_samples = sum(len(record["samples"]) for record in packs)
     advice = fill_advice(

@@ -11,7 +11,6 @@ hotcoco's search (``image_diagnostics``) looks at one set of predictions and nee
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -20,9 +19,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import cast
 
-import numpy as np
-
-from swift_stage2.detections.scores import DetectionScores
 from swift_stage2.pages.content import Section, Sentence, Table, filled, number
 from swift_stage2.pages.pictures import DrawnBox, Gallery, Picture, Thumbnails
 from swift_stage2.report.drift import iou
@@ -95,40 +91,16 @@ def suspect_lines(suspects: Sequence[Suspect]) -> str:
 
 
 def _version(evaluation: RowEvaluation) -> _Version:
-    scores, rows = evaluation.scores, sorted(evaluation.rows)
-    data, pairs = scores.data, scores.pairs[0]
-    found, right = scores.overlaps.true[pairs], scores.overlaps.predicted[pairs]
-    missed: defaultdict[int, list[int]] = defaultdict(list)
-    for place, index in _alone(data.truth.images, found):
-        missed[rows[place]].append(index)
-    false: defaultdict[int, list[Labelled]] = defaultdict(list)
-    for place, index in _alone(data.predicted.images, right):
-        false[rows[place]].append(evaluation.rows[rows[place]].predicted[index])
+    rows, counts = sorted(evaluation.rows), evaluation.scores.counts("class")
+    missed, false = (dict(zip(rows, of_images, strict=True)) for of_images in evaluation.scores.unmatched())
     return _Version(
         evaluation.version,
         evaluation.rows,
-        false,
-        {row: frozenset(each) for row, each in missed.items()},
-        _shares(scores, data.truth.labels, found),
-        _shares(scores, data.predicted.labels, right),
+        {row: [evaluation.rows[row].predicted[index] for index in false[row]] for row in rows},
+        {row: frozenset(missed[row]) for row in rows},
+        {label: each.matched / each.true for label, each in counts.items() if each.true},
+        {label: each.matched / each.predicted for label, each in counts.items() if each.predicted},
     )
-
-
-def _alone(images: np.ndarray, matched: np.ndarray) -> Iterator[tuple[int, int]]:
-    """(place of the image, number of the object in it) of those that are not ``matched``."""
-    begins = np.searchsorted(images, images)
-    for index in np.setdiff1d(np.arange(len(images)), matched).tolist():
-        yield int(images[index]), int(index - begins[index])
-
-
-def _shares(scores: DetectionScores, labels: np.ndarray, matched: np.ndarray) -> dict[str, float]:
-    names = scores.data.classes
-    parts, wholes = (np.bincount(each, minlength=len(names)) for each in (labels[matched], labels))
-    return {
-        name: part / whole
-        for name, part, whole in zip(names, parts.tolist(), wholes.tolist(), strict=True)
-        if whole
-    }
 
 
 def _never_found(row: int, versions: Sequence[_Version]) -> Iterator[Suspect]:

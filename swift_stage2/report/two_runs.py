@@ -40,7 +40,7 @@ from swift_stage2.pages.content import (
     share,
     thinned,
 )
-from swift_stage2.pages.page import PageContent, page_of
+from swift_stage2.pages.page import PageContent
 from swift_stage2.pages.pictures import GALLERY_KEY, Gallery
 from swift_stage2.report.disagreements import disagreements
 from swift_stage2.report.evaluations import (
@@ -105,13 +105,9 @@ class _Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunComparison:
+class RunComparison(PageContent):
     """Everything that is told of two runs."""
 
-    run_dirs: tuple[str, str]
-    state: str
-    sections: tuple[Section, ...]
-    gallery: Gallery
     is_balanced: tuple[bool, bool]
     """Whether it is proven of each that no sample was lost."""
 
@@ -124,7 +120,8 @@ def compare_runs(first: RunData, second: RunData, gallery_size: int) -> RunCompa
     f1 = [image_f1(each) for each in pairs[-1].scores] if pairs else [np.zeros(0), np.zeros(0)]
     gallery = disagreements(matches, f1, gallery_size)
     return RunComparison(
-        run_dirs=(sides[0].name, sides[1].name),
+        heading="Two runs compared",
+        places=(sides[0].name, sides[1].name),
         state="; ".join(f"{name}: {state_of(side.run)}" for name, side in zip(_NAMES, sides, strict=True)),
         sections=(
             Section("verdict", "Verdicts", (_verdicts(sides),)),
@@ -133,21 +130,8 @@ def compare_runs(first: RunData, second: RunData, gallery_size: int) -> RunCompa
             *_evaluations(sides, pairs),
             Section(GALLERY_KEY, "Where they disagree most", (_shown(gallery, pairs),)),
         ),
-        gallery=gallery,
+        galleries={GALLERY_KEY: gallery},
         is_balanced=(sides[0].is_balanced, sides[1].is_balanced),
-    )
-
-
-def comparison_page(comparison: RunComparison) -> str:
-    """The whole page."""
-    return page_of(
-        PageContent(
-            heading="Two runs compared",
-            places=comparison.run_dirs,
-            state=comparison.state,
-            sections=comparison.sections,
-            galleries={GALLERY_KEY: comparison.gallery},
-        )
     )
 
 
@@ -237,13 +221,13 @@ def _losses(sides: tuple[_Side, _Side]) -> Chart:
         key="loss",
         title="Loss, as logged",
         description="Mean over all ranks and the steps since the last log, channels A and B alike.",
-        x_title="step",
         y_title="loss",
-        series=tuple(
-            series_of(
-                name, Mark.LINE, thinned(sorted(side.run.first.losses.items()) if side.run.first else ())
-            )
-            for name, side in zip(_NAMES, sides, strict=True)
+        series=series_of(
+            Mark.LINE,
+            {
+                name: thinned(sorted(side.run.first.losses.items()) if side.run.first else ())
+                for name, side in zip(_NAMES, sides, strict=True)
+            },
         ),
     )
 
@@ -342,23 +326,22 @@ def _curves(
         key="both",
         title="F1 and AP50 of both",
         description="On the rows that both answered, at the steps at which both were evaluated.",
-        x_title="step",
         y_title="0 to 1",
-        series=tuple(
-            series_of(
-                f"{name}, {side}",
-                Mark.LINE,
-                [(pair.step, both[which][metric]) for pair, both, _ in known if metric in both[which]],
-            )
-            for metric, name in _CURVES.items()
-            for which, side in enumerate(_NAMES)
+        series=series_of(
+            Mark.LINE,
+            {
+                f"{name}, {side}": [
+                    (pair.step, both[which][metric]) for pair, both, _ in known if metric in both[which]
+                ]
+                for metric, name in _CURVES.items()
+                for which, side in enumerate(_NAMES)
+            },
         ),
     )
     yield Chart(
         key="gain",
         title="Second minus first",
         description="The areas are paired 95 % intervals: both runs see the same drawn rows.",
-        x_title="step",
         y_title="difference",
         series=tuple(
             banded(

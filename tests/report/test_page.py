@@ -13,8 +13,8 @@ from run_files import RunFiles, balanced_ledger, picture
 
 from swift_stage2.cli import main
 from swift_stage2.pages.content import Chart, Headline, Sentence, Table
-from swift_stage2.pages.page import write_page
-from swift_stage2.report.report import RunReport, page, report_of
+from swift_stage2.pages.page import page_of, write_page
+from swift_stage2.report.report import RunReport, report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.telemetry.audit import audit_path
 
@@ -64,7 +64,7 @@ def sentences(found: RunReport, key: str) -> str:
 def test_every_number_of_the_terminal_is_on_the_page(run_dir: Path) -> None:
     found = report(run_dir)
     assert [section.key for section in found.sections] == SECTIONS
-    text = html.unescape(re.sub(r"<script.*?</script>", "", page(found), flags=re.DOTALL))
+    text = html.unescape(re.sub(r"<script.*?</script>", "", page_of(found), flags=re.DOTALL))
     for section in found.sections:
         for part in section.parts:
             match part:
@@ -150,7 +150,7 @@ def test_a_text_of_a_model_or_a_data_set_stays_text(tmp_path: Path, place: str) 
     for version in (1, 2):
         run.match([0, version, 1, 0], version=version, **{place: values})  # type: ignore[arg-type]
     run.end()
-    text = page(report(tmp_path))
+    text = page_of(report(tmp_path))
     assert "onerror=window" not in text.replace("\\u003cimg src=x onerror=window", "").replace(
         "&lt;img src=x onerror=window", ""
     )
@@ -163,13 +163,13 @@ def test_an_error_of_a_server_and_a_directory_stay_text(tmp_path: Path) -> None:
     balanced_ledger(run_dir)
     run = RunFiles(run_dir)
     run.start().train(2, skipped=EVIL).end()
-    text = page(report(run_dir))
+    text = page_of(report(run_dir))
     assert "<script>window" not in text
     assert text.count("&lt;script&gt;window") >= 3
 
 
 def test_nothing_is_loaded_from_outside(run_dir: Path) -> None:
-    text = page(report(run_dir))
+    text = page_of(report(run_dir))
     outside = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     assert re.findall(r"(?:src|href)\s*=\s*[\"'](?!#|data:)", outside) == []
     assert "default-src 'none'" in outside
@@ -184,7 +184,7 @@ def test_a_run_without_channel_b_is_told_as_such(tmp_path: Path) -> None:
     assert "no step trained on channel B" in sentences(found, "verdict")
     assert "no sample to account for" in sentences(found, "ledger")
     assert "no sync round" in sentences(found, "rounds")
-    assert "Plotly" in page(found)  # where time went is drawn all the same
+    assert "Plotly" in page_of(found)  # where time went is drawn all the same
 
 
 def test_a_run_that_wanted_b_but_has_no_ledger_is_not_provable(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_run_of_an_earlier_release_lacks_the_clock_and_says_so(tmp_path: Path)
     assert "no clock of the pipeline thread" in sentences(found, "verdict")
     assert "has no clock in this run" in sentences(found, "time")
     assert found.speed is None
-    assert page(found)
+    assert page_of(found)
 
 
 def test_a_ledger_without_an_audit_and_an_audit_without_a_step_are_reports(tmp_path: Path) -> None:

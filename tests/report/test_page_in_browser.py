@@ -13,8 +13,7 @@ from playwright.sync_api import Browser, Page, Request, sync_playwright
 from run_files import RunFiles, balanced_ledger, picture
 
 from swift_stage2.cli import main
-from swift_stage2.pages.page import write_page
-from swift_stage2.report.report import page as page_of
+from swift_stage2.pages.page import page_of, write_page
 from swift_stage2.report.report import report_of
 from swift_stage2.report.run_data import read_run
 
