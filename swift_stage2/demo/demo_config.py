@@ -35,8 +35,6 @@ _NUM_GENERATIONS = 4  # of a row, where its rollouts are compared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoJob:
-    """One training job of the tiny model."""
-
     directory: Path
     """Gets ``config.yaml`` and the run directory ``run``."""
     rows: Path
@@ -64,7 +62,6 @@ class DemoJob:
 
     @property
     def config_path(self) -> Path:
-        """The YAML."""
         return self.directory / "config.yaml"
 
     @property
@@ -179,7 +176,6 @@ def server_entry(engine: ServerEngine) -> dict[str, Any]:
 
 
 def held_ports(ports: tuple[int, ...]) -> list[int]:
-    """Those of ``ports`` that somebody listens on."""
     return [port for port in ports if not is_free(_LOOPBACK, port)]
 
 

@@ -88,8 +88,6 @@ def answer_text(objects: Sequence[tuple[str, Box]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SceneFiles:
-    """Paths of the two JSONL files."""
-
     train: Path
     held_out: Path
 

@@ -218,8 +218,6 @@ def _say(text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOutcome:
-    """The result of one demo."""
-
     summary: RunSummary
     before: DetectionScore
     after: DetectionScore
@@ -240,7 +238,6 @@ def outcome_view(outcome: DemoOutcome) -> RenderableType:
 
 
 def score_table(outcome: DemoOutcome) -> Table:
-    """Held-out detection before and after."""
     scenes = outcome.before.num_images
     table = Table(title=f"Held-out detection, {scenes} scenes, greedy, IoU 0.5", title_justify="left")
     table.add_column("")

@@ -39,8 +39,6 @@ _HELD_OUT_SCANS = 8  # every eighth scan
 
 
 class SceneKind(StrEnum):
-    """The kind of objects in a scene."""
-
     SHAPES = "shapes"
     DIGITS = "digits"
 

@@ -27,8 +27,6 @@ _PixelBox = tuple[_Coordinate, _Coordinate, _Coordinate, _Coordinate]
 
 @dataclass(frozen=True, slots=True)
 class LabelledBoxes:
-    """Labels and boxes, one of each per object."""
-
     ref: tuple[str, ...] = ()
     bbox: tuple[_PixelBox, ...] = ()
 

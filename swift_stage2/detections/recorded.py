@@ -262,7 +262,6 @@ class EvaluationKeeper:
 
 
 def evaluations_directory(run_dir: Path) -> Path:
-    """Where a run's files are."""
     return run_dir / "evaluations"
 
 

@@ -75,8 +75,6 @@ class _Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """An evaluation, or a comparison, as it is told."""
-
     facts: dict[str, Any]
     sections: tuple[Section, ...]
     gallery: Gallery
@@ -330,5 +328,4 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _asks(options: argparse.Namespace) -> bool:
-    """Whether a server is asked, and not files read."""
     return not (options.predictions or options.compare)

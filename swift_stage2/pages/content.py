@@ -27,8 +27,6 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """One line of text."""
-
     text: str
     tone: Tone = Tone.PLAIN
 
@@ -45,8 +43,6 @@ class Table:
 
 
 class Mark(StrEnum):
-    """How a series is drawn."""
-
     LINE = "line"
     STAIRS = "stairs"
     """Constant from one point to the next."""
@@ -70,8 +66,6 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A horizontal line that the points are read against."""
-
     name: str
     value: float
 
@@ -129,7 +123,6 @@ class Section:
 
 
 def series_of(mark: Mark, points: Mapping[str, Sequence[tuple[float, float | None]]]) -> tuple[Series, ...]:
-    """Series by name."""
     columns = {name: zip(*told, strict=True) if told else ((), ()) for name, told in points.items()}
     return tuple(Series(name, mark, *told) for name, told in columns.items())
 
@@ -149,7 +142,6 @@ def seconds(value: float) -> str:
 
 
 def pairs(title: str, rows: Mapping[str, str], headings: tuple[str, str] = ("what", "number")) -> Table:
-    """A table of two columns."""
     return Table(title, headings, tuple(rows.items()))
 
 

@@ -62,8 +62,6 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gallery:
-    """Pictures in order, and the words around them."""
-
     pictures: tuple[Picture, ...]
     thumbnails: tuple[str, ...]
     """Data URIs."""
@@ -83,7 +81,6 @@ class Gallery:
     """Kinds of box, each a class of the style sheet, and what they mean."""
 
     def count(self, chosen: str) -> int:
-        """Pictures that a filter keeps."""
         return sum(chosen in picture.outcomes for picture in self.pictures)
 
 

@@ -101,7 +101,6 @@ class ReplayVerdict:
 
     @property
     def sentence(self) -> str:
-        """One line for a person."""
         if self.difference is not None:
             return f"differs: {self.difference}; steps before it, all bit-equal: {self.num_compared}"
         if not self.is_equal:

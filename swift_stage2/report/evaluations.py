@@ -46,8 +46,6 @@ _MOST_CLASSES = 20
 
 @dataclass(frozen=True)
 class RowEvaluation:
-    """One evaluation, row by row."""
-
     due_step: int
     begun_step: int
     version: int

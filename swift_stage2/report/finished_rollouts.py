@@ -136,8 +136,6 @@ class RunRollouts:
 
 
 class _RankRollouts:
-    """One rank's."""
-
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._rank = rank
         self._ledger = AuditTail(ledger_path(run_dir, rank))
@@ -154,11 +152,9 @@ class _RankRollouts:
 
     @property
     def num_missing(self) -> int:
-        """Records that the numbers of the others miss."""
         return self._numbering.num_missing
 
     def read(self) -> Iterator[FinishedRollout]:
-        """As ``RunRollouts.read``."""
         for record in self._ledger.stream():
             if record["kind"] not in LEDGER_FORMS or not has_form(record, LEDGER_FORMS):
                 continue  # its number is missing

@@ -58,8 +58,6 @@ EVALUATION = "evaluation"
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """One object."""
-
     label: str
     box: Box | Point
 
@@ -161,8 +159,6 @@ _MOST_OF_LABEL = 40  # characters
 
 
 class _Counts(NamedTuple):
-    """One rollout's."""
-
     num_predictions: int
     num_ground_truth: int
     num_pairs: int
@@ -173,7 +169,6 @@ _ByVersion = Mapping[int, Sequence[_Counts]]
 
 
 def quality_section(run: RunData, matches: Sequence[LoggedMatch]) -> Section:
-    """Match quality by version, and of evaluations by step."""
     names = _NAMES
     if any(match.is_of_points for match in matches):
         names = _NAMES | {"mean_iou": "mean closeness"}

@@ -40,8 +40,6 @@ from swift_stage2.telemetry.summary import summary_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport(PageContent):
-    """Everything that is told of one run."""
-
     account: RunAccount | None
     """None without channel B."""
     comparisons: tuple[Comparison, ...]

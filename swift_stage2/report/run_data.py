@@ -45,8 +45,6 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """Everything that is known of one run."""
-
     run_dirs: tuple[Path, ...]
     ranks: tuple[RankRecords, ...]
     """By rank; empty without an audit."""

@@ -151,8 +151,6 @@ _NOT_DROPPED = (Entry.TRAINED, Entry.QUARANTINED, Entry.UNUSED)
 
 
 class Trait(StrEnum):
-    """A trait that is compared."""
-
     OBJECTS = "objects"
     PIXELS = "pixels"
     ROLLOUT_TOKENS = "rollout tokens"
@@ -231,7 +229,6 @@ def draws_of(records: Iterable[Record]) -> list[Draw]:
 
 
 def compare(draws: Sequence[Draw]) -> tuple[Comparison, ...]:
-    """Every trait at every level."""
     trained = [draw for draw in draws if draw.end == Entry.TRAINED]
     others = {
         Level.SAMPLES: [draw for draw in draws if draw.end == Entry.QUARANTINED],

@@ -41,8 +41,6 @@ class TrainedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWork:
-    """The work of one rank."""
-
     rank: int
     steps: Sequence[TrainedStep]
     syncing_s: float
@@ -208,7 +206,6 @@ def measure(work: RankWork) -> Speed | str:
 
 
 def paces_of(steps: Sequence[TrainedStep]) -> list[ChannelPace]:
-    """A pace per channel that trained."""
     return [
         _pace(channel, [step for step in steps if step.channel == channel])
         for channel in sorted({step.channel for step in steps})

@@ -67,7 +67,6 @@ def summary_parts(summary: RunSummary) -> tuple[Part, ...]:
 
 
 def steps_section(run: RunData, summary: RunSummary) -> Section:
-    """Steps that were wanted, and steps that ran."""
     parts: list[Part] = list(_steps(summary))
     if not any(records.starts or records.steps for records in run.ranks):
         told = "There is no audit (audit/rank*.jsonl), so nothing of steps, times and rounds can be told."
@@ -141,7 +140,6 @@ def _wanted_and_run(first: RankRecords) -> Chart:
 
 
 def queue_section(run: RunData, version_window: int | None, summary: RunSummary) -> Section:
-    """Ready packs and the age of what was trained."""
     numbers = sorted({number for records in run.ranks for number in records.steps})
     every = [[r.steps[number] for r in run.ranks if number in r.steps] for number in numbers]
     depths = [(s[0]["step"], min(step["queue_depth"] for step in s)) for s in every]
@@ -176,7 +174,6 @@ def _limits(name: str, value: float | None) -> tuple[Limit, ...]:
 
 
 def drops_section(summary: RunSummary) -> Section:
-    """Losses on the way, by cause."""
     return Section(
         "drops", "Drops", filled([_drops(summary)]) or (Sentence("Nothing was dropped.", Tone.GOOD),)
     )
@@ -262,7 +259,6 @@ def _stack(points: Sequence[tuple[float, Mapping[str, float]]]) -> tuple[Series,
 
 
 def rounds_section(run: RunData, summary: RunSummary) -> Section:
-    """Every phase of the sync rounds."""
     rounds = run.first.rounds if run.first else []
     if not rounds:
         return Section("rounds", "Sync rounds", (Sentence("There was no sync round."),))
@@ -301,7 +297,6 @@ def _phases(record: Record) -> dict[str, float]:
 
 
 def fill_section(run: RunData) -> Section:
-    """How much of the packs' room was used."""
     packs = [
         record
         for record in run.ledger_records

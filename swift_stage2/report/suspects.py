@@ -33,8 +33,6 @@ _NEAR = 0.1  # IoU from which a true object is near, as TIDE has it
 
 
 class SuspectKind(StrEnum):
-    """Why a label is suspect."""
-
     NEVER_FOUND = "truth never found"
     ALWAYS_ADDED = "false in all versions"
 
@@ -86,7 +84,6 @@ def suspects_of(evaluations: Sequence[RowEvaluation]) -> list[Suspect] | None:
 
 
 def suspect_lines(suspects: Sequence[Suspect]) -> str:
-    """JSON lines."""
     return "".join(json.dumps(asdict(each)) + "\n" for each in suspects)
 
 

@@ -67,8 +67,6 @@ _MOST_SETTINGS = 200
 
 @dataclass(frozen=True)
 class _Side:
-    """One of the two."""
-
     run: RunData
 
     @property
@@ -106,8 +104,6 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComparison(PageContent):
-    """Everything that is told of two runs."""
-
     is_balanced: tuple[bool, bool]
     """Whether it is proven of each that no sample was lost."""
 

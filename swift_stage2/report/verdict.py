@@ -20,7 +20,6 @@ from swift_stage2.telemetry.summary import RunSummary, why_b_is_unused
 def verdict_section(
     works: Sequence[RankWork], summary: RunSummary, knobs: Knobs, post_steps: PostSteps = None
 ) -> Section:
-    """The first section of every report."""
     speed = slowest(works)
     known = speed if isinstance(speed, Speed) else None
     found = list(bottlenecks(known, summary, knobs, post_steps))
@@ -173,8 +172,6 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """One thing that holds the run back."""
-
     sentence: str
     advice: tuple[Advice, ...] = ()
 

@@ -49,7 +49,6 @@ class IntervalClock(Generic[ActivityT]):
 
     @property
     def current(self) -> ActivityT:
-        """The actor does this now."""
         return self._current
 
     def switch(self, activity: ActivityT) -> ActivityT:
@@ -71,7 +70,6 @@ class IntervalClock(Generic[ActivityT]):
             self._begin(self._current)
 
     def totals_ns(self) -> dict[ActivityT, int]:
-        """Nanoseconds per activity until now."""
         return self.read_ns()[0]
 
     def read_ns(self) -> tuple[dict[ActivityT, int], int]:
@@ -105,8 +103,6 @@ class IntervalClock(Generic[ActivityT]):
 
 
 class Activity(StrEnum):
-    """An activity of the main thread."""
-
     BUSY = "busy"
     """Forward, backward, optimizer, and the bookkeeping around them."""
     WAITING = "waiting"
@@ -120,8 +116,6 @@ class Activity(StrEnum):
 
 
 class PipelineActivity(StrEnum):
-    """An activity of the pipeline's thread."""
-
     IDLE = "idle"
     """Nothing: the pacer wants no pack now, or no server may be asked."""
     READING = "reading"

@@ -56,7 +56,6 @@ _ROOM = re.compile(rb'"records_lost":([0-9 ]{%d})}\n' % _ROOM_WIDTH)
 
 
 def rank_path(folder: str, run_dir: Path, rank: int) -> Path:
-    """The file into which ``rank`` of a run writes."""
     return run_dir / folder / f"rank{rank}.jsonl"
 
 

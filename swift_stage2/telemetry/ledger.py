@@ -112,7 +112,6 @@ class Ledger:
         self.write(Entry.SENT, keys, server=server, seed=seed, version=version)
 
     def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
-        """That POST ended."""
         self.write(Entry.FINISHED, keys, server=server, end=end, seconds=round(seconds, 4))
 
     def cut(self, rollout: Rollout) -> None:
@@ -122,7 +121,6 @@ class Ledger:
         )
 
     def matched(self, rollout: Rollout, quality: MatchQuality) -> None:
-        """A rollout was matched to its ground truth."""
         self.write(
             Entry.MATCHED,
             [rollout.sample.key],
@@ -153,8 +151,6 @@ class Ledger:
 
 
 class RecordEntry(StrEnum):
-    """A kind of line."""
-
     START = Entry.START.value
     """A process began: the ``run_id`` that its ledger has too, its configuration and surroundings."""
     COMPLETION = "completion"

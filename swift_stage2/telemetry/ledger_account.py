@@ -28,7 +28,6 @@ class RunAccount:
 
     @property
     def num_violations(self) -> int:
-        """Broken rules, over all ranks."""
         return len(self.violations) + sum(len(rank.violations) for rank in self.ranks)
 
     @property
@@ -89,8 +88,6 @@ Place = tuple[int, int]
 
 
 class SampleStage(StrEnum):
-    """Where a sample in hand is."""
-
     TO_BE_REDRAWN = "to be redrawn"
     DRAWN = "drawn"
     SENT = "sent"
@@ -140,8 +137,6 @@ class RankAccount:
 
 @dataclass(slots=True)
 class _Life:
-    """A sample in hand."""
-
     key: Key
     stage: SampleStage
     version: int | None = None
@@ -194,7 +189,6 @@ class Replay:
     _saved: Mapping[str, Any] | None = None  # the state of the checkpoint just replayed
 
     def take(self, record: Record) -> None:
-        """Replays one record."""
         self._has_ended = record["kind"] == Entry.END
         self._numbering.take(record)
         match record["kind"]:
@@ -219,7 +213,6 @@ class Replay:
             self._train_step(record)
 
     def account(self, *, num_resumes: int, num_void: int) -> RankAccount:
-        """The sum of the records."""
         num_quarantined, num_unused = (reasons.total() for reasons in self._given_up.values())
         num_in_hand, num_ended = len(self._lives), self.num_trained + num_quarantined + num_unused
         in_hand = Counter(life.stage for life in self._lives.values())

@@ -59,7 +59,6 @@ class LiveState:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the end at the present pace."""
         if self.seconds_per_step is None:
             return None
         return max(0, self.total_steps - self.step) * self.seconds_per_step
@@ -105,7 +104,6 @@ class LiveTracker:
         self._pace = _Pace()
 
     def take(self, record: Record) -> None:
-        """Takes in the next record of any rank."""
         match record["kind"]:
             case "step":
                 self._take_step(record)

@@ -26,7 +26,6 @@ from swift_stage2.telemetry.live_state import LiveState
 
 
 def render(state: LiveState) -> RenderableType:
-    """The panel."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column()
@@ -66,7 +65,6 @@ class LiveView:
         self._lent: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
 
     def update(self, state: LiveState) -> None:
-        """Show ``state`` if it is time to."""
         self._latest = state
         if self._stream.isatty():
             self._draw(state)

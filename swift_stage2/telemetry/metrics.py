@@ -48,8 +48,6 @@ class Merge(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One declared number."""
-
     name: str
     kind: Kind
     merge: Merge
@@ -312,8 +310,6 @@ _GAUGES = tuple(m for m in METRICS if m.kind is Kind.GAUGE)
 
 @dataclass(frozen=True, slots=True)
 class MergedMetrics:
-    """One view of all ranks."""
-
     values: Mapping[str, float]
     """By metric name; gauges that no rank has set are left out."""
     per_rank: Mapping[str, tuple[float | None, ...]]

@@ -54,7 +54,6 @@ class RankRecords:
     """Spans of Unix time whose records a resume made void."""
 
     def take(self, record: Record) -> None:
-        """Adds the next record of the audit."""
         if not has_form(record, AUDIT_FORMS):
             self.num_lost += 1
             return
@@ -219,7 +218,6 @@ def no_ledger(run_dir: Path, who: str) -> UserError:
 
 
 def rank_files(run_dir: Path, folder: str) -> list[Path]:
-    """The ranks' files in one folder of a run."""
     return sorted((run_dir / folder).glob("rank*.jsonl"))
 
 
@@ -347,7 +345,6 @@ class Numbering:
     _next: int = 0
 
     def take(self, record: Record) -> None:
-        """Counts those between the record before and this one."""
         sequence = record.get("sequence")
         if sequence is None:
             return

@@ -196,7 +196,6 @@ class PipelineRecorder:
         self._counters.add(f"packs_{reason}")
 
     def stale_segment(self, segment: Segment) -> None:
-        """A segment went stale before it was packed."""
         self._counters.add("segments_dropped_stale")
 
     def quarantined(self, key: object, reason: str, message: str, origin: RowOrigin | None = None) -> None:
@@ -232,8 +231,6 @@ class PipelineRecorder:
 
 
 class EvaluationRecorder:
-    """One rank's side of evaluations."""
-
     def __init__(self, audit: AuditLog, matches: MatchLog) -> None:
         self._audit = audit
         self._matches = matches

@@ -32,8 +32,6 @@ _DROP_FAMILIES = ("samples_quarantined/", "objects_dropped/")
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A set of durations, in seconds."""
-
     num: int
     total_s: float
     median_s: float
@@ -51,8 +49,6 @@ class RankActivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """One run's account, over all ranks."""
-
     num_ranks: int
     num_steps: int
     num_b_wanted: int

@@ -182,7 +182,6 @@ class TensorBoardSink:
         self._write(Event(step=step, summary=Summary(value=values)), wall_time)
 
     def write_images(self, step: int, images: Mapping[str, bytes]) -> None:
-        """Write encoded ``images`` (by name) as one event."""
         values = []
         for name, content in images.items():
             width, height = Image.open(BytesIO(content)).size

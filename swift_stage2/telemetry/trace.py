@@ -102,7 +102,6 @@ class Trace:
             self._num_recorded += 1
 
     def recorder_of(self, track: str) -> Callable[[str, int, int], None]:
-        """``record`` for a track of its own."""
         return partial(self.record, track=track)
 
     @property
