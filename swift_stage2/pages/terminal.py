@@ -22,16 +22,15 @@ def terminal_report(sections: Iterable[Section]) -> RenderableType:
     """Every section under its title, but for those of which the page alone has something to show."""
     lines: list[RenderableType] = []
     for section in sections:
-        if shown := list(_lines(_of_terminal(section))):
+        # Without what only introduces pictures.
+        parts = (
+            part
+            for part in section.parts
+            if not (section.key == GALLERY_KEY and isinstance(part, Sentence) and part.tone is Tone.PLAIN)
+        )
+        if shown := list(_lines(parts)):
             lines += [Text(f"\n{section.title}", style="bold"), *shown]
     return Group(*lines)
-
-
-def _of_terminal(section: Section) -> Iterator[Part]:
-    """Without what only introduces pictures."""
-    for part in section.parts:
-        if not (section.key == GALLERY_KEY and isinstance(part, Sentence) and part.tone is Tone.PLAIN):
-            yield part
 
 
 def terminal_parts(parts: Iterable[Part]) -> RenderableType:

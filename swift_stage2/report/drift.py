@@ -39,7 +39,7 @@ DEFINITION = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Drift:
     """One lag. ``low`` and ``high`` bound the share with 95 % confidence, images taken as what was drawn."""
 
@@ -72,7 +72,7 @@ def drift_of(matches: Iterable[LoggedMatch], threshold: float) -> list[Drift]:
             images = by_lag[purpose, abs(other.version - one.version)]
             changed, boxes = images.get(row, (0, 0))
             images[row] = changed + _num_changed(one, other, threshold), boxes + len(one.truth)
-    return [_drift(*key, list(by_lag[key].values())) for key in sorted(by_lag)]
+    return [_drift(purpose, lag, list(by_lag[purpose, lag].values())) for purpose, lag in sorted(by_lag)]
 
 
 def iou(one: Sequence[float], other: Sequence[float]) -> float:
@@ -108,16 +108,7 @@ def _design_effect(share: float, boxes: int, by_image: Sequence[tuple[int, int]]
 
 def _drift(purpose: str, lag: int, by_image: Sequence[tuple[int, int]]) -> Drift:
     changed, boxes = (sum(column) for column in zip(*by_image, strict=True))
-    low, high = interval(changed, boxes, by_image)
-    return Drift(
-        purpose=purpose,
-        lag=lag,
-        num_boxes=boxes,
-        num_changed=changed,
-        num_images=len(by_image),
-        low=low,
-        high=high,
-    )
+    return Drift(purpose, lag, boxes, changed, len(by_image), *interval(changed, boxes, by_image))
 
 
 def _num_changed(one: LoggedMatch, other: LoggedMatch, threshold: float) -> int:
@@ -178,9 +169,7 @@ def drift_section(run: RunData, matches: Sequence[LoggedMatch]) -> Section:
                 purpose,
                 Mark.POINTS,
                 tuple(float(one.lag) for one in lags),
-                tuple(100 * one.share for one in lags),
-                tuple(100 * one.low for one in lags),
-                tuple(100 * one.high for one in lags),
+                *(tuple(100 * getattr(one, name) for one in lags) for name in ("share", "low", "high")),
             )
             for purpose, lags in by_purpose.items()
         ),

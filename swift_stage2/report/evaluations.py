@@ -120,7 +120,7 @@ def _of_matches(run: RunData, matches: Iterable[LoggedMatch]) -> list[RowEvaluat
             record["version"],
             by_version[record["version"]],
         )
-        for record in (run.first.evaluations if run.first else ())
+        for record in run.first.evaluations
         if record["version"] in by_version
     }
     return [found[step] for step in sorted(found)]

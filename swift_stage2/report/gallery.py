@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 from swift_stage2.channel_b.reward import TOTAL
 from swift_stage2.pages.content import Section, Sentence, Tone, number
@@ -19,26 +18,10 @@ from swift_stage2.pages.pictures import GALLERY_KEY, Filter, Gallery, Picture, T
 from swift_stage2.report.matches import EVALUATION, Key, LoggedMatch
 
 DEFAULT_SIZE = 200
-_OF_GROUPS = (
-    "Rollout",
-    "Corrected answer",
-)  # titles where rollouts are compared: the second need not be trained
-
-
-class RolloutGroup(NamedTuple):
-    """The rollouts of one row that are compared with each other."""
-
-    rank: int
-    epoch: int
-    number: int
-    """Within the rank's shard of the epoch."""
-
-    def heading(self, members: Sequence[LoggedMatch]) -> str:
-        """Names it, with the rewards of its ``members``."""
-        name = f"Group {self.number}, epoch {self.epoch}, rank {self.rank}, row {members[0].row}"
-        rewards = [match.reward[TOTAL] for match in members if TOTAL in match.reward]
-        told = ", ".join(f"{reward:.2f}" for reward in rewards)
-        return f"{name}: rewards {told}, mean {sum(rewards) / len(rewards):.2f}" if rewards else name
+_OF_GROUPS = ("Rollout", "Corrected answer")
+"""Titles where rollouts are compared: the second need not be trained."""
+_Group = tuple[int, int, int]
+"""Rollouts of one row that are compared: rank, epoch, number within the rank's shard of the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +37,7 @@ class Grouping:
 
         A group stands where its newest rollout does, its best one first. Evaluations have no group.
         """
-        members: dict[RolloutGroup, list[LoggedMatch]] = defaultdict(list)
+        members: dict[_Group, list[LoggedMatch]] = defaultdict(list)
         for match in matches:
             if (group := self._group_of(match)) is not None:
                 members[group].append(match)
@@ -63,7 +46,7 @@ class Grouping:
                 yield match, None
             elif of_group := members.pop(group, None):
                 of_group.sort(key=lambda each: (-each.reward.get(TOTAL, -math.inf), each.sample))
-                yield from ((each, group.heading(of_group)) for each in of_group)
+                yield from ((each, _heading(group, of_group)) for each in of_group)
 
     def fact(self, match: LoggedMatch) -> Iterator[str]:
         """Its advantages in words, if they are known."""
@@ -71,11 +54,19 @@ class Grouping:
         if own is not None and self._group_of(match) is not None:
             yield f"advantage {own:.2f}" + "".join(f", its corrected answer {each:.2f}" for each in of_target)
 
-    def _group_of(self, match: LoggedMatch) -> RolloutGroup | None:
+    def _group_of(self, match: LoggedMatch) -> _Group | None:
         if self.num_generations == 1 or match.purpose == EVALUATION:
             return None
         epoch, position, _, _ = match.sample
-        return RolloutGroup(match.rank, epoch, position // self.num_generations)
+        return match.rank, epoch, position // self.num_generations
+
+
+def _heading(group: _Group, members: Sequence[LoggedMatch]) -> str:
+    rank, epoch, number = group
+    name = f"Group {number}, epoch {epoch}, rank {rank}, row {members[0].row}"
+    rewards = [match.reward[TOTAL] for match in members if TOTAL in match.reward]
+    told = ", ".join(f"{reward:.2f}" for reward in rewards)
+    return f"{name}: rewards {told}, mean {sum(rewards) / len(rewards):.2f}" if rewards else name
 
 
 def gallery_of(

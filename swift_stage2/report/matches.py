@@ -174,7 +174,7 @@ def quality_section(run: RunData, matches: Sequence[LoggedMatch]) -> Section:
         names = _NAMES | {"mean_iou": "mean closeness"}
     by_version = _of_ledger(run.ledger_records) or _of_matches(matches)
     versions = sorted(by_version)
-    evaluations = run.first.evaluations if run.first else []
+    evaluations = run.first.evaluations
     told = dict.fromkeys(
         name for record in evaluations for name in record["ratios"] if name not in _NOT_SHOWN
     )

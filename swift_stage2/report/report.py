@@ -111,7 +111,7 @@ def account_of_run(run: RunData) -> tuple[RunAccount | None, bool]:
 
 
 def state_of(run: RunData) -> str:
-    if run.first is None:
+    if not run.ranks:
         return "no audit"
     end = "ended in order" if all(records.has_ended for records in run.ranks) else "running, or was killed"
     steps = [step["time"] for step in run.first.steps.values()]

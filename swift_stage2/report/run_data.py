@@ -63,9 +63,9 @@ class RunData:
         return _num_generations(self.ledgers)
 
     @property
-    def first(self) -> RankRecords | None:
-        """The lowest rank, which tells what is equal on all."""
-        return self.ranks[0] if self.ranks else None
+    def first(self) -> RankRecords:
+        """The lowest rank, which tells what is equal on all; without an audit one that tells nothing."""
+        return self.ranks[0] if self.ranks else RankRecords(0)
 
     @property
     def ledger_records(self) -> list[Record]:
@@ -74,8 +74,7 @@ class RunData:
 
     def setting(self, *path: str) -> Any:
         """One key of the last process's configuration; None where it is not known."""
-        starts = self.first.starts if self.first else []
-        value: Any = starts[-1].get("settings") if starts else None
+        value: Any = self.first.starts[-1].get("settings") if self.first.starts else None
         for key in ("config", *path):
             value = value.get(key) if isinstance(value, Mapping) else None
         return value

@@ -72,7 +72,7 @@ def steps_section(run: RunData, summary: RunSummary) -> Section:
         told = "There is no audit (audit/rank*.jsonl), so nothing of steps, times and rounds can be told."
         parts.append(Sentence(told, Tone.WARN))
     parts += _gaps(summary)
-    if run.first and summary.num_b_wanted:
+    if summary.num_b_wanted:
         parts.append(_wanted_and_run(run.first))
     return Section("steps", "What was wanted and what ran", filled(parts))
 
@@ -259,11 +259,10 @@ def _stack(points: Sequence[tuple[float, Mapping[str, float]]]) -> tuple[Series,
 
 
 def rounds_section(run: RunData, summary: RunSummary) -> Section:
-    rounds = run.first.rounds if run.first else []
-    if not rounds:
+    if not run.first.rounds:
         return Section("rounds", "Sync rounds", (Sentence("There was no sync round."),))
     by_phase: dict[str, list[tuple[float, float]]] = {}
-    for record in rounds:
+    for record in run.first.rounds:
         for phase, spent in _phases(record).items():
             by_phase.setdefault(phase, []).append((record["step"], spent))
     spent_s = {phase: [spent for _, spent in points] for phase, points in by_phase.items()}

@@ -146,7 +146,7 @@ def _verdict(side: _Side) -> Iterator[tuple[str, str]]:
         yield "reached", f"{min(1.0, speed.fraction):.0%}"
         yield "training part, steps and rounds", seconds(speed.wall_s)
     yield "optimizer steps", number(summary.num_steps)
-    steps = [step["time"] for step in side.run.first.steps.values()] if side.run.first else []
+    steps = [step["time"] for step in side.run.first.steps.values()]
     if len(steps) > 1:
         yield "seconds per step, all included", f"{(max(steps) - min(steps)) / (len(steps) - 1):.3g}"
     ran = f"{summary.num_b_run} of {summary.num_b_wanted}{share(summary.num_b_run, summary.num_b_wanted)}"
@@ -156,7 +156,7 @@ def _verdict(side: _Side) -> Iterator[tuple[str, str]]:
     yield from ((f"dropped: {why}", number(count)) for why, count in summary.drops.items())
     yield "sync rounds committed", number(summary.num_rounds_committed)
     yield "sync rounds failed", number(summary.num_rounds_failed)
-    yield "evaluations", number(len(side.run.first.evaluations) if side.run.first else 0)
+    yield "evaluations", number(len(side.run.first.evaluations))
     yield "no sample lost", "proven" if side.is_balanced else "not proven: report tells why"
 
 
@@ -195,7 +195,7 @@ def _cut(text: str) -> str:
 
 def _last_losses(sides: tuple[_Side, _Side]) -> Iterator[Sentence]:
     for name, side in zip(_NAMES, sides, strict=True):
-        losses = side.run.first.losses if side.run.first else {}
+        losses = side.run.first.losses
         last = max(losses, default=None)
         told = (
             "logged no loss"
@@ -221,7 +221,7 @@ def _losses(sides: tuple[_Side, _Side]) -> Chart:
         series=series_of(
             Mark.LINE,
             {
-                name: thinned(sorted(side.run.first.losses.items()) if side.run.first else ())
+                name: thinned(sorted(side.run.first.losses.items()))
                 for name, side in zip(_NAMES, sides, strict=True)
             },
         ),

@@ -217,7 +217,7 @@ def knobs_of(run: RunData) -> Knobs:
     """The settings; the window also from the ledger, which has always held it."""
     prefetch = ("stage2_ab", "channel_b", "prefetch")
     servers = run.setting("rollout", "servers")
-    num_added = len({record["base_url"] for record in run.first.added_servers}) if run.first else 0
+    num_added = len({record["base_url"] for record in run.first.added_servers})
     window = run.number_setting(*prefetch, "version_window")
     if window is None:
         starts = [record for record in run.ledger_records if record["kind"] == Entry.START]
@@ -237,7 +237,7 @@ def post_steps_of(run: RunData) -> PostSteps:
         for record in run.ledger_records
         if record["kind"] == Entry.FINISHED and record["end"] == "answered"
     ]
-    steps = [step.seconds for step in trained_steps(run.first)] if run.first else []
+    steps = [step.seconds for step in trained_steps(run.first)]
     if len(posts) < 2 or not steps or not (step_s := statistics.median(steps)):
         return None
     deciles = statistics.quantiles(posts, n=10, method="inclusive")

@@ -31,6 +31,11 @@ from swift_stage2.telemetry.trace import Trace
 
 logger = logging.getLogger(__name__)
 
+_OF_A_STEP = (
+    *("version", "version_lag", "queue_depth", "infer_in_flight"),
+    *("round_pending", "round_in_transfer", "plan_seconds"),
+)
+
 
 class Telemetry:
     """Everything that is measured on one rank. The main thread's, except for ``counters``, ``ledger``, ``record``,
@@ -337,13 +342,7 @@ class Telemetry:
             channel=facts.plan.channel,
             wants_b=facts.plan.wanted_b,
             skip_reason=facts.plan.skip_reason,
-            version=facts.version,
-            version_lag=facts.version_lag,
-            queue_depth=facts.queue_depth,
-            infer_in_flight=facts.infer_in_flight,
-            round_pending=facts.round_pending,
-            round_in_transfer=facts.round_in_transfer,
-            plan_seconds=facts.plan_seconds,
+            **{name: getattr(facts, name) for name in _OF_A_STEP},
             num_tokens=sum(pack.num_tokens for pack in facts.packs),
             num_supervised_tokens=sum(pack.num_supervised_tokens for pack in facts.packs),
             packs=[{"pack_id": pack.pack_id, "version": pack.version} for pack in facts.packs],

@@ -69,27 +69,6 @@ class LiveState:
         return min((depth for depth in self.queue_depths if depth is not None), default=None)
 
 
-class _Pace:
-    """A moving average of the seconds between steps."""
-
-    def __init__(self) -> None:
-        self._last_s: float | None = None
-        self._average: float | None = None
-
-    def step(self, now_s: float) -> float | None:
-        """Another step begins; None until there were two."""
-        before, self._last_s = self._last_s, now_s
-        if before is not None and now_s > before:
-            seconds = now_s - before
-            average = seconds if self._average is None else self._average
-            self._average = average + _SMOOTHING * (seconds - average)
-        return self._average
-
-    def pause(self) -> None:
-        """The time until the next step is no step's."""
-        self._last_s = None
-
-
 class LiveTracker:
     """The present ``LiveState`` of a run, from the records of its audits; rank 0 tells of what all ranks share."""
 
@@ -101,7 +80,7 @@ class LiveTracker:
         self._depths: list[int | None] = [None] * num_ranks
         self._channels: deque[str] = deque(maxlen=_NUM_CHANNELS)
         self._rollouts: deque[tuple[float, int]] = deque()
-        self._pace = _Pace()
+        self._last_step_s: float | None = None  # when the step began that the next one ends
 
     def take(self, record: Record) -> None:
         match record["kind"]:
@@ -115,7 +94,7 @@ class LiveTracker:
                 self._change(
                     step=record["step"], num_b_run=0, num_b_skipped=0, awaited_servers=(), added_servers=()
                 )
-                self._pace.pause()
+                self._last_step_s = None
                 self._rollouts = deque([(record["time"], 0)])
             case "round" | "catch_up" as kind if record["rank"] == 0:
                 proven = [server["proven"] for server in record["servers"].values()]
@@ -163,7 +142,7 @@ class LiveTracker:
         self._channels.append(record["channel"])
         self._change(
             step=record["step"] + 1,
-            seconds_per_step=self._pace.step(record["time"]),
+            seconds_per_step=self._pace(record["time"]),
             channel="".join(self._channels),
             num_b_run=before.num_b_run + (record["channel"] == "B"),
             num_b_skipped=before.num_b_skipped + (reason is not None),
@@ -174,6 +153,14 @@ class LiveTracker:
             round_in_transfer=record.get("round_in_transfer", False),
             rollouts_per_s=self._rate(record["time"]),
         )
+
+    def _pace(self, now: float) -> float | None:
+        """The moving average of the seconds between steps, of which another begins; None until there were two."""
+        average, begun = self.state.seconds_per_step, self._last_step_s
+        self._last_step_s = now
+        if begun is None or now <= begun:
+            return average
+        return now - begun if average is None else average + _SMOOTHING * (now - begun - average)
 
     def _rate(self, now: float) -> float | None:
         """Rollouts per second of all ranks, over some seconds or the last few batches, whichever is longer."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from swift_stage2.records import (
     BatchOutcome,
@@ -33,37 +34,30 @@ _CUT_BY_OUR_OWN_STOP = "stopped"
 _MOST_TOLD = 20
 
 
+@dataclass(eq=False)
 class PipelineRecorder:
     """One rank's side of the pipeline's events. ``seconds`` is how long the stage took."""
 
-    def __init__(
-        self,
-        counters: Counters,
-        audit: AuditLog,
-        ledger: Ledger,
-        record: AuditLog,
-        matches: MatchLog,
-        trace: Trace,
-        now_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._counters = counters
-        self._audit = audit
-        self._ledger = ledger
-        self._record = record
-        self._matches = matches
-        self._trace = trace
+    _counters: Counters
+    _audit: AuditLog
+    _ledger: Ledger
+    _record: AuditLog
+    _matches: MatchLog
+    _trace: Trace
+
+    def __post_init__(self) -> None:
+        trace = self._trace
         self.clock = IntervalClock(PipelineActivity.IDLE, trace.now_ns, trace.recorder_of("pipeline"))
         self._untold: list[BatchOutcome] = []
         self._num_posts_out = 0
         self._posts_lock = threading.Lock()
-        self._now_s = now_s
-        self._last_progress_s = now_s()
+        self._last_progress_s = time.monotonic()
         self._num_quarantined = 0
 
     @property
     def progress_s_ago(self) -> float:
         """Seconds since the last segment or pack was made, or since the start."""
-        return self._now_s() - self._last_progress_s
+        return time.monotonic() - self._last_progress_s
 
     def batch(self, outcome: BatchOutcome) -> None:
         """Some came back from the servers, out of one share.
@@ -178,12 +172,12 @@ class PipelineRecorder:
         """One rollout became a segment."""
         self._stage("prepare", seconds)
         self._counters.add("targets_left_out", segment.num_left_out)
-        self._last_progress_s = self._now_s()
+        self._last_progress_s = time.monotonic()
 
     def pack(self, pack: Pack, seconds: float) -> None:
         """One pack was collated and is about to be offered to the queue."""
         self._stage("pack", seconds)
-        self._last_progress_s = self._now_s()
+        self._last_progress_s = time.monotonic()
         self._counters.add("packs_made")
         self._counters.add("segments_packed", len(pack.keys))
         self._counters.add("tokens_packed", pack.num_tokens)

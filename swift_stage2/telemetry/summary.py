@@ -49,7 +49,6 @@ class RankActivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    num_ranks: int
     num_steps: int
     num_b_wanted: int
     num_b_run: int
@@ -113,7 +112,6 @@ def summary_of(ranks: Sequence[RankRecords]) -> RunSummary:
     first_b = min((number for number, step in first.steps.items() if step["channel"] == "B"), default=0)
     servers = [server for record in first.rounds for server in record["servers"].values()]
     return RunSummary(
-        num_ranks=len(ranks),
         num_steps=len(steps),
         num_b_wanted=sum(step["wants_b"] for step in steps),
         num_b_run=sum(step["channel"] == "B" for step in steps),

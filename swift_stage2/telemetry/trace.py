@@ -11,8 +11,8 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -56,19 +56,6 @@ class Span:
     end_ns: int
 
 
-class _OpenSpan:
-    __slots__ = ("_name", "_start_ns", "_trace")
-
-    def __init__(self, trace: Trace, name: str) -> None:
-        self._trace, self._name = trace, name
-
-    def __enter__(self) -> None:
-        self._start_ns = self._trace.now_ns()
-
-    def __exit__(self, *_: object) -> None:
-        self._trace.record(self._name, self._start_ns, self._trace.now_ns())
-
-
 class Trace:
     """One rank's spans. Safe for any number of threads."""
 
@@ -90,7 +77,15 @@ class Trace:
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """A block to be recorded under ``name``, also when it raises."""
-        return _OpenSpan(self, name) if self.enabled else _NOTHING
+        return self._open_span(name) if self.enabled else _NOTHING
+
+    @contextmanager
+    def _open_span(self, name: str) -> Iterator[None]:
+        start_ns = self.now_ns()
+        try:
+            yield
+        finally:
+            self.record(name, start_ns, self.now_ns())
 
     def record(self, name: str, start_ns: int, end_ns: int, track: str | None = None) -> None:
         """Record an interval that the caller measured, by default on this thread's track."""
