@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -220,12 +221,12 @@ def _account(context: Context, job: DemoJob) -> None:
     note("num_steps", summary.num_steps)
     note("num_b_steps", summary.num_b_run)
     note("num_rounds_proven", summary.num_rounds_committed)
-    if summary.round_seconds is not None:
-        note("round_median_s", summary.round_seconds.median_s)
-    for phase, spread in summary.phase_seconds.items():
-        note(f"{phase}_median_s", spread.median_s)
-    for name, seconds in summary.activity[0].seconds.items():
-        note(f"rank0_{name}_s", seconds)
+    if summary.round_seconds:
+        note("round_median_s", statistics.median(summary.round_seconds))
+    for phase, seconds in summary.phase_seconds.items():
+        note(f"{phase}_median_s", statistics.median(seconds))
+    for name, spent in summary.activity[0].seconds.items():
+        note(f"rank0_{name}_s", spent)
     if summary.num_rounds_failed or summary.num_rounds_committed < _LEAST_ROUNDS:
         raise CheckFailed(
             f"at least {_LEAST_ROUNDS} rounds and none that failed are wanted, got "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import numpy as np
@@ -57,15 +58,9 @@ def in_pixels(
     objects: Sequence[tuple[str, Sequence[float]]], space: tuple[int, int], size: tuple[int, int]
 ) -> LabelledBoxes:
     """Labels and boxes of a template's ``space`` (width, height) in an image of ``size``."""
-    x, y = size[0] / space[0], size[1] / space[1]
+    x, y, cut = size[0] / space[0], size[1] / space[1], partial(round, ndigits=_DECIMALS)
     boxes: list[Box] = [
-        (
-            round(x1 * x, _DECIMALS),
-            round(y1 * y, _DECIMALS),
-            round(x2 * x, _DECIMALS),
-            round(y2 * y, _DECIMALS),
-        )
-        for _, (x1, y1, x2, y2) in objects
+        (cut(x1 * x), cut(y1 * y), cut(x2 * x), cut(y2 * y)) for _, (x1, y1, x2, y2) in objects
     ]
     return LabelledBoxes(tuple(as_text(label) for label, _ in objects), tuple(boxes))
 

@@ -90,8 +90,8 @@ def _match(row: RecordedRow, version: int) -> LoggedMatch | None:
                 "version": version,
                 "images": (row.file,),
                 "space": (row.width, row.height),
-                "truth": _labelled(row.truth),
-                "predicted": _labelled(row.objects),
+                "truth": [*map(Labelled, row.truth.ref, row.truth.bbox)],
+                "predicted": [*map(Labelled, row.objects.ref, row.objects.bbox)],
                 "pairs": (),
                 "rollout": row.answer,
                 "target": "",
@@ -101,10 +101,6 @@ def _match(row: RecordedRow, version: int) -> LoggedMatch | None:
         )
     except (ValueError, OverflowError):
         return None
-
-
-def _labelled(objects: LabelledBoxes) -> list[dict[str, object]]:
-    return [{"label": label, "box": box} for label, box in zip(objects.ref, objects.bbox, strict=False)]
 
 
 def _of_matches(run: RunData, matches: Iterable[LoggedMatch]) -> list[RowEvaluation]:

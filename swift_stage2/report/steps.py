@@ -35,7 +35,6 @@ from swift_stage2.telemetry.reading import RankRecords
 from swift_stage2.telemetry.summary import RankActivity, RunSummary
 
 _MAIN_THREAD = "Main thread, seconds by activity"
-_SPREAD = ("median", "longest", "total")
 _NUM_BINS = 20
 _GOOD_FILL = 0.8
 _LENGTH_STEP = 256
@@ -45,13 +44,7 @@ _PACKING = ("stage2_ab", "channel_b", "packing")
 def summary_parts(summary: RunSummary) -> tuple[Part, ...]:
     """The numbers of a summary alone, as the demo shows them."""
     ratios = {tag: f"{value:.3f}" for tag, value in summary.ratios.items()}
-    spreads = dict(summary.phase_seconds)
-    if summary.round_seconds is not None:
-        spreads["whole round"] = summary.round_seconds
-    phases = tuple(
-        (phase, number(each.num), *map(seconds, (each.median_s, each.max_s, each.total_s)))
-        for phase, each in spreads.items()
-    )
+    whole = {"whole round": summary.round_seconds} if summary.round_seconds else {}
     return filled(
         [
             *_steps(summary),
@@ -60,7 +53,7 @@ def summary_parts(summary: RunSummary) -> tuple[Part, ...]:
             _drops(summary),
             pairs("Quality over the run", ratios),
             _rounds(summary),
-            Table("Seconds by phase", ("phase", "times", *_SPREAD), phases),
+            _by_phase("times", {**summary.phase_seconds, **whole}),
             _activities(_MAIN_THREAD, summary.activity),
         ]
     )
@@ -266,11 +259,6 @@ def rounds_section(run: RunData, summary: RunSummary) -> Section:
         for phase, spent in _phases(record).items():
             by_phase.setdefault(phase, []).append((record["step"], spent))
     spent_s = {phase: [spent for _, spent in points] for phase, points in by_phase.items()}
-    rows = tuple(
-        (phase, number(len(spent)), *map(seconds, (statistics.median(spent), max(spent), sum(spent))))
-        for phase, spent in spent_s.items()
-    )
-    table = Table("Seconds by phase", ("phase", "rounds", *_SPREAD), rows)
     chart = Chart(
         key="rounds",
         title="Seconds of a round, by phase",
@@ -278,7 +266,15 @@ def rounds_section(run: RunData, summary: RunSummary) -> Section:
         y_title="seconds",
         series=series_of(Mark.LINE, {phase: thinned(points) for phase, points in by_phase.items()}),
     )
-    return Section("rounds", "Sync rounds", filled([_rounds(summary), table, chart]))
+    return Section("rounds", "Sync rounds", filled([_rounds(summary), _by_phase("rounds", spent_s), chart]))
+
+
+def _by_phase(counted: str, spent_s: Mapping[str, Sequence[float]]) -> Table:
+    rows = tuple(
+        (phase, number(len(spent)), *map(seconds, (statistics.median(spent), max(spent), sum(spent))))
+        for phase, spent in spent_s.items()
+    )
+    return Table("Seconds by phase", ("phase", counted, "median", "longest", "total"), rows)
 
 
 def _phases(record: Record) -> dict[str, float]:

@@ -258,7 +258,10 @@ class Telemetry:
 
         Returns the scalars by full tag, equal on every rank.
         """
-        numbers, (activity_ns, wall_ns) = self._read_gauges(), self.clock.read_ns()
+        if self._queue_limit is not None:
+            self.counters.set("queue_limit", self._queue_limit)
+            self.counters.set("prefetch_last_progress_s_ago", self.pipeline.progress_s_ago)
+        numbers, (activity_ns, wall_ns) = self.counters.snapshot(), self.clock.read_ns()
         mine = encode(numbers, activity_ns, rank=self._rank, world_size=self._world_size)
         merged = decode(sum_across_ranks(mine), numbers, world_size=self._world_size)
         values = scalars_of_merge(merged, self._window_start)
@@ -348,12 +351,6 @@ class Telemetry:
             packs=[{"pack_id": pack.pack_id, "version": pack.version} for pack in facts.packs],
             activity_ns={activity: ns for activity, ns in spent.items() if ns},
         )
-
-    def _read_gauges(self) -> dict[str, float]:
-        if self._queue_limit is not None:
-            self.counters.set("queue_limit", self._queue_limit)
-            self.counters.set("prefetch_last_progress_s_ago", self.pipeline.progress_s_ago)
-        return self.counters.snapshot()
 
     def _tell_metrics(
         self,

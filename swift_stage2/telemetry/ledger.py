@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Literal
 
 from swift_stage2.columns import given_by
-from swift_stage2.records import Coordinates, MatchQuality, Pack, Rollout, SampleKey, Target, VersionSpan
+from swift_stage2.records import MatchQuality, Pack, Rollout, SampleKey, Target, VersionSpan
 from swift_stage2.telemetry.audit import AuditLog, rank_path
 
 ledger_path = partial(rank_path, "ledger")
@@ -218,8 +218,8 @@ class MatchLog:
             spans=spans_of(rollout.spans),
             images=rollout.sample.image_paths,
             space=space,
-            truth=[_object(each) for each in match.truth],
-            predicted=[_object(each) for each in match.predicted],
+            truth=[{"label": label, "box": box} for label, box in match.truth],
+            predicted=[{"label": label, "box": box} for label, box in match.predicted],
             pairs=[[prediction, truth, round(iou, 4)] for prediction, truth, iou in match.pairs],
             rollout=rollout.text,
             target=target.text,
@@ -227,8 +227,3 @@ class MatchLog:
             dropped=target.quality.dropped,
             reward={term: round(value, 4) for term, value in target.quality.reward.items()},
         )
-
-
-def _object(each: tuple[str, Coordinates]) -> dict[str, object]:
-    label, box = each
-    return {"label": label, "box": box}

@@ -306,6 +306,8 @@ SumAcrossRanks = Callable[[Sequence[float]], Sequence[float]]
 _SUMMED = tuple(m.name for m in METRICS if m.kind is Kind.COUNTER and m.merge is Merge.SUM)
 _SAME = tuple(m.name for m in METRICS if m.kind is Kind.COUNTER and m.merge is Merge.SAME)
 _GAUGES = tuple(m for m in METRICS if m.kind is Kind.GAUGE)
+_MERGED: dict[Merge, Callable[[Sequence[float]], float]]
+_MERGED = {Merge.SUM: sum, Merge.MIN: min, Merge.MAX: max, Merge.SAME: max}
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,19 +373,6 @@ def decode(vector: Sequence[float], numbers: Mapping[str, float], *, world_size:
         start = begin + index * world_size
         slots = tuple(None if math.isnan(slot) else slot for slot in vector[start : start + world_size])
         per_rank[metric.name] = slots
-        merged = _merge_gauge(metric, [slot for slot in slots if slot is not None])
-        if merged is not None:
-            values[metric.name] = merged
+        if present := [slot for slot in slots if slot is not None]:
+            values[metric.name] = _MERGED[metric.merge](present)
     return MergedMetrics(values, per_rank, activity_ns)
-
-
-def _merge_gauge(metric: Metric, present: Sequence[float]) -> float | None:
-    if not present:
-        return None
-    match metric.merge:
-        case Merge.SUM:
-            return sum(present)
-        case Merge.MIN:
-            return min(present)
-        case Merge.MAX | Merge.SAME:
-            return max(present)

@@ -6,7 +6,6 @@ The only place that counts them: the demo's table and the report's sections show
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,14 +27,6 @@ _DROPS = (
     "rollouts_unconfirmed",
 )
 _DROP_FAMILIES = ("samples_quarantined/", "objects_dropped/")
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    num: int
-    total_s: float
-    median_s: float
-    max_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +63,8 @@ class RunSummary:
     """Servers that were proven between two rounds, once each time."""
     added_servers: Mapping[str, int]
     """Base URL of a server that joined → the step at which it first did."""
-    round_seconds: Spread | None
-    phase_seconds: Mapping[str, Spread]
+    round_seconds: Sequence[float]
+    phase_seconds: Mapping[str, Sequence[float]]
     """By phase of a sync round; one duration per server and round."""
     proofs: Mapping[str, int]
     transports: Mapping[str, int]
@@ -131,7 +122,7 @@ def summary_of(ranks: Sequence[RankRecords]) -> RunSummary:
             server["proven"] for record in first.catch_ups for server in record["servers"].values()
         ),
         added_servers={record["base_url"]: record["step"] for record in reversed(first.added_servers)},
-        round_seconds=_spread([record["seconds"] for record in first.rounds]),
+        round_seconds=[record["seconds"] for record in first.rounds],
         phase_seconds=_phases(first.rounds, servers),
         proofs=_count(server["proof"] for server in servers if server["proven"]),
         transports=_count(server["transport"] for server in servers if server.get("transport")),
@@ -199,7 +190,7 @@ def _drops(totals: Mapping[str, float]) -> dict[str, int]:
     }
 
 
-def _phases(rounds: Sequence[Record], servers: Sequence[Record]) -> dict[str, Spread]:
+def _phases(rounds: Sequence[Record], servers: Sequence[Record]) -> dict[str, list[float]]:
     durations: dict[str, list[float]] = {
         "canary": [record["canary_seconds"] for record in rounds],
         "snapshot": [record["snapshot_seconds"] for record in rounds],
@@ -207,14 +198,7 @@ def _phases(rounds: Sequence[Record], servers: Sequence[Record]) -> dict[str, Sp
     for server in servers:
         for phase, seconds in server["seconds"].items():
             durations.setdefault(phase, []).append(seconds)
-    spreads = {phase: _spread(seconds) for phase, seconds in durations.items()}
-    return {phase: spread for phase, spread in spreads.items() if spread is not None}
-
-
-def _spread(seconds: Sequence[float]) -> Spread | None:
-    if not seconds:
-        return None
-    return Spread(len(seconds), sum(seconds), statistics.median(seconds), max(seconds))
+    return {phase: seconds for phase, seconds in durations.items() if seconds}
 
 
 _CAUSES = {

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 from rich.console import Console
@@ -109,14 +110,9 @@ def test_a_server_that_joined_is_named_once_with_its_first_step(tmp_path: Path) 
 def test_rounds_by_phase(run_dir: Path) -> None:
     summary = summarise(run_dir)
     assert (summary.num_rounds_committed, summary.num_rounds_failed) == (1, 1)
-    assert summary.round_seconds is not None
-    assert (summary.round_seconds.num, summary.round_seconds.total_s, summary.round_seconds.max_s) == (
-        2,
-        6.0,
-        4.0,
-    )
+    assert sorted(summary.round_seconds) == [2.0, 4.0]
     push = summary.phase_seconds["push"]
-    assert (push.num, push.total_s, push.median_s, push.max_s) == (4, 4.0, 1.0, 1.5)
+    assert (len(push), sum(push), median(push), max(push)) == (4, 4.0, 1.0, 1.5)
     assert set(summary.phase_seconds) == {"canary", "snapshot", "push", "prove"}
     assert summary.proofs == {"checksums": 1}
     assert summary.server_errors == {"refused": 3}
