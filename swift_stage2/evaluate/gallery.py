@@ -8,7 +8,7 @@ from pathlib import Path
 from swift_stage2.detections.prediction import LabelledBoxes, Prediction
 from swift_stage2.detections.scores import DetectionScores
 from swift_stage2.evaluate.predictions import TrueRow
-from swift_stage2.pages.pictures import Filter, Gallery, Picture, Thumbnails, drawn_boxes
+from swift_stage2.pages.pictures import Gallery, Picture, Thumbnails, drawn_boxes, filters_of
 from swift_stage2.records import find_image
 
 
@@ -31,12 +31,6 @@ def worst_images(
         image, trouble = (
             thumbnails.add(find_image(row.image)) if prediction else (None, "nothing was predicted")
         )
-        holds = {
-            Filter.MISSED: missed,
-            Filter.FALSE: false,
-            Filter.NOTHING_FOUND: truth and len(missed) == len(truth),
-        }
-        outcomes = [str(name) for name, held in holds.items() if held] or [str(Filter.ALL_MATCHED)]
         pictures.append(
             Picture(
                 image=image,
@@ -53,7 +47,7 @@ def worst_images(
                     *drawn_boxes(truth, missed, "missed", "truth"),
                     *drawn_boxes(predicted, false, "false", "matched"),
                 ),
-                outcomes=tuple(outcomes),
+                outcomes=filters_of(len(truth), missed, false),
                 rollout=(prediction.answer if prediction else None) or _listed(predicted),
                 target=_listed(truth),
             )

@@ -127,6 +127,11 @@ def series_of(mark: Mark, points: Mapping[str, Sequence[tuple[float, float | Non
     return tuple(Series(name, mark, *told) for name, told in columns.items())
 
 
+def banded(name: str, mark: Mark, points: Sequence[tuple[float, float, float, float]]) -> Series:
+    """A series with an interval at every place: (place, value, low, high)."""
+    return Series(name, mark, *(zip(*points, strict=True) if points else ((), ())))
+
+
 def number(value: float | None) -> str:
     """As many digits as a reader needs; a dash for none."""
     if value is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import warnings
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -105,6 +105,17 @@ class Thumbnails:
     def uris(self) -> tuple[str, ...]:
         """Of all that could be opened."""
         return tuple(self._uris)
+
+
+def filters_of(num_true: int, missed: Sized, false: Sized, num_dropped: int = 0) -> tuple[str, ...]:
+    """All that hold; ``NOTHING_FOUND``: there was something and none of it was matched."""
+    holds = {
+        Filter.MISSED: len(missed),
+        Filter.FALSE: len(false),
+        Filter.NOTHING_FOUND: num_true and len(missed) == num_true,
+        Filter.DROPPED: num_dropped,
+    }
+    return tuple(str(name) for name, held in holds.items() if held) or (str(Filter.ALL_MATCHED),)
 
 
 def drawn_boxes(

@@ -19,9 +19,9 @@ from swift_stage2.pages.content import (
     Mark,
     Section,
     Sentence,
-    Series,
     Table,
     Tone,
+    banded,
     filled,
     number,
 )
@@ -165,11 +165,10 @@ def drift_section(run: RunData, matches: Sequence[LoggedMatch]) -> Section:
         x_title="version difference",
         y_title="percent",
         series=tuple(
-            Series(
+            banded(
                 purpose,
                 Mark.POINTS,
-                tuple(float(one.lag) for one in lags),
-                *(tuple(100 * getattr(one, name) for one in lags) for name in ("share", "low", "high")),
+                [(float(one.lag), 100 * one.share, 100 * one.low, 100 * one.high) for one in lags],
             )
             for purpose, lags in by_purpose.items()
         ),

@@ -28,8 +28,8 @@ from swift_stage2.pages.content import (
     Part,
     Section,
     Sentence,
-    Series,
     Table,
+    banded,
     filled,
     number,
     series_of,
@@ -208,7 +208,7 @@ def _parts(shown: Sequence[RowEvaluation], num_all: int) -> Iterator[Part]:
         "95 % intervals over the rows.",
         y_title="0 to 1",
         series=tuple(
-            banded(name, [(each.begun_step, *found) for each, found in _known(shown, points, bounds, metric)])
+            banded(name, Mark.LINE, list(_known(shown, points, bounds, metric)))
             for metric, name in _MEASURES.items()
         ),
     )
@@ -233,27 +233,15 @@ def _parts(shown: Sequence[RowEvaluation], num_all: int) -> Iterator[Part]:
     yield from _failures(last, points[-1])
 
 
-def banded(name: str, points: Sequence[tuple[float, float, Interval]]) -> Series:
-    """A line with an interval at every place: (place, value, interval)."""
-    return Series(
-        name,
-        Mark.LINE,
-        tuple(place for place, _, _ in points),
-        tuple(value for _, value, _ in points),
-        tuple(bound.low for _, _, bound in points),
-        tuple(bound.high for _, _, bound in points),
-    )
-
-
 def _known(
     shown: Sequence[RowEvaluation],
     points: Sequence[Mapping[str, float]],
     bounds: Sequence[Mapping[str, Interval]],
     metric: str,
-) -> Iterator[tuple[RowEvaluation, tuple[float, Interval]]]:
+) -> Iterator[tuple[float, float, float, float]]:
     for each, values, bound in zip(shown, points, bounds, strict=True):
         if metric in values and metric in bound:
-            yield each, (values[metric], bound[metric])
+            yield each.begun_step, values[metric], bound[metric].low, bound[metric].high
 
 
 def _cells(points: Mapping[str, float], bounds: Mapping[str, Interval], name: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from swift_stage2.channel_b.reward import TOTAL
 from swift_stage2.pages.content import Section, Sentence, Tone, number
-from swift_stage2.pages.pictures import GALLERY_KEY, Filter, Gallery, Picture, Thumbnails, drawn_boxes
+from swift_stage2.pages.pictures import GALLERY_KEY, Gallery, Picture, Thumbnails, drawn_boxes, filters_of
 from swift_stage2.report.matches import EVALUATION, Key, LoggedMatch
 
 DEFAULT_SIZE = 200
@@ -93,7 +93,7 @@ def gallery_of(
                     *drawn_boxes(map(astuple, match.truth), match.missed, "missed", "truth"),
                     *drawn_boxes(map(astuple, match.predicted), match.false, "false", "matched"),
                 ),
-                outcomes=tuple(map(str, filters_of(match))),
+                outcomes=filters_of(len(match.truth), match.missed, match.false, sum(match.dropped.values())),
                 rollout=match.rollout,
                 target=match.target,
                 group=heading,
@@ -121,17 +121,6 @@ def gallery_section(gallery: Gallery, num_odd: int) -> Section:
             Sentence(f"{num_odd} lines of matches/ have another form and are left out.", Tone.WARN)
         )
     return Section(GALLERY_KEY, "Gallery", tuple(sentences))
-
-
-def filters_of(match: LoggedMatch) -> tuple[Filter, ...]:
-    """All that hold; ``NOTHING_FOUND``: there was something and none of it was matched."""
-    holds = {
-        Filter.MISSED: match.missed,
-        Filter.FALSE: match.false,
-        Filter.NOTHING_FOUND: match.truth and not match.pairs,
-        Filter.DROPPED: sum(match.dropped.values()),
-    }
-    return tuple(name for name, held in holds.items() if held) or (Filter.ALL_MATCHED,)
 
 
 def _facts(match: LoggedMatch) -> Iterator[str]:

@@ -33,6 +33,7 @@ from swift_stage2.pages.content import (
     Sentence,
     Table,
     Tone,
+    banded,
     filled,
     number,
     seconds,
@@ -46,7 +47,6 @@ from swift_stage2.report.disagreements import disagreements
 from swift_stage2.report.evaluations import (
     BAND_DRAWS,
     RowEvaluation,
-    banded,
     evaluations_of,
     image_f1,
     scores_of,
@@ -342,8 +342,9 @@ def _curves(
         series=tuple(
             banded(
                 name,
+                Mark.LINE,
                 [
-                    (pair.step, both[1][metric] - both[0][metric], bound[metric])
+                    (pair.step, both[1][metric] - both[0][metric], bound[metric].low, bound[metric].high)
                     for pair, both, bound in known
                     if metric in bound
                 ],

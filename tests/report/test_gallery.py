@@ -14,7 +14,7 @@ from PIL import Image
 from run_files import RunFiles, balanced_ledger, picture, write_advantages
 
 from swift_stage2.pages.pictures import MOST_SIDE, Gallery, UnreadableImage, thumbnail
-from swift_stage2.report.gallery import Grouping, filters_of, gallery_of
+from swift_stage2.report.gallery import Grouping, gallery_of
 from swift_stage2.report.matches import LoggedMatch, matches_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.report.samples import compare, draws_of
@@ -50,8 +50,8 @@ def gallery(tmp_path: Path, *each: dict[str, Any], size: int = 200) -> Gallery:
     ],
 )
 def test_filters_hold_by_what_was_matched(tmp_path: Path, values: dict[str, Any], filters: set[str]) -> None:
-    (match,) = matches(tmp_path, values)
-    assert set(filters_of(match)) == filters
+    (shown,) = gallery(tmp_path, values).pictures
+    assert set(shown.outcomes) == filters
 
 
 def test_the_newest_come_first_and_no_more_than_asked_for(tmp_path: Path) -> None:
