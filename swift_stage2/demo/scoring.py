@@ -43,23 +43,14 @@ class DetectionScore:
     recall_many: float = 0.0  # of scenes with more
 
 
-def score_detections(
-    predictions: Sequence[Detections], ground_truth: Sequence[Detections], iou_threshold: float = 0.5
-) -> DetectionScore:
-    """Scores one list of (label, box) per image against another; boxes are x1, y1, x2, y2.
+def score_detections(predictions: Sequence[Detections], ground_truth: Sequence[Detections]) -> DetectionScore:
+    """Scores one list of (label, box) per image against another at IoU 0.5; boxes are x1, y1, x2, y2.
 
     Raises:
-        ValueError: the two hold different numbers of images, or the threshold is outside (0, 1].
+        ValueError: the two hold different numbers of images.
     """
-    if len(predictions) != len(ground_truth):
-        raise ValueError(
-            "predictions and ground truth must speak of the same images, got "
-            f"num_predictions={len(predictions)} num_ground_truth={len(ground_truth)}"
-        )
-    if not 0 < iou_threshold <= 1:
-        raise ValueError(f"iou_threshold must lie in (0, 1], got iou_threshold={iou_threshold}")
     images = list(zip(predictions, ground_truth, strict=True))
-    ious = [iou for predicted, true in images for iou in _matched_ious(predicted, true, iou_threshold)]
+    ious = [iou for predicted, true in images for iou in _matched_ious(predicted, true)]
     found = match_ratios(
         num_predictions=sum(map(len, predictions)),
         num_ground_truth=sum(map(len, ground_truth)),
@@ -70,7 +61,7 @@ def score_detections(
     return DetectionScore(num_images=len(images), **ratios)
 
 
-def _matched_ious(predicted: Detections, true: Detections, iou_threshold: float) -> tuple[float, ...]:
+def _matched_ious(predicted: Detections, true: Detections) -> tuple[float, ...]:
     """IoU of each pair of the assignment with the most pairs and, among those, the largest overlap."""
     if not predicted or not true:
         return ()
@@ -78,7 +69,7 @@ def _matched_ious(predicted: Detections, true: Detections, iou_threshold: float)
         [box for _, box in predicted],
         [box for _, box in true],
         allowed=np.array([[label == of_true for of_true, _ in true] for label, _ in predicted]),
-        iou_threshold=iou_threshold,
+        iou_threshold=0.5,
         top_k=len(true),
         # A pair outweighs all the overlap that the others could add: at most one per object.
         unmatched_prediction_cost=len(true),

@@ -31,7 +31,7 @@ def _iou(a: tuple[int, ...], b: tuple[int, ...]) -> Fraction:
     return Fraction(len(cells[0] & cells[1]), len(union)) if union else Fraction(0)
 
 
-def _best_pairs(predicted: list[Object], true: list[Object], threshold: Fraction) -> tuple[int, Fraction]:
+def _best_pairs(predicted: list[Object], true: list[Object]) -> tuple[int, Fraction]:
     """By trying every one-to-one assignment: most hits, then the largest sum of IoU."""
     best = (0, Fraction(0))
     slots = [*range(len(true)), *([None] * len(predicted))]
@@ -41,17 +41,16 @@ def _best_pairs(predicted: list[Object], true: list[Object], threshold: Fraction
             for i, j in enumerate(chosen)
             if j is not None and predicted[i][0] == true[j][0]
         ]
-        hits = [iou for iou in ious if iou >= threshold]
+        hits = [iou for iou in ious if iou >= Fraction(1, 2)]
         best = max(best, (len(hits), sum(hits, Fraction(0))))
     return best
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(objects, objects), max_size=2), st.sampled_from([(1, 4), (1, 2), (1, 1)]))
-def test_equals_brute_force(images: list[tuple[list[Object], list[Object]]], ratio: tuple[int, int]) -> None:
-    threshold = Fraction(*ratio)
-    score = score_detections([p for p, _ in images], [t for _, t in images], float(threshold))
-    found = [_best_pairs(predicted, true, threshold) for predicted, true in images]
+@given(st.lists(st.tuples(objects, objects), max_size=2))
+def test_equals_brute_force(images: list[tuple[list[Object], list[Object]]]) -> None:
+    score = score_detections([p for p, _ in images], [t for _, t in images])
+    found = [_best_pairs(predicted, true) for predicted, true in images]
     hits, total = sum(n for n, _ in found), sum((iou for _, iou in found), Fraction(0))
     num_predicted = sum(len(predicted) for predicted, _ in images)
     num_true = sum(len(true) for _, true in images)
@@ -76,14 +75,8 @@ def test_averages_over_objects_not_over_images() -> None:
     assert score_detections([[("a", box)], []], truth).recall == 1 / 4
 
 
-@pytest.mark.parametrize("threshold", [0.0, -0.1, 1.1])
-def test_refuses_a_threshold_that_means_nothing(threshold: float) -> None:
-    with pytest.raises(ValueError, match=r"got iou_threshold="):
-        score_detections([], [], threshold)
-
-
 def test_refuses_different_numbers_of_images() -> None:
-    with pytest.raises(ValueError, match=r"got num_predictions=1 num_ground_truth=0"):
+    with pytest.raises(ValueError, match="shorter"):
         score_detections([[]], [])
 
 
