@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +194,7 @@ class Telemetry:
         self._tell(
             "evaluation",
             step=facts.ended_step,
-            due_step=run.due_step,
-            begun_step=run.begun_step,
-            version=run.version,
+            **asdict(run),
             end=facts.end,
             counts=counts,
             ratios=counts.ratios,
@@ -213,8 +212,7 @@ class Telemetry:
 
     def record_scores(self, run: RunningEvaluation, scores: Mapping[str, float], fault: str = "") -> None:
         """Write down what rank 0 has computed of an evaluation beside training, and its ``fault``, if it has one."""
-        told = {"due_step": run.due_step, "begun_step": run.begun_step, "version": run.version}
-        self._tell("evaluation_scores", **told, scores=scores)
+        self._tell("evaluation_scores", **asdict(run), scores=scores)
         if self._board is not None:
             tags = {f"{PREFIX}eval/{name}": value for name, value in scores.items()}
             self._board.write_scalars(run.begun_step, tags)
