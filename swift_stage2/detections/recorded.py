@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -278,8 +279,11 @@ def read_evaluations(run_dirs: Sequence[Path]) -> list[RecordedEvaluation]:
         for record in records.evaluations
     }
     found: dict[int, RecordedEvaluation] = {}
-    files = [path for each in run_dirs for path in evaluations_directory(each).glob("step*.jsonl")]
-    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns):  # a resumed run asks one anew
+    files: list[tuple[int, Path]] = []
+    for path in chain.from_iterable(evaluations_directory(each).glob("step*.jsonl") for each in run_dirs):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            files.append((path.stat().st_mtime_ns, path))
+    for _, path in sorted(files):  # a resumed run asks one anew
         evaluation = _read(path)
         if evaluation is None:
             continue

@@ -115,12 +115,12 @@ class DetectionScores:
             for n, name in enumerate(OBJECT_COUNTS)
         }
         found: dict[str, Any] = self._coco.slice_by({name: ids for name, ids in parts.items() if ids})
-        for part, results in found.items():
+        for part in filter(found.get, ("_overall", *OBJECT_COUNTS)):  # hotcoco keeps no order
             prefix = "eval" if part == "_overall" else f"objects/{part}"
             values |= {
-                f"{prefix}/{ours}": results[theirs]
+                f"{prefix}/{ours}": found[part][theirs]
                 for theirs, ours in _COCO_NAMES.items()
-                if results[theirs] >= 0
+                if found[part][theirs] >= 0
             }
         return values
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -184,18 +184,22 @@ def _last_process(run_dir: Path) -> tuple[dict[int, Process], dict[int, Process]
     run_id = common[-1]
     paths = {rank: ledger_path(run_dir, rank) for rank in processes}
     ledgers = {
-        rank: _processes(read_ledger(path)).get(run_id, ()) if path.is_file() else ()
+        rank: _processes(_read_file(read_ledger, path)).get(run_id, ()) if path.is_file() else ()
         for rank, path in paths.items()
     }
     return {rank: of_rank[run_id] for rank, of_rank in processes.items()}, ledgers
 
 
-def _read_record(path: Path) -> list[Record]:
-    """Without the lines that are no whole record, which a kill leaves."""
+def _read_file(read: Callable[[Path], list[Record]], path: Path) -> list[Record]:
     try:
-        records = read_audit(path)
+        return read(path)
     except OSError as error:
         raise UserError(f"a replay reads the record, got {path}: {error}; make it readable") from error
+
+
+def _read_record(path: Path) -> list[Record]:
+    """Without the lines that are no whole record, which a kill leaves."""
+    records = _read_file(read_audit, path)
     for record in records:
         if record["kind"] not in RECORD_FORMS or not has_form(record, RECORD_FORMS):
             raise UserError(

@@ -194,7 +194,7 @@ def merge_traces(run_dir: Path) -> Path | None:
             trace = json.loads(path.read_bytes())
             events += trace["traceEvents"]
             about[path.stem] = trace["otherData"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"a trace of a rank must be whole, got path={path}: {type(error).__name__}: {error}; "
                 "remove it, the others will do"

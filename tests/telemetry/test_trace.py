@@ -149,7 +149,7 @@ def test_a_run_without_traces_has_none(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"traceEvents": []}', '{"otherData": {}}', "3"])
+@pytest.mark.parametrize("text", ["{", "[]", '{"traceEvents": []}', '{"otherData": {}}', "3", "[" * 100_000])
 def test_a_damaged_trace_is_named(tmp_path: Path, text: str) -> None:
     save(tmp_path, 0, "a")
     path = tmp_path / "trace" / "rank1.json"
