@@ -21,15 +21,14 @@ from typing import Any
 import torch
 
 from swift_stage2.errors import ProtocolError, RoundFailed
-from swift_stage2.rollout_server.staging import StagingBuffers, typed_view
-from swift_stage2.rollout_server.weight_receiver import Bucket, ReceivedWeights, num_bytes, torch_dtype
+from swift_stage2.rollout_server.staging import StagingBuffers
+from swift_stage2.rollout_server.weight_receiver import ENDED, Bucket, ReceivedWeights, num_bytes, torch_dtype
 from swift_stage2.servers.protocol import RoundRequest, parse_json
 from swift_stage2.servers.wire_record import TensorSpec, integer_list, mapping
 from swift_stage2.weights.disk_manifest import MANIFEST, DiskManifest
 from swift_stage2.weights.tensors import all_finite, checksums_by_name
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
-_ENDED = "the round has ended"
 _MAX_SHOWN = 3
 _MOST_DESCRIBED_BYTES = 256 << 20  # a manifest, or a shard's header
 _READ_BYTES = 64 << 20  # between two looks at whether anybody still wants it
@@ -60,7 +59,7 @@ class DiskWeights:
     def expect(self, bucket: Bucket) -> None:
         """Notes a bucket, in the dtypes of the engine. Raises RoundFailed when the round has ended."""
         if self._closed.is_set():
-            raise RoundFailed(_ENDED)
+            raise RoundFailed(ENDED)
         self._buckets.append(bucket)
 
     def collect(self, timeout_s: float, given_up: threading.Event) -> ReceivedWeights:
@@ -73,7 +72,7 @@ class DiskWeights:
 
         def require_wanted() -> None:
             if self._closed.is_set() or given_up.is_set() or time.monotonic() > end:
-                why = _ENDED if self._closed.is_set() else f"timeout_s={timeout_s:.1f} is over"
+                why = ENDED if self._closed.is_set() else f"timeout_s={timeout_s:.1f} is over"
                 raise RoundFailed("the caller has gone" if given_up.is_set() else why)
 
         tensors: dict[str, torch.Tensor] = {}
@@ -82,12 +81,7 @@ class DiskWeights:
             for index, bucket in enumerate(self._buckets):
                 require_wanted()
                 flat = self._staging.buffer(index, bucket.num_bytes)
-                views = {
-                    entry.spec.name: typed_view(
-                        flat[entry.start : entry.end], torch_dtype(entry.spec.dtype), entry.spec.shape
-                    )
-                    for entry in bucket.entries
-                }
+                views = bucket.views(flat)
                 try:
                     sums |= self._fill(views, require_wanted)
                 except (OSError, ProtocolError) as error:

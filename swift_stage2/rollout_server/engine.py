@@ -224,9 +224,9 @@ class Engine(ABC):
     can_resume = False  # whether ``submit`` goes on behind a request's prefix
     _traces_failed_load = False
 
-    def __init__(self, model: str, install_fault: InstallFault = InstallFault.NONE) -> None:
+    def __init__(self, model: str) -> None:
         self.model = model
-        self.install_fault = install_fault
+        self.install_fault = InstallFault.NONE
         from swift_stage2.rollout_server.staging import StagingBuffers  # torch, which `--help` can do without
 
         self.stamp = WeightStamp()

@@ -19,11 +19,10 @@ import torch
 
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.staging import StagedWeights, map_privately
-from swift_stage2.rollout_server.weight_receiver import Bucket, ReceivedWeights, describe
+from swift_stage2.rollout_server.weight_receiver import ENDED, Bucket, ReceivedWeights, describe
 from swift_stage2.servers.protocol import MEMORY_PREFIX, MEMORY_TOKEN_BYTES, LearnerMemory
 
 _PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
-_ENDED = "the round has ended"
 
 
 class MappedSnapshot:
@@ -95,7 +94,7 @@ class MappedSnapshot:
 
     def _require_open(self) -> torch.Tensor:
         if self._flat is None or self._fd < 0:
-            raise RoundFailed(_ENDED)
+            raise RoundFailed(ENDED)
         return self._flat
 
 

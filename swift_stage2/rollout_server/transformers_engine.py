@@ -52,9 +52,8 @@ class TransformersRolloutEngine(Engine):
         *,
         model: str,
         max_batch_size: int = 64,
-        install_fault: InstallFault = InstallFault.NONE,
     ) -> None:
-        super().__init__(model, install_fault)
+        super().__init__(model)
         self._load = load
         self._queue: BatchQueue[GenerationJob] = BatchQueue(max_batch_size=max_batch_size)
         self._encoders = ThreadPoolExecutor(_ENCODER_THREADS, thread_name_prefix="encode")

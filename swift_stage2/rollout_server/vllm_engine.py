@@ -27,7 +27,6 @@ from swift_stage2.rollout_server.engine import (
     GenerationJob,
     GenerationRequest,
     InstalledWeights,
-    InstallFault,
     JobAborted,
     WeightStamp,
     require_loaded,
@@ -71,14 +70,8 @@ class VllmRolloutEngine(Engine):
     staging: SharedStaging
     _traces_failed_load = True
 
-    def __init__(
-        self,
-        build: Callable[[], VllmGenerator],
-        *,
-        model: str,
-        install_fault: InstallFault = InstallFault.NONE,
-    ) -> None:
-        super().__init__(model, install_fault)
+    def __init__(self, build: Callable[[], VllmGenerator], *, model: str) -> None:
+        super().__init__(model)
         self._build = build
         self.staging = SharedStaging()
         self._abandoned: list[SharedStaging | BinaryIO] = []  # a worker may still read them

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -148,6 +148,20 @@ def held_pieces(parts: Iterable[CopiedPart], parameters: Iterable[torch.Tensor])
     ]
 
 
+def plain_pieces(pieces: Iterable[TensorPiece]) -> list[list[Any]]:
+    """As lists alone, which pass through vLLM's own encoding."""
+    return [[list(item) if isinstance(item, tuple) else item for item in astuple(piece)] for piece in pieces]
+
+
+def reported_pieces(reports: Iterable[Mapping[str, Any]]) -> list[TensorPiece]:
+    """The ``plain_pieces`` of all workers."""
+    return [
+        TensorPiece(name, offset, tuple(shape), tuple(stride), given, held)
+        for report in reports
+        for name, offset, shape, stride, given, held in report["pieces"]
+    ]
+
+
 def untouched(parts: Iterable[CopiedPart], parameters: Mapping[str, torch.Tensor]) -> list[str]:
     """Parameters into whose storage nothing was copied."""
     touched = {part.storage.cdata for part in parts}
@@ -207,11 +221,7 @@ def installed_weights(
     read = dict(reports[0]["read"])
     if any(dict(report["read"]) != read for report in reports):
         raise RoundFailed("vLLM's workers read different weights", torn=True)
-    pieces = [
-        TensorPiece(name, offset, tuple(shape), tuple(stride), given, held)
-        for report in reports
-        for name, offset, shape, stride, given, held in report["pieces"]
-    ]
+    pieces = reported_pieces(reports)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     traced = {piece.name for piece in pieces}
     return InstalledWeights(

@@ -5,7 +5,6 @@ Named to vLLM as ``worker_extension_cls``; imported in the workers only.
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from swift.rlhf_trainers.utils import finish_vllm_weight_reload, patch_vllm_moe_
 
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.rollout_server.staging import LayoutEntry, open_staged
-from swift_stage2.rollout_server.vllm_weights import LoadTrace, held_pieces, untouched
+from swift_stage2.rollout_server.vllm_weights import LoadTrace, held_pieces, plain_pieces, untouched
 from swift_stage2.weights.tensors import checksums_by_name
 
 _MAX_SHOWN = 5
@@ -61,8 +60,4 @@ class StagedWeightsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
                 f"{', '.join(left_out[:_MAX_SHOWN])}"
             )
         pieces = held_pieces(parts, parameters.values())
-        return {"read": read, "pieces": [_plain(astuple(piece)) for piece in pieces]}
-
-
-def _plain(fields: tuple[Any, ...]) -> list[Any]:
-    return [list(item) if isinstance(item, tuple) else item for item in fields]
+        return {"read": read, "pieces": plain_pieces(pieces)}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
 
 _GIVEN_UP_POLL_S = 0.25
-_ENDED = "the round has ended"
+ENDED = "the round has ended"
 _MAX_SHOWN = 5
 
 
@@ -89,6 +89,14 @@ class Bucket:
                 )
             position = entry.end
         return cls(tuple(entries), position, offset)
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Its tensors by name, where they lie in ``flat``, which begins with them."""
+        return {
+            spec.name: typed_view(flat[entry.start : entry.end], torch_dtype(spec.dtype), spec.shape)
+            for entry in self.entries
+            for spec in (entry.spec,)
+        }
 
 
 def _offset(body: Mapping[str, Any]) -> int | None:
@@ -154,7 +162,7 @@ class WeightReceiver:
         """Announces the next broadcast. Raises RoundFailed when the learner is lost or the round has ended."""
         with self._changed:
             if self._failure or self._closed:
-                raise RoundFailed(self._failure or _ENDED)
+                raise RoundFailed(self._failure or ENDED)
             self._expected.append(bucket)
             self._changed.notify_all()
 
@@ -216,7 +224,7 @@ class WeightReceiver:
                     self._changed.notify_all()
         except Exception as error:  # top of the thread; told by expect and collect
             cause = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            self._failure = _ENDED if self._closed else cause
+            self._failure = ENDED if self._closed else cause
         finally:
             with self._changed:
                 self._ended = True
@@ -229,7 +237,7 @@ class WeightReceiver:
             closed = self._closed
         if closed:
             held.close()
-            raise RoundFailed(_ENDED)
+            raise RoundFailed(ENDED)
 
     def _next_bucket(self) -> Bucket | None:
         with self._changed:
@@ -246,13 +254,7 @@ def describe(
     buckets: Iterable[tuple[Bucket, torch.Tensor]], snapshot: MappedSnapshot | None = None
 ) -> ReceivedWeights:
     """All tensors of buckets and their bytes."""
-    tensors = {
-        entry.spec.name: typed_view(
-            flat[entry.start : entry.end], torch_dtype(entry.spec.dtype), entry.spec.shape
-        )
-        for bucket, flat in buckets
-        for entry in bucket.entries
-    }
+    tensors = {name: view for bucket, flat in buckets for name, view in bucket.views(flat).items()}
     non_finite = tuple(name for name, tensor in tensors.items() if not all_finite(tensor))
     return ReceivedWeights(tensors, non_finite, snapshot)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ import torch
 from swift_stage2.rollout_server.vllm_weights import (
     CopiedPart,
     LoadTrace,
-    TensorPiece,
     held_pieces,
+    plain_pieces,
+    reported_pieces,
     resident_checksums,
     untouched,
 )
@@ -106,7 +106,7 @@ class LoadRecord:
             "question": question,
             "arrived": self._arrived,
             "shapes": {name: list(shape) for name, shape in self._shapes.items()},
-            "pieces": [_plain(astuple(piece)) for piece in pieces],
+            "pieces": plain_pieces(pieces),
             "left_out": untouched(parts, parameters) if self._arrived else [],
             "adapter": self._adapter,
             "errors": self._errors,
@@ -157,13 +157,7 @@ def _resident(reports: Sequence[Report]) -> dict[str, str]:
     """By name what one engine holds; a tied output layer, of which there is no copy, as what it is tied to."""
     read = _agreed([report["arrived"] for report in reports])
     shapes = {name: shape for report in reports for name, shape in report["shapes"].items()}
-    pieces = [
-        TensorPiece(name, offset, tuple(shape), tuple(stride), given, held)
-        for report in reports
-        for name, offset, shape, stride, given, held in report["pieces"]
-        if name in read
-    ]
-    resident = resident_checksums(shapes, read, pieces)
+    resident = resident_checksums(shapes, read, reported_pieces(reports))
     as_sent = {checksum for name, checksum in resident.items() if checksum == read[name]}
     tied = {
         name: checksum
@@ -171,7 +165,3 @@ def _resident(reports: Sequence[Report]) -> dict[str, str]:
         if "lm_head" in name and name not in resident and checksum in as_sent
     }
     return resident | tied
-
-
-def _plain(fields: tuple[Any, ...]) -> list[Any]:
-    return [list(item) if isinstance(item, tuple) else item for item in fields]
