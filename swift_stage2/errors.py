@@ -125,6 +125,16 @@ class ServerFault(Stage2Error):
         self.refuses_key = refuses_key
 
     @property
+    def knows_no_such_call(self) -> bool:
+        """Whether something answered that has no such route."""
+        return self.status in (404, 405, 501)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether something answered that speaks another language: rollout servers answer by JSON."""
+        return self.knows_no_such_call or self.kind is FaultKind.UNUSABLE
+
+    @property
     def reason(self) -> str | None:
         """Our server's own word for a refusal (``servers.protocol.RefusalReason``), if it gave one."""
         reason = self.record.get("reason") if isinstance(self.record, Mapping) else None

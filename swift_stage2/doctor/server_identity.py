@@ -18,10 +18,9 @@ from swift_stage2.preflight.servers import cannot_resume
 from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.protocol import INSTALLING_STATE, RefusalReason, ServerInfo, TensorSpec
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.servers.stock import ask_state_keys, ask_world_size, differing_names, is_foreign
+from swift_stage2.servers.stock import ask_state_keys, ask_world_size, differing_names
 
 ONE_TOKEN = DecodingConfig(temperature=0.0, max_new_tokens=1)
-_REFUSED_KEYS = (401, 403)
 _LOOK_TIMEOUT_S = 10.0
 _LOADING = "state=loading"
 _OTHER_RUN = (
@@ -131,7 +130,7 @@ def _look_at_stock(
         )  # first: a merger's never waits for rollouts
         size = ask_world_size(session, Deadline(rollout.request_timeout_s))
     except ServerFault as fault:
-        if not is_foreign(fault):
+        if not fault.is_foreign:
             return _explain(fault, rollout, key)
         if vllm_serve.lacks_routes(session, Deadline(_LOOK_TIMEOUT_S)):
             return failed(f"{session.base_url} is no rollout server", vllm_serve.ROUTES_REMEDY)
@@ -172,13 +171,13 @@ def _describe_ours(info: ServerInfo, latency_ms: float) -> Outcome[ServerInfo]:
 
 def _explain(fault: ServerFault, rollout: RolloutConfig, key: str) -> Outcome[ServerInfo]:
     name = rollout.api_key_env
-    if fault.status in _REFUSED_KEYS:
+    if fault.refuses_key:
         told = "another key than the server's" if rollout.api_key() else "no key"
         return failed(
             f"the server refuses this caller (status {fault.status}): {name} holds {told}",
             f"export {name}=<the key that the server was started with>",
         )
-    if is_foreign(fault):
+    if fault.is_foreign:
         return failed(str(fault), _foreign_fix(key))
     if _LOADING in str(fault):
         return failed(str(fault), "wait until the server has loaded its model, and run the doctor again")

@@ -93,7 +93,7 @@ def ask_server(
     info, key = require_answer(base_url), RolloutConfig().api_key()
     connection = connect(base_url, info.chat_model, api_key=key, connect_timeout_s=CONNECT_TIMEOUT_S)
     # A stock server works on one call after the other; all else takes requests one by one.
-    rows_per_call = questions.num_in_flight if info.stock and info.chat_model is None else 1
+    rows_per_call = questions.num_in_flight if info.is_swift_rollout else 1
     with closing(connection):
         return _Asking(connection, encoder, questions, rows_per_call, on_progress).run(rows)
 

@@ -30,7 +30,7 @@ from swift_stage2.process.ports import free_ports
 from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.servers.stock import ask_world_size, is_foreign
+from swift_stage2.servers.stock import ask_world_size
 
 ENGINES = (ServerEngine.TRANSFORMERS, ServerEngine.VLLM)
 _HOST = "127.0.0.1"
@@ -56,11 +56,11 @@ def require_answer(base_url: str) -> protocol.ServerInfo:
     with ServerSession(base_url, RolloutConfig().api_key()) as session:
         try:
             info = session.info(Deadline(CONNECT_TIMEOUT_S))
-            if info.stock and info.chat_model is None:
+            if info.is_swift_rollout:
                 ask_world_size(session, Deadline(CONNECT_TIMEOUT_S))
             return info
         except ServerFault as fault:
-            if is_foreign(fault):
+            if fault.is_foreign:
                 remedy = "correct --server, or name --model alone, and one is started for it"
                 raise ServerUnavailable(f"--server: {foreign(session, fault, remedy)}") from fault
             raise ServerUnavailable(

@@ -23,7 +23,7 @@ from swift_stage2.process.route import addresses_of
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.protocol import ServerInfo
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.servers.stock import ask_world_size, is_foreign
+from swift_stage2.servers.stock import ask_world_size
 
 if TYPE_CHECKING:
     from swift_stage2.collectives import ControlGroup  # loads torch, which launch never does
@@ -240,7 +240,7 @@ def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
                 info = session.info(deadline)
                 if info.stock:  # for the whole run, so one odd answer shall not decide it
                     info = session.info(deadline)
-                if info.stock and info.chat_model is None:
+                if info.is_swift_rollout:
                     ask_world_size(session, deadline)
             except ServerFault as fault:
                 if fault.refuses_key:
@@ -251,7 +251,7 @@ def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
                 if time.monotonic() >= slice_ends:  # until then it may be one odd answer
                     told["missing"] = str(said) if time.monotonic() >= end else ""
                     told["refused"] = (
-                        foreign(session, said, "correct rollout.servers") if is_foreign(said) else ""
+                        foreign(session, said, "correct rollout.servers") if said.is_foreign else ""
                     )
                     return told
             else:
@@ -287,7 +287,7 @@ def cannot_resume(rollout: RolloutConfig, base_url: str, info: ServerInfo) -> st
 
 
 def foreign(session: ServerSession, fault: ServerFault, remedy: str) -> str:
-    """The words for a program that is no rollout server, as ``is_foreign`` found by ``fault``."""
+    """The words for a program that is no rollout server, as ``fault.is_foreign`` tells."""
     if vllm_serve.lacks_routes(session, Deadline(_LOOK_S)):
         return f"{session.base_url} must be a rollout server: {vllm_serve.ROUTES_REMEDY}"
     return (

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -38,6 +38,8 @@ _NOT_WAITED_FOR = "the answer is not waited for any more"
 _JSON = "application/json"
 # zlib's number for the window of each format; gzip is 16 more than zlib's own.
 _WINDOWS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+
+ReplyT = TypeVar("ReplyT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +233,13 @@ class ServerCaller:
         if cause is None and cut is None:  # a cut also shows as the end of a reply without a length
             return answer
         raise self._why_not(path, cause, cut, timeout_s) from cause
+
+    def read(self, path: str, parse: Callable[[Any], ReplyT], reply: Any) -> ReplyT:
+        """An answer of ``path`` as ``parse`` reads it. Raises ServerFault for what the wire has not."""
+        try:
+            return parse(reply)
+        except ProtocolError as error:
+            raise self._fault(path, str(error), FaultKind.UNUSABLE) from error
 
     def end(self) -> None:
         """Ends the calls in progress and refuses later ones. Idempotent."""

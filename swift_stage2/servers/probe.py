@@ -176,7 +176,7 @@ class SuspectProbe:
                         return False
                     self._session = session
                 info = session.info(deadline)
-                if info.stock and info.chat_model is None:
+                if info.is_swift_rollout:
                     require_workers(session, deadline)
                 # A copy that hangs outlives its round; another round would bring its weights for nothing.
                 return info.state != protocol.INSTALLING_STATE

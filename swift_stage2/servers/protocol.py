@@ -17,12 +17,6 @@ from pydantic_core import from_json
 
 from swift_stage2.columns import LOG_PROBS, Column, request_options
 from swift_stage2.errors import ProtocolError
-from swift_stage2.servers.weight_sums import (
-    WeightSums as WeightSums,
-)
-from swift_stage2.servers.weight_sums import (
-    sum_differences as sum_differences,
-)
 from swift_stage2.servers.wire_record import (
     TensorSpec as TensorSpec,
 )
@@ -134,6 +128,11 @@ class ServerInfo(WireRecord):
     reads_disk: bool = False  # whether it was started with --weights-root
     resume: bool = False  # whether a request may bring the first ids of its answer
     chat_model: str | None = None
+
+    @property
+    def is_swift_rollout(self) -> bool:
+        """Whether it is a stock ``swift rollout``."""
+        return self.stock and self.chat_model is None
 
     def to_json(self) -> dict[str, Any]:
         record = WireRecord.to_json(self)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
-from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
+from swift_stage2.errors import FaultKind, ServerFault
 from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.call import ServerCaller
 
@@ -20,9 +20,6 @@ _NOT_FOUND = 404
 _OUT_OF_SERVICE = frozenset(
     {"loading", "broken", "closed"}
 )  # states of our server's engine; others are a round's
-
-
-ReplyT = TypeVar("ReplyT")
 
 
 class Deadline:
@@ -71,12 +68,7 @@ class ServerSession(ServerCaller):
                 be asked (still loading, broken or closed), or a stock answer of a server that must be ours.
         """
         try:
-            info = protocol.ServerInfo.from_json(self.get(protocol.SERVER_INFO, deadline))
-        except ProtocolError as error:
-            raise ServerFault(
-                self.without_key(f"{self.base_url}{protocol.SERVER_INFO}: {error}"),
-                kind=FaultKind.UNUSABLE,
-            ) from error
+            reply = self.get(protocol.SERVER_INFO, deadline)
         except ServerFault as fault:
             if fault.status != _NOT_FOUND:
                 raise
@@ -86,6 +78,7 @@ class ServerSession(ServerCaller):
                     kind=FaultKind.STATUS,
                 ) from fault
             return self._info_of_another(deadline)
+        info = self.read(protocol.SERVER_INFO, protocol.ServerInfo.from_json, reply)
         if info.state in _OUT_OF_SERVICE:
             raise ServerFault(
                 f"{self.base_url}{protocol.SERVER_INFO}: the server's engine must be ready, got state={info.state}"
@@ -116,16 +109,6 @@ class ServerSession(ServerCaller):
         )
 
 
-def read_reply(where: str, parse: Callable[[Any], ReplyT], reply: Any) -> ReplyT:
-    """An answer as ``parse`` reads it. Raises ServerFault, which begins with ``where``, for what the wire has not."""
-    try:
-        return parse(reply)
-    except ProtocolError as error:
-        raise ServerFault(f"{where}: {error}") from error
-
-
 def reset_cache(session: ServerSession, path: str, deadline: Deadline) -> bool:
     """Whether the server says that it emptied that cache. It answers once earlier commands have run."""
-    return read_reply(
-        f"{session.base_url}{path}", protocol.parse_cache_reset, session.post(path, {}, deadline)
-    )
+    return session.read(path, protocol.parse_cache_reset, session.post(path, {}, deadline))

@@ -7,29 +7,30 @@ order; it loads by the names of checkpoints, and transformers may give a module 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from swift_stage2.errors import FaultKind, ServerFault
+from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.servers import protocol
-from swift_stage2.servers.session import Deadline, ServerSession, read_reply, reset_cache
+from swift_stage2.servers.call import ReplyT
+from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
 
 _MOST_WORKERS = 2**16
-_KNOWS_NO_SUCH_CALL = (404, 405, 501)
 
 
 def ask_world_size(session: ServerSession, deadline: Deadline) -> int:
     """The workers of a stock server: a call that no other program answers in this form.
 
     Raises:
-        ServerFault: no answer, or not such a one; ``is_foreign`` tells which.
+        ServerFault: no answer, or not such a one; its ``is_foreign`` tells which.
     """
-    reply = session.get(protocol.WORLD_SIZE, deadline)
+    return session.read(protocol.WORLD_SIZE, _world_size, session.get(protocol.WORLD_SIZE, deadline))
+
+
+def _world_size(reply: Any) -> int:
     size = reply.get("world_size") if isinstance(reply, dict) else None
     if type(size) is not int or not 1 <= size <= _MOST_WORKERS:
-        raise ServerFault(
-            f"{session.base_url}{protocol.WORLD_SIZE}: the reply is not one of a rollout server: {str(reply)[:80]!r}",
-            kind=FaultKind.UNUSABLE,
-        )
+        raise ProtocolError(f"the reply is not one of a rollout server: {str(reply)[:80]!r}")
     return size
 
 
@@ -41,18 +42,13 @@ def ask_state_keys(session: ServerSession, deadline: Deadline) -> tuple[str, ...
     Raises:
         ServerFault: no answer, or not such a one.
     """
-    try:
-        reply = session.get(protocol.STATE_KEYS, deadline)
-    except ServerFault as fault:
-        if fault.status in _KNOWS_NO_SUCH_CALL:
-            return None
-        raise
+    return _ask_if_known(session, protocol.STATE_KEYS, _state_keys, deadline)
+
+
+def _state_keys(reply: Any) -> tuple[str, ...]:
     keys = reply.get("keys") if isinstance(reply, dict) else None
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise ServerFault(
-            f"{session.base_url}{protocol.STATE_KEYS}: expected names of parameters, got {str(reply)[:80]!r}",
-            kind=FaultKind.UNUSABLE,
-        )
+        raise ProtocolError(f"expected names of parameters, got {str(reply)[:80]!r}")
     return tuple(keys)
 
 
@@ -62,13 +58,19 @@ def ask_sums_incarnation(session: ServerSession, deadline: Deadline) -> str | No
     Raises:
         ServerFault: no answer, or not such a one.
     """
+    return _ask_if_known(session, protocol.WEIGHT_SUMS, protocol.parse_incarnation, deadline)
+
+
+def _ask_if_known(
+    session: ServerSession, path: str, parse: Callable[[Any], ReplyT], deadline: Deadline
+) -> ReplyT | None:
     try:
-        reply = session.get(protocol.WEIGHT_SUMS, deadline)
+        reply = session.get(path, deadline)
     except ServerFault as fault:
-        if fault.status in _KNOWS_NO_SUCH_CALL:
+        if fault.knows_no_such_call:
             return None
         raise
-    return read_reply(f"{session.base_url}{protocol.WEIGHT_SUMS}", protocol.parse_incarnation, reply)
+    return session.read(path, parse, reply)
 
 
 def require_workers(session: ServerSession, deadline: Deadline) -> None:
@@ -84,11 +86,6 @@ def require_workers(session: ServerSession, deadline: Deadline) -> None:
         or ask_state_keys(session, deadline) == ()
     ):
         raise ServerFault(f"{session.base_url}: its engines or their workers have failed")
-
-
-def is_foreign(fault: ServerFault) -> bool:
-    """Whether something answered that speaks another language: rollout servers answer these calls by JSON."""
-    return fault.status in _KNOWS_NO_SUCH_CALL or fault.kind is FaultKind.UNUSABLE
 
 
 # The learner's name -> vLLM's, where several tensors become one.

@@ -8,12 +8,12 @@ keeps until its process ends, so one with the round's names tells whose weights 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
+from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.servers.protocol import Completion, parse_json
 from swift_stage2.servers.wire_record import integer, integer_list, mapping, optional_text, text
 
@@ -35,9 +35,6 @@ FINISH_UPDATE = "/finish_weight_update"
 _CHECKER = "/weight_checker"
 _WORLD_SIZE = "/get_world_size"
 
-ReplyT = TypeVar("ReplyT")
-
-_KNOWS_NO_SUCH_CALL = (404, 405, 501)
 _IMAGE = "<image>"
 _ENGINE_HEADER = "X-data-parallel-rank"
 
@@ -79,10 +76,10 @@ def find_model(session: ServerSession, deadline: Deadline) -> PlainModel | None:
     try:
         ask_weight_version(session, deadline)
     except ServerFault as fault:
-        if fault.status in _KNOWS_NO_SUCH_CALL or fault.kind is FaultKind.UNUSABLE:
+        if fault.is_foreign:
             return None
         raise
-    return _read(session, MODELS, session.get(MODELS, deadline), _parse_model)
+    return session.read(MODELS, _parse_model, session.get(MODELS, deadline))
 
 
 def lacks_routes(session: ServerSession, deadline: Deadline) -> bool:
@@ -102,13 +99,13 @@ ROUTES_REMEDY = (
 
 def ask_weight_version(session: ServerSession, deadline: Deadline) -> str:
     """Raises ServerFault."""
-    return _read(session, WEIGHT_INFO, session.get(WEIGHT_INFO, deadline), parse_weight_version)
+    return session.read(WEIGHT_INFO, parse_weight_version, session.get(WEIGHT_INFO, deadline))
 
 
 def ask_num_workers(session: ServerSession, deadline: Deadline, *, of_one_engine: bool = False) -> int:
     """Of all data-parallel engines, or of each of them. Raises ServerFault."""
     path = f"{_WORLD_SIZE}?include_dp={str(not of_one_engine).lower()}"
-    return _read(session, path, session.get(path, deadline), _parse_world_size)
+    return session.read(path, _parse_world_size, session.get(path, deadline))
 
 
 def ask_canary(
@@ -124,7 +121,7 @@ def ask_canary(
     for engine in range(ask_num_workers(session, deadline) // each):
         body = chat_body(model, *question, f"{request_id}-{engine}")
         reply = session.post(CHAT, body, deadline, headers={_ENGINE_HEADER: str(engine)})
-        answers.append(_read(session, CHAT, reply, parse_chat_reply))
+        answers.append(session.read(CHAT, parse_chat_reply, reply))
     return answers
 
 
@@ -137,14 +134,7 @@ def ask_digests(session: ServerSession, deadline: Deadline, *, blank: bool = Fal
     if blank:
         session.post(_CHECKER, {"action": "reset"}, deadline)
     reply = session.post(_CHECKER, {"action": "checksum"}, deadline)
-    return _read(session, _CHECKER, reply, _parse_digests)
-
-
-def _read(session: ServerSession, path: str, reply: Any, parse: Callable[[Any], ReplyT]) -> ReplyT:
-    try:
-        return parse(reply)
-    except ProtocolError as error:
-        raise ServerFault(f"{session.base_url}{path}: {error}", kind=FaultKind.UNUSABLE) from error
+    return session.read(_CHECKER, _parse_digests, reply)
 
 
 def _parse_model(data: Any) -> PlainModel:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from swift_stage2.config import OnPending, Proof
@@ -19,8 +20,9 @@ from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.servers.session import Deadline, ServerSession, read_reply
+from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
+from swift_stage2.servers.weight_sums import WeightSums, sum_differences
 
 _GIVE_UP_TIMEOUT_S = 5.0
 
@@ -109,8 +111,8 @@ def _ask_canary(
         num_copies = _num_copies(session, order, info)
         body = {"infer_requests": [canary.request] * num_copies, "request_config": canary.config}
         reply = session.post(protocol.INFER, body, order.deadline)
-        where = f"{session.base_url}{protocol.INFER}"
-        completions = read_reply(where, lambda body: protocol.parse_infer_reply(body, num_copies), reply)
+        parse = partial(protocol.parse_infer_reply, num_requests=num_copies)
+        completions = session.read(protocol.INFER, parse, reply)
     wanted = (order.version, order.round_id, info.incarnation)
     for completion in completions if not info.stock else ():
         if (stamp := (completion.weight_version, completion.round_id, completion.incarnation)) != wanted:
@@ -130,11 +132,11 @@ def _check_sums(
     sent: Mapping[str, str],
     body: Any,
 ) -> None:
-    proof = read_reply(f"{session.base_url}{protocol.FINISH_ROUND}", protocol.RoundProof.from_json, body)
+    proof = session.read(protocol.FINISH_ROUND, protocol.RoundProof.from_json, body)
     loaded = set(proof.loaded)
     problems = [
-        *protocol.sum_differences("arrived", sent, proof.arrived),
-        *protocol.sum_differences("resident", sent, proof.resident),
+        *sum_differences("arrived", sent, proof.arrived),
+        *sum_differences("resident", sent, proof.resident),
         *(f"not loaded: {name}" for name in sent if name not in loaded),
     ]
     if proof.round_id != order.round_id or proof.weight_version != order.version:
@@ -148,7 +150,7 @@ def _check_stock_sums(
     session: ServerSession, order: RoundOrder, incarnation: str, sent: Mapping[str, str]
 ) -> None:
     body = session.post(protocol.WEIGHT_SUMS, {}, order.deadline)
-    sums = read_reply(f"{session.base_url}{protocol.WEIGHT_SUMS}", protocol.WeightSums.from_json, body)
+    sums = session.read(protocol.WEIGHT_SUMS, WeightSums.from_json, body)
     restarted = ["the server was restarted during the round"] if sums.incarnation != incarnation else []
     _require_none(session, restarted + sums.problems(sent))
 

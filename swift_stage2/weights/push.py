@@ -16,7 +16,7 @@ from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import ServerReport
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
-from swift_stage2.servers.stock import ask_state_keys, ask_sums_incarnation, differing_names, is_foreign
+from swift_stage2.servers.stock import ask_state_keys, ask_sums_incarnation, differing_names
 from swift_stage2.telemetry.trace import EnterSpan, untraced
 from swift_stage2.weights.proof import InstallTurns, RoundOrder, give_up, prove_server
 from swift_stage2.weights.snapshot import CastMemory, WeightBucket
@@ -115,7 +115,7 @@ class ServerPush(threading.Thread):
             sums_of = None
             if not info.stock:
                 self._begin(session, agreed_manifest(order.manifest, info.manifest))
-            elif info.chat_model is None:
+            elif info.is_swift_rollout:
                 # Ordered: it answers once nothing runs any more that a lost caller has asked.
                 self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
                 sums_of = ask_sums_incarnation(session, order.deadline)
@@ -194,7 +194,7 @@ class ServerPush(threading.Thread):
         try:
             keys = ask_state_keys(session, self._order.deadline)
         except ServerFault as fault:
-            if is_foreign(fault):  # it does not tell; the canary still shows what it took
+            if fault.is_foreign:  # it does not tell; the canary still shows what it took
                 return
             raise
         if keys is None:

@@ -18,7 +18,7 @@ from swift_stage2.config import RolloutConfig, ServerConfig
 from swift_stage2.errors import ServerFault
 from swift_stage2.process.route import group_remedy
 from swift_stage2.servers import protocol
-from swift_stage2.servers.session import Deadline, ServerSession, read_reply
+from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.disk_rounds import DiskRounds
 from swift_stage2.weights.proof import RoundOrder
 from swift_stage2.weights.snapshot import PackedBucket
@@ -106,9 +106,8 @@ class StreamTransport(WeightTransport):
     def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> str:
         host, port = endpoint.group_host or session.host, endpoint.group_port
         body = {"port": port, "backend": protocol.WEIGHT_STREAM, "timeout_s": deadline.remaining_s()}
-        where = f"{session.base_url}{protocol.INIT_COMMUNICATOR}"
         answer = session.post(protocol.INIT_COMMUNICATOR, body, deadline)
-        secret = read_reply(where, protocol.parse_stream_secret, answer)
+        secret = session.read(protocol.INIT_COMMUNICATOR, protocol.parse_stream_secret, answer)
         join_s = min(JOIN_TIMEOUT_S, deadline.remaining_s())
         try:
             self._stream = connect_stream(host, port, secret, join_s)
@@ -156,8 +155,7 @@ class MappedTransport(StreamTransport):
         if not reason:
             body = {"backend": protocol.SHARED_MEMORY, **self._memory.where.to_json()}
             reply = session.post(protocol.INIT_COMMUNICATOR, body, deadline)
-            where = f"{session.base_url}{protocol.INIT_COMMUNICATOR}"
-            answer = read_reply(where, protocol.MemoryAnswer.from_json, reply)
+            answer = session.read(protocol.INIT_COMMUNICATOR, protocol.MemoryAnswer.from_json, reply)
             self._is_mapped, reason = answer.mapped, answer.message
             remedy = "start it on the learner's host, in its container and as its user"
         if self._is_mapped:

@@ -25,6 +25,7 @@ from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
+from swift_stage2.servers.weight_sums import WeightSums
 from swift_stage2.stock_proof import PLUGIN
 
 VARIABLE = "STAGE2_TEST_FAULT_FILE"
@@ -69,10 +70,10 @@ def error_of(outcome: RoundOutcome) -> str:
     return str(outcome.reports[0].error)
 
 
-def sums_of(server: ServerProcess) -> protocol.WeightSums:
+def sums_of(server: ServerProcess) -> WeightSums:
     reply = httpx.post(f"{server.base_url}{protocol.WEIGHT_SUMS}", trust_env=False, timeout=60)
     assert reply.status_code == 200, reply.text
-    return protocol.WeightSums.from_json(reply.json())
+    return WeightSums.from_json(reply.json())
 
 
 def test_rounds_are_proven_by_checksums_of_every_tensor(

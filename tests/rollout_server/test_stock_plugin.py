@@ -23,6 +23,7 @@ from swift_stage2.errors import ServerFault, UserError
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_sums_incarnation
+from swift_stage2.servers.weight_sums import WeightSums
 from swift_stage2.stock_proof.load_record import combine
 from swift_stage2.stock_proof.sums_server import WORKER_EXTENSION, register_server
 from swift_stage2.weights.proof import RoundOrder, prove_server
@@ -109,7 +110,7 @@ def test_the_route_asks_every_engine_and_leaves_the_others_alone() -> None:
     with TestClient(program.SwiftRolloutDeploy(pipes, 2).app) as http:
         assert http.get("/health/").json() == {"status": "ok"}
         about = http.get(protocol.WEIGHT_SUMS).json()
-        told = protocol.WeightSums.from_json(http.post(protocol.WEIGHT_SUMS).json())
+        told = WeightSums.from_json(http.post(protocol.WEIGHT_SUMS).json())
         assert about == {"incarnation": told.incarnation}
         assert told.problems(arrived(weights)) == []
 
@@ -120,7 +121,7 @@ def test_an_engine_whose_worker_has_died_is_told_as_an_error() -> None:
     worker.push(weights)
     pipes = [Pipe(make_engine(program, worker)), Pipe(make_engine(program, None))]
     with TestClient(program.SwiftRolloutDeploy(pipes, 2).app) as http:
-        told = protocol.WeightSums.from_json(http.post(protocol.WEIGHT_SUMS).json())
+        told = WeightSums.from_json(http.post(protocol.WEIGHT_SUMS).json())
     assert told.errors == ("1 of 2 workers answered; the server's log says why",)
 
 

@@ -10,7 +10,7 @@ from fake_rollout_server import Answer, Behaviour, FakeRolloutServer
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.servers.stock import ask_world_size, is_foreign
+from swift_stage2.servers.stock import ask_world_size
 
 
 @pytest.fixture
@@ -51,4 +51,4 @@ def test_what_answers_otherwise_is_no_stock_server(
     server.on_get = behaviour
     with ServerSession(server.url) as session, pytest.raises(ServerFault) as caught:
         ask_world_size(session, Deadline(5.0))
-    assert is_foreign(caught.value) is foreign
+    assert caught.value.is_foreign is foreign
