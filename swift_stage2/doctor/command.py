@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.box import SIMPLE
@@ -84,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _ended_in_order() -> Iterator[None]:
     """SIGTERM and SIGHUP leave by way of every ``finally``, as Ctrl-C does, so that no folder is left behind."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
     heard = [

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -52,15 +52,15 @@ from swift_stage2.doctor.server_identity import (
     check_same_files,
     is_unproven,
 )
-from swift_stage2.errors import ServerFault
 from swift_stage2.process.main_memory import available_memory_bytes
 from swift_stage2.process.ports import is_here
 from swift_stage2.records import ServerReport
-from swift_stage2.servers import protocol, vllm_serve
+from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.protocol import ServerInfo
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.courier_process import process_courier
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.proof import give_up
 from swift_stage2.weights.snapshot import snapshot_bytes
 from swift_stage2.weights.sync_round import WeightSync
 
@@ -347,10 +347,8 @@ def check_round(
         outcome = sync.run(_VERSION, [server])
     finally:
         sync.close()  # a stock server keeps a communicator until it is told to let it go
-    if outcome.failed and not info.stock:
-        give_up = protocol.FinishRequest(outcome.round_id, commit=False).to_json()
-        with suppress(ServerFault):  # else it would hold the round open against the learner's first one
-            session.post(protocol.FINISH_ROUND, give_up, Deadline(_GIVE_UP_TIMEOUT_S))
+    if outcome.failed and not info.stock:  # else it would hold the round open against the learner's first one
+        give_up(session, outcome.round_id, Deadline(_GIVE_UP_TIMEOUT_S))
     return _describe(outcome.reports[server], info.stock)
 
 

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -36,9 +35,7 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             for tree in reversed(self._trees):  # the learner first: it may be talking to a server
                 self._end(tree)

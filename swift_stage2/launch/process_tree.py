@@ -14,9 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 import psutil
@@ -113,12 +113,14 @@ def end_descendants(patience_s: float, spare: Collection[int] = ()) -> list[int]
     """
     alive = _descendants(spare)
     for process in alive:
-        _signal(process, kill=False)
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
     psutil.wait_procs(alive, timeout=patience_s)
     deadline = time.monotonic() + _KILL_DEADLINE_S
     while (alive := _descendants(spare)) and time.monotonic() < deadline:
         for process in alive:
-            _signal(process, kill=True)
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         psutil.wait_procs(alive, timeout=0.5)
     return [process.pid for process in alive]
 
@@ -129,18 +131,9 @@ def _descendants(spare: Collection[int]) -> list[psutil.Process]:
         if child.pid in spare:
             continue
         found.append(child)
-        try:
+        with suppress(psutil.NoSuchProcess):
             found += child.children(recursive=True)
-        except psutil.NoSuchProcess:
-            continue
     return found
-
-
-def _signal(process: psutil.Process, *, kill: bool) -> None:
-    try:
-        process.kill() if kill else process.terminate()
-    except psutil.NoSuchProcess:
-        return
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -166,9 +159,7 @@ class StopSignals:
             self._previous[number] = signal.signal(number, self._record)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_wakeup)
@@ -181,7 +172,7 @@ class StopSignals:
         if self._read_end in ready:
             os.read(self._read_end, 4096)
 
-    def _record(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, _: object) -> None:
         if self.received is None:
             self.received = number
         else:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.live_state import LiveState, RunProgress
@@ -43,9 +42,7 @@ class RunView:
         self._notice = WaitNotice(self._say)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._panel is not None:
             self._panel.close()
         elif self._progress is not None and not self.is_verbose:

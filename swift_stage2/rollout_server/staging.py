@@ -91,7 +91,6 @@ class SharedStaging(StagingBuffers):
         del self._ends[num_buckets:]
 
     def close(self) -> None:
-        """As ``StagingBuffers.close``."""
         super().close()
         self._extents.clear()
         if self._fd >= 0:

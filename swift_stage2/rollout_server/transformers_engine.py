@@ -94,7 +94,6 @@ class TransformersRolloutEngine(Engine):
         return kind is not CacheKind.PREFIX or self._book.settle(timeout_s, given_up)
 
     def sum_arrived(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, str]:
-        """As ``Engine.sum_arrived``."""
         try:
             return checksums_by_name(weights)
         except RuntimeError as error:
@@ -102,7 +101,6 @@ class TransformersRolloutEngine(Engine):
 
     @property
     def is_copying(self) -> bool:
-        """As ``Engine.is_copying``."""
         return self._late_copy is not None and not self._late_copy.done()
 
     def install(

@@ -38,18 +38,12 @@ class CopyStream(Protocol):
 class CudaCopyStream:
     """A ``CopyStream`` of one GPU."""
 
-    @classmethod
-    def on(cls, device: torch.device | None) -> CudaCopyStream | None:
-        """One of that GPU, if there is one."""
-        return cls(device) if device is not None else None
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def copy(self, work: Callable[[], None]) -> None:
-        """As ``CopyStream.copy``."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             # Memory that a merge takes here belongs to this stream: when Python lets go of it, it is used again
@@ -60,18 +54,15 @@ class CudaCopyStream:
             self._copied.record(self._stream)
 
     def wait_before_write(self) -> None:
-        """As ``CopyStream.wait_before_write``."""
         torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def is_done(self) -> bool:
-        """As ``CopyStream.is_done``."""
         try:
             return bool(self._copied.query())  # type: ignore[no-untyped-call]
         except RuntimeError:
             return True  # ``wait`` says why
 
     def wait(self) -> None:
-        """As ``CopyStream.wait``."""
         self._copied.synchronize()
 
 
@@ -108,11 +99,9 @@ class CopiesBesideTraining:
             self._stream.wait()  # deadline: the round's watch
 
     def is_done(self) -> bool:
-        """As ``CopyStream.is_done``."""
         return self._stream is None or self._stream.is_done()
 
     def wait(self) -> None:
-        """As ``CopyStream.wait``."""
         if self._stream is not None:
             self._stream.wait()  # deadline: the round's watch
 

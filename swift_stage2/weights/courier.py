@@ -186,7 +186,6 @@ class ThreadCourier:
         self._turns = InstallTurns()
 
     def begin(self, order: RoundOrder, targets: Sequence[int], snapshot: Snapshot, bucket_bytes: int) -> None:
-        """As ``Courier.begin``."""
         self._end_pushes()  # what a failed begin has left
         self._pushes, self._given_up_with, self._given_up = {}, {}, threading.Event()
         buckets, self._turns = snapshot.buckets(bucket_bytes), InstallTurns()
@@ -215,19 +214,16 @@ class ThreadCourier:
             push.start()
 
     def let_install(self) -> None:
-        """As ``Courier.let_install``."""
         self._turns.give_leave()
 
     def revive(self) -> None:
-        """As ``Courier.revive``: no thread needs it."""
+        return  # no thread needs it
 
     def ends(self) -> Mapping[int, PushEnd]:
-        """As ``Courier.ends``."""
         ended = {server: _end_of(push) for server, push in self._pushes.items() if push.finished.is_set()}
         return ended | self._given_up_with
 
     def wait(self, timeout_s: float) -> bool:
-        """As ``Courier.wait``."""
         end = time.monotonic() + timeout_s
         return all(push.finished.wait(max(0.0, end - time.monotonic())) for push in self._pushes.values())
 
@@ -240,31 +236,29 @@ class ThreadCourier:
                 self._given_up_with[server] = PushEnd.failed(error)
 
     def confirm(self, round_id: str) -> None:
-        """As ``Courier.confirm``."""
         if self._disk is not None:
             self._disk.confirm(round_id)
 
     def distrust(self, servers: Iterable[int]) -> None:
-        """As ``Courier.distrust``."""
         self._distrusted.update(servers)
 
     def add(self, endpoint: ServerEndpoint, *, is_ours: bool) -> None:
-        """As ``Courier.add``."""
         self._endpoints = (*self._endpoints, endpoint)
         if is_ours:
             self._ours.add(endpoint.base_url)
 
     def is_lost(self, server: int) -> bool:
-        """As ``Courier.is_lost``."""
         kept = self._transports.get(server)
         return kept is not None and kept.is_lost()
 
+    def is_ours(self, server: int) -> bool:
+        """Whether it is known as a server of ours."""
+        return self._endpoints[server].base_url in self._ours
+
     def lost_servers(self) -> tuple[int, ...]:
-        """As ``Courier.lost_servers``."""
         return tuple(server for server, kept in list(self._transports.items()) if kept.is_lost())
 
     def close(self) -> None:
-        """As ``Courier.close``."""
         self._end_pushes()
         for transport in list(self._transports.values()):
             close_quietly(transport, Deadline(_CLOSE_TIMEOUT_S))

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from operator import methodcaller
 from queue import SimpleQueue
 
 import torch
@@ -25,18 +26,7 @@ from swift_stage2.config import RolloutConfig
 from swift_stage2.process.worker import describe_end, start_worker
 from swift_stage2.telemetry.trace import Trace
 from swift_stage2.weights.courier import PushEnd, longest_close_s
-from swift_stage2.weights.courier_worker import (
-    Added,
-    Confirmed,
-    CourierSetup,
-    Distrust,
-    Ended,
-    Errand,
-    Judgement,
-    LetInstall,
-    Lost,
-    Question,
-)
+from swift_stage2.weights.courier_worker import CourierSetup, Ended, Errand, Judgement, Lost, Question
 from swift_stage2.weights.proof import Canary, RoundOrder
 from swift_stage2.weights.snapshot import Snapshot
 from swift_stage2.weights.transport import ServerEndpoint, endpoints_of
@@ -105,7 +95,6 @@ class ProcessCourier:
         return self._worker.process.pid
 
     def begin(self, order: RoundOrder, targets: Sequence[int], snapshot: Snapshot, bucket_bytes: int) -> None:
-        """As ``Courier.begin``."""
         if self._worker.has_ended:  # first: its end must not become that of this round's pushes
             self._replace()
         self._worker.has_carried = True
@@ -118,8 +107,7 @@ class ProcessCourier:
         self._worker.send(Errand(plain, question, self._targets, snapshot.memory.where, bucket_bytes))
 
     def let_install(self) -> None:
-        """As ``Courier.let_install``."""
-        self._worker.send(LetInstall())
+        self._worker.send(methodcaller("let_install"))
 
     def revive(self) -> None:
         """As ``Courier.revive``. One that dies before it has carried anything is left to the next round."""
@@ -130,12 +118,10 @@ class ProcessCourier:
                 logger.warning("no process can be started to carry weights: %s", error)
 
     def ends(self) -> Mapping[int, PushEnd]:
-        """As ``Courier.ends``."""
         with self._changed:
             return dict(self._ends)
 
     def wait(self, timeout_s: float) -> bool:
-        """As ``Courier.wait``."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._ends) == len(self._targets), max(0.0, timeout_s))
 
@@ -145,12 +131,10 @@ class ProcessCourier:
         self._worker.end(0.0)
 
     def confirm(self, round_id: str) -> None:
-        """As ``Courier.confirm``."""
-        self._worker.send(Confirmed(round_id))
+        self._worker.send(methodcaller("confirm", round_id))
 
     def distrust(self, servers: Iterable[int]) -> None:
-        """As ``Courier.distrust``."""
-        self._worker.send(Distrust(tuple(servers)))
+        self._worker.send(methodcaller("distrust", tuple(servers)))
 
     def add(self, endpoint: ServerEndpoint, *, is_ours: bool) -> None:
         """As ``Courier.add``: the process that carries now is told, the next one begins with it."""
@@ -159,14 +143,13 @@ class ProcessCourier:
             self._ours.add(endpoint.base_url)
             setup = replace(setup, ours=setup.ours | {endpoint.base_url})
         self._setup = replace(setup, endpoints=(*setup.endpoints, endpoint))
-        self._worker.send(Added(endpoint, is_ours))
+        self._worker.send(methodcaller("add", endpoint, is_ours=is_ours))
 
     def is_lost(self, server: int) -> bool:
         """As ``Courier.is_lost``, as far as the process has found it out; it looks every second."""
         return server in self._lost
 
     def lost_servers(self) -> tuple[int, ...]:
-        """As ``Courier.lost_servers``."""
         return self._lost
 
     def close(self) -> None:

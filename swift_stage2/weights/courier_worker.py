@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from swift_stage2.process.worker import serve_rank
@@ -62,33 +63,6 @@ class Errand:
 
 
 @dataclass(frozen=True, slots=True)
-class Confirmed:
-    """All ranks have heard of a proof of that round."""
-
-    round_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class LetInstall:
-    """The errand's servers need not wait with their install any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Distrust:
-    """These servers may come back as other processes."""
-
-    servers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Added:
-    """One more server, behind the others."""
-
-    endpoint: ServerEndpoint
-    is_ours: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Question:
     """Asks the learner whether these tokens are its own answer to the canary."""
 
@@ -135,7 +109,6 @@ class CourierWorker:
         self._setup = setup
         self._changed = threading.Condition()  # also held to send
         self._looking = threading.Lock()  # for lost servers
-        self._ours = set(setup.ours)
         self._judgements: dict[int, bool] = {}
         self._num_questions = 0
         self._intervals: list[Interval] = []
@@ -147,7 +120,7 @@ class CourierWorker:
             setup.endpoints,
             self._make_transport,
             api_key=setup.api_key,
-            ours=self._ours,
+            ours=set(setup.ours),
             span=self._span if setup.is_traced else untraced,
             on_end=self._tell_end,
             disk=self._disk,
@@ -183,18 +156,12 @@ class CourierWorker:
                 raise ServerFault("the learner did not judge the canary's answer in the round's time")
             return self._judgements.pop(number)
 
-    def _take(self, message: Errand | Confirmed | LetInstall | Distrust | Added | Judgement) -> None:
+    def _take(self, message: Errand | Judgement | methodcaller) -> None:
+        """A ``methodcaller`` is a call of the courier that goes along as it is."""
         if isinstance(message, Errand):
             self._begin(message)
-        elif isinstance(message, Confirmed):
-            self._courier.confirm(message.round_id)
-        elif isinstance(message, LetInstall):
-            self._courier.let_install()
-        elif isinstance(message, Distrust):
-            self._courier.distrust(message.servers)
-        elif isinstance(message, Added):
-            self._setup = replace(self._setup, endpoints=(*self._setup.endpoints, message.endpoint))
-            self._courier.add(message.endpoint, is_ours=message.is_ours)
+        elif isinstance(message, methodcaller):
+            message(self._courier)
         else:
             with self._changed:
                 self._judgements[message.number] = message.agrees
@@ -228,9 +195,9 @@ class CourierWorker:
         assert self._order is not None
         if self._courier.wait(0.0):  # the last: before rank 0 believes proofs that are older than this one
             self._look_for_lost()
-        is_ours = self._setup.endpoints[server].base_url in self._ours
         with self._changed:
             intervals, self._intervals = tuple(self._intervals), []
+            is_ours = self._courier.is_ours(server)
             self._connection.send(Ended(self._order.round_id, server, end, is_ours, intervals))
 
     def _look_for_lost(self) -> None:

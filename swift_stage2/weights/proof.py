@@ -75,15 +75,13 @@ def prove_server(
     return "+".join(shown)
 
 
-def give_up(session: ServerSession, order: RoundOrder) -> None:
+def give_up(session: ServerSession, round_id: str, deadline: Deadline) -> None:
     """Ends the round at a server of ours at once; a server that does not hear of it ends it at the round's time."""
-    if order.deadline.expired:  # nothing answered in time, and the push must end in it
+    if deadline.expired:  # nothing answered in time, and the push must end in it
         return
-    wanted = protocol.FinishRequest(order.round_id, commit=False).to_json()
+    wanted = protocol.FinishRequest(round_id, commit=False).to_json()
     with suppress(ServerFault):
-        session.post(
-            protocol.FINISH_ROUND, wanted, Deadline(min(_GIVE_UP_TIMEOUT_S, order.deadline.remaining_s()))
-        )
+        session.post(protocol.FINISH_ROUND, wanted, Deadline(min(_GIVE_UP_TIMEOUT_S, deadline.remaining_s())))
 
 
 def _num_copies(session: ServerSession, order: RoundOrder, info: protocol.ServerInfo) -> int:

@@ -89,7 +89,7 @@ class ServerPush(threading.Thread):
                     self._transfer(session)
                 except ServerFault:
                     if session.round_id and not self._given_up.is_set():  # it began a round there
-                        give_up(session, self._order)
+                        give_up(session, self._order.round_id, self._order.deadline)
                     raise
             self.report = self._make_report(None)
         except ServerFault as error:

@@ -89,7 +89,7 @@ class StockTransport(WeightTransport):
         if self._communicator is None:
             raise ServerFault("the weight group is not open")
         communicator = self._communicator
-        on_device = self._to_device(flat)  # no part of what a lost server may break
+        on_device = self._on_device(flat)  # no part of what a lost server may break
         try:
             if self._device.type == "cpu":
                 communicator.broadcast(on_device, communicator.rank, timeout_s=deadline.remaining_s())
@@ -160,9 +160,9 @@ class StockTransport(WeightTransport):
         barrier = BackgroundCall(lambda: group.barrier(remaining_s), "the group's barrier")
         barrier.result_within(remaining_s)
 
-    def _to_device(self, flat: torch.Tensor) -> torch.Tensor:
+    def _on_device(self, flat: torch.Tensor) -> torch.Tensor:
         if self._device.type == "cpu":
-            return flat.to(self._device)
+            return flat
         with torch.cuda.stream(self._own_stream()):
             return flat.to(self._device)
 

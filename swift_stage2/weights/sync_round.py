@@ -84,7 +84,9 @@ class WeightSync:
         self._turn_s = least_s * _SHARE_FOR_TURN if rolling else 0.0
         self._memory = memory or SnapshotMemory()
         self._span = span
-        self._copies = CopiesBesideTraining(copy_stream or CudaCopyStream.on(export.gpu), self._hand_over)
+        if copy_stream is None and export.gpu is not None:
+            copy_stream = CudaCopyStream(export.gpu)
+        self._copies = CopiesBesideTraining(copy_stream, self._hand_over)
         self._distrusted: set[int] = set()  # since the round began
         self._heap = HeapTrim()
         self._snapshot: Snapshot | None = None

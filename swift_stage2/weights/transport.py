@@ -88,10 +88,12 @@ class WeightTransport(Protocol):
         return
 
     def is_lost(self) -> bool:
-        """Whether what is kept between rounds has lost the server; within a second or so, for any thread."""
-        ...
+        """Whether what is kept between rounds, by default nothing, has lost the server; in a second, on any thread."""
+        return False
 
-    def close(self, deadline: Deadline) -> None: ...
+    def close(self, deadline: Deadline) -> None:
+        """Ends what ``open`` began and ``finish`` has not."""
+        return
 
 
 WrapTransport = Callable[[WeightTransport], WeightTransport]
@@ -118,14 +120,10 @@ class StreamTransport(WeightTransport):
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         if self._stream is None:
             raise ServerFault("the weight stream is not open")
-        on_cpu = flat.cpu()  # no part of what a lost server may break
         try:
-            self._stream.send(on_cpu, deadline.remaining_s())
+            self._stream.send(flat, deadline.remaining_s())
         except OSError as error:
             raise ServerFault(f"the server was lost while weights were sent: {error}") from error
-
-    def is_lost(self) -> bool:
-        return False  # nothing is kept between rounds
 
     def close(self, deadline: Deadline) -> None:
         if self._stream is not None:
@@ -194,8 +192,3 @@ class DiskTransport(WeightTransport):
 
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
         """Nothing: the bytes are there already, in the learner's dtypes."""
-
-    def is_lost(self) -> bool:
-        return False  # nothing is kept between rounds
-
-    def close(self, deadline: Deadline) -> None: ...
