@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from swift_stage2.config import RestartConfig, RestartPolicy
@@ -39,26 +40,20 @@ class _State(Enum):
     GONE = auto()
 
 
+@dataclass(eq=False)
 class ManagedServer:
     """Call ``start``, ``refuse_foreigner`` until it answers, then ``watch`` in every turn of the launcher's loop."""
 
-    def __init__(
-        self,
-        planned: PlannedServer,
-        restart: RestartConfig,
-        start_timeout_s: float,
-        quiet_patience_s: float = QUIET_PATIENCE_S,
-    ) -> None:
-        self.planned = planned
-        self.trees: tuple[ProcessTree, ...] = ()
-        self._restart = restart
-        self._num_restarts = 0
-        self._start_timeout_s = start_timeout_s
-        self._quiet_patience_s = quiet_patience_s
-        self._quiet_by: float | None = None  # while it waits for its port
-        self._state = _State.UP
-        self._moment = 0.0  # when to start again, or by when it has to listen
-        self._next_look = 0.0
+    planned: PlannedServer
+    restart: RestartConfig
+    start_timeout_s: float
+    quiet_patience_s: float = QUIET_PATIENCE_S
+    trees: tuple[ProcessTree, ...] = field(default=(), init=False)
+    _num_restarts: int = field(default=0, init=False)
+    _quiet_by: float | None = field(default=None, init=False)  # while it waits for its port
+    _state: _State = field(default=_State.UP, init=False)
+    _moment: float = field(default=0.0, init=False)  # when to start again, or by when it has to listen
+    _next_look: float = field(default=0.0, init=False)
 
     @property
     def name(self) -> str:
@@ -86,16 +81,16 @@ class ManagedServer:
             return True
         now = time.monotonic()
         if self._quiet_by is None:
-            self._quiet_by = now + self._quiet_patience_s
+            self._quiet_by = now + self.quiet_patience_s
             job.say(
                 f"{self.name}: port {port} still has closed connections of an earlier server; waiting up to "
-                f"{self._quiet_patience_s:g} s, because ms-swift would take the next port"
+                f"{self.quiet_patience_s:g} s, because ms-swift would take the next port"
             )
         elif now >= self._quiet_by:
             self._quiet_by = None
             raise ServerUnavailable(
                 f"port {port} of {self.name} must be free of connections, got some after "
-                f"{self._quiet_patience_s:g} s; end what holds it (ss -tan 'sport = :{port}'), or change the port"
+                f"{self.quiet_patience_s:g} s; end what holds it (ss -tan 'sport = :{port}'), or change the port"
             )
         return False
 
@@ -151,14 +146,14 @@ class ManagedServer:
         self._plan_restart(job, text, status, now)
 
     def _plan_restart(self, job: Job, text: str, status: int, now: float) -> None:
-        delay_s = restart_delay_s(self._restart, status, self._num_restarts)
+        delay_s = restart_delay_s(self.restart, status, self._num_restarts)
         if delay_s is None:
             self._state = _State.GONE
-            is_wanted = status != 0 and self._restart.policy is RestartPolicy.NEVER
+            is_wanted = status != 0 and self.restart.policy is RestartPolicy.NEVER
             job.say(f"{text}{_START_IT * is_wanted}")
             return
         self._state, self._moment, self._num_restarts = _State.ENDING, now + delay_s, self._num_restarts + 1
-        number = f"restart {self._num_restarts} of {self._restart.max_restarts}"
+        number = f"restart {self._num_restarts} of {self.restart.max_restarts}"
         job.say(f"{text}; it is started again in {delay_s:g} s ({number})")
 
     def _start_again(self, job: Job, now: float) -> None:
@@ -183,7 +178,7 @@ class ManagedServer:
             self._state = _State.GONE
             job.say(f"{self.name} is not started again: {error}")
             return
-        self._state, self._moment = _State.COMING, now + self._start_timeout_s
+        self._state, self._moment = _State.COMING, now + self.start_timeout_s
         self.trees = tuple(job.start(command) for command in self.planned.restart_commands)
 
     def _look_whether_it_came(self, job: Job, now: float) -> None:
@@ -197,7 +192,7 @@ class ManagedServer:
         except ServerUnavailable as error:
             problem = str(error)
         if now >= self._moment:
-            problem = f"{self.name} must listen within start_timeout_s={self._start_timeout_s:g}"
+            problem = f"{self.name} must listen within start_timeout_s={self.start_timeout_s:g}"
         if problem:
             for tree in self.trees:
                 tree.ask_to_end()

@@ -46,13 +46,7 @@ class TransformersRolloutEngine(Engine):
     name = "transformers"
     can_resume = True
 
-    def __init__(
-        self,
-        load: Callable[[], SwiftGenerator],
-        *,
-        model: str,
-        max_batch_size: int = 64,
-    ) -> None:
+    def __init__(self, load: Callable[[], SwiftGenerator], *, model: str, max_batch_size: int = 64) -> None:
         super().__init__(model)
         self._load = load
         self._queue: BatchQueue[GenerationJob] = BatchQueue(max_batch_size=max_batch_size)

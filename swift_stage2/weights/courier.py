@@ -214,7 +214,7 @@ class ThreadCourier:
             push.start()
 
     def let_install(self) -> None:
-        self._turns.give_leave()
+        self._turns.has_leave.set()
 
     def revive(self) -> None:
         return  # no thread needs it
@@ -279,7 +279,7 @@ class ThreadCourier:
     def _end_pushes(self) -> None:
         """They send nothing more, and wait no more with an install."""
         self._given_up.set()
-        self._turns.give_leave()
+        self._turns.has_leave.set()
 
 
 def _end_of(push: ServerPush) -> PushEnd:

@@ -204,15 +204,7 @@ class InstallTurns:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._has_leave = threading.Event()
-
-    def give_leave(self) -> None:
-        """Who waits for it goes on, and nobody waits any more."""
-        self._has_leave.set()
-
-    def wait_for_leave(self, timeout_s: float) -> None:
-        """Waits for ``give_leave``; goes on without after ``timeout_s``."""
-        self._has_leave.wait(timeout_s)
+        self.has_leave = threading.Event()
 
     @contextmanager
     def take(self, timeout_s: float) -> Iterator[None]:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import KW_ONLY, dataclass
 
 from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import ServerReport
@@ -32,6 +33,7 @@ _SHARE_FOR_TURN = 0.5  # of what is left of the calls' time
 MakeTransport = Callable[[protocol.ServerInfo], WeightTransport]
 
 
+@dataclass(eq=False, repr=False)
 class ServerPush(threading.Thread):
     """Brings one server to one version. Once ``finished`` is set ``report`` or ``learner_fault`` is there.
 
@@ -40,39 +42,24 @@ class ServerPush(threading.Thread):
     with the name of every phase. ``on_end`` is called last, on this thread.
     """
 
-    def __init__(
-        self,
-        server: int,
-        endpoint: ServerEndpoint,
-        order: RoundOrder,
-        buckets: Sequence[WeightBucket],
-        transports: MutableMapping[int, WeightTransport],
-        make_transport: MakeTransport,
-        *,
-        turns: InstallTurns,
-        api_key: str | None,
-        given_up: threading.Event,
-        distrusted: bool,
-        ours: set[str],
-        span: EnterSpan = untraced,
-        on_end: Callable[[ServerPush], None] = lambda push: None,
-    ) -> None:
-        super().__init__(name=f"push to {endpoint.base_url}", daemon=True)
-        self.server = server
-        self.base_url = endpoint.base_url
-        self._endpoint = endpoint
-        self._order = order
-        self._buckets = buckets
-        self._transports = transports
-        self._transport = transports.get(server)
-        self._make_transport = make_transport
-        self._turns = turns
-        self._api_key = api_key
-        self._on_end = on_end
-        self._given_up = given_up
-        self._distrusted = distrusted
-        self._ours = ours
-        self._span = span
+    server: int
+    endpoint: ServerEndpoint
+    order: RoundOrder
+    buckets: Sequence[WeightBucket]
+    transports: MutableMapping[int, WeightTransport]
+    make_transport: MakeTransport
+    _: KW_ONLY
+    turns: InstallTurns
+    api_key: str | None
+    given_up: threading.Event
+    distrusted: bool
+    ours: set[str]
+    span: EnterSpan = untraced
+    on_end: Callable[[ServerPush], None] = lambda push: None
+
+    def __post_init__(self) -> None:
+        super().__init__(name=f"push to {self.endpoint.base_url}", daemon=True)
+        self._transport = self.transports.get(self.server)
         self._seconds: dict[str, float] = {}
         self._num_bytes = 0
         self._proof = self._carried_by = ""
@@ -83,13 +70,13 @@ class ServerPush(threading.Thread):
 
     def run(self) -> None:
         try:
-            base_url = self._endpoint.base_url
-            with ServerSession(base_url, self._api_key, must_be_ours=base_url in self._ours) as session:
+            base_url = self.endpoint.base_url
+            with ServerSession(base_url, self.api_key, must_be_ours=base_url in self.ours) as session:
                 try:
                     self._transfer(session)
                 except ServerFault:
-                    if session.round_id and not self._given_up.is_set():  # it began a round there
-                        give_up(session, self._order.round_id, self._order.deadline)
+                    if session.round_id and not self.given_up.is_set():  # it began a round there
+                        give_up(session, self.order.round_id, self.order.deadline)
                     raise
             self.report = self._make_report(None)
         except ServerFault as error:
@@ -100,17 +87,17 @@ class ServerPush(threading.Thread):
             self.learner_fault = describe_fault("the push of the learner's weights", error)
         finally:
             self.finished.set()
-            self._on_end(self)
+            self.on_end(self)
 
     def _transfer(self, session: ServerSession) -> None:
-        order = self._order
-        if self._distrusted:
+        order = self.order
+        if self.distrusted:
             self._drop_transport()
         with self._phase("begin"):
             info = session.info(order.deadline)
             self._incarnation = info.incarnation
             if not info.stock:
-                self._ours.add(session.base_url)
+                self.ours.add(session.base_url)
             dtypes = {spec.name: spec.dtype for spec in info.manifest}
             sums_of = None
             if not info.stock:
@@ -119,25 +106,25 @@ class ServerPush(threading.Thread):
                 # Ordered: it answers once nothing runs any more that a lost caller has asked.
                 self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
                 sums_of = ask_sums_incarnation(session, order.deadline)
-                if self.server not in self._transports:
+                if self.server not in self.transports:
                     self._compare_names(session)
                     shown = "can show every tensor's checksum" if sums_of else "shows no checksums"
                     logger.info("%s is a stock server and %s", session.base_url, shown)
         with self._phase("connect"):
-            if self.server not in self._transports:
-                self._transports[self.server] = self._make_transport(info)
-            transport = self._transport = self._transports[self.server]
-            self._carried_by = transport.open(session, self._endpoint, order.deadline)
+            if self.server not in self.transports:
+                self.transports[self.server] = self.make_transport(info)
+            transport = self._transport = self.transports[self.server]
+            self._carried_by = transport.open(session, self.endpoint, order.deadline)
         sent = self._send_buckets(session, transport, dtypes)
         if order.hold is not None:
             with self._phase("hold"):
-                self._turns.wait_for_leave(order.hold.remaining_s())
+                self.turns.has_leave.wait(order.hold.remaining_s())
         with ExitStack() as turn:
             if order.turn_s:
                 with self._phase("turn"):
                     # The install needs time as well, also behind a long transfer or hold.
                     turn_s = min(order.turn_s, order.deadline.remaining_s() * _SHARE_FOR_TURN)
-                    turn.enter_context(self._turns.take(turn_s))
+                    turn.enter_context(self.turns.take(turn_s))
             self._install(session, info, transport, sent, sums_of)
 
     def _install(
@@ -148,7 +135,7 @@ class ServerPush(threading.Thread):
         sent: dict[str, str],
         sums_of: str | None,
     ) -> None:
-        order = self._order
+        order = self.order
         with self._phase("acknowledge"):
             transport.finish(session, order, sent)
             if info.chat_model is None:
@@ -162,8 +149,8 @@ class ServerPush(threading.Thread):
             self._incarnation = order.round_id  # the round's name becomes that of the process
 
     def _acknowledge(self, session: ServerSession, *, is_stock: bool) -> None:
-        install = {} if is_stock else protocol.InstallRequest(self._order.on_pending).to_json()
-        session.post(protocol.PROCESS_WEIGHTS, install, self._order.deadline)
+        install = {} if is_stock else protocol.InstallRequest(self.order.on_pending).to_json()
+        session.post(protocol.PROCESS_WEIGHTS, install, self.order.deadline)
         # The prefix cache last: vLLM's engine returns nothing from the other two, so that a stock server
         # reports False for them also when they worked; they are ordered before the one that can tell.
         for path in (protocol.RESET_ENCODER_CACHE, protocol.RESET_MM_CACHE):
@@ -172,7 +159,7 @@ class ServerPush(threading.Thread):
 
     def _begin(self, session: ServerSession, manifest: tuple[protocol.TensorSpec, ...]) -> None:
         """Opens the round; a server that still ends what an abandoned caller asked is asked again."""
-        order = self._order
+        order = self.order
         timeout_s = order.deadline.remaining_s()
         request = protocol.RoundRequest(
             order.round_id, order.run_id, order.version, manifest, timeout_s, staged=order.staged
@@ -192,7 +179,7 @@ class ServerPush(threading.Thread):
     def _compare_names(self, session: ServerSession) -> None:
         """Once per connection. Decides nothing: the fusing known here is not that of every model."""
         try:
-            keys = ask_state_keys(session, self._order.deadline)
+            keys = ask_state_keys(session, self.order.deadline)
         except ServerFault as fault:
             if fault.is_foreign:  # it does not tell; the canary still shows what it took
                 return
@@ -205,7 +192,7 @@ class ServerPush(threading.Thread):
                 protocol.STATE_KEYS,
             )
             return
-        names = differing_names((spec.name for spec in self._order.manifest), keys)
+        names = differing_names((spec.name for spec in self.order.manifest), keys)
         if keys and names:
             logger.warning(
                 "%s must hold the learner's parameters, got %d names of %d that differ, %s for one; if its canary "
@@ -223,11 +210,11 @@ class ServerPush(threading.Thread):
         """Sends the snapshot in the server's dtypes; returns the checksums of all tensors."""
         sent: dict[str, str] = {}
         memory = CastMemory()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             with self._phase("pack"):
                 packed = bucket.pack(dtypes, memory)
             with self._phase("push"):
-                deadline = self._order.deadline
+                deadline = self.order.deadline
                 with transport.announce(session, packed, self._num_bytes, deadline) as parts:
                     for part in parts:
                         transport.send(part, deadline)
@@ -236,7 +223,7 @@ class ServerPush(threading.Thread):
         return sent
 
     def _reset_cache(self, session: ServerSession, path: str, *, must_succeed: bool = True) -> None:
-        if not reset_cache(session, path, self._order.deadline) and must_succeed:
+        if not reset_cache(session, path, self.order.deadline) and must_succeed:
             raise ServerFault(
                 f"{session.base_url}{path} reports status: False: an earlier command failed; read its log"
             )
@@ -247,21 +234,21 @@ class ServerPush(threading.Thread):
         self._require_wanted()
         started = time.perf_counter()
         try:
-            with self._span(name):
+            with self.span(name):
                 yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _require_wanted(self) -> None:
-        if self._given_up.is_set():
-            raise ServerFault(f"{self.base_url}: the round was given up before it was proven")
+        if self.given_up.is_set():
+            raise ServerFault(f"{self.endpoint.base_url}: the round was given up before it was proven")
 
     def _drop_transport(self) -> None:
         """Not that of a later round, which is in its place if this push was given up."""
         transport = self._transport
-        if transport is not None and self._transports.get(self.server) is transport:
-            del self._transports[self.server]
-            close_quietly(transport, self._order.deadline)
+        if transport is not None and self.transports.get(self.server) is transport:
+            del self.transports[self.server]
+            close_quietly(transport, self.order.deadline)
 
     def _make_report(self, error: str | None) -> ServerReport:
         return ServerReport(
