@@ -24,11 +24,10 @@ import torch
 from benchmarks.attacks.run import AttackResult, Tries, server_process
 from benchmarks.servers import BenchServer, BenchServers, ServerKind
 from swift_stage2.errors import ServerFault
-from swift_stage2.rollout_server.weight_receiver import num_bytes
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.stream import WeightStream, connect_stream
-from swift_stage2.weights.tensors import checksum_tensor
+from swift_stage2.weights.tensors import checksum_tensor, num_bytes
 
 _HOST = "127.0.0.1"
 _LONGEST_S = 30.0

@@ -98,7 +98,6 @@ def _ended_in_order() -> Iterator[None]:
 
 
 def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch: Path) -> None:
-    """All checks in order."""
     loaded = check_configuration(exam, path)
     if not loaded.passed:
         for name in ("model and data", "servers"):

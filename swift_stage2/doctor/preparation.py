@@ -109,7 +109,6 @@ class LearnerPreparation(SwiftSft):  # type: ignore[misc]
         )  # as accelerate does
 
     def canary(self, module: nn.Module, encoder: Encoder, sample: Sample) -> Canary:
-        """The question of a sync round."""
         half_precision = self.args.torch_dtype in HALF_PRECISION_DTYPES
         return EngineCanary(module, self.template, encoder, sample, half_precision=half_precision)
 

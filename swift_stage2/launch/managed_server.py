@@ -57,7 +57,6 @@ class ManagedServer:
 
     @property
     def name(self) -> str:
-        """Name for people."""
         return self.planned.command.name
 
     @property
@@ -239,7 +238,6 @@ class ReadinessProbe:
 
     @property
     def answered(self) -> bool:
-        """True once the server has answered."""
         return self._answered.is_set()
 
     def close(self) -> None:

@@ -65,12 +65,10 @@ class PlannedServer:
 
     @property
     def commands(self) -> tuple[Command, ...]:
-        """Commands to start, in order."""
         return (self.command,) if self.merger is None else (self.command, self.merger)
 
     @property
     def devices(self) -> list[str]:
-        """The devices that the server sees."""
         return devices_of(self.command)
 
     @property

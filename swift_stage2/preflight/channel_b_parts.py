@@ -155,18 +155,13 @@ def _preprocessor(config: Stage2Config, encoder: Encoder, task: Task, trace: Tra
 
 def check_packing(parts: CheckedParts, packed_loss: PackedLoss, control: ControlGroup) -> None:
     """Packed segments do not see each other: found by running the model on the same batches on every rank."""
-    spellings = control.gather(str(parts.task.spelling))
-    if len(set(spellings)) > 1:
-        raise DatasetError(
-            f"every rank must read answers written in one way, got answers={spellings} by rank; give all nodes "
-            "the same files"
-        )
-    lengths = control.gather(str(parts.isolation.lengths))
-    if len(set(lengths)) > 1:
-        raise DatasetError(
-            f"every rank must be able to read the same rows, got samples of lengths {lengths} by rank; give all "
-            "nodes the same files"
-        )
+    for rule, mine in (
+        ("read answers written in one way, got answers=", parts.task.spelling),
+        ("be able to read the same rows, got samples of lengths ", parts.isolation.lengths),
+    ):
+        by_rank = control.gather(str(mine))
+        if len(set(by_rank)) > 1:
+            raise DatasetError(f"every rank must {rule}{by_rank} by rank; give all nodes the same files")
     together(control, lambda: check_isolation(parts.isolation, packed_loss))
 
 

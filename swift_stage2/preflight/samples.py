@@ -153,7 +153,6 @@ class Excess:
     place: str
 
     def merged(self, other: Excess) -> Excess:
-        """Of both parts of the rows."""
         larger = max((self, other), key=lambda part: part.longest)
         return Excess(self.limit, self.num_rows + other.num_rows, larger.longest, larger.place)
 
@@ -172,7 +171,6 @@ class RowLengths:
     """Tokens; 0 of no rows."""
 
     def merged(self, other: RowLengths) -> RowLengths:
-        """Of both parts of the rows."""
         return RowLengths(
             self.num_rows + other.num_rows,
             self.segments.merged(other.segments),
@@ -215,12 +213,10 @@ class RowLengths:
         return found
 
     def to_note(self) -> str:
-        """For another rank."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_note(cls, note: str) -> RowLengths:
-        """The reverse of ``to_note``."""
         data = json.loads(note)
         return cls(**data | {name: Excess(**data[name]) for name in ("segments", "answers")})
 

@@ -155,7 +155,6 @@ def check_arguments(config: Stage2Config) -> None:
 
 
 def main(config_path: str) -> int:
-    """Checks one configuration file."""
     try:
         check_arguments(load_config(config_path))
     except UserError as error:

@@ -90,8 +90,7 @@ def parse_command(argv: Sequence[str] | None) -> ServerCommand:
 
 
 def serve(command: ServerCommand) -> int:
-    """Runs what the command line asked for. Exit status: 0 after SIGTERM or Ctrl-C, 2 if the model could not be
-    loaded, 1 if it broke.
+    """Runs what the command line asked for; returns as ``main``.
 
     It ends this process instead of returning: no thread that still waits for something may hold it up.
 

@@ -21,7 +21,6 @@ _DISCONNECT_POLL_S = 0.25
 
 
 def named_round(request: Request) -> str | None:
-    """The round that a call names."""
     return request.headers.get(protocol.ROUND_HEADER)
 
 

@@ -195,7 +195,6 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
         return True
 
     def shut_down(self, timeout_s: float) -> None:
-        """Ends vLLM's processes."""
         self.engine.shutdown(timeout=timeout_s)
 
 

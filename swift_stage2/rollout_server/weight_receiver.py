@@ -6,7 +6,6 @@ A thread of its own waits for the learner, then fills one buffer per announced b
 from __future__ import annotations
 
 import errno
-import math
 import socket
 import threading
 import time
@@ -21,7 +20,7 @@ from swift_stage2.rollout_server.staging import StagingBuffers, typed_view
 from swift_stage2.servers.protocol import RefusalReason, TensorSpec
 from swift_stage2.servers.wire_record import optional_integer
 from swift_stage2.weights.stream import WeightListener, WeightStream
-from swift_stage2.weights.tensors import all_finite
+from swift_stage2.weights.tensors import all_finite, num_bytes, torch_dtype
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
@@ -257,19 +256,6 @@ def describe(
     tensors = {name: view for bucket, flat in buckets for name, view in bucket.views(flat).items()}
     non_finite = tuple(name for name, tensor in tensors.items() if not all_finite(tensor))
     return ReceivedWeights(tensors, non_finite, snapshot)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of that name. Raises ProtocolError when there is none."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ProtocolError(f"dtype must be the name of a torch dtype, got dtype={name!r}")
-    return dtype
-
-
-def num_bytes(spec: TensorSpec) -> int:
-    """Bytes that a tensor of that shape and dtype takes."""
-    return torch_dtype(spec.dtype).itemsize * math.prod(spec.shape)
 
 
 def compare_manifests(own: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> None:

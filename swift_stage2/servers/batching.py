@@ -76,7 +76,6 @@ class BatchQueue(Generic[JobT]):
 
     @property
     def num_tasks(self) -> int:
-        """Tasks that wait."""
         with self._changed:
             return sum(isinstance(item, ExclusiveTask) for item in self._waiting)
 
@@ -96,8 +95,8 @@ class BatchQueue(Generic[JobT]):
             self._num_expected -= 1
             self._changed.notify_all()
 
-    def put(self, job: JobT, *, expected: bool = False) -> None:
-        """Appends a job. Raises EngineUnavailable once the queue is closed."""
+    def put(self, job: JobT | ExclusiveTask, *, expected: bool = False) -> None:
+        """Appends a job or a task. Raises EngineUnavailable once the queue is closed."""
         with self._changed:
             self._num_expected -= expected
             self._refuse_if_closed()
@@ -107,10 +106,7 @@ class BatchQueue(Generic[JobT]):
     def put_task(self, call: Callable[[], Any]) -> ExclusiveTask:
         """Appends a task. Raises EngineUnavailable once the queue is closed."""
         task = ExclusiveTask(call)
-        with self._changed:
-            self._refuse_if_closed()
-            self._waiting.append(task)
-            self._changed.notify_all()
+        self.put(task)
         return task
 
     def remove(self, job: JobT) -> bool:
@@ -155,10 +151,8 @@ class BatchQueue(Generic[JobT]):
         """Ends ``take`` and returns what nobody will run. Later puts raise."""
         with self._changed:
             self._closed = True
-            left = list(self._waiting)
-            self._waiting.clear()
             self._changed.notify_all()
-            return left
+            return self.clear()
 
     def _gather(self) -> None:
         end = time.monotonic() + self._max_gather_s

@@ -67,7 +67,6 @@ class SuspectProbe:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its thread runs."""
         return self._thread.is_alive()
 
     def watch(self, base_urls: Sequence[str]) -> None:

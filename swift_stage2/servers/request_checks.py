@@ -86,7 +86,6 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def read_limits(options: argparse.Namespace) -> RequestLimits:
-    """The limits that the command line asked for."""
     return RequestLimits(**{limit.name: getattr(options, limit.name) for limit in _OPTIONS})
 
 

@@ -35,7 +35,6 @@ class Deadline:
 
     @property
     def expired(self) -> bool:
-        """Whether the moment has passed."""
         return self._clock() >= self._end
 
 

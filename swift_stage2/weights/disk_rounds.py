@@ -175,9 +175,7 @@ class DiskRounds:
             round_.is_proven |= proven
             is_over = round_.num_running == 0 and not (round_.is_proven and self._keep)
         if is_over:
-            with self._held(_PATIENCE_S) as is_held:
-                if is_held and not (self._keep and is_proven(round_.path)):  # else the next round removes it
-                    _remove(round_.path)
+            self._discard(round_)
 
     def confirm(self, round_id: str) -> None:
         """All ranks have heard of a proof: from now on its weights are a version of the run. Waits for no disk."""
@@ -196,9 +194,12 @@ class DiskRounds:
             self._keeper.join(_PATIENCE_S)
         round_, self._round = self._round, None
         if round_ is not None and round_.path.name != self._confirmed:
-            with self._held(_PATIENCE_S) as is_held:
-                if is_held and not (self._keep and is_proven(round_.path)):
-                    _remove(round_.path)
+            self._discard(round_)
+
+    def _discard(self, round_: RoundOnDisk) -> None:
+        with self._held(_PATIENCE_S) as is_held:
+            if is_held and not (self._keep and is_proven(round_.path)):  # else the next round removes it
+                _remove(round_.path)
 
     def _keep_version(self, round_: RoundOnDisk) -> None:
         with self._held(_PATIENCE_S) as is_held:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,17 +14,12 @@ import torch
 from swift_stage2.errors import WeightSyncError
 from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.snapshot_memory import SnapshotMemory
-from swift_stage2.weights.tensors import all_finite, checksum_tensors, describe_flat
+from swift_stage2.weights.tensors import all_finite, checksum_tensors, describe_flat, num_bytes
 
 
 def snapshot_bytes(manifest: Iterable[TensorSpec]) -> int:
     """Main memory that a snapshot of these tensors takes."""
-    return sum(map(_spec_bytes, manifest))
-
-
-def _spec_bytes(spec: TensorSpec) -> int:
-    itemsize: int = getattr(torch, spec.dtype).itemsize
-    return itemsize * math.prod(spec.shape)
+    return sum(map(num_bytes, manifest))
 
 
 logger = logging.getLogger(__name__)
@@ -46,7 +40,7 @@ class Snapshot:
         """
         # By item size: one behind the other without a gap, each begins where a view of its dtype may.
         by_size = sorted(manifest, key=lambda spec: -getattr(torch, spec.dtype).itemsize)
-        sizes = [_spec_bytes(spec) for spec in by_size]
+        sizes = [num_bytes(spec) for spec in by_size]
         self.memory = memory or SnapshotMemory()
         self._flat = self.memory.allocate(sum(sizes), {spec.name: spec.dtype for spec in manifest})
         if pinned:
@@ -58,7 +52,6 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory."""
         return self._flat.numel()
 
     def put(self, tensors: Iterable[tuple[str, torch.Tensor]], *, non_blocking: bool = False) -> None:

@@ -6,6 +6,7 @@ never a defence against an adversary.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from swift_stage2.errors import ServerFault
+from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.servers.protocol import TensorSpec
 
 _WORD_BYTES = 4
@@ -134,6 +135,19 @@ def _sums_on_host(words: torch.Tensor, start: int) -> tuple[int, int]:
     return int(by_row.sum()) + int(rest.sum()), sum(map(int, weighted))
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of that name. Raises ProtocolError when there is none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ProtocolError(f"dtype must be the name of a torch dtype, got dtype={name!r}")
+    return dtype
+
+
+def num_bytes(spec: TensorSpec) -> int:
+    """Bytes that a tensor of that shape and dtype takes."""
+    return torch_dtype(spec.dtype).itemsize * math.prod(spec.shape)
+
+
 def all_finite(tensor: torch.Tensor) -> bool:
     """Whether no element is NaN or infinite; true of integers. A sum shows it, unless the sum itself overflows."""
     if not tensor.is_floating_point():
@@ -192,11 +206,8 @@ def agreed_manifest(own: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> 
 @lru_cache(maxsize=64)
 def _can_become(own: str, wanted: str) -> bool:
     """Whether a tensor of the learner's dtype can be cast to what a server calls its own."""
-    dtype = getattr(torch, wanted, None)
-    if not isinstance(dtype, torch.dtype):
-        return False
     try:
-        torch.empty(1, dtype=getattr(torch, own)).to(dtype)
-    except RuntimeError:
+        torch.empty(1, dtype=torch_dtype(own)).to(torch_dtype(wanted))
+    except (ProtocolError, RuntimeError):
         return False
     return True

@@ -26,10 +26,10 @@ from swift_stage2.cli import main
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.routes import RolloutService, create_app
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
-from swift_stage2.rollout_server.weight_receiver import num_bytes
 from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.servers.http_app import HttpServer, bind, warn_when_open
 from swift_stage2.servers.protocol import TensorSpec
+from swift_stage2.weights.tensors import num_bytes
 
 KEY = "a key of this test"
 START_TIMEOUT_S = 240.0

@@ -16,10 +16,10 @@ from rounds_on_disk import SPECS, prove, weights
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.disk_weights import DiskWeights
 from swift_stage2.rollout_server.staging import SharedStaging, StagingBuffers, open_staged
-from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry, ReceivedWeights, num_bytes
+from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry, ReceivedWeights
 from swift_stage2.servers.protocol import RoundRequest, TensorSpec
 from swift_stage2.weights.disk_rounds import DiskRounds
-from swift_stage2.weights.tensors import checksum_tensor
+from swift_stage2.weights.tensors import checksum_tensor, num_bytes
 
 NOBODY_LEAVES = threading.Event()
 
