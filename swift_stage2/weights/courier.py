@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -152,32 +152,24 @@ def disk_rounds(directory: str | None, keep: int) -> DiskRounds | None:
     return None if directory is None else DiskRounds(Path(directory), keep)
 
 
+@dataclass(eq=False)
 class ThreadCourier:
     """Pushes on daemon threads of this process: a push that hangs cannot be ended, and is left behind."""
 
-    def __init__(
-        self,
-        endpoints: Sequence[ServerEndpoint],
-        make_transport: Callable[[protocol.ServerInfo], WeightTransport],
-        *,
-        api_key: str | None = None,
-        ours: set[str] | None = None,
-        span: EnterSpan = untraced,
-        on_end: Callable[[int, PushEnd], None] = lambda server, end: None,
-        disk: DiskRounds | None = None,
-    ) -> None:
-        """``ours`` are base URLs of servers that must not answer as stock ones do; rounds add to them.
+    endpoints: Sequence[ServerEndpoint]
+    make_transport: Callable[[protocol.ServerInfo], WeightTransport]
+    _: KW_ONLY
+    api_key: str | None = None
+    ours: set[str] = field(default_factory=set)
+    """Base URLs of servers that must not answer as stock ones do; rounds add to them."""
+    span: EnterSpan = untraced
+    """Entered with the name of every phase, on the thread that goes through it."""
+    on_end: Callable[[int, PushEnd], None] = lambda server, end: None
+    """Hears of every push that ends, on its thread."""
+    disk: DiskRounds | None = None
+    """Told of every round, for the transports that use it."""
 
-        ``span`` is entered with the name of every phase, on the thread that goes through it. ``on_end`` hears of every
-        push that ends, on its thread. ``disk`` is told of every round, for the transports that use it.
-        """
-        self._endpoints = tuple(endpoints)
-        self._make_transport = make_transport
-        self._api_key = api_key
-        self._ours = set() if ours is None else ours
-        self._span = span
-        self._on_end = on_end
-        self._disk = disk
+    def __post_init__(self) -> None:
         self._transports: dict[int, WeightTransport] = {}
         self._distrusted: set[int] = set()
         self._pushes: dict[int, ServerPush] = {}
@@ -189,21 +181,21 @@ class ThreadCourier:
         self._end_pushes()  # what a failed begin has left
         self._pushes, self._given_up_with, self._given_up = {}, {}, threading.Event()
         buckets, self._turns = snapshot.buckets(bucket_bytes), InstallTurns()
-        on_disk = self._disk.begin(order, buckets, len(targets)) if self._disk is not None else None
+        on_disk = self.disk.begin(order, buckets, len(targets)) if self.disk is not None else None
         pushes = {
             server: ServerPush(
                 server,
-                self._endpoints[server],
+                self.endpoints[server],
                 order,
                 buckets,
                 self._transports,
-                self._make_transport,
+                self.make_transport,
                 turns=self._turns,
-                api_key=self._api_key,
+                api_key=self.api_key,
                 given_up=self._given_up,
                 distrusted=server in self._distrusted,
-                ours=self._ours,
-                span=self._span,
+                ours=self.ours,
+                span=self.span,
                 on_end=partial(self._tell_end, on_disk),
             )
             for server in targets
@@ -236,16 +228,16 @@ class ThreadCourier:
                 self._given_up_with[server] = PushEnd.failed(error)
 
     def confirm(self, round_id: str) -> None:
-        if self._disk is not None:
-            self._disk.confirm(round_id)
+        if self.disk is not None:
+            self.disk.confirm(round_id)
 
     def distrust(self, servers: Iterable[int]) -> None:
         self._distrusted.update(servers)
 
     def add(self, endpoint: ServerEndpoint, *, is_ours: bool) -> None:
-        self._endpoints = (*self._endpoints, endpoint)
+        self.endpoints = (*self.endpoints, endpoint)
         if is_ours:
-            self._ours.add(endpoint.base_url)
+            self.ours.add(endpoint.base_url)
 
     def is_lost(self, server: int) -> bool:
         kept = self._transports.get(server)
@@ -253,7 +245,7 @@ class ThreadCourier:
 
     def is_ours(self, server: int) -> bool:
         """Whether it is known as a server of ours."""
-        return self._endpoints[server].base_url in self._ours
+        return self.endpoints[server].base_url in self.ours
 
     def lost_servers(self) -> tuple[int, ...]:
         return tuple(server for server, kept in list(self._transports.items()) if kept.is_lost())
@@ -266,15 +258,15 @@ class ThreadCourier:
         self.wait(
             _LAST_CALL_S
         )  # a thread that the interpreter's end meets inside of torch aborts the process
-        if self._disk is not None:
-            self._disk.close()
+        if self.disk is not None:
+            self.disk.close()
 
     def _tell_end(self, on_disk: RoundOnDisk | None, push: ServerPush) -> None:
         """On the push's thread."""
         end = _end_of(push)
-        self._on_end(push.server, end)
-        if self._disk is not None and on_disk is not None:
-            self._disk.push_ended(on_disk, proven=end.report is not None and end.report.proven)
+        self.on_end(push.server, end)
+        if self.disk is not None and on_disk is not None:
+            self.disk.push_ended(on_disk, proven=end.report is not None and end.report.proven)
 
     def _end_pushes(self) -> None:
         """They send nothing more, and wait no more with an install."""

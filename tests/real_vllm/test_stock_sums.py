@@ -128,7 +128,7 @@ def test_a_tensor_that_the_loader_drops_is_named(learner: Learner, fault: Path, 
 
 
 def test_one_element_that_flips_on_the_way_is_named(learner: Learner) -> None:
-    learner.courier._make_transport = lambda info: _FlipsOneElement(torch.device("cpu"))
+    learner.courier.make_transport = lambda info: _FlipsOneElement(torch.device("cpu"))
     assert f"arrived checksum of {FIRST} differs" in error_of(learner.round())
 
 

@@ -160,7 +160,7 @@ def test_the_canary_does_not_see_what_changes_no_answer(stock: ServerProcess) ->
     learner = Learner(stock)
     assert learner.round().proven == (0,)
     before = learner.servers_answer()
-    learner.courier._make_transport = lambda info: _FlipsOneElement(_CPU)
+    learner.courier.make_transport = lambda info: _FlipsOneElement(_CPU)
     learner.sync.distrust([0])
     outcome = learner.round()
     learner.sync.close()

@@ -225,7 +225,7 @@ def test_a_push_cut_in_the_middle_leaves_the_old_weights_serving(
     before = learner.round()
     old = server.infer([learner.canary.request], max_tokens=12)
     train_a_little(learner.module)
-    learner.courier._make_transport = lambda info: _DyingTransport()
+    learner.courier.make_transport = lambda info: _DyingTransport()
     cut = learner.round()
     assert cut.failed == (0,)
     given_up = server.post(rollout_protocol.FINISH_ROUND, {"round_id": cut.round_id, "commit": False})
@@ -233,7 +233,7 @@ def test_a_push_cut_in_the_middle_leaves_the_old_weights_serving(
     again = server.infer([learner.canary.request], max_tokens=12)
     assert [c.token_ids for c in again] == [c.token_ids for c in old]
     assert again[0].weight_version == before.version
-    learner.courier._make_transport = lambda info: StreamTransport()
+    learner.courier.make_transport = lambda info: StreamTransport()
     assert learner.round().proven == (0,)  # and the next round repairs everything
 
 
@@ -335,8 +335,8 @@ def test_workers_load_what_the_server_has_read_from_a_directory(
     server: RunningServer, learner: Learner, weights_root: Path
 ) -> None:
     disk = DiskRounds(weights_root, keep=1)
-    learner.courier._disk = disk
-    learner.courier._make_transport = lambda info: DiskTransport(disk, info)
+    learner.courier.disk = disk
+    learner.courier.make_transport = lambda info: DiskTransport(disk, info)
     outcome = learner.round()
     assert outcome.proven == (0,), outcome.reports[0].error
     assert (outcome.reports[0].transport, outcome.reports[0].proof) == ("disk", "checksums+canary")

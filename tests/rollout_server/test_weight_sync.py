@@ -166,7 +166,7 @@ def test_the_reason_why_memory_was_not_mapped_stands_beside_the_way_that_was_tak
         memory.where = replace(memory.where, path="/proc/999999999/fd/3")  # as it is read on another host
         return transport_for(info, device=torch.device("cpu"), api_key=None, memory=memory)
 
-    learner.courier._make_transport = make_transport
+    learner.courier.make_transport = make_transport
     (report,) = sync.run(next(server.versions), [0]).reports.values()
     sync.close()
     assert report.proven, report.error
@@ -220,7 +220,7 @@ def test_another_model_is_refused_before_any_downtime(server: RunningServer, lea
 
 
 def test_a_dead_server_is_its_own_fault_and_noticed_at_once(server: RunningServer, learner: Learner) -> None:
-    learner.courier._endpoints = (ServerEndpoint(f"http://127.0.0.1:{free_port()}", free_port()),)
+    learner.courier.endpoints = (ServerEndpoint(f"http://127.0.0.1:{free_port()}", free_port()),)
     outcome = learner.round()
     assert outcome.failed == (0,)
     assert outcome.learner_fault is None
@@ -250,7 +250,7 @@ def test_a_push_that_hangs_costs_its_server_the_round_and_the_next_one_is_proven
         outcome = learner.round()
         assert (outcome.failed, outcome.learner_fault) == ((0,), None)
         assert outcome.reports[0].error == "the server did not take and prove the weights within 4 s"
-        learner.courier._make_transport = lambda info: StreamTransport()
+        learner.courier.make_transport = lambda info: StreamTransport()
         learner.sync._timeout_s = 60.0
         outcome = learner.round()
         assert outcome.proven == (0,), outcome.reports[0].error
@@ -279,10 +279,10 @@ def test_a_push_cut_in_the_middle_leaves_the_old_weights_serving(
     before = learner.round()
     (old,) = server.infer([learner.canary.request], max_tokens=12)
     _train_a_little(learner.module)
-    learner.courier._make_transport = lambda info: _DyingTransport()
+    learner.courier.make_transport = lambda info: _DyingTransport()
     outcome = learner.round()
     assert outcome.failed == (0,)
-    learner.courier._make_transport = lambda info: StreamTransport()
+    learner.courier.make_transport = lambda info: StreamTransport()
     with ServerSession(server.base_url) as session:
         assert session.info(Deadline(5)).weight_version == before.version
     assert old.weight_version == before.version

@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,19 +119,21 @@ def test_a_server_that_was_ours_and_answers_404_once_is_suspect_and_the_run_goes
 class NoMemory(torch.Tensor):
     """The error of a copy to another device there."""
 
-    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+    def to(self, *_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
-    to = cpu  # type: ignore[assignment]
 
-
-def test_a_copy_that_the_learner_cannot_make_is_not_the_servers_fault() -> None:
-    flat = torch.zeros(4, dtype=torch.uint8).as_subclass(NoMemory)
-    ours, stock = StreamTransport(), StockTransport(CPU)
-    ours._stream = stock._communicator = object()  # type: ignore[assignment]
-    for transport in (ours, stock):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            transport.send(flat, Deadline(5.0))  # type: ignore[attr-defined]
+def test_a_copy_that_the_learner_cannot_make_is_not_the_servers_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    flat, transport = (
+        torch.zeros(4, dtype=torch.uint8).as_subclass(NoMemory),
+        StockTransport(torch.device("cuda")),
+    )
+    transport._communicator, transport._stream = object(), object()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        transport.send(flat, Deadline(5.0))
 
 
 def kept(port: str) -> tuple[StockTransport, TCPStore]:
