@@ -39,7 +39,6 @@ _SHARE_FOR_TURN = 0.5  # of what a server has for its install, which then takes 
 _LAST_ROUND_S = 10.0  # for a round that has not ended when training has
 _LEAST_WAIT_S = 1.0  # for pushes that have ended, or are about to
 _LOOK_S = 0.1  # for a first proof, in a round that is waited for
-_MIB = 1 << 20
 
 
 class WeightSync:
@@ -77,7 +76,7 @@ class WeightSync:
         self._run_id = run_id
         self._timeout_s = timeout_s
         self._straggler_s = timeout_s if straggler_s is None else straggler_s
-        self._bucket_bytes = bucket_mib * _MIB
+        self._bucket_bytes = bucket_mib << 20
         self._proof = proof
         self._on_pending = on_pending
         least_s = min(self._straggler_s, timeout_s * _SHARE_FOR_CALLS)
@@ -146,8 +145,7 @@ class WeightSync:
         """
         if self._control.rank > 0:
             return
-        kept = self._kept
-        if kept is None or kept.round_id != round_id:
+        if (kept := self._kept) is None or kept.round_id != round_id:
             raise RuntimeError(
                 f"only weights that are kept and proven can be brought, got round_id={round_id}"
             )
