@@ -574,7 +574,7 @@ def probe_finds_a_loss() -> dict[str, Any]:
         opens.append(b.fence.is_open)
         proven.append(list(b.client.proven))
         if step == 1 and RANK == 0:
-            b.probe._find_lost = lambda: (0,)
+            b.probe.find_lost = lambda: (0,)
             b.probe._look_for_lost()
     return {"open": opens, "proven": proven, "distrusted": distrusted, "targets": b.rounds.targets(4)}
 

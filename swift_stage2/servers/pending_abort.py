@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from swift_stage2.errors import ServerFault
 from swift_stage2.process.background import BackgroundFailures
@@ -20,25 +21,19 @@ logger = logging.getLogger(__name__)
 _DEADLINE_S = 5.0
 
 
+@dataclass(eq=False, kw_only=True)
 class PendingAbort:
     """One ask at a time; on other ranks than 0, or when not ``enabled``, it does nothing."""
 
-    def __init__(
-        self,
-        *,
-        enabled: bool,
-        rank: int,
-        api_key: str | None,
-        run_id: str,
-        ours: Container[str] = (),
-        failures: BackgroundFailures | None = None,
-    ) -> None:
-        """``ours`` are servers that must not answer as stock ones do; ``failures`` takes what goes wrong here."""
-        self._ours = ours
-        self._failures = failures or BackgroundFailures()
-        self._active = enabled and rank == 0
-        self._api_key = api_key
-        self._run_id = run_id
+    enabled: bool
+    rank: int
+    api_key: str | None
+    run_id: str
+    ours: Container[str] = ()  # servers that must not answer as stock ones do
+    failures: BackgroundFailures = field(default_factory=BackgroundFailures)  # takes what goes wrong here
+
+    def __post_init__(self) -> None:
+        self._active = self.enabled and self.rank == 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pending-abort")
         self._asking: Future[None] | None = None
         self._cannot_abort: set[str] = set()  # of the thread alone
@@ -61,10 +56,10 @@ class PendingAbort:
         try:
             self._ask_all(base_urls, version)
         except Exception as error:  # top of the thread: nobody looks at its future
-            self._failures.note("pending-abort", error)
+            self.failures.note("pending-abort", error)
 
     def _ask_all(self, base_urls: Sequence[str], version: int) -> None:
-        body = protocol.AbortRequest(self._run_id, version).to_json()
+        body = protocol.AbortRequest(self.run_id, version).to_json()
         for base_url in base_urls:
             if not self._active:
                 return
@@ -72,7 +67,7 @@ class PendingAbort:
                 continue
             deadline = Deadline(_DEADLINE_S)
             try:
-                with ServerSession(base_url, self._api_key, must_be_ours=base_url in self._ours) as session:
+                with ServerSession(base_url, self.api_key, must_be_ours=base_url in self.ours) as session:
                     if not session.info(deadline).can_abort:
                         self._cannot_abort.add(base_url)
                         logger.info("%s cannot abort; a pending round waits for its rollouts", base_url)

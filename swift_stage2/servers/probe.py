@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
 from swift_stage2.errors import ServerFault
@@ -22,6 +23,7 @@ _STOP_TIMEOUT_S = 5.0
 _LOCK_TIMEOUT_S = 2 * _DEADLINE_S
 
 
+@dataclass(eq=False, kw_only=True)
 class SuspectProbe:
     """Polls the watched servers every ``interval_s`` seconds. On other ranks than 0 it does nothing.
 
@@ -31,24 +33,15 @@ class SuspectProbe:
     goes wrong on the thread is noted in ``failures``, and the next look is taken all the same.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        api_key: str | None,
-        interval_s: float = 1.0,
-        find_lost: Callable[[], Sequence[int]] = tuple,
-        on_lost: Callable[[int], None] = lambda server: None,
-        ours: Container[str] = (),
-        failures: BackgroundFailures | None = None,
-    ) -> None:
-        self._active = rank == 0
-        self._api_key = api_key
-        self._interval_s = interval_s
-        self._find_lost = find_lost
-        self._on_lost = on_lost
-        self._ours = ours
-        self._failures = failures or BackgroundFailures()
+    rank: int
+    api_key: str | None
+    interval_s: float = 1.0
+    find_lost: Callable[[], Sequence[int]] = tuple
+    on_lost: Callable[[int], None] = lambda server: None
+    ours: Container[str] = ()
+    failures: BackgroundFailures = field(default_factory=BackgroundFailures)
+
+    def __post_init__(self) -> None:
         self._changed = threading.Condition()
         self._watched: tuple[str, ...] = ()
         self._answering: frozenset[str] = frozenset()
@@ -62,7 +55,7 @@ class SuspectProbe:
 
     def start(self) -> None:
         """Starts the thread on rank 0."""
-        if self._active:
+        if self.rank == 0:
             self._thread.start()
 
     @property
@@ -120,7 +113,7 @@ class SuspectProbe:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait(self._interval_s)
+                self._changed.wait(self.interval_s)
                 if self._stopped:
                     return
                 waiting = [url for url in self._watched if url not in self._answering]
@@ -129,7 +122,7 @@ class SuspectProbe:
                 try:
                     look()
                 except Exception as error:  # top of the thread: no other suspect is left out for it
-                    self._failures.note(self._thread.name, error)
+                    self.failures.note(self._thread.name, error)
 
     @contextmanager
     def _turn(self) -> Iterator[int | None]:
@@ -156,20 +149,20 @@ class SuspectProbe:
         with self._turn() as turn:
             if turn is None:
                 return
-            found = frozenset(self._find_lost())
+            found = frozenset(self.find_lost())
             with self._changed:
                 news = found - self._lost if turn == self._num_cut else frozenset()
                 self._lost = self._lost | news
             for server in sorted(news):
                 try:
-                    self._on_lost(server)
+                    self.on_lost(server)
                 except RuntimeError as error:  # the others are told of all the same
-                    self._failures.note(self._thread.name, error)
+                    self.failures.note(self._thread.name, error)
 
     def _answers(self, url: str, turn: int) -> bool:
         deadline = Deadline(_DEADLINE_S)
         try:
-            with ServerSession(url, self._api_key, must_be_ours=url in self._ours) as session:
+            with ServerSession(url, self.api_key, must_be_ours=url in self.ours) as session:
                 with self._changed:
                     if turn != self._num_cut:
                         return False

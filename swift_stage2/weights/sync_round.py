@@ -76,7 +76,7 @@ class WeightSync:
         self._run_id = run_id
         self._timeout_s = timeout_s
         self._straggler_s = timeout_s if straggler_s is None else straggler_s
-        self._bucket_bytes = bucket_mib << 20
+        self._bucket_bytes = bucket_mib * 2**20
         self._proof = proof
         self._on_pending = on_pending
         least_s = min(self._straggler_s, timeout_s * _SHARE_FOR_CALLS)

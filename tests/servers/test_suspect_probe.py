@@ -268,7 +268,7 @@ def test_nothing_is_looked_for_while_a_round_runs(
 
     with paused(probe):
         monkeypatch.setattr(probe, "_look_for_lost", counted)
-        monkeypatch.setattr(probe, "_find_lost", lambda: (0,))
+        monkeypatch.setattr(probe, "find_lost", lambda: (0,))
         _wait_until(lambda: len(turned_away) >= 3)
         assert probe.lost() == frozenset()
     _wait_until(lambda: probe.lost() == {0})
