@@ -24,6 +24,7 @@ from benchmarks.estimates import Spread, exponent_words, pair_ratios, verdict
 from benchmarks.results import ResultTable, grouped, publish, say
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.collectives import GlooControlGroup, join_job, leave_job
+from swift_stage2.records import Pack
 from swift_stage2.scheduling.feasibility_gate import RankFacts, decide, vector_length
 from swift_stage2.scheduling.outlook import ProductionPace
 from swift_stage2.scheduling.step_plan import Channel
@@ -165,25 +166,20 @@ def _exponent(cells: Sequence[PlanCell], size: str, kind: str, otherwise: str) -
 # --- one rank ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class NumberedPack:
-    version: int
-    number: int
-
-
 class PlannedSteps:
     """The learner's way from a queue to packs, step by step: reserve, agree with all ranks, hand over."""
 
     def __init__(self, control: GlooControlGroup, queue_limit: int) -> None:
         self._control = control
         self._limit = queue_limit
-        self._queue: ReadyQueue[NumberedPack] = ReadyQueue(queue_limit, _WINDOW)
+        self._queue = ReadyQueue(queue_limit, _WINDOW)
         self._numbers = count()
 
     def fill(self) -> None:
         """Packs up to the limit, as a pipeline that is ahead leaves them."""
-        while self._queue.statistics().depth < self._limit:
-            self._queue.offer(NumberedPack(_VERSION, next(self._numbers)), current_version=_VERSION)
+        while self._queue.depth < self._limit:
+            pack = Pack(str(next(self._numbers)), _VERSION, {}, (), 0, 0, 0)
+            self._queue.offer(pack, current_version=_VERSION)
 
     def plan(self) -> tuple[float, float]:
         """Seconds of one step's plan, and of all of it but the all-reduce.

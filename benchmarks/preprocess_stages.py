@@ -155,7 +155,7 @@ class StageBench:
     def _segment(self, subject: Subject, target: Target) -> Segment:
         prompt = self._encoder.encode_prompt(subject.sample)
         closed = [(target, self._task.closing_weight)]
-        return self._encoder.encode_segment(subject.rollout, prompt, closed, sample_id="bench")
+        return self._encoder.encode_segment(subject.rollout, prompt, closed)
 
     def _pack(self, segments: list[Segment]) -> Mapping[str, Any]:
         chosen = decide_pack([segment.num_tokens for segment in segments], _PACKING_LENGTH, 0.0, True)

@@ -51,7 +51,7 @@ from swift_stage2.preflight.packing_isolation import PackedLoss, empty_rollout
 from swift_stage2.preflight.servers import FoundServers, wait_for_servers
 from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.process.watches import ProgressWatch, Standing
-from swift_stage2.records import Pack, Sample
+from swift_stage2.records import Sample
 from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory.surroundings import surroundings
 from swift_stage2.scheduling.pacing import Pacer
@@ -96,7 +96,7 @@ def start_run(
     wrap_transport: WrapTransport | None = None,
     validation_rows: Rows | None = None,
     show_pictures: ShowPictures | None = None,
-    make_queue: Callable[..., ReadyQueue[Pack]] = ReadyQueue,
+    make_queue: Callable[..., ReadyQueue] = ReadyQueue,
     make_pipeline: Callable[..., Pipeline] = Pipeline,
 ) -> Stage2Run:
     """Builds one rank's run; nothing runs in the background yet.
@@ -153,22 +153,22 @@ def start_run(
                 _build_channel_b,
                 config,
                 parts,
-                module,
-                control,
-                telemetry,
-                run_id,
-                seed,
-                make_canary,
-                packs_per_step,
-                wrap_transport,
-                make_queue,
-                make_pipeline,
-                validation_rows,
-                show_pictures,
-                total_steps,
-                servers,
-                failures,
-                run_directory,
+                module=module,
+                control=control,
+                telemetry=telemetry,
+                run_id=run_id,
+                seed=seed,
+                make_canary=make_canary,
+                packs_per_step=packs_per_step,
+                wrap_transport=wrap_transport,
+                make_queue=make_queue,
+                make_pipeline=make_pipeline,
+                validation_rows=validation_rows,
+                show_pictures=show_pictures,
+                total_steps=total_steps,
+                servers=servers,
+                failures=failures,
+                run_directory=run_directory,
             )
             channel_b = together(control, build)
         on_failure.pop_all()
@@ -211,6 +211,7 @@ def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: Channe
 def _build_channel_b(
     config: Stage2Config,
     parts: CheckedParts,
+    *,
     module: nn.Module,
     control: ControlGroup,
     telemetry: Telemetry,
@@ -219,7 +220,7 @@ def _build_channel_b(
     make_canary: MakeCanary,
     packs_per_step: int,
     wrap_transport: WrapTransport | None,
-    make_queue: Callable[..., ReadyQueue[Pack]],
+    make_queue: Callable[..., ReadyQueue],
     make_pipeline: Callable[..., Pipeline],
     validation_rows: Rows | None,
     show_pictures: ShowPictures | None,
@@ -349,7 +350,6 @@ def _build_channel_b(
         pipeline=pipeline,
         fence=fence,
         clock=clock,
-        pacer=pacer,
         guard=guard,
         rounds=RoundSchedule(
             len(base_urls),

@@ -77,11 +77,7 @@ COLUMNS: dict[str, Column] = {}
 
 
 def register_column(column: Column) -> Column:
-    """Lets a task name it.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
+    """Lets a task name it. Raises ConfigError: the name is taken."""
     return register(COLUMNS, "column", column.name)(column)
 
 
@@ -97,7 +93,6 @@ BEHAVIOUR = register_column(Column(name="behaviour", filler=math.nan))
 
 
 def served() -> tuple[Column, ...]:
-    """The columns that servers give."""
     return tuple(column for column in COLUMNS.values() if column.option)
 
 

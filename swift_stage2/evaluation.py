@@ -151,12 +151,12 @@ class RankEvaluation:
             self._client.submit(samples, requests, progress.terms)
         return len(samples)
 
-    def take(self, outcome: BatchOutcome) -> bool:
-        """Takes the outcome of some that were asked; False when nothing came of it."""
+    def take(self, outcome: BatchOutcome) -> None:
+        """Takes the outcome of some that were asked."""
         with self._lock:
             progress = self._progress
         if progress is None or outcome.terms is not progress.terms:
-            return False  # of one that has ended
+            return  # of one that has ended
         failed = {sample.key.position: reason for sample, reason in outcome.quarantined}
         numbers = [rollout.sample.key.position for rollout in outcome.rollouts]
         numbers += [sample.key.position for sample in outcome.returned]
@@ -167,7 +167,7 @@ class RankEvaluation:
             if {span.version for span in rollout.spans} == {progress.terms.only_version}
         ]
         self._judge(asked_for, found, failed)
-        return self._take(
+        self._take(
             progress,
             [*numbers, *failed.keys() - set(numbers)],
             found,
@@ -217,7 +217,7 @@ class RankEvaluation:
         failed: dict[int, str],
         *,
         was_asked: bool,
-    ) -> bool:
+    ) -> None:
         """Counts some, unless their evaluation has ended meanwhile."""
         for number in numbers:
             if number not in found and number not in failed:
@@ -227,7 +227,7 @@ class RankEvaluation:
         lines = [self._line(number, found.get(number)) for number in (*found, *failed)]
         with self._lock:
             if progress is not self._progress:
-                return bool(found)
+                return
             progress.num_out -= len(numbers)
             progress.lines += lines
             for number in numbers:
@@ -239,7 +239,6 @@ class RankEvaluation:
             progress.counts = replace(progress.counts, num_failed=num_failed)
         for number, message in sorted(failed.items()):
             self._events.given_up(self._keys[number].index, message)
-        return bool(found or failed)
 
     def _line(self, number: int, answer: tuple[Rollout, Judged] | None = None) -> str:
         index = self._keys[number].index
@@ -251,42 +250,24 @@ class RankEvaluation:
         return as_line(recorded_row(index, row, truth, answer, draws=index in self._pictured))
 
 
+@dataclass(eq=False, repr=False)
 class PinnedEvaluation:
     """One rank's evaluations, as the learner drives them."""
 
-    def __init__(
-        self,
-        schedule: EvaluationSchedule,
-        part: RankEvaluation,
-        *,
-        control: ControlGroup,
-        record: Callable[[EvaluationRecord], None],
-        record_scores: Callable[[Scored], None] | None = None,
-        keeper: EvaluationKeeper | None = None,
-    ) -> None:
-        """``keeper`` gets all ranks' rows on rank 0; all ranks have one, or none."""
-        self.part = part
-        self.schedule = schedule
-        self._control = control
-        self._record = record
-        self._record_scores = record_scores
-        self._keeper = keeper
-        self.ended: list[EvaluationRecord] = []
-        """In this process."""
+    schedule: EvaluationSchedule
+    part: RankEvaluation
+    control: ControlGroup
+    record: Callable[[EvaluationRecord], None]
+    record_scores: Callable[[Scored], None] | None = None
+    keeper: EvaluationKeeper | None = None
+    """Gets all ranks' rows on rank 0; all ranks have one, or none."""
+    ended: list[EvaluationRecord] = field(default_factory=list)
+    """In this process."""
 
     @property
     def wanted(self) -> bool:
         """Whether this rank is not finished with what runs: its fact in the step's vector."""
         return self.schedule.running is not None and not self.part.is_finished
-
-    @property
-    def unfinished(self) -> int | None:
-        """For a checkpoint: the step at which what has not ended fell due."""
-        return self.schedule.unfinished
-
-    def resume(self, unfinished: int | None) -> None:
-        """Begins again what had not ended when a checkpoint was written."""
-        self.schedule.resume(unfinished)
 
     def holds_round(self, step: int) -> bool:
         """True if the evaluation holds the round that is due or in transfer. When its time is over it stops asking."""
@@ -298,8 +279,8 @@ class PinnedEvaluation:
         self, step: int, outcome: GateOutcome, *, version: int, has_server: bool, pending: bool
     ) -> None:
         """Ends what has to end at ``step``, or begins what is due. ``pending``: a round is, or is in transfer."""
-        if self._keeper is not None:
-            self._tell(self._keeper.finished())
+        if self.keeper is not None:
+            self._tell(self.keeper.finished())
         self.schedule.observe_version(version)
         self._ask_no_more_if_cut()
         reason = self.schedule.reason_to_end(
@@ -322,13 +303,13 @@ class PinnedEvaluation:
 
     def close(self) -> None:
         """Tells the scores that are still to come. May be called again."""
-        if self._keeper is not None:
-            self._tell(self._keeper.close())
+        if self.keeper is not None:
+            self._tell(self.keeper.close())
 
     def _tell(self, scored: Iterator[Scored]) -> None:
         for each in scored:
-            if self._record_scores is not None:
-                self._record_scores(each)
+            if self.record_scores is not None:
+                self.record_scores(each)
 
     def _ask_no_more_if_cut(self) -> None:
         if self.schedule.is_cut:
@@ -336,16 +317,16 @@ class PinnedEvaluation:
 
     def _end(self, step: int, reason: EvaluationEnd) -> None:
         mine = self.part.end()
-        counts = mine.decode(self._control.reduce_sum(mine.encode()))
+        counts = mine.decode(self.control.reduce_sum(mine.encode()))
         end = EvaluationEnd.COMPLETE if counts.is_whole else reason
         # The run that resumes asks an evaluation again that a stop has ended.
         ended = self.schedule.end(again=end is EvaluationEnd.TRAINING_ENDS)
-        if self._keeper is not None:
-            parts = self._control.gather(self.part.lines)
-            if self._control.rank == 0:
-                self._keeper.take(ended, parts)
+        if self.keeper is not None:
+            parts = self.control.gather(self.part.lines)
+            if self.control.rank == 0:
+                self.keeper.take(ended, parts)
         self.ended.append(EvaluationRecord(ended, step, end, counts))
-        self._record(self.ended[-1])
+        self.record(self.ended[-1])
 
 
 def make_evaluation(

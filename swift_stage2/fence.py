@@ -37,7 +37,6 @@ class InferFence:
 
     @property
     def version(self) -> int:
-        """The version that the next ticket will carry."""
         return self._version
 
     @property
@@ -48,7 +47,6 @@ class InferFence:
 
     @property
     def in_flight(self) -> int:
-        """How many tickets are held."""
         with self._condition:
             return self._num_tickets
 

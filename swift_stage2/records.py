@@ -56,11 +56,6 @@ class Sample:
     row: Mapping[str, Any]  # as the data set gives it; never changed
     truth: Any = None  # as the task read it
 
-    @property
-    def image_paths(self) -> tuple[str | None, ...]:
-        """Absolute paths of its images; None for one that has no file of its own."""
-        return image_paths(self.row)
-
 
 @dataclass(frozen=True, slots=True)
 class RowOrigin:
@@ -77,8 +72,6 @@ class RowOrigin:
 
 
 class QuarantineReason(StrEnum):
-    """Why a sample is given up."""
-
     SAMPLE = "bad_sample"
     PROMPT = "prompt_mismatch"
     ROLLOUT = "poisonous_request"
@@ -139,8 +132,6 @@ class BatchOutcome:
     timed_out: tuple[Sample, ...] = ()
     """Those of ``returned`` that were asked alone and did not answer in time: perhaps too slow for ever."""
     quarantined: tuple[tuple[Sample, str], ...] = ()  # poisonous requests, each with its reason
-    suspects: Mapping[str, str] = field(default_factory=dict)  # base URL → reason, since the last outcome
-    abandoned: Mapping[str, int] = field(default_factory=dict)  # base URL → POSTs that their deadline ended
     failures: tuple[PostFailure, ...] = ()
     num_posts: int = 0
     seconds: float = 0.0  # at their place, waits for tickets included
@@ -223,12 +214,10 @@ class Segment:
     """One encoded sample, ready to be packed: what the template's collator takes of each of its sequences."""
 
     key: SampleKey
-    sample_id: str
     version: int
     encodings: tuple[Mapping[str, Any], ...]
     num_tokens: int
     num_supervised_tokens: int
-    num_rollout_tokens: int
     quality: MatchQuality
     num_left_out: int = 0  # sequences that did not fit into a pack beside the first
 
@@ -246,11 +235,6 @@ class Pack:
     capacity_tokens: int
     quality: tuple[MatchQuality, ...] = ()
     versions: tuple[int, ...] = ()  # of the segments, one per key
-
-    @property
-    def fill_ratio(self) -> float:
-        """Share of ``packing_length`` that carries tokens."""
-        return self.num_tokens / self.capacity_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +325,6 @@ class EvaluationCounts:
         return self.num_answered + self.num_failed == self.num_wanted
 
     def with_answer(self, target: Target) -> EvaluationCounts:
-        """One more sample is answered."""
         quality = target.quality
         return replace(
             self,

@@ -9,6 +9,7 @@ import logging
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -46,64 +47,53 @@ class Decider(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class Stage2Run:
-    """One rank's running stage 2: what the trainer talks to."""
+    learner: Decider
+    telemetry: Telemetry
+    control: ControlGroup
+    channel_b: ChannelB | None
+    logging_steps: int
+    start_record: Callable[[], None]
+    start_ledger: Callable[..., None]
+    watch: ProgressWatch
+    saves_checkpoints: bool = True
 
-    def __init__(
-        self,
-        learner: Decider,
-        telemetry: Telemetry,
-        control: ControlGroup,
-        channel_b: ChannelB | None,
-        logging_steps: int,
-        start_record: Callable[[], None],
-        start_ledger: Callable[..., None],
-        watch: ProgressWatch,
-        saves_checkpoints: bool = True,
-    ) -> None:
-        self.saves_checkpoints = saves_checkpoints
-        self.learner = learner
-        self.telemetry = telemetry
-        self._control = control
-        self._channel_b = channel_b
-        self._logging_steps = max(1, logging_steps)
-        self._start_record = start_record
-        self._start_ledger = start_ledger
-        self._watch = watch
+    def __post_init__(self) -> None:
         self._resumed_save_id: str | None = None
         self._switch_interval_before: float | None = None
 
     @property
     def evaluations(self) -> Sequence[EvaluationRecord]:
         """The evaluations on the servers that have ended in this process, equal on every rank."""
-        evaluation = self._channel_b.evaluation if self._channel_b is not None else None
+        evaluation = self.channel_b.evaluation if self.channel_b is not None else None
         return evaluation.ended if evaluation is not None else ()
 
     def tell_evaluations(self) -> None:
         """Tells what is still to come of evaluations that have ended: scores and pictures, within 30 s of each."""
-        if self._channel_b is not None and self._channel_b.evaluation is not None:
-            self._channel_b.evaluation.close()
+        if self.channel_b is not None and self.channel_b.evaluation is not None:
+            self.channel_b.evaluation.close()
 
     def start(self) -> None:
         """Starts the background threads; from here on the main thread counts as busy unless it says otherwise."""
         self.telemetry.clock.switch(Activity.BUSY)
-        self._start_record()
-        if self._channel_b is not None:
+        self.start_record()
+        if self.channel_b is not None:
             self._share_the_interpreter()
-            self._start_ledger(save_id=self._resumed_save_id, state=self._channel_b.source.state_dict())
+            self.start_ledger(save_id=self._resumed_save_id, state=self.channel_b.source.state_dict())
         self.learner.start()
-        self._watch.start()
+        self.watch.start()
 
     def end_step(self, step: int, epoch: float | None, losses: Sequence[float]) -> None:
         """Called on all ranks after optimizer step number ``step`` (from 1), with what each micro_step's loss was."""
         self.learner.end_step(step - 1, [loss.hex() for loss in losses])
-        if step % self._logging_steps == 0:
-            self.telemetry.merge_and_write(step, self._control.reduce_sum, epoch=epoch)
+        if step % max(1, self.logging_steps) == 0:
+            self.telemetry.merge_and_write(step, self.control.reduce_sum, epoch=epoch)
 
     def end_epoch(self, epoch: float | None, num_read: int, num_batches: int) -> None:
         """Tells how much of an epoch's batches channel A trained; B steps read none of them."""
         self.telemetry.audit.write("epoch", epoch=epoch, a_batches=num_read, num_batches=num_batches)
-        if self._control.rank == 0:
+        if self.control.rank == 0:
             logger.info("epoch %.2f: channel A trained %d of %d batches", epoch or 0, num_read, num_batches)
 
     def checkpoint(self, step: int) -> dict[str, Any]:
@@ -111,7 +101,7 @@ class Stage2Run:
 
         The ledger is on disk before the checkpoint can be.
         """
-        save_id = str(self._control.broadcast(uuid.uuid4().hex))
+        save_id = str(self.control.broadcast(uuid.uuid4().hex))
         learner = self.learner.checkpoint(step=step, save_id=save_id)
         self.telemetry.ledger.flush_to_disk()
         return {"save_id": save_id, "learner": learner, "telemetry": self.telemetry.state_dict()}
@@ -123,7 +113,7 @@ class Stage2Run:
             UserError: a rank cannot read its part or continue from it, or the parts are of different checkpoints.
         """
         state = self.together(read)
-        save_ids = self._control.gather(state["save_id"])
+        save_ids = self.control.gather(state["save_id"])
         if len(set(save_ids)) > 1:
             raise ConfigError(
                 "all ranks resume from parts of one checkpoint, got parts of different ones: "
@@ -142,34 +132,34 @@ class Stage2Run:
     def _continue_from(self, state: Mapping[str, Any]) -> None:
         self._resumed_save_id = state["save_id"]
         self.telemetry.load_state_dict(state["telemetry"])
-        if self._channel_b is not None and state["learner"]:
-            _check_spelling(state["learner"].get("answer_spelling"), self._channel_b.answer_spelling)
-            self._channel_b.source.load_state_dict(state["learner"]["source"])
-            self._tell_objective(state["learner"].get("objective"), self._channel_b.objective)
-            while self._channel_b.clock.current < state["learner"]["version"]:
-                self._channel_b.clock.advance()
+        if self.channel_b is not None and state["learner"]:
+            _check_spelling(state["learner"].get("answer_spelling"), self.channel_b.answer_spelling)
+            self.channel_b.source.load_state_dict(state["learner"]["source"])
+            self._tell_objective(state["learner"].get("objective"), self.channel_b.objective)
+            while self.channel_b.clock.current < state["learner"]["version"]:
+                self.channel_b.clock.advance()
             for server in map(AddedServer.from_json, state["learner"].get("added_servers", ())):
                 if (
-                    server.address.base_url not in self._channel_b.base_urls
+                    server.address.base_url not in self.channel_b.base_urls
                 ):  # by now the configuration may name it
-                    self._channel_b.add(server)
-            if self._channel_b.evaluation is not None:
-                self._channel_b.evaluation.resume(state["learner"].get("unfinished_evaluation"))
+                    self.channel_b.add(server)
+            if self.channel_b.evaluation is not None:
+                self.channel_b.evaluation.schedule.resume(state["learner"].get("unfinished_evaluation"))
 
     def _tell_objective(self, before: str | None, now: str) -> None:
         """Two objectives that the stream allows are both fine: no pack is kept. An earlier checkpoint does not tell."""
-        if before not in (None, now) and self._control.rank == 0:
+        if before not in (None, now) and self.control.rank == 0:
             self.telemetry.record_warning(
                 f"channel B trains by stage2_ab.objective: {now} from here on; until this checkpoint it was {before}"
             )
 
     def together(self, work: Callable[[], ResultT]) -> ResultT:
         """Returns what ``work`` does once it has succeeded on every rank; raises on all when it fails on one."""
-        return together(self._control, work)
+        return together(self.control, work)
 
     def close(self) -> None:
         """Ends every thread and file of this rank. May be called again."""
-        self._watch.stop()
+        self.watch.stop()
         self.learner.close()
         if self._switch_interval_before is not None:
             sys.setswitchinterval(self._switch_interval_before)

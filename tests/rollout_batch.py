@@ -50,8 +50,6 @@ def collect(client: RolloutClient, samples: Sequence[Sample]) -> BatchOutcome:
         quarantined=tuple(
             sorted((q for each in shares for q in each.quarantined), key=lambda q: place[q[0].key])
         ),
-        suspects={url: why for each in shares for url, why in each.suspects.items()},
-        abandoned={url: count for each in shares for url, count in each.abandoned.items()},
         failures=tuple(failure for each in shares for failure in each.failures),
         num_posts=sum(each.num_posts for each in shares),
     )

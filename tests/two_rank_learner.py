@@ -34,7 +34,6 @@ from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.records import EvaluationCounts, ServerReport
 from swift_stage2.run_directory.server_board import clear_requests, leave_request
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
-from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
@@ -237,13 +236,6 @@ def build(
         pipeline=pipeline,  # type: ignore[arg-type]
         fence=fence,
         clock=VersionClock(),
-        pacer=Pacer(
-            b_ratio=1.0,
-            version_window=window,
-            sync_every_steps=sync_every,
-            target_packs=4,
-            packs_per_b_step=4,
-        ),
         guard=TruncationGuard(1.0),
         rounds=RoundSchedule(
             1, sync_every, backoff_steps=1, max_backoff_steps=64, staging=[0] if is_staging else ()
@@ -279,11 +271,11 @@ def admit(server: ServerConfig, others: Any) -> AddedServer:
 def uneven_queues() -> dict[str, Any]:
     learner, b, events, _ = build(packs=5 if RANK == 0 else 3)
     skipped = learner.begin_step(0, 4)
-    depths = [b.queue.statistics().depth]
+    depths = [b.queue.depth]
     if RANK == 1:
         b.queue.offer(StandInPack(version=1), current_version=1)
     trained = learner.begin_step(1, 4)
-    depths.append(b.queue.statistics().depth)
+    depths.append(b.queue.depth)
     return {"steps": events.steps, "packs": [len(skipped.packs), len(trained.packs)], "depths": depths}
 
 
@@ -697,7 +689,7 @@ def server_joins() -> dict[str, Any]:
     states, standings, watched = [], [], []
     with stock_sessions(), TemporaryDirectory() as run_dir:
         if RANK == 0:
-            b.requests._run_dir = Path(run_dir)
+            b.requests.run_dir = Path(run_dir)
             clear_requests(Path(run_dir))
         for step in range(7):
             if step == 2 and RANK == 0:

@@ -16,7 +16,6 @@ from typing import Any
 
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
-from swift_stage2.records import Pack
 from swift_stage2.scheduling.outlook import StepView
 
 PIPELINE_VARIABLE = "SWIFT_STAGE2_BENCH_PIPELINE"
@@ -30,14 +29,14 @@ BLOCK_VARIABLE = "SWIFT_STAGE2_BLOCK_STEPS"
 _ON = (1, 2)
 
 
-class DelayedQueue(ReadyQueue[Pack]):
+class DelayedQueue(ReadyQueue):
     """Gives what was made ``lag`` versions before, or longer ago if no step wanted any just then."""
 
     def __init__(self, limit: int, version_window: int, *args: Any) -> None:
         super().__init__(limit, 0, *args)  # what no step took in its version is not taken in the next one
         self._lag = int(os.environ[LAG_VARIABLE])
         self._first_version = int(os.environ[FIRST_VERSION_VARIABLE])
-        self._waiting: deque[tuple[int, Reservation[Pack]]] = deque()
+        self._waiting: deque[tuple[int, Reservation]] = deque()
 
     @property
     def version_window(self) -> int:
@@ -48,7 +47,7 @@ class DelayedQueue(ReadyQueue[Pack]):
         """Always: what waits here is reserved for long, and no step lacks packs for it."""
         return True
 
-    def reserve(self, n: int, *, current_version: int, min_tokens: int = 0) -> Reservation[Pack] | None:
+    def reserve(self, n: int, *, current_version: int, min_tokens: int = 0) -> Reservation | None:
         if current_version + self._lag < self._first_version:
             return None
         made = super().reserve(n, current_version=current_version, min_tokens=min_tokens)

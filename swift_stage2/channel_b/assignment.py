@@ -41,7 +41,6 @@ class Candidates:
     gains: Floats
 
     def where(self, chosen: Bools) -> Candidates:
-        """The chosen pairs only."""
         return Candidates(self.rows[chosen], self.columns[chosen], self.gains[chosen])
 
 

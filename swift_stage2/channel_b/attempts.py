@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from swift_stage2.channel_b.rollout_client.lane import PostEvents
-from swift_stage2.channel_b.rollout_client.trust import MANY_GIVEN_UP, many_mismatches
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.errors import MatchingError, PromptMismatch, SampleError
 from swift_stage2.records import BatchOutcome, QuarantineReason, Rollout, SampleKey
@@ -25,6 +24,8 @@ from swift_stage2.telemetry.ledger import ReturnReason, UnusedReason
 from swift_stage2.telemetry.recorders import PipelineRecorder
 
 logger = logging.getLogger(__name__)
+
+MANY_GIVEN_UP = 8  # by one server that was asked another prompt
 
 _WORDS = {
     ReturnReason.STALE: "went stale",
@@ -34,8 +35,6 @@ _WORDS = {
 
 
 class AttemptState(StrEnum):
-    """The stage that the attempt of one sample has reached."""
-
     PENDING = "pending"
     IN_FLIGHT = "in_flight"
     PARTIAL = "partial"
@@ -104,22 +103,12 @@ class Attempts:
         with self._lock:
             return dict(self._open)
 
-    def so_far(self, key: SampleKey) -> Rollout | None:
-        """The tokens that a sample's attempt has; None if it has none, or is not open."""
-        attempt = self._open.get(key)
-        return None if attempt is None else attempt.so_far
-
-    def num_cuts(self, key: SampleKey) -> int:
-        """Number of times that servers aborted the rollout of this sample's open attempt; 0 without one."""
-        attempt = self._open.get(key)
-        return 0 if attempt is None else attempt.num_cuts
+    def of(self, key: SampleKey) -> Attempt:
+        """A sample's attempt as it stands now; one that has not begun if none is open."""
+        return self._open.get(key, Attempt())
 
     def begin(self, keys: Sequence[SampleKey]) -> None:
-        """They were drawn and are about to be submitted.
-
-        Raises:
-            ValueError: one of them is open already.
-        """
+        """They were drawn and are about to be submitted. Raises ValueError: one of them is open already."""
         with self._lock:
             if twice := self._open.keys() & set(keys):
                 raise ValueError(
@@ -139,11 +128,7 @@ class Attempts:
                 self._open.pop(key).go_on_to(state)
 
     def set_aside(self, key: SampleKey, so_far: Rollout | None) -> None:
-        """It was aborted with ``so_far``, or, without, nobody gave its rest. It is to be resumed.
-
-        Raises:
-            KeyError, ValueError: as ``close`` does.
-        """
+        """It was aborted with ``so_far``, or nobody gave its rest; it is to be resumed. Raises as ``close``."""
         with self._lock:
             attempt = self._open[key]
             if so_far is None and attempt.state is AttemptState.PARTIAL:
@@ -155,7 +140,6 @@ class Attempts:
             self._open[key] = attempt
 
     def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
-        """A POST leaves with them."""
         now_s = time.monotonic()
         with self._lock:
             for key in keys:
@@ -171,16 +155,16 @@ class Attempts:
             self._told.finished(keys, server=server, end=end, seconds=seconds)
 
 
+@dataclass(eq=False, repr=False)
 class AttemptEnds:
     """Gives samples back to their source, or gives them up."""
 
-    def __init__(
-        self, source: SampleSource, events: PipelineRecorder, *, redraw_dropped: bool, max_attempts: int
-    ) -> None:
-        self._source = source
-        self._events = events
-        self._redraw_dropped = redraw_dropped
-        self._max_attempts = max_attempts
+    source: SampleSource
+    events: PipelineRecorder
+    redraw_dropped: bool
+    max_attempts: int
+
+    def __post_init__(self) -> None:
         self._num_given_up: Counter[str] = Counter()  # by server, because it was asked another prompt
 
     def take_back(self, outcome: BatchOutcome, *, is_stopped: bool) -> None:
@@ -189,27 +173,26 @@ class AttemptEnds:
         aborted = {rollout.sample.key for rollout in outcome.aborted}
         unanswered = ReturnReason.STOPPED if is_stopped else ReturnReason.FAILED
         returned = [sample.key for sample in outcome.returned if sample.key not in too_slow]
-        self._source.give_back([key for key in returned if key in aborted], ReturnReason.ABORTED)
-        self._source.give_back([key for key in returned if key not in aborted], unanswered)
+        self.source.give_back([key for key in returned if key in aborted], ReturnReason.ABORTED)
+        self.source.give_back([key for key in returned if key not in aborted], unanswered)
         # A sample that does not answer even when it is asked alone would otherwise be asked first, for ever.
         self._count_attempt(too_slow, ReturnReason.TIMED_OUT)
 
     def unconfirmed(self, keys: Sequence[SampleKey]) -> None:
         """Their rollouts are of weights that no round is going to prove."""
-        self._source.give_back(keys, ReturnReason.FAILED)
-        self._events.unconfirmed(len(keys))
+        self.source.give_back(keys, ReturnReason.FAILED)
+        self.events.unconfirmed(len(keys))
 
     def stopped(self, keys: Sequence[SampleKey]) -> None:
         """The run ends before their rollouts are here."""
-        self._source.give_back(keys, ReturnReason.STOPPED)
+        self.source.give_back(keys, ReturnReason.STOPPED)
 
     def thrown_away(self, so_far: Rollout) -> None:
         """A partial rollout is not resumed; what becomes of its sample is told apart."""
-        self._events.partial_dropped(so_far)
+        self.events.partial_dropped(so_far)
 
     def dropped(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
-        """Their rollouts were dropped untrained."""
-        if self._redraw_dropped:
+        if self.redraw_dropped:
             self._count_attempt(keys, reason)
             return
         for key in keys:
@@ -218,14 +201,13 @@ class AttemptEnds:
 
     def stale_in_group(self, keys: Sequence[SampleKey]) -> None:
         """Their rollouts waited for others of their rows, until they were too old."""
-        self._events.stale_in_group(len(keys))
+        self.events.stale_in_group(len(keys))
         self.dropped(keys, ReturnReason.STALE)
 
     def unused(self, keys: Sequence[SampleKey], reason: UnusedReason) -> None:
-        """Nothing is trained of their rollouts."""
         if keys:
-            self._source.settle_unused(keys, reason)
-            self._events.unused(len(keys), reason)
+            self.source.settle_unused(keys, reason)
+            self.events.unused(len(keys), reason)
 
     def refused(self, rollout: Rollout, refusal: SampleError | MatchingError) -> None:
         """Its sample cannot be used, or its server was asked another prompt than the learner's."""
@@ -234,21 +216,27 @@ class AttemptEnds:
             reason = QuarantineReason.PROMPT
             self._num_given_up[rollout.server] += 1
             if self._num_given_up[rollout.server] == MANY_GIVEN_UP:
-                logger.warning(many_mismatches(rollout.server, refusal))
+                logger.warning(
+                    "%s: its prompts agree with the learner's for some samples and differed for %d, which were given "
+                    "up; where only large images differ, pixel limits do: compare max_pixels and template of server "
+                    "and learner; the last one: %s",
+                    rollout.server,
+                    MANY_GIVEN_UP,
+                    refusal,
+                )
         self.quarantine(rollout.sample.key, reason, str(refusal))
 
     def quarantine(self, key: SampleKey, reason: str, message: str) -> None:
-        """It is given up."""
-        self._source.settle_quarantined(key, reason, message)
-        self._events.quarantined(key, reason, message, self._source.origin_of(key))
+        self.source.settle_quarantined(key, reason, message)
+        self.events.quarantined(key, reason, message, self.source.origin_of(key))
 
     def _count_attempt(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
         """Samples whose rollout was lost are asked again, up to ``max_attempts`` rollouts."""
         again: list[SampleKey] = []
         for key in keys:
-            if key.attempt + 1 < self._max_attempts:
+            if key.attempt + 1 < self.max_attempts:
                 again.append(key)
                 continue
-            message = f"max_attempts={self._max_attempts} rollouts were lost, the last one {_WORDS[reason]}"
+            message = f"max_attempts={self.max_attempts} rollouts were lost, the last one {_WORDS[reason]}"
             self.quarantine(key, QuarantineReason.TOO_SLOW, message)
-        self._source.give_back(again, reason)
+        self.source.give_back(again, reason)

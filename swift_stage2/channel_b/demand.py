@@ -10,8 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from swift_stage2.channel_b.attempts import Attempts
 from swift_stage2.channel_b.ready_queue import ReadyQueue
@@ -25,22 +24,15 @@ _MOST_BARREN = 32  # groups in a row of which nothing is trained, before a step 
 _SMOOTHING = 0.3  # weight of the newest pack in the moving average of segments per pack
 
 
+@dataclass(eq=False, repr=False)
 class Demand:
-    """One rank's demand for rollouts."""
+    pacer: Pacer
+    queue: ReadyQueue
+    clock: VersionClock
+    attempts: Attempts
+    packing_length: int
 
-    def __init__(
-        self,
-        pacer: Pacer,
-        queue: ReadyQueue[Any],
-        clock: VersionClock,
-        attempts: Attempts,
-        packing_length: int,
-    ) -> None:
-        self._pacer = pacer
-        self._queue = queue
-        self._clock = clock
-        self._attempts = attempts
-        self._packing_length = packing_length
+    def __post_init__(self) -> None:
         self._meter = ProductionMeter()
         self._segments_per_pack = 1.0
         self._last_version_asked = -1
@@ -61,7 +53,6 @@ class Demand:
             self._meter.observe(seconds / view.step_seconds)
 
     def packed(self, num_segments: int) -> None:
-        """A pack was made of so many segments."""
         self._segments_per_pack += _SMOOTHING * (num_segments - self._segments_per_pack)
 
     def compared(self, view: StepView | None, *, is_barren: bool, is_rest: bool) -> None:
@@ -79,8 +70,7 @@ class Demand:
         return is_waiting and self._num_barren >= _MOST_BARREN
 
     def asked(self) -> None:
-        """Servers were asked for samples."""
-        self._last_version_asked = self._clock.current
+        self._last_version_asked = self.clock.current
 
     def num_samples(self, view: StepView, here: Sequence[int], segments: Sequence[Segment]) -> int:
         """Samples to ask for. ``here`` are the versions of rollouts that have come and are not prepared yet.
@@ -88,11 +78,11 @@ class Demand:
         Segments that fit into one pack fill the next one, and are none by themselves. Of more, packs are in the making:
         they wait for room in the queue, or for a step that lacks them, and not for a rollout that fills one better.
         """
-        attempts = self._attempts.open().values()
-        if view.paused and (attempts or here or self._last_version_asked == self._clock.current):
+        attempts = self.attempts.open().values()
+        if view.paused and (attempts or here or self._last_version_asked == self.clock.current):
             return 0
         state = self._state(view)
-        are_packs = sum(segment.num_tokens for segment in segments) > self._packing_length
+        are_packs = sum(segment.num_tokens for segment in segments) > self.packing_length
         of_segments = [segment.version for segment in segments] if are_packs else []
         coming = [(version, state.position) for version in (*here, *of_segments)]
         for attempt in attempts:
@@ -116,9 +106,9 @@ class Demand:
             return True
         # In mode inline the step that trains them is this one, at no later version.
         is_next = view.num_demanded is None
-        version = self._pacer.next_version(self._state(view)) if is_next else self._clock.current
-        oldest_fresh = version - self._pacer.version_window
-        return self._queue.has_room(min(youngest, oldest_fresh))
+        version = self.pacer.next_version(self._state(view)) if is_next else self.clock.current
+        oldest_fresh = version - self.pacer.version_window
+        return self.queue.has_room(min(youngest, oldest_fresh))
 
     def is_starving(self, view: StepView | None, num_segments: int, num_out: int, *, is_stuck: bool) -> bool:
         """True if the pipeline should make a pack that is not full: the rollouts that are out fill none in time.
@@ -128,9 +118,9 @@ class Demand:
         if view is None:
             return False
         if view.num_demanded is not None:
-            return is_stuck and self._queue.num_fresh(self._clock.current) < view.num_demanded
+            return is_stuck and self.queue.num_fresh(self.clock.current) < view.num_demanded
         fills_soon = num_out > 0 and num_out + num_segments >= self._segments_per_pack
-        return not fills_soon and self._pacer.is_starving(self._state(view))
+        return not fills_soon and self.pacer.is_starving(self._state(view))
 
     def wait(self, view: StepView, timeout_s: float, is_stopping: Callable[[], bool]) -> None:
         """Until the demand of ``view`` is met, production is over, a stop is asked, or the time has passed."""
@@ -145,25 +135,24 @@ class Demand:
         """Nothing is out: lets a step that waits go on if it has what it wants, or if nothing more can be made."""
         if view is None or view.num_demanded is None:
             return
-        num_ready = self._queue.num_fresh(self._clock.current)
-        is_probed = view.paused and self._last_version_asked == self._clock.current
+        num_ready = self.queue.num_fresh(self.clock.current)
+        is_probed = view.paused and self._last_version_asked == self.clock.current
         if num_ready >= view.num_demanded or is_probed or not can_ask:
             with self._changed:
                 self._met = view
                 self._changed.notify_all()
 
     def end(self) -> None:
-        """Nothing is made any more."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
     def _num_packs(self, view: StepView, state: PacingState) -> int:
         if view.num_demanded is None:
-            return self._pacer.decide(state).num_packs
+            return self.pacer.decide(state)
         if self.is_hopeless(view):
             return 0
-        num_lacking = view.num_demanded - self._queue.num_fresh(self._clock.current) - len(state.in_making)
+        num_lacking = view.num_demanded - self.queue.num_fresh(self.clock.current) - len(state.in_making)
         # One more, or a step would often wait for another turn of a few rollouts; what is left over fills the next.
         return num_lacking + 1 if num_lacking > 0 else 0
 
@@ -171,8 +160,8 @@ class Demand:
         return replace(
             view.pacing,
             progress=view.progress,
-            current_version=self._clock.current,
-            ready_versions=self._queue.peek_versions(),
+            current_version=self.clock.current,
+            ready_versions=self.queue.peek_versions(),
             pace=self._meter.pace,
             packs_per_production=max(1, int(view.max_prompts / self._segments_per_pack)),
         )

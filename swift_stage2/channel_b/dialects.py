@@ -46,11 +46,7 @@ DIALECTS: dict[str, Dialect] = {}
 
 
 def register_dialect(dialect: Dialect) -> Dialect:
-    """Lets ``stage2_ab.channel_b.target.dialect`` name it.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
+    """Lets ``stage2_ab.channel_b.target.dialect`` name it. Raises ConfigError: the name is taken."""
     return register(DIALECTS, "dialect", dialect.name)(dialect)
 
 

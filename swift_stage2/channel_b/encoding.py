@@ -79,7 +79,8 @@ class Encoder:
                 f"{prefix!r}; train a model whose template adds nothing, as Qwen3-VL's Instruct models"
             )
         self._packing_length = packing_length
-        self._closing_ids = self._find_closing_ids()
+        self.closing_token_ids = self._find_closing_ids()
+        """The end-of-turn tokens that the template puts after an answer."""
 
     def attach_model(self) -> None:
         """Gives the template a model without weights. Pickling drops it, and loading it sets what ms-swift changes in
@@ -92,11 +93,6 @@ class Encoder:
         other = copy.copy(self)
         other._span = span
         return other
-
-    @property
-    def closing_token_ids(self) -> tuple[int, ...]:
-        """The end-of-turn tokens that the template puts after an answer."""
-        return self._closing_ids
 
     @property
     def plain_token_ids(self) -> tuple[int, ...]:
@@ -146,8 +142,6 @@ class Encoder:
         rollout: Rollout,
         prompt: PromptEncoding,
         sequences: Sequence[tuple[Target, float | None]],
-        *,
-        sample_id: str,
     ) -> Segment:
         """Joins the prompt and each of the targets to what ``template.encode`` gives for the same conversation.
 
@@ -174,14 +168,12 @@ class Encoder:
             )
         return Segment(
             key=rollout.sample.key,
-            sample_id=sample_id,
             version=rollout.version,
             encodings=tuple(encodings),
             num_tokens=num_tokens,
             num_supervised_tokens=sum(
                 label != IGNORED_LABEL for encoding in encodings for label in encoding["labels"]
             ),
-            num_rollout_tokens=len(rollout.token_ids),
             quality=sequences[0][0].quality,
             num_left_out=len(sequences) - len(encodings),
         )
@@ -189,7 +181,7 @@ class Encoder:
     def _sequence(
         self, prompt: PromptEncoding, target: Target, closing_weight: float | None
     ) -> dict[str, Any]:
-        closing_ids = () if closing_weight is None else self._closing_ids
+        closing_ids = () if closing_weight is None else self.closing_token_ids
         answer = target.token_ids + closing_ids
         weights = target.weights + (closing_weight or 0.0,) * len(closing_ids)
         num_prompt = len(prompt.token_ids)
@@ -251,8 +243,8 @@ class Encoder:
         answer = encoding["input_ids"][start:]
         if not answer:
             raise DatasetError("a row needs an assistant message, got none; add the answer to every row")
-        if self._closing_ids and tuple(answer[-len(self._closing_ids) :]) == self._closing_ids:
-            answer = answer[: -len(self._closing_ids)]
+        if self.closing_token_ids and tuple(answer[-len(self.closing_token_ids) :]) == self.closing_token_ids:
+            answer = answer[: -len(self.closing_token_ids)]
         return str(self._tokenizer.decode(answer))
 
     def normalise(self, text: str) -> str:

@@ -94,45 +94,36 @@ def compare(members: Sequence[Member], settings: GroupSettings, *, is_rest: bool
     )
 
 
+@dataclass(eq=False, repr=False)
 class Groups:
     """One rank's groups that still wait. The pipeline's thread alone, but for ``drop``."""
 
-    def __init__(
-        self,
-        ends: AttemptEnds,
-        *,
-        settings: GroupSettings,
-        source: SampleSource,
-        clock: VersionClock,
-        version_window: int,
-        now_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._settings = settings
-        self._source = source
-        self._ends = ends
-        self._clock = clock
-        self._window = version_window
-        self._now_s = now_s
+    ends: AttemptEnds
+    settings: GroupSettings
+    source: SampleSource
+    clock: VersionClock
+    version_window: int
+    now_s: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._waiting: dict[GroupId, list[Member]] = {}
         self._since_s: dict[GroupId, float] = {}
-        self._taken_s = now_s()
+        self._taken_s = self.now_s()
         self._compared: dict[GroupId, set[SampleKey]] = {}
 
     @property
     def with_target(self) -> bool:
         """True if the preprocessor must also rate the corrected answer, as a member of the group."""
-        return self._settings.grpo.target_in_group
+        return self.settings.grpo.target_in_group
 
     def add(self, rollout: Rollout, judged: Judged) -> None:
-        """It is here, and matched."""
-        group = self._source.group_of(rollout.sample.key)
+        group = self.source.group_of(rollout.sample.key)
         member = Member(rollout, judged.target.quality.reward[TOTAL], judged.target_reward)
         self._waiting.setdefault(group, []).append(member)
-        self._since_s[group] = self._now_s()
+        self._since_s[group] = self.now_s()
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """All that wait."""
         return [member.rollout for members in self._waiting.values() for member in members]
 
     def take_all(self) -> list[Rollout]:
@@ -144,14 +135,14 @@ class Groups:
     def num_to_ask(self, coming: Collection[SampleKey]) -> int:
         """Samples that groups wait for beside those that are ``coming``: returned ones, and those never drawn."""
         missing = {key for group in self._waiting for key in self._missing(group)}
-        return len(missing.difference(coming)) + self._source.num_to_whole_group
+        return len(missing.difference(coming)) + self.source.num_to_whole_group
 
     def take(self, *, may_come: bool = True) -> Iterator[ComparedGroup]:
         """Groups that are whole, and those whose stragglers are not waited for any longer.
 
         Ends what is too old, and what has nothing to teach. Time in which no rollout ``may_come`` does not count.
         """
-        now_s, before_s = self._now_s(), self._taken_s
+        now_s, before_s = self.now_s(), self._taken_s
         self._taken_s = now_s
         if not may_come:
             self._since_s = {
@@ -163,45 +154,45 @@ class Groups:
             del self._since_s[group]
             is_rest = group in self._compared
             self._compared.setdefault(group, set()).update(m.rollout.sample.key for m in members)
-            compared = compare(members, self._settings, is_rest=is_rest)
+            compared = compare(members, self.settings, is_rest=is_rest)
             if compared.reason is not None:
-                self._ends.unused(compared.unused, compared.reason)
+                self.ends.unused(compared.unused, compared.reason)
             yield replace(compared, is_rest=is_rest)
         # What has ended is forgotten.
-        of_source = self._source.members_of
+        of_source = self.source.members_of
         self._compared = {group: keys for group, keys in self._compared.items() if of_source(group)}
 
     def drop(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
         """Their segments were dropped: drawn again are those of a group that has enough of them. From any thread."""
         by_group: dict[GroupId, list[SampleKey]] = {}
         for key in keys:
-            by_group.setdefault(self._source.group_of(key), []).append(key)
+            by_group.setdefault(self.source.group_of(key), []).append(key)
         for dropped in by_group.values():
-            if len(dropped) >= self._settings.grpo.min_group:
-                self._ends.dropped(dropped, reason)
+            if len(dropped) >= self.settings.grpo.min_group:
+                self.ends.dropped(dropped, reason)
             else:
-                self._ends.unused(dropped, UnusedReason.DROPPED)
+                self.ends.unused(dropped, UnusedReason.DROPPED)
 
     def _drop_stale(self) -> None:
-        current = self._clock.current
+        current = self.clock.current
         for group, members in list(self._waiting.items()):
             fresh: list[Member] = []
             stale: list[Member] = []
             for member in members:
-                is_still = is_fresh(member.rollout.version, current=current, window=self._window)
+                is_still = is_fresh(member.rollout.version, current=current, window=self.version_window)
                 (fresh if is_still else stale).append(member)
-            self._ends.stale_in_group([member.rollout.sample.key for member in stale])
+            self.ends.stale_in_group([member.rollout.sample.key for member in stale])
             self._waiting[group] = fresh
             if not fresh:
                 del self._waiting[group], self._since_s[group]
 
     def _is_ready(self, group: GroupId) -> bool:
-        if self._source.is_drawn(group) and not self._missing(group):
+        if self.source.is_drawn(group) and not self._missing(group):
             return True
-        is_late = self._now_s() - self._since_s[group] >= self._settings.grpo.straggler_s
-        return is_late and len(self._waiting[group]) >= self._settings.grpo.min_group
+        is_late = self.now_s() - self._since_s[group] >= self.settings.grpo.straggler_s
+        return is_late and len(self._waiting[group]) >= self.settings.grpo.min_group
 
     def _missing(self, group: GroupId) -> set[SampleKey]:
         """Those of a group that were drawn and may still come."""
         here = {member.rollout.sample.key for member in self._waiting[group]}
-        return set(self._source.members_of(group)) - here - self._compared.get(group, set())
+        return set(self.source.members_of(group)) - here - self._compared.get(group, set())

@@ -7,12 +7,11 @@ pictures by it, so it is taken out of what they are sent.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 from collections.abc import Mapping
 from typing import Any
 
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image
 
 from swift_stage2.errors import SampleError
 from swift_stage2.records import find_image
@@ -21,14 +20,7 @@ from swift_stage2.servers.image_opening import open_image
 RASTER_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """None that runs another program."""
 UPRIGHT = 1
-_UNREADABLE = (
-    UnidentifiedImageError,
-    Image.DecompressionBombError,
-    OSError,
-    SyntaxError,
-    ValueError,
-    binascii.Error,
-)
+_UNREADABLE = (Image.DecompressionBombError, OSError, SyntaxError, ValueError)
 _TAGS = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")  # where Pillow looks for an orientation
 _MARKS = (b"Exif", b"eXIf", b"exif", b"EXIF", b"tiff:Orientation")
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
@@ -59,7 +51,7 @@ def without_orientation(content: bytes) -> bytes:
             if orientation_of(image) == UPRIGHT:
                 return content
             pixels = image.copy() if image.mode in _PNG_MODES else image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+    except _UNREADABLE:
         return content
     for tag in _TAGS:
         pixels.info.pop(tag, None)

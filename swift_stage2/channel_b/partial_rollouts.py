@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swift_stage2.channel_b.attempts import AttemptEnds, Attempts, AttemptState
@@ -50,50 +50,44 @@ def newest_version(rollout: Rollout) -> int:
     return max(span.version for span in rollout.spans)
 
 
+@dataclass(eq=False, repr=False)
 class PartialRollouts:
     """Those of one rank. Of the pipeline's thread."""
 
-    def __init__(
-        self,
-        attempts: Attempts,
-        ends: AttemptEnds,
-        confirms: Callable[[Rollout], bool | None],
-        clock: VersionClock,
-        *,
-        max_resumes: int | None,
-        version_window: int,
-    ) -> None:
-        """``confirms`` is the client's. Without ``max_resumes`` aborted rollouts begin anew, and only once."""
-        self._attempts = attempts
-        self._ends = ends
-        self._confirms = confirms
-        self._clock = clock
-        self._max_resumes = max_resumes
-        self._window = version_window
+    attempts: Attempts
+    ends: AttemptEnds
+    confirms: Callable[[Rollout], bool | None]
+    """The client's."""
+    clock: VersionClock
+    max_resumes: int | None
+    """None: aborted rollouts begin anew, and only once."""
+    version_window: int
+
+    def __post_init__(self) -> None:
         self._waiting: deque[Sample] = deque()
         self._begun_anew: set[SampleKey] = set()
 
     @property
     def num_asked(self) -> int:
         """Attempts that servers have in hand. Where no server may be asked, partial ones wait as long as that lasts."""
-        return len(self._attempts) - len(self._waiting)
+        return len(self.attempts) - len(self._waiting)
 
     def take_in(self, outcome: BatchOutcome) -> BatchOutcome:
         """The same with whole rollouts, and without the samples that go on; it closes the attempts of all others."""
-        if self._max_resumes is not None:
+        if self.max_resumes is not None:
             outcome = self._sort(outcome)
         done = [rollout.sample.key for rollout in outcome.rollouts]
         ended = [sample.key for sample in outcome.returned]
         quarantined = [sample.key for sample, _ in outcome.quarantined]
-        self._attempts.close(done, AttemptState.DONE)
-        self._attempts.close([*ended, *quarantined], AttemptState.ENDED)
+        self.attempts.close(done, AttemptState.DONE)
+        self.attempts.close([*ended, *quarantined], AttemptState.ENDED)
         self._begun_anew |= {rollout.sample.key for rollout in outcome.aborted}
         self._begun_anew -= {*done, *quarantined}
         return outcome
 
     def _sort(self, outcome: BatchOutcome) -> BatchOutcome:
         """Aborted ones go on, and so does one whose rest nobody gave. A server that refuses a rest condemns nobody."""
-        so_far = {sample.key: self._attempts.so_far(sample.key) for sample in outcome.samples}
+        so_far = {sample.key: self.attempts.of(sample.key).so_far for sample in outcome.samples}
         wholes = [(each.sample, join(so_far[each.sample.key], each)) for each in outcome.rollouts]
         parts = [(each, join(so_far[each.sample.key], each)) for each in outcome.aborted]
         partial = tuple(part for _, part in parts if part is not None)
@@ -103,15 +97,15 @@ class PartialRollouts:
             sample for sample in outcome.returned if so_far[sample.key] is not None and sample.key not in over
         ]
         for each in partial:
-            self._attempts.set_aside(each.sample.key, each)
+            self.attempts.set_aside(each.sample.key, each)
         for sample in unanswered:
-            self._attempts.set_aside(sample.key, None)
+            self.attempts.set_aside(sample.key, None)
         self._waiting += [*unanswered, *(each.sample for each in partial)]
         going_on = {sample.key for sample in unanswered} | {each.sample.key for each in partial}
         finished = {sample.key for sample, whole in wholes if whole is not None}
         for key, part in so_far.items():
             if part is not None and key not in going_on | finished:
-                self._ends.thrown_away(part)
+                self.ends.thrown_away(part)
         refused = [sample for sample, _ in outcome.quarantined if so_far[sample.key] is not None]
         return replace(
             outcome,
@@ -131,14 +125,14 @@ class PartialRollouts:
         waiting, self._waiting = self._waiting, deque()
         resumed: list[Sample] = []
         for sample in waiting:
-            so_far = self._attempts.so_far(sample.key)
-            confirmed = so_far is None or self._confirms(so_far)
+            so_far = self.attempts.of(sample.key).so_far
+            confirmed = so_far is None or self.confirms(so_far)
             if so_far is not None and confirmed is False:
                 self._end(so_far)
-                self._ends.unconfirmed([sample.key])
-            elif so_far is not None and not self._is_fresh(so_far.version, self._clock.current):
+                self.ends.unconfirmed([sample.key])
+            elif so_far is not None and not self._is_fresh(so_far.version, self.clock.current):
                 self._end(so_far)
-                self._ends.dropped([sample.key], ReturnReason.STALE)
+                self.ends.dropped([sample.key], ReturnReason.STALE)
             elif confirmed and len(resumed) < most:
                 resumed.append(sample)
             else:
@@ -146,28 +140,28 @@ class PartialRollouts:
         return resumed
 
     def _end(self, so_far: Rollout) -> None:
-        self._attempts.close([so_far.sample.key], AttemptState.ENDED)
-        self._ends.thrown_away(so_far)
+        self.attempts.close([so_far.sample.key], AttemptState.ENDED)
+        self.ends.thrown_away(so_far)
 
     def request(self, sample: Sample, request: Mapping[str, Any]) -> dict[str, Any]:
         """``request`` with the ids so far, verbatim; protected if it is to be waited for when new weights come."""
-        so_far = self._attempts.so_far(sample.key)
+        so_far = self.attempts.of(sample.key).so_far
         prefix = {} if so_far is None else {PREFIX: list(so_far.token_ids)}
         whole = {**request, **prefix}
         return protect_from_abort(whole) if self._must_finish(sample.key, so_far) else whole
 
     def _must_finish(self, key: SampleKey, so_far: Rollout | None) -> bool:
-        if key in self._begun_anew or self._max_resumes is None:
+        if key in self._begun_anew or self.max_resumes is None:
             return key in self._begun_anew
         # Who aborted it brings the next version, and whoever aborts it then the one after.
-        current = self._clock.current
+        current = self.clock.current
         oldest = current if so_far is None else so_far.version
         served = current if so_far is None else max(current, newest_version(so_far) + 1)
         is_worth_it = self._is_fresh(oldest, served + 1)
-        return not is_worth_it or self._attempts.num_cuts(key) >= self._max_resumes
+        return not is_worth_it or self.attempts.of(key).num_cuts >= self.max_resumes
 
     def _is_fresh(self, version: int, current: int) -> bool:
-        return is_fresh(version, current=current, window=self._window)
+        return is_fresh(version, current=current, window=self.version_window)
 
     def give_back(self, next_finished: Callable[[float], BatchOutcome | None]) -> None:
         """The run ends: nothing is resumed, and what servers have in hand comes back, for the client is stopped."""
@@ -175,11 +169,11 @@ class PartialRollouts:
         self._waiting.clear()
         self._end_stopped(keys)
         ends = time.monotonic() + _END_S
-        while self._attempts and (left_s := ends - time.monotonic()) > 0:
+        while self.attempts and (left_s := ends - time.monotonic()) > 0:
             outcome = next_finished(left_s)
             if outcome is not None and outcome.terms is None:
                 self._end_stopped([sample.key for sample in outcome.samples])
 
     def _end_stopped(self, keys: Sequence[SampleKey]) -> None:
-        self._attempts.close(keys, AttemptState.ENDED)
-        self._ends.stopped(keys)
+        self.attempts.close(keys, AttemptState.ENDED)
+        self.ends.stopped(keys)

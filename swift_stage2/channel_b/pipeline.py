@@ -58,7 +58,7 @@ class Pipeline:
     attempts: Attempts
     make_request: Callable[[Sample], dict[str, Any]]
     preprocessor: Preprocessor
-    queue: ReadyQueue[Pack]
+    queue: ReadyQueue
     clock: VersionClock
     pacer: Pacer
     guard: TruncationGuard
@@ -74,8 +74,8 @@ class Pipeline:
     """Has rollouts of one row wait for each other; None: each is trained by itself."""
     ask_evaluation: Callable[[int], int] | None = None
     """Asks for at most so many prompts of an evaluation; how many that are."""
-    take_evaluated: Callable[[BatchOutcome], bool] | None = None
-    """Takes what became of them; False when nothing came of it."""
+    take_evaluated: Callable[[BatchOutcome], None] | None = None
+    """Takes what became of them."""
 
     def __post_init__(self) -> None:
         self._segments: list[Segment] = []

@@ -17,11 +17,12 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding, require_same_prompt
 from swift_stage2.channel_b.preprocessing_worker import Reply, Setup, read_batch
@@ -43,6 +44,7 @@ _END_S = 10.0
 _TRACK = "preprocessing"
 
 Refusal = SampleError | MatchingError
+FoundT = TypeVar("FoundT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +98,7 @@ def make_segment(
         sequences = [(_with_advantage(closed, advantage), None) for advantage in of_target]
         if of_tokens or not sequences:
             sequences.insert(0, (as_sampled(rollout, of_tokens, target.quality), None))
-    key = rollout.sample.key
-    sample_id = f"{key.epoch}:{key.position}:{key.index}"
-    return encoder.encode_segment(rollout, prompt, sequences, sample_id=sample_id), target
+    return encoder.encode_segment(rollout, prompt, sequences), target
 
 
 def as_sampled(rollout: Rollout, advantage: float, quality: MatchQuality) -> Target:
@@ -187,38 +187,31 @@ class ThreadPreprocessor(Preprocessor):
         self._last_prompt: tuple[int, PromptEncoding] | None = None
 
     def prepare(self, rollouts: Sequence[Rollout]) -> Iterator[Prepared | Refusal]:
-        for rollout in rollouts:
-            started = time.monotonic()
-            try:
-                prompt = self._prompt_of(rollout)
-                segment, target = make_segment(rollout, prompt, self._encoder, self._task)
-            except (SampleError, MatchingError) as refusal:
-                yield refusal
-            else:
-                yield Prepared(segment, target, prompt.space, time.monotonic() - started)
+        return _each(rollouts, self._prepare)
 
     def judge(self, rollouts: Sequence[Rollout]) -> Iterator[Judged | Refusal]:
-        for rollout in rollouts:
-            try:
-                yield self._judge(rollout, self._encoder.encode_prompt(rollout.sample))
-            except (SampleError, MatchingError) as refusal:
-                yield refusal
+        return _each(rollouts, lambda each: self._judge(each, self._encoder.encode_prompt(each.sample)))
 
     def compare(self, rollouts: Sequence[Rollout], *, with_target: bool) -> Iterator[Judged | Refusal]:
-        for rollout in rollouts:
-            try:
-                self._encoder.require_trainable(rollout)
-                prompt = self._prompt_of(rollout)
-                judged = self._judge(rollout, prompt)
-                if with_target:
-                    target = judged.target
-                    answer = replace(rollout, text=target.text, token_ids=target.token_ids, truncated=False)
-                    said = replace(answer, **stand_ins(len(target.token_ids)))
-                    right = make_target(said, prompt, self._encoder, self._task)
-                    judged = replace(judged, target_reward=right.quality.reward[TOTAL])
-                yield judged
-            except (SampleError, MatchingError) as refusal:
-                yield refusal
+        return _each(rollouts, partial(self._compare, with_target=with_target))
+
+    def _prepare(self, rollout: Rollout) -> Prepared:
+        started = time.monotonic()
+        prompt = self._prompt_of(rollout)
+        segment, target = make_segment(rollout, prompt, self._encoder, self._task)
+        return Prepared(segment, target, prompt.space, time.monotonic() - started)
+
+    def _compare(self, rollout: Rollout, *, with_target: bool) -> Judged:
+        self._encoder.require_trainable(rollout)
+        prompt = self._prompt_of(rollout)
+        judged = self._judge(rollout, prompt)
+        if not with_target:
+            return judged
+        target = judged.target
+        answer = replace(rollout, text=target.text, token_ids=target.token_ids, truncated=False)
+        said = replace(answer, **stand_ins(len(target.token_ids)))
+        right = make_target(said, prompt, self._encoder, self._task)
+        return replace(judged, target_reward=right.quality.reward[TOTAL])
 
     def _judge(self, rollout: Rollout, prompt: PromptEncoding) -> Judged:
         require_same_prompt(rollout, prompt)
@@ -269,7 +262,6 @@ class ProcessPreprocessor(Preprocessor):
 
     @property
     def pid(self) -> int:
-        """The worker's."""
         return self._process.pid
 
     def await_ready(self) -> None:
@@ -373,6 +365,14 @@ class ProcessPreprocessor(Preprocessor):
                 "prefetch.queue_limit, or write stage2_ab.channel_b.preprocessing: thread"
             )
         return f"{describe_end(status)}; its own message stands above"
+
+
+def _each(rollouts: Sequence[Rollout], work: Callable[[Rollout], FoundT]) -> Iterator[FoundT | Refusal]:
+    for rollout in rollouts:
+        try:
+            yield work(rollout)
+        except (SampleError, MatchingError) as refusal:
+            yield refusal
 
 
 def _rows(rollouts: Sequence[Rollout]) -> str:

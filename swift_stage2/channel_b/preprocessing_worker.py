@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # what loads torch is imported once the rank's import path is
 
 _ALIGNMENT = 64  # bytes; a cache line, and more than any element needs
 _TENSOR = "tensor"
+_MESSAGES = ("prepare", "judge", "compare", "pack", "forget")
 
 Interval = tuple[str, int, int]
 """Name, start and end of a stage, in nanoseconds of ``time.perf_counter_ns``: one clock for a machine's processes."""
@@ -95,7 +96,6 @@ class Worker:
         return replies
 
     def judge(self, rollouts: Sequence[Rollout]) -> list[Judged | Refusal]:
-        """The matches of rollouts. Keeps nothing."""
         return list(self._preprocessor.judge(rollouts))
 
     def compare(self, rollouts: Sequence[Rollout], with_target: bool) -> list[Judged | Refusal]:
@@ -274,20 +274,14 @@ def _answer(
 ) -> None:
     descriptor: int | None = None
     try:
-        match message:
-            case "prepare", rollouts:
-                found: Any = worker.prepare(rollouts)
-            case "judge", rollouts:
-                found = worker.judge(rollouts)
-            case "compare", rollouts, with_target:
-                found = worker.compare(rollouts, with_target)
-            case "pack", pack_id, keys:
-                *found, descriptor = worker.pack(pack_id, keys)
-            case "forget", keys:
-                worker.forget(keys)
-                return
-            case _:
-                raise TypeError(f"no message of this protocol: {message!r}")
+        name, *arguments = message
+        if name not in _MESSAGES:
+            raise TypeError(f"no message of this protocol: {message!r}")
+        found: Any = getattr(worker, name)(*arguments)
+        if name == "forget":
+            return
+        if name == "pack":
+            *found, descriptor = found
         reply = pickle.dumps(Reply(found, intervals.take()))
     except Exception as error:  # told to the rank, which fails with it (after a forget: when it asks next)
         if descriptor is not None:
@@ -305,7 +299,6 @@ def _text_of(error: Exception) -> tuple[str, str]:
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serves the rank ``parent`` over the socket ``descriptor``."""
     with serve_rank(descriptor, parent) as (channel, connection):
         serve(channel, connection)
 

@@ -10,29 +10,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
-from typing import Generic, Protocol, TypeVar, cast
 
 from swift_stage2.errors import QueueClosed, ReservationSpent
+from swift_stage2.records import Pack
 from swift_stage2.scheduling.version_clock import is_fresh
-
-
-class Versioned(Protocol):
-    """All that the queue asks of a pack."""
-
-    @property
-    def version(self) -> int:
-        """The version of the pack's oldest segment."""
-
-
-class Weighed(Versioned, Protocol):
-    """All that ``reserve(min_tokens=…)`` asks of a pack."""
-
-    @property
-    def num_supervised_tokens(self) -> int:
-        """How many tokens of the pack carry a loss."""
 
 
 class DropReason(StrEnum):
@@ -44,32 +27,18 @@ class DropReason(StrEnum):
     """The queue was over its limit and this was the oldest pack."""
 
 
-PackT = TypeVar("PackT", bound=Versioned)
-Drops = list[tuple[PackT, DropReason]]
-OnDrop = Callable[[PackT, DropReason], None]
+_Drops = list[tuple[Pack, DropReason]]
 
 
-@dataclass(frozen=True, slots=True)
-class QueueStatistics:
-    """Counts since the queue was made, read under one lock."""
-
-    depth: int
-    peak_depth: int
-    dropped_stale: int
-    dropped_oldest: int
-
-
-class ReadyQueue(Generic[PackT]):
+class ReadyQueue:
     """A bounded queue of packs, consumed by atomic reservations. Safe for any number of threads."""
 
-    def __init__(self, limit: int, version_window: int, on_drop: OnDrop[PackT] | None = None) -> None:
-        """Make an empty queue.
+    def __init__(
+        self, limit: int, version_window: int, on_drop: Callable[[Pack, DropReason], None] | None = None
+    ) -> None:
+        """``limit`` is the most packs it holds, without reserved ones.
 
-        Args:
-            limit: the most packs it holds; reserved packs do not count.
-            version_window: a pack is fresh iff its version >= current version - this.
-            on_drop: called with (pack, reason) for every pack dropped, on the thread whose call
-                dropped it and outside the lock.
+        ``on_drop`` is called for every pack dropped, on the thread whose call dropped it and outside the lock.
 
         Raises:
             ValueError: ``limit`` < 1 or ``version_window`` < 0.
@@ -84,18 +53,16 @@ class ReadyQueue(Generic[PackT]):
         self._version_window = version_window
         self._on_drop = on_drop
         self._lock = threading.Lock()
-        self._ready: deque[PackT] = deque()
+        self._ready: deque[Pack] = deque()
         self._num_reserved = 0
         self._closed = False
-        self._peak_depth = 0
-        self._num_dropped = dict.fromkeys(DropReason, 0)
 
     @property
     def version_window(self) -> int:
         """A step trains no pack that is more versions old than this."""
         return self._version_window
 
-    def offer(self, pack: PackT, *, current_version: int) -> None:
+    def offer(self, pack: Pack, *, current_version: int) -> None:
         """Add ``pack`` as the youngest. Stale packs go first (this one too), then the oldest over the limit.
 
         Raises:
@@ -107,7 +74,7 @@ class ReadyQueue(Generic[PackT]):
             drops = self._purge_stale(current_version) + self._trim_to_limit()
         self._report(drops)
 
-    def reserve(self, n: int, *, current_version: int, min_tokens: int = 0) -> Reservation[PackT] | None:
+    def reserve(self, n: int, *, current_version: int, min_tokens: int = 0) -> Reservation | None:
         """Purge all stale packs, then take the ``n`` oldest, or nothing.
 
         Returns None, and takes nothing, when fewer than ``n`` fresh packs are ready, or when those ``n``
@@ -150,15 +117,10 @@ class ReadyQueue(Generic[PackT]):
             num_kept = sum(pack.version >= oldest for pack in self._ready) + self._num_reserved
             return num_kept < self._limit
 
-    def statistics(self) -> QueueStatistics:
-        """Return depth, peak depth and drops, consistent with each other."""
+    @property
+    def depth(self) -> int:
         with self._lock:
-            return QueueStatistics(
-                depth=len(self._ready),
-                peak_depth=self._peak_depth,
-                dropped_stale=self._num_dropped[DropReason.STALE],
-                dropped_oldest=self._num_dropped[DropReason.OLDEST],
-            )
+            return len(self._ready)
 
     def close(self) -> None:
         """Refuse offers and reservations from now on; idempotent. Open reservations stay valid."""
@@ -171,11 +133,11 @@ class ReadyQueue(Generic[PackT]):
                 "the ready queue takes and gives nothing after close(); stop its pipeline first"
             )
 
-    def _take_oldest(self, n: int, min_tokens: int) -> Reservation[PackT] | None:
+    def _take_oldest(self, n: int, min_tokens: int) -> Reservation | None:
         if len(self._ready) < n:
             return None
         oldest = list(islice(self._ready, n))
-        if min_tokens > 0 and sum(cast(Weighed, pack).num_supervised_tokens for pack in oldest) < min_tokens:
+        if min_tokens > 0 and sum(pack.num_supervised_tokens for pack in oldest) < min_tokens:
             return None
         for _ in oldest:
             self._ready.popleft()
@@ -186,47 +148,44 @@ class ReadyQueue(Generic[PackT]):
         with self._lock:
             self._num_reserved -= num_packs
 
-    def _put_back(self, packs: list[PackT]) -> None:
+    def _put_back(self, packs: list[Pack]) -> None:
         with self._lock:
             self._num_reserved -= len(packs)
             self._ready.extendleft(reversed(packs))
             drops = self._trim_to_limit()
         self._report(drops)
 
-    def _purge_stale(self, current_version: int) -> Drops[PackT]:
+    def _purge_stale(self, current_version: int) -> _Drops:
         ready, self._ready = self._ready, deque()
-        drops: Drops[PackT] = []
+        drops: _Drops = []
         for pack in ready:
             if is_fresh(pack.version, current=current_version, window=self._version_window):
                 self._ready.append(pack)
             else:
                 drops.append((pack, DropReason.STALE))
-        self._num_dropped[DropReason.STALE] += len(drops)
         return drops
 
-    def _trim_to_limit(self) -> Drops[PackT]:
-        drops: Drops[PackT] = []
+    def _trim_to_limit(self) -> _Drops:
+        drops: _Drops = []
         while len(self._ready) > self._limit:
             drops.append((self._ready.popleft(), DropReason.OLDEST))
-        self._num_dropped[DropReason.OLDEST] += len(drops)
-        self._peak_depth = max(self._peak_depth, len(self._ready))
         return drops
 
-    def _report(self, drops: Drops[PackT]) -> None:
+    def _report(self, drops: _Drops) -> None:
         if self._on_drop is not None:
             for pack, reason in drops:
                 self._on_drop(pack, reason)
 
 
-class Reservation(Generic[PackT]):
+class Reservation:
     """Packs set aside for one step: `take` them, or `release` them. One owner, the learner's main thread."""
 
-    def __init__(self, queue: ReadyQueue[PackT], packs: list[PackT]) -> None:
+    def __init__(self, queue: ReadyQueue, packs: list[Pack]) -> None:
         self._queue = queue
         self._packs = packs
         self._spent_by = ""
 
-    def take(self) -> list[PackT]:
+    def take(self) -> list[Pack]:
         """Return the packs, oldest first; they are the caller's from now on.
 
         Raises:
@@ -245,7 +204,7 @@ class Reservation(Generic[PackT]):
         if self._spent_by != "release()":
             self._queue._put_back(self._spend("release()"))
 
-    def _spend(self, call: str) -> list[PackT]:
+    def _spend(self, call: str) -> list[Pack]:
         if self._spent_by:
             raise ReservationSpent(
                 f"a reservation is taken or released once, got {call} after {self._spent_by}; reserve again for the "

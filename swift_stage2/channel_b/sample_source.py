@@ -126,13 +126,11 @@ class SampleSource:
             self._events.write(Entry.TRAINED, keys, pack_id=pack_id, step=step, version=version)
 
     def settle_quarantined(self, key: SampleKey, reason: str, message: str) -> None:
-        """Ends the life of a sample that is given up."""
         with self._lock:
             self._settle([key])
             self._events.write(Entry.QUARANTINED, [key], reason=reason, message=message)
 
     def settle_unused(self, keys: Sequence[SampleKey], reason: UnusedReason) -> None:
-        """Ends the life of samples of whose rollouts nothing is trained."""
         with self._lock:
             self._settle(keys)
             self._events.write(Entry.UNUSED, keys, reason=reason)
@@ -159,14 +157,7 @@ class SampleSource:
         return -self._position % self._num_generations
 
     def origin_of(self, key: SampleKey) -> RowOrigin:
-        """The file, line and images of a sample's row."""
         return self._origins.find(self._rows[key.index])
-
-    @property
-    def num_outstanding(self) -> int:
-        """Samples drawn and not yet settled."""
-        with self._lock:
-            return len(self._outstanding)
 
     def state_dict(self) -> dict[str, Any]:
         """Cursor and outstanding keys, as JSON; tensors and texts are made again after resume."""
@@ -256,11 +247,7 @@ def usable_rows(rows: Rows, task: Task, policy: RowsWithoutObjects) -> Sequence[
 
 
 def read_sample(rows: Rows, task: Task, key: SampleKey) -> Sample:
-    """The row behind a key, with its truth.
-
-    Raises:
-        SampleError: the row cannot be used.
-    """
+    """The row behind a key, with its truth. Raises SampleError: the row cannot be used."""
     row = rows[key.index]
     return Sample(key=key, row=row, truth=task.read_truth(row))
 

@@ -165,11 +165,7 @@ TASKS: dict[str, type[Task]] = {}
 
 
 def register_task(name: str) -> Callable[[type[Task]], type[Task]]:
-    """Class decorator: lets ``stage2_ab.task`` name a task.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
+    """Class decorator: lets ``stage2_ab.task`` name a task. Raises ConfigError: the name is taken."""
     return register(TASKS, "task", name)
 
 

@@ -36,7 +36,7 @@ from swift_stage2.dataset.picture import UNREADABLE, look_at
 from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, left_out, ok
 from swift_stage2.doctor.rollouts import infer
 from swift_stage2.errors import SampleError
-from swift_stage2.records import Sample, SampleKey
+from swift_stage2.records import Sample, SampleKey, image_paths
 
 if TYPE_CHECKING:
     from swift_stage2.doctor.preparation import LearnerPreparation
@@ -99,7 +99,7 @@ def prepare_questions(prepared: LearnerPreparation, config: Stage2Config) -> Que
 
 def _unanswered(sample: Sample, encoder: Encoder) -> AnsweredImage:
     """Its truth is in pixels, if the row is right about it. Raises ValueError unless it has one image."""
-    (path,) = sample.image_paths
+    (path,) = image_paths(sample.row)
     picture, prompt = look_at(path or ""), encoder.encode_prompt(sample)
     stored = (picture.width, picture.height)
     is_share = sample.row["objects"].get("bbox_type") == "norm1"

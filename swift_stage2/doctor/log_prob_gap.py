@@ -240,7 +240,7 @@ def _pack_of(rollout: Rollout, encoder: Encoder) -> dict[str, Any]:
     encoder.require_trainable(rollout)
     target = as_sampled(rollout, 1.0, _NO_QUALITY)
     prompt = encoder.encode_prompt(rollout.sample)
-    return encoder.collate([encoder.encode_segment(rollout, prompt, [(target, None)], sample_id="doctor")])
+    return encoder.collate([encoder.encode_segment(rollout, prompt, [(target, None)])])
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,6 +1,6 @@
 """The decisions of one rank at every optimizer step: ``learner`` plans it, ``rounds`` drives sync rounds beside it."""
 
 from swift_stage2.learner.learner import Learner, StepDecision
-from swift_stage2.learner.parts import ChannelB, LearnerEvents
+from swift_stage2.learner.parts import ChannelB
 
-__all__ = ["ChannelB", "Learner", "LearnerEvents", "StepDecision"]
+__all__ = ["ChannelB", "Learner", "StepDecision"]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swift_stage2.channel_b.ready_queue import Reservation
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.errors import ChannelBStarved, PipelineFailed, Stage2Error
 from swift_stage2.evaluation import PinnedEvaluation
-from swift_stage2.learner.parts import ChannelB, LearnerEvents
+from swift_stage2.learner.parts import ChannelB
 from swift_stage2.learner.rounds import LearnerRounds
 from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.records import Pack, RoundOutcome, StepRecord
@@ -28,6 +28,7 @@ from swift_stage2.scheduling.pacing import max_prompts_in_flight
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
 from swift_stage2.scheduling.version_clock import require_fresh
 from swift_stage2.scheduling.watches import StarvationWatch
+from swift_stage2.telemetry.facade import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -46,40 +47,33 @@ class StepDecision:
     stop: bool
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Learner:
     """One rank's decisions. Without a ``ChannelB`` every step is channel A and only a stop is agreed."""
 
-    def __init__(
-        self,
-        *,
-        b_ratio: float,
-        control: ControlGroup,
-        events: LearnerEvents,
-        starvation: StarvationWatch | None,
-        fail_when_starved: bool,
-        channel_b: ChannelB | None,
-        failures: BackgroundFailures | None = None,
-    ) -> None:
-        """``failures`` are of threads that nobody waits for; every step tells the new ones."""
-        self._failures = failures or BackgroundFailures()
-        self._b_ratio = b_ratio
-        self._control = control
-        self._events = events
-        self._starvation = starvation
-        self._fail_when_starved = fail_when_starved
-        self._b = channel_b
+    b_ratio: float
+    control: ControlGroup
+    events: Telemetry
+    starvation: StarvationWatch | None
+    fail_when_starved: bool
+    channel_b: ChannelB | None
+    failures: BackgroundFailures = field(default_factory=BackgroundFailures)
+    """Of threads that nobody waits for; every step tells the new ones."""
+
+    def __post_init__(self) -> None:
+        self._b = self.channel_b
         # Without a lock: a signal handler sets it, and a second signal may interrupt the first one's.
         self._stop_requested = False
         self._missed_in_a_row = 0
         self._paused = False
         self._has_trained = False
-        self._rounds = LearnerRounds(channel_b, control, events) if channel_b is not None else None
+        self._rounds = LearnerRounds(self._b, self.control, self.events) if self._b is not None else None
         self._last_begin_s: float | None = None
         self._step_seconds: float | None = None
 
     def start(self) -> None:
         """Starts the background threads. The fence stays closed until the first round has proven a server."""
-        self._failures.watch()
+        self.failures.watch()
         if self._b is not None:
             self._b.probe.start()
             if self._b.requests is not None:
@@ -103,12 +97,12 @@ class Learner:
             ChannelBStarved: B starved and the configuration asks to fail.
         """
         self._measure_step()
-        for failure in self._failures.take():
-            self._events.record_warning(failure)
+        for failure in self.failures.take():
+            self.events.record_warning(failure)
         if self._rounds is not None:
             self._rounds.begin_if_due(step)
         started = time.perf_counter()
-        wants_b = self._b is not None and wants_channel_b(step, self._b_ratio)
+        wants_b = self._b is not None and wants_channel_b(step, self.b_ratio)
         reservation = self._reserve(step, num_packs) if wants_b else None
         outcome = self._agree(reservation)
         heard = self._hear_of_round(reservation) if outcome.round_news else None
@@ -122,14 +116,14 @@ class Learner:
                 self._rounds.take_in(step, heard)
             self._rounds.take_in_servers(step, joins=outcome.server_joins)
         self._publish(step, outcome, wants_b=wants_b, reserved=reservation is not None)
-        self._events.record_step(replace(facts, plan_seconds=seconds))
+        self.events.record_step(replace(facts, plan_seconds=seconds))
         self._raise_failures(outcome)
         self._watch_starvation(plan)
         return StepDecision(plan, packs, outcome.stop_requested)
 
     def end_step(self, step: int, losses: Sequence[str]) -> None:
         """``step`` has trained; the losses of its micro_steps as ``float.hex``, where the run records them."""
-        self._events.record_losses(step, losses)
+        self.events.record_losses(step, losses)
 
     def evaluate_final(self, step: int) -> None:
         """Training is over before ``step``: servers take the weights once more and answer the validation rows.
@@ -147,13 +141,13 @@ class Learner:
         b.evaluation.schedule.ask_for_final(step)
         b.rounds.is_asked_for = True
         end = time.monotonic() + b.final_evaluation_s
-        with self._events.activity("evaluating"):
+        with self.events.activity("evaluating"):
             while not self._has_evaluated(b, b.evaluation, step, end):
                 time.sleep(_LOOK_S)  # bounded: all ranks agree on the first one that is late
         latest = b.evaluation.ended[-1] if b.evaluation.ended else None
         why = latest.end if latest is not None and latest.run.due_step == step else "none began"
         if why is not EvaluationEnd.COMPLETE and not self._stop_requested:
-            self._events.record_warning(
+            self.events.record_warning(
                 f"the final weights must be evaluated by a proven server within {b.final_evaluation_s:g} s, got {why} "
                 f"and {len(b.rounds.proven)} proven; swift-stage2 evaluate does it with the last checkpoint"
             )
@@ -163,7 +157,7 @@ class Learner:
         if self._b is None:
             return {}
         source = self._b.source.checkpoint(step=step, save_id=save_id)
-        unfinished = self._b.evaluation.unfinished if self._b.evaluation is not None else None
+        unfinished = self._b.evaluation.schedule.unfinished if self._b.evaluation is not None else None
         return {
             "version": self._b.clock.current,
             "source": source,
@@ -175,7 +169,7 @@ class Learner:
 
     def close(self) -> None:
         """Ends the threads in the one order that cannot abort the process: stop, HTTP, join, communicator."""
-        self._failures.stop()
+        self.failures.stop()
         b = self._b
         if b is None:
             return
@@ -187,7 +181,7 @@ class Learner:
         b.queue.close()
         b.client.close()
         if not b.pipeline.stop(_STOP_TIMEOUT_S):
-            self._events.record_warning(f"the pipeline's thread did not end within {_STOP_TIMEOUT_S:.0f} s")
+            self.events.record_warning(f"the pipeline's thread did not end within {_STOP_TIMEOUT_S:.0f} s")
         b.probe.stop()
         b.abort.stop()
         b.sync.close()
@@ -209,9 +203,14 @@ class Learner:
         self._rounds.take_in_servers(step, joins=False)
         self._publish(step, outcome, wants_b=False, reserved=False)
         is_lost = not (b.rounds.proven or b.rounds.pending or b.rounds.in_transfer)
-        return evaluation.unfinished is None or outcome.stop_requested or outcome.pipeline_failed or is_lost
+        return (
+            evaluation.schedule.unfinished is None
+            or outcome.stop_requested
+            or outcome.pipeline_failed
+            or is_lost
+        )
 
-    def _hear_of_round(self, reservation: Reservation[Pack] | None) -> RoundOutcome:
+    def _hear_of_round(self, reservation: Reservation | None) -> RoundOutcome:
         """Called while packs are reserved and not yet spent: it may raise, and then they were not trained."""
         assert self._rounds is not None
         try:
@@ -221,7 +220,7 @@ class Learner:
                 reservation.release()
             raise
 
-    def _reserve(self, step: int, num_packs: int) -> Reservation[Pack] | None:
+    def _reserve(self, step: int, num_packs: int) -> Reservation | None:
         b = self._b
         assert b is not None
         assert self._rounds is not None
@@ -229,7 +228,7 @@ class Learner:
             b.pipeline.fill(self._view(b, step, num_packs), b.longest_fill_s, lambda: self._stop_requested)
         return b.queue.reserve(num_packs, current_version=b.clock.current, min_tokens=b.min_ready_tokens)
 
-    def _agree(self, reservation: Reservation[Pack] | None, *, stops: bool = False) -> GateOutcome:
+    def _agree(self, reservation: Reservation | None, *, stops: bool = False) -> GateOutcome:
         facts = RankFacts(not_reserved=reservation is None, stop_requested=self._stop_requested or stops)
         num_servers = 0
         if self._b is not None:
@@ -242,7 +241,7 @@ class Learner:
                 evaluation_wanted=b.evaluation is not None and b.evaluation.wanted,
                 round_news=b.sync.has_news,
                 server_joins=b.requests is not None and b.requests.has_one,
-                pace=b.pipeline.production_pace,
+                pace=b.pipeline.production_pace or INSTANT,
                 # A server that a round or the probe lost is suspect as well, though no rollout client may know.
                 servers_suspect=tuple(
                     url in suspects or index in lost or index not in b.rounds.proven
@@ -250,9 +249,9 @@ class Learner:
                 ),
                 servers_answer_again=tuple(url in answering for url in b.base_urls),
             )
-        return decide(self._control.reduce_max(facts.encode()), num_servers=num_servers)
+        return decide(self.control.reduce_max(facts.encode()), num_servers=num_servers)
 
-    def _spend(self, step: int, reservation: Reservation[Pack] | None, plan: StepPlan) -> tuple[Pack, ...]:
+    def _spend(self, step: int, reservation: Reservation | None, plan: StepPlan) -> tuple[Pack, ...]:
         if reservation is None or self._b is None:
             return ()
         if plan.channel is not Channel.B:
@@ -273,7 +272,7 @@ class Learner:
             self._missed_in_a_row = 0 if reserved else self._missed_in_a_row + 1
         if outcome.truncation_guard != self._paused:
             self._paused = outcome.truncation_guard
-            self._events.record_warning(
+            self.events.record_warning(
                 f"channel B {'pauses: too many rollouts are truncated' if self._paused else 'goes on'}"
                 f" (this rank's share {b.guard.truncated_ratio:.2f}); raise rollout.decoding.max_new_tokens if it lasts"
             )
@@ -288,12 +287,13 @@ class Learner:
             if b.rounds.in_transfer and not b.evaluation.holds_round(step):
                 b.sync.let_install()
         num_demanded = 0 if self._has_trained or b.longest_fill_s is not None else None
-        b.pipeline.observe(self._view(b, step, num_demanded, slowest_pace=outcome.slowest_pace))
+        b.pipeline.observe(self._view(b, step, num_demanded, slowest_pace=outcome.pace))
 
     def _view(
         self, b: ChannelB, step: int, num_demanded: int | None, slowest_pace: ProductionPace = INSTANT
     ) -> StepView:
         assert self._rounds is not None
+        num_proven, world_size = len(b.rounds.proven), self.control.world_size
         pacing = PacingState(
             step=step,
             current_version=b.clock.current,
@@ -308,16 +308,12 @@ class Learner:
             pacing=pacing,
             started_s=time.monotonic(),
             step_seconds=self._step_seconds,
-            max_prompts=self._max_prompts(b),
+            max_prompts=max_prompts_in_flight(b.max_inflight_per_server, num_proven, world_size)
+            if num_proven
+            else 0,
             paused=self._paused,
             num_demanded=num_demanded,
         )
-
-    def _max_prompts(self, b: ChannelB) -> int:
-        num_proven = len(b.rounds.proven)
-        if num_proven == 0:
-            return 0
-        return max_prompts_in_flight(b.max_inflight_per_server, num_proven, self._control.world_size)
 
     def _step_record(self, step: int, plan: StepPlan, packs: tuple[Pack, ...]) -> StepRecord:
         b = self._b
@@ -327,7 +323,7 @@ class Learner:
             plan=plan,
             version=version,
             version_lag=max((version - pack.version for pack in packs), default=None),
-            queue_depth=b.queue.statistics().depth if b else 0,
+            queue_depth=b.queue.depth if b else 0,
             infer_in_flight=b.fence.in_flight if b else 0,
             round_pending=b.rounds.pending if b else False,
             round_in_transfer=b.rounds.in_transfer if b else False,
@@ -338,22 +334,22 @@ class Learner:
         if not outcome.pipeline_failed or self._b is None or self._b.continue_on_failure:
             return
         failure = self._b.pipeline.failure
-        mine = f"rank {self._control.rank}: {type(failure).__name__}: {failure}" if failure else ""
-        causes = "; ".join(cause for cause in self._control.gather(mine) if cause)
+        mine = f"rank {self.control.rank}: {type(failure).__name__}: {failure}" if failure else ""
+        causes = "; ".join(cause for cause in self.control.gather(mine) if cause)
         raise PipelineFailed(
             f"channel B's pipeline must live for the whole run, it died ({causes}); mend the cause, or set "
             "stage2_ab.channel_b.on_pipeline_failure: continue_a"
         )
 
     def _watch_starvation(self, plan: StepPlan) -> None:
-        if self._starvation is None or self._b is None:
+        if self.starvation is None or self._b is None:
             return
-        verdict = self._starvation.observe(plan)
+        verdict = self.starvation.observe(plan)
         if verdict is None:
             return
-        if self._fail_when_starved:
-            raise ChannelBStarved(str(verdict))
-        self._events.record_warning(str(verdict))
+        if self.fail_when_starved:
+            raise ChannelBStarved(verdict)
+        self.events.record_warning(verdict)
 
     def _measure_step(self) -> None:
         now = time.monotonic()

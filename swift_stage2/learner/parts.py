@@ -1,11 +1,9 @@
-"""The parts that a learner is made of: this rank's part of channel B, and where it reports."""
+"""The parts that a learner is made of: this rank's part of channel B."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import ReadyQueue
@@ -15,8 +13,6 @@ from swift_stage2.config import Objective
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner.server_requests import AddedServer, ServerRequests
-from swift_stage2.records import Pack, RoundOutcome, StepRecord
-from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
@@ -27,33 +23,16 @@ from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import endpoint_of
 
 
-class LearnerEvents(Protocol):
-    """The learner tells it what happened; telemetry implements it."""
-
-    def activity(self, name: str) -> AbstractContextManager[None]: ...
-
-    def record_step(self, facts: StepRecord) -> None: ...
-
-    def record_losses(self, step: int, losses: Sequence[str]) -> None: ...
-
-    def record_round(self, step: int, outcome: RoundOutcome, pending_seconds: float) -> None: ...
-
-    def record_added_server(self, step: int, server: int, base_url: str) -> None: ...
-
-    def record_warning(self, message: str) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelB:
     """Everything of this rank that exists only when ``b_ratio`` is above 0."""
 
     source: SampleSource
     client: RolloutClient
-    queue: ReadyQueue[Pack]
+    queue: ReadyQueue
     pipeline: Pipeline
     fence: InferFence
     clock: VersionClock
-    pacer: Pacer
     guard: TruncationGuard
     rounds: RoundSchedule
     sync: WeightSync

@@ -13,17 +13,16 @@ from collections.abc import Sequence
 
 from swift_stage2.channel_b.rollout_client import ServedWeights
 from swift_stage2.collectives import ControlGroup
-from swift_stage2.learner.parts import ChannelB, LearnerEvents
+from swift_stage2.learner.parts import ChannelB
 from swift_stage2.learner.server_requests import AddedServer
 from swift_stage2.records import RoundOutcome
 from swift_stage2.run_directory.server_board import ServerStanding
 from swift_stage2.scheduling.round_schedule import ServerState
+from swift_stage2.telemetry.facade import Telemetry
 
 
 class LearnerRounds:
-    """The rounds of one rank's channel B."""
-
-    def __init__(self, parts: ChannelB, control: ControlGroup, events: LearnerEvents) -> None:
+    def __init__(self, parts: ChannelB, control: ControlGroup, events: Telemetry) -> None:
         self._b = parts
         self._control = control
         self._events = events

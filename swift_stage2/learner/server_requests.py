@@ -49,25 +49,19 @@ Admit = Callable[[ServerConfig, Collection[ServerConfig]], AddedServer]
 """Asks a server that wants to join those that were added before. Raises Stage2Error when it must not."""
 
 
+@dataclass(eq=False, repr=False)
 class ServerRequests:
     """Looks every ``interval_s`` seconds, only on rank 0. What goes wrong on its thread is noted in ``failures``."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        admit: Admit,
-        *,
-        rank: int,
-        failures: BackgroundFailures,
-        interval_s: float = 1.0,
-    ) -> None:
+    run_dir: Path
+    admit: Admit
+    rank: int
+    failures: BackgroundFailures
+    interval_s: float = 1.0
+
+    def __post_init__(self) -> None:
         self.added: list[AddedServer] = []
         """Servers that all ranks have taken in."""
-        self._active = rank == 0
-        self._run_dir = run_dir
-        self._admit = admit
-        self._failures = failures
-        self._interval_s = interval_s
         self._admitted: list[AddedServer] = []
         self._waiting: deque[AddedServer] = deque()
         self._board = self._written = ServerBoard()
@@ -76,8 +70,7 @@ class ServerRequests:
         self._thread = threading.Thread(target=self._run, name="server-requests", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread on rank 0."""
-        if self._active:
+        if self.rank == 0:
             self._thread.start()
 
     @property
@@ -108,31 +101,31 @@ class ServerRequests:
     def _run(self) -> None:
         try:
             for name in clear_requests(
-                self._run_dir
+                self.run_dir
             ):  # whoever left it may wait: a killed run is resumed in a moment
                 self._refuse(
                     name,
                     "a server is added to a run that trains, got a request from before; add it once more",
                 )
         except OSError as error:
-            self._failures.note(self._thread.name, error)
-        while not self._stopped.wait(self._interval_s):
+            self.failures.note(self._thread.name, error)
+        while not self._stopped.wait(self.interval_s):
             try:
                 self._look()
             except Exception as error:  # top of the thread: the next look may go well
-                self._failures.note(self._thread.name, error)
+                self.failures.note(self._thread.name, error)
 
     def _look(self) -> None:
-        for name, asked in take_requests(self._run_dir):
+        for name, asked in take_requests(self.run_dir):
             try:
                 if not isinstance(asked, ServerConfig):
                     raise asked
                 others = {each.address.base_url: each.address for each in (*self.added, *self._admitted)}
-                server = self._admit(asked, others.values())
+                server = self.admit(asked, others.values())
             except Stage2Error as refusal:
                 self._refuse(name, str(refusal))
             except Exception as error:  # the request is taken, and so are those behind it: all are answered
-                self._failures.note(self._thread.name, error)
+                self.failures.note(self._thread.name, error)
                 self._refuse(name, f"the run could not ask the server: {type(error).__name__}: {error}")
             else:
                 self._admitted.append(server)
@@ -148,5 +141,5 @@ class ServerRequests:
     def _write(self) -> None:
         board = self._board
         if board.servers and board != self._written:
-            board.write(self._run_dir)
+            board.write(self.run_dir)
             self._written = board

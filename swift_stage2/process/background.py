@@ -71,7 +71,6 @@ class BackgroundFailures:
             threading.excepthook, self._hook_before = self._hook_before, None
 
     def note(self, thread: str, error: BaseException) -> None:
-        """``error`` happened on the thread of that name."""
         text = f"the background thread {thread!r} failed: {type(error).__name__}: {error}"
         with self._lock:
             if text in self._known:

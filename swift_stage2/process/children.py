@@ -56,7 +56,6 @@ class ServerChildren:
         self.close()
 
     def close(self) -> None:
-        """Ends them all, and the watcher."""
         end_marked(self._mark)
         os.close(self._write_end)
         with suppress(subprocess.TimeoutExpired):

@@ -14,7 +14,6 @@ import socket
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from types import TracebackType
 
 import psutil
 
@@ -140,9 +139,7 @@ class AgentWatch:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._thread is not None:
             os.eventfd_write(self._ended, 1)
             self._thread.join(timeout=_JOIN_TIMEOUT_S)

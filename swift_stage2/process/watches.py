@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from swift_stage2.errors import WeightSyncHang
 from swift_stage2.process.background import BackgroundCall
@@ -65,6 +64,7 @@ def hung_round_ends_process() -> Iterator[None]:
         raise
 
 
+@dataclass(eq=False, repr=False)
 class ProgressWatch:
     """``start`` and ``stop`` bound its thread's life. ``who`` maps a thread's name to what it is at, None while idle.
 
@@ -72,22 +72,16 @@ class ProgressWatch:
     the watch's thread; it must not raise.
     """
 
-    def __init__(
-        self,
-        who: Mapping[str, Callable[[], Standing | None]],
-        *,
-        limit_s: float,
-        on_stall: Callable[[str, float], None],
-    ) -> None:
-        self._who = who
-        self._limit_s = limit_s
-        self._on_stall = on_stall
+    who: Mapping[str, Callable[[], Standing | None]]
+    limit_s: float
+    on_stall: Callable[[str, float], None]
+
+    def __post_init__(self) -> None:
         self._told: dict[str, tuple[Standing, float]] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress-watch", daemon=True)
 
     def start(self) -> None:
-        """Begins to watch."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -98,13 +92,13 @@ class ProgressWatch:
 
     def look(self, now_s: float) -> None:
         """One look at everybody; ``now_s`` as of ``time.monotonic``."""
-        for name, where in self._who.items():
+        for name, where in self.who.items():
             standing = where()
             if standing is None:
                 continue
             seconds = now_s - standing.since_s
-            told, again_after_s = self._told.get(name, (None, self._limit_s))
-            limit_s = again_after_s if told == standing else self._limit_s
+            told, again_after_s = self._told.get(name, (None, self.limit_s))
+            limit_s = again_after_s if told == standing else self.limit_s
             if seconds >= limit_s:
                 self._told[name] = (standing, 2 * seconds)
                 self._tell(standing, seconds)
@@ -115,7 +109,7 @@ class ProgressWatch:
 
     def _tell(self, standing: Standing, seconds: float) -> None:
         logger.error("no progress: %s for %.0f s\n%s", standing.what, seconds, thread_stacks())
-        self._on_stall(standing.what, seconds)
+        self.on_stall(standing.what, seconds)
 
 
 class RoundWatch:
@@ -137,9 +131,7 @@ class RoundWatch:
     def __enter__(self) -> RoundWatch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
 
     def begin(self, what: str, is_over: Callable[[], bool] = lambda: False) -> None:

@@ -16,10 +16,11 @@ from swift_stage2.channel_b.sample_source import read_sample
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.errors import MatchingError, ReplayDiffers, SampleError, UserError
-from swift_stage2.learner import LearnerEvents, StepDecision
+from swift_stage2.learner import StepDecision
 from swift_stage2.records import Pack, Rollout, Segment, StepRecord
 from swift_stage2.replay.recorded_run import RecordedPack, RecordedStep
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
+from swift_stage2.telemetry.facade import Telemetry
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class ReplayedLearner:
         *,
         maker: PackMaker | None,
         control: ControlGroup,
-        events: LearnerEvents,
+        events: Telemetry,
     ) -> None:
         """``maker`` is None for a run without channel B."""
         self._steps = {step.step: step for step in steps}

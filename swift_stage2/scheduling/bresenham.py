@@ -19,38 +19,23 @@ def wants_channel_b(step: int, b_ratio: float) -> bool:
     Raises:
         ValueError: ``step`` is negative, or ``b_ratio`` is not a number in [0, 1].
     """
-    ratio = _exact_ratio(b_ratio)
-    _require_non_negative("step", step)
-    return _floor_of(step + 1, ratio) > _floor_of(step, ratio)
+    return wanted_count(step, b_ratio) < wanted_count(step + 1, b_ratio)
 
 
 def next_wanted_step(step: int, b_ratio: float) -> int | None:
-    """Return the first step >= ``step`` that is wanted on channel B; None when ``b_ratio`` is 0.
-
-    Raises:
-        ValueError: as `wants_channel_b`.
-    """
-    ratio = _exact_ratio(b_ratio)
-    _require_non_negative("step", step)
+    """The first step >= ``step`` that is wanted; None when ``b_ratio`` is 0. Raises as `wants_channel_b`."""
+    wanted_before, ratio = wanted_count(step, b_ratio), _exact_ratio(b_ratio)
     if ratio == 0:
         return None
-    wanted_before = _floor_of(step, ratio)
     # The step after which the count first reaches wanted_before + 1, by a ceiling division.
     return -(-(wanted_before + 1) * ratio.denominator // ratio.numerator) - 1
 
 
 def wanted_count(steps: int, b_ratio: float) -> int:
-    """Return how many of the steps 0 .. ``steps`` - 1 are wanted on channel B: floor(steps·r).
-
-    Raises:
-        ValueError: as `wants_channel_b`.
-    """
+    """How many of the steps 0 .. ``steps`` - 1 are wanted on channel B: floor(steps·r). Raises as `wants_channel_b`."""
     ratio = _exact_ratio(b_ratio)
-    _require_non_negative("steps", steps)
-    return _floor_of(steps, ratio)
-
-
-def _floor_of(steps: int, ratio: Fraction) -> int:
+    if steps < 0:
+        raise ValueError(f"steps count from 0, got steps={steps}; pass the global step")
     return steps * ratio.numerator // ratio.denominator
 
 
@@ -67,8 +52,3 @@ def _exact_ratio(b_ratio: float) -> Fraction:
             f"b_ratio must be a number from 0 to 1, got b_ratio={b_ratio!r}; 0.25 is a usual choice"
         )
     return ratio
-
-
-def _require_non_negative(name: str, value: int) -> None:
-    if value < 0:
-        raise ValueError(f"{name} counts from 0, got {name}={value}; pass the global step")

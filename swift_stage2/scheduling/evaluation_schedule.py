@@ -13,8 +13,6 @@ from enum import StrEnum
 
 
 class EvaluationEnd(StrEnum):
-    """Why an evaluation ended."""
-
     COMPLETE = "complete"
     """Every sample was answered, or given up."""
     ROUND_DUE = "round_due"
@@ -28,8 +26,6 @@ class EvaluationEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunningEvaluation:
-    """One evaluation, from the step at which it began."""
-
     due_step: int
     begun_step: int
     version: int
@@ -59,7 +55,6 @@ class EvaluationSchedule:
         return self.running.due_step
 
     def resume(self, unfinished: int | None) -> None:
-        """Continues where a checkpoint's ``unfinished`` left off."""
         self._due_step = unfinished
 
     def ask_for_final(self, step: int) -> None:

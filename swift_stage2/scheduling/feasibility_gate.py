@@ -36,8 +36,8 @@ class RankFacts:
     """Rank 0's: of the round in transfer there is something to hear."""
     server_joins: bool = False
     """Rank 0's: it was asked to add a server to the run."""
-    pace: ProductionPace | None = None
-    """Of this rank's productions; the slowest rank paces all."""
+    pace: ProductionPace = INSTANT
+    """Of this rank's productions; in the outcome the slowest rank's, which paces all."""
     servers_suspect: tuple[bool, ...] = ()
     """Per server, in the order of the configuration; added ones behind."""
     servers_answer_again: tuple[bool, ...] = ()
@@ -52,11 +52,10 @@ class RankFacts:
 
     def encode(self) -> tuple[int, ...]:
         """Return the vector, `vector_length` integers >= 0, ready for an element-wise MAX."""
-        pace = self.pace or INSTANT
         return (
             *(int(getattr(self, flag)) for flag in _FLAGS),
-            round(pace.typical_steps * _MILLI),
-            round(pace.quick_steps * _MILLI),
+            round(self.pace.typical_steps * _MILLI),
+            round(self.pace.quick_steps * _MILLI),
             *map(int, self.servers_suspect),
             *map(int, self.servers_answer_again),
         )
@@ -67,21 +66,11 @@ class GateOutcome(RankFacts):
     """The worst of every rank's facts at this step; equal on every rank."""
 
     @property
-    def slowest_pace(self) -> ProductionPace:
-        """Of all ranks' productions."""
-        return self.pace or INSTANT
-
-    @property
-    def num_proven_servers(self) -> int:
-        """How many servers no rank suspects."""
-        return self.servers_suspect.count(False)
-
-    @property
     def skip_reason(self) -> SkipReason:
         """The cause that binds if a wanted B cannot run now: the one whose cure comes first."""
         if self.pipeline_failed:
             return SkipReason.PIPELINE_FAILED
-        if self.servers_suspect and not self.num_proven_servers:
+        if self.servers_suspect and all(self.servers_suspect):
             return SkipReason.SERVERS_SUSPECT
         if self.truncation_guard:
             return SkipReason.TRUNCATION_GUARD
@@ -100,7 +89,6 @@ class GateOutcome(RankFacts):
 
 
 def vector_length(num_servers: int) -> int:
-    """Return the number of integers that every rank contributes."""
     return _NUM_COMMON_ENTRIES + 2 * num_servers
 
 

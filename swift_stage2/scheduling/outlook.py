@@ -43,12 +43,8 @@ class ProductionMeter:
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=RECENT_PRODUCTIONS)
-        self._pace: ProductionPace | None = None
-
-    @property
-    def pace(self) -> ProductionPace | None:
+        self.pace: ProductionPace | None = None
         """The pace over the last productions; None before the first. One attribute, safe from any thread."""
-        return self._pace
 
     def observe(self, steps: float) -> None:
         """Take in one production that took ``steps`` optimizer steps.
@@ -62,7 +58,7 @@ class ProductionMeter:
             )
         self._steps.append(steps)
         ordered = sorted(self._steps)
-        self._pace = ProductionPace(median(ordered), ordered[int(QUICK_QUANTILE * len(ordered))])
+        self.pace = ProductionPace(median(ordered), ordered[int(QUICK_QUANTILE * len(ordered))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +176,6 @@ class RoundForecast:
     """Steps from one round to the next after the last of ``rounds``."""
 
     def version_at(self, step: int) -> int:
-        """Return the version that ``step`` reserves against."""
         named = sum(round_step <= step for round_step in self.rounds)
         regular = max(0, step - self.rounds[-1]) // self.spacing
         return self.version + named + regular

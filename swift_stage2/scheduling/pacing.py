@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from swift_stage2.scheduling.bresenham import next_wanted_step, wanted_count
 from swift_stage2.scheduling.outlook import Outlook, PacingState, first_step_after
@@ -20,34 +19,6 @@ MISSES_BEFORE_CATCHING_UP = 2
 BUSY_LOAD = 0.9  # from this load on, forecasts take production as never idle
 _ROUNDING = 1e-9
 _SHORTEST_PRODUCTION_STEPS = 1e-3  # keeps the rate of an instant server finite
-
-
-class PacingReason(StrEnum):
-    """Why the pacer asks for packs, or for none."""
-
-    NEEDED = "needed"
-    """They will be fresh at the wanted step that lacks them."""
-    NOT_MEASURED = "not_measured"
-    """Nobody knows yet how long a production takes; making some tells."""
-    CATCHING_UP = "catching_up"
-    """This rank missed wanted steps in a row, so the forecast is not trusted."""
-    LAST_CALL = "last_call"
-    """A production that started a step later would miss the wanted step."""
-    PRODUCTION_BINDS = "production_binds"
-    """Production is slower than the need, so it does not idle between rounds."""
-    TARGET_MET = "target_met"
-    """The packs at hand are enough."""
-    TOO_EARLY = "too_early"
-    """A pack made now would be stale when its step comes."""
-    CHANNEL_B_OFF = "channel_b_off"
-
-
-@dataclass(frozen=True, slots=True)
-class PacingDecision:
-    """How many packs to begin now, beside those in the making (0: none), and why."""
-
-    num_packs: int
-    reason: PacingReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,34 +41,29 @@ class Pacer:
     packs_per_b_step: int
     """``gradient_accumulation_steps``."""
 
-    def decide(self, state: PacingState) -> PacingDecision:
-        """Say how many packs to start making now, beside those that are in the making.
+    def decide(self, state: PacingState) -> int:
+        """How many packs to start making now, beside those that are in the making.
 
         While a round is pending the answer holds for a start right after it, so the caller can wait for
         its ticket; it should ask again with the ticket in hand.
         """
         if self.b_ratio == 0:
-            return PacingDecision(0, PacingReason.CHANNEL_B_OFF)
+            return 0
         coming = [pack.version for pack in state.in_making]
         at_hand = (*state.ready_versions, *coming)
         outlook = self._outlook(state)
         room = self.target_packs - self._num_fresh_next(outlook, self._wanted_from(state.step + 1), at_hand)
         if room <= 0:
-            return PacingDecision(0, PacingReason.TARGET_MET)
-        if state.pace is None:
-            return self._decide_blindly(state, PacingReason.NOT_MEASURED)
-        quick = self._shortage(outlook, state.holding_pace.quick_steps)
-        if quick.num_packs:
-            reason = PacingReason.PRODUCTION_BINDS if self.load(state) > 1 else PacingReason.NEEDED
-            return PacingDecision(min(room, quick.num_packs), reason)
+            return 0
+        if state.pace is None:  # making some tells how long a production takes
+            return self._decide_blindly(state)
+        if (quick := self._shortage(outlook, state.holding_pace.quick_steps)).num_packs:
+            return min(room, quick.num_packs)
         typical = self._shortage(outlook, state.holding_pace.typical_steps)
         if typical.num_packs and self._is_last_call(outlook, typical.step):
-            return PacingDecision(min(room, typical.num_packs), PacingReason.LAST_CALL)
-        if state.missed_in_a_row >= MISSES_BEFORE_CATCHING_UP:
-            return self._decide_blindly(state, PacingReason.CATCHING_UP)
-        return PacingDecision(
-            0, PacingReason.TOO_EARLY if quick.step is not None else PacingReason.TARGET_MET
-        )
+            return min(room, typical.num_packs)
+        # The forecast is not trusted once wanted steps in a row were missed.
+        return self._decide_blindly(state) if state.missed_in_a_row >= MISSES_BEFORE_CATCHING_UP else 0
 
     def is_starving(self, state: PacingState) -> bool:
         """Say whether fewer ready packs than a B step needs will be fresh at the next wanted one."""
@@ -120,14 +86,13 @@ class Pacer:
         needed_per_step = self.b_ratio * self.packs_per_b_step
         return needed_per_step * self._steps_per_production(state) / state.packs_per_production
 
-    def _decide_blindly(self, state: PacingState, reason: PacingReason) -> PacingDecision:
+    def _decide_blindly(self, state: PacingState) -> int:
         """Fill up to the target without a forecast: what is fresh now counts, so no version is made twice over."""
         num_fresh = sum(
             is_fresh(version, current=state.current_version, window=self.version_window)
             for version in (*state.ready_versions, *(pack.version for pack in state.in_making))
         )
-        room = self.target_packs - num_fresh
-        return PacingDecision(room, reason) if room > 0 else PacingDecision(0, PacingReason.TARGET_MET)
+        return max(0, self.target_packs - num_fresh)
 
     def _num_fresh_next(self, outlook: Outlook, step: int, versions: Sequence[int]) -> int:
         """Count the packs of ``versions`` that will be fresh at ``step``, the next wanted one."""

@@ -80,12 +80,10 @@ class RoundSchedule:
 
     @property
     def in_transfer(self) -> bool:
-        """Whether a round has begun and not ended."""
         return self._transfer is not None and not self._transfer.is_catch_up
 
     @property
     def catching_up(self) -> bool:
-        """Whether a catch-up has begun and not ended."""
         return self._transfer is not None and self._transfer.is_catch_up
 
     @property

@@ -36,7 +36,6 @@ class Shares:
         return max(0, budget - self.num_held(version))
 
     def begin(self, places: Iterable[Place], version: int) -> None:
-        """Samples were drawn that have no share."""
         self._versions.update(dict.fromkeys(places, version))
 
     def end(self, places: Iterable[Place]) -> None:

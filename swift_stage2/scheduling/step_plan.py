@@ -41,5 +41,4 @@ class StepPlan:
 
     @property
     def wanted_b(self) -> bool:
-        """Whether the schedule asked for channel B."""
         return self.channel is Channel.B or self.skip_reason is not None

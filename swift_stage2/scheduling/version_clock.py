@@ -51,7 +51,6 @@ class VersionClock:
 
     @property
     def current(self) -> int:
-        """The version that is being trained from now on."""
         return self._current
 
     def advance(self) -> int:

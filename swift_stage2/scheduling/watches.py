@@ -7,25 +7,8 @@ starvation's verdict at the same step; a pause is the rank's own and travels in 
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
 
-from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class StarvationVerdict:
-    """Channel B starved over the last ``num_steps`` steps."""
-
-    num_steps: int
-    num_wanted: int
-    num_run: int
-    cause: SkipReason
-
-    def __str__(self) -> str:
-        return (
-            f"channel B ran at {self.num_run} of {self.num_wanted} wanted steps among the last {self.num_steps}, "
-            f"fewer than half; most frequent cause: {self.cause}"
-        )
+from swift_stage2.scheduling.step_plan import Channel, StepPlan
 
 
 class StarvationWatch:
@@ -40,39 +23,23 @@ class StarvationWatch:
                 f"starvation.grace_steps is at least 1, got grace_steps={grace_steps}; 200 is the default"
             )
         self._grace_steps = grace_steps
-        self._plans: deque[StepPlan] = deque()
-        self._num_run = 0
-        self._skips: Counter[SkipReason] = Counter()
+        self._plans: deque[StepPlan] = deque(maxlen=grace_steps)
 
-    def observe(self, plan: StepPlan) -> StarvationVerdict | None:
+    def observe(self, plan: StepPlan) -> str | None:
         """Take in the plan of one step; return a verdict if B has starved since the last one."""
-        self._remember(plan)
+        self._plans.append(plan)
         if len(self._plans) < self._grace_steps:
             return None
-        num_skipped = self._skips.total()
-        if self._num_run >= num_skipped:
+        num_run = sum(each.channel is Channel.B for each in self._plans)
+        skips = Counter(each.skip_reason for each in self._plans if each.skip_reason is not None)
+        if num_run >= skips.total():
             return None
-        cause = max(self._skips, key=lambda reason: self._skips[reason])
-        verdict = StarvationVerdict(self._grace_steps, self._num_run + num_skipped, self._num_run, cause)
-        self._forget()
-        return verdict
-
-    def _remember(self, plan: StepPlan) -> None:
-        if len(self._plans) == self._grace_steps:
-            self._count(self._plans.popleft(), -1)
-        self._plans.append(plan)
-        self._count(plan, +1)
-
-    def _count(self, plan: StepPlan, sign: int) -> None:
-        if plan.channel is Channel.B:
-            self._num_run += sign
-        elif plan.skip_reason is not None:
-            self._skips[plan.skip_reason] += sign
-
-    def _forget(self) -> None:
         self._plans.clear()
-        self._skips.clear()
-        self._num_run = 0
+        ((cause, _),) = skips.most_common(1)
+        return (
+            f"channel B ran at {num_run} of {num_run + skips.total()} wanted steps among the last {self._grace_steps}, "
+            f"fewer than half; most frequent cause: {cause}"
+        )
 
 
 WINDOW_ROLLOUTS = 256
@@ -94,25 +61,19 @@ class TruncationGuard:
             )
         self._limit = max_truncated_ratio
         self._recent: deque[bool] = deque(maxlen=WINDOW_ROLLOUTS)
-        self._paused = False
-
-    @property
-    def paused(self) -> bool:
+        self.paused = False
         """Whether channel B must pause."""
-        return self._paused
 
     @property
     def truncated_ratio(self) -> float:
         """The share of truncated rollouts among the last 256; 0 before the first."""
         return sum(self._recent) / len(self._recent) if self._recent else 0.0
 
-    def observe(self, truncated: bool) -> bool:
-        """Take in one rollout; return whether channel B must pause from now on."""
+    def observe(self, truncated: bool) -> None:
         self._recent.append(bool(truncated))
         ratio = self.truncated_ratio
-        if self._paused:
+        if self.paused:
             # A limit of 0 has nothing below it: there a clean window lifts the pause.
-            self._paused = ratio >= LIFT_FACTOR * self._limit if self._limit > 0 else ratio > 0
+            self.paused = ratio >= LIFT_FACTOR * self._limit if self._limit > 0 else ratio > 0
         elif len(self._recent) >= MIN_ROLLOUTS:
-            self._paused = ratio > self._limit
-        return self._paused
+            self.paused = ratio > self._limit

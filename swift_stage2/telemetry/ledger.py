@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Literal
 
 from swift_stage2.columns import given_by
-from swift_stage2.records import MatchQuality, Pack, Rollout, SampleKey, Target, VersionSpan
+from swift_stage2.records import MatchQuality, Pack, Rollout, SampleKey, Target, VersionSpan, image_paths
 from swift_stage2.telemetry.audit import AuditLog, rank_path
 
 ledger_path = partial(rank_path, "ledger")
@@ -216,7 +216,7 @@ class MatchLog:
             sample=key.entry,
             version=rollout.version,
             spans=spans_of(rollout.spans),
-            images=rollout.sample.image_paths,
+            images=image_paths(rollout.sample.row),
             space=space,
             truth=[{"label": label, "box": box} for label, box in match.truth],
             predicted=[{"label": label, "box": box} for label, box in match.predicted],

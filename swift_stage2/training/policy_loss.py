@@ -160,25 +160,18 @@ def token_factors(
     """
     log_probs = log_probs.detach()
     sampled = ~torch.isnan(behaviour)
-    gap = torch.where(sampled, log_probs - behaviour, torch.zeros_like(log_probs))
+    gap = torch.where(sampled, log_probs - behaviour, 0.0)
     ratio = torch.exp(gap.clamp(max=_MOST_GAP))
     capped, clipped = ratio > grpo.max_importance_weight, torch.zeros_like(sampled)
     if grpo.proximal is Proximal.BEHAVIOUR:
         capped = capped & (advantages < 0)
         is_high = (advantages > 0) & (ratio > 1 + grpo.clip_high)
         clipped = is_high | ((advantages < 0) & (ratio < 1 - grpo.clip_low))
-    weight = torch.where(capped, torch.full_like(ratio, grpo.max_importance_weight), ratio)
+    weight = torch.where(capped, grpo.max_importance_weight, ratio)
     factors, divergence = advantages * weight.masked_fill(clipped, 0), torch.zeros_like(ratio)
     if reference is not None:
-        above = torch.where(sampled, reference - log_probs, torch.zeros_like(log_probs)).clamp(max=_MOST_GAP)
+        above = torch.where(sampled, reference - log_probs, 0.0).clamp(max=_MOST_GAP)
         divergence = torch.expm1(above) - above
         factors = factors + grpo.kl_weight * torch.expm1(above)
-    sums = (
-        sampled,
-        clipped,
-        capped,
-        gap.abs(),
-        -torch.where(sampled, log_probs, torch.zeros_like(log_probs)),
-        divergence,
-    )
+    sums = sampled, clipped, capped, gap.abs(), -torch.where(sampled, log_probs, 0.0), divergence
     return factors, torch.stack([each.float().sum() for each in sums])

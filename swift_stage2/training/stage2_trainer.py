@@ -25,7 +25,6 @@ from swift_stage2.channel_b.encoding import TOKENS_INSTEAD
 from swift_stage2.columns import COLUMNS
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError
-from swift_stage2.learner import StepDecision
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.process.watches import hung_round_ends_process
 from swift_stage2.run import Stage2Run
@@ -98,7 +97,8 @@ class Stage2Trainer(EvaluatedTrainer):
         """The window's batches: channel A's next ones, or one pack per micro_step on channel B."""
         assert self.stage2 is not None
         with self.stage2.telemetry.activity("waiting"):
-            decision = self._begin_step(num_batches)
+            with hung_round_ends_process():
+                decision = self.stage2.learner.begin_step(self.state.global_step, num_batches)
             # Only noted: `should_training_stop` set now would end this window after its first micro_step.
             self.stop_agreed = self.stop_agreed or decision.stop
             if decision.plan.channel is Channel.B:
@@ -148,7 +148,6 @@ class Stage2Trainer(EvaluatedTrainer):
         return {**rest, **{name: data[name].to(self.args.device) for name in names}}
 
     def end_step(self) -> None:
-        """An optimizer step is over."""
         assert self.stage2 is not None
         losses, self._losses = [float(loss) for loss in self._losses], []
         if self._policy_sums is not None:
@@ -157,11 +156,6 @@ class Stage2Trainer(EvaluatedTrainer):
                 for name, amount in zip(POLICY_SUMS, sums.tolist(), strict=True):
                     self.stage2.telemetry.counters.add(name, max(0.0, amount))
         self.stage2.end_step(self.state.global_step, self.state.epoch, losses)
-
-    def _begin_step(self, num_batches: int) -> StepDecision:
-        assert self.stage2 is not None
-        with hung_round_ends_process():
-            return self.stage2.learner.begin_step(self.state.global_step, num_batches)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> Any:
         """As ms-swift builds it. On resume Hugging Face asks to skip as if B steps had read batches too."""
@@ -255,7 +249,8 @@ class Stage2Trainer(EvaluatedTrainer):
     def begin_epoch(self) -> None:
         """Counts channel A's batches anew, unless the epoch was resumed in its middle."""
         self.is_between_epochs = False
-        self._a_batches_in_epoch = (self._resumed_a_batches or 0) if self._is_mid_epoch() else 0
+        is_mid_epoch = bool(self.state.epoch) and float(self.state.epoch) % 1 > 0
+        self._a_batches_in_epoch = (self._resumed_a_batches or 0) if is_mid_epoch else 0
 
     def end_epoch(self) -> None:
         """Reports the part of the epoch that channel A did not reach, because B steps read none of it."""
@@ -281,9 +276,6 @@ class Stage2Trainer(EvaluatedTrainer):
             model.train(was_training)
             self.custom_metrics["eval"].clear()
         return float(loss.item()) / max(1, int(self.accelerator.num_processes))
-
-    def _is_mid_epoch(self) -> bool:
-        return bool(self.state.epoch) and float(self.state.epoch) % 1 > 0
 
 
 class Stage2Sft(SwiftSft):  # type: ignore[misc]

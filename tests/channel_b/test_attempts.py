@@ -61,11 +61,11 @@ def test_an_attempt_is_cut_while_a_post_is_out_and_waits_for_the_next() -> None:
     with pytest.raises(ValueError, match="partial after partial"):
         attempts.set_aside(key, rollout(key, 5))  # it came out twice
     attempts.set_aside(key, None)  # no server was there
-    assert (attempts.so_far(key), attempts.num_cuts(key)) == (rollout(key, 5), 1)
+    assert (attempts.of(key).so_far, attempts.of(key).num_cuts) == (rollout(key, 5), 1)
     with pytest.raises(ValueError, match="done after partial"):
         attempts.close([key], AttemptState.DONE)
     attempts.begin([KEYS[1]])
-    assert (attempts.so_far(KEYS[1]), attempts.num_cuts(KEYS[1])) == (None, 0)
+    assert attempts.of(KEYS[1]) == Attempt()
 
 
 def rollout(key: SampleKey, *token_ids: int) -> Rollout:

@@ -174,7 +174,7 @@ def test_another_prompt_than_the_servers_is_refused_with_numbers(
         f"num_server_tokens={len(server_ids)} num_learner_tokens={len(prompt.token_ids)} first_difference=7"
     )
     with pytest.raises(SampleError, match=expected):
-        encoder.encode_segment(rollout, prompt, [(target, 1.0)], sample_id="s")
+        encoder.encode_segment(rollout, prompt, [(target, 1.0)])
 
 
 def test_a_segment_longer_than_a_pack_is_refused_and_never_cut(rows: list[dict[str, Any]]) -> None:

@@ -185,7 +185,7 @@ def test_alternatives_stay_with_their_tokens_in_a_pack(encoder: Encoder, rows: l
         pairs = () if number == 1 else ((0, 401), (2, 402 + number), (7, 410))
         target = Target("", ids, weights, MatchQuality(0, 0, 0, 0.0, 0, 0), alternatives=pairs)
         rollout = rollout_of(sample, "", prompt.token_ids)
-        segments.append(encoder.encode_segment(rollout, prompt, [(target, 1.0)], sample_id=str(number)))
+        segments.append(encoder.encode_segment(rollout, prompt, [(target, 1.0)]))
         begin = start + len(prompt.token_ids)
         expected += [[begin + place, token] for place, token in pairs if weights[place]]
         start += segments[-1].num_tokens

@@ -40,7 +40,7 @@ from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
-from swift_stage2.records import Pack, RoundOutcome, ServerReport
+from swift_stage2.records import RoundOutcome, ServerReport
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
@@ -118,7 +118,7 @@ def run(
     preprocessor.await_ready()
     source = SampleSource([row], task, rank=0, world_size=1, seed=1)
     clock, fence, guard = VersionClock(), InferFence(start_closed=True), TruncationGuard(1.0)
-    queue: ReadyQueue[Pack] = ReadyQueue(2, 2)
+    queue = ReadyQueue(2, 2)
     pacer = Pacer(b_ratio=1.0, version_window=2, sync_every_steps=4, target_packs=1, packs_per_b_step=1)
     with FakeRolloutServer(on_infer=partial(_answer, encoder, row)) as server:
         attempts = Attempts()
@@ -157,7 +157,6 @@ def run(
             pipeline=pipeline,
             fence=fence,
             clock=clock,
-            pacer=pacer,
             guard=guard,
             rounds=RoundSchedule(1, 1000, backoff_steps=1, max_backoff_steps=64),
             sync=MagicMock(has_news=False, **{"hear.return_value": round_}),

@@ -80,7 +80,7 @@ def segment_of(answer: Answer, prompts: Sequence[tuple[Sample, PromptEncoding]],
     sample, prompt = prompts[answer.prompt]
     rollout = rollout_of(sample, "", prompt.token_ids)
     target = Target("", answer.token_ids, answer.weights, MATCH, columns=answer.columns)
-    return encoder.encode_segment(rollout, prompt, [(target, 1.0)], sample_id="s")
+    return encoder.encode_segment(rollout, prompt, [(target, 1.0)])
 
 
 @given(drawn=st.lists(answers(), min_size=1, max_size=7))

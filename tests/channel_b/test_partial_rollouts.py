@@ -111,7 +111,7 @@ def test_an_aborted_rollout_goes_on_behind_its_ids_before_anything_new(scene: Sc
     assert scene.client.prefixes[1] == [[7, 8, 9]]
     attempts = scene.pipeline.attempts.open()
     assert {attempt.state for attempt in attempts.values()} == {AttemptState.PARTIAL}
-    assert scene.bench.source.num_outstanding == len(attempts) == 2, "they stay drawn"
+    assert len(scene.bench.source.state_dict()["outstanding"]) == len(attempts) == 2, "they stay drawn"
     scene.clock.advance()
     scene.client.answer = scene.finishing(5, seconds=0.25)
     scene.ask(1)
@@ -145,7 +145,7 @@ def test_the_pacer_sees_a_partial_rollout_with_its_oldest_version_and_its_time_s
 
 
 def test_it_is_resumed_as_often_as_allowed_and_then_waited_for(scene: Scene) -> None:
-    scene.pipeline._partial._window = 99  # its age shall not forbid it
+    scene.pipeline._partial.version_window = 99  # its age shall not forbid it
     scene.client.answer = scene.aborting(7)
     for _ in range(1 + WINDOW):
         scene.ask(1)
@@ -170,7 +170,7 @@ def test_one_whose_next_resume_would_be_stale_is_waited_for(
 
 
 def test_with_a_window_of_no_version_nothing_may_be_aborted(scene: Scene) -> None:
-    scene.pipeline._partial._window = 0
+    scene.pipeline._partial.version_window = 0
     scene.ask(2)
     assert scene.client.protected == [set(scene.asked())]
 

@@ -20,14 +20,13 @@ import torch
 from channel_b.test_rank_evaluation import Recorder as EvaluationRecorder
 from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
-from swift_stage2.channel_b.attempts import AttemptEnds, Attempts, AttemptState
+from swift_stage2.channel_b.attempts import MANY_GIVEN_UP, AttemptEnds, Attempts, AttemptState
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import Terms
-from swift_stage2.channel_b.rollout_client.trust import MANY_GIVEN_UP
 from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
 from swift_stage2.config import DecodingConfig
 from swift_stage2.evaluation import RankEvaluation
@@ -270,7 +269,7 @@ class Bench:
 
     source: SampleSource
     client: StandInClient
-    queue: ReadyQueue[Pack]
+    queue: ReadyQueue
     clock: VersionClock
     pipeline: Pipeline
     events: Recorder
@@ -376,7 +375,7 @@ def make_bench(
             events=EvaluationRecorder(),
         )
         pipelines: list[Pipeline] = []
-        queue: ReadyQueue[Pack] = ReadyQueue(limit, WINDOW, lambda pack, why: pipelines[0].on_drop(pack, why))
+        queue = ReadyQueue(limit, WINDOW, lambda pack, why: pipelines[0].on_drop(pack, why))
         settings: dict[str, Any] = {
             "packing_length": PACKING_LENGTH,
             "packing_min_fill_ratio": 0.65,
@@ -482,7 +481,7 @@ def test_the_target_ends_production_and_training_renews_it(make_bench: Callable[
     while bench.work():
         assert len(bench.client.calls) < 50
     count = len(bench.client.calls)
-    assert bench.queue.statistics().depth >= 2
+    assert bench.queue.depth >= 2
     assert not bench.work()
     bench.train(2)
     bench.observe(step=1)
@@ -501,7 +500,7 @@ def test_segments_wait_for_a_fuller_pack_while_the_queue_is_not_starving(
         assert bench.work()
     assert len(bench.events.packs) == 1
     assert len(bench.events.segments) == 3
-    assert bench.source.num_outstanding == 3, "what waits is not lost"
+    assert len(bench.source.state_dict()["outstanding"]) == 3, "what waits is not lost"
 
 
 # --- run-ahead -------------------------------------------------------------------------------------------
@@ -521,7 +520,7 @@ def test_a_used_up_budget_ends_asking_until_training_gives_shares_back(
     bench.observe(max_prompts=4)
     assert ask_until_nothing_more_is_asked(bench) == 5, "the pacer alone goes on until its target is met"
     assert bench.events.num_exhausted >= 1
-    assert bench.queue.statistics().depth < 3
+    assert bench.queue.depth < 3
     (pack,) = bench.train()
     bench.observe(step=1, max_prompts=4)
     assert ask_until_nothing_more_is_asked(bench) == 5 + len(pack.keys)
@@ -696,7 +695,7 @@ def test_a_sample_that_never_answers_in_time_is_quarantined_after_its_attempts(
         bench.observe(step=step, max_prompts=2)
         assert bench.events.quarantines == []
         assert bench.work()
-        if bench.queue.statistics().depth:
+        if bench.queue.depth:
             bench.train()
     assert [keys[0].attempt for keys in bench.client.calls] == [0, 1, 2]
     ((key, reason, message),) = bench.events.quarantines
@@ -726,7 +725,7 @@ def test_a_segment_that_went_stale_is_asked_again_and_its_attempt_counts(
     assert len(bench.events.stale) == 6
     assert bench.events.packs == []
     assert [(reason, key.attempt) for key, reason, _ in bench.events.quarantines] == [("too_slow", 2)] * 2
-    assert bench.source.num_outstanding == 0
+    assert len(bench.source.state_dict()["outstanding"]) == 0
 
 
 def test_a_segment_at_the_edge_of_the_window_is_packed(make_bench: Callable[..., Bench]) -> None:
@@ -751,9 +750,9 @@ def test_the_samples_of_a_dropped_pack_return_or_are_quarantined(
 ) -> None:
     bench = make_bench(redraw_dropped=redraw)
     bench.observe()
-    while not bench.queue.statistics().depth:
+    while not bench.queue.depth:
         bench.work()
-    num_packs = bench.queue.statistics().depth
+    num_packs = bench.queue.depth
     for _ in range(WINDOW + 1):
         bench.clock.advance()
     assert bench.queue.reserve(1, current_version=bench.clock.current) is None
@@ -767,7 +766,7 @@ def test_the_samples_of_a_dropped_pack_return_or_are_quarantined(
         assert [(key, reason) for key, reason, _ in bench.events.quarantines] == [
             (key, "too_slow") for key in keys
         ]
-        assert bench.source.num_outstanding == len(bench.events.segments) - len(keys)
+        assert len(bench.source.state_dict()["outstanding"]) == len(bench.events.segments) - len(keys)
 
 
 # --- what is quarantined -----------------------------------------------------------------------------
@@ -817,7 +816,7 @@ def test_a_bad_picture_met_while_running_is_quarantined_and_the_run_goes_on(
     bench.pipeline.start()
     for step in range(6):
         bench.observe(step=step)
-        bench.events.wait_until(lambda: bench.queue.statistics().depth > 0)
+        bench.events.wait_until(lambda: bench.queue.depth > 0)
         bench.train()
     assert bench.pipeline.failure is None
     reasons: dict[int, set[str]] = {}
@@ -936,7 +935,7 @@ def test_answers_permuted_among_requests_are_the_servers_fault_and_no_samples(
     assert bench.work()
     (server,) = bench.client.distrusted
     assert server == "http://127.0.0.1:1"
-    assert (bench.events.quarantines, bench.events.segments, bench.queue.statistics().depth) == ([], [], 0)
+    assert (bench.events.quarantines, bench.events.segments, bench.queue.depth) == ([], [], 0)
     bench.client.answer = bench.client.answer_all
     bench.work()
     assert set(bench.client.calls[0]) <= set(bench.client.calls[1]), "asked again first, no attempt counted"
@@ -983,7 +982,11 @@ def test_what_is_held_is_not_asked_for_again(make_bench: Callable[..., Bench]) -
     for step in range(1, 4):
         bench.observe(step=step)
         assert not bench.work()
-    assert bench.source.num_outstanding == num_held == sum(len(keys) for keys in bench.client.calls)
+    assert (
+        len(bench.source.state_dict()["outstanding"])
+        == num_held
+        == sum(len(keys) for keys in bench.client.calls)
+    )
 
 
 def test_an_evaluation_has_what_is_left_while_rollouts_are_held(make_bench: Callable[..., Bench]) -> None:
@@ -1108,7 +1111,7 @@ def test_an_evaluation_has_only_what_production_leaves(make_bench: Callable[...,
     assert bench.client.evaluated == [], "training has both places"
     while not bench.client.evaluated:
         assert bench.work()
-    bench.train(bench.queue.statistics().depth)
+    bench.train(bench.queue.depth)
     num_calls, num_evaluated = len(bench.client.calls), len(bench.client.evaluated)
     bench.observe(step=1, max_prompts=2)
     assert bench.work()
@@ -1163,7 +1166,7 @@ def test_packs_that_will_be_stale_at_the_next_step_keep_no_fresh_one_out(
 ) -> None:
     bench = make_bench(target_packs=2, limit=2)
     bench.observe()
-    while bench.queue.statistics().depth < 2:
+    while bench.queue.depth < 2:
         assert bench.work()
     for _ in range(WINDOW):
         bench.clock.advance()
@@ -1188,7 +1191,7 @@ def test_segments_of_which_no_two_fit_a_pack_do_not_have_others_asked_for_ever(
         for _ in range(4):
             bench.work()
         bench.train()
-    assert bench.source.num_outstanding <= 6
+    assert len(bench.source.state_dict()["outstanding"]) <= 6
     assert bench.events.dropped_packs == []
 
 
@@ -1220,7 +1223,7 @@ def test_truncated_rollouts_reach_the_guard(make_bench: Callable[..., Bench]) ->
         bench.work()
         if guard.paused:
             break
-        if bench.queue.statistics().depth:
+        if bench.queue.depth:
             bench.train()
     assert guard.paused
     assert guard.truncated_ratio == 1.0
@@ -1442,13 +1445,13 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
         bench.events.wait_until(
             lambda n=num_batches: (
                 bench.events.num_batches > n
-                or bench.queue.statistics().depth >= 3
+                or bench.queue.depth >= 3
                 or None in bench.client.verdicts.values()
             )
         )
         if step % 4 == 3:
             bench.clock.advance()
-        if bench.queue.statistics().depth and step % 2:
+        if bench.queue.depth and step % 2:
             reservation = bench.queue.reserve(1, current_version=bench.clock.current)
             if reservation is not None:
                 for pack in reservation.take():

@@ -123,7 +123,7 @@ def test_of_a_group_whose_rewards_are_equal_nothing_is_trained_but_a_corrected_a
     num_trained = int(objective is Objective.MIXED)
     assert len(bench.events.segments) == num_trained
     assert bench.events.num_unused == {"no_variance": 3 - num_trained}
-    assert bench.source.num_outstanding == num_trained
+    assert len(bench.source.state_dict()["outstanding"]) == num_trained
 
 
 # --- what it asks for --------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def test_a_quarantined_sample_is_not_waited_for(
         assert [len(group) for group in bench.events.compared_groups] == [2]
     else:
         assert bench.events.num_unused == {"too_small": 1}
-        assert bench.source.num_outstanding == 0
+        assert len(bench.source.state_dict()["outstanding"]) == 0
 
 
 def test_a_rollout_that_goes_stale_while_it_waits_is_asked_again_for_its_group(
@@ -385,7 +385,7 @@ def test_of_a_dropped_pack_come_again_those_that_can_be_compared(make_bench: Mak
     scene = GroupBench(make_bench, redraw_dropped=redraw, packing_length=100)
     bench = scene.bench
     bench.observe(max_prompts=1)
-    scene.work_until(lambda: bench.queue.statistics().depth == 1)
+    scene.work_until(lambda: bench.queue.depth == 1)
     pair = bench.events.packs[0].keys
     assert (len(pair), len(bench.pipeline._segments)) == (2, 1), "of one group"
     for _ in range(WINDOW + 1):
@@ -472,7 +472,7 @@ def test_a_stop_gives_back_what_waits_and_the_ledger_balances(make_bench: MakeBe
     assert {(0, 0), (0, 2), (0, 3)} <= waited
     (rank,) = account_of({0: read_ledger(ledger)}).ranks
     assert rank.violations == ()
-    assert sum(rank.in_hand.values()) == bench.source.num_outstanding
+    assert sum(rank.in_hand.values()) == len(bench.source.state_dict()["outstanding"])
 
 
 def test_a_resumed_process_compares_what_is_left_of_a_group(make_bench: MakeBench) -> None:
@@ -524,7 +524,7 @@ def test_a_step_does_not_wait_for_groups_that_teach_nothing(
         bench.fill(1)
         assert len(scene.asked) >= 2 * most * num_steps, "none is given up for groups of the step before"
         assert len(scene.asked) <= (2 * most + 6) * num_steps
-        assert bench.source.num_outstanding == 0
+        assert len(bench.source.state_dict()["outstanding"]) == 0
     scene.is_good = lambda sample: is_good(sample) and sample.key.position // 2 % most == 0
     bench.fill(1)
     assert bench.queue.num_fresh(0) >= 1, "the next that teaches comes in time"

@@ -11,22 +11,20 @@ from hypothesis import strategies as st
 from swift_stage2.channel_b.rollout_client.plan import (
     PlaceLimit,
     PostEnd,
-    ServerLoad,
     ServerPace,
     choose,
 )
 
 
-def servers(*paces: float | None) -> list[ServerLoad]:
-    return [ServerLoad(ServerPace(pace, last_share=1)) for pace in paces]
+def servers(*paces: float | None) -> list[ServerPace]:
+    return [ServerPace(pace, last_share=1) for pace in paces]
 
 
-def fill(loads: list[ServerLoad], num_shares: int, *, size: int = 1, rank: int = 0) -> list[int]:
+def fill(paces: list[ServerPace], num_shares: int, *, size: int = 1, rank: int = 0) -> list[int]:
     """In hand on each server once so many shares were placed and none has ended."""
-    in_hand = [load.in_hand for load in loads]
+    in_hand = [0] * len(paces)
     for share in range(num_shares):
-        now = [ServerLoad(load.pace, count) for load, count in zip(loads, in_hand, strict=True)]
-        in_hand[choose(now, [size] * len(now), share=2, turn=rank + share)] += size
+        in_hand[choose(paces, in_hand, [size] * len(paces), share=2, turn=rank + share)] += size
     return in_hand
 
 
@@ -48,8 +46,8 @@ def test_a_faster_server_never_has_less_in_hand(num_shares: int, paces: list[flo
     turn=st.integers(0, 50),
 )
 def test_of_equal_servers_the_least_loaded_is_first(counts: list[int], size: int, turn: int) -> None:
-    loads = [ServerLoad(ServerPace(3.0, 1), count) for count in counts]
-    assert counts[choose(loads, [size] * len(loads), share=2, turn=turn)] == min(counts)
+    paces = [ServerPace(3.0, 1)] * len(counts)
+    assert counts[choose(paces, counts, [size] * len(counts), share=2, turn=turn)] == min(counts)
 
 
 def test_servers_that_are_about_as_fast_as_the_best_share_evenly() -> None:
@@ -59,20 +57,20 @@ def test_servers_that_are_about_as_fast_as_the_best_share_evenly() -> None:
 
 
 def test_ranks_and_shares_take_turns() -> None:
-    chosen = [choose(servers(10, 11, 10.5), [1] * 3, share=2, turn=turn) for turn in range(6)]
+    chosen = [choose(servers(10, 11, 10.5), [0] * 3, [1] * 3, share=2, turn=turn) for turn in range(6)]
     assert chosen == [0, 1, 2, 0, 1, 2]
 
 
 def test_a_server_without_history_counts_as_fast_as_the_fastest() -> None:
     assert fill(servers(10, None), 20) == [10, 10]
-    assert choose(servers(1, 10, None), [8] * 3, share=2, turn=2) == 2
+    assert choose(servers(1, 10, None), [0] * 3, [8] * 3, share=2, turn=2) == 2
 
 
 def test_a_server_that_was_left_out_for_long_is_tried_again() -> None:
     slow = servers(100, 1)
-    assert choose(slow, [1, 1], share=2, turn=1) == 0
-    kept = [ServerLoad(ServerPace(100, last_share=40)), slow[1]]
-    assert choose(kept, [1, 1], share=40, turn=1) == 1
+    assert choose(slow, [0, 0], [1, 1], share=2, turn=1) == 0
+    kept = [ServerPace(100, last_share=40), slow[1]]
+    assert choose(kept, [0, 0], [1, 1], share=40, turn=1) == 1
 
 
 def test_a_pace_follows_the_server_and_an_empty_share_shows_nothing() -> None:
@@ -86,7 +84,7 @@ def test_a_pace_follows_the_server_and_an_empty_share_shows_nothing() -> None:
 
 def test_a_share_needs_a_server() -> None:
     with pytest.raises(ValueError, match="num_servers=0"):
-        choose([], [], share=1, turn=0)
+        choose([], [], [], share=1, turn=0)
 
 
 # --- the limit -------------------------------------------------------------------------------------------

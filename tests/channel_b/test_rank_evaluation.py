@@ -124,13 +124,18 @@ class Scene:
 
     def ask(self, most: int) -> bool:
         """Asks, and takes all that comes of it; False when nothing does."""
-        missing, came = self.part.ask(most), False
+        missing = self.part.ask(most)
+        before = self._num_ended()
         while missing:
             outcome = self.client.next_finished(PATIENCE_S)
             assert outcome is not None
             missing -= len(outcome.samples)
-            came |= self.part.take(outcome)
-        return came
+            self.part.take(outcome)
+        return self._num_ended() > before
+
+    def _num_ended(self) -> int:
+        progress = self.part._progress
+        return progress.counts.num_answered + progress.counts.num_failed if progress else 0
 
 
 # --- what is asked -----------------------------------------------------------------------------------

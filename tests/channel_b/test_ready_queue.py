@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -31,18 +31,16 @@ class Bare:
     version = 0
 
 
-def filled(*versions: int, limit: int = 8, window: int = 1) -> tuple[ReadyQueue[Pack], list[tuple[int, str]]]:
+def filled(*versions: int, limit: int = 8, window: int = 1) -> tuple[ReadyQueue, list[tuple[int, str]]]:
     """A queue with packs named 0, 1, … offered while the version was 1, and the list of its drops."""
     drops: list[tuple[int, str]] = []
-    queue: ReadyQueue[Pack] = ReadyQueue(
-        limit, window, lambda pack, reason: drops.append((pack.name, reason))
-    )
+    queue = ReadyQueue(limit, window, lambda pack, reason: drops.append((pack.name, reason)))
     for name, version in enumerate(versions):
         queue.offer(Pack(version, name), current_version=1)
     return queue, drops
 
 
-def reserved(queue: ReadyQueue[Pack], n: int, version: int = 1) -> Reservation[Pack]:
+def reserved(queue: ReadyQueue, n: int, version: int = 1) -> Reservation:
     reservation = queue.reserve(n, current_version=version)
     assert reservation is not None
     return reservation
@@ -54,8 +52,7 @@ def names(packs: list[Pack]) -> list[int]:
 
 def test_overflow_drops_the_oldest_and_keeps_the_order() -> None:
     queue, drops = filled(1, 1, 1, 1, limit=3)
-    statistics = queue.statistics()
-    assert (statistics.depth, statistics.peak_depth, statistics.dropped_oldest) == (3, 3, 1)
+    assert queue.depth == 3
     assert drops == [(0, "dropped_oldest")]
     assert names(reserved(queue, 3).take()) == [1, 2, 3]
 
@@ -64,7 +61,6 @@ def test_reserve_purges_every_stale_pack_first() -> None:
     queue, drops = filled(1, 2, 3, 1)
     reservation = reserved(queue, 2, version=3)
     assert [pack.version for pack in reservation.take()] == [2, 3]
-    assert queue.statistics().dropped_stale == 2
     assert drops == [(0, "dropped_stale"), (3, "dropped_stale")]
 
 
@@ -80,21 +76,19 @@ def test_window_zero_keeps_the_current_version_only() -> None:
     for version in (1, 2, 3):
         queue.offer(Pack(version), current_version=3)
     assert queue.peek_versions() == (3,)
-    assert queue.statistics().dropped_stale == 2
 
 
 def test_an_offer_purges_stale_packs_before_it_counts_the_overflow() -> None:
     queue, drops = filled(1, 4, 4, limit=3)
     queue.offer(Pack(4, name=3), current_version=4)
     assert drops == [(0, "dropped_stale")]
-    assert queue.statistics().dropped_oldest == 0
 
 
 def test_a_stale_offer_is_dropped_and_displaces_nobody() -> None:
     queue, drops = filled(3, 3, limit=2)
     queue.offer(Pack(1, name=9), current_version=3)
     assert drops == [(9, "dropped_stale")]
-    assert queue.statistics().depth == 2
+    assert queue.depth == 2
 
 
 def test_packs_ahead_of_the_caller_are_fresh() -> None:
@@ -141,10 +135,9 @@ def test_release_over_the_limit_drops_from_the_front() -> None:
     reservation = reserved(queue, 2)
     queue.offer(Pack(1, 3), current_version=1)
     queue.offer(Pack(1, 4), current_version=1)
-    assert queue.statistics().depth == 3
+    assert queue.depth == 3
     reservation.release()
     assert drops == [(0, "dropped_oldest"), (1, "dropped_oldest")]
-    assert queue.statistics().dropped_oldest == 2
     assert names(reserved(queue, 3).take()) == [2, 3, 4]
 
 
@@ -153,7 +146,7 @@ def test_a_second_release_does_nothing() -> None:
     reservation = reserved(queue, 2)
     reservation.release()
     reservation.release()
-    assert queue.statistics().depth == 2
+    assert queue.depth == 2
 
 
 @pytest.mark.parametrize(("first", "second"), [("take", "take"), ("take", "release"), ("release", "take")])
@@ -161,23 +154,23 @@ def test_any_other_second_call_is_an_error_and_changes_nothing(first: str, secon
     queue, _ = filled(1, 1)
     reservation = reserved(queue, 1)
     getattr(reservation, first)()
-    depth = queue.statistics().depth
+    depth = queue.depth
     with pytest.raises(ReservationSpent, match=rf"got {second}\(\)"):
         getattr(reservation, second)()
-    assert queue.statistics().depth == depth
+    assert queue.depth == depth
 
 
 def test_min_tokens_counts_the_packs_it_would_take() -> None:
-    queue: ReadyQueue[Pack] = ReadyQueue(8, 1)
+    queue = ReadyQueue(8, 1)
     for tokens in (10, 20, 500):
         queue.offer(Pack(1, num_supervised_tokens=tokens), current_version=1)
     assert queue.reserve(2, current_version=1, min_tokens=31) is None
-    assert queue.statistics().depth == 3
+    assert queue.depth == 3
     assert queue.reserve(2, current_version=1, min_tokens=30) is not None
 
 
 def test_tokens_are_not_asked_for_unless_needed() -> None:
-    queue: ReadyQueue[Bare] = ReadyQueue(8, 1)
+    queue = ReadyQueue(8, 1)
     queue.offer(Bare(), current_version=0)
     assert queue.reserve(1, current_version=0) is not None
 
@@ -193,7 +186,7 @@ def test_close_refuses_newcomers_and_keeps_open_reservations() -> None:
         queue.reserve(1, current_version=1)
     assert names(kept.take()) == [0]
     returned.release()
-    assert queue.statistics().depth == 1
+    assert queue.depth == 1
 
 
 @pytest.mark.parametrize(("limit", "window", "named"), [(0, 1, "limit=0"), (1, -1, "version_window=-1")])
@@ -208,23 +201,17 @@ def test_a_negative_reservation_is_refused() -> None:
         queue.reserve(-1, current_version=1)
 
 
-def test_statistics_are_a_frozen_record() -> None:
-    queue, _ = filled(1)
-    with pytest.raises(FrozenInstanceError):
-        queue.statistics().depth = 7  # type: ignore[misc]
-
-
 def test_drops_are_reported_outside_the_lock() -> None:
     """The callback waits for another thread that uses the queue: under the lock it would never come."""
     answered: list[bool] = []
 
     def ask_from_elsewhere(pack: Pack, reason: DropReason) -> None:
-        thread = threading.Thread(target=queue.statistics, daemon=True)
+        thread = threading.Thread(target=queue.peek_versions, daemon=True)
         thread.start()
         thread.join(timeout=60)
         answered.append(not thread.is_alive())
 
-    queue: ReadyQueue[Pack] = ReadyQueue(1, 0, ask_from_elsewhere)
+    queue = ReadyQueue(1, 0, ask_from_elsewhere)
     queue.offer(Pack(1), current_version=1)
     queue.offer(Pack(1), current_version=1)  # overflow
     held = reserved(queue, 1)
@@ -239,7 +226,7 @@ def test_no_pack_is_lost_or_doubled_between_threads() -> None:
     num_packs = 300
     dropped: list[int] = []
     taken: list[list[int]] = [[], []]
-    queue: ReadyQueue[Pack] = ReadyQueue(6, 5, lambda pack, reason: dropped.append(pack.name))
+    queue = ReadyQueue(6, 5, lambda pack, reason: dropped.append(pack.name))
     start = threading.Barrier(5)
     makers_done = threading.Event()
 
@@ -250,7 +237,7 @@ def test_no_pack_is_lost_or_doubled_between_threads() -> None:
 
     def take(mine: list[int]) -> None:
         start.wait(timeout=60)
-        while not makers_done.is_set() or queue.statistics().depth >= 2:
+        while not makers_done.is_set() or queue.depth >= 2:
             reservation = queue.reserve(2, current_version=1)
             if reservation is not None:
                 mine.extend(names(reservation.take()))
@@ -273,11 +260,10 @@ def test_no_pack_is_lost_or_doubled_between_threads() -> None:
     for thread in users:
         thread.join(timeout=60)
     assert not any(thread.is_alive() for thread in makers + users)
-    left = queue.reserve(queue.statistics().depth, current_version=1)
+    left = queue.reserve(queue.depth, current_version=1)
     assert left is not None
     everything = dropped + taken[0] + taken[1] + names(left.take())
     assert sorted(everything) == list(range(2 * num_packs))
-    assert queue.statistics().peak_depth <= 6
 
 
 SEGMENTS = st.lists(st.integers(0, 4), min_size=1, max_size=4)
@@ -288,13 +274,13 @@ SEGMENTS = st.lists(st.integers(0, 4), min_size=1, max_size=4)
 def test_no_sample_of_a_pack_that_is_taken_is_stale(events: list[list[int] | str], window: int) -> None:
     """Packs of segments of any age, as the pipeline makes them: the oldest decides, so every single one is fresh."""
     current, encoder = 5, SimpleNamespace(collate=lambda segments: {})
-    queue: ReadyQueue[records.Pack] = ReadyQueue(8, window)
+    queue = ReadyQueue(8, window)
     for number, event in enumerate(events):
         if event == "round":
             current += 1
         elif isinstance(event, list):
             segments = [
-                records.Segment(records.SampleKey(0, number, at), "", current - age, {}, 1, 1, 1, QUALITY)
+                records.Segment(records.SampleKey(0, number, at), current - age, {}, 1, 1, QUALITY)
                 for at, age in enumerate(event)
             ]
             pack = make_pack(str(number), segments, encoder, 4)  # type: ignore[arg-type]
@@ -311,14 +297,12 @@ class QueueAgainstAList(RuleBasedStateMachine):
     @initialize(limit=st.integers(1, 5), window=st.integers(0, 3))
     def make(self, limit: int, window: int) -> None:
         self.limit, self.window = limit, window
-        self.current, self.next_name, self.peak = 3, 0, 0
+        self.current, self.next_name = 3, 0
         self.ready: list[Pack] = []
         self.expected_drops: list[tuple[Pack, str]] = []
         self.drops: list[tuple[Pack, str]] = []
-        self.queue: ReadyQueue[Pack] = ReadyQueue(
-            limit, window, lambda p, reason: self.drops.append((p, reason))
-        )
-        self.held: list[tuple[Reservation[Pack], list[Pack]]] = []
+        self.queue = ReadyQueue(limit, window, lambda p, reason: self.drops.append((p, reason)))
+        self.held: list[tuple[Reservation, list[Pack]]] = []
 
     def purge(self, behind: int) -> None:
         stale = [pack for pack in self.ready if pack.version < self.current - behind - self.window]
@@ -328,7 +312,6 @@ class QueueAgainstAList(RuleBasedStateMachine):
     def trim(self) -> None:
         while len(self.ready) > self.limit:
             self.expected_drops.append((self.ready.pop(0), "dropped_oldest"))
-        self.peak = max(self.peak, len(self.ready))
 
     @rule(age=st.integers(-2, 5), behind=st.integers(0, 2))
     def offer(self, age: int, behind: int) -> None:
@@ -369,13 +352,9 @@ class QueueAgainstAList(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        statistics = self.queue.statistics()
         assert self.queue.peek_versions() == tuple(pack.version for pack in self.ready)
         assert self.drops == self.expected_drops
-        assert statistics.depth == len(self.ready)
-        assert statistics.peak_depth == self.peak
-        assert statistics.dropped_stale == sum(reason == "dropped_stale" for _, reason in self.drops)
-        assert statistics.dropped_oldest == sum(reason == "dropped_oldest" for _, reason in self.drops)
+        assert self.queue.depth == len(self.ready)
 
 
 QueueAgainstAList.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

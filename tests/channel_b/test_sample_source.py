@@ -153,7 +153,7 @@ def test_a_settled_sample_cannot_come_back() -> None:
     keys = source.draw(2)
     _settle(source, keys[:1])
     source.give_back(keys, ReturnReason.FAILED)
-    assert source.num_outstanding == 1
+    assert len(source.state_dict()["outstanding"]) == 1
     assert [key.position for key in source.draw(2)] == [1, 2]
 
 
@@ -165,7 +165,7 @@ def test_bad_rows_are_told_with_their_key_and_stay_outstanding() -> None:
     with pytest.raises(SampleError, match="0 <= x1 <= x2"):
         source.read(drawn[1])
     assert [source.read(drawn[n]).key.index for n in (0, 2)] == [0, 2]
-    assert source.num_outstanding == 3
+    assert len(source.state_dict()["outstanding"]) == 3
 
 
 def test_fewer_rows_than_ranks_are_refused() -> None:
@@ -318,7 +318,7 @@ class Stream(RuleBasedStateMachine):
         everything = Counter(outstanding) + self.settled
         assert everything.total() == self.num_drawn
         assert all(count == 1 for count in everything.values())
-        assert self.source.num_outstanding == len(outstanding)
+        assert len(self.source.state_dict()["outstanding"]) == len(outstanding)
 
 
 Stream.TestCase.settings = settings(max_examples=60, stateful_step_count=30)

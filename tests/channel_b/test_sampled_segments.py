@@ -155,7 +155,7 @@ def test_a_sampled_answer_trains_exactly_its_tokens(encoder: Encoder, rollouts: 
         assert set(encoding["advantages"][num_prompt:]) == set(rollout.advantages or ())
         assert tuple(encoding["behaviour"][num_prompt:]) == rollout.log_probs
         assert all(math.isnan(value) for value in encoding["behaviour"][:num_prompt])
-        assert segment.num_supervised_tokens == segment.num_rollout_tokens == len(rollout.token_ids)
+        assert segment.num_supervised_tokens == len(rollout.token_ids)
     assert rollouts[0].token_ids[-1] == encoder.closing_token_ids[0] != rollouts[1].token_ids[-1]
 
 

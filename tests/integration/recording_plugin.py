@@ -108,7 +108,7 @@ def _commit(trainer, step, num_packs, at, fault, rank):
     block_start = step - step % int(block) if block else -1
     if name == "await_packs" and trainer.latest_b < max(at, block_start):
         learner = trainer.stage2.learner
-        if wants_channel_b(step, learner._b_ratio):
+        if wants_channel_b(step, learner.b_ratio):
             _await(lambda: _has_packs(learner._b, num_packs), f"{num_packs} packs")
     if fault == "await_rounds":
         b = trainer.stage2.learner._b

@@ -240,7 +240,7 @@ class CoreParts:
     """Parts that a mutation may replace."""
 
     fence: type[InferFence] = InferFence
-    queue: type[ReadyQueue[Pack]] = ReadyQueue
+    queue: type[ReadyQueue] = ReadyQueue
     pipeline: type[CorePipeline] = CorePipeline
 
 
@@ -419,7 +419,6 @@ class CoreScene:
             "sync": CoreSync(self, control, rounds),
             "probe": CoreProbe(),
             "abort": CoreAbort(),
-            "pacer": None,
         }
         b = ChannelB(
             source=source,

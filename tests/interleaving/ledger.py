@@ -260,12 +260,12 @@ class Ledger:
 
     # --- queue and samples -------------------------------------------------------------------------
 
-    def watch_queue(self, rank: int, queue: ReadyQueue[Pack], clock: VersionClock) -> None:
+    def watch_queue(self, rank: int, queue: ReadyQueue, clock: VersionClock) -> None:
         """Knows from now on which packs are promised to a step, and under which version it takes them."""
         self._clocks.append(clock)
         real = queue.reserve
 
-        def reserve(n: int, **settings: Any) -> Reservation[Pack] | None:
+        def reserve(n: int, **settings: Any) -> Reservation | None:
             reservation = real(n, **settings)
             if reservation is not None:
                 self._promise(rank, reservation, clock)
@@ -273,7 +273,7 @@ class Ledger:
 
         queue.reserve = reserve  # type: ignore[method-assign]
 
-    def _promise(self, rank: int, reservation: Reservation[Pack], clock: VersionClock) -> None:
+    def _promise(self, rank: int, reservation: Reservation, clock: VersionClock) -> None:
         mine = self.ranks[rank]
         mine.promised = list(reservation._packs)
         take, release = reservation.take, reservation.release

@@ -58,14 +58,14 @@ class LateFence(InferFence):
         super().reopen(version)
 
 
-class CountingQueue(ReadyQueue[Pack]):
+class CountingQueue(ReadyQueue):
     """Failure 4: what a step was promised stays within reach of expiry and overflow."""
 
     def has_room(self, oldest: int) -> bool:
         """No pack waits, as none did then."""
         return True
 
-    def _take_oldest(self, n: int, min_tokens: int) -> Reservation[Pack] | None:
+    def _take_oldest(self, n: int, min_tokens: int) -> Reservation | None:
         reservation = super()._take_oldest(n, min_tokens)
         if reservation is None:
             return None
@@ -73,7 +73,7 @@ class CountingQueue(ReadyQueue[Pack]):
         return CountedReservation(self, reservation._packs)
 
 
-class CountedReservation(Reservation[Pack]):
+class CountedReservation(Reservation):
     """Takes what is there by then."""
 
     def take(self) -> list[Pack]:
@@ -138,10 +138,10 @@ class RepeatingClient(RolloutClient):
             super()._take_in(lane, share)
 
 
-class PatientQueue(ReadyQueue[Pack]):
+class PatientQueue(ReadyQueue):
     """Looks for stale packs when one is offered, and not when a step reserves."""
 
-    def reserve(self, n: int, *, current_version: int, min_tokens: int = 0) -> Reservation[Pack] | None:
+    def reserve(self, n: int, *, current_version: int, min_tokens: int = 0) -> Reservation | None:
         return super().reserve(n, current_version=0, min_tokens=min_tokens)
 
 
@@ -241,7 +241,7 @@ class HastyLearner(Learner):
         self._now = step
         return super().begin_step(step, num_packs)
 
-    def _hear_of_round(self, reservation: Reservation[Pack] | None) -> RoundOutcome:
+    def _hear_of_round(self, reservation: Reservation | None) -> RoundOutcome:
         heard, rounds = super()._hear_of_round(reservation), vars(self._rounds)
         self._rounds.take_in(self._now, heard)  # type: ignore[union-attr]
         rounds["take_in"] = lambda step, outcome: rounds.pop("take_in")  # once
@@ -252,7 +252,7 @@ class HastyGroups(Groups):
     """Compares a group as soon as it is large enough."""
 
     def _is_ready(self, group: tuple[int, int]) -> bool:
-        return len(self._waiting[group]) >= self._settings.grpo.min_group
+        return len(self._waiting[group]) >= self.settings.grpo.min_group
 
 
 class SilentPipeline(Pipeline):

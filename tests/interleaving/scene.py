@@ -42,6 +42,7 @@ from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
+from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Task
 from swift_stage2.columns import LOG_PROBS
@@ -89,6 +90,7 @@ _BUCKET_MIB = 4 / (1 << 20)  # one of the two tensors per bucket
 _ROWS = [{"index": index, "objects": {"ref": ["it"], "bbox": [[0, 0, 1, 1]]}} for index in range(_NUM_ROWS)]
 _QUALITY = MatchQuality(0, 1, 0, 0.0, 0, 0)
 _NETWORK = Network()
+_ABANDONED = (PostEnd.TIMED_OUT, PostEnd.STOPPED)
 
 
 class StubEncoder:
@@ -126,7 +128,7 @@ class StubEncoder:
             raise RuntimeError("the disk went away")
         self._num_segments += 1
         num_tokens = 1 + rollout.sample.key.index % 3
-        return Segment(rollout.sample.key, "", rollout.version, (), num_tokens, num_tokens, 1, _QUALITY)
+        return Segment(rollout.sample.key, rollout.version, (), num_tokens, num_tokens, _QUALITY)
 
     def collate(self, segments: Sequence[Segment]) -> dict[str, Any]:
         return {}
@@ -188,23 +190,26 @@ class WatchedEvaluation(RankEvaluation):
 class RankEvents:
     """Pipeline's and learner's events of one rank."""
 
-    def __init__(self, ledger: Ledger, rank: int, told: SampleLedger) -> None:
+    def __init__(self, ledger: Ledger, rank: int, told: SampleLedger, client: RolloutClient) -> None:
         self._ledger = ledger
         self._rank = rank
         self._told = told
+        self._client = client
+        self._suspicions: dict[str, str] = {}  # by server, that were noted
 
     def read(self, keys: Sequence[SampleKey], **traits: Any) -> None:
         self._told.write(Entry.READ, keys, **traits)
 
     def batch(self, outcome: BatchOutcome) -> None:
         counts = self._ledger.counts
-        counts["posts abandoned"] += sum(outcome.abandoned.values())
+        counts["posts abandoned"] += sum(each.end in _ABANDONED for each in outcome.failures)
         counts["rollouts aborted"] += len(outcome.aborted)
         for rollout in outcome.partial:
             counts["rollouts cut"] += 1
             self._told.cut(rollout)
         counts["samples returned"] += len(outcome.returned)
-        for reason in outcome.suspects.values():
+        noted, self._suspicions = self._suspicions, self._client.suspects
+        for _, reason in self._suspicions.items() - noted.items():
             self._ledger.suspicion(self._rank, reason)
 
     def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:
@@ -318,7 +323,7 @@ class Parts:
     """Parts that a mutation may replace."""
 
     fence: type[InferFence] = InferFence
-    queue: type[ReadyQueue[Pack]] = ReadyQueue
+    queue: type[ReadyQueue] = ReadyQueue
     pipeline: type[Pipeline] = Pipeline
     client: type[RolloutClient] = RolloutClient
     source: type[SampleSource] = SampleSource
@@ -522,7 +527,7 @@ class Scene:
             events=attempts,
             columns=(LOG_PROBS,) if setting.num_generations > 1 else (),
         )
-        events = RankEvents(ledger, rank, told)
+        events = RankEvents(ledger, rank, told, client)
         pipelines: list[Pipeline] = []
         queue = parts.queue(
             setting.queue_limit,
@@ -598,7 +603,6 @@ class Scene:
             pipeline=pipeline,
             fence=fence,
             clock=clock,
-            pacer=pacer,
             guard=guard,
             rounds=rounds,
             sync=sync,

@@ -86,7 +86,7 @@ class TinyPack:
 
 
 def reservation_scene(
-    queue_type: type[ReadyQueue[TinyPack]], *, releases: bool, num_producers: int, num_offers: int
+    queue_type: type[ReadyQueue], *, releases: bool, num_producers: int, num_offers: int
 ) -> Callable[[], None]:
     """A learner reserves, waits for its peers, and takes or releases, while producers overflow the queue."""
 
@@ -106,7 +106,7 @@ def reservation_scene(
             queue.offer(TinyPack(0, number), current_version=0)
 
         def learn() -> None:
-            reservation: Reservation[TinyPack] | None = queue.reserve(2, current_version=clock.current)
+            reservation: Reservation | None = queue.reserve(2, current_version=clock.current)
             if reservation is None:
                 active().fail("two fresh packs are ready and not given")
             assert reservation is not None

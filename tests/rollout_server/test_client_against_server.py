@@ -22,6 +22,7 @@ from live_server import (
 from rollout_batch import generate
 
 from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
+from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
@@ -62,7 +63,7 @@ def ask(client: RolloutClient, requests: list[dict[str, Any]]) -> BatchOutcome:
 def test_rollouts_are_stamped_with_what_the_round_proved(server: RunningServer, proof: RoundProof) -> None:
     with make_client(server, proof) as client:
         outcome = ask(client, [image_request(shade) for shade in (40, 120, 200)])
-    assert (outcome.failures, outcome.suspects) == ((), {})
+    assert (outcome.failures, client.suspects) == ((), {})
     assert [rollout.sample.key.position for rollout in outcome.rollouts] == [0, 1, 2]
     assert {rollout.version for rollout in outcome.rollouts} == {proof.weight_version}
     assert all(1 <= len(rollout.token_ids) <= 4 for rollout in outcome.rollouts)
@@ -75,7 +76,7 @@ def test_an_image_that_cannot_be_read_is_quarantined_alone(server: RunningServer
         outcome = ask(client, [image_request(40), broken, image_request(200)])
     assert [sample.key.position for sample, _ in outcome.quarantined] == [1]
     assert [rollout.sample.key.position for rollout in outcome.rollouts] == [0, 2]
-    assert outcome.suspects == {}
+    assert client.suspects == {}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_an_image_that_the_server_refuses_is_quarantined_with_its_reason_and_not
     assert sample.key.position == 1
     assert "an image must" in reason
     assert "\n" not in reason
-    assert (len(outcome.rollouts), outcome.num_posts, outcome.suspects) == (2, 3, {})
+    assert (len(outcome.rollouts), outcome.num_posts, client.suspects) == (2, 3, {})
 
 
 def test_a_broken_image_among_sixteen_costs_three_posts(server: RunningServer, proof: RoundProof) -> None:
@@ -104,7 +105,7 @@ def test_a_broken_image_among_sixteen_costs_three_posts(server: RunningServer, p
     assert [sample.key.position for sample, _ in outcome.quarantined] == [11]
     assert len(outcome.rollouts) == 15
     assert outcome.num_posts == 3
-    assert outcome.suspects == {}
+    assert client.suspects == {}
 
 
 def test_weights_of_another_version_are_discarded(server: RunningServer, proof: RoundProof) -> None:
@@ -113,7 +114,7 @@ def test_weights_of_another_version_are_discarded(server: RunningServer, proof: 
         client.set_proven({server.base_url: other})
         outcome = ask(client, [image_request()])
     assert outcome.rollouts == ()
-    assert f"weight_version={proof.weight_version}" in outcome.suspects[server.base_url]
+    assert f"weight_version={proof.weight_version}" in client.suspects[server.base_url]
 
 
 def test_an_abandoned_post_is_settled_once_the_engine_is_free(
@@ -133,5 +134,5 @@ def test_an_abandoned_post_is_settled_once_the_engine_is_free(
         outcome = ask(client, [image_request()])
         await_settled(client)
         assert (client.num_unsettled, client.suspects) == (0, {})
-    assert outcome.abandoned == {server.base_url: 1}
+    assert [failure.end for failure in outcome.failures] == [PostEnd.TIMED_OUT]
     assert [sample.key.position for sample in outcome.timed_out] == [0]

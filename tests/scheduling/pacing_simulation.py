@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
@@ -23,7 +23,7 @@ from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
 from swift_stage2.scheduling.outlook import INSTANT, PacingState, ProductionMeter, packs_of
-from swift_stage2.scheduling.pacing import Pacer, PacingReason
+from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.run_ahead import Place, Shares
 from swift_stage2.scheduling.step_plan import Channel
@@ -93,7 +93,6 @@ class Outcome:
     """Of one version, neither trained nor ended."""
     stale_trained: int = 0
     longest_gap: int = 0
-    reasons: set[PacingReason] = field(default_factory=set)
     load: float = 0.0
 
     @property
@@ -128,7 +127,7 @@ class SimulatedRank:
     def __init__(self, setting: Setting, index: int, outcome: Outcome) -> None:
         self.setting = setting
         self.outcome = outcome
-        self.queue: ReadyQueue[SimulatedPack] = ReadyQueue(
+        self.queue = ReadyQueue(
             setting.queue_limit, setting.window, lambda pack, reason: self._count_expired(pack)
         )
         self.clock = VersionClock()
@@ -169,13 +168,13 @@ class SimulatedRank:
             round_in_transfer=staged and self.clock.current < rounds.version,
             ready_versions=self.queue.peek_versions(),
             pace=self.meter.pace,
-            slowest_pace=self.gate.slowest_pace if self.gate else INSTANT,
+            slowest_pace=self.gate.pace if self.gate else INSTANT,
             packs_per_production=self.setting.packs_per_request,
             missed_in_a_row=self.missed_in_a_row,
         )
 
-    def facts(self, reservation: Reservation[SimulatedPack] | None) -> RankFacts:
-        return RankFacts(not_reserved=reservation is None, pace=self.meter.pace)
+    def facts(self, reservation: Reservation | None) -> RankFacts:
+        return RankFacts(not_reserved=reservation is None, pace=self.meter.pace or INSTANT)
 
     def num_wanted(self, now: float, rounds: Rounds) -> int:
         """Rollouts to ask for now, as the pipeline finds it."""
@@ -187,11 +186,10 @@ class SimulatedRank:
             arrival = now + abs(typical - (now - post.start))
             coming += [(post.version, arrival)] * len(post.places)
         in_making, num_left = packs_of(coming, per_pack)
-        decision = self.pacer.decide(replace(state, in_making=in_making))
-        self.outcome.reasons.add(decision.reason)
-        if not decision.num_packs:
+        num_packs = self.pacer.decide(replace(state, in_making=in_making))
+        if not num_packs:
             return 0
-        wanted = max(0, decision.num_packs * per_pack - num_left - len(self.segments))
+        wanted = max(0, num_packs * per_pack - num_left - len(self.segments))
         if not self.setting.bounded:
             return wanted
         left = self.shares.num_left(self.clock.current, self.setting.budget)
@@ -373,9 +371,7 @@ def _run_background_until(step: int, ranks: list[SimulatedRank], rounds: Rounds)
         rank.pace(now, rounds)
 
 
-def _settle(
-    rank: SimulatedRank, reservation: Reservation[SimulatedPack] | None, runs_b: bool, wants_b: bool
-) -> None:
+def _settle(rank: SimulatedRank, reservation: Reservation | None, runs_b: bool, wants_b: bool) -> None:
     if wants_b:
         rank.missed_in_a_row = rank.missed_in_a_row + 1 if reservation is None else 0
     if reservation is None:

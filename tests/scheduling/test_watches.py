@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,6 @@ from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 from swift_stage2.scheduling.watches import (
     MIN_ROLLOUTS,
     WINDOW_ROLLOUTS,
-    StarvationVerdict,
     StarvationWatch,
     TruncationGuard,
 )
@@ -19,7 +20,7 @@ DRY = StepPlan(Channel.A, SkipReason.NOT_ENOUGH_PACKS)
 GUARDED = StepPlan(Channel.A, SkipReason.TRUNCATION_GUARD)
 
 
-def verdicts(grace_steps: int, plans: list[StepPlan]) -> list[tuple[int, StarvationVerdict]]:
+def verdicts(grace_steps: int, plans: list[StepPlan]) -> list[tuple[int, str]]:
     watch = StarvationWatch(grace_steps)
     seen = ((step, watch.observe(plan)) for step, plan in enumerate(plans))
     return [(step, verdict) for step, verdict in seen if verdict is not None]
@@ -28,7 +29,8 @@ def verdicts(grace_steps: int, plans: list[StepPlan]) -> list[tuple[int, Starvat
 def test_a_run_without_b_is_told_once_per_grace() -> None:
     told = verdicts(8, [A, A, A, DRY] * 6)
     assert [step for step, _ in told] == [7, 15, 23]
-    assert told[0][1] == StarvationVerdict(8, 2, 0, SkipReason.NOT_ENOUGH_PACKS)
+    assert told[0][1].startswith("channel B ran at 0 of 2 wanted steps among the last 8, fewer than half")
+    assert told[0][1].endswith("cause: not_enough_packs")
 
 
 def test_half_is_enough_and_less_is_not() -> None:
@@ -38,9 +40,8 @@ def test_half_is_enough_and_less_is_not() -> None:
 
 def test_names_the_most_frequent_cause() -> None:
     [(_, verdict)] = verdicts(5, [GUARDED, DRY, GUARDED, A, GUARDED])
-    assert verdict.cause is SkipReason.TRUNCATION_GUARD
-    assert "0 of 4 wanted steps among the last 5" in str(verdict)
-    assert "truncation_guard" in str(verdict)
+    assert "0 of 4 wanted steps among the last 5" in verdict
+    assert "truncation_guard" in verdict
 
 
 def test_starvation_after_a_long_healthy_run_shows_within_one_grace() -> None:
@@ -60,9 +61,10 @@ def test_agrees_with_a_recount_of_the_window(plans: list[StepPlan], grace: int) 
         window = plans[max(since, step + 1 - grace) : step + 1]
         ran, wanted = sum(p == B for p in window), sum(p.wanted_b for p in window)
         if len(window) == grace and 2 * ran < wanted:
-            expected.append((step, wanted, ran))
+            expected.append((step, ran, wanted))
             since = step + 1
-    assert [(step, v.num_wanted, v.num_run) for step, v in verdicts(grace, plans)] == expected
+    told = [(step, *map(int, re.findall(r"\d+", verdict)[:2])) for step, verdict in verdicts(grace, plans)]
+    assert told == expected
 
 
 def test_refuses_a_grace_of_no_steps() -> None:
@@ -81,7 +83,7 @@ def test_pauses_above_the_limit_not_at_it() -> None:
     feed(guard, truncated=64, whole=0)
     assert guard.truncated_ratio == 0.25
     assert not guard.paused
-    assert guard.observe(True)
+    guard.observe(True)
     assert guard.paused
 
 
@@ -90,7 +92,8 @@ def test_lifts_only_below_four_fifths_of_the_limit() -> None:
     feed(guard, truncated=WINDOW_ROLLOUTS, whole=0)
     lifted_at = []
     for _ in range(WINDOW_ROLLOUTS):
-        if not guard.observe(False):
+        guard.observe(False)
+        if not guard.paused:
             lifted_at.append(guard.truncated_ratio)
     assert lifted_at[0] < 0.4 <= lifted_at[0] + 1 / WINDOW_ROLLOUTS
 
@@ -106,7 +109,8 @@ def test_a_few_rollouts_say_nothing_yet() -> None:
     guard = TruncationGuard(0.3)
     feed(guard, truncated=MIN_ROLLOUTS - 1, whole=0)
     assert not guard.paused
-    assert guard.observe(True)
+    guard.observe(True)
+    assert guard.paused
 
 
 def test_the_extreme_limits() -> None:
@@ -115,7 +119,8 @@ def test_the_extreme_limits() -> None:
     assert not never.paused
     feed(strict, truncated=1, whole=WINDOW_ROLLOUTS - 1)
     assert strict.paused
-    assert not strict.observe(False)
+    strict.observe(False)
+    assert not strict.paused
 
 
 def test_refuses_a_limit_that_is_no_share() -> None:

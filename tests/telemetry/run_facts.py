@@ -43,7 +43,7 @@ def match(telemetry: Telemetry, counts: MatchQuality | None = None, seconds: flo
     key, ids, of_rollout = SampleKey(0, 0, 7), (1, 2, 3, 4), counts or quality()
     rollout = Rollout(Sample(key, {}), "a b c d", ids, (5,), False, 5, "http://s", (VersionSpan(1, 0, 4),))
     telemetry.pipeline.matched(rollout, Target("a b c d", ids, (1.0,) * 4, of_rollout), None)
-    telemetry.pipeline.segment(Segment(key, "0:0:7", 1, (), 10, 6, 4, of_rollout), seconds)
+    telemetry.pipeline.segment(Segment(key, 1, (), 10, 6, of_rollout), seconds)
 
 
 def pack(name: str = "p", version: int = 1, num_tokens: int = 30, num_segments: int = 2) -> Pack:

@@ -57,7 +57,7 @@ def test_what_groups_lose_is_counted() -> None:
     pipeline = recorder(counters)
     pipeline.stale_in_group(3)
     for num_left_out in (0, 1):
-        pipeline.segment(Segment(SampleKey(0, 0, 0), "", 1, (), 8, 4, 4, quality(), num_left_out), 0.0)
+        pipeline.segment(Segment(SampleKey(0, 0, 0), 1, (), 8, 4, quality(), num_left_out), 0.0)
     numbers = counters.snapshot()
     assert (numbers["rollouts_dropped_stale"], numbers["targets_left_out"]) == (3, 1)
 

@@ -1,7 +1,7 @@
 """Turns samples into rollouts: asks proven rollout servers, and says what became of every sample.
 
-client       one batch over all servers, one outcome back; the pipeline calls ``RolloutClient.generate``
-lane         one server: its share of a batch, one POST at a time, each under a fence ticket
+client       all servers: takes samples from the pipeline and gives one outcome back per share
+lane         one server: its shares, one POST at a time, each under a fence ticket
 connection   one HTTP call with one deadline, and how it ended: what 429 and the other statuses mean
 chat_connection   the same for a plain vllm serve, which takes one request a call
 plan         which servers, which requests, which seed, and whose fault an end is: the request's or the server's (pure)

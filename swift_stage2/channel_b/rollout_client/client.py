@@ -25,7 +25,7 @@ from swift_stage2.channel_b.rollout_client.lane import (
     Terms,
     backlog,
 )
-from swift_stage2.channel_b.rollout_client.plan import SeedLedger, ServerLoad, ServerPace, choose
+from swift_stage2.channel_b.rollout_client.plan import SeedLedger, ServerPace, choose
 from swift_stage2.channel_b.rollout_client.trust import ServedWeights
 from swift_stage2.columns import Column
 from swift_stage2.config import DecodingConfig
@@ -56,7 +56,6 @@ class RolloutClient:
         world_size: int,
         api_key: str | None = None,
         ticket_timeout_s: float = 1.0,
-        connect_timeout_s: float = 10.0,
         run_id: str | None = None,
         canary: Mapping[str, Any] | None = None,
         stop: threading.Event | None = None,
@@ -93,7 +92,6 @@ class RolloutClient:
             stop=self._stop,
             request_timeout_s=request_timeout_s,
             ticket_timeout_s=ticket_timeout_s,
-            connect_timeout_s=connect_timeout_s,
             api_key=api_key,
             run_id=run_id,
             canary=canary,
@@ -264,7 +262,7 @@ class RolloutClient:
                     raise self._failure
                 return None
             outcome = self._finished.popleft()
-        return replace(outcome, suspects=self._take_news())
+        return outcome
 
     def wake(self) -> None:
         """Makes ``next_finished`` return at once, this time or the next; from any thread."""
@@ -293,17 +291,17 @@ class RolloutClient:
         lanes = [lane for lane in lanes if lane.room > 0] or lanes
         if not lanes:
             return None
-        loads = [ServerLoad(self._paces[lane.base_url], lane.in_hand) for lane in lanes]
+        paces, in_hand = [self._paces[lane.base_url] for lane in lanes], [lane.in_hand for lane in lanes]
         sizes = [min(lane.post_size, num_prompts) for lane in lanes]
         # The few requests of many ranks shall not all meet on the first server.
         turn, self._num_shares = self._rank + self._num_shares, self._num_shares + 1
-        lane = lanes[choose(loads, sizes, share=self._num_shares, turn=turn)]
+        lane = lanes[choose(paces, in_hand, sizes, share=self._num_shares, turn=turn)]
         self._paces[lane.base_url] = replace(self._paces[lane.base_url], last_share=self._num_shares)
         return lane
 
     def _take_in(self, lane: ServerLane, share: Share) -> None:
         """A place has ended a share; on its thread."""
-        outcome = _outcome_of(lane.base_url, share)
+        outcome = _outcome_of(share)
         with self._changed:
             # A server that takes requests one by one answers as many at once as it has places.
             num_answered = share.num_answered * lane.num_places
@@ -324,10 +322,6 @@ class RolloutClient:
         for lane in tuple(self._lanes.values()):
             lane.end()
 
-    def _take_news(self) -> dict[str, str]:
-        news = {url: lane.trust.take_news() for url, lane in self._lanes.items()}
-        return {url: reason for url, reason in news.items() if reason is not None}
-
 
 def _without_copies(asked: Sequence[Asked], most: int) -> tuple[list[Asked], list[Asked]]:
     """The first of ``asked``, at most so many and no row twice, for one POST; and the rest.
@@ -344,7 +338,7 @@ def _without_copies(asked: Sequence[Asked], most: int) -> tuple[list[Asked], lis
     return part, rest
 
 
-def _outcome_of(base_url: str, share: Share) -> BatchOutcome:
+def _outcome_of(share: Share) -> BatchOutcome:
     """In the order of the share."""
     plan = share.plan
     return BatchOutcome(
@@ -357,7 +351,6 @@ def _outcome_of(base_url: str, share: Share) -> BatchOutcome:
         aborted=tuple(share.aborted[n] for n in sorted(share.aborted)),
         timed_out=tuple(share.samples[n] for n in plan.timed_out),
         quarantined=tuple((share.samples[n], reason) for n, reason in sorted(plan.quarantined.items())),
-        abandoned={base_url: share.num_abandoned} if share.num_abandoned else {},
         failures=tuple(share.failures),
         num_posts=share.num_posts,
         seconds=share.seconds,

@@ -60,7 +60,6 @@ class TimeBudget:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds left, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
     @contextmanager

@@ -35,6 +35,7 @@ Request = Mapping[str, Any]
 
 _BUDGET_IN_TIMEOUTS = 2
 _SHORTEST_TIMEOUT_S = 1e-3
+_CONNECT_TIMEOUT_S = 10.0
 _BUSY_PAUSE_S = 1.0
 
 
@@ -78,7 +79,6 @@ class Share:
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     aborted: dict[int, Rollout] = field(default_factory=dict)
     failures: list[PostFailure] = field(default_factory=list)
-    num_abandoned: int = 0
     num_posts: int = 0
     num_answered: int = 0
     """Requests answered, and below the seconds of the POSTs that answered them: the server's pace."""
@@ -89,14 +89,11 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneSettings:
-    """The settings of all lanes of a client."""
-
     fence: InferFence
     seeds: SeedLedger
     stop: threading.Event
     request_timeout_s: float
     ticket_timeout_s: float  # one slice of the wait for a ticket
-    connect_timeout_s: float
     api_key: str | None = field(repr=False)
     run_id: str | None
     canary: Request | None
@@ -122,7 +119,7 @@ class ServerLane:
             base_url,
             settings.chat_models.get(base_url),
             api_key=settings.api_key,
-            connect_timeout_s=settings.connect_timeout_s,
+            connect_timeout_s=_CONNECT_TIMEOUT_S,
         )
         self._lock = threading.Lock()
         self._waiting: deque[Share] = deque()
@@ -140,7 +137,6 @@ class ServerLane:
 
     @property
     def post_size(self) -> int:
-        """The most requests in one POST."""
         return 1 if self.trust.streams else min(self._settings.most_per_post, MAX_REQUESTS_PER_POST)
 
     @property
@@ -309,7 +305,6 @@ class ServerLane:
                     round_id=made_by.round_id,
                     **given_by(completion),
                 )
-        share.num_abandoned += result.end in (PostEnd.TIMED_OUT, PostEnd.STOPPED)
         self._record(share, piece, result)
         return result.end
 

@@ -38,8 +38,6 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class PostEnd(StrEnum):
-    """How one POST ended."""
-
     ANSWERED = "answered"
     ERROR_ANSWER = "error_answer"  # an answer, but no usable one: perhaps the request's fault
     BUSY = "busy"  # the server has no room at the moment: nobody's fault, and nothing was begun
@@ -79,7 +77,8 @@ class RequestPlan:
         self._probe = Piece(())
         self._num_unprobed = 0  # accusations that need no early probe: the rest of the share comes next
         self._any_success = False
-        self._ended = False
+        self.has_ended = False
+        """True once the client sends no further request, although samples may lack an answer."""
         self.accused: dict[int, str] = {}
         """Request number → how it failed alone; the server has not succeeded since."""
         self.quarantined: dict[int, str] = {}
@@ -89,14 +88,9 @@ class RequestPlan:
         self.server_fault: str | None = None
         """Why the server must not be asked again, once that is known."""
 
-    @property
-    def has_ended(self) -> bool:
-        """True once the client sends no further request, although samples may lack an answer."""
-        return self._ended
-
     def next_piece(self) -> Piece | None:
         """The next POST; None when nothing is left or the server is at fault."""
-        if self._ended:
+        if self.has_ended:
             return None
         # A server that has answered nothing of this share is probed at once if it can be: if it is dead,
         # bisecting the rest of it would only ask it in vain.
@@ -125,12 +119,12 @@ class RequestPlan:
 
     def end(self) -> None:
         """Asks nothing more; what is unresolved stays so."""
-        self._ended = True
+        self.has_ended = True
 
     def blame_server(self, reason: str) -> None:
         """Asks nothing more, because the server must not be asked."""
         self.server_fault = reason
-        self._ended = True
+        self.has_ended = True
 
     def _record_answer(self) -> None:
         self.quarantined.update(self.accused)
@@ -291,33 +285,25 @@ class ServerPace:
         return replace(self, prompts_per_s=pace)
 
 
-@dataclass(frozen=True, slots=True)
-class ServerLoad:
-    """One server's speed and load, by which shares are placed."""
-
-    pace: ServerPace
-    in_hand: int = 0  # prompts of this rank that it computes, or that wait for it
-
-
-def choose(servers: Sequence[ServerLoad], sizes: Sequence[int], *, share: int, turn: int) -> int:
-    """Which of ``servers`` gets the share of number ``share``, of ``sizes[n]`` prompts on the n-th.
+def choose(
+    paces: Sequence[ServerPace], in_hand: Sequence[int], sizes: Sequence[int], *, share: int, turn: int
+) -> int:
+    """Which server gets the share of number ``share``, of ``sizes[n]`` prompts on the n-th, which has ``in_hand[n]``.
 
     ``turn`` says with which of the equally good ones to begin. A server without history counts as fast as the fastest.
 
     Raises:
         ValueError: there is no server.
     """
-    if not servers:
+    if not paces:
         raise ValueError("a share needs a server, got num_servers=0")
-    known = [
-        load.pace.prompts_per_s if share - load.pace.last_share <= _FORGET_AFTER else None for load in servers
-    ]
+    known = [pace.prompts_per_s if share - pace.last_share <= _FORGET_AFTER else None for pace in paces]
     fast_enough = max((pace for pace in known if pace is not None), default=1.0) / _ABOUT_AS_FAST
     ends = [
-        (load.in_hand + size) / (fast_enough if pace is None else min(pace, fast_enough)) ** _CAUTION
-        for load, size, pace in zip(servers, sizes, known, strict=True)
+        (held + size) / (fast_enough if pace is None else min(pace, fast_enough)) ** _CAUTION
+        for held, size, pace in zip(in_hand, sizes, known, strict=True)
     ]
-    return min(range(len(servers)), key=lambda n: (ends[n], (n - turn) % len(servers)))
+    return min(range(len(paces)), key=lambda n: (ends[n], (n - turn) % len(paces)))
 
 
 class PlaceLimit:

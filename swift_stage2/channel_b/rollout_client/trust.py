@@ -49,8 +49,6 @@ class OutPost:
 
 
 class ServerTrust:
-    """This rank's knowledge of one server."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._served: ServedWeights | None = None
@@ -58,7 +56,6 @@ class ServerTrust:
         self._out: set[OutPost] = set()
         self._abandoned: set[OutPost] = set()
         self._proven_rounds: set[str] = set()  # all of them, some dozen bytes each
-        self._is_news = False
         self.is_proven = False
         """Whether a round has proven the server's weights and no fault was found since."""
         self.suspicion: str | None = None
@@ -141,20 +138,12 @@ class ServerTrust:
             self._stop_asking()
             self.suspicion = reason
             self._out.clear()
-            self._is_news = True
 
     def _stop_asking(self) -> None:
         self.is_proven = False
         self._abandoned.clear()
         for post in self._out:
             post.is_wanted = False
-
-    def take_news(self) -> str | None:
-        """The suspicion, the first time it is asked for after it arose."""
-        with self._lock:
-            reason = self.suspicion if self._is_news else None
-            self._is_news = False
-            return reason
 
     def version_under(self, version: int) -> int:
         """The version that the server answers with under a ticket of ``version``, as far as a round has proven it."""
@@ -250,9 +239,6 @@ def permuting_servers(rollouts: Sequence[Rollout], found: Sequence[object]) -> f
     )
 
 
-MANY_GIVEN_UP = 8
-
-
 def servers_at_fault(
     rollouts: Sequence[Rollout], found: Sequence[object], agreeing: Container[str]
 ) -> dict[str, str]:
@@ -261,28 +247,12 @@ def servers_at_fault(
     ``found[i]`` is what became of ``rollouts[i]``, or its refusal. ``agreeing`` are the servers whose prompt was the
     learner's for any sample, here or since a round proved them anew.
     """
-    misreading = _misreading_servers(rollouts, found, agreeing)
-    return misreading | dict.fromkeys(permuting_servers(rollouts, found), PERMUTED)
-
-
-def _misreading_servers(
-    rollouts: Sequence[Rollout], found: Sequence[object], agreeing: Container[str]
-) -> dict[str, str]:
-    """Those that never agreed with the learner on a prompt; arguments as ``servers_at_fault``'s."""
     mismatches: dict[str, list[PromptMismatch]] = {}
     for rollout, each in zip(rollouts, found, strict=True):
         if isinstance(each, PromptMismatch) and rollout.server not in agreeing:
             mismatches.setdefault(rollout.server, []).append(each)
-    return {
+    misreading = {
         server: f"its prompts differ from the learner's ({len(each)} of {len(each)}, and none agreed before): {each[0]}"
         for server, each in mismatches.items()
     }
-
-
-def many_mismatches(server: str, mismatch: PromptMismatch) -> str:
-    """The warning at the ``MANY_GIVEN_UP``-th sample that was given up because ``server`` was asked another prompt."""
-    return (
-        f"{server}: its prompts agree with the learner's for some samples and differed for {MANY_GIVEN_UP}, which "
-        "were given up; where only large images differ, pixel limits do: compare max_pixels and template of server "
-        f"and learner; the last one: {mismatch}"
-    )
+    return misreading | dict.fromkeys(permuting_servers(rollouts, found), PERMUTED)
