@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         f"intervals, {draws} draws": lambda: intervals(scores.values, len(rows), draws),
         "pycocotools: COCO's metrics": lambda: theirs.update(pycocotools=_pycocotools(cocoeval, scores.data)),
         "COCO's file, as import coco reads it": lambda: sum(
-            len(image.labels) for image in CocoFile(coco, Tally())
+            len(image.objects) for image in CocoFile(coco, Tally())
         ),
         "pycocotools: COCO's file": lambda: _pycoco(coco),
     }

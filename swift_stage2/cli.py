@@ -33,40 +33,34 @@ _UNREAD = 141
 _CHECKOUT = Path(__file__).parents[1]
 _LEARNER_STATUSES = "0 trained to the end; 1 the run failed; 70 a weight push hung"
 
-# Commands with a parser of their own: module with main(argv), what it is for.
+# Commands with a parser of their own: module of this package with main(argv), what it is for.
 _OWN_PARSER = {
-    "rollout": ("swift_stage2.rollout_server.command_line", "serve rollouts of a model over HTTP"),
-    "merge": ("swift_stage2.rollout_merger.app", "batch the ranks' calls in front of a stock rollout server"),
-    "demo": ("swift_stage2.demo.run", "train a tiny model on both channels, on this machine"),
-    "doctor": ("swift_stage2.doctor.command", "check everything that can be known before training"),
-    "import": (
-        "swift_stage2.convert.import_command",
-        "turn a COCO, YOLO or VOC data set, or web pages, into rows",
-    ),
-    "export": ("swift_stage2.convert.export_command", "turn predictions or rows into COCO's JSON"),
-    "data": ("swift_stage2.dataset.command", "check every row of a data set, without a model"),
+    "rollout": ("rollout_server.command_line", "serve rollouts of a model over HTTP"),
+    "merge": ("rollout_merger.app", "batch the ranks' calls in front of a stock rollout server"),
+    "demo": ("demo.run", "train a tiny model on both channels, on this machine"),
+    "doctor": ("doctor.command", "check everything that can be known before training"),
+    "import": ("convert.import_command", "turn a COCO, YOLO or VOC data set, or web pages, into rows"),
+    "export": ("convert.export_command", "turn predictions or rows into COCO's JSON"),
+    "data": ("dataset.command", "check every row of a data set, without a model"),
     "evaluate": (
-        "swift_stage2.evaluate.command",
+        "evaluate.command",
         "standard detection metrics of a model, a running server or predictions, with intervals",
     ),
     "report": (
-        "swift_stage2.report.command",
+        "report.command",
         "tell how a run went, on one page: speed against its bound, quality, what was lost",
     ),
     "rollouts": (
-        "swift_stage2.report.rollouts_command",
+        "report.rollouts_command",
         "print finished rollouts with their matches, also while the run goes on",
     ),
-    "init": ("swift_stage2.starter_config", "ask for data, model and GPUs, and write the YAML for them"),
-    "completion": (
-        "swift_stage2.terminal.completion",
-        "print a script that completes commands in bash or zsh",
-    ),
+    "init": ("starter_config", "ask for data, model and GPUs, and write the YAML for them"),
+    "completion": ("terminal.completion", "print a script that completes commands in bash or zsh"),
     "servers": (
-        "swift_stage2.run_directory.servers_command",
+        "run_directory.servers_command",
         "add a rollout server to a run that goes on, or tell how its servers stand",
     ),
-    "replay": ("swift_stage2.replay.command", "take the steps of a recorded run again, without servers"),
+    "replay": ("replay.command", "take the steps of a recorded run again, without servers"),
 }
 # Commands of a checkout alone: package that is run as a program, what it is for.
 _FROM_CHECKOUT = {
@@ -127,7 +121,7 @@ def _run(arguments: list[str]) -> int:
         _become_benchmarks(*arguments)
     if arguments and arguments[0] in _OWN_PARSER:
         module, _ = _OWN_PARSER[arguments[0]]
-        return int(importlib.import_module(module).main(arguments[1:]))
+        return int(importlib.import_module(f"swift_stage2.{module}").main(arguments[1:]))
     options = _parser().parse_args(arguments)
     if options.command == "launch":
         from swift_stage2.launch.launcher import launch
@@ -192,21 +186,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="which of the learner's hosts this is (default: launch.learner.node_rank)",
     )
-    part = launch.add_mutually_exclusive_group()
-    part.add_argument(
-        "--servers-only",
-        dest="part",
-        action="store_const",
-        const="servers",
-        help="only the servers whose base_url is this machine's; the learner is launched elsewhere",
-    )
-    part.add_argument(
-        "--learner-only",
-        dest="part",
-        action="store_const",
-        const="learner",
-        help="only this machine's ranks of the learner; the servers are launched elsewhere",
-    )
+    parts = launch.add_mutually_exclusive_group()
+    for part, meaning in (
+        ("servers", "the servers whose base_url is this machine's; the learner is launched elsewhere"),
+        ("learner", "this machine's ranks of the learner; the servers are launched elsewhere"),
+    ):
+        parts.add_argument(
+            f"--{part}-only", dest="part", action="store_const", const=part, help=f"only {meaning}"
+        )
     launch.set_defaults(part="all")
     launch.add_argument("--verbose", action="store_true", help="show every line that servers and ranks write")
     for command in (train, launch):

@@ -20,10 +20,8 @@ _DEFAULT_TIMEOUT_S = 1800.0  # Hugging Face's own default of ``ddp_timeout``
 _EXACT_BUFFERS = ("inv_freq", "e_score_correction_bias")
 
 # The operators that torchvision 0.28 refers to while it is imported; calling them still raises, as it should.
-_SCHEMAS = {
-    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-}
+_OPERATORS = ("nms", "qnms")
+_SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 # A library object undoes its declarations when it is collected.
 _declared: list[torch.library.Library] = []
 
@@ -42,11 +40,11 @@ def declare_operators() -> None:
         return
     if _own_library_loads(Path(spec.submodule_search_locations[0])):
         return
-    missing = [schema for name, schema in _SCHEMAS.items() if not hasattr(torch.ops.torchvision, name)]
+    missing = [name for name in _OPERATORS if not hasattr(torch.ops.torchvision, name)]
     if missing:
         library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-        for schema in missing:
-            library.define(schema)  # type: ignore[no-untyped-call]
+        for name in missing:
+            library.define(name + _SIGNATURE)  # type: ignore[no-untyped-call]
         _declared.append(library)
 
 

@@ -11,8 +11,7 @@ _LISTED = re.compile(r"'([^']*)' not in \[(.*)\]")
 
 def closest(word: str, words: tuple[str, ...]) -> str | None:
     """The word nearest to ``word``, or None when none is near."""
-    found = difflib.get_close_matches(word, words, n=1, cutoff=_NEAR)
-    return found[0] if found else None
+    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=_NEAR)), None)
 
 
 def without_list(message: str) -> str:

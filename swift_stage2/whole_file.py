@@ -42,11 +42,7 @@ def whole_file(path: Path, *, errors: str = "strict") -> Iterator[TextIO]:
 
 
 def flush_directory(path: Path) -> None:
-    """Makes names in a directory outlast the machine's end; a file's own flush does not cover its name.
-
-    Raises:
-        OSError: it cannot be flushed.
-    """
+    """Makes names in a directory outlast the machine's end; a file's own flush does not cover its name."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -10,7 +10,9 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -116,6 +118,23 @@ def _environment() -> Iterator[None]:
 def _torchruns_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Where a torchrun that is started without --log-dir leaves one; pytest removes it with its other folders."""
     os.environ["PET_LOG_DIR"] = str(tmp_path_factory.getbasetemp() / "torchrun")
+
+
+@pytest.fixture
+def forever() -> Iterator[threading.Event]:
+    """An event that never comes while the test runs, and lets go of every handler afterwards."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    """Somebody listens there."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
 
 
 @pytest.fixture

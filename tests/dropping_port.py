@@ -6,11 +6,11 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from fake_rollout_server import FakeRolloutServer
+from stand_in_canary import StandInCanary
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.weights import stock_transport
@@ -21,17 +21,6 @@ from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 LINEAR = torch.nn.Linear(2, 2)
-
-
-class AnyCanary:
-    def __init__(self) -> None:
-        self.request: dict[str, Any] = {"messages": [{"role": "user", "content": "ping"}]}
-        self.config: dict[str, Any] = {}
-
-    def answer(self) -> None: ...
-
-    def agrees(self, token_ids: Any) -> bool:
-        return True
 
 
 @contextmanager
@@ -63,7 +52,7 @@ def a_round_at_a_dropping_port(
         sync = WeightSync(
             control=SingleRank(),
             export=WeightExport(LINEAR),
-            canary=AnyCanary(),
+            canary=StandInCanary(),
             courier=ThreadCourier([ServerEndpoint(server.url, port)], lambda info: transport()),
             run_id="run",
             timeout_s=300.0,

@@ -72,7 +72,7 @@ def test_help_lists_the_commands() -> None:
 @pytest.mark.parametrize("name", sorted(cli._OWN_PARSER))
 def test_every_listed_command_has_a_module(name: str) -> None:
     module, _ = cli._OWN_PARSER[name]
-    assert importlib.util.find_spec(module) is not None
+    assert importlib.util.find_spec(f"swift_stage2.{module}") is not None
 
 
 def test_pages_are_made_without_torch() -> None:

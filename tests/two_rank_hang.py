@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from two_rank_learner import RANK, URL, GatheredExport, OpenTransport, SilentCanary
+from stand_in_canary import StandInCanary
+from two_rank_learner import RANK, URL, GatheredExport, OpenTransport, StockSession
 
 from swift_stage2.collectives import join_control_group
-from swift_stage2.errors import ServerFault, WeightSyncError, WeightSyncHang
+from swift_stage2.errors import WeightSyncError, WeightSyncHang
 from swift_stage2.process.watches import EXIT_HANG
-from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.weights import push as server_push
 from swift_stage2.weights import sync_round as weight_sync
 from swift_stage2.weights.courier import ThreadCourier
@@ -31,21 +31,6 @@ TIMEOUT_S = 4.0
 COLLECTIVES_S = 300.0  # far longer than the test waits
 
 
-class StockSession(server_push.ServerSession):
-    """A server that answers everything."""
-
-    def info(self, deadline: Any) -> Any:
-        return rollout_protocol.ServerInfo(stock=True)
-
-    def post(self, path: str, body: Any, deadline: Any) -> Any:
-        return {"message": "status: True"}
-
-    def get(self, path: str, deadline: Any, **_: Any) -> Any:
-        if path == rollout_protocol.WEIGHT_SUMS:
-            raise ServerFault("no such route", status=404)
-        return {"keys": []}
-
-
 class FailsInAGather(GatheredExport):
     def _gathered(self, own: Any) -> Any:
         if RANK == 1 and self.num_gathers == 2:
@@ -53,7 +38,7 @@ class FailsInAGather(GatheredExport):
         return super()._gathered(own)
 
 
-class FailsInTheCanary(SilentCanary):
+class FailsInTheCanary(StandInCanary):
     def answer(self) -> None:
         if RANK == 1:
             raise RuntimeError("no memory")
@@ -78,7 +63,7 @@ def main(scenario: str) -> int:
     sync = WeightSync(
         control=join_control_group(COLLECTIVES_S),
         export=exports[scenario](module),
-        canary=FailsInTheCanary() if scenario == "canary" else SilentCanary(),
+        canary=FailsInTheCanary() if scenario == "canary" else StandInCanary(),
         courier=ThreadCourier([ServerEndpoint(URL, 10)], lambda info: OpenTransport()),  # type: ignore[arg-type,return-value]
         run_id="run",
         timeout_s=TIMEOUT_S,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from detection_task import make_task
+from stand_in_canary import StandInCanary
 
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.sample_source import SampleSource
@@ -37,8 +38,10 @@ from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
+from swift_stage2.servers import protocol
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
+from swift_stage2.weights import push as server_push
 from swift_stage2.weights import sync_round
 from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
@@ -157,17 +160,6 @@ class Events:
         )
 
 
-class SilentCanary:
-    def __init__(self) -> None:
-        self.request: dict[str, Any] = {}
-        self.config: dict[str, Any] = {}
-
-    def answer(self) -> None: ...
-
-    def agrees(self, token_ids: Any) -> bool:
-        return True
-
-
 class ProvingSync(WeightSync):
     """Every push is proven, except at the rounds named, where the real push meets a dead server.
 
@@ -213,7 +205,7 @@ def build(
     module = torch.nn.Linear(2, 2)
     sync_parts = {
         "export": WeightExport(module),
-        "canary": SilentCanary(),
+        "canary": StandInCanary(),
         "courier": ThreadCourier([ServerEndpoint(URL, 10)], lambda info: transport or OpenTransport()),
         **sync_parts,
     }
@@ -444,24 +436,23 @@ def export_fails() -> dict[str, Any]:
     return one_round(learner, b)
 
 
+class StockSession(server_push.ServerSession):
+    """A server that answers everything."""
+
+    def info(self, deadline: Any) -> Any:
+        return protocol.ServerInfo(stock=True)
+
+    def get(self, path: str, deadline: Any, **_: Any) -> Any:
+        if path == protocol.WEIGHT_SUMS:
+            raise ServerFault("no such route", status=404)
+        return {"keys": [], "world_size": 1}
+
+    def post(self, path: str, body: Any, deadline: Any) -> Any:
+        return {"message": "status: True"}
+
+
 @contextmanager
 def stock_sessions() -> Iterator[None]:
-    """A server that answers everything."""
-    from swift_stage2.servers import protocol as rollout_protocol
-    from swift_stage2.weights import push as server_push
-
-    class StockSession(server_push.ServerSession):
-        def info(self, deadline: Any) -> Any:
-            return rollout_protocol.ServerInfo(stock=True)
-
-        def get(self, path: str, deadline: Any) -> Any:
-            if path == rollout_protocol.WEIGHT_SUMS:
-                raise ServerFault("no such route", status=404)
-            return {"keys": [], "world_size": 1}
-
-        def post(self, path: str, body: Any, deadline: Any) -> Any:
-            return {"message": "status: True"}
-
     real_session = server_push.ServerSession
     server_push.ServerSession = StockSession  # type: ignore[misc]
     try:
@@ -503,7 +494,7 @@ class GatheredExport(WeightExport):
         return tensors
 
 
-class BrokenCanary(SilentCanary):
+class BrokenCanary(StandInCanary):
     def answer(self) -> None:
         raise RuntimeError("no memory")
 
@@ -518,7 +509,7 @@ def gathered(
             module[bad][0, 0] = float("nan")
     export = GatheredExport(module)
     export.fails_at = [str(fails_at)]
-    canary = BrokenCanary() if broken_canary and RANK == 1 else SilentCanary()
+    canary = BrokenCanary() if broken_canary and RANK == 1 else StandInCanary()
     learner, b, _events, _ = build(packs=0, export=export, canary=canary)
     return one_round(learner, b) | {"num_gathers": export.num_gathers}
 

@@ -26,6 +26,7 @@ SCORED = (
 )
 """Those that rank 0 computes beside training, where the task has boxes."""
 _KEY = "metric_for_best_model"
+_ONE_OF_COUNTED = f"write one of {', '.join(f'eval_{each}' for each in COUNTED)}"
 
 
 def best_metric(swift: Mapping[str, Any]) -> str | None:
@@ -40,19 +41,14 @@ def best_metric(swift: Mapping[str, Any]) -> str | None:
 
 
 def refuse_best_model(swift: Mapping[str, Any], every_steps: int) -> None:
-    """Refuses what would end in a traceback of Hugging Face's, or choose nothing in silence.
-
-    Raises:
-        ConfigError: names the key, its value and the remedy.
-    """
+    """Raises ConfigError: it would end in a traceback of Hugging Face's, or choose nothing in silence."""
     name = best_metric(swift)
     if name is None:
         # As others write them: mAP, F1.
         written = str(swift.get(_KEY, "")).removeprefix("eval_").lower()
         if {written, written.removeprefix("m")} & {*COUNTED, *SCORED}:
             raise ConfigError(
-                f"swift.{_KEY} must be written as evaluations call it, got {swift[_KEY]}; write one of "
-                f"{', '.join(f'eval_{each}' for each in COUNTED)}"
+                f"swift.{_KEY} must be written as evaluations call it, got {swift[_KEY]}; {_ONE_OF_COUNTED}"
             )
         return
     got = f"swift.{_KEY}: {swift[_KEY]}"
@@ -64,7 +60,7 @@ def refuse_best_model(swift: Mapping[str, Any], every_steps: int) -> None:
     if name in SCORED:
         raise ConfigError(
             f"{got} must be a metric that every rank knows when an evaluation ends, and rank 0 computes this one "
-            f"beside training; write one of {', '.join(f'eval_{each}' for each in COUNTED)}"
+            f"beside training; {_ONE_OF_COUNTED}"
         )
     strategy = swift.get("eval_strategy", swift.get("save_strategy", "steps"))
     if strategy not in ("no", False):
@@ -83,11 +79,7 @@ def refuse_best_model(swift: Mapping[str, Any], every_steps: int) -> None:
 
 
 def require_metric(swift: Mapping[str, Any], of_task: Collection[str]) -> None:
-    """Refuses a name that no evaluation will have; ``of_task`` are the task's own.
-
-    Raises:
-        ConfigError: lists those that there are.
-    """
+    """Raises ConfigError: no evaluation will have that name. ``of_task`` are the task's own."""
     name, known = best_metric(swift), (*COUNTED, *of_task)
     if name is not None and name not in known:
         raise ConfigError(

@@ -23,7 +23,6 @@ class Placement(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name for people."""
         return "learner" if self.server is None else f"servers[{self.server}]"
 
 

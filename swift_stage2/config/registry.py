@@ -14,11 +14,7 @@ P = TypeVar("P")
 
 
 def register(parts: dict[str, P], kind: str, name: str) -> Callable[[P], P]:
-    """A decorator that adds a part of this ``kind`` under ``name``.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
+    """A decorator that adds a part of this ``kind`` under ``name``. Raises ConfigError: the name is taken."""
 
     def add(part: P) -> P:
         if name in parts:
@@ -42,11 +38,7 @@ def _told(part: object) -> str:
 
 
 def find(parts: Mapping[str, P], key: str, name: str, remedy: str = _REGISTER) -> P:
-    """The part that the configuration's ``key`` names; ``remedy`` is told where none has a name near to it.
-
-    Raises:
-        ConfigError: there is none of that name; tells the nearest.
-    """
+    """The part that the configuration's ``key`` names. Raises ConfigError with the nearest name, else ``remedy``."""
     if name in parts:
         return parts[name]
     near = closest(name, tuple(parts))

@@ -97,7 +97,6 @@ class ServerConfig:
 
     @property
     def host(self) -> str:
-        """Host name or address."""
         return urlsplit(self.base_url).hostname or ""
 
     @property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -145,22 +145,14 @@ class Stage2Config:
         )
 
     def check_accumulation(self, gradient_accumulation_steps: int) -> None:
-        """Refuses a queue that cannot hold one step's packs; the trainer calls it with ms-swift's own value.
-
-        Raises:
-            ConfigError: queue_limit, prefetch_target_packs or max_rollouts_per_version is too small for one step.
-        """
+        """Raises ConfigError: a queue cannot hold one step's packs. The trainer calls it with ms-swift's own value."""
         if self.b_enabled:
             for inequality in self._accumulation_inequalities(gradient_accumulation_steps):
                 if not inequality.is_advice:
                     inequality.require()
 
     def check_validation_set(self, num_rows: int) -> None:
-        """Refuses evaluations without rows; the trainer calls it with what ms-swift made of its arguments.
-
-        Raises:
-            ConfigError: ``stage2_ab.evaluation`` is on and there are none.
-        """
+        """Raises ConfigError: evaluations have no rows. The trainer calls it with ms-swift's own set."""
         every_steps = self.stage2_ab.evaluation.every_steps
         if every_steps and not num_rows:
             raise ConfigError(
@@ -177,7 +169,7 @@ class Stage2Config:
 
     def without_secrets(self) -> dict[str, Any]:
         """Every setting that a learner needs, as plain values: no ``launch.servers``, and none of ms-swift's tokens."""
-        plain: dict[str, Any] = _plain(asdict(self))
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # enums become text, tuples lists
         plain["launch"]["servers"] = []
         plain["swift"] = {key: value for key, value in plain["swift"].items() if not _SECRET.search(key)}
         return plain
@@ -330,8 +322,13 @@ class Stage2Config:
                 "launch.servers must be empty or have one entry for each of rollout.servers, got "
                 f"{started} launch.servers and {named} rollout.servers; add or remove entries"
             )
-        on_pending = self.rollout.sync.on_pending
-        aborts = self.b_enabled and on_pending is not OnPending.WAIT
+        on_pending, transport = self.rollout.sync.on_pending, self.rollout.sync.transport
+        # Settings that stock servers cannot serve: key, value, who can, and the value for stock ones.
+        needs: list[tuple[str, str, str, str]] = []
+        if self.b_enabled and on_pending is not OnPending.WAIT:
+            needs.append(("on_pending", on_pending, f"servers that can {on_pending}", "wait"))
+        if self.b_enabled and transport in (Transport.SHARED_MEMORY, Transport.DISK):
+            needs.append(("transport", transport, "servers of ours", "auto"))
         hosts = [server.host for server in self.rollout.servers]
         on_hosts = ["" if is_loopback(host) else host for host in hosts[:started]]
         placements = [
@@ -341,17 +338,10 @@ class Stage2Config:
         check_devices(self.launch, [Placement(None, "", self.launch.learner.devices), *placements])
         taken = {port for server in self.rollout.servers for port in (server.port, server.group_port)}
         for index, process in enumerate(self.launch.servers):
-            if aborts and process.engine is ServerEngine.SWIFT:
+            for key, value, such, other in needs if process.engine is ServerEngine.SWIFT else ():
                 raise ConfigError(
-                    f"rollout.sync.on_pending: {on_pending} needs servers that can {on_pending}, got a stock one at "
-                    f"launch.servers[{index}].engine={str(process.engine)!r}; write on_pending: wait, or engine: vllm"
-                )
-            transport = self.rollout.sync.transport
-            is_of_ours = self.b_enabled and transport in (Transport.SHARED_MEMORY, Transport.DISK)
-            if is_of_ours and process.engine is ServerEngine.SWIFT:
-                raise ConfigError(
-                    f"rollout.sync.transport: {transport} needs servers of ours, got a stock one at "
-                    f"launch.servers[{index}].engine={str(process.engine)!r}; write transport: auto, or engine: vllm"
+                    f"rollout.sync.{key}: {value} needs {such}, got a stock one at "
+                    f"launch.servers[{index}].engine={str(process.engine)!r}; write {key}: {other}, or engine: vllm"
                 )
             if process.upstream_port is None:
                 continue
@@ -385,14 +375,3 @@ def _refuse_retired(data: Mapping[str, Any], place: str = "") -> None:
             raise ConfigError(f"{place}{key} is retired and no longer read; use {replacement} instead")
         if isinstance(value, Mapping) and f"{place}{key}" != "swift":
             _refuse_retired(value, f"{place}{key}.")
-
-
-def _plain(value: Any) -> Any:
-    """Frozen records into what YAML writes: enums as text, tuples as lists."""
-    if isinstance(value, StrEnum):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value

@@ -22,7 +22,7 @@ class Unsupported:
     key: str
     refused: Callable[[Any], bool]
     reason: str
-    remedy: str
+    remedy: str = "remove it"
 
 
 def _is_on(value: Any) -> bool:
@@ -55,41 +55,37 @@ def _other_than_fsdp2(value: Any) -> bool:
 _KEEP_ROWS = "rows of the data set must stay single samples; channel B packs by itself"
 _FULL_WEIGHTS = "servers take full or merged LoRA weights only"
 _THINKS = "answers must begin with their list of objects"
+_GATHERED = "weights are gathered from FSDP2's shards on devices alone"
 _QUANTISED = "quantised weights cannot be sent in full"
 
 UNSUPPORTED = (
     Unsupported("task_type", _other_than("causal_lm"), "targets are token sequences", "use causal_lm"),
     Unsupported("tuner_type", _other_than("full", "lora"), _FULL_WEIGHTS, "use full or lora"),
-    Unsupported("packing", _is_on, _KEEP_ROWS, "remove it"),
-    Unsupported("padding_free", _is_on, _KEEP_ROWS, "remove it"),
+    Unsupported("packing", _is_on, _KEEP_ROWS),
+    Unsupported("padding_free", _is_on, _KEEP_ROWS),
     Unsupported(
         "streaming", _is_on, "sharding and exact resume need a data set of known length", "remove it"
     ),
     Unsupported("cached_dataset", _is_on, "it holds no objects to match against", "use dataset"),
     Unsupported("sequence_parallel_size", _above_one, "a pack is trained by one rank", "use 1"),
-    Unsupported("predict_with_generate", _is_on, "evaluation would generate in the learner", "remove it"),
+    Unsupported("predict_with_generate", _is_on, "evaluation would generate in the learner"),
     Unsupported("truncation_strategy", _other_than("delete"), "a cut answer is a wrong target", "use delete"),
     Unsupported("enable_thinking", _is_on, _THINKS, "remove it, and train an Instruct model"),
-    Unsupported("response_prefix", _is_on, _THINKS, "remove it"),
-    Unsupported("auto_find_batch_size", _is_on, "a step would change while it runs", "remove it"),
-    Unsupported("average_tokens_across_devices", _is_off, "the loss is a mean over all ranks", "remove it"),
-    Unsupported("use_liger_kernel", _is_on, "its fused loss knows no weight per token", "remove it"),
-    Unsupported("label_smoothing_factor", _is_on, "its loss knows no weight per token", "remove it"),
-    Unsupported("quant_bits", _is_on, _QUANTISED, "remove it"),
-    Unsupported("quant_method", _is_on, _QUANTISED, "remove it"),
-    Unsupported("deepspeed_autotp_size", _above_one, "no rank holds whole tensors to send", "remove it"),
-    Unsupported(
-        "fsdp",
-        _other_than_fsdp2,
-        "weights are gathered from FSDP2's shards on devices alone",
-        "write fsdp: fsdp2",
-    ),
-    Unsupported("use_ray", _is_on, "ranks are started by torchrun", "remove it"),
+    Unsupported("response_prefix", _is_on, _THINKS),
+    Unsupported("auto_find_batch_size", _is_on, "a step would change while it runs"),
+    Unsupported("average_tokens_across_devices", _is_off, "the loss is a mean over all ranks"),
+    Unsupported("use_liger_kernel", _is_on, "its fused loss knows no weight per token"),
+    Unsupported("label_smoothing_factor", _is_on, "its loss knows no weight per token"),
+    Unsupported("quant_bits", _is_on, _QUANTISED),
+    Unsupported("quant_method", _is_on, _QUANTISED),
+    Unsupported("deepspeed_autotp_size", _above_one, "no rank holds whole tensors to send"),
+    Unsupported("fsdp", _other_than_fsdp2, _GATHERED, "write fsdp: fsdp2"),
+    Unsupported("use_ray", _is_on, "ranks are started by torchrun"),
 )
 _OF_ITS_OWN = (
     "objective grpo and mixed, target.missed_order: any and weights.duplicate have a loss of their own"
 )
-UNSUPPORTED_WITH_OWN_LOSS = tuple(
+_WITH_OWN_LOSS = tuple(
     Unsupported(key, _is_on, _OF_ITS_OWN, "remove it, or these") for key in ("enable_dft_loss", "loss_type")
 )
 
@@ -126,14 +122,11 @@ def named_places(arguments: Mapping[str, Any], key: str) -> list[str]:
 
 
 def refuse_unsupported(arguments: Mapping[str, Any], *, has_own_loss: bool = False) -> None:
-    """Refuses the first argument of the tables above that is set to a refused value, and what does not go together.
+    """Raises ConfigError: an argument of the tables above has a refused value, or two do not go together.
 
     ``has_own_loss``: as ``Stage2AbConfig`` tells.
-
-    Raises:
-        ConfigError: names key, value, reason and remedy.
     """
-    for rule in (*UNSUPPORTED, *(UNSUPPORTED_WITH_OWN_LOSS if has_own_loss else ())):
+    for rule in (*UNSUPPORTED, *(_WITH_OWN_LOSS if has_own_loss else ())):
         if rule.key in arguments and rule.refused(arguments[rule.key]):
             raise ConfigError(
                 f"swift.{rule.key} is not supported with channel B ({rule.reason}), "
@@ -158,12 +151,9 @@ def refuse_unsupported(arguments: Mapping[str, Any], *, has_own_loss: bool = Fal
 def refuse_unknown_names(
     arguments: Mapping[str, Any], valid: Collection[str], where: str = "section swift"
 ) -> None:
-    """Refuses an argument that ms-swift does not have; the trainer knows the valid names once it is imported.
+    """Raises ConfigError: ms-swift has no such argument. The trainer knows the valid names once it is imported.
 
     ``where``: where the user has written them.
-
-    Raises:
-        ConfigError: names the nearest valid argument, where one is near.
     """
     for name in arguments:
         if name not in valid:

@@ -16,17 +16,15 @@ _MARK = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnotatedImage:
-    """``name`` is relative to the folder of images; boxes are x1, y1, x2, y2."""
+    """``name`` is relative to the folder of images."""
 
     name: str
-    labels: Sequence[str]
-    boxes: Sequence[Quad]
+    objects: Sequence[tuple[str, Quad | None]]
+    """Label and x1, y1, x2, y2; None of one that was dropped: nobody may say that the image shows none of its label."""
     is_share: bool = False
     """True if the source gives boxes as shares of the image's width and height, False if in pixels."""
     size: tuple[int, int] | None = None
     """Width and height, where the source says them."""
-    hidden: frozenset[str] = frozenset()
-    """Labels of objects that were dropped: nobody may say that the image shows none of them."""
     group: str = ""
     """Images of one group stay on one side of a split; without one an image is alone."""
 

@@ -16,11 +16,9 @@ from typing import Any, TextIO
 from swift_stage2.convert.coco_file import CocoFile
 from swift_stage2.convert.exact_numbers import MOST, Quad, are_coordinates, number_text, subtracted
 from swift_stage2.convert.tally import Tally
+from swift_stage2.dataset.files import read_lines
 from swift_stage2.dataset.picture import UNREADABLE, look_at, path_of
 from swift_stage2.errors import DatasetError, UserError
-
-_SCORE = 1.0
-"""Of a prediction that says none; COCO's results need one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class _Listing:
     size: tuple[int, int] | None
     labels: Sequence[str]
     boxes: Sequence[Quad]
-    scores: Sequence[float]
+    scores: Sequence[float | None]
 
 
 @dataclass(slots=True)
@@ -96,11 +94,10 @@ class CocoExport:
                     "start from with --images"
                 )
             seen[name] = None
-            for number, (label, box) in enumerate(zip(listing.labels, listing.boxes, strict=True)):
+            for label, box, score in zip(listing.labels, listing.boxes, listing.scores, strict=True):
                 if label not in self.category_ids:
                     self.num_unknown += 1
                     continue
-                score = listing.scores[number] if listing.scores else None
                 file.write(("," if self.num_objects else "") + "\n")
                 self.num_objects += 1
                 file.write(self._annotation(self.image_ids[name], self.category_ids[label], box, score))
@@ -120,7 +117,7 @@ class CocoExport:
         if self.truth is None:
             members = {"id": self.num_objects, **members, "area": float(width) * float(height), "iscrowd": 0}
         if self.truth is not None or score is not None:
-            members["score"] = _SCORE if score is None else score
+            members["score"] = 1.0 if score is None else score  # COCO's results need one
         shown = ", ".join(map(number_text, (x, y, width, height)))  # json rounds decimals
         return f'{json.dumps(members)[:-1]}, "bbox": [{shown}]}}'
 
@@ -140,18 +137,12 @@ class CocoExport:
 
     def _read(self, on_progress: Callable[[int], None]) -> Iterator[tuple[str, _Listing]]:
         num_bytes = 0
-        try:
-            with self.rows.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    num_bytes += len(line)
-                    if line.strip():
-                        where = f"{self.rows}:{number}"
-                        yield where, _read_line(line, where)
-                        on_progress(num_bytes)
-        except OSError as error:
-            raise DatasetError(
-                f"PREDICTIONS must be a readable UTF-8 file, got {self.rows}: {error}; check the path"
-            ) from error
+        for number, line in enumerate(read_lines(self.rows, "PREDICTIONS"), start=1):
+            num_bytes += len(line)
+            if line.strip():
+                where = f"{self.rows}:{number}"
+                yield where, _read_line(line, where)
+                on_progress(num_bytes)
 
 
 def _read_line(line: bytes, where: str) -> _Listing:
@@ -190,7 +181,7 @@ def _read_line(line: bytes, where: str) -> _Listing:
         size=_written_size(row, where),
         labels=labels,
         boxes=[(Decimal(box[0]), Decimal(box[1]), Decimal(box[2]), Decimal(box[3])) for box in boxes],
-        scores=list(map(float, scores)),
+        scores=list(map(float, scores)) or [None] * len(boxes),
     )
 
 

@@ -193,10 +193,15 @@ class CocoFile:
             mine = order[ends[number] : ends[number + 1]]
             yield AnnotatedImage(
                 name=name,
-                labels=[label_of[columns.category_keys[each]] for each in mine.tolist()],
-                boxes=list(map(_corners, boxes[mine].tolist())),
+                objects=[
+                    *zip(
+                        [label_of[columns.category_keys[each]] for each in mine.tolist()],
+                        map(_corners, boxes[mine].tolist()),
+                        strict=True,
+                    ),
+                    *((label, None) for label in hidden.get(number, ())),
+                ],
                 size=images.sizes[number],
-                hidden=frozenset(hidden.get(number, ())),
             )
 
     def _usable(self, numbers: NDArray[np.int32], label_of: Sequence[str]) -> NDArray[np.int32]:

@@ -6,7 +6,7 @@ same double, which is how every JSON writer writes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from decimal import ROUND_HALF_EVEN, Context, Decimal
 from typing import Any
 
@@ -16,6 +16,7 @@ MOST = 1e9
 """Pixels; a coordinate beyond is no coordinate."""
 _NUMBERS = (float, int, Decimal)
 Quad = tuple[Decimal, Decimal, Decimal, Decimal]
+added, subtracted = _EXACT.add, _EXACT.subtract  # without rounding
 
 
 def exact(value: float) -> Decimal:
@@ -23,14 +24,10 @@ def exact(value: float) -> Decimal:
     return Decimal(int(value)) if value == int(value) else Decimal(repr(float(value)))
 
 
-def added(one: Decimal, other: Decimal) -> Decimal:
-    """The sum, without rounding."""
-    return _EXACT.add(one, other)
-
-
-def subtracted(one: Decimal, other: Decimal) -> Decimal:
-    """The difference, without rounding."""
-    return _EXACT.subtract(one, other)
+def exact_quad(values: Iterable[float]) -> Quad:
+    """Four numbers as decimals."""
+    x1, y1, x2, y2 = map(exact, values)
+    return x1, y1, x2, y2
 
 
 def multiplied(one: Decimal, other: Decimal) -> Decimal:

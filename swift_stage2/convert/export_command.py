@@ -15,11 +15,7 @@ from swift_stage2.whole_file import whole_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status.
-
-    Raises:
-        UserError: what is there cannot be exported or written; then nothing is.
-    """
+    """Runs the command. Raises UserError: what is there cannot be exported or written; then nothing is."""
     parser = CommandParser(
         prog="swift-stage2 export",
         exit_statuses="0 done",

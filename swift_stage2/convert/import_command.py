@@ -42,11 +42,7 @@ _SOURCES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status.
-
-    Raises:
-        UserError: what is there cannot be imported or written; then nothing is.
-    """
+    """Runs the command. Raises UserError: what is there cannot be imported or written; then nothing is."""
     options = _parse(argv)
     outputs = [options.output]
     if options.split:

@@ -57,36 +57,29 @@ class _Window:
         self._num_before = 0
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        yield from self._members()
-        if self._peek():
-            raise self._error("expected nothing behind the object")
-
-    def _members(self) -> Iterator[tuple[str, Any]]:
-        self._take("{")
-        if self._peek() == "}":
-            self._take("}")
-            return
-        while True:
+        for _ in self._places("{", "}"):
             key = self._value()
             if not isinstance(key, str):
                 raise self._error("a key must be text")
             self._take(":")
-            if self._peek() == "[":
-                self._on_array(key)
-                yield from ((key, element) for element in self._elements())
-            else:
+            if self._peek() != "[":
                 self._value()
-            if self._take(",}") == "}":
-                return
+                continue
+            self._on_array(key)
+            for _ in self._places("[", "]"):
+                yield key, self._value()
+        if self._peek():
+            raise self._error("expected nothing behind the object")
 
-    def _elements(self) -> Iterator[Any]:
-        self._take("[")
-        if self._peek() == "]":
-            self._take("]")
+    def _places(self, opener: str, closer: str) -> Iterator[None]:
+        """Stands before each member or element, which is read before the next."""
+        self._take(opener)
+        if self._peek() == closer:
+            self._take(closer)
             return
         while True:
-            yield self._value()
-            if self._take(",]") == "]":
+            yield
+            if self._take(f",{closer}") == closer:
                 return
 
     def _value(self) -> Any:

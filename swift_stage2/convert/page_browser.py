@@ -23,7 +23,7 @@ from swift_stage2.errors import UserError
 if TYPE_CHECKING:  # an extra, which the other sources do without
     from playwright.sync_api import Browser, Request, Route
 
-Edges = tuple[float, float, float, float]
+Edges = Sequence[float]
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _DEADLINE_MS = 20_000
@@ -169,13 +169,5 @@ def page_browser(root: Path) -> Iterator[PageBrowser]:
 def _boxes(elements: Sequence[Any], zoom: float) -> Iterator[SeenBox]:
     for element in elements:
         for box in element["boxes"]:
-            whole, shown = (_scaled(box[key], zoom) for key in ("whole", "shown"))
-            assert whole is not None
+            whole, shown = (box[key] and [edge * zoom for edge in box[key]] for key in ("whole", "shown"))
             yield SeenBox(element["label"], whole, shown)
-
-
-def _scaled(edges: Sequence[float] | None, zoom: float) -> Edges | None:
-    if edges is None:
-        return None
-    x1, y1, x2, y2 = edges
-    return x1 * zoom, y1 * zoom, x2 * zoom, y2 * zoom

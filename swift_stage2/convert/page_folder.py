@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 from swift_stage2.convert.annotated_image import AnnotatedImage
-from swift_stage2.convert.exact_numbers import Quad, exact
+from swift_stage2.convert.exact_numbers import Quad, exact_quad
 from swift_stage2.convert.folder_files import files_below
 from swift_stage2.convert.page_browser import PageBrowser, SeenBox, View, page_browser
 from swift_stage2.convert.tally import Oddity, Tally
@@ -90,30 +90,16 @@ class PageFolder:
         if shot.has_frames:
             self._tally.tell(Oddity.FRAMED, page)
             return None
-        labels: list[str] = []
-        boxes: list[Quad] = []
-        hidden: set[str] = set()
+        objects: list[tuple[str, Quad | None]] = []
         self._tally.num_annotations += len(shot.boxes)
         for box in shot.boxes:
-            pixels = seen_pixels(box, shot.image)
-            if pixels is None:
+            if (pixels := seen_pixels(box, shot.image)) is None:
                 self._tally.tell(Oddity.UNSEEN, name)
-                hidden.add(box.label)
-            else:
-                labels.append(box.label)
-                x1, y1, x2, y2 = map(exact, pixels)
-                boxes.append((x1, y1, x2, y2))
+            objects.append((box.label, exact_quad(pixels) if pixels else None))
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         shot.image.save(path)
-        return AnnotatedImage(
-            name=name,
-            labels=labels,
-            boxes=boxes,
-            size=shot.image.size,
-            hidden=frozenset(hidden),
-            group=page,
-        )
+        return AnnotatedImage(name=name, objects=objects, size=shot.image.size, group=page)
 
 
 def _drawn_view(page: Path, chance: random.Random, sides: tuple[int, int]) -> View:

@@ -17,12 +17,12 @@ _ZERO = exact(0)
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """A picture that a row can name, and its boxes in pixels of it; ``hidden`` as the source has it."""
+    """A picture that a row can name, and its boxes in pixels of it; ``hidden``: labels of objects that were dropped."""
 
     path: str
     name: str
     objects: list[tuple[str, Quad]]
-    hidden: frozenset[str]
+    hidden: set[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,17 @@ class ImagePlacer:
         size = picture.upright_size if self.boxes_on is DrawnOn.UPRIGHT else (picture.width, picture.height)
         self._compare_sizes(image, picture, size)
         placed: list[tuple[str, Quad]] = []
-        hidden = set(image.hidden)
-        for label, box in zip(image.labels, image.boxes, strict=True):
-            inside = self._inside(_pixels(box, size) if image.is_share else box, size, image.name)
-            if inside is None:
+        hidden: set[str] = set()
+        for label, box in image.objects:
+            if box is not None:
+                box = self._inside(_pixels(box, size) if image.is_share else box, size, image.name)
+            if box is None:
                 hidden.add(label)
             else:
-                placed.append((label, inside))
+                placed.append((label, box))
         if not placed:
             self.tally.tell(Oddity.EMPTY, image.name)
-        return PlacedImage(path, image.name, placed, frozenset(hidden))
+        return PlacedImage(path, image.name, placed, hidden)
 
     def _look_at(self, path: str, name: str) -> StoredPicture | None:
         try:

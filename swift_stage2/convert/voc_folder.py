@@ -41,7 +41,7 @@ class VocFolder:
     def labels(self) -> Sequence[str]:
         """In alphabetical order: VOC has no list of classes, so all files are read for it."""
         silent = VocFolder(self._root, self._images, Tally())
-        return sorted({label for image in silent for label in image.labels})
+        return sorted({label for image in silent for label, box in image.objects if box is not None})
 
     def __iter__(self) -> Iterator[AnnotatedImage]:
         seen: set[str] = set()
@@ -61,36 +61,21 @@ class VocFolder:
         root = _parse_xml((self._root / file).read_bytes())
         if root.tag != "annotation":
             raise ValueError(f"the root must be <annotation>, got <{root.tag}>")
-        labels: list[str] = []
-        boxes: list[Quad] = []
-        hidden: set[str] = set()
-        for thing in root.iterfind("object"):
-            self._tally.num_annotations += 1
-            label = self._label(thing)
-            box = self._box(thing, file) if label else None
-            is_difficult = (thing.findtext("difficult") or "0").strip() not in ("0", "")
-            if box is None:
-                self._tally.tell(Oddity.NO_BOX if label else Oddity.NO_LABEL, file)
-            elif is_difficult:
-                self._tally.tell(Oddity.SKIPPED if self._skip_difficult else Oddity.DIFFICULT, file)
-            if box is None or (is_difficult and self._skip_difficult):
-                hidden.add(label)
-            else:
-                labels.append(label)
-                boxes.append(box)
-        return AnnotatedImage(
-            name=self._image_name(root, file),
-            labels=labels,
-            boxes=boxes,
-            size=_size(root),
-            hidden=frozenset(hidden),
-        )
+        objects = [self._object(thing, file) for thing in root.iterfind("object")]
+        return AnnotatedImage(name=self._image_name(root, file), objects=objects, size=_size(root))
 
-    def _label(self, thing: Element) -> str:
+    def _object(self, thing: Element, file: str) -> tuple[str, Quad | None]:
+        self._tally.num_annotations += 1
         written = (thing.findtext("name") or "").strip()
         if (label := spell_label(written)) != written:
             self._tally.tell(Oddity.RESPELT, written)
-        return label
+        box = self._box(thing, file) if label else None
+        is_difficult = (thing.findtext("difficult") or "0").strip() not in ("0", "")
+        if box is None:
+            self._tally.tell(Oddity.NO_BOX if label else Oddity.NO_LABEL, file)
+        elif is_difficult:
+            self._tally.tell(Oddity.SKIPPED if self._skip_difficult else Oddity.DIFFICULT, file)
+        return label, None if is_difficult and self._skip_difficult else box
 
     def _box(self, thing: Element, file: str) -> Quad | None:
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from swift_stage2.convert.annotated_image import AnnotatedImage, spell_label
-from swift_stage2.convert.exact_numbers import Quad, added, are_coordinates, exact, subtracted
+from swift_stage2.convert.exact_numbers import Quad, added, are_coordinates, exact, exact_quad, subtracted
 from swift_stage2.convert.folder_files import IMAGE_SUFFIXES, files_below
 from swift_stage2.convert.tally import Oddity, Tally
 from swift_stage2.errors import DatasetError
@@ -59,7 +59,7 @@ class YoloFolder:
             seen.add(file)
             if file not in known:
                 self._tally.tell(Oddity.NO_LABEL_FILE, name)
-                yield AnnotatedImage(name=name, labels=(), boxes=(), is_share=True)
+                yield AnnotatedImage(name=name, objects=(), is_share=True)
                 continue
             try:
                 text = (self._root / file).read_text(encoding="utf-8-sig")
@@ -73,9 +73,7 @@ class YoloFolder:
             self._tally.tell(Oddity.ABSENT, f"that of {orphan}")
 
     def _read(self, name: str, file: str, lines: Sequence[str]) -> AnnotatedImage:
-        labels: list[str] = []
-        boxes: list[Quad] = []
-        hidden: set[str] = set()
+        objects: list[tuple[str, Quad | None]] = []
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -86,13 +84,11 @@ class YoloFolder:
             box = self._box(fields, where)
             if label is None:
                 self._tally.tell(Oddity.NO_CATEGORY, where)
-            elif box is None:
+                continue
+            if box is None:
                 self._tally.tell(Oddity.NO_BOX, where)
-                hidden.add(label)
-            else:
-                labels.append(label)
-                boxes.append(box)
-        return AnnotatedImage(name=name, labels=labels, boxes=boxes, is_share=True, hidden=frozenset(hidden))
+            objects.append((label, box))
+        return AnnotatedImage(name=name, objects=objects, is_share=True)
 
     def _box(self, fields: Sequence[str], where: str) -> Quad | None:
         try:
@@ -114,7 +110,7 @@ class YoloFolder:
             return None
         self._tally.tell(Oddity.MASK, where)
         xs, ys = values[::2], values[1::2]
-        return exact(min(xs)), exact(min(ys)), exact(max(xs)), exact(max(ys))
+        return exact_quad((min(xs), min(ys), max(xs), max(ys)))
 
 
 def _label_file(image: str) -> str:
@@ -140,15 +136,14 @@ def _read_classes(file: Path, tally: Tally) -> tuple[Mapping[str, str], bool]:
     """
     try:
         text = file.read_text(encoding="utf-8-sig")
-        content = (
-            yaml.load(text, yaml.BaseLoader) if file.suffix in (".yaml", ".yml") else None
-        )  # all is text
+        if file.suffix in (".yaml", ".yml"):
+            content = yaml.load(text, yaml.BaseLoader)  # all is text
+        else:
+            content = {"names": text.rstrip().splitlines()}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise DatasetError(f"a file of classes must be UTF-8 text, got {file}: {error}; mend it") from error
-    if file.suffix in (".yaml", ".yml"):
-        names = content.get("names") if isinstance(content, Mapping) else None
-    else:
-        names = text.rstrip().splitlines()
+    content = content if isinstance(content, Mapping) else {}
+    names = content.get("names")
     pairs = names if isinstance(names, Mapping) else dict(enumerate(names if isinstance(names, list) else ()))
     classes = {str(number): spell_label(str(name)) for number, name in pairs.items()}
     if not classes or not all(classes.values()):
@@ -156,4 +151,4 @@ def _read_classes(file: Path, tally: Tally) -> tuple[Mapping[str, str], bool]:
     for number, name in pairs.items():
         if classes[str(number)] != str(name).strip():
             tally.tell(Oddity.RESPELT, name)
-    return classes, isinstance(content, Mapping) and "kpt_shape" in content
+    return classes, "kpt_shape" in content

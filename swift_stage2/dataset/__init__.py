@@ -1,7 +1,7 @@
 """Checks a training JSONL row by row, without a model: for ``data check``, doctor, launch and train.
 
 fault         what is wrong with a row, and where it stands
-files         which files a configuration names
+files         which files a configuration names, and their lines
 picture       an image's stored size and EXIF orientation; writes a data set anew with upright images
 row_check     one row against every rule
 survey        all rows of all files; which format their answers have

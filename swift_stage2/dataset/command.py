@@ -30,11 +30,7 @@ MOST_SHOWN = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status.
-
-    Raises:
-        UserError: a file is missing, or one cannot be written.
-    """
+    """Runs the command. Raises UserError: a file is missing, or one cannot be written."""
     options = _parse(argv)
     files = [Path(name) for name in options.files]
     for line in () if options.dialect else lines_of_task(options.task):
@@ -146,7 +142,7 @@ def lines_of_task(task: str) -> Iterator[str]:
 
 
 def lines_of(findings: Findings, most_shown: int = MOST_SHOWN) -> Iterator[str]:
-    """Every rule that was broken with its places, then the verdict."""
+    """Every rule that was broken with its places, facts that are no fault, then the verdict."""
     for rule, count in findings.counts.items():
         kind = "advice" if rule.is_advice else "fault"
         yield f"{kind}: {rule}: {count:,} of {findings.num_rows:,} rows" + (
@@ -156,30 +152,19 @@ def lines_of(findings: Findings, most_shown: int = MOST_SHOWN) -> Iterator[str]:
         yield from (f"  {fault}" for fault in shown)
         if count > len(shown):
             yield f"  … and {count - len(shown):,} more"
-    yield from facts_of(findings)
-    yield verdict_of(findings)
-
-
-def facts_of(findings: Findings) -> Iterator[str]:
-    """Facts that are no fault, but worth knowing."""
-    if (shown := findings.answer_format) is not None:
-        coordinates = (1, 2, 3, 4)[: shown.dialect.num_coordinates]
-        yield f"answers: dialect {shown.dialect}, written {shown.write([('label', coordinates)])!r}"
+    if (written := findings.answer_format) is not None:
+        coordinates = (1, 2, 3, 4)[: written.dialect.num_coordinates]
+        yield f"answers: dialect {written.dialect}, written {written.write([('label', coordinates)])!r}"
     if (longest := findings.longest) is not None and longest.num_objects:
         yield f"longest answer: {longest.num_objects} objects, at {longest.place}"
-
-
-def verdict_of(findings: Findings) -> str:
-    """One line: how many rows were looked at, how fast, and how many have faults."""
     checked = (
         f"{findings.num_rows:,} rows of {len(findings.files)} file(s), every one checked, in "
         f"{findings.seconds:.1f} s ({findings.rows_per_second:,.0f} rows/s)"
     )
     advised = sum(count for rule, count in findings.counts.items() if rule.is_advice)
     beside = f"; {advised:,} times advice" if advised else ""
-    if findings.num_bad_rows:
-        return f"{checked}: {findings.num_bad_rows:,} have faults{beside}"
-    return f"{checked}: no fault{beside}"
+    verdict = f"{findings.num_bad_rows:,} have faults" if findings.num_bad_rows else "no fault"
+    yield f"{checked}: {verdict}{beside}"
 
 
 def to_json(findings: Findings, **facts: Any) -> dict[str, Any]:

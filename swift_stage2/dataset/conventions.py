@@ -66,11 +66,6 @@ class Convention:
     unit: Unit = Unit.EXPECTED
     value: float = 0.0
 
-    @property
-    def is_expected(self) -> bool:
-        """Whether both sides are as they should be."""
-        return self == Convention()
-
     def __str__(self) -> str:
         unit = self.unit.value.format(value=self.value)
         return unit if self.layout is Layout.CORNERS else f"{self.layout} in {unit}"

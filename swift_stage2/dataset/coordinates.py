@@ -127,7 +127,7 @@ def fit_coordinates(images: Sequence[AnsweredImage], limits: PixelLimits) -> Coo
     is_coarse = best.convention.unit in (Unit.LIMITED, Unit.SCALED)
     if is_coarse or (is_better and mended.share >= _PRECISE):
         best = _refined(mended)
-    judgement = CoordinateJudgement.HEALTHY if best.convention.is_expected else CoordinateJudgement.NAMED
+    judgement = CoordinateJudgement.HEALTHY if best.convention == Convention() else CoordinateJudgement.NAMED
     return CoordinateVerdict(judgement, len(images), expected, best, rivals)
 
 
@@ -298,8 +298,7 @@ def _ious(predicted: Array, true: Array) -> Array:
 
 def _mend(boxes: Array, axes: Axes) -> Array:
     (x_scale, x_offset), (y_scale, y_offset) = axes
-    mended: Array = (boxes - four((x_offset, y_offset))) / four((x_scale, y_scale))
-    return mended
+    return np.divide(boxes - four((x_offset, y_offset)), four((x_scale, y_scale)))
 
 
 def _line(answers: Array, truth: Array) -> Axis:

@@ -1,15 +1,14 @@
-"""Which local files the ``swift`` section's data sets are."""
+"""Which local files the ``swift`` section's data sets are, and their lines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.errors import DatasetError
 
-DATASET_ARGUMENTS = ("dataset", "val_dataset")
 _SUFFIX = ".jsonl"
 _FILE_SUFFIXES = (_SUFFIX, ".json", ".csv", ".txt", ".parquet")
 
@@ -25,7 +24,7 @@ def local_files(swift_arguments: Mapping[str, Any]) -> dict[str, list[Path]]:
         ConfigError: an argument is neither a path nor a list of paths.
     """
     found: dict[str, list[Path]] = {}
-    for argument in DATASET_ARGUMENTS:
+    for argument in ("dataset", "val_dataset"):
         files = found[argument] = []
         for name in named_places(swift_arguments, argument):
             path = Path(name.split("#", maxsplit=1)[0])  # ms-swift's `#N` asks for N rows
@@ -42,3 +41,14 @@ def local_files(swift_arguments: Mapping[str, Any]) -> dict[str, list[Path]]:
             if path.suffix == _SUFFIX and path not in files:
                 files.append(path)
     return found
+
+
+def read_lines(file: Path, what: str = "a data set") -> Iterator[bytes]:
+    """All lines. Raises DatasetError: ``what`` is no file that can be read."""
+    try:
+        with file.open("rb") as lines:
+            yield from lines
+    except OSError as error:
+        raise DatasetError(
+            f"{what} must be a readable UTF-8 file, got {file}: {error}; check the path"
+        ) from error

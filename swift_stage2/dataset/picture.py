@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -24,8 +24,10 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from swift_stage2.channel_b.image_files import RASTER_FORMATS, UPRIGHT, orientation_of
+from swift_stage2.dataset.files import read_lines
 from swift_stage2.errors import DatasetError, UserError
 from swift_stage2.records import find_image
+from swift_stage2.whole_file import whole_file
 
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning)
 _TAIL_BYTES = 4096
@@ -113,34 +115,18 @@ def apply_orientation(source: Path, output: Path, drawn_on: DrawnOn) -> Rewritte
                 f"--output must be a new file with a new folder beside it, got {path}, which exists; "
                 "name another one"
             )
-    partial = output.with_name(f"{output.name}.partial")
     done = Rewritten()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as target:
-            for line in _lines(source):
-                target.write(_rewritten(line, folder, drawn_on, done))
-            target.flush()
-            os.fsync(target.fileno())
-        partial.replace(output)
+        with whole_file(output) as target:
+            for line in read_lines(source):
+                target.buffer.write(_rewritten(line, folder, drawn_on, done))
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
         raise UserError(f"--output must be a file that can be written, got {output}: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return done
-
-
-def _lines(source: Path) -> Iterator[bytes]:
-    try:
-        with source.open("rb") as lines:
-            yield from lines
-    except OSError as error:
-        raise DatasetError(
-            f"a data set must be a readable UTF-8 file, got {source}: {error}; check the path"
-        ) from error
 
 
 def _rewritten(line: bytes, folder: Path, drawn_on: DrawnOn, done: Rewritten) -> bytes:
@@ -150,8 +136,7 @@ def _rewritten(line: bytes, folder: Path, drawn_on: DrawnOn, done: Rewritten) ->
         return line
     if not isinstance(row, dict):
         return line
-    images = row.get("images") or []
-    images = images if isinstance(images, list) else [images]
+    images = images_of(row)
     pictures = [_look_at(image) for image in images]
     if all(picture is None or picture.orientation == UPRIGHT for picture in pictures):
         return line
@@ -163,6 +148,12 @@ def _rewritten(line: bytes, folder: Path, drawn_on: DrawnOn, done: Rewritten) ->
         _turn_boxes(row["objects"], pictures)
     done.num_rows += 1
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def images_of(row: Mapping[str, Any]) -> list[Any]:
+    """A row's images as it names them."""
+    images = row.get("images") or []
+    return images if isinstance(images, list) else [images]
 
 
 def path_of(image: Any) -> Any:

@@ -18,7 +18,7 @@ from swift_stage2.channel_b.dialects import DIALECTS, Dialect
 from swift_stage2.channel_b.parsing import lists_objects, parse_rollout, read_ground_truth
 from swift_stage2.channel_b.targets import AnswerFormat
 from swift_stage2.dataset.fault import Fault, Place, Rule
-from swift_stage2.dataset.picture import UNREADABLE, StoredPicture, path_of
+from swift_stage2.dataset.picture import UNREADABLE, StoredPicture, images_of, path_of
 from swift_stage2.errors import ConfigError, SampleError
 from swift_stage2.records import Coordinates
 
@@ -104,43 +104,36 @@ class _RowCheck:
     faults: list[Fault] = field(default_factory=list)
     shown_image: str | None = None
 
-    @property
-    def images(self) -> list[Any]:
-        """As the row names them."""
-        images = self.row.get("images") or []
-        return images if isinstance(images, list) else [images]
-
     def run(self) -> CheckedRow:
-        pictures = self._read_images()
-        self._check_prompt()
-        answer = self.row["messages"][-1]["content"]
-        if self.num_coordinates is None:
-            return CheckedRow(tuple(self.faults), None, 0, len(answer))
-        if not self.needs_objects and not lists_objects(self.row):
-            if LABEL_MARK in answer or BOX_MARK in answer:
-                self._tell(
-                    Rule.ANSWER,
-                    f"an answer without objects must not hold {LABEL_MARK} or {BOX_MARK}; mend it",
-                )
+        images = images_of(self.row)
+        pictures = self._read_images(images)
+        self._check_prompt(len(images))
+        answer, num_coordinates = self.row["messages"][-1]["content"], self.num_coordinates
+        has_objects = self.needs_objects or lists_objects(self.row)
+        if num_coordinates and not has_objects and (LABEL_MARK in answer or BOX_MARK in answer):
+            self._tell(
+                Rule.ANSWER, f"an answer without objects must not hold {LABEL_MARK} or {BOX_MARK}; mend it"
+            )
+        if num_coordinates is None or not has_objects:
             return CheckedRow(tuple(self.faults), None, 0, len(answer))
         try:
-            truth = read_ground_truth(self.row, self.num_coordinates)
+            truth = read_ground_truth(self.row, num_coordinates)
         except (SampleError, OverflowError) as error:
             remedy = "" if "; " in str(error) else "; mend or remove the row"
             self._tell(Rule.OBJECTS, f"{error}{remedy}")
             return CheckedRow(tuple(self.faults))
         self._check_boxes(truth.boxes, pictures)
-        shown = self._read_answer(answer, truth.labels, truth.boxes)
+        shown = self._read_answer(answer, truth.labels, num_coordinates)
         return CheckedRow(tuple(self.faults), shown, len(truth), len(answer), self.shown_image)
 
-    def _read_images(self) -> list[StoredPicture | None]:
-        if len(self.images) != 1:
+    def _read_images(self, images: Sequence[Any]) -> list[StoredPicture | None]:
+        if len(images) != 1:
             self._tell(
                 Rule.IMAGES,
-                f"a row should have one image, got num_images={len(self.images)}; "
-                + ("name it in images" if not self.images else "make it one row per image"),
+                f"a row should have one image, got num_images={len(images)}; "
+                + ("name it in images" if not images else "make it one row per image"),
             )
-        return [self._read_image(image) for image in self.images]
+        return [self._read_image(image) for image in images]
 
     def _read_image(self, image: Any) -> StoredPicture | None:
         path = path_of(image)
@@ -172,7 +165,7 @@ class _RowCheck:
             )
         return picture
 
-    def _check_prompt(self) -> None:
+    def _check_prompt(self, num_images: int) -> None:
         contents = [message["content"] for message in self.row["messages"][:-1]]
         prompt = [content for content in contents if isinstance(content, str)]
         if any(mark in text for text in prompt for mark in (LABEL_MARK, BOX_MARK)):
@@ -181,11 +174,11 @@ class _RowCheck:
                 f"a prompt must not hold {LABEL_MARK} or {BOX_MARK}; write labels and boxes out",
             )
         num_tags = sum(text.count(_IMAGE_TAG) for text in prompt)
-        if num_tags > len(self.images):
+        if num_tags > num_images:
             self._tell(
                 Rule.PROMPT,
                 f"a prompt must not hold more {_IMAGE_TAG} than there are images, got num_tags={num_tags} "
-                f"num_images={len(self.images)}; remove a tag or name the image",
+                f"num_images={num_images}; remove a tag or name the image",
             )
 
     def _check_boxes(
@@ -233,15 +226,13 @@ class _RowCheck:
                     f"height={picture.height}{remedy}",
                 )
 
-    def _read_answer(
-        self, answer: str, labels: Sequence[str], boxes: Sequence[tuple[float, ...]]
-    ) -> AnswerFormat | None:
-        num_labels, num_boxes = answer.count(LABEL_MARK), answer.count(BOX_MARK)
-        if (num_labels, num_boxes) not in _allowed_marks(len(boxes)):
+    def _read_answer(self, answer: str, labels: Sequence[str], num_coordinates: int) -> AnswerFormat | None:
+        num_labels, num_boxes, count = answer.count(LABEL_MARK), answer.count(BOX_MARK), len(labels)
+        if num_labels not in (0, count) or num_boxes not in (0, count):  # either may be written out instead
             self._tell(
                 Rule.ANSWER,
                 f"an answer must have one {BOX_MARK} and one {LABEL_MARK} per object, or none, got num_bbox="
-                f"{num_boxes} num_ref_object={num_labels} num_objects={len(boxes)}; ms-swift would train the others "
+                f"{num_boxes} num_ref_object={num_labels} num_objects={count}; ms-swift would train the others "
                 "as they stand: mend the answer",
             )
             return None
@@ -249,16 +240,16 @@ class _RowCheck:
             return None
         as_written = [str(label) for label in self.row["objects"].get("ref") or []]
         # Any ordered numbers do: the template's coordinates are not known here, and each box is told apart.
-        stand_ins = _stand_ins(len(boxes), self.num_coordinates or 4)
+        stand_ins = _stand_ins(count, num_coordinates)
         if num_labels and num_boxes and all(map(_PLAIN_LABEL.fullmatch, as_written)):
-            shown = _format_of_marks(answer, len(boxes), self.num_coordinates or 4)
+            shown = _format_of_marks(answer, count, num_coordinates)
             if shown is not None:
                 return shown
         text = fill_placeholders(answer, list(zip(as_written, stand_ins, strict=True)))
-        truth = list(zip(labels, stand_ins if num_boxes else [None] * len(boxes), strict=True))
-        shown = _read_format(text, truth, self.num_coordinates or 4)
+        truth = list(zip(labels, stand_ins if num_boxes else [None] * count, strict=True))
+        shown = _read_format(text, truth, num_coordinates)
         if shown is None:
-            self._tell(Rule.ANSWER, _why_no_list(text, labels, self.num_coordinates or 4))
+            self._tell(Rule.ANSWER, _why_no_list(text, labels, num_coordinates))
         return shown
 
     def _tell(self, rule: Rule, reason: str, image: str | None = None) -> None:
@@ -279,11 +270,6 @@ def _stand_ins(num_objects: int, num_coordinates: int) -> list[Coordinates]:
 
 def _dialects(num_coordinates: int) -> list[Dialect]:
     return [dialect for dialect in DIALECTS.values() if dialect.num_coordinates == num_coordinates]
-
-
-def _allowed_marks(num_objects: int) -> set[tuple[int, int]]:
-    """(labels, boxes): either may be written out instead."""
-    return {(labels, boxes) for labels in (0, num_objects) for boxes in (0, num_objects)}
 
 
 def _read_format(

@@ -17,6 +17,7 @@ from swift_stage2.channel_b.answer_format import join_formats
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.channel_b.targets import AnswerFormat
 from swift_stage2.dataset.fault import Fault, Place, Rule
+from swift_stage2.dataset.files import read_lines
 from swift_stage2.dataset.picture import look_at
 from swift_stage2.dataset.row_check import CheckedRow, check_line
 from swift_stage2.errors import DatasetError
@@ -115,19 +116,12 @@ class _Survey:
     longest: Longest | None = None
 
     def read(self, file: Path) -> None:
-        num_before = self.num_rows
-        try:
-            with file.open("rb") as lines:
-                num_bytes = 0
-                for number, line in enumerate(lines, start=1):
-                    num_bytes += len(line)
-                    if line.strip():
-                        self._check(line, Place(file, number))
-                        self.on_progress(self.num_rows, num_bytes)
-        except OSError as error:
-            raise DatasetError(
-                f"a data set must be a readable UTF-8 file, got {file}: {error}; check the path"
-            ) from error
+        num_before, num_bytes = self.num_rows, 0
+        for number, line in enumerate(read_lines(file), start=1):
+            num_bytes += len(line)
+            if line.strip():
+                self._check(line, Place(file, number))
+                self.on_progress(self.num_rows, num_bytes)
         if self.num_rows == num_before:
             raise DatasetError(
                 f"a data set must hold rows, got none in {file}; write one JSON object per line"

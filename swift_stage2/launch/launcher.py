@@ -20,7 +20,7 @@ from swift_stage2.launch.run_view import RunView, WaitNotice, describe_end, newe
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.preflight.servers import warn_of_lone_servers
 from swift_stage2.process.ports import is_here
-from swift_stage2.run_directory.claim import StartingPoint, starting_point
+from swift_stage2.run_directory.claim import resumed
 from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.run_directory.next_commands import next_commands
 from swift_stage2.terminal.output import print_error
@@ -75,11 +75,11 @@ def launch(
     output_dir, since = plan.log_dir.parent, time.time()
     role = plan.exit_status_file.stem.replace("learner", "launch")  # of several hosts' each has its own
     with hold_run_directory(output_dir, role, plan.rendezvous or os.environ):
-        start = starting_point(config, resume=True) if resume else StartingPoint()
+        config, notes = resumed(config) if resume else (config, ())
         num_ranks = config.launch.learner.nnodes * (nproc_per_node or config.launch.learner.nproc_per_node)
         held = Known(run_directory=True, num_ranks=num_ranks, started_servers=plan.server_indices)
-        run_checks(start.begin(config), held)
-        for note in (*(f"warning: {warning}" for warning in config.warnings), *start.notes):
+        run_checks(config, held)
+        for note in (*(f"warning: {warning}" for warning in config.warnings), *notes):
             show(f"[launch] {note}")
         show(f"[launch] output directory {output_dir}")
         show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")

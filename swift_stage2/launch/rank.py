@@ -21,7 +21,7 @@ from swift_stage2.errors import EXIT_USER_MISTAKE, UserError
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.process.torchrun import AgentWatch
-from swift_stage2.run_directory.claim import StartingPoint, starting_point, written_directory
+from swift_stage2.run_directory.claim import resumed, written_directory
 from swift_stage2.run_directory.lock import hold_run_directory
 
 _FAILED = 1
@@ -95,10 +95,10 @@ def train_rank(config: Stage2Config, agent: AgentWatch, *, resume: bool) -> int:
     with ExitStack() as held:
         if (run_dir := written_directory(config.swift)) is not None:
             held.enter_context(hold_run_directory(run_dir, f"rank {rank}", os.environ))
-        start = starting_point(config, resume=True) if resume else StartingPoint()
-        run_checks(start.begin(config), Known(run_directory=True))
+        config, notes = resumed(config) if resume else (config, ())
+        run_checks(config, Known(run_directory=True))
         if rank == "0" and EXIT_STATUS_FILE not in os.environ:  # else the launcher has said it
-            for note in start.notes:
+            for note in notes:
                 print(f"swift-stage2 train: {note}", file=sys.stderr, flush=True)
         sft = importlib.import_module("swift_stage2.training.sft")  # loads torch
-        return int(sft.train(start.begin(config)))
+        return int(sft.train(config))

@@ -64,7 +64,7 @@ class ServerRequests:
         """Servers that all ranks have taken in."""
         self._admitted: list[AddedServer] = []
         self._waiting: deque[AddedServer] = deque()
-        self._board = self._written = ServerBoard()
+        self._board = self._written = ServerBoard(())
         self._lock = threading.Lock()  # of the board
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="server-requests", daemon=True)

@@ -30,7 +30,7 @@ from swift_stage2.preflight.servers import (
 )
 from swift_stage2.process.torchrun import check_gloo_address, check_rank_environment
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
-from swift_stage2.run_directory.claim import starting_point
+from swift_stage2.run_directory.claim import refuse_earlier_run
 from swift_stage2.run_directory.resume import check_world_size
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ def _hub_ids(config: Stage2Config, known: Known) -> Found | None:
 
 
 def _earlier_run(config: Stage2Config, known: Known) -> Found:
-    starting_point(config, resume=False)
+    refuse_earlier_run(config.swift)
     return Found("no earlier run is written over")
 
 

@@ -99,9 +99,8 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
 def _next_section(run: RunData) -> Iterator[Section]:
     """The last checkpoint, if there is one, and the commands that merge and evaluate it."""
     swift = run.setting("swift")
-    lines = next_commands(run.run_dirs[-1], swift if isinstance(swift, Mapping) else {})
-    if lines:
-        yield Section("next", "Next", tuple(Sentence(line) for line in lines))
+    if lines := [*next_commands(run.run_dirs[-1], swift if isinstance(swift, Mapping) else {})]:
+        yield Section("next", "Next", tuple(map(Sentence, lines)))
 
 
 def account_of_run(run: RunData) -> tuple[RunAccount | None, bool]:

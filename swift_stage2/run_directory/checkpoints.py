@@ -34,6 +34,12 @@ def checkpoint_step(directory: Path) -> int | None:
     return int(number) if prefix == "checkpoint" and number.isdecimal() and directory.is_dir() else None
 
 
+def checkpoints_in(run_dir: Path) -> dict[int, Path]:
+    """Those of a run by their steps."""
+    found = {checkpoint_step(path): path for path in run_dir.glob("checkpoint-*")}
+    return {step: path for step, path in found.items() if step is not None}
+
+
 def why_not_whole(directory: Path, *, needs_stage2: bool) -> str:
     """Why no run can resume from ``directory``, empty if one can. ``needs_stage2``: the run has a channel B."""
     if broken := [path.name for path in sorted(directory.rglob("*")) if not _is_readable(path)]:
@@ -127,11 +133,8 @@ def whole_checkpoint(directory: Path, *, is_owner: bool) -> Iterator[None]:
             shutil.rmtree(directory, ignore_errors=True)
         if not is_storage_failure(error):
             raise
-        whole = [
-            path
-            for path in directory.parent.glob("checkpoint-*")
-            if not why_not_whole(path, needs_stage2=False)
-        ]
+        beside = checkpoints_in(directory.parent).values()
+        whole = [path for path in beside if not why_not_whole(path, needs_stage2=False)]
         last = max(whole, key=lambda path: path.stat().st_mtime, default=None)
         left = f"go on from {last}" if last else "no whole one is left"
         words, free_mib = " ".join(str(error).split())[:200], shutil.disk_usage(directory.parent).free / _MIB

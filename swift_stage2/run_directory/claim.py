@@ -11,12 +11,12 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from swift_stage2.errors import ConfigError, UserError
-from swift_stage2.run_directory.checkpoints import checkpoint_step, why_not_whole
+from swift_stage2.run_directory.checkpoints import checkpoints_in, why_not_whole
 
 if TYPE_CHECKING:
     from swift_stage2.config import Stage2Config  # loads yaml, which a GPU check may have to ask for first
@@ -26,57 +26,32 @@ _MARKER = ".swift-stage2"
 _held: list[BinaryIO] = []  # locked markers of this process, until it ends
 
 
-@dataclass(frozen=True, slots=True)
-class StartingPoint:
-    """Where a run begins, and what the user should know about it."""
-
-    checkpoint: Path | None = None
-    """To resume from, where the configuration names none."""
-    notes: tuple[str, ...] = ()
-
-    def begin(self, config: Stage2Config) -> Stage2Config:
-        """``config`` that goes on from ``checkpoint``, if there is one."""
-        if self.checkpoint is None:
-            return config
-        return replace(config, swift={**config.swift, "resume_from_checkpoint": str(self.checkpoint)})
-
-
 def written_directory(swift: Mapping[str, Any]) -> Path | None:
     """The directory that a run writes into and an earlier one may have; None where ms-swift makes a new folder."""
     return _output_dir(swift) if str(swift.get("add_version")).lower() in _NO else None
 
 
-def starting_point(config: Stage2Config, *, resume: bool) -> StartingPoint:
-    """Where this run begins. ``resume``: from the last whole checkpoint of what was trained in ``swift.output_dir``.
+def refuse_earlier_run(swift: Mapping[str, Any]) -> None:
+    """Refuses a run that would write over an earlier one; a run may go on from its own checkpoint.
 
     Raises:
-        ConfigError: an earlier run would be written over, or there is nothing whole to resume from.
+        ConfigError: names what the earlier one has left.
     """
-    given = config.swift.get("resume_from_checkpoint")
-    written = written_directory(config.swift)
-    if resume:
-        if given:
-            raise ConfigError(
-                f"--resume finds the last whole checkpoint by itself, got resume_from_checkpoint={given!r}, too; "
-                "remove one of the two"
-            )
-        return _last_whole(config, written)
-    if written is None:
-        return StartingPoint()
-    if given and Path(str(given)).expanduser().resolve().is_relative_to(written.resolve()):
-        return StartingPoint()
+    given, written = swift.get("resume_from_checkpoint"), written_directory(swift)
+    if written is None or (
+        given and Path(str(given)).expanduser().resolve().is_relative_to(written.resolve())
+    ):
+        return
     if found := what_was_trained(written):
         raise ConfigError(
             "swift.add_version: false writes into output_dir itself, which must hold no earlier run, got "
             f"output_dir={str(written)!r} with {found}; go on with that run by --resume, or name another output_dir"
         )
-    return StartingPoint()
 
 
 def what_was_trained(run_dir: Path) -> str:
     """The traces of a run that has trained here, in a few words; empty if there are none."""
-    steps = [step for path in run_dir.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None]
-    if steps:
+    if steps := checkpoints_in(run_dir):
         return f"checkpoint-{max(steps)}"
     for path in sorted(run_dir.glob("audit/rank*.jsonl")):
         with path.open("rb") as lines:
@@ -86,25 +61,31 @@ def what_was_trained(run_dir: Path) -> str:
     return "the losses in logging.jsonl" if log.is_file() and b'loss"' in log.read_bytes() else ""
 
 
-def _last_whole(config: Stage2Config, written: Path | None) -> StartingPoint:
+def resumed(config: Stage2Config) -> tuple[Stage2Config, tuple[str, ...]]:
+    """``config`` that goes on from the last whole checkpoint in ``swift.output_dir``, and lines for the user.
+
+    Raises:
+        ConfigError: a checkpoint is named already, or there is nothing whole to resume from.
+    """
+    if given := config.swift.get("resume_from_checkpoint"):
+        raise ConfigError(
+            f"--resume finds the last whole checkpoint by itself, got resume_from_checkpoint={given!r}, too; "
+            "remove one of the two"
+        )
     place = _output_dir(config.swift)
-    runs = [place] if written else [place, *place.glob("v*-*")]
-    found = [
-        (step, path)
-        for run in runs
-        for path in run.glob("checkpoint-*")
-        if (step := checkpoint_step(path)) is not None
-    ]
+    runs = [place] if written_directory(config.swift) else [place, *place.glob("v*-*")]
+    found = [(_begun(run), step, path) for run in runs for step, path in checkpoints_in(run).items()]
     passed_over: list[str] = []
     # The newest run first: one that was begun anew beside another has fewer steps, but is the last.
-    for _, path in sorted(found, key=lambda each: (_begun(each[1].parent), each[0]), reverse=True):
+    for *_, path in sorted(found, reverse=True):
         if not (reason := why_not_whole(path, needs_stage2=config.b_enabled)):
             _require_steps_left(path, config.swift)
-            return StartingPoint(path, (*passed_over, f"resuming from {path}"))
+            swift = {**config.swift, "resume_from_checkpoint": str(path)}
+            return replace(config, swift=swift), (*passed_over, f"resuming from {path}")
         passed_over.append(f"{path} is passed over: {reason}")
     trained = next((f"{run} with {words}" for run in runs if (words := what_was_trained(run))), "")
     if not trained:
-        return StartingPoint(None, (f"nothing was trained in {place} yet: begins at the beginning",))
+        return config, (f"nothing was trained in {place} yet: begins at the beginning",)
     raise ConfigError(
         f"--resume needs a whole checkpoint, got {'; '.join(passed_over) or f'none in {trained}'}; "
         "name another output_dir to begin anew"

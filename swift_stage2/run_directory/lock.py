@@ -67,7 +67,6 @@ class Holder:
     """The same on all machines for the ranks of one torchrun; empty outside of torchrun."""
 
     def describe(self) -> str:
-        """For a message."""
         return f"{self.role}, process {self.pid} on {self.host} since {self.since}: {self.command}"
 
 

@@ -9,40 +9,21 @@ from typing import Any
 
 from swift_stage2.dataset.files import local_files
 from swift_stage2.errors import UserError
-from swift_stage2.run_directory.checkpoints import checkpoint_step
+from swift_stage2.run_directory.checkpoints import checkpoints_in
 
 _LINK = "last-checkpoint"  # ms-swift's, to what was saved last
 
 
-def next_commands(run_dir: Path, swift: Mapping[str, Any]) -> tuple[str, ...]:
+def next_commands(run_dir: Path, swift: Mapping[str, Any]) -> Iterator[str]:
     """The last checkpoint, and commands that merge and evaluate it; none without a checkpoint.
 
     ``swift`` are the run's arguments of ms-swift: without a validation set of its own there is no command to evaluate.
     """
-    return tuple(_lines(run_dir, swift))
-
-
-def last_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint that was saved last, by the link to it where there is one."""
-    if (run_dir / _LINK).is_dir():
-        return run_dir / _LINK
-    steps = {
-        step: path for path in run_dir.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None
-    }
-    return steps[max(steps)] if steps else None
-
-
-def evaluate_command(data: Path, checkpoint: Path) -> str:
-    """Of the rows of ``data``; its files go beside the checkpoints."""
-    output = checkpoint.with_name("evaluation")
-    words = ("--data", data.absolute(), "--model", checkpoint, "--output", output)
-    return shlex.join(["swift-stage2", "evaluate", *map(str, words)])
-
-
-def _lines(run_dir: Path, swift: Mapping[str, Any]) -> Iterator[str]:
-    checkpoint = last_checkpoint(run_dir)
-    if checkpoint is None:
-        return
+    steps, checkpoint = checkpoints_in(run_dir), run_dir / _LINK
+    if not checkpoint.is_dir():
+        if not steps:
+            return
+        checkpoint = steps[max(steps)]
     yield f"last checkpoint: {checkpoint}"
     if (checkpoint / "adapter_config.json").is_file():
         adapter = checkpoint.resolve()
@@ -55,3 +36,10 @@ def _lines(run_dir: Path, swift: Mapping[str, Any]) -> Iterator[str]:
         return  # they have been moved since
     if validation:
         yield f"evaluate it: {evaluate_command(validation[0], checkpoint)}"
+
+
+def evaluate_command(data: Path, checkpoint: Path) -> str:
+    """Of the rows of ``data``; its files go beside the checkpoints."""
+    output = checkpoint.with_name("evaluation")
+    words = ("--data", data.absolute(), "--model", checkpoint, "--output", output)
+    return shlex.join(["swift-stage2", "evaluate", *map(str, words)])

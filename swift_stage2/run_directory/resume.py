@@ -15,6 +15,11 @@ from swift_stage2.errors import ConfigError
 from swift_stage2.whole_file import write_whole
 
 _FORMAT = 2
+_ONE_SAVE = "resume from a checkpoint whose files are all of one save"
+_AS_MANY_RANKS = (
+    "start as many ranks as before (launch.learner.nproc_per_node, or torchrun's --nproc_per_node): every rank goes on "
+    "in its own share of the data"
+)
 
 
 def void_older(directory: str) -> None:
@@ -55,7 +60,7 @@ def check_world_size(directory: str, world_size: int) -> None:
         ConfigError: any rank's file is not whole, or was written by another number of ranks.
     """
     for path in sorted(Path(directory).glob("stage2_rank*.json"))[:1]:
-        _refuse_other_world_size(path, _read(path), world_size)
+        _refuse_another(path, _read(path), "world_size", world_size)
 
 
 def read_state(directory: str, *, rank: int, world_size: int, step: int) -> dict[str, Any]:
@@ -67,13 +72,8 @@ def read_state(directory: str, *, rank: int, world_size: int, step: int) -> dict
     check_world_size(directory, world_size)
     path = _path(directory, rank)
     content = _read(path)
-    _refuse_other_world_size(path, content, world_size)
-    for name, now in (("step", step), ("rank", rank)):
-        if content.get(name) != now:
-            raise ConfigError(
-                f"a checkpoint resumes with its own {name}, got {name}={now}, {path} has {name}={content.get(name)}; "
-                "resume from a checkpoint whose files are all of one save"
-            )
+    for name, now in (("world_size", world_size), ("step", step), ("rank", rank)):
+        _refuse_another(path, content, name, now)
     state: dict[str, Any] = content["state"]
     return state
 
@@ -87,13 +87,11 @@ def read_a_batches(directory: str, rank: int) -> int:
     return int(_read(_path(directory, rank))["a_batches_in_epoch"])
 
 
-def _refuse_other_world_size(path: Path, content: dict[str, Any], world_size: int) -> None:
-    before = content.get("world_size")
-    if before != world_size:
+def _refuse_another(path: Path, content: dict[str, Any], name: str, now: int) -> None:
+    if (before := content.get(name)) != now:
+        remedy = _AS_MANY_RANKS if name == "world_size" else _ONE_SAVE
         raise ConfigError(
-            f"a checkpoint resumes with its own world_size, got world_size={world_size}, {path} has "
-            f"world_size={before}; start as many ranks as before (launch.learner.nproc_per_node, or torchrun's "
-            "--nproc_per_node): every rank goes on in its own share of the data"
+            f"a checkpoint resumes with its own {name}, got {name}={now}, {path} has {name}={before}; {remedy}"
         )
 
 

@@ -44,14 +44,14 @@ class ServerStanding:
 class ServerBoard:
     """All that a run tells of its servers; empty as long as it has not begun."""
 
-    servers: tuple[ServerStanding, ...] = ()
+    servers: tuple[ServerStanding, ...]
     refusals: Mapping[str, str] = field(default_factory=dict)
     """By request: why it was refused."""
     has_ended: bool = False
 
     def write(self, run_dir: Path) -> None:
         """Puts it in the place of the one before. Raises OSError."""
-        write_whole(_folder(run_dir) / _BOARD, json.dumps(asdict(self)))
+        write_whole(run_dir / _FOLDER / _BOARD, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, run_dir: Path) -> ServerBoard:
@@ -60,12 +60,11 @@ class ServerBoard:
         Raises:
             UserError: there is none, or none of this release.
         """
-        path = _folder(run_dir) / _BOARD
+        path = run_dir / _FOLDER / _BOARD
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            servers = tuple(ServerStanding(**each) for each in data.pop("servers"))
-            board = cls(servers, **data)
-            board._check_types()
+            board = bind(cls, json.loads(path.read_text(encoding="utf-8")))
+            if not all(isinstance(why, str) for why in board.refusals.values()):
+                raise TypeError(f"refusals are texts, got {board.refusals}")
             return board
         except (FileNotFoundError, NotADirectoryError) as error:
             if runs := list(run_dir.glob(f"*/{_FOLDER}/{_BOARD}")):
@@ -78,22 +77,10 @@ class ServerBoard:
                 f"RUN_DIR must be the directory of a run with channel B that has begun to train, got {run_dir} without "
                 f"{_FOLDER}/{_BOARD}; name the directory that holds the run's audit/, once its first step has come"
             ) from error
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError, ConfigError) as error:
             raise UserError(
                 f"{path} must be as this release writes it, cannot read it: {error}; use the release that trains there"
             ) from error
-
-    def _check_types(self) -> None:
-        """Raises AttributeError or TypeError: a value is not of its field's type, as JSON may have it."""
-        texts = [*self.refusals.values()]
-        texts += [
-            text for each in self.servers for text in (each.base_url, each.state, each.proof, each.fault)
-        ]
-        flags = [self.has_ended, *(each.is_added for each in self.servers)]
-        if not all(isinstance(text, str) for text in texts) or not all(
-            isinstance(flag, bool) for flag in flags
-        ):
-            raise TypeError("a value has another type")
 
 
 def in_arguments(message: str, index: int | None = None) -> str:
@@ -113,7 +100,7 @@ def leave_request(run_dir: Path, server: ServerConfig) -> Path:
     Raises:
         UserError: the directory cannot be written.
     """
-    path = _folder(run_dir) / _REQUESTS.replace("*", secrets.token_hex(8))
+    path = run_dir / _FOLDER / _REQUESTS.replace("*", secrets.token_hex(8))
     try:
         write_whole(path, json.dumps(asdict(server)))
     except OSError as error:
@@ -127,7 +114,7 @@ def leave_request(run_dir: Path, server: ServerConfig) -> Path:
 def take_requests(run_dir: Path) -> list[tuple[str, ServerConfig | ConfigError]]:
     """Takes all requests away: the name of each, with the server or with what is wrong with it."""
     taken: list[tuple[str, ServerConfig | ConfigError]] = []
-    for path in sorted(_folder(run_dir).glob(_REQUESTS)):
+    for path in sorted((run_dir / _FOLDER).glob(_REQUESTS)):
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
             path.unlink()
@@ -153,7 +140,7 @@ def withdraw_request(request: Path) -> bool:
 
 def clear_requests(run_dir: Path) -> list[str]:
     """Makes the folder, and takes away what was asked of an earlier process: the names. Raises OSError."""
-    _folder(run_dir).mkdir(parents=True, exist_ok=True)
+    (run_dir / _FOLDER).mkdir(parents=True, exist_ok=True)
     return [name for name, _ in take_requests(run_dir)]
 
 
@@ -169,7 +156,3 @@ def _parse(text: str) -> ServerConfig | ConfigError:
         return ConfigError(
             f"a request must be JSON, got {text[:80]!r} ({error}); leave it to swift-stage2 servers add"
         )
-
-
-def _folder(run_dir: Path) -> Path:
-    return run_dir / _FOLDER

@@ -29,11 +29,7 @@ _LOOK_S = 0.2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status.
-
-    Raises:
-        UserError: the run or the server cannot be used, or the server was not proven in time.
-    """
+    """Runs the command. Raises UserError: run or server cannot be used, or the server was not proven in time."""
     options = _parse(argv)
     run_dir = Path(options.run_dir)
     if options.command == "list":

@@ -5,12 +5,12 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
 from fake_rollout_server import FakeRolloutServer, request
+from waiting import wait_for
 
 from benchmarks.faults.proxy import FaultProxy, ReplyFault
 from swift_stage2.servers import protocol
@@ -40,13 +40,6 @@ def post(
     return httpx.post(url, json=body, headers=headers, trust_env=False, timeout=timeout_s)
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    end, tick = time.monotonic() + _TIMEOUT_S, threading.Event()
-    while not holds():
-        assert time.monotonic() < end
-        tick.wait(0.01)  # bounded polling of another thread
-
-
 def test_everything_else_passes_untouched(server: FakeRolloutServer, proxy: FaultProxy) -> None:
     direct = httpx.post(
         server.url + protocol.INFER,
@@ -73,7 +66,7 @@ def test_a_delayed_reply_is_kept_until_the_caller_has_gone(proxy: FaultProxy) ->
     proxy.commit_next(ReplyFault.DELAY)
     with pytest.raises(httpx.ReadTimeout):
         post(proxy, timeout_s=0.3)
-    wait_until(lambda: bool(proxy.committed))
+    wait_for(lambda: bool(proxy.committed))
     assert proxy.committed[0].caller_left
     assert post(proxy).status_code == 200
 
@@ -114,7 +107,7 @@ def test_the_gate_holds_rollouts_and_lets_everything_else_pass(
     replies: list[int] = []
     caller = threading.Thread(target=lambda: replies.append(post(proxy).status_code), daemon=True)
     caller.start()
-    wait_until(lambda: proxy.num_held_rollouts == 1)
+    wait_for(lambda: proxy.num_held_rollouts == 1)
     assert post(proxy, protocol.RESET_PREFIX_CACHE).status_code == 200
     assert not server.infer_calls
     proxy.release()

@@ -60,14 +60,6 @@ def fence() -> InferFence:
 
 
 @pytest.fixture
-def forever() -> Iterator[threading.Event]:
-    """An event that never comes while the test runs, and lets go of every handler afterwards."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-@pytest.fixture
 def background() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(max_workers=1) as thread:
         yield thread

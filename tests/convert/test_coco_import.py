@@ -274,7 +274,7 @@ def test_memory_per_annotation_is_that_of_its_columns(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         images = CocoFile(source, Tally())
-        num_objects = sum(len(image.boxes) for image in images)
+        num_objects = sum(len(image.objects) for image in images)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 
 import pytest
 from live_server import free_port
@@ -15,14 +14,6 @@ from swift_stage2.errors import ConfigError
 from swift_stage2.process import route
 
 KEY = "rollout.servers[0]"
-
-
-@pytest.fixture
-def busy_port() -> Iterator[int]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
 
 
 def at(port: int, host: str = "127.0.0.1", group_port: int = 51216) -> ServerConfig:

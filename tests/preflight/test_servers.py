@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,6 @@ from swift_stage2.preflight.servers import (
     warn_of_open_servers,
 )
 from swift_stage2.process import route
-
-
-@pytest.fixture
-def busy_port() -> Iterator[int]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
 
 
 def started(*servers: dict[str, Any]) -> Stage2Config:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.learner import Learner
@@ -67,13 +67,6 @@ def fail(*_: object) -> Any:
     raise RuntimeError("can't start new thread")
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + LONGEST_WAIT_S
-    while not holds():
-        assert time.monotonic() < end, "it never happened"
-        threading.Event().wait(0.01)
-
-
 def test_a_thread_that_dies_is_told_once_by_the_next_step(failures: BackgroundFailures) -> None:
     events = Events()
     learner = Learner(
@@ -125,7 +118,7 @@ def test_the_probe_outlives_what_goes_wrong_in_one_look(failures: BackgroundFail
         failures=failures,
     )
     probe.start()
-    wait_until(lambda: probe.lost() == {1})
+    wait_for(lambda: probe.lost() == {1})
     probe.stop()
     assert failures.take() == (
         "the background thread 'suspect-probe' failed: RuntimeError: can't start new thread",
@@ -136,6 +129,6 @@ def test_an_abort_that_goes_wrong_is_told(failures: BackgroundFailures) -> None:
     abort = PendingAbort(enabled=True, rank=0, api_key="k e y", run_id="run", failures=failures)
     abort.ask(["http://127.0.0.1:1"], 1)
     told: list[str] = []
-    wait_until(lambda: bool(told.extend(failures.take()) or told))
+    wait_for(lambda: bool(told.extend(failures.take()) or told))
     abort.stop()
     assert "'pending-abort' failed: ConfigError: the API key must be printable" in told[0]

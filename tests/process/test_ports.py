@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -13,14 +12,6 @@ from launch.closed_connection import leave_closed_connection
 
 from swift_stage2.errors import ConfigError
 from swift_stage2.process.ports import Listener, is_here, is_quiet, listener_at, refuse_busy
-
-
-@pytest.fixture
-def busy_port() -> Iterator[int]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
 
 
 def test_a_busy_port_is_named_with_its_holder_and_key(busy_port: int) -> None:

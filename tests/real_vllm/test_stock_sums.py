@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from live_server import free_port
+from live_server import free_port, train_a_little
 from stock_server import ServerProcess, start_stock
 from test_stock_sync import Learner, _FlipsOneElement, _SendsTheFirstRoundAgain
 
@@ -89,7 +89,7 @@ def test_rounds_are_proven_by_checksums_of_every_tensor(
             assert sums.resident == sums.arrived
             assert sums.arrived.keys() == {spec.name for spec in learner.sync._export.manifest()}
             assert (sums.left_out, sums.errors, sums.adapter) == ((), (), {})
-            learner.train_a_little()
+            train_a_little(learner.module)
     assert sum("can show every tensor's checksum" in record.message for record in caplog.records) == 1
 
 
@@ -118,7 +118,7 @@ def test_it_is_still_a_stock_server(summed: ServerProcess) -> None:
 @pytest.mark.parametrize("name", [FIRST, K_PROJ])
 def test_a_tensor_that_the_loader_drops_is_named(learner: Learner, fault: Path, name: str) -> None:
     assert learner.round().proven == (0,)
-    learner.train_a_little()
+    train_a_little(learner.module)
     fault.write_text(f"drop {name}")
     error = error_of(learner.round())
     assert name in error
@@ -153,7 +153,7 @@ def test_weights_of_another_round_are_named(summed: ServerProcess) -> None:
     transport = learner.courier._transports[0]
     assert isinstance(transport, _SendsTheFirstRoundAgain)
     transport.again = True
-    learner.train_a_little()
+    train_a_little(learner.module)
     assert "arrived checksum of" in error_of(learner.round())
     learner.sync.close()
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from live_server import free_port, load_learner
+from live_server import free_port, load_learner, train_a_little
 from stock_server import ServerProcess
 from stopped_process import stop_process
 from test_weight_sync import GenerateCanary
@@ -56,11 +56,6 @@ class Learner:
     def round(self) -> RoundOutcome:
         return self.sync.run(next(self._versions), [0])
 
-    def train_a_little(self) -> None:
-        with torch.no_grad():
-            for parameter in self.module.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.02)
-
     def servers_answer(self) -> tuple[int, ...]:
         body = {"infer_requests": [self.canary.request], "request_config": self.canary.config}
         reply = httpx.post(f"{self.server.base_url}/infer/", json=body, trust_env=False, timeout=60)
@@ -87,7 +82,7 @@ def test_after_each_round_the_servers_greedy_answer_is_the_learners(learner: Lea
         )
         assert learner.canary.agrees(learner.servers_answer())
         answers.append(learner.servers_answer())
-        learner.train_a_little()
+        train_a_little(learner.module)
     assert len(set(answers)) > 1  # the rounds really moved something
 
 
@@ -140,7 +135,7 @@ def test_the_canary_catches_weights_that_did_not_move(stock: ServerProcess) -> N
     transport = learner.courier._transports[0]
     assert isinstance(transport, _SendsTheFirstRoundAgain)
     transport.again = True
-    learner.train_a_little()
+    train_a_little(learner.module)
     outcome = learner.round()
     learner.sync.close()
     assert outcome.failed == (0,)

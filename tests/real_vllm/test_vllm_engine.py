@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from live_server import LearnerRound, RunningServer, image_request, load_learner, picture, text_request
+from live_server import (
+    LearnerRound,
+    RunningServer,
+    image_request,
+    load_learner,
+    picture,
+    text_request,
+    train_a_little,
+)
 from our_server import engine_here
 from test_infer import hugging_face_answer
 from test_sync_round import own_checksums
 from test_weight_sync import Learner
+from waiting import wait_for
 
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.engine import InstallFault, WeightStamp
@@ -57,26 +65,15 @@ def learner(server: RunningServer) -> Iterator[Learner]:
     built.sync.close()
 
 
-def wait_for(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)  # bounded polling of a state
-
-
 def health(server: RunningServer) -> dict[str, Any]:
     reply = server.http.get(rollout_protocol.HEALTH)
     assert reply.status_code == 200
     return dict(reply.json())
 
 
-def train_a_little(module: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-
-
 # --- requests -----------------------------------------------------------------------------------
+
+
 def test_the_manifest_is_the_checkpoints_own_and_tied_weights_are_in_it_once(server: RunningServer) -> None:
     learner = load_learner()
     info = server.http.get(rollout_protocol.SERVER_INFO).json()

@@ -30,7 +30,8 @@ from live_server import LearnerRound, RunningServer, load_learner, text_request
 from our_server import engine_here
 from sampled_packs import TOLERANCE as LOG_PROB_TOLERANCE
 from sampled_packs import packed_gaps, sample_answers
-from test_vllm_engine import DEADLINE_S, health, wait_for
+from test_vllm_engine import DEADLINE_S, health
+from waiting import wait_for
 
 from swift_stage2.rollout_server.engine import CacheKind
 from swift_stage2.servers import protocol

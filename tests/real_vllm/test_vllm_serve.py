@@ -11,7 +11,7 @@ import pytest
 import torch
 from doctor_run import check_live_twice
 from doctor_run import write_config as write_doctor_config
-from live_server import free_port, image_request, load_learner
+from live_server import free_port, image_request, load_learner, train_a_little
 from our_server import engine_here
 from plain_vllm import is_paused, start_plain, wait_until_it_serves, weight_version
 from rollout_batch import generate
@@ -102,11 +102,6 @@ class Learner:
         samples = [Sample(SampleKey(0, row, row), {}) for row in range(len(requests))]
         return generate(self.client, samples, requests)
 
-    def train_a_little(self) -> None:
-        with torch.no_grad():
-            for parameter in self.module.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.02)
-
     def close(self) -> None:
         self.client.close()
         self.sync.close()
@@ -159,7 +154,7 @@ def test_rounds_bring_new_weights_and_rollouts_are_those_of_our_engine(learner: 
                 (outcome.round_id, version)
             }
             answers.append(tuple(each.token_ids for each in rollouts))
-            learner.train_a_little()
+            train_a_little(learner.module)
         our_sync.close()
     assert len(set(answers)) == 3  # the rounds really moved something
 
@@ -225,7 +220,7 @@ def test_a_round_that_breaks_off_leaves_the_server_suspect_and_the_next_one_mend
     assert is_paused(plain)
     assert not learner.rollouts().rollouts
     learner.transport = VllmTransport
-    learner.train_a_little()
+    train_a_little(learner.module)
     outcome = learner.round()
     assert outcome.proven == (0,), outcome.reports[0].error
     assert len(_tokens(learner.rollouts())) == len(_REQUESTS)

@@ -28,6 +28,13 @@ def running_server(loaded_engine: TransformersRolloutEngine) -> Iterator[Running
         yield server
 
 
+@pytest.fixture(scope="module")
+def checkpoints_weights_again(running_server: RunningServer) -> Iterator[None]:
+    """Other files' tests ask the shared server, too, and expect the checkpoint's answers."""
+    yield
+    LearnerRound(running_server, load_learner()).run()
+
+
 @pytest.fixture
 def server(running_server: RunningServer) -> Iterator[RunningServer]:
     """The shared server; a round that a test left open, or weights it left unproven, are cleared up."""

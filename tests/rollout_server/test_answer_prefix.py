@@ -38,7 +38,8 @@ from live_server import (
     serve,
     text_request,
 )
-from test_infer import HOT, block_engine, wait_for, wait_until_queued
+from test_infer import HOT, block_engine, wait_until_queued
+from waiting import wait_for
 
 from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine

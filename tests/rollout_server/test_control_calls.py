@@ -11,19 +11,13 @@ from typing import Any
 
 import pytest
 from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, load_learner
-from test_infer import wait_for
+from waiting import wait_for
 
 from swift_stage2.rollout_server.routes import _CONTROL_THREADS
 from swift_stage2.servers import protocol
 
 MANY = 2 * _CONTROL_THREADS + 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _checkpoints_weights_again(running_server: RunningServer) -> Iterator[None]:
-    """Other files' tests ask the shared server, too, and expect the checkpoint's answers."""
-    yield
-    LearnerRound(running_server, load_learner()).run()
+pytestmark = pytest.mark.usefixtures("checkpoints_weights_again")
 
 
 def call_and_wait(server: RunningServer, path: str, body: bytes = b"{}") -> socket.socket:

@@ -12,12 +12,12 @@ import statistics
 import threading
 from collections import defaultdict
 from contextlib import closing
-from typing import Any
 
 import pytest
 import torch
 from live_server import LearnerRound, RunningServer, free_port, load_learner, text_request
-from test_infer import wait_for
+from stand_in_canary import UnaskedCanary
+from waiting import wait_for
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Proof, Transport
@@ -32,18 +32,6 @@ from swift_stage2.weights.transport import ServerEndpoint
 RUN = "killed-run"
 PATIENCE_S = 60.0
 KILLED = "the process that carries weights was killed by SIGKILL; another one takes its place"
-
-
-class NoCanary:
-    """Checksums prove these rounds; the canary's answer would cost more than all else."""
-
-    request: dict[str, Any] = {}  # noqa: RUF012
-    config: dict[str, Any] = {}  # noqa: RUF012
-
-    def answer(self) -> None: ...
-
-    def agrees(self, token_ids: Any) -> bool:
-        raise AssertionError("a proof by checksums asks no canary")
 
 
 class Learner:
@@ -65,7 +53,7 @@ class Learner:
         self.sync = WeightSync(
             control=SingleRank(),
             export=WeightExport(self._module),
-            canary=NoCanary(),
+            canary=UnaskedCanary(),
             courier=self.courier,
             run_id=RUN,
             timeout_s=PATIENCE_S,

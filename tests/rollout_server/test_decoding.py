@@ -14,7 +14,7 @@ import httpx
 import pytest
 from live_server import CALL_TIMEOUT_S, GREEDY, LearnerRound, RunningServer, load_learner, serve, text_request
 from test_control_calls import call_and_wait, status_of
-from test_infer import wait_for
+from waiting import wait_for
 
 from swift_stage2.rollout_server import routes
 from swift_stage2.servers import protocol

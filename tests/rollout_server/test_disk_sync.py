@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from live_server import MODEL, LearnerRound, RunningServer, free_port, load_learner, serve, text_request
-from test_courier_kills import KILLED, NoCanary
+from stand_in_canary import UnaskedCanary
+from test_courier_kills import KILLED
 from test_disk_weights import change_manifest, cut, flip
-from test_infer import wait_for
+from waiting import wait_for
 
 from benchmarks.faults.small_disk import SmallDisk
 from swift_stage2.collectives import SingleRank
@@ -72,7 +73,7 @@ class Learner:
         self.sync = WeightSync(
             control=SingleRank(),
             export=WeightExport(self.module),
-            canary=NoCanary(),
+            canary=UnaskedCanary(),
             courier=self.courier,
             run_id=RUN,
             timeout_s=60.0,

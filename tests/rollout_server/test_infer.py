@@ -7,8 +7,7 @@ import gc
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +23,7 @@ from live_server import (
     picture,
     text_request,
 )
+from waiting import wait_for
 
 from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.servers.batching import ExclusiveTask
@@ -34,13 +34,6 @@ BROKEN = {**image_request(), "images": [base64.b64encode(b"no picture").decode()
 
 # So hot that every token is about equally likely, whatever the checkpoint has learnt.
 HOT = {"temperature": 50.0, "seed": 3}
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    end, pause = time.monotonic() + CALL_TIMEOUT_S, threading.Event()
-    while not holds():
-        assert time.monotonic() < end
-        pause.wait(0.01)
 
 
 def block_engine(server: RunningServer) -> tuple[threading.Event, threading.Event]:

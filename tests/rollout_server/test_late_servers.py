@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from live_server import RunningServer, free_port, load_learner
-from test_weight_sync import GenerateCanary, _train_a_little
+from live_server import RunningServer, free_port, load_learner, train_a_little
+from test_weight_sync import GenerateCanary
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.records import RoundOutcome
@@ -67,7 +67,7 @@ def test_a_server_is_brought_the_weights_that_it_had_lost_and_not_newer_ones(lea
     assert foreign.round().proven == (0,)
     foreign.sync.close()
     assert learner.ask().token_ids != before.token_ids
-    _train_a_little(learner.module)
+    train_a_little(learner.module)
     caught_up = learner.catch_up()
     assert (caught_up.proven, caught_up.is_catch_up, caught_up.ended) == ((0,), True, True)
     assert (caught_up.version, caught_up.round_id) == (outcome.version, outcome.round_id)

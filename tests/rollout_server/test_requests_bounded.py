@@ -24,7 +24,7 @@ from live_server import (
     text_request,
 )
 from PIL import Image
-from test_infer import wait_for
+from waiting import wait_for
 
 from swift_stage2.errors import ProtocolError, RequestTooLarge, SampleError
 from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted, Sampling

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, load_learner, text_request
-from test_infer import block_engine, wait_for, wait_until_queued
+from test_infer import block_engine, wait_until_queued
+from waiting import wait_for
 
 from swift_stage2.rollout_server.routes import _CONTROL_THREADS
 from swift_stage2.servers import protocol

@@ -13,7 +13,7 @@ import pytest
 from cut_rollouts import GREEDY_LIVELY, MEDIA_IDS, Oracle, Scene, draw_scenes, resume
 from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, load_learner
 from test_answer_prefix import abort, held_before
-from test_infer import wait_for
+from waiting import wait_for
 
 from swift_stage2.channel_b.attempts import Attempts
 from swift_stage2.channel_b.partial_rollouts import PartialRollouts

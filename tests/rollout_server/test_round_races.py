@@ -6,7 +6,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, load_learner, text_request
-from test_infer import block_engine, wait_for
+from test_infer import block_engine
+from waiting import wait_for
 
 from swift_stage2.servers import protocol as rollout_protocol
 

@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 from live_server import SharedFile
-from test_infer import wait_for
 from test_weight_rounds import (
     MANIFEST,
     NOBODY_LEAVES,
@@ -19,6 +18,7 @@ from test_weight_rounds import (
     enter,
     refusal,
 )
+from waiting import wait_for
 
 from swift_stage2.errors import EngineUnavailable, RoundFailed
 from swift_stage2.rollout_server.engine import WeightStamp

@@ -6,7 +6,6 @@ import gc
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
@@ -24,22 +23,17 @@ from live_server import (
     text_request,
 )
 from test_control_calls import call_and_wait, status_of
-from test_infer import block_engine, hugging_face_answer, wait_for, wait_until_queued
+from test_infer import block_engine, hugging_face_answer, wait_until_queued
 from test_sync_round import own_checksums
+from waiting import wait_for
 
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import Completion, RoundProof, parse_infer_reply, protect_from_abort
 
 MANY = 40  # more than all threads of the server's pools
+pytestmark = pytest.mark.usefixtures("checkpoints_weights_again")
 QUESTION = json.dumps({"infer_requests": [text_request()], "request_config": GREEDY}).encode()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _checkpoints_weights_again(running_server: RunningServer) -> Iterator[None]:
-    """Other files' tests ask the shared server, too, and expect the checkpoint's answers."""
-    yield
-    LearnerRound(running_server, load_learner()).run()
 
 
 def is_shut(server: RunningServer) -> bool:

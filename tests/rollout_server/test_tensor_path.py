@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import torch
 from live_server import MODEL, free_port, load_learner
+from stand_in_canary import UnaskedCanary
 from tensor_watch import __file__ as watch_program
 from tensor_watch import watched
 
@@ -51,19 +50,6 @@ def test_the_path_of_a_tensor_is_short_and_its_files_exist() -> None:
     assert len(both | transformers) <= MOST_FILES
     assert len(both | vllm) <= MOST_FILES
     assert [path for path in both | transformers | vllm if not (PACKAGE / path).is_file()] == []
-
-
-class NoCanary:
-    """Generating would hold tensors that are no weights."""
-
-    request: dict[str, Any] = {}  # noqa: RUF012
-    config: dict[str, Any] = {}  # noqa: RUF012
-
-    def answer(self) -> None:
-        return None
-
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        raise AssertionError("a proof by checksums asks no canary")
 
 
 @pytest.mark.slow
@@ -124,7 +110,7 @@ def one_round(module: torch.nn.Module, courier: Courier, version: int) -> None:
     sync = WeightSync(
         control=SingleRank(),
         export=WeightExport(module),
-        canary=NoCanary(),
+        canary=UnaskedCanary(),
         courier=courier,
         run_id="run",
         timeout_s=60.0,

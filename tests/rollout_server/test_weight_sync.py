@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from live_server import MODEL, RunningServer, free_port, image_request, load_learner
+from live_server import MODEL, RunningServer, free_port, image_request, load_learner, train_a_little
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Proof
@@ -93,12 +93,6 @@ def learner(server: RunningServer) -> Iterator[Learner]:
     built.sync.close()
 
 
-def _train_a_little(module: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-
-
 def test_a_wrong_canary_ends_the_round_at_once_and_leaves_the_server_unproven(
     server: RunningServer, learner: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +113,7 @@ def test_after_each_round_the_servers_greedy_answer_is_the_learners(
         assert learner.canary.agrees(completion.token_ids)
         assert completion.weight_version == outcome.version
         answers.append(completion.token_ids)
-        _train_a_little(learner.module)
+        train_a_little(learner.module)
     assert len(set(answers)) > 1  # the rounds really moved something
 
 
@@ -278,7 +272,7 @@ def test_a_push_cut_in_the_middle_leaves_the_old_weights_serving(
 ) -> None:
     before = learner.round()
     (old,) = server.infer([learner.canary.request], max_tokens=12)
-    _train_a_little(learner.module)
+    train_a_little(learner.module)
     learner.courier.make_transport = lambda info: _DyingTransport()
     outcome = learner.round()
     assert outcome.failed == (0,)

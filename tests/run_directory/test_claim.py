@@ -19,7 +19,7 @@ from telemetry.run_facts import step as step_facts
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.run_directory import resume
-from swift_stage2.run_directory.claim import claim_directory, starting_point
+from swift_stage2.run_directory.claim import claim_directory, refuse_earlier_run, resumed
 from swift_stage2.telemetry.facade import Telemetry
 
 
@@ -63,6 +63,10 @@ def write_checkpoint(run_dir: Path, step: int, *, num_ranks: int = 2) -> Path:
     return directory
 
 
+def checkpoint_of(config: Stage2Config) -> Path:
+    return Path(config.swift["resume_from_checkpoint"])
+
+
 def train_one_step(run_dir: Path) -> None:
     telemetry = Telemetry(run_dir, 0, 1, tensorboard=False, queue_limit=8, total_steps=40)
     telemetry.record_start(0)
@@ -76,8 +80,8 @@ def train_one_step(run_dir: Path) -> None:
 def test_an_empty_directory_and_one_in_which_nothing_was_trained_are_free(
     configured: Configure, tmp_path: Path
 ) -> None:
-    config = configured()
-    assert starting_point(config, resume=False).checkpoint is None
+    swift = configured().swift
+    refuse_earlier_run(swift)
     telemetry = Telemetry(tmp_path / "run", 0, 1, tensorboard=False, queue_limit=8)
     telemetry.record_start(0)  # a start that failed before its first step
     telemetry.close()
@@ -85,7 +89,7 @@ def test_an_empty_directory_and_one_in_which_nothing_was_trained_are_free(
     (tmp_path / "run" / "logging.jsonl").write_text(
         '{"global_step": 0, "log_history": []}\n'
     )  # ms-swift's, then
-    assert starting_point(config, resume=False).notes == ()
+    refuse_earlier_run(swift)
 
 
 @pytest.mark.parametrize("trace", ["checkpoint", "audit", "log"])
@@ -102,9 +106,9 @@ def test_an_earlier_run_is_not_written_over(configured: Configure, tmp_path: Pat
     told = {"checkpoint": "checkpoint-10", "audit": "audit/rank0.jsonl", "log": "logging.jsonl"}[trace]
     for no in (False, "false"):
         with pytest.raises(ConfigError, match=rf"output_dir='{run_dir}' with .*{told}; go on .* by --resume"):
-            starting_point(configured(add_version=no), resume=False)
+            refuse_earlier_run(configured(add_version=no).swift)
     for fresh in ({"add_version": True}, {"output_dir": str(tmp_path / "other")}):
-        assert starting_point(configured(**fresh), resume=False).checkpoint is None
+        refuse_earlier_run(configured(**fresh).swift)
 
 
 def test_a_run_that_names_its_own_checkpoint_goes_on_and_one_that_names_anothers_does_not(
@@ -114,9 +118,9 @@ def test_a_run_that_names_its_own_checkpoint_goes_on_and_one_that_names_anothers
     other = write_checkpoint(tmp_path / "other", 5)
     (tmp_path / "link").symlink_to(own)
     for place in (own, tmp_path / "link"):
-        assert starting_point(configured(resume_from_checkpoint=str(place)), resume=False).checkpoint is None
+        refuse_earlier_run(configured(resume_from_checkpoint=str(place)).swift)
     with pytest.raises(ConfigError, match="must hold no earlier run"):
-        starting_point(configured(resume_from_checkpoint=str(other)), resume=False)
+        refuse_earlier_run(configured(resume_from_checkpoint=str(other)).swift)
 
 
 # --- from the last whole checkpoint -----------------------------------------------------------------
@@ -130,8 +134,8 @@ def test_a_run_that_is_done_is_not_resumed(configured: Configure, tmp_path: Path
         with pytest.raises(
             ConfigError, match=rf"needs steps that are left, got .*{done} of {setting}={number}; "
         ):
-            starting_point(configured(**{setting: number}), resume=True)
-        assert starting_point(configured(**{setting: number + 1}), resume=True).checkpoint == directory
+            resumed(configured(**{setting: number}))
+        assert checkpoint_of(resumed(configured(**{setting: number + 1}))[0]) == directory
 
 
 @pytest.mark.parametrize(
@@ -146,7 +150,7 @@ def test_an_output_directory_that_cannot_be_meant_is_refused(
     configured: Configure, written: str, told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
-        starting_point(configured(output_dir=written), resume=False)
+        refuse_earlier_run(configured(output_dir=written).swift)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -155,9 +159,9 @@ def test_the_last_whole_checkpoint_is_taken(configured: Configure, tmp_path: Pat
         last = write_checkpoint(tmp_path / "run", number, num_ranks=num_ranks)
     (tmp_path / "run" / "checkpoint-best").mkdir()
     (tmp_path / "run" / "last-checkpoint").symlink_to(last)
-    start = starting_point(configured(), resume=True)
-    assert start.checkpoint == last
-    assert start.notes == (f"resuming from {last}",)
+    config, notes = resumed(configured())
+    assert checkpoint_of(config) == last
+    assert notes == (f"resuming from {last}",)
 
 
 def cut(path: Path) -> None:
@@ -208,28 +212,28 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_with_its_reason(
     reason, do = DAMAGES[damage]
     before, last = (write_checkpoint(tmp_path / "run", number) for number in (5, 10))
     do(last)
-    start = starting_point(configured(), resume=True)
-    assert start.checkpoint == before
-    assert len(start.notes) == 2
-    assert start.notes[0].startswith(f"{last} is passed over: ")
-    assert reason in start.notes[0]
+    config, notes = resumed(configured())
+    assert checkpoint_of(config) == before
+    assert len(notes) == 2
+    assert notes[0].startswith(f"{last} is passed over: ")
+    assert reason in notes[0]
     do(before)
     if damage not in ("another step", "another save", "renamed"):  # of a step of their own
         with pytest.raises(ConfigError, match=r"--resume needs a whole checkpoint, got .*checkpoint-10.*; "):
-            starting_point(configured(), resume=True)
+            resumed(configured())
 
 
 def test_a_run_without_channel_b_needs_no_ranks_files(configured: Configure, tmp_path: Path) -> None:
     last = write_checkpoint(tmp_path / "run", 10)
     for path in last.glob("stage2_*"):
         path.unlink()
-    assert starting_point(configured(b_ratio=0), resume=True).checkpoint == last
+    assert checkpoint_of(resumed(configured(b_ratio=0))[0]) == last
 
 
 def test_where_nothing_was_trained_a_resume_begins_and_says_so(configured: Configure, tmp_path: Path) -> None:
-    start = starting_point(configured(), resume=True)
-    assert start.checkpoint is None
-    assert start.notes == (f"nothing was trained in {tmp_path / 'run'} yet: begins at the beginning",)
+    config, notes = resumed(configured())
+    assert "resume_from_checkpoint" not in config.swift
+    assert notes == (f"nothing was trained in {tmp_path / 'run'} yet: begins at the beginning",)
 
 
 def test_where_steps_were_trained_but_none_saved_a_resume_is_refused(
@@ -239,20 +243,20 @@ def test_where_steps_were_trained_but_none_saved_a_resume_is_refused(
     with pytest.raises(
         ConfigError, match=r"whole checkpoint, got none in .*run with the steps in audit/rank0"
     ):
-        starting_point(configured(), resume=True)
+        resumed(configured())
 
 
 def test_of_several_versions_the_run_that_began_last_goes_on(configured: Configure, tmp_path: Path) -> None:
     for name, number in (("v0-20260101-000000", 40), ("v1-20260102-000000", 5)):
         train_one_step(tmp_path / "run" / name)
         last = write_checkpoint(tmp_path / "run" / name, number)
-    assert starting_point(configured(add_version=True), resume=True).checkpoint == last
+    assert checkpoint_of(resumed(configured(add_version=True))[0]) == last
 
 
 def test_two_ways_to_say_where_to_begin_are_refused(configured: Configure, tmp_path: Path) -> None:
     last = write_checkpoint(tmp_path / "run", 10)
     with pytest.raises(ConfigError, match="remove one of the two"):
-        starting_point(configured(resume_from_checkpoint=str(last)), resume=True)
+        resumed(configured(resume_from_checkpoint=str(last)))
 
 
 @pytest.mark.parametrize("command", ["launch", "train"])

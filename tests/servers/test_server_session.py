@@ -44,14 +44,6 @@ def session(server: FakeRolloutServer) -> Iterator[ServerSession]:
         yield session
 
 
-@pytest.fixture
-def forever() -> Iterator[threading.Event]:
-    """An event that never comes while the test runs."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
 def _says(body: Any, **answer: Any) -> Callable[[Call], Answer]:
     return lambda call: Answer(body=json.dumps(body).encode(), **answer)
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from dropping_port import LINEAR, AnyCanary, a_round_at_a_dropping_port, dropping_port
+from dropping_port import LINEAR, a_round_at_a_dropping_port, dropping_port
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 from stalled_peer import BUCKET_BYTES, SECRET
+from stand_in_canary import StandInCanary
 from stopped_process import stop_process
 from torch.distributed import TCPStore
 from torchrun_job import free_port
@@ -70,7 +71,7 @@ def sync_of(export: WeightExport, server: FakeRolloutServer, port: int) -> Weigh
     return WeightSync(
         control=SingleRank(),
         export=export,
-        canary=AnyCanary(),
+        canary=StandInCanary(),
         courier=ThreadCourier([ServerEndpoint(server.url, port)], lambda info: StreamTransport()),
         run_id="run",
         timeout_s=T,
@@ -259,7 +260,7 @@ def test_a_group_that_never_forms_at_a_server_that_answers_no_more_ends_with_the
         sync = WeightSync(
             control=SingleRank(),
             export=WeightExport(LINEAR),
-            canary=AnyCanary(),
+            canary=StandInCanary(),
             courier=ThreadCourier([ServerEndpoint(fake.url, port)], lambda info: StockTransport(CPU)),
             run_id="run",
             timeout_s=4.0,

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from stand_in_canary import StandInCanary
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
@@ -115,16 +116,6 @@ class AtOnceCourier:
     def close(self) -> None: ...
 
 
-class NoCanary:
-    request: dict[str, Any] = {}  # noqa: RUF012
-    config: dict[str, Any] = {}  # noqa: RUF012
-
-    def answer(self) -> None: ...
-
-    def agrees(self, token_ids: Sequence[int]) -> bool:
-        return True
-
-
 class Learner:
     """A module whose rounds are copied late."""
 
@@ -137,7 +128,7 @@ class Learner:
         self.sync = WeightSync(
             control=control or SingleRank(),
             export=self.export,
-            canary=NoCanary(),
+            canary=StandInCanary(),
             courier=self.courier,
             run_id="run",
             timeout_s=20.0,
@@ -472,7 +463,7 @@ def test_on_a_cpu_nothing_is_hooked() -> None:
     sync = WeightSync(
         control=SingleRank(),
         export=WeightExport(module),
-        canary=NoCanary(),
+        canary=StandInCanary(),
         courier=AtOnceCourier(),
         run_id="run",
         timeout_s=20.0,

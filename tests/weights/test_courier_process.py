@@ -20,7 +20,9 @@ import pytest
 import torch
 from fake_rollout_server import LONGEST_WAIT_S, Answer, Call
 from fake_staging_server import FakeStagingServer
+from stand_in_canary import StandInCanary
 from stopped_process import stop_process
+from waiting import wait_for
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Transport
@@ -40,16 +42,13 @@ KILLED = "the process that carries weights was killed by SIGKILL; another one ta
 LATE = "the server did not take and prove the weights within {:g} s"
 
 
-class JudgingCanary:
+class JudgingCanary(StandInCanary):
     """Notes which answers it judged, and on which thread."""
 
     def __init__(self) -> None:
-        self.request: dict[str, Any] = {"messages": [{"role": "user", "content": "ping"}]}
-        self.config: dict[str, Any] = {}
+        super().__init__()
         self.agreed = True
         self.judged: list[tuple[tuple[int, ...], int]] = []
-
-    def answer(self) -> None: ...
 
     def agrees(self, token_ids: Sequence[int]) -> bool:
         self.judged.append((tuple(token_ids), os.getpid()))
@@ -187,13 +186,6 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    end, pause = time.monotonic() + LONGEST_WAIT_S, threading.Event()
-    while not holds():
-        assert time.monotonic() < end
-        pause.wait(0.005)
-
-
 def test_a_round_is_proven_by_the_bytes_that_the_process_reads_in_the_ranks_memory(learner: Learner) -> None:
     assert learner.courier.pid != os.getpid()
     outcome = learner.round()
@@ -258,7 +250,7 @@ def test_a_process_that_is_killed_in_a_catch_up_is_followed_by_one_that_reads_th
     pid, num_mapped = learner.courier.pid, len(server.mapped)
     server.hooks[protocol.PROCESS_WEIGHTS] = once(lambda: kill(pid), Answer(drop=True))
     learner.sync.catch_up([1], round_id=round_id)
-    wait_until(lambda: learner.sync.has_news)
+    wait_for(lambda: learner.sync.has_news)
     outcome = learner.sync.hear()
     assert (outcome.failed, outcome.ended, outcome.reports[1].error) == ((1,), True, KILLED)
     learner.sync.catch_up([1], round_id=round_id)
@@ -343,11 +335,11 @@ def test_a_server_that_was_proven_before_the_process_was_killed_stays_proven(lea
     pid, let_go = learner.courier.pid, threading.Event()
     learner.servers[1].hooks[protocol.UPDATE_FLATTENED_PARAMS] = lambda call: Answer(after=let_go)
     learner.begin()
-    wait_until(lambda: learner.sync.has_news)
+    wait_for(lambda: learner.sync.has_news)
     first = learner.sync.hear()
     assert (first.proven, first.news, first.ended) == ((0,), (0,), False)
     kill(pid)
-    wait_until(lambda: learner.sync.has_news)
+    wait_for(lambda: learner.sync.has_news)
     last = learner.sync.hear()
     assert (last.proven, last.news, last.ended) == ((0,), (1,), True)
     assert last.reports[1].error == KILLED
@@ -361,7 +353,7 @@ def test_a_process_that_is_killed_after_all_proofs_costs_nothing(learner: Learne
     learner.begin()
     assert learner.courier.wait(LONGEST_WAIT_S)
     kill(pid)
-    wait_until(lambda: not psutil.pid_exists(pid))
+    wait_for(lambda: not psutil.pid_exists(pid))
     assert learner.hear_all().proven == (0, 1)
     learner.require_another_process_and_a_proof(pid)
 
@@ -371,12 +363,12 @@ def test_a_process_that_has_died_is_replaced_at_the_next_step_and_not_when_a_rou
 ) -> None:
     pid = learner.courier.pid
     kill(pid)
-    wait_until(lambda: learner.courier._worker.is_mourned)
+    wait_for(lambda: learner.courier._worker.is_mourned)
     assert not learner.sync.has_news
     successor = learner.courier.pid
     assert (successor != pid, psutil.pid_exists(pid)) == (True, False)
     kill(successor)
-    wait_until(lambda: learner.courier._worker.is_mourned)
+    wait_for(lambda: learner.courier._worker.is_mourned)
     assert not learner.sync.has_news
     assert learner.courier.pid == successor, "one that cannot even load would be started at every step"
     learner.require_another_process_and_a_proof(successor)
@@ -386,9 +378,9 @@ def test_a_process_that_dies_in_a_round_is_replaced_before_that_is_heard(learner
     pid, let_go = learner.courier.pid, threading.Event()
     learner.servers[1].hooks[protocol.UPDATE_FLATTENED_PARAMS] = lambda call: Answer(after=let_go)
     learner.begin()
-    wait_until(lambda: 0 in learner.courier.ends())
+    wait_for(lambda: 0 in learner.courier.ends())
     kill(pid)
-    wait_until(lambda: learner.courier._worker.is_mourned)
+    wait_for(lambda: learner.courier._worker.is_mourned)
     assert learner.sync.has_news
     assert learner.courier.pid != pid
     last = learner.sync.hear()
@@ -403,7 +395,7 @@ def test_a_stock_server_is_lost_with_the_process_that_kept_its_group(learner: Le
     learner.ours.discard(learner.servers[1].url)
     pid = learner.courier.pid
     kill(pid)
-    wait_until(lambda: learner.courier.lost_servers() == (1,))
+    wait_for(lambda: learner.courier.lost_servers() == (1,))
     learner.require_another_process_and_a_proof(pid)
     assert learner.courier.lost_servers() == ()
 
@@ -513,10 +505,10 @@ def test_rounds_and_restarts_leave_no_descriptor_process_or_thread(learner: Lear
         if number % 4 == 0:
             pid = learner.courier.pid
             kill(pid)
-            wait_until(lambda: learner.courier._worker.has_ended)
+            wait_for(lambda: learner.courier._worker.has_ended)
         assert learner.round().proven == (0, 1)
         if number % 4 == 0:
-            wait_until(lambda: not any(each.name.startswith("push to") for each in threading.enumerate()))
+            wait_for(lambda: not any(each.name.startswith("push to") for each in threading.enumerate()))
             threads = [each for each in threading.enumerate() if each.name == "courier"]
             counts.append((here.num_fds(), len(here.children()), len(threads)))
         if number >= 17:
@@ -623,7 +615,7 @@ def test_a_server_that_is_lost_between_two_rounds_is_told(monkeypatch: pytest.Mo
         kept = KeptTransport()
         started[0].worker._courier._transports[1] = kept
         kept.is_gone = True
-        wait_until(lambda: learner.courier.lost_servers() == (1,))
+        wait_for(lambda: learner.courier.lost_servers() == (1,))
         assert learner.courier.is_lost(1)
         assert not learner.courier.is_lost(0)
         learner.begin()

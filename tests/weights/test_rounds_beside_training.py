@@ -14,6 +14,7 @@ import pytest
 import torch
 from fake_rollout_server import Answer, Call, FakeRolloutServer, outputs
 from fake_staging_server import FakeStagingServer
+from stand_in_canary import StandInCanary
 from torch import nn
 
 from swift_stage2.collectives import SingleRank
@@ -38,16 +39,6 @@ ONE_TOKEN = {
         "prompt_token_ids": [1],
     }
 }
-
-
-class AnyCanary:
-    request: dict[str, Any] = {"messages": [{"role": "user", "content": "ping"}]}  # noqa: RUF012
-    config: dict[str, Any] = {}  # noqa: RUF012
-
-    def answer(self) -> None: ...
-
-    def agrees(self, token_ids: Any) -> bool:
-        return True
 
 
 def weights() -> nn.ParameterList:
@@ -108,7 +99,7 @@ class Round:
         return WeightSync(
             control=SingleRank(),
             export=self.export,
-            canary=AnyCanary(),
+            canary=StandInCanary(),
             courier=ThreadCourier(endpoints, self.make_transport, span=span),
             run_id="run",
             timeout_s=timeout_s,

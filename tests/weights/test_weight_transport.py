@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from dropping_port import AnyCanary
 from fake_rollout_server import LONGEST_WAIT_S, Answer, FakeRolloutServer, outputs
+from stand_in_canary import StandInCanary
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import ServerFault, WeightSyncError
@@ -71,7 +71,7 @@ def _sync(server: FakeRolloutServer, made: list[Any], make: Any, timeout_s: floa
     return WeightSync(
         control=SingleRank(),
         export=WeightExport(torch.nn.Linear(2, 2)),
-        canary=AnyCanary(),
+        canary=StandInCanary(),
         courier=ThreadCourier([ServerEndpoint(server.url, 51216)], make_transport),
         run_id="run",
         timeout_s=timeout_s,

@@ -1,0 +1,17 @@
+"""Waits for what other threads and processes bring about."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+LONGEST_WAIT_S = 60.0
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    """Polls until it holds, within a minute."""
+    end, pause = time.monotonic() + LONGEST_WAIT_S, threading.Event()
+    while not holds():
+        assert time.monotonic() < end, "it never happened"
+        pause.wait(0.01)
