@@ -139,9 +139,8 @@ class Stage2Run:
             while self.channel_b.clock.current < state["learner"]["version"]:
                 self.channel_b.clock.advance()
             for server in map(AddedServer.from_json, state["learner"].get("added_servers", ())):
-                if (
-                    server.address.base_url not in self.channel_b.base_urls
-                ):  # by now the configuration may name it
+                # By now the configuration may name it
+                if server.address.base_url not in self.channel_b.base_urls:
                     self.channel_b.add(server)
             if self.channel_b.evaluation is not None:
                 self.channel_b.evaluation.schedule.resume(state["learner"].get("unfinished_evaluation"))

@@ -83,9 +83,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    _left_out.update(
-        getattr(node, "workeroutput", {}).get("left_out", {})
-    )  # a worker that crashed tells nothing
+    # A worker that crashed tells nothing
+    _left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -33,10 +33,11 @@ def test_a_file_is_replaced_and_its_directory_flushed(
     write_whole(path, "new")
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+    # The file, then its directory
     assert [Path(name).parent == tmp_path for name in flushed] == [
         True,
         False,
-    ]  # the file, then its directory
+    ]
     assert flushed[1] == str(tmp_path)
 
 

@@ -31,9 +31,8 @@ def register(parts: dict[str, P], kind: str, name: str) -> Callable[[P], P]:
 def _told(part: object) -> str:
     if not isinstance(part, type):
         return repr(part)
-    file = getattr(
-        sys.modules.get(part.__module__), "__file__", None
-    )  # ms-swift's name of a plugin tells nothing
+    # ms-swift's name of a plugin tells nothing
+    file = getattr(sys.modules.get(part.__module__), "__file__", None)
     return f"{part.__qualname__} ({file or part.__module__})"
 
 

@@ -9,9 +9,8 @@ from typing import Protocol
 
 from swift_stage2.convert.exact_numbers import Quad
 
-_MARK = re.compile(
-    r"<(image|video|audio|bbox|ref-object|\|im_end\|)>"
-)  # ms-swift or its template would take it
+# ms-swift or its template would take it
+_MARK = re.compile(r"<(image|video|audio|bbox|ref-object|\|im_end\|)>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,9 +101,8 @@ class RowStyle:
         ]
         row = json.dumps({"messages": messages, "images": [path]}, ensure_ascii=False)
         labels = json.dumps([label for label, _ in objects], ensure_ascii=False)
-        boxes = ", ".join(
-            f"[{', '.join(map(number_text, box))}]" for _, box in objects
-        )  # json rounds decimals
+        # JSON rounds decimals
+        boxes = ", ".join(f"[{', '.join(map(number_text, box))}]" for _, box in objects)
         return f'{row[:-1]}, "objects": {{"ref": {labels}, "bbox": [{boxes}]}}}}\n'
 
 

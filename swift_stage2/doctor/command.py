@@ -86,9 +86,8 @@ def _ended_in_order() -> Iterator[None]:
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    heard = [
-        n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN
-    ]  # as under nohup
+    # As under nohup
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, leave) for number in heard}
     try:
         yield

@@ -104,9 +104,8 @@ class LearnerPreparation(SwiftSft):  # type: ignore[misc]
 
     def _mixed_precision(self, module: nn.Module) -> torch.dtype | None:
         found = _MIXED_PRECISION.get(self.args.training_args.mixed_precision)
-        return (
-            None if _device_of(module).type == "cpu" and found is torch.float16 else found
-        )  # as accelerate does
+        # As accelerate does
+        return None if _device_of(module).type == "cpu" and found is torch.float16 else found
 
     def canary(self, module: nn.Module, encoder: Encoder, sample: Sample) -> Canary:
         half_precision = self.args.torch_dtype in HALF_PRECISION_DTYPES

@@ -125,9 +125,8 @@ def _look_at_stock(
     session: ServerSession, rollout: RolloutConfig, key: str, latency_ms: float
 ) -> Outcome[ServerInfo]:
     try:
-        health = session.get(
-            protocol.HEALTH, Deadline(_LOOK_TIMEOUT_S)
-        )  # first: a merger's never waits for rollouts
+        # First: a merger's never waits for rollouts
+        health = session.get(protocol.HEALTH, Deadline(_LOOK_TIMEOUT_S))
         size = ask_world_size(session, Deadline(rollout.request_timeout_s))
     except ServerFault as fault:
         if not fault.is_foreign:

@@ -100,9 +100,8 @@ class ServerRequests:
 
     def _run(self) -> None:
         try:
-            for name in clear_requests(
-                self.run_dir
-            ):  # whoever left it may wait: a killed run is resumed in a moment
+            # Whoever left it may wait: a killed run is resumed in a moment
+            for name in clear_requests(self.run_dir):
                 self._refuse(
                     name,
                     "a server is added to a run that trains, got a request from before; add it once more",

@@ -129,9 +129,8 @@ def run_ahead_budget(config: Stage2Config, lengths: RowLengths, packs_per_b_step
         return channel.prefetch.max_rollouts_per_version
     num_packs = channel.prefetch.packs_in_budget(packs_per_b_step, config.stage2_ab.schedule.exact_b_ratio)
     num_samples = num_packs * most_samples(channel.packing.packing_length, lengths.shortest_prompt)
-    return (
-        num_samples + config.rollout.num_generations - 1
-    )  # of a group whose rest has no room, nothing is packed
+    # Of a group whose rest has no room, nothing is packed
+    return num_samples + config.rollout.num_generations - 1
 
 
 def group_maker(

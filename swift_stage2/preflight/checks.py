@@ -171,9 +171,8 @@ def _model(config: Stage2Config, known: Known) -> Found:
 def _deepspeed(config: Stage2Config, known: Known) -> Found | None:
     if not config.swift.get("deepspeed"):
         return None
-    if (
-        importlib.util.find_spec("deepspeed") is None
-    ):  # else the ranks would learn it once the model is loaded
+    # Else the ranks would learn it once the model is loaded
+    if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             "swift.deepspeed needs DeepSpeed in the learner's environment, got "
             f"deepspeed={config.swift['deepspeed']!r:.200} and no such package; install the extra "

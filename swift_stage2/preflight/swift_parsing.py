@@ -131,9 +131,8 @@ def _refusal(words: str, where: str) -> str:
 def unknown_kind(error: Exception, where: str) -> ConfigError | None:
     """The line to say where ``error`` means that ms-swift does not know a model's kind, perhaps a plugin's."""
     words = " ".join(str(error).split())
-    if isinstance(
-        error, KeyError
-    ):  # ms-swift looks up what args.json says without asking whether it is there
+    # ms-swift looks up what args.json says without asking whether it is there
+    if isinstance(error, KeyError):
         *_, (frame, _) = walk_tb(error.__traceback__)
         if frame.f_code.co_name != "get_model_info_meta":
             return None

@@ -99,9 +99,8 @@ def serve(command: ServerCommand) -> int:
     """
     from swift_stage2.servers.http_app import bind, configure_logging, warn_when_open
 
-    importlib.import_module(
-        "swift_stage2.rollout_server.routes"
-    )  # now: who connects must not wait for imports
+    # Now: who connects must not wait for imports
+    importlib.import_module("swift_stage2.rollout_server.routes")
     with bind(command.host, command.port) as listener:
         configure_logging()
         warn_when_open(command.host, command.api_key)

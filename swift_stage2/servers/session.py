@@ -17,9 +17,8 @@ from swift_stage2.servers.call import ServerCaller
 
 _SHORTEST_TIMEOUT_S = 0.05
 _NOT_FOUND = 404
-_OUT_OF_SERVICE = frozenset(
-    {"loading", "broken", "closed"}
-)  # states of our server's engine; others are a round's
+# States of our server's engine; others are a round's
+_OUT_OF_SERVICE = frozenset({"loading", "broken", "closed"})
 
 
 class Deadline:

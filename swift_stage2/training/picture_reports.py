@@ -33,9 +33,8 @@ class PictureReports:
         for name in list(self._modules):
             try:
                 module = import_module(name)
-                with (
-                    TemporaryDirectory() as folder
-                ):  # both copy a file, where they would encode a picture anew
+                # Both copy a file, where they would encode a picture anew
+                with TemporaryDirectory() as folder:
                     images = {}
                     for row, content in pictures.items():
                         path = Path(folder, f"{row}.jpg")

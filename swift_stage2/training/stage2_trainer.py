@@ -177,9 +177,8 @@ class Stage2Trainer(EvaluatedTrainer):
         with self.stage2.telemetry.activity("saving"):
             directory = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
             if self.args.should_save:
-                resume.void_older(
-                    str(directory)
-                )  # no rank goes on to its own file before rank 0 has done this
+                # No rank goes on to its own file before rank 0 has done this
+                resume.void_older(str(directory))
             write = partial(
                 _write_state,
                 directory,

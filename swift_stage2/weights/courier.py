@@ -255,9 +255,8 @@ class ThreadCourier:
         for transport in list(self._transports.values()):
             close_quietly(transport, Deadline(_CLOSE_TIMEOUT_S))
         self._transports.clear()
-        self.wait(
-            _LAST_CALL_S
-        )  # a thread that the interpreter's end meets inside of torch aborts the process
+        # A thread that the interpreter's end meets inside of torch aborts the process
+        self.wait(_LAST_CALL_S)
         if self.disk is not None:
             self.disk.close()
 

@@ -31,9 +31,8 @@ CELLS = [
 def test_a_rate_is_compared_with_the_single_call_of_its_own_system_and_repetition() -> None:
     assert ratios_to_single_call(CELLS, "a", 4) == [0.5, 1.0]
     assert ratios_to_single_call(CELLS, "b", 4) == [2.0]
-    assert ratios_to_single_call(CELLS[1:], "a", 4) == [
-        1.0
-    ]  # a repetition without its single call tells nothing
+    # A repetition without its single call tells nothing
+    assert ratios_to_single_call(CELLS[1:], "a", 4) == [1.0]
 
 
 def test_the_table_shows_median_rates_and_ratios_with_quartiles() -> None:

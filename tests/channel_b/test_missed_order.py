@@ -225,9 +225,8 @@ def test_an_object_that_the_rollout_listed_twice_must_not_begin_again(missed_ord
     text = target.text
     begins = [text.index(form.object_at(0, each)) for each in truth[1:]]
     lead = len('{"bbox_2d": [')
-    expected = [
-        (begin + lead, ord("1")) for begin in begins
-    ]  # the first coordinate of the object listed twice
+    # The first coordinate of the object listed twice
+    expected = [(begin + lead, ord("1")) for begin in begins]
     legal = [
         {text[place]} | {chr(t) for at, t in target.alternatives if at == place} for place, _ in expected
     ]

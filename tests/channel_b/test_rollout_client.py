@@ -1158,9 +1158,8 @@ def test_a_share_that_ends_after_its_lane_was_closed_is_returned(
     server: FakeRolloutServer, fence: InferFence, forever: threading.Event, background: ThreadPoolExecutor
 ) -> None:
     """Its POST was abandoned, and it would have that settled on a thread that takes nothing any more."""
-    client = make_client(
-        server, fence=fence, request_timeout_s=2.0
-    )  # a loaded machine must connect within it
+    # A loaded machine must connect within it
+    client = make_client(server, fence=fence, request_timeout_s=2.0)
     (lane,) = client._lanes.values()
     decides, go_on = threading.Event(), threading.Event()
     is_set = client._stop.is_set

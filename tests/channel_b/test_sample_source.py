@@ -230,9 +230,8 @@ def test_channel_b_draws_another_stream_than_channel_a(count: int, world_size: i
                 assert abs(shared - 1 / world_size) < 0.15
                 for shift in range(-3, 4):
                     pairs = zip(a_rows[max(shift, 0) :], b_rows[max(-shift, 0) :], strict=False)
-                    assert (
-                        sum(a == b for a, b in pairs) <= 12
-                    )  # independent orders: Poisson with mean 1 or less
+                    # Independent orders: Poisson with mean 1 or less
+                    assert sum(a == b for a, b in pairs) <= 12
 
 
 def test_no_seed_repeats_the_next_seeds_epochs() -> None:

@@ -61,9 +61,8 @@ def test_no_file_beside_the_plugin_hides_another_package() -> None:
     # ms-swift puts the plugin's folder first on sys.path, for this process and its workers.
     stems = [file.stem for file in PLUGIN.parent.glob("*.py") if file.stem != "__init__"]
     assert "tiny_template" in stems
-    elsewhere = [
-        entry for entry in sys.path if Path(entry) != PLUGIN.parent
-    ]  # a test before may have loaded it
+    # A test before may have loaded it
+    elsewhere = [entry for entry in sys.path if Path(entry) != PLUGIN.parent]
     assert [stem for stem in stems if PathFinder.find_spec(stem, elsewhere) is not None] == []
 
 

@@ -127,9 +127,8 @@ def test_a_model_that_was_cut_is_told_in_one_line_by_every_start(tmp_path: Path,
     done = torchrun(config, ranks=2)
     assert "swift-stage2 train: error: swift.model must hold whole weights" in done.stdout
     said = [line for line in done.stdout.splitlines() if line.strip()]
-    assert (
-        said[-2].strip().startswith("traceback : swift.model must hold whole weights")
-    )  # torchrun's own last words
+    # Torchrun's own last words
+    assert said[-2].strip().startswith("traceback : swift.model must hold whole weights")
 
 
 def test_what_ms_swift_raises_is_named_last(tmp_path: Path, rows_file: Path) -> None:

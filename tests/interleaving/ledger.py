@@ -69,9 +69,8 @@ class RankLedger:
         ] = {}  # by server: the number of the round that had begun when it became suspect
         self.version = -1
         self.producing = False
-        self.looked_from = (
-            -1
-        )  # the yield point at which the last of the pipeline's turns began that has ended
+        # The yield point at which the last of the pipeline's turns began that has ended
+        self.looked_from = -1
         self.heard_at: dict[str, int] = {}  # yield points at which its learner had heard all of these rounds
         self.proven: frozenset[int] = frozenset()  # servers, after the last step
         self.began_s = 0.0  # the moment at which its last step had been planned

@@ -102,9 +102,8 @@ def test_the_budget_of_a_version_is_that_of_the_packs_that_can_be_of_use(
     lengths = RowLengths(3, nothing, nothing, shortest_prompt=100)
     assert run_ahead_budget(config, lengths, packs_per_b_step) == budget
     assert run_ahead_budget(config, replace(lengths, shortest_prompt=0), 1) > 0
-    if not prefetch.get(
-        "max_rollouts_per_version"
-    ):  # whole groups fill the packs beside one that is not whole
+    # Whole groups fill the packs beside one that is not whole
+    if not prefetch.get("max_rollouts_per_version"):
         decoding = replace(config.rollout.decoding, temperature=1.0)
         rollout = replace(config.rollout, num_generations=4, decoding=decoding)
         objective = replace(config.stage2_ab, objective=Objective.GRPO)

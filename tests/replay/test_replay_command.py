@@ -46,9 +46,8 @@ def test_a_missing_data_set_is_one_line_and_status_2(
     swift = {"model": str(STAGE1), "dataset": ["gone.jsonl"], "output_dir": "there", "report_to": ["wandb"]}
     RecordedRank(tmp_path, config={"swift": swift, "stage2_ab": {"schedule": {"b_ratio": 0.0}}}).train("A")
     here = os.getcwd()
-    monkeypatch.setattr(
-        os, "environ", dict(os.environ) | {"RANK": "0", "WORLD_SIZE": "1"}
-    )  # and what it sets there
+    # And what it sets there
+    monkeypatch.setattr(os, "environ", dict(os.environ) | {"RANK": "0", "WORLD_SIZE": "1"})
     assert main(["replay", str(tmp_path)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert "gone.jsonl" in line

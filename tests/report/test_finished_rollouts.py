@@ -84,10 +84,11 @@ def test_files_that_grow_by_pieces_cut_anywhere_are_read_as_whole_ones_are(
     for rank in range(NUM_RANKS):
         pairs = zip(of_rank(found, rank), of_rank(whole, rank), strict=True)
         for one, other in pairs:
+            # A match that came behind its ledger record is not waited for
             assert one.text in (
                 None,
                 other.text,
-            )  # a match that came behind its ledger record is not waited for
+            )
             assert replace(one, text=None) == replace(other, text=None)
     assert doubts == []
 

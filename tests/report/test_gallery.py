@@ -243,9 +243,8 @@ def test_a_run_without_groups_has_none(tmp_path: Path) -> None:
 def test_advantages_are_told_where_they_were_recorded(tmp_path: Path) -> None:
     balanced_ledger(tmp_path, num_generations=2)
     write_advantages(tmp_path, {(0, 0, 0, 0): (9.0,), (0, 1, 0, 0): (-0.7071,)})
-    write_advantages(
-        tmp_path, {(0, 0, 0, 0): (0.7071, 1.0)}
-    )  # the process that resumed has compared it again
+    # The process that resumed has compared it again
+    write_advantages(tmp_path, {(0, 0, 0, 0): (0.7071, 1.0)})
     told = matches(tmp_path, said(0, 0, 2.0), said(1, 1, 1.0), said(2, 2, 1.0))
     run = read_run([tmp_path])
     assert run.num_generations == 2

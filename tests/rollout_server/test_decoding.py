@@ -118,9 +118,8 @@ def test_bodies_beyond_the_room_for_them_are_refused_with_429(loaded_engine: Any
 
         with large_bodies_held(server, decoding):
             asked = [callers.submit(ask) for _ in range(4)]
-            refused = next(as_completed(asked, CALL_TIMEOUT_S)).result(
-                0
-            )  # one of them, while the others wait
+            # One of them, while the others wait
+            refused = next(as_completed(asked, CALL_TIMEOUT_S)).result(0)
             assert refused.status_code == 429
             assert "ask again later" in refused.json()["detail"]
             assert server.infer([text_request("small")])

@@ -79,9 +79,8 @@ def test_a_row_draws_the_same_alone_and_among_others() -> None:
     among = draw_uniforms([3, 7, 9], 5, CPU)
     assert torch.equal(alone[0], among[1])
     assert not torch.equal(among[0], among[1])
-    assert torch.equal(
-        draw_uniforms([7], 3, CPU)[0], alone[0, :3]
-    )  # a longer limit changes nothing before it
+    # A longer limit changes nothing before it
+    assert torch.equal(draw_uniforms([7], 3, CPU)[0], alone[0, :3])
 
 
 def test_without_a_seed_two_rows_differ() -> None:

@@ -86,9 +86,8 @@ def test_an_empty_directory_and_one_in_which_nothing_was_trained_are_free(
     telemetry.record_start(0)  # a start that failed before its first step
     telemetry.close()
     (tmp_path / "run" / "logs").mkdir()
-    (tmp_path / "run" / "logging.jsonl").write_text(
-        '{"global_step": 0, "log_history": []}\n'
-    )  # ms-swift's, then
+    # ms-swift's, then
+    (tmp_path / "run" / "logging.jsonl").write_text('{"global_step": 0, "log_history": []}\n')
     refuse_earlier_run(swift)
 
 

@@ -143,9 +143,8 @@ def test_a_share_is_one_call_a_request_in_order_and_names_its_weights(
     assert {(each.weight_version, each.round_id, each.run_id) for each in result.completions} == {
         (3, "run-3", "run")
     }
-    assert (
-        _asked(server)[-1] == vllm_serve.WEIGHT_INFO
-    )  # after the answers: a later process cannot have made them
+    # After the answers: a later process cannot have made them
+    assert _asked(server)[-1] == vllm_serve.WEIGHT_INFO
     body = server.calls[0].body
     assert (body["model"], body["max_tokens"], body["temperature"], body["return_token_ids"]) == (
         "tiny",
@@ -183,9 +182,8 @@ def test_what_was_cut_is_aborted_by_name_before_it_counts_as_settled(
     ]
     assert sorted(abort.body["request_ids"]) == sorted(f"chatcmpl-{each}" for each in slow)
     assert connection.reset_prefix_cache(timeout_s=_PATIENCE_S).end is PostEnd.ANSWERED
-    assert (
-        _asked(server).count(vllm_serve.ABORT_REQUESTS) == 1
-    )  # an abort that names none would end everybody's
+    # An abort that names none would end everybody's
+    assert _asked(server).count(vllm_serve.ABORT_REQUESTS) == 1
 
 
 def test_what_another_place_is_asking_is_not_aborted_with_it_and_is_when_it_is_cut_later(

@@ -515,9 +515,8 @@ def test_rounds_and_restarts_leave_no_descriptor_process_or_thread(learner: Lear
             there.append(psutil.Process(learner.courier.pid).num_fds())
     assert {num_children for _, num_children, _ in counts} == {counts[0][1]}
     assert {num_threads for *_, num_threads in counts} == {1}
-    assert max(num_fds for num_fds, *_ in counts) <= counts[0][0] + 2, (
-        counts
-    )  # a server's connection may still end
+    # A server's connection may still end
+    assert max(num_fds for num_fds, *_ in counts) <= counts[0][0] + 2, counts
     assert max(there) <= there[0] + 2, there
 
 
