@@ -23,7 +23,13 @@ from swift_stage2.errors import ServerFault, ServerUnavailable, UserError
 from swift_stage2.launch.job import last_cause
 from swift_stage2.launch.managed_server import ReadinessProbe
 from swift_stage2.launch.plan import without_rank
-from swift_stage2.launch.process_tree import Command, ProcessTree, adopt_orphans, end_descendants
+from swift_stage2.launch.process_tree import (
+    WARDEN_MARGIN_S,
+    Command,
+    ProcessTree,
+    adopt_orphans,
+    end_descendants,
+)
 from swift_stage2.launch.run_view import WaitNotice
 from swift_stage2.preflight.servers import foreign
 from swift_stage2.process.ports import free_ports
@@ -37,7 +43,6 @@ _HOST = "127.0.0.1"
 _NAME = "server"
 CONNECT_TIMEOUT_S = 10.0
 _GRACE_S = 20.0
-_END_MARGIN_S = 25.0  # a warden needs this beyond its grace to end what its command left behind
 _DEATH_S = 5.0  # from a lost connection until the process that held it is seen to have ended
 _POLL_S = 0.1
 _FOR_BOTH = ("external_plugins", "model_type", "template", "max_pixels", "torch_dtype")
@@ -143,7 +148,7 @@ def own_server(
             probe.close()
     finally:
         tree.ask_to_end()
-        if not _wait_for_end(tree, _GRACE_S + _END_MARGIN_S):
+        if not _wait_for_end(tree, _GRACE_S + WARDEN_MARGIN_S):
             tree.kill_warden()
             end_descendants(0.0, spare=before)
 

@@ -10,10 +10,15 @@ from pathlib import Path
 
 import psutil
 
-from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, end_descendants
+from swift_stage2.launch.process_tree import (
+    WARDEN_MARGIN_S,
+    Command,
+    ProcessTree,
+    StopSignals,
+    end_descendants,
+)
 
 _POLL_S = 0.1
-_WARDEN_MARGIN_S = 25.0  # a warden needs this beyond its grace to end what its command left behind
 _LONGEST_STRAY_PATIENCE_S = 10.0
 
 
@@ -73,7 +78,7 @@ class Job:
     def end_late(self, trees: Sequence[ProcessTree]) -> None:
         """Kills those of ``trees`` that were asked to end and have outlived their grace; never waits for the rest."""
         for tree in trees:
-            if tree.is_overdue(_WARDEN_MARGIN_S):
+            if tree.is_overdue(WARDEN_MARGIN_S):
                 self.say(f"{tree.command.name} is killed before it has ended in order")
                 tree.kill_warden()
                 self.end_abandoned(tree)
@@ -89,7 +94,7 @@ class Job:
     def _end(self, tree: ProcessTree) -> None:
         """Asks, waits for the grace, kills; a second signal cuts the grace short."""
         tree.ask_to_end()
-        deadline = time.monotonic() + tree.command.grace_s + _WARDEN_MARGIN_S
+        deadline = time.monotonic() + tree.command.grace_s + WARDEN_MARGIN_S
         while tree.poll() is None:
             self.step()
             if time.monotonic() >= deadline or self._signals.wants_haste:

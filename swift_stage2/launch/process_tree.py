@@ -93,6 +93,8 @@ class ProcessTree:
 
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_DEADLINE_S = 10.0
+WARDEN_MARGIN_S = 25.0
+"""A warden needs this beyond its grace to end what its command left behind."""
 
 
 def adopt_orphans() -> None:

@@ -95,14 +95,23 @@ def resumed(config: Stage2Config) -> tuple[Stage2Config, tuple[str, ...]]:
 def _require_steps_left(checkpoint: Path, swift: Mapping[str, Any]) -> None:
     """Raises ConfigError where the run has trained all of ``max_steps`` or ``num_train_epochs`` already."""
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    setting = "max_steps" if float(swift.get("max_steps") or -1) > 0 else "num_train_epochs"
+    setting = "max_steps" if _number(swift, "max_steps", -1) > 0 else "num_train_epochs"
     done = {"max_steps": "global_step", "num_train_epochs": "epoch"}[setting]
-    wanted = float(swift.get(setting) or math.inf)
+    wanted = _number(swift, setting, math.inf)
     if float(state.get(done) or 0) >= wanted:
         raise ConfigError(
             f"--resume needs steps that are left, got {checkpoint} with {done}={state[done]:g} of "
             f"{setting}={wanted:g}; raise swift.{setting}, or name another output_dir to begin anew"
         )
+
+
+def _number(swift: Mapping[str, Any], key: str, default: float) -> float:
+    try:
+        return float(swift.get(key) or default)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"swift.{key} must be a number, got {key}={swift[key]!r:.200}; correct it"
+        ) from error
 
 
 def _output_dir(swift: Mapping[str, Any]) -> Path:

@@ -125,6 +125,15 @@ def test_a_run_that_names_its_own_checkpoint_goes_on_and_one_that_names_anothers
 # --- from the last whole checkpoint -----------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("setting", "value"), [("max_steps", "many"), ("num_train_epochs", [3])])
+def test_a_number_of_steps_that_is_none_is_refused(
+    configured: Configure, tmp_path: Path, setting: str, value: object
+) -> None:
+    write_checkpoint(tmp_path / "run", 10)
+    with pytest.raises(ConfigError, match=rf"^swift\.{setting} must be a number, got {setting}="):
+        resumed(configured(**{setting: value}))
+
+
 def test_a_run_that_is_done_is_not_resumed(configured: Configure, tmp_path: Path) -> None:
     """It would load everything, train nothing, and begin another folder."""
     directory = write_checkpoint(tmp_path / "run", 10)
