@@ -131,7 +131,7 @@ class ServerFault(Stage2Error):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether something answered that speaks another language: rollout servers answer by JSON."""
+        """Whether what answered lacks the route, or answered what the wire does not allow, as other programs do."""
         return self.knows_no_such_call or self.kind is FaultKind.UNUSABLE
 
     @property

@@ -194,6 +194,29 @@ def test_the_root_of_the_package_shows_the_system() -> None:
     } == set()
 
 
+def test_no_record_shows_the_key() -> None:
+    """A dataclass that holds it leaves it out of its ``repr``, or has none."""
+    holders = [
+        (
+            f"{name_of(file)}:{line.lineno}",
+            ast.unparse(line),
+            [ast.unparse(each) for each in node.decorator_list],
+        )
+        for file in FILES
+        for node in nodes_of(file)
+        if isinstance(node, ast.ClassDef)
+        for line in node.body
+        if isinstance(line, ast.AnnAssign) and ast.unparse(line.target).endswith("api_key")
+    ]
+    assert holders
+    hidden = "repr=False"
+    assert [
+        where
+        for where, field, decorators in holders
+        if hidden not in field and not any(hidden in each for each in decorators)
+    ] == []
+
+
 def test_no_docstring_begins_with_what() -> None:
     """A reader gets a subject and a verb first."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

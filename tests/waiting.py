@@ -9,9 +9,9 @@ from collections.abc import Callable
 LONGEST_WAIT_S = 60.0
 
 
-def wait_for(holds: Callable[[], bool]) -> None:
-    """Polls until it holds, within a minute."""
-    end, pause = time.monotonic() + LONGEST_WAIT_S, threading.Event()
+def wait_for(holds: Callable[[], bool], timeout_s: float = LONGEST_WAIT_S) -> None:
+    """Polls until it holds."""
+    end, pause = time.monotonic() + timeout_s, threading.Event()
     while not holds():
         assert time.monotonic() < end, "it never happened"
         pause.wait(0.01)

@@ -86,7 +86,7 @@ def _ended_in_order() -> Iterator[None]:
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    # As under nohup
+    # One that is ignored, as under nohup, stays ignored.
     heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, leave) for number in heard}
     try:

@@ -60,7 +60,7 @@ from swift_stage2.servers.protocol import ServerInfo
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.courier_process import process_courier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.proof import give_up
+from swift_stage2.weights.proof import GIVE_UP_TIMEOUT_S, give_up
 from swift_stage2.weights.snapshot import snapshot_bytes
 from swift_stage2.weights.sync_round import WeightSync
 
@@ -325,7 +325,6 @@ class LiveServers:
         return directory if known else None
 
 
-_GIVE_UP_TIMEOUT_S = 5.0
 _VERSION = 1  # of this doctor's own run
 _MIB = 1 << 20
 
@@ -348,7 +347,7 @@ def check_round(
     finally:
         sync.close()  # a stock server keeps a communicator until it is told to let it go
     if outcome.failed and not info.stock:  # else it would hold the round open against the learner's first one
-        give_up(session, outcome.round_id, Deadline(_GIVE_UP_TIMEOUT_S))
+        give_up(session, outcome.round_id, Deadline(GIVE_UP_TIMEOUT_S))
     return _describe(outcome.reports[server], info.stock)
 
 

@@ -65,6 +65,7 @@ class PlannedServer:
 
     @property
     def commands(self) -> tuple[Command, ...]:
+        """In the order in which they are to be started."""
         return (self.command,) if self.merger is None else (self.command, self.merger)
 
     @property

@@ -213,6 +213,7 @@ class RowLengths:
         return found
 
     def to_note(self) -> str:
+        """JSON, for another rank."""
         return json.dumps(asdict(self))
 
     @classmethod

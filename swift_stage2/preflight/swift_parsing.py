@@ -154,6 +154,7 @@ def check_arguments(config: Stage2Config) -> None:
 
 
 def main(config_path: str) -> int:
+    """Checks one configuration file; prints what is refused, and returns the exit status."""
     try:
         check_arguments(load_config(config_path))
     except UserError as error:

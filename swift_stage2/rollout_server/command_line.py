@@ -57,7 +57,7 @@ class ServerCommand:
 
     host: str
     port: int  # 0 takes any free one
-    api_key: str | None
+    api_key: str | None = field(repr=False)
     has_children: bool  # the engine starts processes of its own
     start_engine: Callable[[], Engine]
     group_bind: str | None = None  # address for weights; None is ``host``
@@ -90,9 +90,9 @@ def parse_command(argv: Sequence[str] | None) -> ServerCommand:
 
 
 def serve(command: ServerCommand) -> int:
-    """Runs what the command line asked for; returns as ``main``.
+    """Runs what the command line asked for, and ends this process with the exit status of ``main``.
 
-    It ends this process instead of returning: no thread that still waits for something may hold it up.
+    It returns nothing, so that no thread that still waits for something holds the end up.
 
     Raises:
         UserError: the address is taken or not this machine's.

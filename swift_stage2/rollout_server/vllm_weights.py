@@ -154,7 +154,7 @@ def plain_pieces(pieces: Iterable[TensorPiece]) -> list[list[Any]]:
 
 
 def reported_pieces(reports: Iterable[Mapping[str, Any]]) -> list[TensorPiece]:
-    """The ``plain_pieces`` of all workers."""
+    """The pieces in all workers' reports, which ``plain_pieces`` made into lists."""
     return [
         TensorPiece(name, offset, tuple(shape), tuple(stride), given, held)
         for report in reports

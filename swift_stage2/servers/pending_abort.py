@@ -27,7 +27,7 @@ class PendingAbort:
 
     enabled: bool
     rank: int
-    api_key: str | None
+    api_key: str | None = field(repr=False)
     run_id: str
     ours: Container[str] = ()  # servers that must not answer as stock ones do
     failures: BackgroundFailures = field(default_factory=BackgroundFailures)  # takes what goes wrong here

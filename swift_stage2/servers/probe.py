@@ -34,7 +34,7 @@ class SuspectProbe:
     """
 
     rank: int
-    api_key: str | None
+    api_key: str | None = field(repr=False)
     interval_s: float = 1.0
     find_lost: Callable[[], Sequence[int]] = tuple
     on_lost: Callable[[int], None] = lambda server: None

@@ -159,7 +159,7 @@ class ThreadCourier:
     endpoints: Sequence[ServerEndpoint]
     make_transport: Callable[[protocol.ServerInfo], WeightTransport]
     _: KW_ONLY
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     ours: set[str] = field(default_factory=set)
     """Base URLs of servers that must not answer as stock ones do; rounds add to them."""
     span: EnterSpan = untraced

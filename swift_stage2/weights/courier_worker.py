@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ class CourierSetup:
     """The first message: what all rounds have in common."""
 
     endpoints: tuple[ServerEndpoint, ...]
-    api_key: str | None
+    api_key: str | None = field(repr=False)
     ours: frozenset[str]
     device: torch.device
     """On which stock servers get their weights over NCCL; the CPU stands for gloo."""

@@ -24,7 +24,7 @@ from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
 from swift_stage2.servers.weight_sums import WeightSums, sum_differences
 
-_GIVE_UP_TIMEOUT_S = 5.0
+GIVE_UP_TIMEOUT_S = 5.0
 
 
 def prove_server(
@@ -81,7 +81,7 @@ def give_up(session: ServerSession, round_id: str, deadline: Deadline) -> None:
         return
     wanted = protocol.FinishRequest(round_id, commit=False).to_json()
     with suppress(ServerFault):
-        session.post(protocol.FINISH_ROUND, wanted, Deadline(min(_GIVE_UP_TIMEOUT_S, deadline.remaining_s())))
+        session.post(protocol.FINISH_ROUND, wanted, Deadline(min(GIVE_UP_TIMEOUT_S, deadline.remaining_s())))
 
 
 def _num_copies(session: ServerSession, order: RoundOrder, info: protocol.ServerInfo) -> int:
@@ -205,6 +205,7 @@ class InstallTurns:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.has_leave = threading.Event()
+        """Set once nobody needs to wait for leave any more; who waits goes on without it after a time."""
 
     @contextmanager
     def take(self, timeout_s: float) -> Iterator[None]:

@@ -52,6 +52,7 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of host memory."""
         return self._flat.numel()
 
     def put(self, tensors: Iterable[tuple[str, torch.Tensor]], *, non_blocking: bool = False) -> None:

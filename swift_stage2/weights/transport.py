@@ -78,7 +78,8 @@ class WeightTransport(Protocol):
         session.post(protocol.UPDATE_FLATTENED_PARAMS, body, deadline)
         yield (bucket.flat,)
 
-    def send(self, flat: torch.Tensor, deadline: Deadline) -> None: ...
+    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        """Sends contiguous bytes on the CPU. Raises ServerFault: the server was lost."""
 
     def finish(self, session: ServerSession, order: RoundOrder, sent: Mapping[str, str]) -> None:
         """After the last bucket, with the checksums of all: ends what ``open`` began, where a server must be told.
@@ -88,7 +89,10 @@ class WeightTransport(Protocol):
         return
 
     def is_lost(self) -> bool:
-        """Whether what is kept between rounds, by default nothing, has lost the server; in a second, on any thread."""
+        """Whether what is kept between rounds has lost the server; by default nothing is kept.
+
+        Any thread may ask, and has an answer within a second or so.
+        """
         return False
 
     def close(self, deadline: Deadline) -> None:

@@ -77,6 +77,12 @@ def test_every_kind_of_error_is_told_by_its_type() -> None:
     assert errors["Miss"]["lost_ap50"] > 0
 
 
+def test_a_metric_of_zero_is_told_and_one_of_nothing_is_not() -> None:
+    found = DetectionScores(hand_made([[("car", CAR)], []], [[("car", DOG)], []])).points()
+    assert found["eval/ap"] == found["objects/1/ap"] == 0.0
+    assert "objects/0/ap" not in found
+
+
 def test_parts_by_class_number_and_size_add_up() -> None:
     truth = [[], [("car", CAR)], [("car", CAR), ("dog", (0, 0, 32, 31))]]
     predicted = [[("car", CAR)], [("car", CAR)], [("dog", (0, 0, 32, 40))]]

@@ -87,7 +87,7 @@ def test_calls_of_several_callers_are_in_the_running_batch_together(server: Runn
     calls = [[text_request(f"{caller} {i}") for i in range(16)] for caller in range(4)]
     with ThreadPoolExecutor(4) as pool:
         replies = [pool.submit(server.infer, call, **ENDLESS) for call in calls]
-        wait_for(lambda: health(server)["num_running"] == 64)
+        wait_for(lambda: health(server)["num_running"] == 64, DEADLINE_S)
         assert server.http.post(rollout_protocol.INFER, json={}).status_code == 422  # and others are heard
         assert server.engine.abort() == 64
         answers = [reply.result(DEADLINE_S) for reply in replies]

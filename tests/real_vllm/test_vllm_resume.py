@@ -56,7 +56,7 @@ def answers_cut_in_flight(
     """An ``/infer/`` call that is aborted over HTTP as soon as every request in flight has so many tokens, or more."""
     with ThreadPoolExecutor(1) as caller:
         call = caller.submit(resume, server, scenes, [()] * len(scenes), **options)
-        wait_for(lambda: call.done() or min(num_made(server), default=0) >= num_tokens)
+        wait_for(lambda: call.done() or min(num_made(server), default=0) >= num_tokens, DEADLINE_S)
         abort(server)
         return call.result(DEADLINE_S)
 
@@ -103,7 +103,7 @@ def rests_after_an_install(server: RunningServer, seed: int) -> list[bool]:
     with ThreadPoolExecutor(2) as callers:
         call = callers.submit(resume, server, scenes, [()] * len(scenes), **endless)
         # A block of vLLM's cache on a CPU has 128 tokens, and only full ones are kept.
-        wait_for(lambda: min(num_made(server), default=0) >= 150)
+        wait_for(lambda: min(num_made(server), default=0) >= 150, DEADLINE_S)
         loading = callers.submit(round_.load, on_pending="resume")
         answers = call.result(DEADLINE_S)
         assert loading.result(DEADLINE_S).status_code == 200

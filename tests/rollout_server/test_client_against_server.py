@@ -134,5 +134,5 @@ def test_an_abandoned_post_is_settled_once_the_engine_is_free(
         outcome = ask(client, [image_request()])
         await_settled(client)
         assert (client.num_unsettled, client.suspects) == (0, {})
-    assert [failure.end for failure in outcome.failures] == [PostEnd.TIMED_OUT]
+    assert [(each.server, each.end) for each in outcome.failures] == [(server.base_url, PostEnd.TIMED_OUT)]
     assert [sample.key.position for sample in outcome.timed_out] == [0]
