@@ -4,7 +4,8 @@ benches         every bench by its name, with its options and how ``bench all`` 
 command         one parser, one directory for results, one way to fail; a bench is ``run(options, directory)``
 results         tables on the terminal and as Markdown, numbers as JSON; whose turn it is; medians of rows
 estimates       quartiles, paired ratios, ratios of medians, trends, each with its spread or interval (pure)
-servers         rollout servers on free ports, one wait for all; stand_in_server: one that does not compute
+servers         rollout servers on free ports, and the YAML of a learner beside them; stand_in_server: one that only
+                waits
 learner_job     training runs beside a stand-in; clocks: what is noted of their steps; plugins: what runs in them
 swift_program   ``swift sft`` and ``swift rlhf`` themselves
 all_benches     all of them, one after the other, as one page

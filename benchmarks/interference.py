@@ -57,6 +57,7 @@ class Interference:
     """Seconds of all other threads per step while the pipeline was on, steps of channel B among them."""
 
     def more(self, clock: str) -> list[float]:
+        """Seconds that each block's step took longer with the pipeline on, pair by pair."""
         return [on - off for on, off in zip(self.on[clock], self.off[clock], strict=True)]
 
 

@@ -175,7 +175,7 @@ class BenchServers:
 def write_job(
     job: DemoJob, ports: tuple[int, int], changes: Mapping[str, Any] = MappingProxyType({})
 ) -> Path:
-    """The YAML of a learner beside servers, checked: the demo's without servers, but for ``changes`` of sections."""
+    """Writes and checks the YAML for a learner beside servers: the demo's, with ``changes`` of its sections."""
     config = config_of(job, ports)
     config["launch"].pop("servers", None)
     _change(config, changes)

@@ -49,6 +49,11 @@ class Decider(Protocol):
 
 @dataclass(eq=False, repr=False)
 class Stage2Run:
+    """One rank's running stage 2: what the trainer talks to.
+
+    ``start_record`` and ``start_ledger`` begin their files once the run knows where it resumes.
+    """
+
     learner: Decider
     telemetry: Telemetry
     control: ControlGroup

@@ -42,7 +42,7 @@ def whole_file(path: Path, *, errors: str = "strict") -> Iterator[TextIO]:
 
 
 def flush_directory(path: Path) -> None:
-    """Makes names in a directory outlast the machine's end; a file's own flush does not cover its name."""
+    """Makes names in a directory outlast the machine's end, which a file's own flush does not. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -35,7 +35,7 @@ LONGEST_WRITE_S = 0.2
 
 
 class Switch(StrEnum):
-    """The names, and who reads them."""
+    """Names of the switches; each comment begins with who reads it."""
 
     PUSH = "push"  # courier: what its transport does to the weights of a round, a ``PushFault``
     PUSH_HELD = "push_held"  # bench: the second bucket waits
@@ -47,6 +47,8 @@ class Switch(StrEnum):
 
 
 class Switches:
+    """The switches of one job or one server."""
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 

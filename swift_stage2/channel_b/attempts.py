@@ -25,7 +25,7 @@ from swift_stage2.telemetry.recorders import PipelineRecorder
 
 logger = logging.getLogger(__name__)
 
-MANY_GIVEN_UP = 8  # by one server that was asked another prompt
+MANY_GIVEN_UP = 8  # samples, because one server was asked another prompt; then that is told, once
 
 _WORDS = {
     ReturnReason.STALE: "went stale",
@@ -128,7 +128,10 @@ class Attempts:
                 self._open.pop(key).go_on_to(state)
 
     def set_aside(self, key: SampleKey, so_far: Rollout | None) -> None:
-        """It was aborted with ``so_far``, or nobody gave its rest; it is to be resumed. Raises as ``close``."""
+        """It was aborted with ``so_far``, or, if that is None, nobody gave its rest. It is to be resumed.
+
+        Raises KeyError or ValueError, as ``close``.
+        """
         with self._lock:
             attempt = self._open[key]
             if so_far is None and attempt.state is AttemptState.PARTIAL:

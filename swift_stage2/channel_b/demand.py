@@ -26,6 +26,8 @@ _SMOOTHING = 0.3  # weight of the newest pack in the moving average of segments 
 
 @dataclass(eq=False, repr=False)
 class Demand:
+    """One rank's demand for rollouts."""
+
     pacer: Pacer
     queue: ReadyQueue
     clock: VersionClock

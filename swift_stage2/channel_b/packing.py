@@ -18,9 +18,9 @@ from swift_stage2.errors import PackingError
 def select_pack(lengths: Sequence[int], capacity: int) -> tuple[int, ...]:
     """Ascending indices of the best pack: largest total, then fewest segments, then smallest indices.
 
-    ``lengths`` and ``capacity`` are in tokens, the oldest segment first. Method: dynamic programming over (segment,
-    total), from the last segment to the second, so that walking it forwards meets the lexicographically smallest
-    choice. Time and memory are ``len(lengths) * capacity``, in numpy.
+    ``lengths`` are tokens of the waiting segments, the oldest first; ``capacity`` is in tokens, too. Method: dynamic
+    programming over (segment, total), from the last segment to the second, so that walking it forwards meets the
+    lexicographically smallest choice. Time and memory are ``len(lengths) * capacity``, in numpy.
 
     Raises:
         PackingError: no lengths, a length that is not a positive integer, or one over capacity.

@@ -57,7 +57,7 @@ class PartialRollouts:
     attempts: Attempts
     ends: AttemptEnds
     confirms: Callable[[Rollout], bool | None]
-    """The client's."""
+    """``RolloutClient.confirms``: True once its round is proven, False if it never will be, None as long as it may."""
     clock: VersionClock
     max_resumes: int | None
     """None: aborted rollouts begin anew, and only once."""

@@ -44,7 +44,7 @@ _END_S = 10.0
 _TRACK = "preprocessing"
 
 Refusal = SampleError | MatchingError
-FoundT = TypeVar("FoundT")
+_FoundT = TypeVar("_FoundT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +367,7 @@ class ProcessPreprocessor(Preprocessor):
         return f"{describe_end(status)}; its own message stands above"
 
 
-def _each(rollouts: Sequence[Rollout], work: Callable[[Rollout], FoundT]) -> Iterator[FoundT | Refusal]:
+def _each(rollouts: Sequence[Rollout], work: Callable[[Rollout], _FoundT]) -> Iterator[_FoundT | Refusal]:
     for rollout in rollouts:
         try:
             yield work(rollout)

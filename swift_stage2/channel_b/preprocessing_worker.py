@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # what loads torch is imported once the rank's import path is
 
 _ALIGNMENT = 64  # bytes; a cache line, and more than any element needs
 _TENSOR = "tensor"
-_MESSAGES = ("prepare", "judge", "compare", "pack", "forget")
+_MESSAGES = ("prepare", "judge", "compare", "pack", "forget")  # methods of a ``Worker``
 
 Interval = tuple[str, int, int]
 """Name, start and end of a stage, in nanoseconds of ``time.perf_counter_ns``: one clock for a machine's processes."""

@@ -41,7 +41,7 @@ def best_metric(swift: Mapping[str, Any]) -> str | None:
 
 
 def refuse_best_model(swift: Mapping[str, Any], every_steps: int) -> None:
-    """Raises ConfigError: it would end in a traceback of Hugging Face's, or choose nothing in silence."""
+    """Raises ConfigError: the metric would end in a traceback of Hugging Face's, or choose nothing in silence."""
     name = best_metric(swift)
     if name is None:
         # As others write them: mAP, F1.

@@ -72,7 +72,7 @@ class _Window:
             raise self._error("expected nothing behind the object")
 
     def _places(self, opener: str, closer: str) -> Iterator[None]:
-        """Stands before each member or element, which is read before the next."""
+        """Yields once before each member or element; the caller reads it before it goes on."""
         self._take(opener)
         if self._peek() == closer:
             self._take(closer)

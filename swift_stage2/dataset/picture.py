@@ -102,7 +102,8 @@ class Rewritten:
 
 
 def apply_orientation(source: Path, output: Path, drawn_on: DrawnOn) -> Rewritten:
-    """Writes ``output`` and, beside it, a folder of upright images. Both appear whole or not at all.
+    """Writes ``output`` and, beside it, a folder of upright images. ``output`` appears whole or not at all; a failure
+    takes the folder away again.
 
     Raises:
         UserError: ``output`` or its folder exists or cannot be written.
@@ -122,7 +123,8 @@ def apply_orientation(source: Path, output: Path, drawn_on: DrawnOn) -> Rewritte
             for line in read_lines(source):
                 target.buffer.write(_rewritten(line, folder, drawn_on, done))
     except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not output.exists():
+            shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
         raise UserError(f"--output must be a file that can be written, got {output}: {error}") from error

@@ -28,6 +28,8 @@ _PixelBox = tuple[_Coordinate, _Coordinate, _Coordinate, _Coordinate]
 
 @dataclass(frozen=True, slots=True)
 class LabelledBoxes:
+    """Labels and boxes (x1, y1, x2, y2), one of each per object."""
+
     ref: tuple[str, ...] = ()
     bbox: tuple[_PixelBox, ...] = ()
 

@@ -61,24 +61,25 @@ class Learner:
     """Of threads that nobody waits for; every step tells the new ones."""
 
     def __post_init__(self) -> None:
-        self._b = self.channel_b
         # Without a lock: a signal handler sets it, and a second signal may interrupt the first one's.
         self._stop_requested = False
         self._missed_in_a_row = 0
         self._paused = False
         self._has_trained = False
-        self._rounds = LearnerRounds(self._b, self.control, self.events) if self._b is not None else None
+        self._rounds = (
+            LearnerRounds(self.channel_b, self.control, self.events) if self.channel_b is not None else None
+        )
         self._last_begin_s: float | None = None
         self._step_seconds: float | None = None
 
     def start(self) -> None:
         """Starts the background threads. The fence stays closed until the first round has proven a server."""
         self.failures.watch()
-        if self._b is not None:
-            self._b.probe.start()
-            if self._b.requests is not None:
-                self._b.requests.start()
-            self._b.pipeline.start()
+        if self.channel_b is not None:
+            self.channel_b.probe.start()
+            if self.channel_b.requests is not None:
+                self.channel_b.requests.start()
+            self.channel_b.pipeline.start()
 
     def request_stop(self) -> None:
         """Asks all ranks to stop at the end of the next step they agree on; safe in a signal handler."""
@@ -102,7 +103,7 @@ class Learner:
         if self._rounds is not None:
             self._rounds.begin_if_due(step)
         started = time.perf_counter()
-        wants_b = self._b is not None and wants_channel_b(step, self.b_ratio)
+        wants_b = self.channel_b is not None and wants_channel_b(step, self.b_ratio)
         reservation = self._reserve(step, num_packs) if wants_b else None
         outcome = self._agree(reservation)
         heard = self._hear_of_round(reservation) if outcome.round_news else None
@@ -134,7 +135,7 @@ class Learner:
         Raises:
             WeightSyncError, WeightSyncHang: as ``begin_step`` does.
         """
-        b = self._b
+        b = self.channel_b
         if b is None or b.evaluation is None or not b.final_evaluation_s or self._has_trained:
             return
         self._has_trained = True
@@ -154,23 +155,25 @@ class Learner:
 
     def checkpoint(self, *, step: int, save_id: str) -> dict[str, Any]:
         """This rank's state for a run resumed before ``step``, besides the trainer's own, as JSON."""
-        if self._b is None:
+        if self.channel_b is None:
             return {}
-        source = self._b.source.checkpoint(step=step, save_id=save_id)
-        unfinished = self._b.evaluation.schedule.unfinished if self._b.evaluation is not None else None
+        source = self.channel_b.source.checkpoint(step=step, save_id=save_id)
+        unfinished = (
+            self.channel_b.evaluation.schedule.unfinished if self.channel_b.evaluation is not None else None
+        )
         return {
-            "version": self._b.clock.current,
+            "version": self.channel_b.clock.current,
             "source": source,
             "unfinished_evaluation": unfinished,
-            "answer_spelling": list(self._b.answer_spelling),
-            "objective": str(self._b.objective),
-            "added_servers": [server.to_json() for server in self._b.added],
+            "answer_spelling": list(self.channel_b.answer_spelling),
+            "objective": str(self.channel_b.objective),
+            "added_servers": [server.to_json() for server in self.channel_b.added],
         }
 
     def close(self) -> None:
         """Ends the threads in the one order that cannot abort the process: stop, HTTP, join, communicator."""
         self.failures.stop()
-        b = self._b
+        b = self.channel_b
         if b is None:
             return
         if b.requests is not None:
@@ -221,7 +224,7 @@ class Learner:
             raise
 
     def _reserve(self, step: int, num_packs: int) -> Reservation | None:
-        b = self._b
+        b = self.channel_b
         assert b is not None
         assert self._rounds is not None
         if b.longest_fill_s is not None and not self._rounds.holds_production:
@@ -231,8 +234,8 @@ class Learner:
     def _agree(self, reservation: Reservation | None, *, stops: bool = False) -> GateOutcome:
         facts = RankFacts(not_reserved=reservation is None, stop_requested=self._stop_requested or stops)
         num_servers = 0
-        if self._b is not None:
-            b, num_servers = self._b, len(self._b.base_urls)
+        if self.channel_b is not None:
+            b, num_servers = self.channel_b, len(self.channel_b.base_urls)
             answering, suspects, lost = b.probe.answering(), b.client.suspects, b.probe.lost()
             facts = replace(
                 facts,
@@ -252,22 +255,22 @@ class Learner:
         return decide(self.control.reduce_max(facts.encode()), num_servers=num_servers)
 
     def _spend(self, step: int, reservation: Reservation | None, plan: StepPlan) -> tuple[Pack, ...]:
-        if reservation is None or self._b is None:
+        if reservation is None or self.channel_b is None:
             return ()
         if plan.channel is not Channel.B:
             reservation.release()
             return ()
         packs = tuple(reservation.take())
-        current, window = self._b.clock.current, self._b.queue.version_window
+        current, window = self.channel_b.clock.current, self.channel_b.queue.version_window
         for pack in packs:
             require_fresh(zip(pack.keys, pack.versions, strict=True), current=current, window=window)
-            self._b.source.settle_trained(pack.keys, pack_id=pack.pack_id, step=step, version=current)
+            self.channel_b.source.settle_trained(pack.keys, pack_id=pack.pack_id, step=step, version=current)
         return packs
 
     def _publish(self, step: int, outcome: GateOutcome, *, wants_b: bool, reserved: bool) -> None:
-        if self._b is None or self._rounds is None:
+        if self.channel_b is None or self._rounds is None:
             return
-        b = self._b
+        b = self.channel_b
         if wants_b:
             self._missed_in_a_row = 0 if reserved else self._missed_in_a_row + 1
         if outcome.truncation_guard != self._paused:
@@ -316,7 +319,7 @@ class Learner:
         )
 
     def _step_record(self, step: int, plan: StepPlan, packs: tuple[Pack, ...]) -> StepRecord:
-        b = self._b
+        b = self.channel_b
         version = b.clock.current if b else 0
         return StepRecord(
             step=step,
@@ -331,9 +334,9 @@ class Learner:
         )
 
     def _raise_failures(self, outcome: GateOutcome) -> None:
-        if not outcome.pipeline_failed or self._b is None or self._b.continue_on_failure:
+        if not outcome.pipeline_failed or self.channel_b is None or self.channel_b.continue_on_failure:
             return
-        failure = self._b.pipeline.failure
+        failure = self.channel_b.pipeline.failure
         mine = f"rank {self.control.rank}: {type(failure).__name__}: {failure}" if failure else ""
         causes = "; ".join(cause for cause in self.control.gather(mine) if cause)
         raise PipelineFailed(
@@ -342,7 +345,7 @@ class Learner:
         )
 
     def _watch_starvation(self, plan: StepPlan) -> None:
-        if self.starvation is None or self._b is None:
+        if self.starvation is None or self.channel_b is None:
             return
         verdict = self.starvation.observe(plan)
         if verdict is None:

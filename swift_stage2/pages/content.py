@@ -123,6 +123,7 @@ class Section:
 
 
 def series_of(mark: Mark, points: Mapping[str, Sequence[tuple[float, float | None]]]) -> tuple[Series, ...]:
+    """One series per name, from its (place, value) pairs."""
     columns = {name: zip(*told, strict=True) if told else ((), ()) for name, told in points.items()}
     return tuple(Series(name, mark, *told) for name, told in columns.items())
 

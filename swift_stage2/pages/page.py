@@ -30,7 +30,7 @@ class PageContent:
     heading: str
     places: Sequence[str]
     state: str
-    """How what it tells of stands, in a few words."""
+    """State of the run or evaluation, in a few words."""
     sections: Sequence[Section]
     galleries: Mapping[str, Gallery]
 

@@ -79,7 +79,8 @@ class ServerBoard:
             ) from error
         except (OSError, ValueError, TypeError, AttributeError, RecursionError, ConfigError) as error:
             raise UserError(
-                f"{path} must be as this release writes it, cannot read it: {error}; use the release that trains there"
+                f"{path} must be as this release writes it, cannot read it: "
+                f"{str(error).partition('; ')[0]}; use the release that trains there"
             ) from error
 
 

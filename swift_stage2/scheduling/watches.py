@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from swift_stage2.scheduling.step_plan import Channel, StepPlan
+from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 
 
 class StarvationWatch:
@@ -23,23 +23,33 @@ class StarvationWatch:
                 f"starvation.grace_steps is at least 1, got grace_steps={grace_steps}; 200 is the default"
             )
         self._grace_steps = grace_steps
-        self._plans: deque[StepPlan] = deque(maxlen=grace_steps)
+        self._plans: deque[StepPlan] = deque()
+        self._num_run = 0
+        self._skips: Counter[SkipReason] = Counter()
 
     def observe(self, plan: StepPlan) -> str | None:
         """Take in the plan of one step; return a verdict if B has starved since the last one."""
         self._plans.append(plan)
-        if len(self._plans) < self._grace_steps:
+        self._count(plan, +1)
+        if len(self._plans) > self._grace_steps:
+            self._count(self._plans.popleft(), -1)
+        num_run, num_skipped = self._num_run, self._skips.total()
+        if len(self._plans) < self._grace_steps or num_run >= num_skipped:
             return None
-        num_run = sum(each.channel is Channel.B for each in self._plans)
-        skips = Counter(each.skip_reason for each in self._plans if each.skip_reason is not None)
-        if num_run >= skips.total():
-            return None
+        ((cause, _),) = self._skips.most_common(1)
         self._plans.clear()
-        ((cause, _),) = skips.most_common(1)
+        self._skips.clear()
+        self._num_run = 0
         return (
-            f"channel B ran at {num_run} of {num_run + skips.total()} wanted steps among the last {self._grace_steps}, "
+            f"channel B ran at {num_run} of {num_run + num_skipped} wanted steps among the last {self._grace_steps}, "
             f"fewer than half; most frequent cause: {cause}"
         )
+
+    def _count(self, plan: StepPlan, sign: int) -> None:
+        if plan.channel is Channel.B:
+            self._num_run += sign
+        elif plan.skip_reason is not None:
+            self._skips[plan.skip_reason] += sign
 
 
 WINDOW_ROLLOUTS = 256
@@ -70,6 +80,7 @@ class TruncationGuard:
         return sum(self._recent) / len(self._recent) if self._recent else 0.0
 
     def observe(self, truncated: bool) -> None:
+        """Take in one rollout; ``paused`` follows."""
         self._recent.append(bool(truncated))
         ratio = self.truncated_ratio
         if self.paused:

@@ -306,8 +306,12 @@ SumAcrossRanks = Callable[[Sequence[float]], Sequence[float]]
 _SUMMED = tuple(m.name for m in METRICS if m.kind is Kind.COUNTER and m.merge is Merge.SUM)
 _SAME = tuple(m.name for m in METRICS if m.kind is Kind.COUNTER and m.merge is Merge.SAME)
 _GAUGES = tuple(m for m in METRICS if m.kind is Kind.GAUGE)
-_MERGED: dict[Merge, Callable[[Sequence[float]], float]]
-_MERGED = {Merge.SUM: sum, Merge.MIN: min, Merge.MAX: max, Merge.SAME: max}
+_MERGED: dict[Merge, Callable[[Sequence[float]], float]] = {
+    Merge.SUM: sum,
+    Merge.MIN: min,
+    Merge.MAX: max,
+    Merge.SAME: max,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,9 +109,9 @@ def _commit(trainer, step, num_packs, at, fault, rank):
     if name == "await_packs" and trainer.latest_b < max(at, block_start):
         learner = trainer.stage2.learner
         if wants_channel_b(step, learner.b_ratio):
-            _await(lambda: _has_packs(learner._b, num_packs), f"{num_packs} packs")
+            _await(lambda: _has_packs(learner.channel_b, num_packs), f"{num_packs} packs")
     if fault == "await_rounds":
-        b = trainer.stage2.learner._b
+        b = trainer.stage2.learner.channel_b
         _await(lambda: _may_go_on(b, step, trainer.args.process_index), "what a round waits for")
     if name in signal.Signals.__members__ and (not block or trainer.latest_b >= block_start):
         os.environ["INJECT"] = ""

@@ -175,8 +175,8 @@ class PromptLearner(Learner):
 
     def _publish(self, *facts: Any, **more: Any) -> None:
         super()._publish(*facts, **more)
-        if self._b is not None:
-            self._b.sync.let_install()
+        if self.channel_b is not None:
+            self.channel_b.sync.let_install()
 
 
 class HastyPipeline(Pipeline):

@@ -209,7 +209,7 @@ class RankEvents:
             self._told.cut(rollout)
         counts["samples returned"] += len(outcome.returned)
         noted, self._suspicions = self._suspicions, self._client.suspects
-        for _, reason in self._suspicions.items() - noted.items():
+        for _, reason in sorted(self._suspicions.items() - noted.items()):
             self._ledger.suspicion(self._rank, reason)
 
     def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import errno
 import json
+import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from sft_run import build_trainer, channel_a_alone
 
 from swift_stage2 import Stage2Trainer
 from swift_stage2.errors import StorageFull
 from swift_stage2.run_directory import resume
-from swift_stage2.run_directory.checkpoints import whole_checkpoint
+from swift_stage2.run_directory.checkpoints import is_storage_failure, whole_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -66,3 +71,33 @@ def test_the_trainer_voids_a_checkpoint_before_any_rank_writes_over_it(
     trainer.train()
     assert was_whole == [False]
     assert json.loads(state.read_text())["global_step"] == 1
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: save_file({"a": torch.zeros(4096)}, path),
+        lambda path: torch.save({"a": torch.zeros(4096)}, path),
+    ],
+    ids=["safetensors", "torch"],
+)
+def test_what_writers_of_tensors_say_when_there_is_no_room_is_a_failure_of_the_disk(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1024, limits[1])
+    )  # Python ignores the signal of a file that is larger
+    try:
+        with pytest.raises((SafetensorError, RuntimeError)) as failure:
+            write(tmp_path / "file")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert is_storage_failure(failure.value)
+
+
+def test_a_broken_file_is_no_failure_of_the_disk(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"none")
+    with pytest.raises(SafetensorError) as failure, safe_open(tmp_path / "file", "pt"):
+        pass
+    assert not is_storage_failure(failure.value)

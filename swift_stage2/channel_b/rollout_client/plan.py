@@ -288,9 +288,10 @@ class ServerPace:
 def choose(
     paces: Sequence[ServerPace], in_hand: Sequence[int], sizes: Sequence[int], *, share: int, turn: int
 ) -> int:
-    """Which server gets the share of number ``share``, of ``sizes[n]`` prompts on the n-th, which has ``in_hand[n]``.
+    """Which server gets the share of number ``share``; the n-th would get ``sizes[n]`` prompts.
 
-    ``turn`` says with which of the equally good ones to begin. A server without history counts as fast as the fastest.
+    It has ``in_hand[n]`` prompts of this rank that it computes or that wait for it. ``turn`` says with which of the
+    equally good ones to begin. A server without history counts as fast as the fastest.
 
     Raises:
         ValueError: there is no server.
