@@ -100,6 +100,7 @@ class Job:
             if time.monotonic() >= deadline or self._signals.wants_haste:
                 self.say(f"{tree.command.name} is killed before it has ended in order")
                 tree.kill_warden()
+                break
         self.end_abandoned(tree, at_once=self._signals.wants_haste)
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -149,10 +150,13 @@ def claim_directory(path: Path, *, keep: bool, marker: str = _MARKER, option: st
     directory, number = path.absolute(), 1
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{option} must be a directory, got {directory}, a file; name another one")
-    while keep and directory.exists():
-        number += 1
-        directory = directory.with_name(f"{path.name}-{number}")
     try:
+        while keep:
+            with suppress(FileExistsError):
+                directory.mkdir(parents=True)
+                break
+            number += 1
+            directory = directory.with_name(f"{path.name}-{number}")
         if directory.exists() and any(directory.iterdir()) and not (directory / marker).exists():
             raise UserError(
                 f"{option} must be a new directory or one that an earlier run of this command made, "
@@ -160,6 +164,7 @@ def claim_directory(path: Path, *, keep: bool, marker: str = _MARKER, option: st
             )
         directory.mkdir(parents=True, exist_ok=True)
         _hold(directory / marker, option)
+        _refuse_living_run(directory, option)
         for entry in directory.iterdir():
             if entry.name != marker:
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
@@ -168,6 +173,18 @@ def claim_directory(path: Path, *, keep: bool, marker: str = _MARKER, option: st
             f"{option} must be a directory that can be written, got {directory} ({error}); name another one"
         ) from error
     return directory
+
+
+def _refuse_living_run(directory: Path, option: str) -> None:
+    """Raises UserError: whoever claimed it was killed, and ranks of the run that it started have not ended yet."""
+    from swift_stage2.run_directory.lock import is_held  # loads psutil, as yaml above
+
+    for run_dir in {locks.parent for locks in directory.glob("**/locks")}:
+        if is_held(run_dir):
+            raise UserError(
+                f"{option} must be a directory that no run works in, got {directory} with a run in {run_dir}; wait for "
+                "its end, or name another one"
+            )
 
 
 def _hold(marker: Path, option: str) -> None:

@@ -154,6 +154,8 @@ class SuspectProbe:
                 news = found - self._lost if turn == self._num_cut else frozenset()
                 self._lost = self._lost | news
             for server in sorted(news):
+                if turn != self._num_cut:
+                    return  # a round has begun meanwhile, which may prove it
                 try:
                     self.on_lost(server)
                 except RuntimeError as error:  # the others are told of all the same

@@ -180,6 +180,7 @@ class ThreadCourier:
     def begin(self, order: RoundOrder, targets: Sequence[int], snapshot: Snapshot, bucket_bytes: int) -> None:
         self._end_pushes()  # what a failed begin has left
         self._pushes, self._given_up_with, self._given_up = {}, {}, threading.Event()
+        self._transports = dict(self._transports)  # a push that was left behind has the old one
         buckets, self._turns = snapshot.buckets(bucket_bytes), InstallTurns()
         on_disk = self.disk.begin(order, buckets, len(targets)) if self.disk is not None else None
         pushes = {

@@ -105,6 +105,8 @@ class ProcessCourier:
         question = (canary.request, canary.config) if canary is not None else None
         plain = replace(order, canary=None)
         self._worker.send(Errand(plain, question, self._targets, snapshot.memory.where, bucket_bytes))
+        if self._worker.has_ended:  # meanwhile: its end may have been told of the last round's servers
+            self._fail("the process that carries weights has ended; another one takes its place")
 
     def let_install(self) -> None:
         self._worker.send(methodcaller("let_install"))
@@ -127,8 +129,8 @@ class ProcessCourier:
 
     def give_up(self, error: str) -> None:
         """As ``Courier.give_up``: the process is killed."""
+        self._worker.end(0.0)  # first: what it still says must not undo what its end means
         self._fail(error)
-        self._worker.end(0.0)
 
     def confirm(self, round_id: str) -> None:
         self._worker.send(methodcaller("confirm", round_id))

@@ -20,6 +20,7 @@ from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.run_directory import resume
 from swift_stage2.run_directory.claim import claim_directory, refuse_earlier_run, resumed
+from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.telemetry.facade import Telemetry
 
 
@@ -374,3 +375,28 @@ def test_a_directory_in_which_another_process_works_is_refused_and_left_alone(tm
         other.communicate("\n", timeout=60)
     assert claim_directory(tmp_path / "demo", keep=False).is_dir()
     assert not (tmp_path / "demo" / "result").exists()
+
+
+def test_a_directory_whose_run_outlives_a_killed_command_is_not_cleared(tmp_path: Path) -> None:
+    directory = claim_directory(tmp_path / "demo", keep=False)
+    with hold_run_directory(directory / "run", "rank 0", {}):
+        with pytest.raises(
+            UserError, match=r"that no run works in, got .*/demo with a run in .*/demo/run; wait for"
+        ):
+            claim_directory(tmp_path / "demo", keep=False)
+        assert list((directory / "run" / "locks").iterdir())
+    claim_directory(tmp_path / "demo", keep=False)
+    assert not (directory / "run").exists()
+
+
+def test_two_commands_that_keep_take_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Path.mkdir
+
+    def beside_another(path: Path, *arguments: Any, **options: Any) -> None:
+        if path.name == "demo-2" and not path.exists():
+            make(path)  # the other one, a moment earlier
+        make(path, *arguments, **options)
+
+    (tmp_path / "demo").mkdir()
+    monkeypatch.setattr(Path, "mkdir", beside_another)
+    assert claim_directory(tmp_path / "demo", keep=True).name == "demo-3"

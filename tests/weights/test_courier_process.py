@@ -434,6 +434,47 @@ def test_a_round_that_begins_while_the_last_process_is_mourned_has_another_one(l
     learner.require_another_process_and_a_proof(worker.process.pid)
 
 
+def test_a_process_that_dies_just_before_it_gets_its_errand_fails_every_target(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is told while the courier still knows the last round's targets."""
+    worker, changed = learner.courier._worker, learner.courier._changed
+
+    class DiesFirst:
+        def __enter__(self) -> object:
+            monkeypatch.setattr(learner.courier, "_changed", changed)
+            kill(worker.process.pid)
+            wait_for(lambda: worker.is_mourned)
+            return changed.__enter__()
+
+        def __exit__(self, *how: Any) -> None:
+            changed.__exit__(*how)
+
+    monkeypatch.setattr(learner.courier, "_changed", DiesFirst())
+    learner.begin()
+    assert worker.is_mourned
+    assert learner.courier.wait(0.0)
+    outcome = learner.hear_all()
+    assert outcome.failed == (0, 1)
+    learner.require_another_process_and_a_proof(worker.process.pid)
+
+
+def test_what_a_process_still_says_of_losses_does_not_undo_its_end(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner.ours.discard(learner.servers[1].url)
+    worker, end, pid = learner.courier._worker, learner.courier._worker.end, learner.courier.pid
+
+    def end_late(timeout_s: float) -> None:
+        learner.courier._take(Lost(learner.courier._round_id, ()))
+        end(timeout_s)
+
+    monkeypatch.setattr(worker, "end", end_late)
+    learner.courier.give_up("the round is over")
+    assert learner.courier.lost_servers() == (1,)
+    learner.require_another_process_and_a_proof(pid)
+
+
 def test_a_process_that_stands_still_is_killed_and_reaped_before_anything_else_begins(
     learner: Learner, caplog: pytest.LogCaptureFixture
 ) -> None:
