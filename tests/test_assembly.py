@@ -181,7 +181,10 @@ def test_a_server_that_comes_up_late_is_waited_for(
 
 
 def test_a_server_that_is_silent_is_told_of_until_it_answers_and_holds_up_no_other_look(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
+    configure: Callable[..., Stage2Config],
+    server: FakeRolloutServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(servers, "_WAIT_SLICE_S", 0.1)
     told: list[list[str]] = []
@@ -189,8 +192,10 @@ def test_a_server_that_is_silent_is_told_of_until_it_answers_and_holds_up_no_oth
         stock = late.on_get
         late.on_get = lambda call: stock(call) if server.calls and told else Answer(status=503)
         config = configure(late.url, server.url, start_timeout_s=60.0)
+        monkeypatch.setattr(servers, "_TELL_EVERY_S", 0.0)
         wait_for_servers(config, SingleRank(), tell_silent=lambda urls: told.append(list(urls)))
         assert told == [[late.url], []]
+        assert f"{late.url}: no answer yet; training waits for " in caplog.text
 
 
 def test_another_program_is_no_stock_server(

@@ -154,7 +154,10 @@ def _read_line(line: bytes, where: str) -> _Listing:
     images = row["image"] if "image" in row else row.get("images")
     path = path_of(images[0] if isinstance(images, list) and len(images) == 1 else images)
     if not isinstance(path, str):
-        raise DatasetError(f"every line must name one image, got image={images} at {where}; name it")
+        raise DatasetError(
+            f"every line must be a row or a prediction that names one image, got image={str(images)[:80]} at {where}; "
+            "name it"
+        )
     objects = row.get("objects")
     objects = objects if isinstance(objects, Mapping) else {}
     labels, boxes, scores = objects.get("ref") or [], objects.get("bbox") or [], row.get("scores") or []

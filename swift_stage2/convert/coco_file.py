@@ -142,7 +142,10 @@ class CocoFile:
         arrays: set[str] = set()
         for key, element in read_arrays(path, on_progress, what, arrays.add):
             if key in add:
-                add[key](element)
+                try:
+                    add[key](element)
+                except DatasetError as error:
+                    raise DatasetError(f"{path}: {error}") from error
         if not self._images.numbers:
             raise DatasetError(
                 f"{what} must be COCO's JSON and list images, got none in {path}; name another file"
@@ -231,7 +234,9 @@ def _members(element: Any, name: str, key: str, *, what: str) -> tuple[Any, Any]
     """
     found = (element.get(name), element.get(key)) if isinstance(element, Mapping) else (None, None)
     if not isinstance(found[0], _IDS) or not isinstance(found[1], _IDS) or "" in found:
-        raise DatasetError(f"every {what} needs {name} and {key}, got {str(element)[:80]!r}; mend it")
+        raise DatasetError(
+            f"every {what} needs {name} and {key}, got {str(element)[:80]!r}; mend it, or name COCO's JSON"
+        )
     return found
 
 

@@ -101,9 +101,17 @@ def _open(options: argparse.Namespace, tally: Tally) -> Source:
     if options.format == "yolo":
         return YoloFolder(options.source, options.images, tally, classes=options.classes)
     if options.format == "pages":
-        num, seed, sides = options.num, options.seed, options.sides
-        with progress_bar(num, "pictures") as move_to:
-            return PageFolder(options.source, options.images, tally, move_to, num=num, seed=seed, sides=sides)
+        with progress_bar(options.num, "pictures") as move_to:
+            return PageFolder(
+                options.source,
+                options.images,
+                tally,
+                move_to,
+                num=options.num,
+                seed=options.seed,
+                sides=options.sides,
+                replaces=options.force,
+            )
     size = os.path.getsize(options.source) if os.path.isfile(options.source) else None
     with progress_bar(size, "annotations") as move_to:
         return CocoFile(options.source, tally, move_to)
@@ -173,7 +181,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         takes_pictures = name == "pages"
         _add_options(
             one,
-            "the new folder for the pictures; those of an earlier import of pages are replaced"
+            "the new folder for the pictures; --force replaces those of an earlier import of pages"
             if takes_pictures
             else "the folder that images' names start from",
         )

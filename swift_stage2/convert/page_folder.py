@@ -19,6 +19,7 @@ from swift_stage2.convert.exact_numbers import Quad, exact_quad
 from swift_stage2.convert.folder_files import files_below
 from swift_stage2.convert.page_browser import PageBrowser, SeenBox, View, page_browser
 from swift_stage2.convert.tally import Oddity, Tally
+from swift_stage2.errors import UserError
 from swift_stage2.run_directory.claim import claim_directory
 
 LABELS = ("link", "button", "image", "heading", "field")
@@ -35,12 +36,12 @@ Pixels = tuple[int, int, int, int]
 class PageFolder:
     """``num`` pictures of pages below ``root``, taken when this is made and written below the folder ``images``.
 
-    Pictures that an earlier one left there are removed once there is a page and a browser. ``sides``: a picture's width
-    and height are drawn from the first to the second, in pixels.
+    With ``replaces`` pictures that an earlier one left there are removed once there is a page and a browser.
+    ``sides``: a picture's width and height are drawn from the first to the second, in pixels.
 
     Raises:
         DatasetError: there is no page.
-        UserError: there is no browser, or the folder holds something else.
+        UserError: there is no browser, or the folder holds something else, or such pictures and is not to be replaced.
         OSError: a picture cannot be written.
     """
 
@@ -54,12 +55,22 @@ class PageFolder:
         num: int,
         seed: int = 0,
         sides: tuple[int, int] = SIDES,
+        replaces: bool = False,
     ) -> None:
         self._folder, self._tally = images, tally
         self._images: list[AnnotatedImage] = []
         names = files_below(root, _SUFFIXES, "SOURCE")
         random.Random(seed).shuffle(names)
         waiting = deque((name, 0) for name in names)  # a view of every page, then another one of each
+        if (
+            not replaces
+            and (images / _MARKER).exists()
+            and any(each.name != _MARKER for each in images.iterdir())
+        ):
+            raise UserError(
+                f"--images must be a new folder, got {images} with the pictures of an earlier import, which its rows "
+                "name; name another one, or replace them with --force"
+            )
         with page_browser(root) as browser:
             claim_directory(images, keep=False, marker=_MARKER, option="--images")
             while waiting and len(self._images) < num:

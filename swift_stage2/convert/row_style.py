@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +20,7 @@ from swift_stage2.errors import UserError
 
 _IMAGE_MARK = "<image>"
 LABEL, LABELS = "{label}", "{labels}"
+_PLACEHOLDER = re.compile(r"\{\s*labels?\s*\}", re.IGNORECASE)
 
 
 class Order(StrEnum):
@@ -66,6 +68,10 @@ class RowStyle:
                 f"--prompt may hold {_IMAGE_MARK} once, and neither {LABEL_MARK} nor {BOX_MARK}, got "
                 f"prompt={self.prompt!r}; take them out"
             )
+        if not self.prompt.strip():
+            raise UserError("--prompt must ask something, got an empty one; write the question")
+        if near := set(_PLACEHOLDER.findall(self.prompt)) - {LABEL, LABELS}:
+            raise UserError(f"--prompt knows {LABELS} and {LABEL}, got {min(near)}; correct it")
         if self.prompt.encode("utf-8", "replace").decode() != self.prompt:
             raise UserError(f"--prompt must be UTF-8 text, got prompt={self.prompt!a}; write it so")
 

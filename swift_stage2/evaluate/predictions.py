@@ -106,7 +106,9 @@ def read_predictions(path: Path, rows: Sequence[TrueRow]) -> list[Prediction | N
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the line"
-            raise DatasetError(f"{path}:{number}: {where}: {first['msg']}; write it as documented") from error
+            raise DatasetError(
+                f"{path}:{number}: {where}: {first['msg']}; write it as docs/evaluating.md says"
+            ) from error
         if fault := prediction.fault():
             raise DatasetError(f"{path}:{number}: {fault}; mend the line")
         if not waiting[prediction.image]:

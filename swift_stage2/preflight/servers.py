@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +28,8 @@ from swift_stage2.servers.stock import ask_world_size
 
 if TYPE_CHECKING:
     from swift_stage2.collectives import ControlGroup  # loads torch, which launch never does
+
+logger = logging.getLogger(__name__)
 
 
 def refuse_busy_ports(config: Stage2Config, indices: Iterable[int]) -> list[int]:
@@ -156,6 +159,7 @@ def _lone_address(host: str) -> str:
 
 _POLL_S = 0.5
 _WAIT_SLICE_S = 10.0
+_TELL_EVERY_S = 30.0
 _LOOK_S = 5.0
 
 
@@ -188,6 +192,7 @@ def wait_for_servers(
     waiting = [server.base_url for server in config.rollout.servers]
     found = FoundServers()
     silent: set[str] = set()
+    told_s = time.monotonic()
     names: dict[str, str] = {}
     while waiting:
         # In slices, each with a broadcast: no rank waits in one collective for as long as a server may take.
@@ -208,6 +213,12 @@ def wait_for_servers(
             waiting.append(base_url)  # the others may answer meanwhile
         if len(silent) != num_silent and control.rank == 0:
             tell_silent(sorted(silent))
+        if silent and control.rank == 0 and time.monotonic() - told_s >= _TELL_EVERY_S:
+            told_s = time.monotonic()
+            left_s = max(0.0, end - told_s)
+            logger.warning(
+                "%s: no answer yet; training waits for %.0f s more", ", ".join(sorted(silent)), left_s
+            )
         if told["answers"]:
             if told["ours"]:
                 if (name := names.setdefault(told["incarnation"], base_url)) != base_url:

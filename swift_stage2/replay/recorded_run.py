@@ -168,7 +168,8 @@ def _last_process(run_dir: Path) -> tuple[dict[int, Process], dict[int, Process]
     processes = {0: _processes(_read_record(record_path(run_dir, 0)))}
     if not processes[0]:
         raise UserError(
-            f"{record_path(run_dir, 0)} tells of no process that began; the run ended before its start"
+            f"{record_path(run_dir, 0)} tells of no process that began; the run ended before its start, or the file is "
+            "damaged: bring it here as the run wrote it"
         )
     world_size = list(processes[0].values())[-1][0]["world_size"]
     for rank in range(1, world_size):
@@ -180,7 +181,10 @@ def _last_process(run_dir: Path) -> tuple[dict[int, Process], dict[int, Process]
         processes[rank] = _processes(_read_record(path))
     common = [run_id for run_id in processes[0] if all(run_id in of_rank for of_rank in processes.values())]
     if not common:
-        raise UserError(f"no process of {run_dir} was begun by every rank; there is nothing to replay")
+        raise UserError(
+            f"the records in {run_dir} tell of no process that every rank began; bring the files of all ranks here as "
+            "the run wrote them"
+        )
     run_id = common[-1]
     paths = {rank: ledger_path(run_dir, rank) for rank in processes}
     ledgers = {

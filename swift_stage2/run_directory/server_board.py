@@ -80,7 +80,8 @@ class ServerBoard:
         except (OSError, ValueError, TypeError, AttributeError, RecursionError, ConfigError) as error:
             raise UserError(
                 f"{path} must be as this release writes it, cannot read it: "
-                f"{str(error).partition('; ')[0]}; use the release that trains there"
+                f"{str(error).partition('; ')[0]}; use the release that trains there, or "
+                "bring the file here as the run wrote it"
             ) from error
 
 

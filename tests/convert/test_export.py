@@ -167,8 +167,8 @@ def test_scores_of_what_evaluate_writes_are_kept(tmp_path: Path) -> None:
     ("line", "told"),
     [
         ("no json", "one JSON object"),
-        ("{}", "must name one image"),
-        ({"images": ["a.png", "b.png"], "objects": {}}, "must name one image"),
+        ("{}", "names one image"),
+        ({"images": ["a.png", "b.png"], "objects": {}}, "names one image"),
         ({"image": "gone.png", "objects": {"ref": [], "bbox": []}}, "a picture that can be read"),
         ({"objects": {"ref": ["a"], "bbox": []}}, "num_ref=1 num_bbox=0"),
         ({"objects": {"ref": ["a"], "bbox": [[3, 2, 1, 4]]}}, "x1 <= x2"),

@@ -16,7 +16,7 @@ import pytest
 from drawn_sources import Importer
 from PIL import Image
 
-from swift_stage2.convert import page_browser
+from swift_stage2.convert import import_command, page_browser
 from swift_stage2.convert.page_browser import SeenBox, View
 from swift_stage2.convert.page_folder import seen_pixels
 from swift_stage2.convert.tally import Oddity
@@ -362,6 +362,7 @@ def test_a_machine_without_a_browser_is_told_so(
         run_import("pages", source, "--num", "1")
 
 
+@browser
 def test_pictures_of_others_stay(tmp_path: Path, run_import: Importer) -> None:
     source = write_page(tmp_path, "<h1>heading</h1>")
     (tmp_path / "images").mkdir()
@@ -377,6 +378,7 @@ def test_a_folder_without_pages_is_refused(tmp_path: Path, run_import: Importer)
         run_import("pages", tmp_path / "pages", "--num", "1")
 
 
+@browser
 @pytest.mark.parametrize(
     ("source", "options", "error"),
     [
@@ -394,5 +396,21 @@ def test_a_refused_import_leaves_the_pictures_of_an_earlier_one(
     assert before
     (tmp_path / "no-pages").mkdir()
     with pytest.raises(error):
-        run_import("pages", tmp_path / source, "--num", "1", "--force", *options)
+        run_import("pages", tmp_path / source, "--num", "1", *options)
     assert {path: path.read_bytes() for path in (tmp_path / "images").rglob("*.png")} == before
+
+
+@browser
+def test_pictures_that_the_rows_of_another_import_name_are_replaced_with_force_only(
+    tmp_path: Path, run_import: Importer
+) -> None:
+    source = write_page(tmp_path, "<h1>heading</h1>")
+    run_import("pages", source, "--num", "1", "--sides", "200")
+    before = {path: path.read_bytes() for path in (tmp_path / "images").rglob("*.png")}
+    argv = ["pages", str(source), "--images", str(tmp_path / "images"), "--num", "1", "--sides", "300"]
+    with pytest.raises(
+        UserError, match=r"got .*/images with the pictures of an earlier import, which its rows name"
+    ):
+        import_command.main([*argv, "--output", str(tmp_path / "other.jsonl")])
+    assert {path: path.read_bytes() for path in (tmp_path / "images").rglob("*.png")} == before
+    assert not (tmp_path / "other.jsonl").exists()
