@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.faults.accounting import TAKEN
+
 
 def step(number: int, time: float, channel: str = "A", **fields: Any) -> dict[str, Any]:
     return {
@@ -35,3 +37,7 @@ def batch(time: float, num_rollouts: int, *ends: str) -> dict[str, Any]:
     failures = [{"end": end, "reason": "because"} for end in ends]
     numbers = {"num_rollouts": num_rollouts, "num_returned": 0, "num_quarantined": 0, "num_posts": 1}
     return {"kind": "batch", "time": time, "failures": failures} | numbers
+
+
+def taken(time: float, num_rollouts: int, round_id: str | None = None) -> dict[str, Any]:
+    return {"kind": TAKEN, "time": time, "round_id": round_id, "num_rollouts": num_rollouts}

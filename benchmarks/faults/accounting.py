@@ -16,7 +16,7 @@ from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger_account import RankAccount, RunAccount, Violation
 
 TAKEN = "taken"
-"""Kind of the record that the plugin of the bench's jobs writes of rollouts as they go on to be trained."""
+"""Kind of the record that the plugin of the bench's jobs writes of rollouts, by round, as they go on to be trained."""
 _NUM_WARMUP_STEPS = 3
 _NANOSECONDS = 1e9
 COUNTERS = (
@@ -171,9 +171,9 @@ def report(records: Sequence[Sequence[Record]], samples: RunAccount, moments: Mo
         unproven_rollouts=moments.asked_unproven
         + num_taken_of_failed_rounds(records, moments.fault)
         + sum(
-            batch["num_rollouts"]
-            for batch in of_kind(everything, "batch")
-            if moments.restarted is not None and moments.restarted <= batch["time"] < end
+            taken["num_rollouts"]  # not of batches, which are told together, and later than they came
+            for taken in of_kind(everything, TAKEN)
+            if moments.restarted is not None and moments.restarted <= taken["time"] < end
         ),
         counters=_counters(records),
         warnings=_each_once(
@@ -328,7 +328,7 @@ def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
 def num_taken_of_failed_rounds(records: Sequence[Sequence[Record]], since: float) -> int:
     """Rollouts of all ranks that went on to be trained, and whose stamp names no round that proved a server.
 
-    The last round of a run may have no record. Stock servers do not stamp.
+    The last round of a run may have no record. Stock servers do not stamp: theirs have no name at all.
     """
     rounds = of_kind(records[0], "round")
     committed = {each["round_id"]: each["committed"] for each in rounds}
@@ -337,7 +337,9 @@ def num_taken_of_failed_rounds(records: Sequence[Sequence[Record]], since: float
         taken["num_rollouts"]
         for part in records
         for taken in of_kind(part, TAKEN)
-        if taken["time"] >= since and not committed.get(taken["round_id"], taken["time"] > last)
+        if taken["time"] >= since
+        and taken["round_id"] is not None
+        and not committed.get(taken["round_id"], taken["time"] > last)
     )
 
 

@@ -35,8 +35,7 @@ _prepare = Pipeline._prepare
 
 def _note_and_prepare(pipeline: Pipeline, rollouts: Sequence[Rollout]) -> None:
     for round_id, number in Counter(rollout.round_id for rollout in rollouts).items():
-        if round_id is not None:
-            pipeline.events._audit.write(TAKEN, round_id=round_id, num_rollouts=number)
+        pipeline.events._audit.write(TAKEN, round_id=round_id, num_rollouts=number)
     _prepare(pipeline, rollouts)
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_records import batch, step, sync_round
+from fault_records import batch, step, sync_round, taken
 from ledger_run import LedgerRun
 
-from benchmarks.faults.accounting import TAKEN, Moments, SampleCount, first_notice, gaps, pause, report
+from benchmarks.faults.accounting import Moments, SampleCount, first_notice, gaps, pause, report
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 from swift_stage2.telemetry.reading import read_ledgers
 
@@ -102,7 +102,14 @@ def test_without_a_proof_there_is_no_end() -> None:
 
 
 def test_rollouts_taken_between_restart_and_proof_are_counted() -> None:
-    records = [*steady(20), batch(7.0, 3), batch(9.0, 5, "lost"), sync_round(14.5), batch(15.0, 8)]
+    records = [
+        *steady(20),
+        taken(7.0, 3),
+        batch(9.0, 3, "lost"),
+        taken(9.0, 5),
+        sync_round(14.5),
+        taken(15.0, 8),
+    ]
     assert run_of(records, healed=12.0, restarted=8.0).unproven_rollouts == 5
     assert run_of(records, healed=12.0).unproven_rollouts == 0
 
@@ -110,7 +117,7 @@ def test_rollouts_taken_between_restart_and_proof_are_counted() -> None:
 def test_a_server_that_caught_up_between_two_rounds_is_proven() -> None:
     late = sync_round(12.5) | {"kind": "catch_up"}
     del late["committed"]
-    records = [*steady(20), batch(9.0, 5), late, batch(13.0, 8), sync_round(14.5)]
+    records = [*steady(20), taken(9.0, 5), late, taken(13.0, 8), sync_round(14.5)]
     found = run_of(records, healed=12.0, restarted=8.0)
     assert (found.unproven_rollouts, found.steps_until_proof) == (5, 11 - 4)
     failed = sync_round(12.5, proven=False) | {"kind": "catch_up"}
@@ -118,13 +125,10 @@ def test_a_server_that_caught_up_between_two_rounds_is_proven() -> None:
 
 
 def test_rollouts_made_by_weights_of_a_round_that_proved_nobody_are_counted() -> None:
-    def taken(time: float, round_id: str) -> dict[str, Any]:
-        return {"kind": TAKEN, "time": time, "round_id": round_id, "num_rollouts": 3}
-
     rounds = [sync_round(8.0), sync_round(12.0, proven=False), sync_round(14.5)]
-    sound = [taken(11.0, "run-8"), taken(16.0, "run-16")]  # the last one has no record yet
+    sound = [taken(11.0, 3, "run-8"), taken(16.0, 3, "run-16")]  # the last one has no record yet
     assert run_of([*steady(20), *rounds, *sound]).unproven_rollouts == 0
-    for bad in (taken(12.5, "run-12"), taken(12.5, "run-16")):
+    for bad in (taken(12.5, 3, "run-12"), taken(12.5, 3, "run-16")):
         assert run_of([*steady(20), *rounds, *sound, bad]).unproven_rollouts == 3
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fault_records import batch, step, sync_round
+from fault_records import batch, step, sync_round, taken
 from ledger_run import LedgerRun
 
 from benchmarks.estimates import Verdict
@@ -102,6 +102,7 @@ def audit(rank: int, num_steps: int, *, waits_at: int | None = None, failed_at: 
         if number % 4 == 0:
             records.append(sync_round(number + 0.5, seconds=0.1))
         records.append(batch(number + 0.75, 4, *(["error_answer"] if number == failed_at else [])))
+        records.append(taken(number + 0.75, 4))
     return records
 
 
