@@ -126,12 +126,12 @@ class ServerFault(Stage2Error):
 
     @property
     def knows_no_such_call(self) -> bool:
-        """Whether something answered that has no such route."""
+        """True if the server answered that it does not have the route that was called."""
         return self.status in (404, 405, 501)
 
     @property
     def is_foreign(self) -> bool:
-        """Whether what answered lacks the route, or answered what the wire does not allow, as other programs do."""
+        """True if the answer may be another program's: it lacks the route, or its answer breaks our protocol."""
         return self.knows_no_such_call or self.kind is FaultKind.UNUSABLE
 
     @property

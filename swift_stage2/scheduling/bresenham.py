@@ -32,7 +32,7 @@ def next_wanted_step(step: int, b_ratio: float) -> int | None:
 
 
 def wanted_count(steps: int, b_ratio: float) -> int:
-    """How many of the steps 0 .. ``steps`` - 1 are wanted on channel B: floor(steps·r). Raises as `wants_channel_b`."""
+    """Counts the steps before ``steps`` that want channel B: floor(steps · b_ratio). Raises as `wants_channel_b`."""
     ratio = _exact_ratio(b_ratio)
     if steps < 0:
         raise ValueError(f"steps count from 0, got steps={steps}; pass the global step")

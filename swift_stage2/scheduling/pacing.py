@@ -42,7 +42,7 @@ class Pacer:
     """``gradient_accumulation_steps``."""
 
     def decide(self, state: PacingState) -> int:
-        """How many packs to start making now, beside those that are in the making.
+        """Returns the number of packs to start now, those already in the making not counted.
 
         While a round is pending the answer holds for a start right after it, so the caller can wait for
         its ticket; it should ask again with the ticket in hand.

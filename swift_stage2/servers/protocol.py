@@ -131,7 +131,7 @@ class ServerInfo(WireRecord):
 
     @property
     def is_swift_rollout(self) -> bool:
-        """Whether it is a stock ``swift rollout``."""
+        """True for a stock ``swift rollout``, False for our server and for plain ``vllm serve``."""
         return self.stock and self.chat_model is None
 
     def to_json(self) -> dict[str, Any]:

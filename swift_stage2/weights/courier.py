@@ -245,7 +245,7 @@ class ThreadCourier:
         return kept is not None and kept.is_lost()
 
     def is_ours(self, server: int) -> bool:
-        """Whether it is known as a server of ours."""
+        """True if the server with this number has shown in a round, or when it joined, that it runs our program."""
         return self.endpoints[server].base_url in self.ours
 
     def lost_servers(self) -> tuple[int, ...]:

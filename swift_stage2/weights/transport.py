@@ -89,9 +89,9 @@ class WeightTransport(Protocol):
         return
 
     def is_lost(self) -> bool:
-        """Whether what is kept between rounds has lost the server; by default nothing is kept.
+        """True if the connection that the transport keeps between rounds has broken; False where it keeps none.
 
-        Any thread may ask, and has an answer within a second or so.
+        Callable from any thread; returns within about a second.
         """
         return False
 
