@@ -1,7 +1,7 @@
 """``swift-stage2 gpu-check``: every stage in a process of its own, and what they found as one JSON and one page.
 
-A stage that crashes, hangs or runs out of memory costs that stage only. The time that is left is divided among the
-stages that are left, so that the whole check ends by its deadline; the report is written after each of them.
+A stage that crashes, hangs or runs out of memory costs that stage only. Each has its own time, and those for which too
+little is left are skipped, so that the whole check ends by its deadline; the report is written after each of them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,6 +42,21 @@ _OUTPUT = "gets JSON, page and logs (default runs/gpu-check); an earlier check t
 _WHEELS = "a folder that --collect made: what this machine lacks of it is installed for this check alone"
 _COLLECT = "only download the wheels, where a package registry is; at most 64 MiB"
 _PYTHON = f"with --collect: the other machine's Python (default {wheels.PYTHON_VERSION}, on x86-64 Linux)"
+
+
+def _stage(text: str) -> Stage:
+    """Raises ArgumentTypeError: there is no such stage, or what stands behind ``=`` is no number of seconds."""
+    name, _, seconds = text.partition("=")
+    stage = next((each for each in STAGES if each.name == name), None)
+    try:
+        given = float(seconds) if seconds else math.inf
+    except ValueError:
+        given = 0.0
+    if stage is None or not given > 0:
+        raise argparse.ArgumentTypeError(f"NAME or NAME=SECONDS of {', '.join(_NAMES)}, got {text}")
+    return replace(stage, seconds=given) if seconds else stage
+
+
 _OPTIONS = (
     Option("output", Path("runs/gpu-check"), _OUTPUT, metavar="DIR"),
     Option("keep", False, "keep an earlier check; take DIR-2, DIR-3, … instead"),
@@ -47,7 +64,13 @@ _OPTIONS = (
     Option("collect", None, _COLLECT, kind=Path, metavar="DIR"),
     Option("python", wheels.PYTHON_VERSION, _PYTHON, metavar="X.Y"),
     Option("rehearse", False, "on the CPU with tiny shapes; shows no figure of a GPU"),
-    Option("stages", [], f"only these: {', '.join(_NAMES)}", kind=str, choices=_NAMES, metavar="NAME"),
+    Option(
+        "stages",
+        [],
+        f"only these, =S: what each is given: {', '.join(_NAMES)}",
+        kind=_stage,
+        metavar="NAME[=S]",
+    ),
     Option("deadline-s", TOTAL_S, f"of the whole check (default {TOTAL_S:g})", metavar="S"),
 )
 
@@ -66,12 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     started = time.monotonic()
     records: list[dict[str, Any]] = []
-    chosen = [stage for stage in STAGES if not options.stages or stage.name in ("machine", *options.stages)]
+    chosen = [STAGES[0], *(stage for stage in options.stages or STAGES if stage.name != STAGES[0].name)]
     with _scratch_directory() as scratch:
         environment, logs = _environment(options, scratch), scratch / "logs"
         for index, stage in enumerate(chosen):
             left_s = options.deadline_s - _RESERVE_S - (time.monotonic() - started)
-            deadline_s = time_for(chosen[index:], left_s)
+            deadline_s = time_for(stage, left_s)
             records.append(_run(stage, deadline_s, logs / stage.name, scratch, environment, options))
             if index == 0:  # the machine; only now, since it clears an earlier check
                 if records[0]["status"] == Status.FAILED and not options.rehearse:
@@ -86,10 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(record["status"] == Status.FAILED for record in records) else 0
 
 
-def time_for(left: Sequence[Stage], left_s: float) -> float | None:
-    """Seconds for the first of ``left``: its share of ``left_s`` by weight, or a bare minimum; None without that."""
-    share_s = left_s * left[0].weight / sum(each.weight for each in left)
-    return min(left_s, max(_LEAST_STAGE_S, share_s)) if left_s >= _LEAST_STAGE_S else None
+def time_for(stage: Stage, left_s: float) -> float | None:
+    """Seconds for a stage of what is left of the whole; None where that is too little to begin."""
+    return min(left_s, stage.seconds) if left_s >= min(_LEAST_STAGE_S, stage.seconds) else None
 
 
 def _run(

@@ -26,6 +26,7 @@ from benchmarks.tiny_model import (
     build_tokenizer,
     save_model,
 )
+from swift_stage2.weights.copy_stream import Copy
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot import CastMemory, Snapshot
 
@@ -240,10 +241,10 @@ def _measure(context: Context, name: str, export: WeightExport) -> None:
     note(f"{name}_peak_over_weights_gib", peak_gib(device) - resting_gib)
 
 
-def copy_all(export: WeightExport, snapshot: Snapshot, *, non_blocking: bool = False) -> None:
+def copy_all(export: WeightExport, snapshot: Snapshot, copy: Copy = torch.Tensor.copy_) -> None:
     """As a sync round fills its snapshot."""
     for names in export.plan(_BUCKET_BYTES):
-        snapshot.put(export.read(names), non_blocking=non_blocking)
+        snapshot.put(export.read(names), copy)
 
 
 def sums_of(snapshot: Snapshot) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Every stage in the order in which they run, cheap ones first; what one is given, and the page of what they found.
+"""Every stage in the order in which they run, what is least known first; what one is given; the page of the results.
 
 ``gpu-check.json`` and ``gpu-check.md`` are written with every stage; its figures as they come.
 """
@@ -42,8 +42,8 @@ class Stage:
     """One thing to show: ``work(context)`` raises ``CheckFailed`` or ``CheckSkipped``, or returns when all held."""
 
     name: str
-    weight: int
-    """Its share of the time that is left, against the weights of the stages after it."""
+    seconds: float
+    """What it is given, unless less is left or ``--stages`` says otherwise."""
     work: str
     """``module:function``, imported in the stage's own process."""
     proves: str
@@ -57,31 +57,31 @@ _HERE = "benchmarks.gpu_check"
 _SWIFT = ("swift", "datasets", "peft", "fastapi", "uvicorn")
 
 STAGES = (
-    Stage("machine", 2, f"{_HERE}.device:machine",
+    Stage("machine", 30, f"{_HERE}.device:machine",
           proves="what device and which packages are there"),
-    Stage("arithmetic", 3, f"{_HERE}.device:arithmetic",
-          proves="checksums and looks for NaN give on the GPU what they give on the CPU"),
-    Stage("real-shapes", 6, f"{_HERE}.real_shapes:shapes", needs=("transformers",),
-          proves="Qwen2.5-VL-3B and a 2-layer Qwen3-VL are made, saved and loaded at their real shapes"),
-    Stage("isolation", 6, f"{_HERE}.training:isolation", needs=_SWIFT,
-          proves="packed segments do not see each other, and an injected leak is seen"),
-    Stage("streams", 3, f"{_HERE}.transfers:streams",
-          proves="a late or never-ending transfer on a side stream neither stops training nor outlives its deadline"),
-    Stage("round-memory", 7, f"{_HERE}.real_shapes:round_memory", needs=("transformers", "peft"),
-          proves="seconds and memory of export, LoRA merge and pack at 3B and 7B, and what a lack of memory does"),
-    Stage("copy-stream", 5, f"{_HERE}.copy_stream:copy_stream", needs=("transformers", "peft"),
-          proves="a snapshot at 3B copied beside training is whole though the optimizer steps at once; pause, GiB/s"),
-    Stage("handover", 4, f"{_HERE}.transfers:handover",
-          proves="a pinned snapshot under a backward pass, and weights in another process by memory file and CUDA IPC"),
-    Stage("learner-lora", 12, f"{_HERE}.training:one_rank", needs=_SWIFT, arguments={"tuner": "lora"},
-          proves="LoRA and our server on one device: 12 steps, rounds proven by sums and canary"),
-    Stage("learner-full", 12, f"{_HERE}.training:one_rank", needs=_SWIFT, arguments={"tuner": "full"},
+    Stage("learner-full", 180, f"{_HERE}.training:one_rank", needs=_SWIFT, arguments={"tuner": "full"},
           proves="full tuning and our server on one device: 12 steps, rounds proven by sums and canary"),
-    Stage("two-ranks", 10, f"{_HERE}.training:two_ranks", needs=_SWIFT,
+    Stage("copy-stream", 60, f"{_HERE}.copy_stream:copy_stream", needs=("transformers", "peft"),
+          proves="a snapshot at 3B copied beside training is whole though the optimizer steps at once; its ratio"),
+    Stage("learner-lora", 120, f"{_HERE}.training:one_rank", needs=_SWIFT, arguments={"tuner": "lora"},
+          proves="LoRA and our server on one device: 12 steps, rounds proven by sums and canary"),
+    Stage("two-ranks", 120, f"{_HERE}.training:two_ranks", needs=_SWIFT,
           proves="two ranks on one device over gloo: equal plans, proven rounds, a common stop on SIGTERM"),
-    Stage("zero3", 8, f"{_HERE}.training:zero3", needs=(*_SWIFT, "deepspeed"),
+    Stage("arithmetic", 30, f"{_HERE}.device:arithmetic",
+          proves="checksums and looks for NaN give on the GPU what they give on the CPU"),
+    Stage("real-shapes", 60, f"{_HERE}.real_shapes:shapes", needs=("transformers",),
+          proves="Qwen2.5-VL-3B and a 2-layer Qwen3-VL are made, saved and loaded at their real shapes"),
+    Stage("isolation", 40, f"{_HERE}.training:isolation", needs=_SWIFT,
+          proves="packed segments do not see each other, and an injected leak is seen"),
+    Stage("streams", 30, f"{_HERE}.transfers:streams",
+          proves="a late or never-ending transfer on a side stream neither stops training nor outlives its deadline"),
+    Stage("round-memory", 70, f"{_HERE}.real_shapes:round_memory", needs=("transformers", "peft"),
+          proves="seconds and memory of export, LoRA merge and pack at 3B and 7B, and what a lack of memory does"),
+    Stage("handover", 40, f"{_HERE}.transfers:handover",
+          proves="a pinned snapshot under a backward pass, and weights in another process by memory file and CUDA IPC"),
+    Stage("zero3", 120, f"{_HERE}.training:zero3", needs=(*_SWIFT, "deepspeed"),
           proves="ZeRO-3 with one rank: shapes under partitioning reach the server proven"),
-    Stage("nccl-rollout", 16, f"{_HERE}.nccl_rollout:run", needs=(*_SWIFT, "vllm"),
+    Stage("nccl-rollout", 240, f"{_HERE}.nccl_rollout:run", needs=(*_SWIFT, "vllm"),
           proves="stock swift rollout over NCCL at TP 1 and 2: three rounds, SIGKILL and SIGSTOP in a push, rejoin"),
 )  # fmt: skip
 

@@ -40,6 +40,7 @@ from swift_stage2.errors import ConfigError
 from swift_stage2.launch.job import last_cause
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.preflight.packing_isolation import check_isolation, isolation_batches
+from swift_stage2.process.ports import free_ports
 from swift_stage2.records import SampleKey
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.reading import read_audit
@@ -99,6 +100,10 @@ def _train_for_rounds(
         asked: list[float] = []
 
         def look() -> None:
+            if server.tree.poll() is not None:
+                raise CheckFailed(
+                    f"the server ended: {last_cause(server.tree.log_path, server.tree.log_offset)}"
+                )
             if (
                 not asked
                 and len(_records(job, 0, "round")) >= _LEAST_ROUNDS
@@ -158,13 +163,25 @@ _CHECKED_PROOF = "checksums+canary"
 
 
 def start_server(context: Context, processes: BenchServers, model: Path) -> BenchServer:
-    """Our server on the check's device, once it answers. Raises ``ChildFailed`` when it does not."""
+    """Our server on the check's device; it loads while the learner does, which waits for it."""
     options = {
         "external-plugins": str(TEMPLATE_FILE), "model-type": MODEL_TYPE, "template": MODEL_TYPE,
         "torch-dtype": context.dtype, "device": context.device, **({"num-threads": 1} if context.rehearsal else {}),
     }  # fmt: skip
-    words = ("-m", "swift_stage2", "rollout", str(model), *as_argv(options), "--port")
-    return processes.start_program("server", lambda port: (*words, str(port)), _threads(context))
+    port, group_port = free_ports(2)
+    argv = (
+        sys.executable,
+        "-u",
+        "-m",
+        "swift_stage2",
+        "rollout",
+        str(model),
+        *as_argv(options),
+        "--port",
+        str(port),
+    )
+    tree = processes.start_process("server", argv, _threads(context))
+    return BenchServer(f"http://127.0.0.1:{port}", group_port, tree)
 
 
 def _write_job(

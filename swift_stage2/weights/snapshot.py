@@ -13,6 +13,7 @@ import torch
 
 from swift_stage2.errors import WeightSyncError
 from swift_stage2.servers.protocol import TensorSpec
+from swift_stage2.weights.copy_stream import Copy
 from swift_stage2.weights.snapshot_memory import SnapshotMemory
 from swift_stage2.weights.tensors import all_finite, checksum_tensors, describe_flat, num_bytes
 
@@ -55,27 +56,32 @@ class Snapshot:
         """Bytes of host memory."""
         return self._flat.numel()
 
-    def put(self, tensors: Iterable[tuple[str, torch.Tensor]], *, non_blocking: bool = False) -> None:
-        """Copies tensors in, from whatever device holds them; ``non_blocking``: a GPU's copies are only queued."""
+    def put(self, tensors: Iterable[tuple[str, torch.Tensor]], copy: Copy = torch.Tensor.copy_) -> None:
+        """Copies tensors in, from whatever device holds them."""
         for name, tensor in tensors:
-            self._tensors[name].copy_(tensor, non_blocking=non_blocking)
+            copy(self._tensors[name], tensor)
 
     def take(
-        self, read: ReadTensors, names: Sequence[str], *, non_blocking: bool = False, at_once: bool = False
+        self,
+        read: ReadTensors,
+        names: Sequence[str],
+        copy: Copy = torch.Tensor.copy_,
+        *,
+        at_once: bool = False,
     ) -> None:
         """``put`` of what ``read`` gives; one tensor at a time if its device has no memory for all of them.
 
         Raises torch.OutOfMemoryError: not even for one, or they must be read ``at_once``.
         """
         try:
-            self.put(read(names), non_blocking=non_blocking)
+            self.put(read(names), copy)
             return
         except torch.OutOfMemoryError as error:
             if at_once or len(names) == 1:
                 raise
             logger.warning("%d tensors of a round are copied one at a time: %s", len(names), error)
         for name in names:  # here, where the error holds none of those that were read
-            self.put(read([name]), non_blocking=non_blocking)
+            self.put(read([name]), copy)
 
     def buckets(self, max_bytes: int) -> tuple[WeightBucket, ...]:
         """All tensors in buckets of at most ``max_bytes`` in the learner's dtypes; a larger tensor goes alone."""

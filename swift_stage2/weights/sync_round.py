@@ -24,12 +24,12 @@ from swift_stage2.process.watches import RoundWatch
 from swift_stage2.records import RoundOutcome, ServerReport
 from swift_stage2.servers.session import Deadline
 from swift_stage2.telemetry.trace import EnterSpan, untraced
-from swift_stage2.weights.copy_stream import CopiesBesideTraining, CopyStream, CudaCopyStream
+from swift_stage2.weights.copy_stream import CopiesBesideTraining, Copy, CopyStream, CudaCopyStream
 from swift_stage2.weights.courier import Courier, PushEnd
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import Canary, CanarySchedule, RoundOrder
 from swift_stage2.weights.push import describe_fault
-from swift_stage2.weights.snapshot import Snapshot
+from swift_stage2.weights.snapshot import Snapshot, snapshot_bytes
 from swift_stage2.weights.snapshot_memory import SnapshotMemory
 from swift_stage2.weights.transfer import Transfer
 
@@ -84,7 +84,7 @@ class WeightSync:
         self._memory = memory or SnapshotMemory()
         self._span = span
         if copy_stream is None and export.gpu is not None:
-            copy_stream = CudaCopyStream(export.gpu)
+            copy_stream = CudaCopyStream(export.gpu, snapshot_bytes(export.manifest()))
         self._copies = CopiesBesideTraining(copy_stream, self._hand_over)
         self._distrusted: set[int] = set()  # since the round began
         self._heap = HeapTrim()
@@ -317,15 +317,13 @@ class WeightSync:
             if self._export.partitioned:
                 self._control.broadcast({"gather": None})
 
-    def _fill(self, snapshot: Snapshot) -> None:
+    def _fill(self, snapshot: Snapshot, copy: Copy) -> None:
         # What all ranks gather, one of them cannot gather once more.
-        take = partial(snapshot.take, self._export.read, at_once=self._export.partitioned)
+        take = partial(snapshot.take, self._export.read, copy=copy, at_once=self._export.partitioned)
         for index, names in enumerate(self._export.plan(self._bucket_bytes)):
             if self._export.partitioned:
                 self._control.broadcast({"gather": index})
-            if fault := self._take_part(
-                "copying the weights", partial(take, names, non_blocking=self._copies.on_stream)
-            ):
+            if fault := self._take_part("copying the weights", partial(take, names)):
                 raise WeightSyncError(fault)
 
     def _transfer(

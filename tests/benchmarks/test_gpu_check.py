@@ -136,7 +136,7 @@ def _bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, deadline_s: 
         "import sys\n"
         "from benchmarks.gpu_check import stage_process\n"
         "from benchmarks.gpu_check.stage import Stage\n"
-        f"stage = Stage(name='bad', proves='', work='bad_stage:run', weight=1, arguments={{'how': {how!r}}})\n"
+        f"stage = Stage(name='bad', proves='', work='bad_stage:run', seconds=1, arguments={{'how': {how!r}}})\n"
         "stage_process.STAGES = (stage,)\n"
         "sys.exit(stage_process.main(sys.argv[1:]))\n"
     )
@@ -188,13 +188,21 @@ def test_a_check_whose_stages_all_have_to_be_killed_ends_by_its_deadline(
 ) -> None:
     elapsed_s = 0.0
     given = []
-    for index in range(len(STAGES)):
-        deadline_s = command.time_for(STAGES[index:], total_s - 60.0 - elapsed_s)
+    for stage in STAGES:
+        deadline_s = command.time_for(stage, total_s - 60.0 - elapsed_s)
         given.append(deadline_s)
         elapsed_s += 0.0 if deadline_s is None else deadline_s + overrun_s
     assert elapsed_s <= total_s
     assert given[0] is not None
     assert all(each is None or each >= 30.0 for each in given)
+
+
+def test_stages_run_in_the_order_asked_for_with_the_time_asked_for() -> None:
+    options = command._parse(["--stages", "handover=7", "streams"])
+    assert [(stage.name, stage.seconds) for stage in options.stages] == [("handover", 7.0), ("streams", 30.0)]
+    for wrong in ("streams=soon", "streams=-1", "streams=nan", "steams"):
+        with pytest.raises(SystemExit):
+            command._parse(["--stages", wrong])
 
 
 def test_a_stage_that_has_no_time_left_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

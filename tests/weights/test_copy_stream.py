@@ -6,8 +6,10 @@ The stand-in for a GPU's stream copies as late as one may: when something waits 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from swift_stage2.errors import WeightSyncError
 from swift_stage2.records import ServerReport
 from swift_stage2.servers.session import Deadline
 from swift_stage2.weights import sync_round
-from swift_stage2.weights.copy_stream import CudaCopyStream
+from swift_stage2.weights.copy_stream import Copy, CudaCopyStream
 from swift_stage2.weights.courier import PushEnd
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import RoundOrder
@@ -44,8 +46,8 @@ class LateCopies:
         self._work: Callable[[], None] | None = None
         self._is_done = True
 
-    def copy(self, work: Callable[[], None]) -> None:
-        self._work, self._is_done = work, False
+    def copy(self, work: Callable[[Copy], None]) -> None:
+        self._work, self._is_done = partial(work, torch.Tensor.copy_), False
 
     def wait_before_write(self) -> None:
         self.num_waits_before_write += 1
@@ -523,50 +525,133 @@ def test_in_hugging_faces_loop_a_step_waits_for_the_copy_of_its_round(
 
 
 class Cuda:
-    """Notes which calls reach ``torch.cuda``, by name; streams and events are strings and know their own."""
+    """Notes what reaches ``torch.cuda``: waits between streams, the stream that is current, and ends of pieces.
 
-    def __init__(self) -> None:
+    Tensors are on the CPU, where a copy is done when it is queued. ``hold`` keeps pieces from arriving.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
         self.calls: list[str] = []
+        self.arrives = threading.Event()
+        self.arrives.set()
+        training = SimpleNamespace(
+            name="training", wait_event=lambda event: self.calls.append("training waits")
+        )
+        side = SimpleNamespace(name="side", wait_stream=lambda stream: self.calls.append("side waits"))
+        for name, stand_in in {
+            "Stream": lambda device: side,
+            "Event": self._event,
+            "current_stream": lambda device: training,
+            "stream": lambda stream: nullcontext(),
+            "mem_get_info": lambda device: (free, free),
+            "memory_reserved": lambda device: 0,
+            "max_memory_allocated": lambda device: 0,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
 
-    def thing(self, name: str, *methods: str) -> Any:
-        def note(method: str) -> Callable[..., None]:
-            return lambda *given: self.calls.append(
-                f"{name}.{method}({', '.join(each.name for each in given)})"
-            )
+    def _event(self, blocking: bool = False) -> Any:
+        def synchronize() -> None:
+            assert self.arrives.wait(20.0)
+            self.calls.append("piece")
 
-        return SimpleNamespace(name=name, **{method: note(method) for method in methods})
-
-    def enter(self, stream: Any) -> AbstractContextManager[None]:
-        self.calls.append(f"on {stream.name}")
-        return nullcontext()
+        return SimpleNamespace(record=lambda stream: None, synchronize=synchronize)
 
 
-def test_the_side_stream_follows_the_trainings_stream_and_tells_its_end_also_after_a_failure(
+WEIGHTS = {"a": torch.arange(64.0), "b": torch.arange(8.0), "c": torch.zeros(0)}
+NUM_BYTES = 72 * 4
+
+
+class CopiedWeights:
+    """A module's weights and a snapshot of them, by a ``CudaCopyStream`` in pieces of 64 bytes."""
+
+    def __init__(self, num_bytes: int = NUM_BYTES, *, failure: str = "") -> None:
+        self.weights = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+        self.snapshot = {name: torch.full_like(tensor, -1.0) for name, tensor in WEIGHTS.items()}
+        self.failure = failure
+        self.stream = CudaCopyStream(torch.device("cuda", 0), num_bytes)
+        self.stream.piece_bytes = 64
+
+    def work(self, copy: Copy) -> None:
+        for name, tensor in self.weights.items():
+            copy(self.snapshot[name], tensor)
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+    def write(self) -> None:
+        """As an optimizer: behind the wait of the hook."""
+        self.stream.wait_before_write()
+        for tensor in self.weights.values():
+            tensor.add_(100.0)
+
+
+def test_with_room_on_the_device_the_optimizer_steps_before_anything_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cuda = Cuda()
-    training = cuda.thing("training", "wait_event")
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: cuda.thing("side", "wait_stream"))
-    monkeypatch.setattr(
-        torch.cuda, "Event", lambda blocking: cuda.thing("copied", "record", "query", "synchronize")
-    )
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
-    monkeypatch.setattr(torch.cuda, "stream", cuda.enter)
-    stream = CudaCopyStream(torch.device("cuda", 0))
+    cuda = Cuda(monkeypatch, free=2 * NUM_BYTES)
+    copied = CopiedWeights()
+    cuda.arrives.clear()
+    copied.stream.copy(copied.work)
+    copied.write()
+    assert not copied.stream.is_done()
+    assert cuda.calls == ["side waits", "training waits"]
+    cuda.arrives.set()
+    copied.stream.wait()
+    assert copied.stream.is_done()
+    assert same(copied.snapshot, WEIGHTS)
+    assert cuda.calls[2:] == ["piece"] * 5  # 288 bytes: four whole pieces, and what is left
 
-    def fail() -> None:
-        cuda.calls.append("copy")
-        raise RuntimeError("out of memory")
 
-    with pytest.raises(RuntimeError, match="out of memory"):
-        stream.copy(fail)
-    stream.wait_before_write()
-    stream.wait()
-    assert cuda.calls == [
-        "side.wait_stream(training)",
-        "on side",
-        "copy",
-        "copied.record(side)",
-        "training.wait_event(copied)",
-        "copied.synchronize()",
-    ]
+def test_without_room_the_optimizer_waits_until_the_weights_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = Cuda(monkeypatch, free=NUM_BYTES)
+    copied = CopiedWeights()
+    cuda.arrives.clear()
+    copied.stream.copy(copied.work)
+    assert not copied.stream.is_done()
+    optimizer = threading.Thread(target=copied.write)
+    optimizer.start()
+    assert same(copied.weights, WEIGHTS)
+    cuda.arrives.set()
+    optimizer.join(20.0)
+    assert not optimizer.is_alive()
+    assert same(copied.snapshot, WEIGHTS)
+    assert not same(copied.weights, WEIGHTS)
+
+
+def test_room_that_others_have_taken_costs_a_wait_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, free=2 * NUM_BYTES)
+    copied = CopiedWeights()
+    clone, num_clones = torch.Tensor.clone, 0
+
+    def no_memory_for_the_second(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal num_clones
+        num_clones += 1
+        if num_clones == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return clone(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "clone", no_memory_for_the_second)
+    copied.stream.copy(copied.work)
+    copied.write()
+    copied.stream.wait()
+    assert same(copied.snapshot, WEIGHTS)
+    assert "piece" in cuda.calls[: cuda.calls.index("training waits")]
+
+
+@pytest.mark.parametrize("free", [NUM_BYTES, 2 * NUM_BYTES])
+def test_a_copy_that_fails_is_told_once_and_the_next_one_goes_on(
+    monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    Cuda(monkeypatch, free)
+    copied = CopiedWeights(failure="an illegal memory access")
+
+    def whole_copy() -> None:
+        copied.stream.copy(copied.work)
+        copied.stream.wait()
+
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        whole_copy()
+    copied.failure = ""
+    whole_copy()
+    assert same(copied.snapshot, WEIGHTS)
