@@ -25,38 +25,12 @@ from benchmarks.gpu_check.real_shapes import (
     with_lora,
 )
 from benchmarks.gpu_check.stage import CheckFailed, Context
-from swift_stage2.weights.copy_stream import CopiesBesideTraining, Copy, CopyStream, CudaCopyStream
+from swift_stage2.weights.copy_stream import CopiesBesideTraining, CudaCopyStream
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot import Snapshot
 
-_GIB = 1 << 30
 _LEARNING_RATE = 0.01
 _REPEATS = 10
-_STEPS_AFTER = 4  # what is still on its way after the first step shows in these
-
-
-class WholeCopyStream:
-    """A ``CopyStream`` that queues everything at once: the first form, kept to be compared with."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-
-    def copy(self, work: Callable[[Copy], None]) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            work(partial(torch.Tensor.copy_, non_blocking=True))
-            self._copied.record(self._stream)
-
-    def wait_before_write(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._copied)
-
-    def is_done(self) -> bool:
-        return bool(self._copied.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        self._copied.synchronize()
 
 
 def copy_stream(context: Context) -> None:
@@ -88,39 +62,31 @@ def _examine(context: Context, name: str, model: Any) -> None:
     for batch in (picture, text):
         step(batch)  # the first one also loads kernels
     context.note(f"{name}_read_backs", _num_read_backs(context, partial(step, picture)))
-    context.note(f"{name}_read_backs_of_text", _num_read_backs(context, partial(step, text)))
     _, seconds = timed(context.device, lambda: copy_all(export, snapshot))
     context.note(f"{name}_blocking_s", seconds)
 
-    ways: dict[str, tuple[CopyStream | None, dict[str, torch.Tensor]]] = {"cpu": (None, picture)}
-    if (gpu := export.gpu) is not None:
-        large = CudaCopyStream(gpu, snapshot.num_bytes)
-        large.piece_bytes = 256 << 20
-        ways = {
-            "d_staged": (CudaCopyStream(gpu, snapshot.num_bytes), picture),
-            "c_pieces": (CudaCopyStream(gpu, snapshot.num_bytes, stages=False), picture),
-            "a_whole": (WholeCopyStream(gpu), picture),
-        }
-        if name == "full":
-            ways |= {
-                "b_whole_text": (WholeCopyStream(gpu), text),
-                "d_staged_text": (CudaCopyStream(gpu, snapshot.num_bytes), text),
-                "d_staged_in_256_mib": (large, picture),
-            }
-    for way, (stream, batch) in ways.items():
+    def measure(
+        way: str, batch: dict[str, torch.Tensor] = picture, *, checks: bool = False, **form: Any
+    ) -> None:
+        stream = CudaCopyStream(export.gpu, snapshot.num_bytes) if export.gpu is not None else None
+        for attribute, value in form.items():
+            setattr(stream, attribute, value)
         copies = CopiesBesideTraining(stream, on_step=lambda: None)
         step(batch)  # copies go beside training once an optimizer has passed their hook
-        label = f"{name}_{way}"
         copy = partial(copies.copy, partial(copy_all, export, snapshot))
-        _time(context, label, copies, copy, partial(step, batch))
-        _require_whole(label, export, snapshot, copies, copy, optimizer)
+        _time(context, f"{name}_{way}", copies, copy, partial(step, batch))
+        if checks:
+            _require_whole(f"{name}_{way}", export, snapshot, copies, copy, optimizer)
         copies.close()
-        if stream is not None:  # without the hook: shows that the optimizer comes soon enough to do harm
-            before = _copied_once(export, snapshot)
-            copy()
-            optimizer.step()
-            copies.wait()  # deadline: the stage's
-            context.note(f"{label}_spoiled_without_hook", sums_of(snapshot) != before)
+
+    measure("staged", checks=True)
+    if export.gpu is not None:
+        measure("whole", stages=False, checks=True)
+        if name == "full":
+            measure("whole_text", text, stages=False)
+            measure("staged_pause_1", pause_cycles=1_500_000)
+            measure("staged_8_mib", piece_bytes=8 << 20, pause_cycles=1_500_000)
+            measure("staged_8_mib_pause_05", piece_bytes=8 << 20, pause_cycles=750_000)
     optimizer.zero_grad()
 
 
@@ -131,45 +97,39 @@ def _time(
     copy: Callable[[], None],
     step: Callable[[], None],
 ) -> None:
-    """Notes medians over turns of a step, and of a copy with steps behind it; ratios are of the same turn."""
-    device = context.device
+    """Notes medians over turns of a step, and of a copy and a step, whose ratio is of the same turn."""
+    alone, beside, ratios, queued, whole = [], [], [], [], []
 
-    def steps(number: int, *, beside: bool) -> float:
-        def work() -> None:
-            if beside:
-                copy()
-            for _ in range(number):
-                step()
-            if device != "cpu":
-                torch.cuda.current_stream().synchronize()
+    def copy_and_step() -> None:
+        began = time.perf_counter()
+        copy()
+        queued.append(time.perf_counter() - began)
+        step()
 
+    for _ in range(2 if context.rehearsal else _REPEATS):
+        alone.append(_until_stepped(context.device, step))
+        began = time.perf_counter()
+        beside.append(_until_stepped(context.device, copy_and_step))
+        ratios.append(beside[-1] / alone[-1])
         copies.wait()  # deadline: the stage's
-        return _seconds(device, work)
-
-    alone, first, later, whole = [], [], [], []
-    for turn in range(2 if context.rehearsal else _REPEATS):
-        alone.append(steps(1, beside=False))
-        first.append(steps(1, beside=True) / alone[-1])
-        if turn > 2:
-            continue
-        plain = steps(_STEPS_AFTER, beside=False)
-        later.append((steps(_STEPS_AFTER, beside=True) - plain) / plain * _STEPS_AFTER)
-        copies.wait()  # deadline: the stage's
-        whole.append(timed(device, lambda: (copy(), copies.wait()))[1])
+        whole.append(time.perf_counter() - began)
     context.note(f"{label}_step_s", statistics.median(alone))
-    context.note(f"{label}_alone_s", statistics.median(whole))
-    context.note(f"{label}_ratio", statistics.median(first))
-    context.note(f"{label}_ratio_most", max(first))
-    context.note(f"{label}_extra_steps_in_{_STEPS_AFTER}", statistics.median(later))
+    context.note(f"{label}_copy_and_step_s", statistics.median(beside))
+    context.note(f"{label}_ratio", statistics.median(ratios))
+    context.note(f"{label}_ratio_of_medians", statistics.median(beside) / statistics.median(alone))
+    context.note(f"{label}_queued_s", statistics.median(queued))
+    context.note(f"{label}_whole_s", statistics.median(whole))
 
 
-def _seconds(device: str, work: Callable[[], None]) -> float:
-    """Of ``work``, which waits itself for what it wants done; other streams may still be busy after it."""
+def _until_stepped(device: str, work: Callable[[], None]) -> float:
+    """Seconds until the training's stream has done ``work``; what copies beside it may go on."""
     if device != "cpu":
         torch.cuda.synchronize(device)
-    started = time.perf_counter()
+    began = time.perf_counter()
     work()
-    return time.perf_counter() - started
+    if device != "cpu":
+        torch.cuda.current_stream().synchronize()
+    return time.perf_counter() - began
 
 
 def _num_read_backs(context: Context, step: Callable[[], None]) -> int:

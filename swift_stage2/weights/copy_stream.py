@@ -8,29 +8,32 @@ them has stepped it), a hook of a backward pass.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
+from torch._utils import _flatten_dense_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+_STAGED_AT_ONCE = 512 << 20  # bytes; what is merged for them is held as long
 _PIECE_BYTES = 32 << 20
+_PAUSE_CYCLES = 6_000_000  # of a GPU's clock, some 3 ms: a piece takes 0.7 ms
 _SPARE = 0.25  # of the weights' bytes: what a copy on the device leaves free beyond training's own peak
 
 Copy = Callable[[torch.Tensor, torch.Tensor], object]
 """Copies its second tensor into its first, as ``torch.Tensor.copy_`` does, now or later."""
+_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class CopyStream(Protocol):
     """The copies of one round at a time."""
 
     def copy(self, work: Callable[[Copy], None]) -> None:
-        """Has ``work`` copy weights by the function that it is given, as they are once all that the calling thread has
-        queued has written them.
+        """Has ``work`` copy, by the function that it is given, weights as all that the calling thread has queued leaves
+        them.
 
-        Raises what ``work`` does, here or in ``wait``.
+        Raises what ``work`` does; what it has copied until then is done all the same.
         """
 
     def wait_before_write(self) -> None:
@@ -40,76 +43,55 @@ class CopyStream(Protocol):
         """Whether the copies have ended, well or not; for any thread."""
 
     def wait(self) -> None:
-        """Returns when they have ended, however long that takes. Raises what they failed with."""
+        """Returns when they have ended, however long that takes. Raises RuntimeError if the device has failed."""
 
 
 class CudaCopyStream:
     """A ``CopyStream`` of one GPU by way of a copy on the device, which takes milliseconds and leaves the weights free.
 
-    Without room for that it reads the weights themselves, and an optimizer waits until they have left. Both go to main
-    memory in pieces, each queued when the one before has arrived: what a forward pass reads back (Qwen-VL: the sizes of
-    its pictures) stands behind all that is queued in that direction, so that a whole snapshot would hold training up.
+    From there the copy leaves in pieces with pauses between: what a forward pass reads back (Qwen-VL: sizes of its
+    pictures, in every block) waits for what is queued in that direction. Without room on the device for a second copy
+    the weights themselves are read at once, and an optimizer waits until they have left.
     """
 
-    def __init__(self, device: torch.device, num_bytes: int, *, stages: bool = True) -> None:
-        """``num_bytes``: of the weights. ``stages=False`` never copies on the device."""
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        """``num_bytes``: of the weights."""
         self._device = device
         self._num_bytes = num_bytes
-        self._stages = stages
-        self._has_staged = self._reads_weights = False
+        self.stages: bool | None = None
+        """Whether weights are copied on the device first; None: where it has room."""
+        self.piece_bytes, self.pause_cycles = _PIECE_BYTES, _PAUSE_CYCLES
+        self._has_staged = False
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._staged = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self.piece_bytes = _PIECE_BYTES
-        self._num_queued = 0  # bytes
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._free = self._copied  # behind it nothing reads the weights
 
     def copy(self, work: Callable[[Copy], None]) -> None:
-        self.wait()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._reads_weights = not (self._stages and self._has_room())
-        if self._reads_weights:
-            self._start(work)
-            return
-        self._has_staged = True
-        staged: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
-
-        def drain(copy: Copy) -> None:
-            while staged:  # each is let go of as it leaves
-                copy(*staged.popleft())
-
-        def stage(target: torch.Tensor, source: torch.Tensor) -> None:
-            try:
-                staged.append((target, source.clone()))
-            except torch.OutOfMemoryError:  # others have taken the room; what is staged leaves first
-                drain(self._send)
-                self._send(target, source)
-                self._await_pieces()
-
+        self._free = self._copied
         try:
-            # Memory that is taken here belongs to this stream: it is used again only behind the copy out of it.
+            # Memory that is taken here belongs to this stream: when Python lets go of it, it is used again only behind
+            # the copy out of it.
             with torch.cuda.stream(self._stream):
-                work(stage)
+                if self._has_room() if self.stages is None else self.stages:
+                    self._stage(work)
+                else:
+                    work(_queue)
         finally:
-            self._staged.record(self._stream)
-        self._start(drain)
+            self._copied.record(self._stream)
 
     def wait_before_write(self) -> None:
-        if self._reads_weights and self._thread is not None:
-            self._thread.join()  # deadline: the round's watch
-        else:
-            torch.cuda.current_stream(self._device).wait_event(self._staged)
+        torch.cuda.current_stream(self._device).wait_event(self._free)
 
     def is_done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
+        try:
+            return bool(self._copied.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return True  # ``wait`` says why
 
     def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()  # deadline: the round's watch
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        self._copied.synchronize()
 
     def _has_room(self) -> bool:
         """Whether a second copy of the weights fits beside the most that training has held at once."""
@@ -118,31 +100,66 @@ class CudaCopyStream:
         room = free + torch.cuda.memory_reserved(self._device) - most
         return room >= self._num_bytes * (_SPARE + (not self._has_staged))
 
-    def _start(self, work: Callable[[Copy], None]) -> None:
-        # A daemon: a device that hangs must not keep the process from its end.
-        self._thread = threading.Thread(target=self._run, args=(work,), name="stage2-copies", daemon=True)
-        self._thread.start()
+    def _stage(self, work: Callable[[Copy], None]) -> None:
+        self._has_staged = True
+        pairs: list[_Pair] = []
+        staged: list[_Pair] = []
+        num_bytes, all_staged = 0, True
 
-    def _run(self, work: Callable[[Copy], None]) -> None:
-        try:
-            with torch.cuda.stream(self._stream):
-                work(self._send)
-                self._await_pieces()
-        except Exception as error:
-            self._failure = error
+        def add(target: torch.Tensor, source: torch.Tensor) -> None:
+            nonlocal num_bytes
+            pairs.append((target, source))
+            num_bytes += source.nbytes
+            if num_bytes >= _STAGED_AT_ONCE:
+                flush()
 
-    def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        piece = max(1, self.piece_bytes // source.element_size())
-        for into, part in zip(target.view(-1).split(piece), source.view(-1).split(piece), strict=True):
-            into.copy_(part, non_blocking=True)
-            self._num_queued += part.nbytes
-            if self._num_queued >= self.piece_bytes:
-                self._await_pieces()
+        def flush() -> None:
+            nonlocal num_bytes, all_staged
+            for run in _runs(pairs):
+                try:
+                    flat = _flatten_dense_tensors([source for _, source in run])
+                except torch.OutOfMemoryError:  # others have taken the room: these leave as without it
+                    all_staged = False
+                    for pair in run:
+                        _queue(*pair)
+                else:
+                    staged.append((_whole(run[0][0], flat.numel()), flat))
+            pairs.clear()
+            num_bytes = 0
 
-    def _await_pieces(self) -> None:
-        self._num_queued = 0
-        self._arrived.record(self._stream)
-        self._arrived.synchronize()
+        work(add)
+        flush()
+        if all_staged:
+            self._staged.record(self._stream)
+            self._free = self._staged
+        for target, flat in staged:
+            piece = self.piece_bytes // flat.element_size()
+            for into, part in zip(target.split(piece), flat.split(piece), strict=True):
+                _queue(into, part)
+                torch.cuda._sleep(self.pause_cycles)
+
+
+def _whole(first: torch.Tensor, num_items: int) -> torch.Tensor:
+    """So many items of its memory, from the first of ``first`` on."""
+    return first.new_empty(0).set_(first.untyped_storage(), first.storage_offset(), (num_items,))
+
+
+def _queue(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _runs(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
+    """Pairs of one dtype whose targets lie one behind the other."""
+    run: list[_Pair] = []
+    end = 0
+    for target, source in pairs:
+        if run and (target.data_ptr() != end or source.dtype != run[0][1].dtype):
+            yield run
+            run = []
+        run.append((target, source))
+        end = target.data_ptr() + target.nbytes
+    if run:
+        yield run
 
 
 class CopiesBesideTraining:
