@@ -6,7 +6,6 @@ The stand-in for a GPU's stream copies as late as one may: when something waits 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
@@ -24,13 +23,14 @@ from swift_stage2.collectives import SingleRank
 from swift_stage2.compat import declare_operators
 from swift_stage2.errors import WeightSyncError
 from swift_stage2.records import ServerReport
+from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.servers.session import Deadline
-from swift_stage2.weights import sync_round
+from swift_stage2.weights import copy_stream, sync_round
 from swift_stage2.weights.copy_stream import Copy, CudaCopyStream
 from swift_stage2.weights.courier import PushEnd
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import RoundOrder
-from swift_stage2.weights.snapshot import CastMemory, Snapshot
+from swift_stage2.weights.snapshot import CastMemory, Snapshot, snapshot_bytes
 from swift_stage2.weights.sync_round import WeightSync
 
 Weights = dict[str, torch.Tensor]
@@ -525,19 +525,15 @@ def test_in_hugging_faces_loop_a_step_waits_for_the_copy_of_its_round(
 
 
 class Cuda:
-    """Notes what reaches ``torch.cuda``: waits between streams, the stream that is current, and ends of pieces.
-
-    Tensors are on the CPU, where a copy is done when it is queued. ``hold`` keeps pieces from arriving.
-    """
+    """Notes in ``calls`` what reaches ``torch.cuda``; streams and events are known by name. Copies are done at once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
         self.calls: list[str] = []
-        self.arrives = threading.Event()
-        self.arrives.set()
+        self.events = iter(("staged", "copied"))
         training = SimpleNamespace(
-            name="training", wait_event=lambda event: self.calls.append("training waits")
+            wait_event=lambda event: self.calls.append(f"training waits for {event.name}")
         )
-        side = SimpleNamespace(name="side", wait_stream=lambda stream: self.calls.append("side waits"))
+        side = SimpleNamespace(wait_stream=lambda stream: self.calls.append("side waits"))
         for name, stand_in in {
             "Stream": lambda device: side,
             "Event": self._event,
@@ -546,112 +542,97 @@ class Cuda:
             "mem_get_info": lambda device: (free, free),
             "memory_reserved": lambda device: 0,
             "max_memory_allocated": lambda device: 0,
+            "_sleep": lambda cycles: self.calls.append("pause"),
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
 
     def _event(self, blocking: bool = False) -> Any:
-        def synchronize() -> None:
-            assert self.arrives.wait(20.0)
-            self.calls.append("piece")
-
-        return SimpleNamespace(record=lambda stream: None, synchronize=synchronize)
-
-
-WEIGHTS = {"a": torch.arange(64.0), "b": torch.arange(8.0), "c": torch.zeros(0)}
-NUM_BYTES = 72 * 4
+        name = next(self.events)
+        note = self.calls.append
+        return SimpleNamespace(
+            name=name,
+            record=lambda stream: note(f"{name} recorded"),
+            synchronize=lambda: note(f"{name} synchronized"),
+        )
 
 
-class CopiedWeights:
-    """A module's weights and a snapshot of them, by a ``CudaCopyStream`` in pieces of 64 bytes."""
-
-    def __init__(self, num_bytes: int = NUM_BYTES, *, failure: str = "") -> None:
-        self.weights = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
-        self.snapshot = {name: torch.full_like(tensor, -1.0) for name, tensor in WEIGHTS.items()}
-        self.failure = failure
-        self.stream = CudaCopyStream(torch.device("cuda", 0), num_bytes)
-        self.stream.piece_bytes = 64
-
-    def work(self, copy: Copy) -> None:
-        for name, tensor in self.weights.items():
-            copy(self.snapshot[name], tensor)
-        if self.failure:
-            raise RuntimeError(self.failure)
-
-    def write(self) -> None:
-        """As an optimizer: behind the wait of the hook."""
-        self.stream.wait_before_write()
-        for tensor in self.weights.values():
-            tensor.add_(100.0)
+WEIGHTS = {
+    "a": torch.arange(64.0),
+    "b": torch.arange(6.0).reshape(2, 3),
+    "c": torch.zeros(0),
+    "d": torch.arange(3.0).bfloat16(),
+    "e": torch.tensor([7, 8]),
+    "f": torch.arange(5.0).half(),
+}
+MANIFEST = [TensorSpec(name, tuple(each.shape), str(each.dtype)[6:]) for name, each in WEIGHTS.items()]
+NUM_BYTES = snapshot_bytes(MANIFEST)
 
 
-def test_with_room_on_the_device_the_optimizer_steps_before_anything_has_left(
+def copied(cuda: Cuda, failure: str = "") -> tuple[CudaCopyStream, Weights]:
+    """A stream that has been given these weights, and the snapshot's tensors; pieces are of 128 bytes."""
+    snapshot = Snapshot(MANIFEST)
+    stream = CudaCopyStream(torch.device("cuda", 0), NUM_BYTES)
+    stream.piece_bytes = 128
+
+    def work(copy: Copy) -> None:
+        snapshot.put(WEIGHTS.items(), copy)
+        if failure:
+            raise RuntimeError(failure)
+
+    with pytest.raises(RuntimeError, match=failure) if failure else nullcontext():
+        stream.copy(work)
+    stream.wait_before_write()
+    stream.wait()
+    return stream, snapshot._tensors
+
+
+def test_with_room_on_the_device_training_waits_for_the_copy_there_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda = Cuda(monkeypatch, free=2 * NUM_BYTES)
-    copied = CopiedWeights()
-    cuda.arrives.clear()
-    copied.stream.copy(copied.work)
-    copied.write()
-    assert not copied.stream.is_done()
-    assert cuda.calls == ["side waits", "training waits"]
-    cuda.arrives.set()
-    copied.stream.wait()
-    assert copied.stream.is_done()
-    assert same(copied.snapshot, WEIGHTS)
-    assert cuda.calls[2:] == ["piece"] * 5  # 288 bytes: four whole pieces, and what is left
+    _, arrived = copied(cuda)
+    assert same(arrived, WEIGHTS)
+    calls = [call for call in cuda.calls if call != "pause"]
+    last = ["copied recorded", "training waits for staged", "copied synchronized"]
+    assert calls == ["side waits", "staged recorded", *last]
+    assert cuda.calls.count("pause") == 7  # 280 bytes in three pieces, nothing in one, and one of each other dtype
+    assert cuda.calls.index("staged recorded") < cuda.calls.index("pause")
 
 
-def test_without_room_the_optimizer_waits_until_the_weights_have_left(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("failure", ["", "a merge without memory"])
+def test_without_room_training_waits_until_the_weights_have_left(
+    monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
     cuda = Cuda(monkeypatch, free=NUM_BYTES)
-    copied = CopiedWeights()
-    cuda.arrives.clear()
-    copied.stream.copy(copied.work)
-    assert not copied.stream.is_done()
-    optimizer = threading.Thread(target=copied.write)
-    optimizer.start()
-    assert same(copied.weights, WEIGHTS)
-    cuda.arrives.set()
-    optimizer.join(20.0)
-    assert not optimizer.is_alive()
-    assert same(copied.snapshot, WEIGHTS)
-    assert not same(copied.weights, WEIGHTS)
+    _, arrived = copied(cuda, failure)
+    assert same(arrived, WEIGHTS)
+    assert cuda.calls == ["side waits", "copied recorded", "training waits for copied", "copied synchronized"]
 
 
 def test_room_that_others_have_taken_costs_a_wait_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch, free=2 * NUM_BYTES)
-    copied = CopiedWeights()
-    clone, num_clones = torch.Tensor.clone, 0
+    flatten = copy_stream._flatten_dense_tensors
 
-    def no_memory_for_the_second(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal num_clones
-        num_clones += 1
-        if num_clones == 2:
+    def for_floats(tensors: list[torch.Tensor]) -> torch.Tensor:
+        if tensors[0].dtype == torch.half:
             raise torch.OutOfMemoryError("no memory")
-        return clone(tensor)
+        return flatten(tensors)
 
-    monkeypatch.setattr(torch.Tensor, "clone", no_memory_for_the_second)
-    copied.stream.copy(copied.work)
-    copied.write()
-    copied.stream.wait()
-    assert same(copied.snapshot, WEIGHTS)
-    assert "piece" in cuda.calls[: cuda.calls.index("training waits")]
+    monkeypatch.setattr(copy_stream, "_flatten_dense_tensors", for_floats)
+    _, arrived = copied(cuda)
+    assert same(arrived, WEIGHTS)
+    assert "training waits for copied" in cuda.calls
+    assert "staged recorded" not in cuda.calls
 
 
-@pytest.mark.parametrize("free", [NUM_BYTES, 2 * NUM_BYTES])
-def test_a_copy_that_fails_is_told_once_and_the_next_one_goes_on(
-    monkeypatch: pytest.MonkeyPatch, free: int
+def test_a_copy_that_has_once_been_staged_goes_on_until_training_needs_the_room(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    Cuda(monkeypatch, free)
-    copied = CopiedWeights(failure="an illegal memory access")
-
-    def whole_copy() -> None:
-        copied.stream.copy(copied.work)
-        copied.stream.wait()
-
-    with pytest.raises(RuntimeError, match="an illegal memory access"):
-        whole_copy()
-    copied.failure = ""
-    whole_copy()
-    assert same(copied.snapshot, WEIGHTS)
+    """The peak that the device remembers holds the copy itself."""
+    cuda = Cuda(monkeypatch, free=2 * NUM_BYTES)
+    stream, _ = copied(cuda)
+    for most, waits_for in ((NUM_BYTES, "staged"), (2 * NUM_BYTES, "copied")):
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device, most=most: most)
+        stream.copy(lambda copy: Snapshot(MANIFEST).put(WEIGHTS.items(), copy))
+        stream.wait_before_write()
+        assert cuda.calls[-1] == f"training waits for {waits_for}"
