@@ -1,7 +1,7 @@
-"""Stages *isolation*, *learner-lora*, *learner-full*, *zero3*, *two-ranks*, *one-gpu-vllm*: learner and server on one GPU.
+"""Stages *isolation*, *learner-lora*, *learner-full*, *zero3*, *two-ranks*, *one-gpu-vllm*: learner beside our server.
 
-Started one by one beside the transformers engine, and by ``launch`` on vLLM. Weights of real widths with one rank; the
-demo's with two, over gloo, with CUDA tensors of one device in every hook.
+On one device, started one by one beside the transformers engine, and by ``launch`` on vLLM. Weights of real widths with
+one rank; the demo's with two, over gloo, with CUDA tensors of one device in every hook.
 """
 
 from __future__ import annotations
@@ -137,10 +137,11 @@ def one_gpu_vllm(context: Context) -> None:
     model = checkpoint(WIDE_4_LAYERS, context)
     free_memory(context.device)
     context.at("model")
+    port, group_port = free_ports(2)
     devices = {} if context.rehearsal else {"devices": [0]}
     launch = {"share_devices": True, "learner": devices, "servers": [{**_vllm_entry(context), **devices}]}
     job = _write_job(
-        context, "run-one-gpu-vllm", model, free_ports(2), sync_every_steps=3, num_ranks=1, swift=_LORA,
+        context, "run-one-gpu-vllm", model, (port, group_port), sync_every_steps=3, num_ranks=1, swift=_LORA,
         num_steps=_NUM_STEPS, mode=Mode.INLINE, launch=launch,
     )  # fmt: skip
     with BenchServers(context.logs) as processes:
@@ -163,7 +164,7 @@ def _vllm_entry(context: Context) -> dict[str, Any]:
     if context.rehearsal:
         entry = server_entry(ServerEngine.VLLM)
     else:
-        part = {"vllm_gpu_memory_utilization": 0.4, "vllm_engine_kwargs": _attention()}
+        part = {"vllm_gpu_memory_utilization": 0.4, "vllm_engine_kwargs": attention_options()}
         args = {**vllm_options(context), **part}
         entry = {"engine": ServerEngine.VLLM.value, "args": args, "env": {"VLLM_NO_USAGE_STATS": 1}}
     entry["args"]["vllm_limit_mm_per_prompt"] = {"image": 1, "video": 0}
@@ -178,7 +179,7 @@ def vllm_options(context: Context) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _attention() -> dict[str, str]:
+def attention_options() -> dict[str, str]:
     """What vLLM does not find out where its kernels of flash attention 2 are left out, which are large to bring."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
@@ -197,7 +198,7 @@ def _look(context: Context, job: DemoJob) -> None:
     for kind, part in _PARTS.items():
         if kind in kinds:
             context.at(part)
-    if (used := used_gib(context.device)) > context.figures.get("device_peak_gib", 0.0):
+    if (used := used_gib(context.device)) > float(context.figures.get("device_peak_gib", 0.0)):
         context.note("device_peak_gib", used)
 
 
