@@ -51,6 +51,14 @@ def peak_gib(device: str) -> float:
     return 0.0 if device == "cpu" else torch.cuda.max_memory_allocated(device) / _GIB
 
 
+def used_gib(device: str) -> float:
+    """What all processes hold of the GPU now, GiB; 0 on the CPU."""
+    if device == "cpu":
+        return 0.0
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free) / _GIB
+
+
 _PACKAGES = ("transformers", "accelerate", "peft", "ms-swift", "vllm", "deepspeed", "flash-attn")
 # Around the sizes at which the checksum changes its way: words of 4 bytes, rows of 1024 words, chunks of 4096 rows.
 _ODD_SIZES = (0, 1, 2, 3, 5, 1023, 1025, 4095, 4097, 4_194_305)

@@ -18,12 +18,13 @@ import psutil
 import torch
 
 from benchmarks.gpu_check.stage import CheckFailed, CheckSkipped, Context
+from benchmarks.gpu_check.training import vllm_options
 from benchmarks.servers import BenchServer, BenchServers
 from benchmarks.sync_learner import TextCanary
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
-from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, server_entry
+from swift_stage2.demo.demo_config import STAGE1, server_entry
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.process.ports import free_ports
 from swift_stage2.records import RoundOutcome
@@ -126,11 +127,8 @@ def _start(
         options |= {**entry["args"], "vllm_max_num_seqs": 16}
         environment = {name: str(value) for name, value in entry["env"].items()}
     else:
-        options |= {
-            "external_plugins": str(TEMPLATE_FILE), "model_type": MODEL_TYPE, "template": MODEL_TYPE,
-            "torch_dtype": context.dtype, "vllm_tensor_parallel_size": tensor_parallel,
-            "vllm_max_model_len": 1024, "vllm_gpu_memory_utilization": 0.3, "vllm_enforce_eager": True,
-        }  # fmt: skip
+        options |= vllm_options(context)
+        options |= {"vllm_tensor_parallel_size": tensor_parallel, "vllm_gpu_memory_utilization": 0.3}
         named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         devices = named[1:] if len(named) > 1 else [str(n) for n in range(1, torch.cuda.device_count())]
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(devices[:tensor_parallel])}

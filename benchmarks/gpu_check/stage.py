@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,6 +20,7 @@ JSON_FILE = "gpu-check.json"
 PAGE_FILE = "gpu-check.md"
 FIGURES_FILE = "figures.json"
 _LONGEST_LINE = 300
+_UNTIL = "until_"
 
 Figure = str | int | float | bool
 
@@ -67,6 +69,8 @@ STAGES = (
           proves="LoRA and our server on one device: 12 steps, rounds proven by sums and canary"),
     Stage("two-ranks", 120, f"{_HERE}.training:two_ranks", needs=_SWIFT,
           proves="two ranks on one device over gloo: equal plans, proven rounds, a common stop on SIGTERM"),
+    Stage("one-gpu-vllm", 300, f"{_HERE}.training:one_gpu_vllm", needs=(*_SWIFT, "vllm"),
+          proves="launch: LoRA and our server on vLLM share one device: 12 steps, rounds proven by sums and canary"),
     Stage("arithmetic", 30, f"{_HERE}.device:arithmetic",
           proves="checksums and looks for NaN give on the GPU what they give on the CPU"),
     Stage("real-shapes", 60, f"{_HERE}.real_shapes:shapes", needs=("transformers",),
@@ -95,6 +99,8 @@ class Context:
     logs: Path
     """Gets the figures, and the logs of processes that a stage starts."""
     deadline_s: float
+    began: float = field(default_factory=time.time)
+    """When the stage did, Unix seconds."""
     figures: dict[str, Figure] = field(default_factory=dict)
 
     @property
@@ -111,6 +117,18 @@ class Context:
         """Adds a figure and writes all: a process that dies leaves those it had. Names end in their unit, as ``_s``."""
         self.figures[name] = round(value, 4) if isinstance(value, float) else value
         write_whole(self.logs / FIGURES_FILE, json.dumps(self.figures))
+
+    def at(self, part: str) -> None:
+        """Notes how many seconds the stage took until it was at ``part``, when that is told first."""
+        if (name := f"{_UNTIL}{part}_s") not in self.figures:
+            self.note(name, time.time() - self.began)
+            print(f"{part} after {self.figures[name]:.1f} s", flush=True)
+
+
+def last_part(figures: Mapping[str, Figure]) -> str:
+    """The part that a stage was at last, and after how many seconds, in a few words; empty if it told none."""
+    name = next((name for name in reversed(list(figures)) if name.startswith(_UNTIL)), "")
+    return f"{name.removeprefix(_UNTIL).removesuffix('_s')} after {figures[name]:.0f} s" if name else ""
 
 
 def one_line(text: str) -> str:

@@ -15,7 +15,18 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.gpu_check.stage import STAGES, CheckSkipped, Context, Stage, Status, one_line
+import psutil
+
+from benchmarks.gpu_check.stage import (
+    FIGURES_FILE,
+    STAGES,
+    CheckSkipped,
+    Context,
+    Stage,
+    Status,
+    last_part,
+    one_line,
+)
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.process_tree import Command, StopSignals, adopt_orphans
 from swift_stage2.whole_file import write_whole
@@ -48,6 +59,7 @@ def run_child(
         while tree.poll() is None and time.monotonic() < end and signals.received is None:
             job.step()
         status = tree.poll()
+        stood = _where_it_stood(results) if status is None else ""  # logs say more later, of being ended
     if signals.received is not None:
         raise SystemExit(_SIGNALLED + signals.received)
     record = results / _RECORD_FILE
@@ -55,10 +67,18 @@ def run_child(
         told = json.loads(record.read_text(encoding="utf-8"))
         return Status(told["status"]), str(told["why"])
     if status is None:
-        return Status.FAILED, f"it did not end within {deadline_s:.0f} s"
+        return Status.FAILED, one_line(f"it did not end within {deadline_s:.0f} s; {stood}")
     how = f"signal {status - _SIGNALLED}" if status > _SIGNALLED else f"status {status}"
     cause = one_line(last_cause(tree.log_path, tree.log_offset))
     return Status.FAILED, f"its process ended with {how}: {cause}"
+
+
+def _where_it_stood(results: Path) -> str:
+    """The part that a stage was at last, and the last line of the log that was written last."""
+    figures = results / FIGURES_FILE
+    part = last_part(json.loads(figures.read_text(encoding="utf-8"))) if figures.exists() else ""
+    log = max(results.glob("*.log"), key=lambda path: path.stat().st_mtime)
+    return f"{part or 'before its first part'}, then {log.name}: {last_cause(log)}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,7 +86,11 @@ def main(argv: Sequence[str]) -> int:
     name, results, scratch, deadline_s, *rehearsal = argv
     stage = next(stage for stage in STAGES if stage.name == name)
     context = Context(
-        rehearsal=bool(rehearsal), scratch=Path(scratch), logs=Path(results), deadline_s=float(deadline_s)
+        rehearsal=bool(rehearsal),
+        scratch=Path(scratch),
+        logs=Path(results),
+        deadline_s=float(deadline_s),
+        began=psutil.Process().create_time(),
     )
     status, why = run_stage(stage, context)
     write_whole(context.logs / _RECORD_FILE, json.dumps({"status": status.value, "why": why}))
@@ -80,7 +104,9 @@ def run_stage(stage: Stage, context: Context) -> tuple[Status, str]:
         return Status.SKIPPED, f"needs {', '.join(missing)}, not installed here"
     module, _, function = stage.work.partition(":")
     try:
-        getattr(importlib.import_module(module), function)(context, **stage.arguments)
+        work = getattr(importlib.import_module(module), function)
+        context.at("imports")
+        work(context, **stage.arguments)
     except CheckSkipped as reason:
         return Status.SKIPPED, one_line(str(reason))
     except Exception as error:  # the top of the process: whatever a stage raises is its result

@@ -1,7 +1,7 @@
-"""Stages *isolation*, *learner-lora*, *learner-full*, *zero3* and *two-ranks*: learner and our server on one device.
+"""Stages *isolation*, *learner-lora*, *learner-full*, *zero3*, *two-ranks*, *one-gpu-vllm*: learner beside our server.
 
-``launch`` refuses a device for both, so they are started one by one, as a user with one GPU would. Weights of real
-widths with one rank; the demo's with two, over gloo, with CUDA tensors of one device in every hook.
+On one device, started one by one beside the transformers engine, and by ``launch`` on vLLM. Weights of real widths with
+one rank; the demo's with two, over gloo, with CUDA tensors of one device in every hook.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
 import torch
 
 from benchmarks.faults.accounting import of_kind
+from benchmarks.gpu_check.device import free_memory, used_gib
 from benchmarks.gpu_check.real_shapes import WIDE_4_LAYERS, checkpoint
 from benchmarks.gpu_check.stage import CheckFailed, CheckSkipped, Context
 from benchmarks.servers import BenchServer, BenchServers, write_job
@@ -30,9 +32,9 @@ from swift_stage2.channel_b.dialects import OBJECT_LIST
 from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder
 from swift_stage2.channel_b.sample_source import read_sample
 from swift_stage2.channel_b.targets import TokenGroup
-from swift_stage2.config import MatchingConfig
+from swift_stage2.config import MatchingConfig, Mode, ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
-from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, DemoJob
+from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, DemoJob, server_entry
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.demo.tiny_template import TINY_VL, tiny_template
@@ -42,6 +44,7 @@ from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.preflight.packing_isolation import check_isolation, isolation_batches
 from swift_stage2.process.ports import free_ports
 from swift_stage2.records import SampleKey
+from swift_stage2.telemetry.activity import NANOSECONDS
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.reading import read_audit
 from swift_stage2.telemetry.summary import summarise
@@ -58,6 +61,7 @@ def one_rank(context: Context, tuner: str, swift: dict[str, Any] | None = None) 
     Raises CheckFailed: a process did not end well, or the run was not what it must be.
     """
     model = checkpoint(WIDE_4_LAYERS, context)
+    context.at("model")
     settings = {**(_LORA if tuner == "lora" else {}), **(swift or {})}
     _train_for_rounds(context, f"run-{context.logs.name}", model, 1, sync_every_steps=3, swift=settings)
 
@@ -94,16 +98,15 @@ def _train_for_rounds(
     end = time.monotonic() + 0.9 * context.deadline_s
     with BenchServers(context.logs) as processes:
         server = start_server(context, processes, model)
-        job = _write_job(context, name, model, server, sync_every_steps, num_ranks, swift)
-        started = time.monotonic()
+        job = _write_job(context, name, model, server.ports, sync_every_steps, num_ranks, swift)
         learner = start_learner(context, processes, job)
         asked: list[float] = []
 
         def look() -> None:
             if server.tree.poll() is not None:
-                raise CheckFailed(
-                    f"the server ended: {last_cause(server.tree.log_path, server.tree.log_offset)}"
-                )
+                cause = last_cause(server.tree.log_path, server.tree.log_offset)
+                raise CheckFailed(f"the server ended: {cause}")
+            _look(context, job)
             if (
                 not asked
                 and len(_records(job, 0, "round")) >= _LEAST_ROUNDS
@@ -115,10 +118,90 @@ def _train_for_rounds(
         await_end(processes, learner, end, look)
         if not asked:
             raise CheckFailed("the learner ended before anybody asked it to")
-        context.note("learner_start_to_sigterm_s", asked[0] - started)
         context.note("sigterm_to_end_s", time.monotonic() - asked[0])
     _account(context, job)
     return job
+
+
+_NUM_STEPS = 12
+_PARTS = {"start": "learner_loaded", "step": "first_step", "round": "first_round"}
+"""Kind of the audit's record with which the learner is at a part."""
+
+
+def one_gpu_vllm(context: Context) -> None:
+    """``launch`` starts both, a learner with adapters and our server on vLLM, as with ``configs/one-gpu.yaml``.
+
+    Mode inline: a B step waits for its rollouts and the steps for every round, so that twelve steps always have both.
+
+    Raises CheckFailed: it did not end well, or the run was not what it must be.
+    """
+    end = time.monotonic() + 0.9 * context.deadline_s
+    model = checkpoint(WIDE_4_LAYERS, context)
+    free_memory(context.device)
+    context.at("model")
+    port, group_port = free_ports(2)
+    devices = {} if context.rehearsal else {"devices": [0]}
+    launch = {"share_devices": True, "learner": devices, "servers": [{**_vllm_entry(context), **devices}]}
+    job = _write_job(
+        context, "run-one-gpu-vllm", model, (port, group_port), sync_every_steps=3, num_ranks=1, swift=_LORA,
+        num_steps=_NUM_STEPS, mode=Mode.INLINE, launch=launch,
+    )  # fmt: skip
+    with BenchServers(context.logs) as processes:
+        # Verbose: all logs in one that is kept, unlike the run directory.
+        argv = (sys.executable, "-u", "-m", "swift_stage2", "launch", str(job.config_path), "--verbose")
+        tree = processes.start_process("launch", argv, _threads(context))
+
+        def look() -> None:
+            if "[launch] server0 answers" in tree.log_path.read_text(encoding="utf-8", errors="replace"):
+                context.at("server_answers")
+            _look(context, job)
+
+        await_end(processes, tree, end, look)
+    context.at("end")
+    _account(context, job)
+
+
+def _vllm_entry(context: Context) -> dict[str, Any]:
+    """Of ``launch.servers``. Without videos, which vLLM would try how large they can get before it serves."""
+    if context.rehearsal:
+        entry = server_entry(ServerEngine.VLLM)
+    else:
+        part = {"vllm_gpu_memory_utilization": 0.4, "vllm_engine_kwargs": attention_options()}
+        args = {**vllm_options(context), **part}
+        entry = {"engine": ServerEngine.VLLM.value, "args": args, "env": {"VLLM_NO_USAGE_STATS": 1}}
+    entry["args"]["vllm_limit_mm_per_prompt"] = {"image": 1, "video": 0}
+    return entry
+
+
+def vllm_options(context: Context) -> dict[str, Any]:
+    """Arguments of a server on vLLM on a GPU, of the tiny model's kind; it captures no graphs, which takes a minute."""
+    return {
+        "external_plugins": str(TEMPLATE_FILE), "model_type": MODEL_TYPE, "template": MODEL_TYPE,
+        "torch_dtype": context.dtype, "vllm_max_model_len": 1024, "vllm_enforce_eager": True,
+    }  # fmt: skip
+
+
+def attention_options() -> dict[str, str]:
+    """What vLLM does not find out where its kernels of flash attention 2 are left out, which are large to bring."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    folder = Path(spec.submodule_search_locations[0], "vllm_flash_attn")
+    if any(folder.glob("_vllm_fa2_C*")):
+        return {}
+    language = {} if any(folder.glob("_vllm_fa3_C*")) else {"attention_backend": "TRITON_ATTN"}
+    return {"mm_encoder_attn_backend": "TORCH_SDPA", **language}
+
+
+def _look(context: Context, job: DemoJob) -> None:
+    """Notes how far the learner is, and the most that was in use of the device."""
+    path = audit_path(job.run_dir, 0)
+    kinds = {record["kind"] for record in read_audit(path)} if path.exists() else set()
+    for kind, part in _PARTS.items():
+        if kind in kinds:
+            context.at(part)
+    if (used := used_gib(context.device)) > float(context.figures.get("device_peak_gib", 0.0)):
+        context.note("device_peak_gib", used)
 
 
 def await_end(
@@ -131,7 +214,8 @@ def await_end(
     while (status := tree.poll()) is None:
         each_moment()
         if time.monotonic() >= end:
-            raise CheckFailed(f"{tree.command.name} must end within the stage's time, it did not")
+            said = last_cause(tree.log_path, tree.log_offset)
+            raise CheckFailed(f"{tree.command.name} must end within the stage's time, it did not: {said}")
         processes.moment()
     if status != 0:
         cause = last_cause(tree.log_path, tree.log_offset)
@@ -185,8 +269,9 @@ def start_server(context: Context, processes: BenchServers, model: Path) -> Benc
 
 
 def _write_job(
-    context: Context, name: str, model: Path, server: BenchServer,
-    sync_every_steps: int, num_ranks: int, swift: Mapping[str, Any],
+    context: Context, name: str, model: Path, ports: tuple[int, int],
+    sync_every_steps: int, num_ranks: int, swift: Mapping[str, Any], *,
+    num_steps: int = _MOST_STEPS, mode: Mode = Mode.ASYNC, launch: Mapping[str, Any] = MappingProxyType({}),
 ) -> DemoJob:  # fmt: skip
     """Scenes and a YAML for a run in which half of the steps want channel B."""
     directory = context.scratch / name
@@ -195,8 +280,9 @@ def _write_job(
     job = DemoJob(
         directory=directory,
         rows=rows,
-        num_steps=_MOST_STEPS,
+        num_steps=num_steps,
         b_ratio=0.5,
+        mode=mode,
         num_ranks=num_ranks,
         model=model,
         max_new_tokens=_NEW_TOKENS,
@@ -208,9 +294,9 @@ def _write_job(
     )  # fmt: skip
     # Random weights never end their turn.
     channel_b = {"max_truncated_ratio": 1.0, "prefetch": {"sync_every_steps": sync_every_steps}}
-    rollout = {"sync": {"timeout_s": _ROUND_TIMEOUT_S}}
+    rollout = {"start_timeout_s": context.deadline_s, "sync": {"timeout_s": _ROUND_TIMEOUT_S}}
     changes = {"stage2_ab": {"channel_b": channel_b}, "rollout": rollout}
-    write_job(job, server.ports, changes | {"control_timeout_s": 4 * _ROUND_TIMEOUT_S})
+    write_job(job, ports, changes | {"launch": launch, "control_timeout_s": 4 * _ROUND_TIMEOUT_S})
     return job
 
 
@@ -238,6 +324,9 @@ def _account(context: Context, job: DemoJob) -> None:
     note("num_steps", summary.num_steps)
     note("num_b_steps", summary.num_b_run)
     note("num_rounds_proven", summary.num_rounds_committed)
+    note("num_rollouts", summary.totals["rollouts_received"])
+    if asking_ns := _records(job, 0, "metrics")[-1]["pipeline_ns"]["asking"]:
+        note("rollouts_per_s_asked", summary.totals["rollouts_received"] * NANOSECONDS / asking_ns)
     if summary.round_seconds:
         note("round_median_s", statistics.median(summary.round_seconds))
     for phase, seconds in summary.phase_seconds.items():

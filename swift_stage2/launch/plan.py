@@ -326,11 +326,11 @@ def torchrun_command(
 ) -> Command:
     """``swift-stage2 WORDS`` in every rank of one machine; ``nodes`` are torchrun's options about others."""
     torchrun = ["-m", "torch.distributed.run", *nodes, f"--nproc-per-node={num_ranks}"]
-    grace = f"--shutdown-timeout={shutdown_timeout_s}"
     return Command(
         name=name,
-        argv=(sys.executable, "-u", *torchrun, grace, "-m", "swift_stage2", *words),
-        environment=environment,
+        argv=(sys.executable, "-u", *torchrun, "-m", "swift_stage2", *words),
+        # Its --shutdown-timeout; the torchrun of torch 2.11 has none and would refuse the option.
+        environment={**environment, "PET_SHUTDOWN_TIMEOUT": str(shutdown_timeout_s)},
         grace_s=shutdown_timeout_s + _KILL_MARGIN_S,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from swift_stage2.errors import UserError
 from swift_stage2.run_directory.claim import claim_directory
 
 ROOT = Path(__file__).parents[2]
-NEEDS = {"zero3": "deepspeed", "nccl-rollout": "vllm"}
+NEEDS = {"zero3": "deepspeed", "nccl-rollout": "vllm", "one-gpu-vllm": "vllm"}
 NOT_HERE = {stage: package for stage, package in NEEDS.items() if find_spec(package) is None}
 # One learner after another takes a minute each: learner-lora is rehearsed by a long test, and learner-full is it with
 # the tuner of two-ranks.
@@ -118,6 +119,8 @@ def hang(context):
     context.note("before_s", 1.0)
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
     context.note("child", child.pid)
+    context.at("halfway")
+    print("it stands still", flush=True)
     threading.Event().wait()
 def crash(context):
     os.kill(os.getpid(), 11)
@@ -155,7 +158,9 @@ def test_a_stage_that_hangs_is_ended_with_all_below_it_and_keeps_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status, why = _bad(tmp_path, monkeypatch, "hang", 20.0)
-    assert (status, why) == (Status.FAILED, "it did not end within 20 s")
+    assert status is Status.FAILED
+    where = r"halfway after \d+ s, then stage\.log: it stands still"
+    assert re.fullmatch(rf"it did not end within 20 s; {where}", why)
     figures = json.loads((tmp_path / "results" / "figures.json").read_text())
     assert figures["before_s"] == 1.0
     assert not psutil.pid_exists(int(figures["child"]))

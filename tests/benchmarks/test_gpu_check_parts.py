@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_check.real_shapes import QWEN25_VL_3B, QWEN25_VL_7B, WIDE_4_LAYERS, ModelShape, made_on
-from benchmarks.gpu_check.stage import page
+from benchmarks.gpu_check.stage import Context, last_part, page
+from benchmarks.gpu_check.training import attention_options
 from benchmarks.gpu_check.wheels import PINNED, install_missing
 from benchmarks.tiny_model import build_model
 from swift_stage2.errors import UserError
@@ -47,6 +49,38 @@ def test_a_rehearsal_and_an_interruption_are_said() -> None:
 
 def test_a_word_that_would_end_a_cell_does_not() -> None:
     assert "| a | failed | 1 | x \\| y |" in page(_report(_stage("a", "failed", "x | y")))
+
+
+def test_a_part_is_a_figure_once_and_the_last_one_is_where_a_stage_stood(tmp_path: Path) -> None:
+    context = Context(rehearsal=True, scratch=tmp_path, logs=tmp_path, deadline_s=60.0, began=time.time() - 5)
+    assert last_part(context.figures) == ""
+    context.at("imports")
+    context.at("first_step")
+    context.note("loss", 1.0)
+    context.figures["until_imports_s"] = 1.0
+    context.at("imports")
+    assert context.figures["until_imports_s"] == 1.0
+    assert last_part(context.figures) == f"first_step after {context.figures['until_first_step_s']:.0f} s"
+    assert 5 <= float(context.figures["until_first_step_s"]) < 60
+
+
+@pytest.mark.parametrize(
+    ("kernels", "told"),
+    [
+        (("2", "3"), {}),
+        (("3",), {"mm_encoder_attn_backend": "TORCH_SDPA"}),
+        ((), {"mm_encoder_attn_backend": "TORCH_SDPA", "attention_backend": "TRITON_ATTN"}),
+    ],
+)
+def test_a_vllm_without_its_flash_attention_is_told_what_to_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: tuple[str, ...], told: dict[str, str]
+) -> None:
+    (tmp_path / "vllm" / "vllm_flash_attn").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").touch()
+    for version in kernels:
+        (tmp_path / "vllm" / "vllm_flash_attn" / f"_vllm_fa{version}_C.abi3.so").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert attention_options() == told
 
 
 def _num_parameters(shape: ModelShape) -> int:

@@ -40,7 +40,7 @@ def test_the_learner_is_torchrun_with_our_grace() -> None:
     argv = plan.learner.argv
     assert argv[:4] == (sys.executable, "-u", "-m", "torch.distributed.run")
     assert "--nproc-per-node=2" in argv
-    assert "--shutdown-timeout=77" in argv
+    assert plan.learner.environment["PET_SHUTDOWN_TIMEOUT"] == "77"
     assert argv[-4:] == ("-m", "swift_stage2", "train", "/c/run.yaml")
     assert plan.learner.grace_s > 77
     assert plan.log_dir == Path("/runs/a/logs")
