@@ -105,7 +105,7 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
     @property
     def num_running(self) -> int:
         """Requests that vLLM holds now, waiting in its scheduler or computed."""
-        return int(self.engine.get_num_unfinished_requests())
+        return int(self.engine.output_processor.get_num_unfinished_requests())
 
     def manifest(self) -> tuple[TensorSpec, ...]:
         """The checkpoint's own names and shapes, in the dtype that vLLM holds them in."""
