@@ -39,8 +39,9 @@ _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "QWENV
 _CHECKOUT = Path(__file__).parents[2]
 _NAMES = [stage.name for stage in STAGES]
 _OUTPUT = "gets JSON, page and logs (default runs/gpu-check); an earlier check there is replaced"
-_WHEELS = "a folder that --collect made: what this machine lacks of it is installed for this check alone"
-_COLLECT = "only download the wheels, where a package registry is; at most 64 MiB"
+_WHEELS = "folders that --collect made: what this machine lacks of them is unpacked for this check alone"
+_COLLECT = f"only download the wheels, where a package registry is; at most {wheels.MOST_BYTES >> 20} MiB"
+_VLLM = "with --collect: vLLM too, as folders part1, part2, … in DIR that travel one by one (minutes)"
 _PYTHON = f"with --collect: the other machine's Python (default {wheels.PYTHON_VERSION}, on x86-64 Linux)"
 
 
@@ -60,9 +61,10 @@ def _stage(text: str) -> Stage:
 _OPTIONS = (
     Option("output", Path("runs/gpu-check"), _OUTPUT, metavar="DIR"),
     Option("keep", False, "keep an earlier check; take DIR-2, DIR-3, … instead"),
-    Option("wheels", None, _WHEELS, kind=Path, metavar="DIR"),
+    Option("wheels", [], _WHEELS, kind=Path, metavar="DIR"),
     Option("collect", None, _COLLECT, kind=Path, metavar="DIR"),
     Option("python", wheels.PYTHON_VERSION, _PYTHON, metavar="X.Y"),
+    Option("vllm", False, _VLLM),
     Option("rehearse", False, "on the CPU with tiny shapes; shows no figure of a GPU"),
     Option(
         "stages",
@@ -84,8 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parse(argv)
     if options.collect is not None:
-        num_bytes = wheels.collect(options.collect, options.python)
-        print(f"{num_bytes / (1 << 20):.1f} MiB of wheels for Python {options.python} in {options.collect}")
+        collect = wheels.collect_with_vllm if options.vllm else wheels.collect
+        for folder in collect(options.collect, options.python):
+            print(f"{wheels.size_of(folder) / (1 << 20):.1f} MiB for Python {options.python} in {folder}")
         return 0
     started = time.monotonic()
     records: list[dict[str, Any]] = []
@@ -168,7 +171,7 @@ def _environment(options: argparse.Namespace, scratch: Path) -> dict[str, str]:
     Raises UserError: wheels cannot be used, or the check itself lacks a package.
     """
     places = [str(_CHECKOUT)]
-    if options.wheels is not None:
+    if options.wheels:
         private = scratch / "packages"
         names = wheels.install_missing(options.wheels, private)
         print(f"installed for this check alone: {', '.join(names) or 'nothing, all is there'}", flush=True)
@@ -193,18 +196,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for option in _OPTIONS:
         option.add_to(parser)
     options = parser.parse_args(argv)
-    own = ("collect", "python")
+    own = ("collect", "python", "vllm")
     alone = [name for name, value in vars(options).items() if (name in own) != (options.collect is not None)
              and value != parser.get_default(name)]  # fmt: skip
     if alone:
         words = ", ".join(f"--{name.replace('_', '-')}" for name in alone)
-        told = "only --python goes with --collect" if options.collect else "--python goes with --collect only"
-        raise UserError(f"{told}, got {words}; leave it out")
+        told = "only --python and --vllm go" if options.collect else "this goes only"
+        raise UserError(f"{told} with --collect, got {words}; leave it out")
     least_s = _RESERVE_S + _LEAST_STAGE_S
     if not least_s <= options.deadline_s <= 3600:
         raise UserError(
             f"--deadline-s must be in the range {least_s:g}..3600, got deadline_s={options.deadline_s:g}"
         )
-    if options.wheels is not None and not options.wheels.is_dir():
-        raise UserError(f"--wheels must be a folder, got {options.wheels}; make it with --collect")
+    for folder in options.wheels:
+        if not folder.is_dir():
+            raise UserError(f"--wheels must be a folder, got {folder}; make it with --collect")
     return options
