@@ -23,13 +23,28 @@ _PR_SET_PDEATHSIG = 1
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+@contextmanager
+def heed_no_stop() -> Iterator[None]:
+    """Processes started inside hear neither SIGINT nor SIGTERM, from before their first instruction to their end.
+
+    Both are blocked in this thread meanwhile, which children inherit: a handler that they set themselves comes later
+    than a signal may. This process hears them through its other threads, or afterwards.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def start_worker(
     module: str, environment: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Starts ``python -m module``; returns the process and the rank's end of the socket pair.
 
     The worker counts no ranks and repeats none of ms-swift's notices. Its import path is the rank's first module's; a
-    worker that needs more is sent the rank's ``sys.path``.
+    worker that needs more is sent the rank's ``sys.path``. A signal to the whole group asks the rank, which lets the
+    worker finish what the last steps need.
     """
     ours, theirs = socket.socketpair()
     inherited = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
@@ -37,7 +52,7 @@ def start_worker(
     inherited["PYTHONPATH"] = os.pathsep.join(filter(None, found))
     inherited.setdefault("OMP_NUM_THREADS", "1")
     inherited |= {"TOKENIZERS_PARALLELISM": "false", "LOG_LEVEL": "ERROR", **environment}
-    with theirs:
+    with theirs, heed_no_stop():
         process = subprocess.Popen(
             (sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())),
             pass_fds=(theirs.fileno(),),
@@ -71,9 +86,6 @@ def serve_rank(descriptor: int, parent: int) -> Iterator[tuple[socket.socket, Co
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         sys.exit("the rank that started this process is gone")
-    # A signal to the whole group asks the rank, which lets this process finish what the last steps need.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)  # whatever is started from here must not keep the socket open
     with socket.socket(fileno=descriptor) as channel, Connection(os.dup(descriptor)) as connection:
         channel.settimeout(None)
