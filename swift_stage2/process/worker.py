@@ -1,11 +1,13 @@
 """Starts a process that works for a rank and ends with it; the two talk over a socket pair that only they hold.
 
 The kernel kills the worker when its rank's main thread is gone, however that ended (``PR_SET_PDEATHSIG``). Used by the
-process that preprocesses and by the one that carries weights.
+process that preprocesses and by the one that carries weights. Neither they nor data loaders' workers heed a signal that
+asks the rank to end.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
@@ -15,7 +17,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import swift_stage2
 
@@ -35,6 +39,28 @@ def heed_no_stop() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def workers_heed_no_stop() -> Iterator[None]:
+    """The same for whatever ``multiprocessing`` starts meanwhile, as data loaders do; on the main thread.
+
+    A signal to a rank's whole group would take the workers that its last steps need. They end with their rank: SIGTERM,
+    by which it ends those that are left, is SIGKILL for them.
+    """
+    start = BaseProcess.start
+
+    def start_unheeding(process: Any) -> None:
+        with heed_no_stop():
+            start(process)
+        process._popen.terminate = process._popen.kill
+
+    BaseProcess.start = start_unheeding  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BaseProcess.start = start  # type: ignore[method-assign]
+        atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)  # torch's raises at such an end
 
 
 def start_worker(

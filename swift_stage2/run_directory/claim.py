@@ -91,7 +91,9 @@ def resumed(config: Stage2Config) -> tuple[Stage2Config, tuple[str, ...]]:
             f"--resume needs a whole checkpoint, got {'; '.join(passed_over)}; name another output_dir to begin anew"
         )
     trained = next((f"{run} with {words}" for run in runs if (words := what_was_trained(run))), "")
-    words = f"no checkpoint was saved whole in {trained}" if trained else f"nothing was trained in {place} yet"
+    words = (
+        f"no checkpoint was saved whole in {trained}" if trained else f"nothing was trained in {place} yet"
+    )
     return config, (*passed_over, f"{words}: begins at step 0")
 
 

@@ -5,14 +5,12 @@ Nothing of ms-swift's loop is repeated. Importing this changes nothing; ``regist
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.process.watches import hung_round_ends_process
-from swift_stage2.process.worker import heed_no_stop
+from swift_stage2.process.worker import workers_heed_no_stop
 from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory import resume
 from swift_stage2.run_directory.checkpoints import whole_checkpoint
@@ -87,7 +85,11 @@ class Stage2Trainer(EvaluatedTrainer):
         self._resume_directory = resume_from_checkpoint or None
         role, directory = f"rank {self.args.process_index}", Path(self.args.output_dir)
         # Also where ms-swift has just made the directory: whoever follows the run sees there that it goes on.
-        with hold_run_directory(directory, role, os.environ, is_alone=True), _StopSignals(self):
+        with (
+            hold_run_directory(directory, role, os.environ, is_alone=True),
+            workers_heed_no_stop(),
+            _StopSignals(self),
+        ):
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
@@ -207,7 +209,7 @@ class Stage2Trainer(EvaluatedTrainer):
             return result
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """As Hugging Face does it, after which rank 0 writes the state that makes the checkpoint whole: not before all."""
+        """As Hugging Face does it, whose rank 0 then writes what makes a checkpoint whole: not before all have this."""
         assert self.stage2 is not None
         self.stage2.together(partial(super()._save_rng_state, output_dir))
 
@@ -215,12 +217,21 @@ class Stage2Trainer(EvaluatedTrainer):
         """A whole model as transformers loads any; Hugging Face's trainer loads what has the module's own names.
 
         It passes over the rest, and a checkpoint of Qwen2.5-VL has none of them (transformers #43701).
+
+        Raises:
+            ConfigError: the checkpoint lacks weights.
         """
         model = self.model if model is None else model
         if not isinstance(model, PreTrainedModel) or self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            model.load_state_dict(type(model).from_pretrained(resume_from_checkpoint).state_dict())
+            return
+        saved, found = type(model).from_pretrained(resume_from_checkpoint, output_loading_info=True)
+        if missing := sorted(found["missing_keys"]):
+            raise ConfigError(
+                f"a checkpoint must have every weight of the model, got {resume_from_checkpoint} without {missing[0]} "
+                f"({len(missing)} in all); resume from another checkpoint"
+            )
+        model.load_state_dict(saved.state_dict())
 
     def begin_stage2(self) -> None:
         """Builds and starts this rank's run, once model, optimizer and step are known."""
@@ -358,11 +369,7 @@ class _Stage2Callback(TrainerCallback):
 
 
 class _StopSignals:
-    """Turns SIGTERM and SIGINT into a stop that all ranks agree on; a second SIGINT ends at once.
-
-    Both reach the whole process group, whose data-loader workers the last steps still need. So no process that
-    ``multiprocessing`` starts meanwhile heeds them, whoever made the loader; it ends with its rank.
-    """
+    """Turns SIGTERM and SIGINT into a stop that all ranks agree on; a second SIGINT ends at once."""
 
     def __init__(self, trainer: Stage2Trainer) -> None:
         self._trainer = trainer
@@ -372,12 +379,8 @@ class _StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._on_signal)
-            BaseProcess.start = _start_unheeding  # type: ignore[method-assign]
-            atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)  # torch's raises at every worker's death
 
     def __exit__(self, *_: object) -> None:
-        if self._before:
-            BaseProcess.start = _start  # type: ignore[method-assign]
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was set from C
 
@@ -387,16 +390,6 @@ class _StopSignals:
         self._trainer.stage2.learner.request_stop()
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, self._before[signal.SIGINT] or signal.default_int_handler)
-
-
-_start = BaseProcess.start
-
-
-def _start_unheeding(process: Any) -> None:
-    """As ``start``. SIGTERM, by which whoever started the process would end it, becomes SIGKILL."""
-    with heed_no_stop():
-        _start(process)
-    process._popen.terminate = process._popen.kill
 
 
 def _write_state(directory: Path, **state: Any) -> None:
