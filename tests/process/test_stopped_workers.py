@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -81,8 +84,9 @@ def test_they_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
         assert not psutil.wait_procs(workers, timeout=PATIENCE_S)[1]
 
 
-def rank(path: Path, context: str, is_persistent: bool, is_killed: bool) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextmanager
+def rank(path: Path, context: str, is_persistent: bool, is_killed: bool) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
         [sys.executable, str(path), context, str(is_persistent), str(is_killed)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -90,3 +94,9 @@ def rank(path: Path, context: str, is_persistent: bool, is_killed: bool) -> subp
         start_new_session=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
+    with process:
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
