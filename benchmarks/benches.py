@@ -282,6 +282,16 @@ _MEASURED = (
         turn=Turn(60, 15, "--points 2"),
     ),
     Bench(
+        name="stops",
+        module="faults.stops",
+        purpose="a run asked to end in every way at every moment: is it saved, does it go on as if it had not been?",
+        detail="Two ranks; 0, 1 and 4 data-loader workers.",
+        takes="about 80 seconds per cell",
+        succeeds="every cell ended, left and went on as it must",
+        options=(_SERVER, Option("points", 84, "cells, of 84", least=1)),
+        turn=Turn(120, 15, "--points 2"),
+    ),
+    Bench(
         name="outage",
         module="faults.outage",
         purpose="the only server away for 200 steps: channel A's steps before, during and after",

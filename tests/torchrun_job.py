@@ -151,7 +151,6 @@ def write_config(
             "learning_rate": 1e-4,
             "logging_steps": 5,
             "save_strategy": "no",
-            "dataloader_num_workers": 0,
             "split_dataset_ratio": 0,
             "load_from_cache_file": False,
             "report_to": ["none"],

@@ -173,6 +173,7 @@ class TrainingJob:
         config = str(self._config_path.absolute())
         commands = {process: command_line(process) for process in below}
         ranks = [p for p, words in commands.items() if config in words and _TORCHRUN not in words]
+        ranks = [process for process in ranks if not _is_forked(process, ranks)]
         ranks.sort(key=lambda process: process.create_time())
         return ranks[{Victim.RANK_0: slice(1), Victim.RANK_1: slice(1, 2)}.get(victim, slice(None))]
 
@@ -191,6 +192,13 @@ class TrainingJob:
                 f"the learner must save a checkpoint when it is stopped; see {self._tree.log_path}"
             )
         return account_of(read_ledgers([self.run_dir]))
+
+
+def _is_forked(process: psutil.Process, ranks: Sequence[psutil.Process]) -> bool:
+    """Whether it is a data-loader worker, which has its rank's command line."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.ppid() in {rank.pid for rank in ranks}
+    return False
 
 
 def _write_config(directory: Path, rows: Path, ports: Ports, settings: JobSettings) -> Path:

@@ -190,7 +190,6 @@ def _swift_arguments(job: DemoJob) -> dict[str, Any]:
         "lazy_tokenize": True,
         "load_from_cache_file": False,
         "dataset_num_proc": 1,
-        "dataloader_num_workers": 0,
         "tuner_type": "full",
         "freeze_vit": False,
         "freeze_aligner": False,

@@ -77,7 +77,7 @@ def launch(
     with hold_run_directory(output_dir, role, plan.rendezvous or os.environ):
         config, notes = resumed(config) if resume else (config, ())
         num_ranks = config.launch.learner.nnodes * (nproc_per_node or config.launch.learner.nproc_per_node)
-        held = Known(run_directory=True, num_ranks=num_ranks, started_servers=plan.server_indices)
+        held = Known(run_directory=not resume, num_ranks=num_ranks, started_servers=plan.server_indices)
         run_checks(config, held)
         for note in (*(f"warning: {warning}" for warning in config.warnings), *notes):
             show(f"[launch] {note}")

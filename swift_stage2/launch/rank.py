@@ -96,7 +96,7 @@ def train_rank(config: Stage2Config, agent: AgentWatch, *, resume: bool) -> int:
         if (run_dir := written_directory(config.swift)) is not None:
             held.enter_context(hold_run_directory(run_dir, f"rank {rank}", os.environ))
         config, notes = resumed(config) if resume else (config, ())
-        run_checks(config, Known(run_directory=True))
+        run_checks(config, Known(run_directory=not resume))  # a resume has seen what is there
         if rank == "0" and EXIT_STATUS_FILE not in os.environ:  # else the launcher has said it
             for note in notes:
                 print(f"swift-stage2 train: {note}", file=sys.stderr, flush=True)

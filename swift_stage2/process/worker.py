@@ -1,11 +1,13 @@
 """Starts a process that works for a rank and ends with it; the two talk over a socket pair that only they hold.
 
 The kernel kills the worker when its rank's main thread is gone, however that ended (``PR_SET_PDEATHSIG``). Used by the
-process that preprocesses and by the one that carries weights.
+process that preprocesses and by the one that carries weights. Neither they nor data loaders' workers heed a signal that
+asks the rank to end.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
@@ -15,12 +17,50 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import swift_stage2
 
 _PR_SET_PDEATHSIG = 1
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def heed_no_stop() -> Iterator[None]:
+    """Processes started inside hear neither SIGINT nor SIGTERM, from before their first instruction to their end.
+
+    Both are blocked in this thread meanwhile, which children inherit: a handler that they set themselves comes later
+    than a signal may. This process hears them through its other threads, or afterwards.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def workers_heed_no_stop() -> Iterator[None]:
+    """The same for whatever ``multiprocessing`` starts meanwhile, as data loaders do; on the main thread.
+
+    A signal to a rank's whole group would take the workers that its last steps need. They end with their rank: SIGTERM,
+    by which it ends those that are left, is SIGKILL for them.
+    """
+    start = BaseProcess.start
+
+    def start_unheeding(process: Any) -> None:
+        with heed_no_stop():
+            start(process)
+        process._popen.terminate = process._popen.kill
+
+    BaseProcess.start = start_unheeding  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BaseProcess.start = start  # type: ignore[method-assign]
+        atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)  # torch's raises at such an end
 
 
 def start_worker(
@@ -29,7 +69,8 @@ def start_worker(
     """Starts ``python -m module``; returns the process and the rank's end of the socket pair.
 
     The worker counts no ranks and repeats none of ms-swift's notices. Its import path is the rank's first module's; a
-    worker that needs more is sent the rank's ``sys.path``.
+    worker that needs more is sent the rank's ``sys.path``. A signal to the whole group asks the rank, which lets the
+    worker finish what the last steps need.
     """
     ours, theirs = socket.socketpair()
     inherited = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
@@ -37,7 +78,7 @@ def start_worker(
     inherited["PYTHONPATH"] = os.pathsep.join(filter(None, found))
     inherited.setdefault("OMP_NUM_THREADS", "1")
     inherited |= {"TOKENIZERS_PARALLELISM": "false", "LOG_LEVEL": "ERROR", **environment}
-    with theirs:
+    with theirs, heed_no_stop():
         process = subprocess.Popen(
             (sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())),
             pass_fds=(theirs.fileno(),),
@@ -71,9 +112,6 @@ def serve_rank(descriptor: int, parent: int) -> Iterator[tuple[socket.socket, Co
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         sys.exit("the rank that started this process is gone")
-    # A signal to the whole group asks the rank, which lets this process finish what the last steps need.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)  # whatever is started from here must not keep the socket open
     with socket.socket(fileno=descriptor) as channel, Connection(os.dup(descriptor)) as connection:
         channel.settimeout(None)

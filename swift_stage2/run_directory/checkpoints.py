@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from swift_stage2.errors import ConfigError, StorageFull
 from swift_stage2.run_directory import resume
 
-_STATE = "trainer_state.json"  # written last, by rank 0
+_STATE = "trainer_state.json"  # written last, by rank 0, once every rank has written its part
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _MIB = 2**20
 _DEEPSPEED = "latest"  # names the folder in which DeepSpeed keeps its part
@@ -57,6 +57,14 @@ def why_not_whole(directory: Path, *, needs_stage2: bool) -> str:
     if needs_stage2 and not ranks:
         return "stage2_rank0.json is missing"
     return _mixed(directory, world_size, step)
+
+
+def was_saved(directory: Path) -> bool:
+    """Whether its save came to its end: every rank had written its part. It may have been damaged since."""
+    try:
+        return isinstance(json.loads((directory / _STATE).read_bytes()), dict)
+    except (OSError, ValueError):
+        return False
 
 
 def _missing(directory: Path, world_size: int) -> str:
@@ -127,7 +135,7 @@ def whole_checkpoint(directory: Path, *, is_owner: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if is_owner and _has_state(directory):
+        if is_owner and was_saved(directory):
             raise  # what failed came after it
         if is_owner:
             shutil.rmtree(directory, ignore_errors=True)
@@ -152,10 +160,3 @@ def is_storage_failure(error: BaseException) -> bool:
     return (isinstance(error, SafetensorError) and "os error" in words) or (
         isinstance(error, RuntimeError) and ("PytorchStreamWriter" in words or "inline_container" in words)
     )
-
-
-def _has_state(directory: Path) -> bool:
-    try:
-        return isinstance(json.loads((directory / _STATE).read_bytes()), dict)
-    except (OSError, ValueError):
-        return False

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from swift_stage2.errors import ConfigError, UserError
-from swift_stage2.run_directory.checkpoints import checkpoints_in, why_not_whole
+from swift_stage2.run_directory.checkpoints import checkpoints_in, was_saved, why_not_whole
 
 if TYPE_CHECKING:
     from swift_stage2.config import Stage2Config  # loads yaml, which a GPU check may have to ask for first
@@ -65,8 +65,10 @@ def what_was_trained(run_dir: Path) -> str:
 def resumed(config: Stage2Config) -> tuple[Stage2Config, tuple[str, ...]]:
     """``config`` that goes on from the last whole checkpoint in ``swift.output_dir``, and lines for the user.
 
+    Where no save came to its end it begins at step 0, also over the steps of a run that ended before.
+
     Raises:
-        ConfigError: a checkpoint is named already, or there is nothing whole to resume from.
+        ConfigError: a checkpoint is named already, none is whole although one was saved, or no steps are left.
     """
     if given := config.swift.get("resume_from_checkpoint"):
         raise ConfigError(
@@ -84,13 +86,15 @@ def resumed(config: Stage2Config) -> tuple[Stage2Config, tuple[str, ...]]:
             swift = {**config.swift, "resume_from_checkpoint": str(path)}
             return replace(config, swift=swift), (*passed_over, f"resuming from {path}")
         passed_over.append(f"{path} is passed over: {reason}")
+    if any(was_saved(path) for *_, path in found):  # a new run would rotate away what may be mended
+        raise ConfigError(
+            f"--resume needs a whole checkpoint, got {'; '.join(passed_over)}; name another output_dir to begin anew"
+        )
     trained = next((f"{run} with {words}" for run in runs if (words := what_was_trained(run))), "")
-    if not trained:
-        return config, (f"nothing was trained in {place} yet: begins at the beginning",)
-    raise ConfigError(
-        f"--resume needs a whole checkpoint, got {'; '.join(passed_over) or f'none in {trained}'}; "
-        "name another output_dir to begin anew"
+    words = (
+        f"no checkpoint was saved whole in {trained}" if trained else f"nothing was trained in {place} yet"
     )
+    return config, (*passed_over, f"{words}: begins at step 0")
 
 
 def _require_steps_left(checkpoint: Path, swift: Mapping[str, Any]) -> None:

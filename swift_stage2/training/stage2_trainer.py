@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from swift.pipelines import SwiftSft
 from swift.trainers import TrainerFactory
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from swift_stage2.assembly import start_run as assemble_run
@@ -27,6 +27,7 @@ from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.process.watches import hung_round_ends_process
+from swift_stage2.process.worker import workers_heed_no_stop
 from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory import resume
 from swift_stage2.run_directory.checkpoints import whole_checkpoint
@@ -84,7 +85,11 @@ class Stage2Trainer(EvaluatedTrainer):
         self._resume_directory = resume_from_checkpoint or None
         role, directory = f"rank {self.args.process_index}", Path(self.args.output_dir)
         # Also where ms-swift has just made the directory: whoever follows the run sees there that it goes on.
-        with hold_run_directory(directory, role, os.environ, is_alone=True), _StopSignals(self):
+        with (
+            hold_run_directory(directory, role, os.environ, is_alone=True),
+            workers_heed_no_stop(),
+            _StopSignals(self),
+        ):
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
@@ -202,6 +207,31 @@ class Stage2Trainer(EvaluatedTrainer):
                 best = self.state.best_model_checkpoint
                 rotate_checkpoints(self.args.output_dir, limit, best, use_mtime=True)
             return result
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """As Hugging Face does it, whose rank 0 then writes what makes a checkpoint whole: not before all have this."""
+        assert self.stage2 is not None
+        self.stage2.together(partial(super()._save_rng_state, output_dir))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """A whole model as transformers loads any; Hugging Face's trainer loads what has the module's own names.
+
+        It passes over the rest, and a checkpoint of Qwen2.5-VL has none of them (transformers #43701).
+
+        Raises:
+            ConfigError: the checkpoint lacks weights.
+        """
+        model = self.model if model is None else model
+        if not isinstance(model, PreTrainedModel) or self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        saved, found = type(model).from_pretrained(resume_from_checkpoint, output_loading_info=True)
+        if missing := sorted(found["missing_keys"]):
+            raise ConfigError(
+                f"a checkpoint must have every weight of the model, got {resume_from_checkpoint} without {missing[0]} "
+                f"({len(missing)} in all); resume from another checkpoint"
+            )
+        model.load_state_dict(saved.state_dict())
 
     def begin_stage2(self) -> None:
         """Builds and starts this rank's run, once model, optimizer and step are known."""

@@ -115,7 +115,7 @@ def _commit(trainer, step, num_packs, at, fault, rank):
         _await(lambda: _may_go_on(b, step, trainer.args.process_index), "what a round waits for")
     if name in signal.Signals.__members__ and (not block or trainer.latest_b >= block_start):
         os.environ["INJECT"] = ""
-        os.kill(os.getpid(), signal.Signals[name])
+        os.killpg(0, signal.Signals[name])  # as torchrun sends it: data-loader workers and ours hear it, too
     if fault == "kill_preprocessing":
         os.environ["INJECT"] = ""
         (worker,) = [child for child in psutil.Process().children() if WORKER in " ".join(child.cmdline())]

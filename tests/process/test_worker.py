@@ -91,6 +91,16 @@ def test_it_ends_quietly_when_its_rank_closes(capfd: pytest.CaptureFixture[str],
     assert capfd.readouterr().err == ""
 
 
+def test_a_signal_that_comes_before_its_first_instruction_leaves_it_to_its_rank() -> None:
+    process, ours = start_worker("echo_worker", {})
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    with process, ours, Connection(os.dup(ours.fileno())) as connection:
+        assert connection.poll(PATIENCE_S)
+        connection.recv()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the rank itself hears them"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_whole_group_leaves_it_to_its_rank(number: signal.Signals) -> None:
     with started() as (process, connection, _):
