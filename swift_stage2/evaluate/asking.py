@@ -213,7 +213,7 @@ class _Asking:
                 f"{question.row.number} of {width} x {height} pixels; give both sides one model, template and pixel "
                 "limits (MAX_PIXELS, --swift max_pixels=N)"
             )
-        found = parse_rollout(completion.text, self.questions.dialect).objects
+        found = parse_rollout(completion.text, self.questions.dialect).counted
         return Prediction(
             image=question.row.image,
             width=width,

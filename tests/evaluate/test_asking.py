@@ -153,6 +153,15 @@ def test_boxes_become_pixels_and_a_stock_server_is_asked_in_batches(
     assert progress == [4, 8, 12]
 
 
+def test_of_an_answer_that_is_not_read_whole_no_object_counts(
+    encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int]
+) -> None:
+    text = json.dumps([{"bbox_2d": [14, 28, 70, 112], "label": "car"}])[:-1]
+    with FakeRolloutServer(on_infer=lambda call: answers(call, prompt_ids, text)) as server:
+        found = ask_server(server.url, true_rows, encoder, QUESTIONS)
+    assert {(each.objects.bbox, each.answer) for each in found} == {((), text)}
+
+
 def test_a_server_that_reads_another_prompt_is_refused(encoder: Encoder, true_rows: list[TrueRow]) -> None:
     with (
         FakeRolloutServer(on_infer=lambda call: answers(call, [1, 2, 3], "[]")) as server,
