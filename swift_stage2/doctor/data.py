@@ -63,6 +63,7 @@ def examine_learner(
         needs=[checkpoint],
         fix="mend section swift: ms-swift's own words are beside",
     )
+    exam.check("model load", lambda: _check_load(prepared.result), needs=[prepared])
     if not config.b_enabled:
         return prepared, exam.check("channel B", lambda: ok("off (b_ratio 0): no server is needed"))
     samples = exam.check(
@@ -99,6 +100,12 @@ def _prepare(config: Stage2Config, scratch: Path) -> Outcome[LearnerPreparation]
         f"dtype {str(prepared.args.torch_dtype).removeprefix('torch.')}",
         prepared,
     )
+
+
+def _check_load(prepared: LearnerPreparation) -> Outcome[None]:
+    from swift_stage2.preflight.swift_parsing import check_load  # loads ms-swift
+
+    return ok(check_load(prepared.args))
 
 
 def check_evaluation_steps(config: Stage2Config, max_steps: int) -> Outcome[None]:

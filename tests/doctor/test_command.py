@@ -340,6 +340,22 @@ def test_what_the_real_template_and_parser_refuse_is_a_row_with_its_fix(
     assert report.row("packing_length")["verdict"] == "not checked"
 
 
+@pytest.mark.parametrize(
+    ("changes", "verdict", "found"),
+    [
+        ({}, "ok", "Qwen2_5_VLForConditionalGeneration, attention sdpa, float32 on cpu"),
+        ({"swift__attn_impl": "flash_attention_2"}, "failed", "the package for FlashAttention2 doesn't seem to"),
+    ],
+)
+def test_what_transformers_will_load_is_a_row(
+    configure: Configure, doctor: Doctor, changes: dict[str, Any], verdict: str, found: str
+) -> None:
+    report = doctor(configure(DEAD, **changes))
+    assert report.verdict("model load") == verdict
+    assert found in report.row("model load")["found"]
+    assert report.status == (verdict == "failed")
+
+
 @pytest.mark.parametrize(("budget", "verdict"), [(2, "failed"), (8, "warning"), (None, "ok")])
 def test_a_budget_that_fills_no_b_step_fails_with_the_number_that_does(
     configure: Configure, doctor: Doctor, budget: int | None, verdict: str
