@@ -344,7 +344,11 @@ def test_what_the_real_template_and_parser_refuse_is_a_row_with_its_fix(
     ("changes", "verdict", "found"),
     [
         ({}, "ok", "Qwen2_5_VLForConditionalGeneration, attention sdpa, float32 on cpu"),
-        ({"swift__attn_impl": "flash_attention_2"}, "failed", "the package for FlashAttention2 doesn't seem to"),
+        (
+            {"swift__attn_impl": "flash_attention_2"},
+            "failed",
+            "the package for FlashAttention2 doesn't seem to",
+        ),
     ],
 )
 def test_what_transformers_will_load_is_a_row(

@@ -187,9 +187,7 @@ def test_an_attention_that_cannot_be_is_told_before_any_server_starts(
     assert (f"got attn_impl={attention} " in out) is bool(learner_here)
 
 
-def test_a_rank_refuses_it_before_it_loads_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_refuses_it_before_it_loads_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         '{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "[]"}], '
@@ -199,7 +197,7 @@ def test_a_rank_refuses_it_before_it_loads_the_model(
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({"swift": swift, "stage2_ab": {"schedule": {"b_ratio": 0}}}))
     monkeypatch.setattr(stage2_trainer, "Stage2Sft", None)
-    with pytest.raises(ConfigError, match="write swift.attn_impl: sdpa"):
+    with pytest.raises(ConfigError, match=r"write swift\.attn_impl: sdpa"):
         sft.train(load_config(file))
 
 
