@@ -21,9 +21,9 @@ from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.cli import main
 from swift_stage2.demo.demo_config import MODEL_TYPE, TEMPLATE_FILE
 from swift_stage2.detections.prediction import FAILED, Prediction
+from swift_stage2.detections.prediction_files import TrueRow, read_predictions, read_rows, write_predictions
 from swift_stage2.errors import ServerUnavailable, UserError
 from swift_stage2.evaluate.asking import AskingSettings, ask_server
-from swift_stage2.evaluate.predictions import TrueRow, read_predictions, read_rows, write_predictions
 from swift_stage2.records import match_ratios
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout_server"))
