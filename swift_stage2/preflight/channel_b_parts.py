@@ -163,7 +163,7 @@ def step_sizes(config: Stage2Config, lengths: RowLengths, num_packs: int) -> Ine
     if wanted >= capacity:
         remedy = f"write swift.per_device_train_batch_size: {math.ceil(per_pack / _WANTED_A_STEPS)}"
     told = (
-        f"one B step trains as many rows as {per_pack / batch:.2g} A steps: {num_packs * per_pack:.0f} "
+        f"one B step trains as many rows as {per_pack / batch:.3g} A steps: {num_packs * per_pack:.0f} "
         f"({num_packs} packs of {capacity} tokens, {mean:.0f} a row) and {num_packs * batch}, of "
         f"{lengths.num_rows:,} rows of data"
     )

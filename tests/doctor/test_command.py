@@ -360,6 +360,23 @@ def test_what_transformers_will_load_is_a_row(
     assert report.status == (verdict == "failed")
 
 
+def test_a_b_step_of_many_a_steps_is_a_warning_with_a_length_that_the_doctor_takes(
+    configure: Configure, doctor: Doctor
+) -> None:
+    changes = {"stage2_ab__channel_b__packing": {"packing_length": 4096}}
+    told = doctor(configure(DEAD, **changes)).row("step sizes")
+    assert told["verdict"] == "warning"
+    assert "(2 packs of 4096 tokens, " in told["found"]
+    found = re.search(r"packing_length: (\d+)(?:.*max_new_tokens: (\d+))?", told["fix"])
+    assert found is not None
+    changes = {"stage2_ab__channel_b__packing": {"packing_length": int(found[1])}}
+    if found[2]:
+        changes["rollout__decoding"] = {"max_new_tokens": int(found[2])}
+    report = doctor(configure(DEAD, **changes))
+    assert report.verdict("packing_length") == "ok"
+    assert report.verdict("step sizes") == "ok"
+
+
 @pytest.mark.parametrize(("budget", "verdict"), [(2, "failed"), (8, "warning"), (None, "ok")])
 def test_a_budget_that_fills_no_b_step_fails_with_the_number_that_does(
     configure: Configure, doctor: Doctor, budget: int | None, verdict: str

@@ -204,9 +204,9 @@ def test_a_b_step_of_more_than_sixteen_a_steps_is_advised_against(tmp_path: Path
     ("mean", "longest", "batch", "ratio", "advice"),
     [
         (256, 300, 1, "16 ", ""),
-        (255, 300, 1, "16 ", "packing_length: 1020, then it is 4"),
+        (255, 300, 1, "16.1 ", "packing_length: 1020, then it is 4"),
         (64, 100, 4, "16 ", ""),
-        (64, 100, 3, "21 ", "packing_length: 768, then it is 4"),
+        (64, 100, 3, "21.3 ", "packing_length: 768, then it is 4"),
         (64, 2000, 1, "64 ", "packing_length: 2000, then it is 31"),  # the longest row must fit
         (64, 4096, 1, "64 ", "per_device_train_batch_size: 16"),
         (5000, 4096, 1, "1 ", ""),
