@@ -26,10 +26,10 @@ from swift_stage2.convert.coco_file import CocoFile
 from swift_stage2.convert.tally import Tally
 from swift_stage2.demo.grounding_dataset import grounding_row
 from swift_stage2.detections.objects import DetectionData, ObjectArrays, ScoreConvention, detection_data
+from swift_stage2.detections.prediction_files import read_predictions, read_rows
 from swift_stage2.detections.scores import DetectionScores
 from swift_stage2.errors import UserError
 from swift_stage2.evaluate.intervals import DEFAULT_DRAWS, affordable_draws, intervals
-from swift_stage2.evaluate.predictions import read_predictions, read_rows
 
 _SIDE = 600
 _BOXES_PER_IMAGE = 7

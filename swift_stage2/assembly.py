@@ -147,7 +147,7 @@ def start_run(
                 check_parts, config, task, rows, usable, template, seed, control, telemetry, on_failure
             )
             parts = together(control, look)
-            parts = merge_lengths(parts, control, telemetry)
+            parts = merge_lengths(config, parts, control, telemetry, packs_per_step)
             check_packing(parts, packed_loss, control)
             build = partial(
                 _build_channel_b,

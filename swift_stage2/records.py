@@ -166,9 +166,13 @@ class MatchQuality:
     num_gated: int
     num_truncated: int  # 0 or 1
     dropped: Mapping[str, int] = field(default_factory=dict)
-    num_unclosed: int = 0  # 0 or 1: the answer's list never began, or never ended
+    num_unclosed: int = 0  # 0 or 1: the answer's list never began, or never ended; then nothing in it counts
     num_duplicates: int = 0  # predictions without a partner, near a truth that has one
     reward: Mapping[str, float] = field(default_factory=dict)  # the task's terms and their ``total``
+
+
+SHIPPED_RATIOS = ("precision", "recall", "f1", "mean_iou", "truncated_ratio")
+"""Of every task's evaluations; beside them stand a task's own."""
 
 
 def match_ratios(

@@ -132,7 +132,8 @@ class DetectionTask(Task):
     def correct(self, rollout: Rollout, truth: Any, tokenise: Tokenise) -> Target:
         """The ground truth in the order in which the model found it, then what it missed.
 
-        A rollout with no usable object gives the ground truth in its own order.
+        A rollout with no usable object gives the ground truth in its own order. One that was not read whole still gives
+        the order of what it names, and is judged as if it had named nothing.
         """
         with self.span("parse"):
             parsed = parse_rollout(rollout.text, self._dialect)
@@ -155,7 +156,7 @@ class DetectionTask(Task):
         parsed = parse_rollout(text, self._dialect)
         found = tuple((found.label, found.box) for found in parsed.objects)
         objects = tuple((normalise(label), box) for label, box in self.objects_of(truth))
-        if found != objects or parsed.dropped or parsed.unclosed:
+        if found != objects or parsed.dropped or not parsed.is_whole:
             raise ConfigError(refusal(self._dialect, text, self.answer_format.write(objects)))
         return read_format(text, self._dialect)
 
@@ -242,6 +243,7 @@ class DetectionTask(Task):
             alternatives = instead.alternatives(num_found)
         if listed_twice:
             duplicates = instead.duplicates(map(order.index, listed_twice), alternatives)
+        judged = match if parsed.is_whole else MatchResult((), 0)
         return Target(
             text=rendered.text,
             token_ids=token_ids,
@@ -249,20 +251,20 @@ class DetectionTask(Task):
             alternatives=alternatives,
             duplicates=duplicates,
             quality=MatchQuality(
-                num_predictions=len(parsed.objects),
+                num_predictions=len(parsed.counted),
                 num_ground_truth=len(truth),
-                num_pairs=len(match.pairs),
-                sum_iou=float(sum(match.ious)),
-                num_gated=match.gated,
+                num_pairs=len(judged.pairs),
+                sum_iou=float(sum(judged.ious)),
+                num_gated=judged.gated,
                 num_truncated=int(rollout.truncated),
                 dropped={str(reason): count for reason, count in parsed.dropped.items()},
-                num_unclosed=int(parsed.unclosed),
-                num_duplicates=match.duplicates,
+                num_unclosed=int(not parsed.is_whole),
+                num_duplicates=judged.duplicates,
             ),
             match=ObjectMatch(
-                predicted=tuple((found.label, found.box) for found in parsed.objects),
+                predicted=tuple((found.label, found.box) for found in parsed.counted),
                 truth=tuple(truth),
-                pairs=tuple((*pair, iou) for pair, iou in zip(match.pairs, match.ious, strict=True)),
+                pairs=tuple((*pair, iou) for pair, iou in zip(judged.pairs, judged.ious, strict=True)),
             ),
         )
 

@@ -140,6 +140,13 @@ class ParsedRollout:
     dropped: Mapping[ObjectDropReason, int]
     """By reason, reasons that occurred only."""
     unclosed: bool
+    is_whole: bool
+    """Whether there was a container, and it closed; objects that were dropped from it change nothing."""
+
+    @property
+    def counted(self) -> tuple[PredictedObject, ...]:
+        """The objects by which the answer is judged: none of one that was not read whole."""
+        return self.objects if self.is_whole else ()
 
 
 def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
@@ -151,7 +158,7 @@ def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
     answer = text.partition(END_OF_TURN)[0]
     start = answer.find(dialect.opener)
     if start < 0:
-        return ParsedRollout((), {}, unclosed=bool(answer))
+        return ParsedRollout((), {}, unclosed=bool(answer), is_whole=False)
     objects: list[PredictedObject] = []
     dropped: Counter[ObjectDropReason] = Counter()
     names: set[str] = set()
@@ -160,7 +167,7 @@ def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
         if match := _SEPARATORS.match(answer, position):
             position = match.end()
         if answer.startswith(dialect.closer, position):
-            return ParsedRollout(tuple(objects), dict(dropped), unclosed=False)
+            return ParsedRollout(tuple(objects), dict(dropped), unclosed=False, is_whole=True)
         name = None
         if dialect.named and (key := _KEY.match(answer, position)):
             name, position = str(json.loads(key[1])), key.end()
@@ -172,7 +179,7 @@ def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
             objects.append(outcome)
         else:
             dropped[outcome] += 1
-    return ParsedRollout(tuple(objects), dict(dropped), unclosed=True)
+    return ParsedRollout(tuple(objects), dict(dropped), unclosed=True, is_whole=False)
 
 
 def _judge_element(

@@ -24,15 +24,16 @@ def reward_terms(quality: MatchQuality) -> dict[str, float]:
         format: 1 of an answer that was read whole: closed, not truncated, no object dropped; else 0.
         duplicates: -1 to 0, minus the share of predictions without a partner that overlap a truth which has one.
         misses: -1 to 0, minus the share of truths without a partner.
-        Of an image without objects f1 and iou are 1 if nothing was predicted and else 0, duplicates and misses 0.
+        Of an image without objects f1 and iou are 1 of an answer that was read whole and lists nothing, not even what
+        was dropped, and else 0; duplicates and misses 0.
     """
     predictions, truths, pairs = quality.num_predictions, quality.num_ground_truth, quality.num_pairs
-    silent_and_right = float(not predictions and not truths)
-    is_odd = quality.num_truncated or quality.num_unclosed or sum(quality.dropped.values())
+    is_unreadable = quality.num_unclosed or sum(quality.dropped.values())
+    silent_and_right = float(not (predictions or truths or is_unreadable))
     return {
         "f1": 2 * pairs / (predictions + truths) if predictions + truths else silent_and_right,
         "iou": quality.sum_iou / truths if truths else silent_and_right,
-        "format": float(not is_odd),
+        "format": float(not (is_unreadable or quality.num_truncated)),
         "duplicates": -quality.num_duplicates / predictions if predictions else 0.0,
         "misses": (pairs - truths) / truths if truths else 0.0,
     }

@@ -53,10 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             on_progress=_progress(files, stack),
         )
     status = EXIT_FAULTS if findings.num_faults else 0
+    most_shown = MOST_KEPT if options.all else MOST_SHOWN
+    unchecked = "" if num_coordinates else f"objects and answers of task {options.task}"
     if options.json:
-        print(json.dumps(to_json(findings, exit_status=status), indent=1))
+        print(json.dumps(to_json(findings, exit_status=status, unchecked=unchecked), indent=1))
     else:
-        print(*lines_of(findings, MOST_KEPT if options.all else MOST_SHOWN), sep="\n")
+        print(*lines_of(findings, most_shown, unchecked), sep="\n")
     return status
 
 
@@ -141,8 +143,11 @@ def lines_of_task(task: str) -> Iterator[str]:
         yield f"task {task}{hint} is not looked at here; doctor does"
 
 
-def lines_of(findings: Findings, most_shown: int = MOST_SHOWN) -> Iterator[str]:
-    """Every rule that was broken with its places, facts that are no fault, then the verdict."""
+def lines_of(findings: Findings, most_shown: int = MOST_SHOWN, unchecked: str = "") -> Iterator[str]:
+    """Every rule that was broken with its places, facts that are no fault, then the verdict.
+
+    ``unchecked``: what nobody looked at.
+    """
     for rule, count in findings.counts.items():
         kind = "advice" if rule.is_advice else "fault"
         yield f"{kind}: {rule}: {count:,} of {findings.num_rows:,} rows" + (
@@ -163,8 +168,9 @@ def lines_of(findings: Findings, most_shown: int = MOST_SHOWN) -> Iterator[str]:
     )
     advised = sum(count for rule, count in findings.counts.items() if rule.is_advice)
     beside = f"; {advised:,} times advice" if advised else ""
+    where = f" in form and images; {unchecked} were not checked" if unchecked else ""
     verdict = f"{findings.num_bad_rows:,} have faults" if findings.num_bad_rows else "no fault"
-    yield f"{checked}: {verdict}{beside}"
+    yield f"{checked}: {verdict}{where}{beside}"
 
 
 def to_json(findings: Findings, **facts: Any) -> dict[str, Any]:

@@ -95,8 +95,8 @@ def read_ground_truth(rows: Path) -> tuple[list[dict[str, Any]], list[Detections
 
 
 def parse_answer(text: str) -> Detections:
-    """The objects of one answer, as channel B reads them: what is malformed counts as not said."""
-    boxes = [(item.label, item.box) for item in parse_rollout(text).objects]
+    """The objects of one answer, as channel B counts them: nothing of an answer that was not read whole."""
+    boxes = [(item.label, item.box) for item in parse_rollout(text).counted]
     return [(label, (x1, y1, x2, y2)) for label, (x1, y1, x2, y2) in boxes]
 
 

@@ -93,7 +93,7 @@ def dropped_objects(predictions: Sequence[Prediction | None], dialect: Dialect) 
 
 def _is_invalid(answer: str, dialect: Dialect) -> bool:
     parsed = parse_rollout(answer, dialect)
-    return bool(parsed.dropped) or parsed.unclosed
+    return bool(parsed.dropped) or not parsed.is_whole
 
 
 def as_text(label: str) -> str:

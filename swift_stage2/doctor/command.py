@@ -114,7 +114,7 @@ def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch:
         _take_learner_device(config)
     from swift_stage2.doctor.data import examine_learner  # loads torch
 
-    prepared, samples = examine_learner(exam, config, scratch)
+    prepared, samples = examine_learner(exam, config, scratch, num_ranks)
     if not config.b_enabled:
         return
     from swift_stage2.doctor.memory import examine_memory

@@ -16,8 +16,8 @@ from swift_stage2.channel_b.task import Task
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.stage2_ab import SHIPPED_TASKS
 from swift_stage2.doctor.configuration import check_accumulation, check_disk_room
-from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, ok, warning
-from swift_stage2.preflight.channel_b_parts import make_task, run_ahead_budget
+from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, left_out, ok, warning
+from swift_stage2.preflight.channel_b_parts import make_task, run_ahead_budget, step_sizes
 from swift_stage2.preflight.checks import Known
 from swift_stage2.preflight.packing_isolation import ground_truth_segments
 from swift_stage2.preflight.samples import MOST_LOOKED_AT, RowLengths, check_rows
@@ -46,7 +46,7 @@ class Samples:
 
 
 def examine_learner(
-    exam: Examination, config: Stage2Config, scratch: Path
+    exam: Examination, config: Stage2Config, scratch: Path, num_ranks: int
 ) -> tuple[Checked[LearnerPreparation], Checked[Samples]]:
     """The rows of model and data; hands on what the trainer would start from, and samples of its data."""
     exam.begin_section("Model and data")
@@ -63,6 +63,7 @@ def examine_learner(
         needs=[checkpoint],
         fix="mend section swift: ms-swift's own words are beside",
     )
+    exam.check("model load", lambda: _check_load(prepared.result), needs=[prepared])
     if not config.b_enabled:
         return prepared, exam.check("channel B", lambda: ok("off (b_ratio 0): no server is needed"))
     samples = exam.check(
@@ -72,6 +73,13 @@ def examine_learner(
         fix="mend the data set, or section swift",
     )
     exam.check("packing_length", lambda: check_packing_length(config, samples.result), needs=[samples])
+    exam.check(
+        "step sizes",
+        lambda: check_step_sizes(
+            config, samples.result, prepared.result.gradient_accumulation_steps * num_ranks
+        ),
+        needs=[prepared, samples],
+    )
     exam.check(
         "run-ahead",
         lambda: check_run_ahead(config, samples.result, prepared.result.gradient_accumulation_steps),
@@ -99,6 +107,12 @@ def _prepare(config: Stage2Config, scratch: Path) -> Outcome[LearnerPreparation]
         f"dtype {str(prepared.args.torch_dtype).removeprefix('torch.')}",
         prepared,
     )
+
+
+def _check_load(prepared: LearnerPreparation) -> Outcome[None]:
+    from swift_stage2.preflight.swift_parsing import check_load  # loads ms-swift
+
+    return ok(check_load(prepared.args))
 
 
 def check_evaluation_steps(config: Stage2Config, max_steps: int) -> Outcome[None]:
@@ -195,6 +209,14 @@ def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None
         f"{samples.lengths.num_rows:,} rows the longest with its true answer has {longest.longest} tokens "
         f"({longest.place})"
     )
+
+
+def check_step_sizes(config: Stage2Config, samples: Samples, num_packs: int) -> Outcome[None]:
+    """The rows that a step of each channel trains."""
+    sizes = step_sizes(config, samples.lengths, num_packs)
+    if sizes is None:
+        return left_out("no row could be measured")
+    return ok(sizes.numbers) if sizes.holds else warning(sizes.refusal, sizes.remedy)
 
 
 def check_run_ahead(config: Stage2Config, samples: Samples, packs_per_b_step: int) -> Outcome[None]:

@@ -27,15 +27,12 @@ from torch import nn  # noqa: E402
 
 from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder  # noqa: E402
 from swift_stage2.columns import COLUMNS  # noqa: E402
-from swift_stage2.config.swift_arguments import as_argv, refuse_unknown_names  # noqa: E402
-from swift_stage2.preflight.swift_parsing import SECTION, parse_swift_arguments  # noqa: E402
+from swift_stage2.config.swift_arguments import refuse_unknown_names  # noqa: E402
+from swift_stage2.preflight.swift_parsing import SECTION, learner_arguments, mixed_precision  # noqa: E402
 from swift_stage2.records import Sample  # noqa: E402
 from swift_stage2.training.engine_canary import HALF_PRECISION_DTYPES, EngineCanary  # noqa: E402
 from swift_stage2.weights.proof import Canary  # noqa: E402
 
-# These need the ranks that torchrun starts; none of them changes what a server sees.
-_NEEDS_RANKS = ("ddp_backend", "deepspeed", "fsdp")
-_MIXED_PRECISION = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _NO_INPUTS = {"labels", "loss_scale", "length", *COLUMNS}
 
 
@@ -103,9 +100,7 @@ class LearnerPreparation(SwiftSft):  # type: ignore[misc]
         return (logits if is_cut else logits[places.to(logits.device)]).float()
 
     def _mixed_precision(self, module: nn.Module) -> torch.dtype | None:
-        found = _MIXED_PRECISION.get(self.args.training_args.mixed_precision)
-        # As accelerate does
-        return None if _device_of(module).type == "cpu" and found is torch.float16 else found
+        return mixed_precision(self.args, _device_of(module).type)
 
     def canary(self, module: nn.Module, encoder: Encoder, sample: Sample) -> Canary:
         half_precision = self.args.torch_dtype in HALF_PRECISION_DTYPES
@@ -128,7 +123,5 @@ def prepare_learner(
     """
     os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")  # as in training.sft
     refuse_unknown_names(swift, {field.name for field in dataclasses.fields(SftArguments)}, where)
-    kept = {name: value for name, value in swift.items() if name not in _NEEDS_RANKS}
-    arguments = {**kept, "output_dir": str(scratch), "add_version": False, "report_to": "none"}
-    parsed = parse_swift_arguments(as_argv(arguments), where=where)
+    parsed = learner_arguments(swift, str(scratch), where=where)
     return LearnerPreparation(parsed, with_weights=with_weights)

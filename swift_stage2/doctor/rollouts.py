@@ -119,7 +119,10 @@ def check_matching(
             "that ends its answers",
         )
     # Of an image without objects an answer without objects is the right one.
-    num_parsed = sum(quality.num_predictions > 0 or not quality.num_ground_truth for quality in qualities)
+    num_parsed = sum(
+        quality.num_predictions > 0 or not (quality.num_ground_truth or quality.num_unclosed)
+        for quality in qualities
+    )
     parsed = num_parsed / len(qualities)
     if parsed < _FEW_PARSED:
         written, correct = f"as task {config.stage2_ab.task} reads them", "how that task reads answers"

@@ -1,8 +1,7 @@
 """Standard metrics of a detector: rows and predictions in; a table, JSON and a page with intervals out.
 
-`detections` computes the metrics.
+`detections` reads rows and predictions, and computes the metrics.
 
-predictions  the rows with their truth, and a file of predictions beside them
 served_model the server that is asked: a running one, or our own
 asking       its answers as such predictions
 intervals    metrics of images drawn again, of one set or of two on the same draws

@@ -28,8 +28,8 @@ from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig, RolloutConfig
 from swift_stage2.dataset.picture import UNREADABLE, look_at
 from swift_stage2.detections.prediction import FAILED, LabelledBoxes, Prediction, in_pixels
+from swift_stage2.detections.prediction_files import TrueRow
 from swift_stage2.errors import SampleError, ServerUnavailable, UserError
-from swift_stage2.evaluate.predictions import TrueRow
 from swift_stage2.evaluate.served_model import CONNECT_TIMEOUT_S, of_server_alone, require_answer
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import protocol
@@ -213,7 +213,7 @@ class _Asking:
                 f"{question.row.number} of {width} x {height} pixels; give both sides one model, template and pixel "
                 "limits (MAX_PIXELS, --swift max_pixels=N)"
             )
-        found = parse_rollout(completion.text, self.questions.dialect).objects
+        found = parse_rollout(completion.text, self.questions.dialect).counted
         return Prediction(
             image=question.row.image,
             width=width,

@@ -20,11 +20,7 @@ from swift_stage2.config import ServerEngine
 from swift_stage2.config.yaml_text import key_values
 from swift_stage2.detections.objects import ScoreConvention, detection_data
 from swift_stage2.detections.prediction import FAILED, Prediction, answer_flags, dropped_objects
-from swift_stage2.detections.scores import DetectionScores
-from swift_stage2.errors import UserError
-from swift_stage2.evaluate.gallery import worst_images
-from swift_stage2.evaluate.intervals import DEFAULT_DRAWS, Interval, affordable_draws, difference, intervals
-from swift_stage2.evaluate.predictions import (
+from swift_stage2.detections.prediction_files import (
     TrueRow,
     answer_dialect,
     check_folder,
@@ -33,6 +29,10 @@ from swift_stage2.evaluate.predictions import (
     write_file,
     write_predictions,
 )
+from swift_stage2.detections.scores import DetectionScores
+from swift_stage2.errors import UserError
+from swift_stage2.evaluate.gallery import worst_images
+from swift_stage2.evaluate.intervals import DEFAULT_DRAWS, Interval, affordable_draws, difference, intervals
 from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections
 from swift_stage2.evaluate.served_model import ENGINES, OwnServer, own_server, require_answer
 from swift_stage2.pages.content import Section, Sentence, Tone

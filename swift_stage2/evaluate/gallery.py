@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swift_stage2.detections.prediction import LabelledBoxes, Prediction
+from swift_stage2.detections.prediction_files import TrueRow
 from swift_stage2.detections.scores import DetectionScores
-from swift_stage2.evaluate.predictions import TrueRow
 from swift_stage2.pages.pictures import Gallery, Picture, Thumbnails, drawn_boxes, filters_of
 from swift_stage2.records import find_image
 

@@ -164,8 +164,11 @@ def plan_launch(
         learner = _plan_learner(process, name, words, nproc_per_node, node_rank, outer, status_file)
     check = Command(
         name="arguments",
-        argv=(sys.executable, "-m", "swift_stage2.preflight.swift_parsing", str(config_path.absolute())),
-        environment=_environment(outer),
+        argv=(
+            *(sys.executable, "-m", "swift_stage2.preflight.swift_parsing", str(config_path.absolute())),
+            *(["--learner-here"] if learner else []),
+        ),
+        environment=_environment(outer, process.devices if learner else (), "launch.learner.devices"),
         grace_s=_CHECK_GRACE_S,
     )
     places = ["" if part is LaunchPart.ALL else server.address.host for server in servers]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,6 +30,7 @@ from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.config import Preprocessing, Stage2Config
 from swift_stage2.config.objective import require_weight
 from swift_stage2.config.registry import find
+from swift_stage2.config.rules import Inequality
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.preflight.packing_isolation import (
     IsolationBatches,
@@ -41,6 +44,9 @@ from swift_stage2.scheduling.run_ahead import most_samples
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.trace import Trace
+
+_MOST_A_STEPS = 16  # that one B step may stand for
+_WANTED_A_STEPS = 4
 
 
 def make_task(config: Stage2Config) -> Task:
@@ -113,13 +119,63 @@ def check_parts(
     )
 
 
-def merge_lengths(mine: CheckedParts, control: ControlGroup, telemetry: Telemetry) -> CheckedParts:
-    """Every rank has measured its share of the rows, and gets all lengths; the first one tells what does not fit."""
+def merge_lengths(
+    config: Stage2Config, mine: CheckedParts, control: ControlGroup, telemetry: Telemetry, packs_per_step: int
+) -> CheckedParts:
+    """Every rank has measured its share of the rows, and gets all lengths.
+
+    The first one tells what does not fit, and what a step of either channel trains.
+    """
     lengths = reduce(RowLengths.merged, map(RowLengths.from_note, control.gather(mine.lengths.to_note())))
     if control.rank == 0:
         for found, remedy in lengths.troubles:
             telemetry.record_warning(f"{found}; {remedy}")
+        sizes = step_sizes(config, lengths, packs_per_step * control.world_size)
+        if sizes is not None and sizes.holds:
+            print(f"swift-stage2 train: {sizes.numbers}", file=sys.stderr, flush=True)
+        elif sizes is not None:
+            telemetry.record_warning(sizes.message)
     return replace(mine, lengths=lengths)
+
+
+def step_sizes(config: Stage2Config, lengths: RowLengths, num_packs: int) -> Inequality | None:
+    """How many A steps train as many rows as one B step of ``num_packs`` full packs on all ranks together.
+
+    A step of either channel has as many micro steps: of a pack, or of ``per_device_train_batch_size`` rows (ms-swift's
+    default is 1). None where nothing was measured.
+    """
+    if not lengths.num_tokens:
+        return None
+    channel, max_new_tokens = config.stage2_ab.channel_b, config.rollout.decoding.max_new_tokens
+    capacity, batch = channel.packing.packing_length, int(config.swift.get("per_device_train_batch_size", 1))
+    mean = lengths.num_tokens / lengths.num_rows
+    per_pack = max(1.0, capacity / mean)
+    beside = lengths.segments.longest if config.stage2_ab.trains_targets_beside else 0
+    wanted = max(
+        math.ceil(_WANTED_A_STEPS * batch * mean), lengths.longest_prompt + lengths.answers.longest + beside
+    )
+    room = wanted - lengths.longest_prompt - beside  # for an answer
+    remedy = (
+        f"write stage2_ab.channel_b.packing.packing_length: {wanted}, then it is {wanted / mean / batch:.2g}"
+    )
+    if room < max_new_tokens:
+        remedy += f", with rollout.decoding.max_new_tokens: {room}, so that a prompt and its answer fit"
+    if wanted >= capacity:
+        remedy = f"write swift.per_device_train_batch_size: {math.ceil(per_pack / _WANTED_A_STEPS)}"
+    told = (
+        f"one B step trains as many rows as {per_pack / batch:.3g} A steps: {num_packs * per_pack:.0f} "
+        f"({num_packs} packs of {capacity} tokens, {mean:.0f} a row) and {num_packs * batch}, of "
+        f"{lengths.num_rows:,} rows of data"
+    )
+    return Inequality(
+        name="step sizes",
+        statement=f"rows of a B step <= {_MOST_A_STEPS} * rows of an A step",
+        numbers=told,
+        holds=per_pack <= _MOST_A_STEPS * batch,
+        refusal=told,
+        remedy=remedy,
+        is_advice=True,
+    )
 
 
 def run_ahead_budget(config: Stage2Config, lengths: RowLengths, packs_per_b_step: int) -> int:

@@ -169,6 +169,9 @@ class RowLengths:
     first_unusable: str = ""
     shortest_prompt: int = 0
     """Tokens; 0 of no rows."""
+    longest_prompt: int = 0
+    num_tokens: int = 0
+    """Of all prompts and true answers together."""
 
     def merged(self, other: RowLengths) -> RowLengths:
         return RowLengths(
@@ -178,6 +181,8 @@ class RowLengths:
             self.num_unusable + other.num_unusable,
             self.first_unusable or other.first_unusable,
             min(filter(None, (self.shortest_prompt, other.shortest_prompt)), default=0),
+            max(self.longest_prompt, other.longest_prompt),
+            self.num_tokens + other.num_tokens,
         )
 
     @property
@@ -238,7 +243,7 @@ def measure_lengths(
         config.rollout.decoding.max_new_tokens,
     )
     num_over, longest, longest_number = [0, 0], [0, 0], [-1, -1]
-    shortest_prompt = 0
+    shortest_prompt = longest_prompt = num_tokens = 0
     for number in numbers:
         try:
             prompt, answer = ruler.measure(rows[number])
@@ -248,13 +253,23 @@ def measure_lengths(
             continue
         num_rows += 1
         shortest_prompt = min(prompt, shortest_prompt or prompt)
+        longest_prompt, num_tokens = max(prompt, longest_prompt), num_tokens + prompt + answer
         for which, length in enumerate((prompt + answer, answer)):
             num_over[which] += length > limits[which]
             if length > longest[which]:
                 longest[which], longest_number[which] = length, number
     places = [str(origins.find(rows[number])) if number >= 0 else "" for number in longest_number]
     segments, answers = (Excess(limits[i], num_over[i], longest[i], places[i]) for i in (0, 1))
-    return RowLengths(num_rows, segments, answers, num_unusable, first_unusable, shortest_prompt)
+    return RowLengths(
+        num_rows,
+        segments,
+        answers,
+        num_unusable,
+        first_unusable,
+        shortest_prompt,
+        longest_prompt,
+        num_tokens,
+    )
 
 
 class _Ruler:

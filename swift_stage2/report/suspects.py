@@ -75,12 +75,17 @@ def suspects_of(evaluations: Sequence[RowEvaluation]) -> list[Suspect] | None:
         return None
     found: list[Suspect] = []
     for row in sorted({row for each in versions for row in each.rows}):
-        asked = [each for each in versions if row in each.rows and each.rows[row].rollout]  # and answered
+        asked = [each for each in versions if row in each.rows and _is_answered(each.rows[row])]
         # Rows that changed between parts of a run are not those of one label.
         asked = [each for each in asked if each.rows[row].truth == asked[-1].rows[row].truth]
         if len(asked) >= FEWEST:
             found += [*_never_found(row, asked), *_always_added(row, asked[-FEWEST:])]
     return sorted((each for each in found if each.strength), key=lambda each: (-each.strength, each.row))
+
+
+def _is_answered(match: LoggedMatch) -> bool:
+    """An answer that was cut off says nothing of what it lacks."""
+    return bool(match.rollout) and not match.truncated
 
 
 def suspect_lines(suspects: Sequence[Suspect]) -> str:

@@ -17,7 +17,8 @@ _LINK = "last-checkpoint"  # ms-swift's, to what was saved last
 def next_commands(run_dir: Path, swift: Mapping[str, Any]) -> Iterator[str]:
     """The last checkpoint, and commands that merge and evaluate it; none without a checkpoint.
 
-    ``swift`` are the run's arguments of ms-swift: without a validation set of its own there is no command to evaluate.
+    ``swift`` are the run's arguments of ms-swift: without a validation set of its own there is no command to evaluate,
+    and of one that ``evaluate`` could not measure there is the reason.
     """
     steps, checkpoint = checkpoints_in(run_dir), run_dir / _LINK
     if not checkpoint.is_dir():
@@ -34,7 +35,16 @@ def next_commands(run_dir: Path, swift: Mapping[str, Any]) -> Iterator[str]:
         validation = local_files(swift)["val_dataset"]
     except UserError:
         return  # they have been moved since
-    if validation:
+    if not validation:
+        return
+    from swift_stage2.detections.prediction_files import why_unmeasured  # loads scipy
+
+    if reason := why_unmeasured(validation[0]):
+        yield (
+            f"evaluate measures lists of boxes alone, and not {reason}; evaluations during a run tell what the task "
+            "measures (stage2_ab.evaluation.every_steps)"
+        )
+    else:
         yield f"evaluate it: {evaluate_command(validation[0], checkpoint)}"
 
 

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from swift_stage2.records import SHIPPED_RATIOS
 from swift_stage2.telemetry.audit import Record, audit_path
 from swift_stage2.telemetry.reading import AuditTail
 from swift_stage2.telemetry.record_forms import AUDIT_FORMS, has_form
@@ -111,8 +112,10 @@ class LiveTracker:
             case "loss" if record["rank"] == 0:
                 self._change(loss=float(record["loss"]))
             case "evaluation" if record["rank"] == 0:
-                counts, f1 = record["counts"], record["ratios"].get("f1")
-                quality = "" if f1 is None else f", F1 {f1:.3f} (matched as rollouts are)"
+                counts, ratios = record["counts"], record["ratios"]
+                quality = f", F1 {ratios['f1']:.3f} (matched as rollouts are)" if "f1" in ratios else ""
+                own = (name for name in ratios if name not in SHIPPED_RATIOS)
+                quality += "".join(f", {name} {ratios[name]:.3g}" for name in own)
                 answered = f"{counts['num_answered']} of {counts['num_wanted']} ({record['end']})"
                 self._change(last_evaluation=f"v{record['version']}{quality}, {answered}")
 

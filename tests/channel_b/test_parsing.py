@@ -35,6 +35,7 @@ def check(
     assert parsed.objects == objects
     assert parsed.dropped == dropped
     assert parsed.unclosed is unclosed
+    assert parsed.counted == (() if unclosed else objects)
 
 
 @pytest.mark.parametrize(

@@ -64,16 +64,19 @@ def test_a_rollout_without_a_usable_object_trains_the_ground_truth_in_its_own_or
     assert target.quality.num_pairs == 0
 
 
-def test_dropped_objects_and_truncation_are_counted() -> None:
-    text = (
-        '[{"bbox_2d": [1, 2, 3], "label": "cat"}, {"bbox_2d": [0, 0, 40, 40], "label": "cat"}, {"bbox_2d": [5'
-    )
+@pytest.mark.parametrize(("end", "num_predictions"), [("]", 1), (', {"bbox_2d": [5', 0)])
+def test_dropped_objects_and_truncation_are_counted(end: str, num_predictions: int) -> None:
+    text = '[{"bbox_2d": [1, 2, 3], "label": "cat"}, {"bbox_2d": [0, 0, 40, 40], "label": "cat"}' + end
     quality = _correct(make_task(), text, truncated=True).quality
-    assert (quality.num_predictions, quality.num_truncated, dict(quality.dropped)) == (
-        1,
-        1,
-        {"wrong_arity": 1},
-    )
+    assert (quality.num_predictions, quality.num_truncated) == (num_predictions, 1)
+    assert dict(quality.dropped) == {"wrong_arity": 1}
+
+
+def test_an_answer_that_is_not_read_whole_still_gives_the_order() -> None:
+    text = _answer(("owl", BOXES[2]))[:-1]
+    target = _correct(make_task(), text)
+    assert _objects(target)[0] == (LABELS[2], BOXES[2])
+    assert target.quality.num_pairs == 0
 
 
 def test_the_same_label_is_asked_for_only_when_it_is_configured() -> None:

@@ -21,6 +21,7 @@ from swift_stage2.channel_b.preprocessing import Judged
 from swift_stage2.detections import recorded
 from swift_stage2.detections.drawing import Drawing
 from swift_stage2.detections.prediction import LabelledBoxes
+from swift_stage2.detections.prediction_files import read_predictions, read_rows
 from swift_stage2.detections.recorded import (
     EvaluationKeeper,
     RecordedRow,
@@ -31,7 +32,6 @@ from swift_stage2.detections.recorded import (
     read_evaluations,
     recorded_row,
 )
-from swift_stage2.evaluate.predictions import read_predictions, read_rows
 from swift_stage2.records import (
     EvaluationCounts,
     EvaluationRecord,

@@ -15,13 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from detection_task import make_task
 from doctor_run import Report
 from live_server import MODEL, free_port
+from real_model import make_encoder, rollout_of, sample_of
 
 from swift_stage2.channel_b.task import TASKS
 from swift_stage2.config import load_config
 from swift_stage2.demo.demo_config import TEMPLATE_FILE
-from swift_stage2.doctor import command, data
+from swift_stage2.doctor import command, data, rollouts
 from swift_stage2.errors import ConfigError
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.weights.disk_manifest import mark_proven
@@ -338,6 +340,56 @@ def test_what_the_real_template_and_parser_refuse_is_a_row_with_its_fix(
     assert fix in row["fix"] or fix in row["found"]
     assert report.status == 1
     assert report.row("packing_length")["verdict"] == "not checked"
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "found"),
+    [
+        ({}, "ok", "Qwen2_5_VLForConditionalGeneration, attention sdpa, float32 on cpu"),
+        (
+            {"swift__attn_impl": "flash_attention_2"},
+            "failed",
+            "the package for FlashAttention2 doesn't seem to",
+        ),
+    ],
+)
+def test_what_transformers_will_load_is_a_row(
+    configure: Configure, doctor: Doctor, changes: dict[str, Any], verdict: str, found: str
+) -> None:
+    report = doctor(configure(DEAD, **changes))
+    assert report.verdict("model load") == verdict
+    assert found in report.row("model load")["found"]
+    assert report.status == (verdict == "failed")
+
+
+@pytest.mark.parametrize(("text", "verdict"), [("I see nothing.", "warning"), ("[]", "ok")])
+def test_only_a_list_counts_as_read_on_an_image_without_objects(
+    configure: Configure, rows_file: Path, text: str, verdict: str
+) -> None:
+    row = {**json.loads(rows_file.read_text().splitlines()[0]), "objects": {"ref": [], "bbox": []}}
+    encoder, sample = make_encoder(), sample_of(row)
+    answered = rollout_of(sample, text, encoder.encode_prompt(sample).token_ids)
+    calls = [rollouts.TimedCall(1, 1.0, (answered,))]
+    assert (
+        rollouts.check_matching(calls, encoder, make_task(), load_config(configure(DEAD))).verdict == verdict
+    )
+
+
+def test_a_b_step_of_many_a_steps_is_a_warning_with_a_length_that_the_doctor_takes(
+    configure: Configure, doctor: Doctor
+) -> None:
+    changes = {"stage2_ab__channel_b__packing": {"packing_length": 4096}}
+    told = doctor(configure(DEAD, **changes)).row("step sizes")
+    assert told["verdict"] == "warning"
+    assert "(2 packs of 4096 tokens, " in told["found"]
+    found = re.search(r"packing_length: (\d+)(?:.*max_new_tokens: (\d+))?", told["fix"])
+    assert found is not None
+    changes = {"stage2_ab__channel_b__packing": {"packing_length": int(found[1])}}
+    if found[2]:
+        changes["rollout__decoding"] = {"max_new_tokens": int(found[2])}
+    report = doctor(configure(DEAD, **changes))
+    assert report.verdict("packing_length") == "ok"
+    assert report.verdict("step sizes") == "ok"
 
 
 @pytest.mark.parametrize(("budget", "verdict"), [(2, "failed"), (8, "warning"), (None, "ok")])

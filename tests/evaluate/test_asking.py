@@ -21,9 +21,9 @@ from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.cli import main
 from swift_stage2.demo.demo_config import MODEL_TYPE, TEMPLATE_FILE
 from swift_stage2.detections.prediction import FAILED, Prediction
+from swift_stage2.detections.prediction_files import TrueRow, read_predictions, read_rows, write_predictions
 from swift_stage2.errors import ServerUnavailable, UserError
 from swift_stage2.evaluate.asking import AskingSettings, ask_server
-from swift_stage2.evaluate.predictions import TrueRow, read_predictions, read_rows, write_predictions
 from swift_stage2.records import match_ratios
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout_server"))
@@ -151,6 +151,15 @@ def test_boxes_become_pixels_and_a_stock_server_is_asked_in_batches(
     assert {each.finish_reason for each in found} == {"length"}
     assert [each.image for each in found] == [row.image for row in true_rows]
     assert progress == [4, 8, 12]
+
+
+def test_of_an_answer_that_is_not_read_whole_no_object_counts(
+    encoder: Encoder, true_rows: list[TrueRow], prompt_ids: list[int]
+) -> None:
+    text = json.dumps([{"bbox_2d": [14, 28, 70, 112], "label": "car"}])[:-1]
+    with FakeRolloutServer(on_infer=lambda call: answers(call, prompt_ids, text)) as server:
+        found = ask_server(server.url, true_rows, encoder, QUESTIONS)
+    assert {(each.objects.bbox, each.answer) for each in found} == {((), text)}
 
 
 def test_a_server_that_reads_another_prompt_is_refused(encoder: Encoder, true_rows: list[TrueRow]) -> None:

@@ -12,8 +12,13 @@ from PIL import Image
 from swift_stage2.channel_b.dialects import OBJECT_LIST, OBJECT_MAP
 from swift_stage2.detections.objects import ScoreConvention, detection_data
 from swift_stage2.detections.prediction import FAILED, LabelledBoxes, Prediction, answer_flags
+from swift_stage2.detections.prediction_files import (
+    answer_dialect,
+    read_predictions,
+    read_rows,
+    write_predictions,
+)
 from swift_stage2.errors import DatasetError
-from swift_stage2.evaluate.predictions import answer_dialect, read_predictions, read_rows, write_predictions
 
 CAR = ("car", (1, 2, 30, 40))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,16 @@ from typing import Any
 import pytest
 import yaml
 from detection_task import make_task
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from real_model import make_encoder, make_template, sample_of
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.sample_source import RowOrigins
 from swift_stage2.config import Stage2Config, load_config
+from swift_stage2.config.rules import Inequality
+from swift_stage2.preflight.channel_b_parts import step_sizes
 from swift_stage2.preflight.samples import Excess, RowLengths, measure_lengths
 
 OBJECT = '{"bbox_2d": <bbox>, "label": "<ref-object>"}'
@@ -168,6 +174,71 @@ def test_the_shortest_prompt_is_that_of_all_ranks(mine: int, others: int, shorte
         for prompt in (mine, others)
     ]
     assert parts[0].merged(parts[1]).shortest_prompt == shortest
+
+
+def _lengths(num_rows: int, mean: int, prompt: int, answer: int) -> RowLengths:
+    """Rows with the longest prompt and true answer as told."""
+    segments, answers = Excess(4096, 0, prompt + answer, ""), Excess(1024, 0, answer, "")
+    return RowLengths(num_rows, segments, answers, 0, "", prompt, prompt, num_rows * mean)
+
+
+def _sizes(tmp_path: Path, lengths: RowLengths, num_packs: int, **changes: Any) -> Inequality:
+    config = _config(tmp_path, changes.pop("packing_length", 4096), changes.pop("max_new_tokens", 1024))
+    found = step_sizes(replace(config, swift={**config.swift, **changes}), lengths, num_packs)
+    assert found is not None
+    return found
+
+
+def test_a_b_step_of_more_than_sixteen_a_steps_is_advised_against(tmp_path: Path) -> None:
+    told = _sizes(tmp_path, _lengths(36, 64, 40, 60), 4)
+    assert told.is_advice
+    assert not told.holds
+    assert told.message == (
+        "one B step trains as many rows as 64 A steps: 256 (4 packs of 4096 tokens, 64 a row) and 4, of 36 rows of "
+        "data; write stage2_ab.channel_b.packing.packing_length: 256, then it is 4, with "
+        "rollout.decoding.max_new_tokens: 216, so that a prompt and its answer fit"
+    )
+
+
+@pytest.mark.parametrize(
+    ("mean", "longest", "batch", "ratio", "advice"),
+    [
+        (256, 300, 1, "16 ", ""),
+        (255, 300, 1, "16.1 ", "packing_length: 1020, then it is 4"),
+        (64, 100, 4, "16 ", ""),
+        (64, 100, 3, "21.3 ", "packing_length: 768, then it is 4"),
+        (64, 2000, 1, "64 ", "packing_length: 2000, then it is 31"),  # the longest row must fit
+        (64, 4096, 1, "64 ", "per_device_train_batch_size: 16"),
+        (5000, 4096, 1, "1 ", ""),
+    ],
+)
+def test_the_sizes_of_steps_follow_from_the_rows(
+    tmp_path: Path, mean: int, longest: int, batch: int, ratio: str, advice: str
+) -> None:
+    for num_packs in (1, 8):  # both channels have as many micro steps
+        told = _sizes(
+            tmp_path, _lengths(500, mean, longest - 50, 50), num_packs, per_device_train_batch_size=batch
+        )
+        assert f"as many rows as {ratio}" in told.numbers
+        assert told.holds is (not advice)
+        assert not advice or advice in told.remedy
+
+
+@given(
+    mean=st.integers(1, 300), answer=st.integers(1, 100), prompt=st.integers(1, 500), batch=st.integers(1, 8)
+)
+def test_the_length_that_is_advised_is_one_that_a_run_takes(
+    tmp_path_factory: pytest.TempPathFactory, mean: int, answer: int, prompt: int, batch: int
+) -> None:
+    lengths = _lengths(50, mean, prompt, answer)
+    told = _sizes(tmp_path_factory.mktemp("run"), lengths, 4, per_device_train_batch_size=batch)
+    if told.holds:
+        return
+    found = re.search(r"packing_length: (\d+), .*?(?:max_new_tokens: (\d+)|$)", told.remedy)
+    assert found is not None
+    length, max_new_tokens = int(found[1]), int(found[2] or 1024)
+    assert prompt + max_new_tokens <= length <= 4096
+    assert answer <= max_new_tokens
 
 
 def test_nothing_measured_is_no_trouble() -> None:

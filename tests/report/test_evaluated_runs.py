@@ -14,6 +14,7 @@ from evaluated_run import Scene, evaluated_run, grid_scene
 from run_files import CONFIG, RunFiles, balanced_ledger
 
 from swift_stage2.cli import main
+from swift_stage2.detections.recorded import evaluations_directory
 from swift_stage2.telemetry.ledger import matches_path
 
 NUM_ROWS = 12
@@ -76,6 +77,12 @@ def test_files_of_evaluations_tell_what_matches_tell(
     for key in ("detection", "suspects"):
         assert found[0][key] == found[1][key]
     assert suspects(tmp_path / "files") == suspects(tmp_path / "matches") == [("truth never found", 3, "car")]
+    for file in evaluations_directory(tmp_path / "files").iterdir():
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text(
+            "".join(line.replace('"stop"', '"length"' if '"row": 3,' in line else '"stop"') for line in lines)
+        )
+    assert suspects(tmp_path / "files") == [], "an answer that was cut off says nothing of what it lacks"
 
 
 def test_classes_and_numbers_of_objects_that_fail_most_come_first(

@@ -244,6 +244,9 @@ def test_the_tracker_follows_a_run() -> None:
     assert state.warnings == ("w2", "w3", "w4")
     take("catch_up", step=3, version=4, seconds=0.5, servers={"1": {"proven": True}})
     assert tracker.state.last_round == "v4 at step 3, 0.50 s, 1/1 caught up"
+    ratios = {"precision": 0.5, "truncated_ratio": 0.0, "exact": 0.25, "error": 12.0}
+    take("evaluation", version=5, end="complete", counts=counts, ratios=ratios)
+    assert tracker.state.last_evaluation == "v5, exact 0.25, error 12, 63 of 64 (complete)", "a task's own"
     take("server_added", step=3, server=2, base_url="http://late:8000")
     take("server_added", rank=1, step=3, server=2, base_url="http://late:8000")
     assert tracker.state.added_servers == ("http://late:8000 at step 3",)
