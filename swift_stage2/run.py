@@ -19,6 +19,7 @@ from swift_stage2.learner import ChannelB, StepDecision
 from swift_stage2.learner.server_requests import AddedServer
 from swift_stage2.process.watches import ProgressWatch
 from swift_stage2.records import EvaluationRecord
+from swift_stage2.scheduling.watches import StarvationWatch
 from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.facade import Telemetry
 
@@ -63,6 +64,8 @@ class Stage2Run:
     start_ledger: Callable[..., None]
     watch: ProgressWatch
     saves_checkpoints: bool = True
+    starvation: StarvationWatch | None = None
+    """The learner's, if it has one; equal on all ranks."""
 
     def __post_init__(self) -> None:
         self._resumed_save_id: str | None = None
