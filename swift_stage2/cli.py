@@ -1,7 +1,8 @@
 """``swift-stage2 COMMAND``: finds the command, imports only what it needs, turns a user's mistake into one line.
 
-Exit status: 0 done, 2 the user's mistake, 70 a weight push that hung, 130 interrupted, 141 cut because nobody reads
-its output any more (as SIGPIPE would cut it; 0 would promise what was not done), else the command's own.
+Exit status: 0 done, 2 the user's mistake, 3 a run that lost its channel B, 70 a weight push that hung, 130 interrupted,
+141 cut because nobody reads its output any more (as SIGPIPE would cut it; 0 would promise what was not done), else the
+command's own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _INTERRUPTED = 130
 _UNREAD = 141
 _CHECKOUT = Path(__file__).parents[1]
 _LEARNER_STATUSES = (
-    "0 trained to the end; 1 the run failed; 3 channel B starved, stage2_ab.starvation.action decides; 70 a weight push hung"
+    "0 trained to the end; 1 the run failed; 3 channel B starved (stage2_ab.starvation.action); "
+    "70 a weight push hung"
 )
 
 # Commands with a parser of their own: module of this package with main(argv), what it is for.

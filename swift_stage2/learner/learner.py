@@ -279,7 +279,8 @@ class Learner:
             self._paused = outcome.truncation_guard
             self.events.record_warning(
                 f"channel B {'pauses: too many rollouts are truncated' if self._paused else 'goes on'}"
-                f" (this rank's share {b.guard.truncated_ratio:.2f}); raise rollout.decoding.max_new_tokens if it lasts",
+                f" (this rank's share {b.guard.truncated_ratio:.2f}); raise rollout.decoding.max_new_tokens if it "
+                "lasts",
                 until=[CHANNEL_B],
             )
         if b.evaluation is not None:

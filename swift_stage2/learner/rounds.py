@@ -144,7 +144,8 @@ class LearnerRounds:
         if not b.rounds.proven:
             b.fence.close()
         self._events.record_warning(
-            f"suspect until a sync round proves it again: {', '.join(lost)}", until=map(server_name, lost_servers)
+            f"suspect until a sync round proves it again: {', '.join(lost)}",
+            until=map(server_name, lost_servers),
         )
 
     def take_in_servers(self, step: int, *, joins: bool) -> None:

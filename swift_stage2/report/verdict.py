@@ -220,8 +220,8 @@ def bottlenecks(
 def _lost_servers(summary: RunSummary) -> Iterator[Bottleneck]:
     if missed := summary.skips.get(_SUSPECT, 0):
         yield Bottleneck(
-            f"{missed} wanted B steps found no server that was proven; section Sync rounds and the log say what became of "
-            "them."
+            f"{missed} wanted B steps found no server that was proven; section Sync rounds and the log say what "
+            "became of them."
         )
     if errors := summary.server_errors:
         number = sum(errors.values())

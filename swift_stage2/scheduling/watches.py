@@ -67,7 +67,8 @@ class StarvationWatch:
 
     def _silence(self) -> str:
         ((cause, _),) = Counter(self._missed).most_common(1)
-        return f"channel B ran at none of the last {len(self._missed)} steps that wanted it; most frequent cause: {cause}"
+        num_missed = len(self._missed)
+        return f"channel B ran at none of the last {num_missed} steps that wanted it; most frequent cause: {cause}"
 
     def _judge(self, plan: StepPlan) -> str | None:
         self._plans.append(plan)

@@ -227,7 +227,7 @@ class Telemetry:
 
     @property
     def unused_b(self) -> str:
-        """Why fewer than half of the wanted B steps ran, also before a resume; on all ranks alike, empty when all is well."""
+        """Why fewer than half of the wanted B steps ran, also before a resume; on all ranks alike, else empty."""
         numbers = {name: int(number) for name, number in self.counters.state_dict().items()}
         num_proven = numbers["sync_rounds_committed"]
         return why_b_is_unused(

@@ -277,7 +277,8 @@ def test_a_run_that_lost_its_servers_is_told_that_and_to_turn_no_knob() -> None:
     skips = {"not_enough_packs": 4, "servers_suspect": 2}
     told = summary(num_steps=30, num_b_wanted=30, skips=skips, server_errors={"connection refused": 2})
     found = told_of(speed, told, KNOBS)
-    assert ["2 wanted B steps found no server" in found[0][0], "connection refused" in found[1][0]] == [True, True]
+    assert "2 wanted B steps found no server" in found[0][0]
+    assert "connection refused" in found[1][0]
     assert [advice for _, advice in found] == [{}, {}]
 
 

@@ -252,8 +252,10 @@ def test_the_tracker_follows_a_run() -> None:
 def test_a_warning_goes_with_its_cause_and_all_go_where_the_run_is_resumed() -> None:
     tracker = LiveTracker(1, 100, queue_limit=8)
 
-    def take(kind: str, **values: Any) -> tuple[str, ...]:
-        tracker.take({"kind": kind, "rank": 0, "time": 0.0, "version": 1, "step": 0, "seconds": 0.0, **values})
+    def take(kind: str, **values: object) -> tuple[str, ...]:
+        tracker.take(
+            {"kind": kind, "rank": 0, "time": 0.0, "version": 1, "step": 0, "seconds": 0.0, **values}
+        )
         return tracker.state.warnings
 
     def proven(kind: str, **servers: bool) -> tuple[str, ...]:
