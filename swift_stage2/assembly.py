@@ -193,10 +193,8 @@ def start_run(
     facts = {"version_window": window, "likeness": task.likeness}
     start_ledger = partial(telemetry.ledger.write, Entry.START, **process, **facts)
     watch = progress_watch(config, telemetry, channel_b)
-    return Stage2Run(
-        *(learner, telemetry, control, channel_b, logging_steps, start_record, start_ledger, watch),
-        starvation=starvation,
-    )
+    begins = start_record, start_ledger, watch, starvation
+    return Stage2Run(learner, telemetry, control, channel_b, logging_steps, *begins)
 
 
 def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: ChannelB | None) -> ProgressWatch:

@@ -63,9 +63,9 @@ class Stage2Run:
     start_record: Callable[[], None]
     start_ledger: Callable[..., None]
     watch: ProgressWatch
-    saves_checkpoints: bool = True
     starvation: StarvationWatch | None = None
     """The learner's, if it has one; equal on all ranks."""
+    saves_checkpoints: bool = True
 
     def __post_init__(self) -> None:
         self._resumed_save_id: str | None = None

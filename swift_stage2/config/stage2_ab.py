@@ -80,8 +80,7 @@ class ScheduleConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StarvationConfig:
     action: StarvationAction = StarvationAction.WARN
-    """The reaction when fewer than half of the wanted B steps run. warn: trains on, and ends with status 3 if no server
-    was left for them."""
+    """The reaction when fewer than half of the wanted B steps run; warn decides the exit status alone."""
     grace_steps: int = 200
     """For how many optimizer steps that may be so before fail ends the run."""
 

@@ -176,8 +176,8 @@ class Bottleneck:
     advice: tuple[Advice, ...] = ()
 
 
-_SUSPECT = "servers_suspect"
 _OTHER_SKIPS = {
+    "servers_suspect": "found no server that was proven; section Sync rounds and the log say what became of them",
     "truncation_guard": "were held back because too many rollouts are cut off: raise rollout.decoding.max_new_tokens",
     "pipeline_failed": "came after the pipeline had failed; the learner's log says why",
 }
@@ -190,14 +190,11 @@ def bottlenecks(
 ) -> Iterator[Bottleneck]:
     """The part that binds, if speed and number of steps are known; then all else that costs something.
 
-    Where servers were lost for more than a few wanted steps, that alone: the figures are of a run that lacked them.
+    Figures of a run that lacked servers are no ground for a setting: there what became of the servers is all.
     """
-    lost = [*_lost_servers(summary)]
-    if summary.skips.get(_SUSPECT, 0) > MISSED_SHARE * summary.num_b_wanted:
-        yield from lost
-        return
     has_advice = False
-    if speed and summary.num_steps:
+    is_lost = summary.skips.get("servers_suspect", 0) > MISSED_SHARE * summary.num_b_wanted
+    if speed and summary.num_steps and not is_lost:
         binding = _binding(speed, summary, knobs)
         has_advice = bool(binding.advice) and not speed.learner_binds
         yield binding
@@ -210,19 +207,11 @@ def bottlenecks(
                     f"{seconds(pace.busy_s)} against {seconds(pace.quiet_s)}. Give servers and learner cores of their "
                     "own."
                 )
-    yield from _missing_packs(speed, summary, knobs, post_steps, is_told=has_advice)
+    if not is_lost:
+        yield from _missing_packs(speed, summary, knobs, post_steps, is_told=has_advice)
     for reason, sentence in _OTHER_SKIPS.items():
         if missed := summary.skips.get(reason, 0):
             yield Bottleneck(f"{missed} wanted B steps {sentence}.")
-    yield from lost
-
-
-def _lost_servers(summary: RunSummary) -> Iterator[Bottleneck]:
-    if missed := summary.skips.get(_SUSPECT, 0):
-        yield Bottleneck(
-            f"{missed} wanted B steps found no server that was proven; section Sync rounds and the log say what "
-            "became of them."
-        )
     if errors := summary.server_errors:
         number = sum(errors.values())
         often = "once" if number == 1 else f"{number} times, mostly"

@@ -21,12 +21,12 @@ _NUM_WARNINGS = 3
 _NUM_CHANNELS = 20
 _RATE_WINDOW_S = 10.0
 CHANNEL_B = "channel_b"
-"""What a warning may wait for: that channel B runs."""
+"""A warning may wait for this: that channel B runs."""
 _RATE_BATCHES = 8  # slow servers answer so few in the window that the rate would read 0
 
 
 def server_name(server: int | str) -> str:
-    """What a warning may wait for: that a round or a catch-up proves this server."""
+    """A warning may wait for this: that a round or a catch-up proves the server."""
     return f"server{server}"
 
 
