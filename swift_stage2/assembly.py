@@ -172,14 +172,15 @@ def start_run(
             )
             channel_b = together(control, build)
         on_failure.pop_all()
-    starvation = config.stage2_ab.starvation
-    watched = channel_b is not None and starvation.action is not StarvationAction.OFF
+    action = config.stage2_ab.starvation.action
+    watched = channel_b is not None and action is not StarvationAction.OFF
+    starvation = StarvationWatch(config.stage2_ab.starvation.grace_steps) if watched else None
     learner = Learner(
         b_ratio=config.stage2_ab.schedule.b_ratio,
         control=control,
         events=telemetry,
-        starvation=StarvationWatch(starvation.grace_steps) if watched else None,
-        fail_when_starved=starvation.action is StarvationAction.FAIL,
+        starvation=starvation,
+        fail_when_starved=action is StarvationAction.FAIL,
         channel_b=channel_b,
         failures=failures,
     )
@@ -192,7 +193,8 @@ def start_run(
     facts = {"version_window": window, "likeness": task.likeness}
     start_ledger = partial(telemetry.ledger.write, Entry.START, **process, **facts)
     watch = progress_watch(config, telemetry, channel_b)
-    return Stage2Run(learner, telemetry, control, channel_b, logging_steps, start_record, start_ledger, watch)
+    begins = start_record, start_ledger, watch, starvation
+    return Stage2Run(learner, telemetry, control, channel_b, logging_steps, *begins)
 
 
 def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: ChannelB | None) -> ProgressWatch:

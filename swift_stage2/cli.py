@@ -1,7 +1,8 @@
 """``swift-stage2 COMMAND``: finds the command, imports only what it needs, turns a user's mistake into one line.
 
-Exit status: 0 done, 2 the user's mistake, 70 a weight push that hung, 130 interrupted, 141 cut because nobody reads
-its output any more (as SIGPIPE would cut it; 0 would promise what was not done), else the command's own.
+Exit status: 0 done, 2 the user's mistake, 3 a run that lost its channel B, 70 a weight push that hung, 130 interrupted,
+141 cut because nobody reads its output any more (as SIGPIPE would cut it; 0 would promise what was not done), else the
+command's own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from swift_stage2 import __version__
-from swift_stage2.errors import EXIT_USER_MISTAKE, UserError
+from swift_stage2.errors import EXIT_USER_MISTAKE, ChannelBStarved, UserError, exit_status_of
 from swift_stage2.terminal.output import has_lost_its_reader, let_go, print_error, throw_away
 from swift_stage2.terminal.parser import CommandParser, whole_number
 
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
     from swift_stage2.config import Stage2Config
     from swift_stage2.process.torchrun import AgentWatch
 
-_FAILED = 1
 _HANG = 70
 _INTERRUPTED = 130
 _UNREAD = 141
 _CHECKOUT = Path(__file__).parents[1]
-_LEARNER_STATUSES = "0 trained to the end; 1 the run failed; 70 a weight push hung"
+_LEARNER_STATUSES = (
+    "0 trained to the end; 1 the run failed; 3 channel B starved (stage2_ab.starvation.action); "
+    "70 a weight push hung"
+)
 
 # Commands with a parser of their own: module of this package with main(argv), what it is for.
 _OWN_PARSER = {
@@ -235,9 +238,10 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
             raise UserError(
                 f"MASTER_PORT must be free where rank 0 runs, got MASTER_PORT={port} in use; name another port"
             ) from error
-        traceback.print_exc()
+        if not isinstance(error, ChannelBStarved):
+            traceback.print_exc()
         print_error("train", cause_of(error))
-        return _FAILED
+        return exit_status_of(error)
     if status == _HANG:
         # A thread is stuck in a transfer; a tidy interpreter shutdown could wait for it for ever.
         let_go()

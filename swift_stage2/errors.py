@@ -12,6 +12,8 @@ from typing import Any
 
 EXIT_USER_MISTAKE = 2
 """Exit status of every command that a UserError ends."""
+EXIT_STARVED = 3
+"""Exit status of a run that ChannelBStarved ends: trained by supervision alone where channel B was wanted."""
 
 
 class Stage2Error(Exception):
@@ -196,11 +198,19 @@ class ReplayDiffers(Stage2Error):
 
 
 class ChannelBStarved(Stage2Error):
-    """Channel B ran far less than the schedule wanted and the configuration asks to fail."""
+    """Channel B was wanted and no server was left for it until the end, or it ran far too little and
+    the configuration asks to fail."""
 
 
 class ChildFailed(Stage2Error):
     """A process that a demo or a bench started failed or did not end; the message names cause and log."""
+
+
+def exit_status_of(error: Exception) -> int:
+    """Of a command or rank that the error ends."""
+    if isinstance(error, ChannelBStarved):
+        return EXIT_STARVED
+    return EXIT_USER_MISTAKE if isinstance(error, UserError) else 1
 
 
 def cut_remedy(message: str) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from swift_stage2.learner import ChannelB, StepDecision
 from swift_stage2.learner.server_requests import AddedServer
 from swift_stage2.process.watches import ProgressWatch
 from swift_stage2.records import EvaluationRecord
+from swift_stage2.scheduling.watches import StarvationWatch
 from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.facade import Telemetry
 
@@ -62,6 +63,8 @@ class Stage2Run:
     start_record: Callable[[], None]
     start_ledger: Callable[..., None]
     watch: ProgressWatch
+    starvation: StarvationWatch | None = None
+    """The learner's, if it has one; equal on all ranks."""
     saves_checkpoints: bool = True
 
     def __post_init__(self) -> None:

@@ -343,6 +343,7 @@ def test_without_a_server_the_final_weights_are_a_warning(results: list[dict[str
         assert scenario["versions"] == [2]
         (warning,) = scenario["warnings"]
         assert "got none began and 0 proven" in warning
+        assert "within" not in warning, "nobody has waited"
 
 
 def test_a_final_evaluation_that_is_too_slow_or_stopped_on_one_rank_ends_on_both(
@@ -350,7 +351,7 @@ def test_a_final_evaluation_that_is_too_slow_or_stopped_on_one_rank_ends_on_both
 ) -> None:
     for result in results:
         assert result["final_too_slow"]["evaluations"][-1] == [6, 6, 6, 3, "training_ends", 5]
-        assert "within 0.5 s, got training_ends and 1 proven" in result["final_too_slow"]["warnings"][0]
+        assert "got training_ends within 0.5 s and 1 proven" in result["final_too_slow"]["warnings"][0]
         assert result["final_stopped"]["versions"][:1] == [2]
         assert result["final_stopped"]["warnings"] == [], "nobody is to blame"
         stopped = result["final_stopped_before"]

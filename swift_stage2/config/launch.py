@@ -137,7 +137,7 @@ class LearnerProcess:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartConfig:
-    policy: RestartPolicy = RestartPolicy.NEVER
+    policy: RestartPolicy = RestartPolicy.ON_FAILURE
     """on_failure: a server that ends with another status than 0 is started again; it rejoins after a proven round."""
     max_restarts: int = 3
     """Restarts of one server in a run."""

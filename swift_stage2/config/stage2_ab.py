@@ -80,9 +80,9 @@ class ScheduleConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StarvationConfig:
     action: StarvationAction = StarvationAction.WARN
-    """The reaction when the realised ratio stays under half of b_ratio."""
+    """The reaction when fewer than half of the wanted B steps run; warn decides the exit status alone."""
     grace_steps: int = 200
-    """For how many optimizer steps it may stay there first."""
+    """For how many optimizer steps that may be so before fail ends the run."""
 
     def __post_init__(self) -> None:
         rules.at_least(self, 1, "grace_steps")

@@ -33,7 +33,7 @@ from swift_stage2.detections.scores import DetectionScores
 from swift_stage2.errors import UserError
 from swift_stage2.evaluate.gallery import worst_images
 from swift_stage2.evaluate.intervals import DEFAULT_DRAWS, Interval, affordable_draws, difference, intervals
-from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections
+from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections, told_apart
 from swift_stage2.evaluate.served_model import ENGINES, OwnServer, own_server, require_answer
 from swift_stage2.pages.content import Section, Sentence, Tone
 from swift_stage2.pages.page import PageContent, page_of, write_page
@@ -142,9 +142,8 @@ def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
         for path, found in zip(options.compare, (first, second), strict=True)
         if found.num_missing
     ]
-    sections = comparison_sections(
-        [str(path) for path in options.compare], before, after, bounds, num_draws, missing
-    )
+    names = told_apart(*map(Path, options.compare))
+    sections = comparison_sections(names, before, after, bounds, num_draws, missing)
     no_pictures = Gallery(pictures=(), thumbnails=(), num_matches=0)
     return _Told(facts, sections, no_pictures, first.num_missing + second.num_missing)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from swift_stage2.detections.scores import ERRORS, DetectionScores, parts_of
 from swift_stage2.evaluate.intervals import Interval
@@ -113,6 +114,15 @@ def evaluation_sections(
     )
 
 
+def told_apart(first: Path, second: Path) -> tuple[str, str]:
+    """Their names: as many of the last parts of each path as it takes."""
+    for num_parts in range(1, max(len(first.parts), len(second.parts)) + 1):
+        names = [str(Path(*path.parts[-num_parts:])) for path in (first, second)]
+        if names[0] != names[1]:
+            return names[0], names[1]
+    return f"{first} (first)", f"{second} (second)"
+
+
 def comparison_sections(
     names: Sequence[str],
     first: Values,
@@ -125,20 +135,24 @@ def comparison_sections(
     shown = [name for name in MEANINGS if name in first and name in second]
     classes = [f"class/{name}/{metric}" for name in parts_of(list(first), "class") for metric in ("ap", "f1")]
     told = Sentence(
-        f"First: {names[0]}. Second: {names[1]}. Their difference has a 95 % interval over {num_draws} draws of the "
-        "images, the same for both. It is beyond "
+        f"The difference is {names[1]} minus {names[0]}, with a 95 % interval over {num_draws} draws of the images, "
+        "the same for both. It is beyond "
         "chance where its interval leaves out 0; of many that are looked at, one in twenty is so by chance."
     )
     return (
-        Section("comparison", "Comparison", (*remarks, told, _differences(shown, first, second, bounds))),
-        Section("classes", "By class", filled([_differences(classes, first, second, bounds)])),
+        Section(
+            "comparison", "Comparison", (*remarks, told, _differences(names, shown, first, second, bounds))
+        ),
+        Section("classes", "By class", filled([_differences(names, classes, first, second, bounds)])),
     )
 
 
-def _differences(names: Sequence[str], first: Values, second: Values, bounds: Intervals) -> Table:
+def _differences(
+    names: Sequence[str], metrics: Sequence[str], first: Values, second: Values, bounds: Intervals
+) -> Table:
     rows: list[tuple[str, ...]] = []
     tones: dict[int, Tone] = {}
-    for name in names:
+    for name in metrics:
         if name not in first or name not in second:
             continue
         found, verdict = bounds.get(name), "within chance"
@@ -146,13 +160,14 @@ def _differences(names: Sequence[str], first: Values, second: Values, bounds: In
             verdict = "–"
         elif found.low > 0 or found.high < 0:
             more_is_worse = name.endswith(("truncated_ratio", "invalid_ratio", "failed_ratio"))
-            verdict = "second is better" if (found.low > 0) is not more_is_worse else "first is better"
-            tones[len(rows)] = Tone.GOOD if verdict == "second is better" else Tone.BAD
+            is_gain = (found.low > 0) is not more_is_worse
+            verdict = f"{names[is_gain]} is better"
+            tones[len(rows)] = Tone.GOOD if is_gain else Tone.BAD
         values = f"{first[name]:.3f}", f"{second[name]:.3f}", f"{second[name] - first[name]:+.3f}"
         rows.append((name, *values, _interval(found, "+.3f"), verdict))
     return Table(
         "",
-        ("metric", "first", "second", "difference", "95 % interval", "verdict"),
+        ("metric", *names, "difference", "95 % interval", "verdict"),
         tuple(rows),
         tones,
         ends_in_words=True,

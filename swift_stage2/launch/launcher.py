@@ -10,7 +10,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from swift_stage2.config import Stage2Config, load_config
-from swift_stage2.errors import EXIT_USER_MISTAKE, ConfigError, ServerUnavailable, UserError
+from swift_stage2.errors import EXIT_STARVED, EXIT_USER_MISTAKE, ConfigError, ServerUnavailable, UserError
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.managed_server import ManagedServer, ReadinessProbe
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, plan_launch
@@ -86,7 +86,7 @@ def launch(
         view = RunView(output_dir, since, show, verbose=verbose)
         status = run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, view)
         run_dir = newest_run(output_dir, since)
-        if run_dir and not status:
+        if run_dir and status in (0, EXIT_STARVED):
             for line in next_commands(run_dir, config.swift):
                 show(f"[launch] {line}")
             show(f"[launch] see what it did: swift-stage2 report {shlex.quote(str(run_dir))}")

@@ -27,9 +27,7 @@ _LOOK_INTERVAL_S = 1.0
 _PORT_PATIENCE_S = 60.0
 QUIET_PATIENCE_S = 90.0  # Linux keeps a closed connection for 60 s
 _KILLED = 128  # and more: by a signal, of which no log tells
-_START_IT = (
-    "; start it on the same port to have it back, or write launch.restart.policy: on_failure for the next run"
-)
+_START_IT = "; start it on the same port to have it back"
 _START_FAILED = 1  # a status for a start that did not come up
 
 
@@ -148,8 +146,8 @@ class ManagedServer:
         delay_s = restart_delay_s(self.restart, status, self._num_restarts)
         if delay_s is None:
             self._state = _State.GONE
-            is_wanted = status != 0 and self.restart.policy is RestartPolicy.NEVER
-            job.say(f"{text}{_START_IT * is_wanted}")
+            after = f"; it was started again {self._num_restarts} times" if self._num_restarts else ""
+            job.say(f"{text}{after}{_START_IT * (status != 0)}")
             return
         self._state, self._moment, self._num_restarts = _State.ENDING, now + delay_s, self._num_restarts + 1
         number = f"restart {self._num_restarts} of {self.restart.max_restarts}"

@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from swift_stage2.config import Stage2Config
-from swift_stage2.errors import EXIT_USER_MISTAKE, UserError
+from swift_stage2.errors import UserError, exit_status_of
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.process.torchrun import AgentWatch
@@ -36,7 +36,7 @@ def as_rank(work: Callable[[], int]) -> int:
     try:
         status = work()
     except Exception as error:
-        status = EXIT_USER_MISTAKE if isinstance(error, UserError) else _FAILED
+        status = exit_status_of(error)
         cause = cause_of(error)
         raise
     finally:

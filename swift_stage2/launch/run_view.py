@@ -17,6 +17,7 @@ from swift_stage2.telemetry.live_state import LiveState, RunProgress
 from swift_stage2.telemetry.live_view import LiveView, plain_line
 from swift_stage2.telemetry.reading import record_of
 from swift_stage2.telemetry.record_forms import AUDIT_FORMS, has_form
+from swift_stage2.telemetry.summary import share_of_b
 
 _LINE_EVERY_STEPS = 10
 _LINE_EVERY_S = 60.0
@@ -93,12 +94,8 @@ def describe_end(output_dir: Path, status: int, since: float) -> str:
     records = _last_records(run_dir / "audit" / "rank0.jsonl")
     numbers = records["metrics"]["numbers"] if "metrics" in records else {}
     steps = f", {numbers['steps']:g} steps" if "steps" in numbers else ""
-    ran = (
-        f", B at {numbers['b_steps_run']:g} of {numbers['b_steps_wanted']:g} wanted"
-        if numbers.get("b_steps_wanted")
-        else ""
-    )
-    unused = f"; warning: {records['unused_b']['cause']}" if "unused_b" in records else ""
+    ran = f", {told}" if (told := share_of_b(numbers)) else ""
+    unused = f"; WARNING: {records['unused_b']['cause']}" if "unused_b" in records else ""
     return f"{words}{steps}{ran}; run directory {run_dir}{unused}"
 
 

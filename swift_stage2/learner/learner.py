@@ -29,6 +29,7 @@ from swift_stage2.scheduling.step_plan import Channel, StepPlan
 from swift_stage2.scheduling.version_clock import require_fresh
 from swift_stage2.scheduling.watches import StarvationWatch
 from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.live_state import CHANNEL_B
 
 logger = logging.getLogger(__name__)
 
@@ -148,9 +149,10 @@ class Learner:
         latest = b.evaluation.ended[-1] if b.evaluation.ended else None
         why = latest.end if latest is not None and latest.run.due_step == step else "none began"
         if why is not EvaluationEnd.COMPLETE and not self._stop_requested:
+            within = f" within {b.final_evaluation_s:g} s" if time.monotonic() >= end else ""
             self.events.record_warning(
-                f"the final weights must be evaluated by a proven server within {b.final_evaluation_s:g} s, got {why} "
-                f"and {len(b.rounds.proven)} proven; swift-stage2 evaluate does it with the last checkpoint"
+                f"the final weights must be evaluated by a proven server, got {why}{within} and "
+                f"{len(b.rounds.proven)} proven; swift-stage2 evaluate does it with the last checkpoint"
             )
 
     def checkpoint(self, *, step: int, save_id: str) -> dict[str, Any]:
@@ -277,7 +279,9 @@ class Learner:
             self._paused = outcome.truncation_guard
             self.events.record_warning(
                 f"channel B {'pauses: too many rollouts are truncated' if self._paused else 'goes on'}"
-                f" (this rank's share {b.guard.truncated_ratio:.2f}); raise rollout.decoding.max_new_tokens if it lasts"
+                f" (this rank's share {b.guard.truncated_ratio:.2f}); raise rollout.decoding.max_new_tokens if it "
+                "lasts",
+                until=[CHANNEL_B],
             )
         if b.evaluation is not None:
             b.evaluation.observe(
@@ -347,12 +351,12 @@ class Learner:
     def _watch_starvation(self, plan: StepPlan) -> None:
         if self.starvation is None or self.channel_b is None:
             return
-        verdict = self.starvation.observe(plan)
-        if verdict is None:
+        found = self.starvation.observe(plan)
+        if found is None:
             return
-        if self.fail_when_starved:
-            raise ChannelBStarved(verdict)
-        self.events.record_warning(verdict)
+        if found.is_past_grace and self.fail_when_starved:
+            raise ChannelBStarved(found.cause)
+        self.events.record_warning(found.cause, until=[CHANNEL_B])
 
     def _measure_step(self) -> None:
         now = time.monotonic()

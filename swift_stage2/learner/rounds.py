@@ -19,6 +19,7 @@ from swift_stage2.records import RoundOutcome
 from swift_stage2.run_directory.server_board import ServerStanding
 from swift_stage2.scheduling.round_schedule import ServerState
 from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.live_state import server_name
 
 
 class LearnerRounds:
@@ -142,7 +143,10 @@ class LearnerRounds:
         b.probe.watch([b.base_urls[index] for index in b.rounds.suspects])
         if not b.rounds.proven:
             b.fence.close()
-        self._events.record_warning(f"suspect until a sync round proves it again: {', '.join(lost)}")
+        self._events.record_warning(
+            f"suspect until a sync round proves it again: {', '.join(lost)}",
+            until=map(server_name, lost_servers),
+        )
 
     def take_in_servers(self, step: int, *, joins: bool) -> None:
         """Adds the server that rank 0 was asked to add, if one ``joins`` (a collective); shows how all stand."""

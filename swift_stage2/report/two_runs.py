@@ -24,7 +24,7 @@ from swift_stage2.evaluate.intervals import (
     difference,
     intervals,
 )
-from swift_stage2.evaluate.sections import comparison_sections
+from swift_stage2.evaluate.sections import comparison_sections, told_apart
 from swift_stage2.pages.content import (
     Chart,
     Mark,
@@ -58,7 +58,6 @@ from swift_stage2.report.run_data import RunData
 from swift_stage2.report.speed import Speed, slowest, works_of
 from swift_stage2.telemetry.summary import RunSummary, summary_of
 
-_NAMES = ("first", "second")
 _CURVES = {"eval/f1": "F1", "eval/ap50": "AP50"}
 _OF_PIXELS = ("_small", "_medium", "_large")  # boxes are in the space in which they were matched
 _MOST_CHARACTERS = 120
@@ -68,10 +67,8 @@ _MOST_SETTINGS = 200
 @dataclass(frozen=True)
 class _Side:
     run: RunData
-
-    @property
-    def name(self) -> str:
-        return ", ".join(map(str, self.run.run_dirs))
+    name: str
+    """By which it is told from the other."""
 
     @cached_property
     def summary(self) -> RunSummary:
@@ -110,15 +107,16 @@ class RunComparison(PageContent):
 
 def compare_runs(first: RunData, second: RunData, gallery_size: int) -> RunComparison:
     """Computes the comparison; opens at most ``gallery_size`` images."""
-    sides = _Side(first), _Side(second)
+    names = told_apart(first.run_dirs[-1], second.run_dirs[-1])
+    sides = _Side(first, names[0]), _Side(second, names[1])
     pairs = list(_pairs(*sides))
     matches = pairs[-1].matches if pairs else ((), ())
     f1 = [image_f1(each) for each in pairs[-1].scores] if pairs else [np.zeros(0), np.zeros(0)]
-    gallery = disagreements(matches, f1, gallery_size)
+    gallery = disagreements(names, matches, f1, gallery_size)
     return RunComparison(
         heading="Two runs compared",
-        places=(sides[0].name, sides[1].name),
-        state="; ".join(f"{name}: {state_of(side.run)}" for name, side in zip(_NAMES, sides, strict=True)),
+        places=tuple(", ".join(map(str, run.run_dirs)) for run in (first, second)),
+        state="; ".join(f"{side.name}: {state_of(side.run)}" for side in sides),
         sections=(
             Section("verdict", "Verdicts", (_verdicts(sides),)),
             Section("settings", "Settings that differ", filled(_settings(sides))),
@@ -135,7 +133,7 @@ def _verdicts(sides: tuple[_Side, _Side]) -> Table:
     told = [dict(_verdict(side)) for side in sides]
     names = list(dict.fromkeys(chain.from_iterable(told)))
     rows = tuple((name, *(each.get(name, "–") for each in told)) for name in names)
-    return Table("", ("what", *_NAMES), rows)
+    return Table("", ("what", *(side.name for side in sides)), rows)
 
 
 def _verdict(side: _Side) -> Iterator[tuple[str, str]]:
@@ -162,9 +160,9 @@ def _verdict(side: _Side) -> Iterator[tuple[str, str]]:
 
 def _settings(sides: tuple[_Side, _Side]) -> Iterator[Part]:
     configurations = [side.run.setting() for side in sides]
-    for name, found in zip(_NAMES, configurations, strict=True):
+    for side, found in zip(sides, configurations, strict=True):
         if not isinstance(found, Mapping):
-            yield Sentence(f"The {name} run's configuration is not recorded.", Tone.WARN)
+            yield Sentence(f"The configuration of {side.name} is not recorded.", Tone.WARN)
             return
     flat = [dict(_leaves(found)) for found in configurations]
     keys = [
@@ -177,7 +175,7 @@ def _settings(sides: tuple[_Side, _Side]) -> Iterator[Part]:
     if len(keys) > _MOST_SETTINGS:
         yield Sentence(f"The first {_MOST_SETTINGS} of {len(keys)}.")
     rows = tuple((key, *(_cut(each.get(key, "–")) for each in flat)) for key in keys[:_MOST_SETTINGS])
-    yield Table("", ("key", *_NAMES), rows)
+    yield Table("", ("key", *(side.name for side in sides)), rows)
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -194,7 +192,7 @@ def _cut(text: str) -> str:
 
 
 def _last_losses(sides: tuple[_Side, _Side]) -> Iterator[Sentence]:
-    for name, side in zip(_NAMES, sides, strict=True):
+    for side in sides:
         losses = side.run.first.losses
         last = max(losses, default=None)
         told = (
@@ -202,7 +200,7 @@ def _last_losses(sides: tuple[_Side, _Side]) -> Iterator[Sentence]:
             if last is None
             else f"logged a loss of {number(losses[last])} last, at step {last}"
         )
-        yield Sentence(f"The {name} run {told}.")
+        yield Sentence(f"{side.name} {told}.")
     trained = [side.run.setting("stage2_ab", "objective") for side in sides]
     if trained[0] != trained[1]:
         told = " and ".join(f"{each or 'an unknown one'}" for each in trained)
@@ -220,10 +218,7 @@ def _losses(sides: tuple[_Side, _Side]) -> Chart:
         y_title="loss",
         series=series_of(
             Mark.LINE,
-            {
-                name: thinned(sorted(side.run.first.losses.items()))
-                for name, side in zip(_NAMES, sides, strict=True)
-            },
+            {side.name: thinned(sorted(side.run.first.losses.items())) for side in sides},
         ),
     )
 
@@ -252,9 +247,9 @@ def _identity(match: LoggedMatch) -> tuple[str, tuple[str, ...]]:
 def _evaluations(sides: tuple[_Side, _Side], pairs: Sequence[_Pair]) -> Iterator[Section]:
     title = "Evaluations at equal steps"
     if not pairs:
-        without = [name for name, side in zip(_NAMES, sides, strict=True) if not side.evaluations]
+        without = [side.name for side in sides if not side.evaluations]
         told = (
-            f"The {' and the '.join(without)} run left no evaluation whose answers were kept."
+            f"{' and '.join(without)} left no evaluation whose answers were kept."
             if without
             else "No row of the validation set was answered by both runs at an equal step."
         )
@@ -270,7 +265,7 @@ def _evaluations(sides: tuple[_Side, _Side], pairs: Sequence[_Pair]) -> Iterator
         for pair in pairs
     ]
     points = [(pair.scores[0].points(), pair.scores[1].points()) for pair in pairs]
-    yield Section("evaluations", title, filled(_curves(pairs, points, bounds)))
+    yield Section("evaluations", title, filled(_curves([side.name for side in sides], pairs, points, bounds)))
     num_draws = min(affordable_draws(each, DEFAULT_DRAWS) for each in last.scores)
     whole = intervals(difference(*last.scores), len(last.matches[0]), num_draws)
     before, after = (
@@ -285,6 +280,7 @@ _Points = Mapping[str, float]
 
 
 def _curves(
+    sides: Sequence[str],
     pairs: Sequence[_Pair],
     points: Sequence[tuple[_Points, _Points]],
     bounds: Sequence[Mapping[str, Interval]],
@@ -298,14 +294,14 @@ def _curves(
             Tone.WARN,
         )
     yield Sentence(
-        f"Second minus first on the same rows, as in swift-stage2 evaluate --compare; 95 % intervals over {BAND_DRAWS} "
-        "draws of the rows, the same for both. Beyond chance where an interval leaves out 0."
+        f"{sides[1]} minus {sides[0]} on the same rows, as in swift-stage2 evaluate --compare; 95 % intervals over "
+        f"{BAND_DRAWS} draws of the rows, the same for both. Beyond chance where an interval leaves out 0."
     )
     known = list(zip(pairs, points, bounds, strict=True))
     for metric, name in _CURVES.items():
         yield Table(
             name,
-            ("step", "rows", *_NAMES, "difference", "95 % interval"),
+            ("step", "rows", *sides, "difference", "95 % interval"),
             tuple(
                 (
                     number(pair.step),
@@ -330,13 +326,13 @@ def _curves(
                     (pair.step, both[which][metric]) for pair, both, _ in known if metric in both[which]
                 ]
                 for metric, name in _CURVES.items()
-                for which, side in enumerate(_NAMES)
+                for which, side in enumerate(sides)
             },
         ),
     )
     yield Chart(
         key="gain",
-        title="Second minus first",
+        title=f"{sides[1]} minus {sides[0]}",
         description="The areas are paired 95 % intervals: both runs see the same drawn rows.",
         y_title="difference",
         series=tuple(

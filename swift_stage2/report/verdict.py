@@ -188,9 +188,13 @@ PostSteps = tuple[float, float] | None
 def bottlenecks(
     speed: Speed | None, summary: RunSummary, knobs: Knobs, post_steps: PostSteps
 ) -> Iterator[Bottleneck]:
-    """The part that binds, if speed and number of steps are known; then all else that costs something."""
+    """The part that binds, if speed and number of steps are known; then all else that costs something.
+
+    Figures of a run that lacked servers are no ground for a setting: there what became of the servers is all.
+    """
     has_advice = False
-    if speed and summary.num_steps:
+    is_lost = summary.skips.get("servers_suspect", 0) > MISSED_SHARE * summary.num_b_wanted
+    if speed and summary.num_steps and not is_lost:
         binding = _binding(speed, summary, knobs)
         has_advice = bool(binding.advice) and not speed.learner_binds
         yield binding
@@ -203,7 +207,8 @@ def bottlenecks(
                     f"{seconds(pace.busy_s)} against {seconds(pace.quiet_s)}. Give servers and learner cores of their "
                     "own."
                 )
-    yield from _missing_packs(speed, summary, knobs, post_steps, is_told=has_advice)
+    if not is_lost:
+        yield from _missing_packs(speed, summary, knobs, post_steps, is_told=has_advice)
     for reason, sentence in _OTHER_SKIPS.items():
         if missed := summary.skips.get(reason, 0):
             yield Bottleneck(f"{missed} wanted B steps {sentence}.")

@@ -7,14 +7,27 @@ starvation's verdict at the same step; a pause is the rank's own and travels in 
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import dataclass
 
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
+
+FEWEST_MISSED = 4
+"""Wanted B steps in a row that did not run, from which on that is told: as many as a sound grace holds at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Starvation:
+    cause: str
+    """A sentence without a full stop."""
+    is_past_grace: bool
+    """Whether it has lasted for the whole grace; else it is a first word."""
 
 
 class StarvationWatch:
     """Gives a verdict when fewer than half of the B steps wanted in the last ``grace_steps`` steps ran.
 
-    After it the plans are forgotten, so that a lasting starvation is told once per ``grace_steps``.
+    After it the plans are forgotten, so that a lasting starvation is told once per ``grace_steps``. Long before it, the
+    fourth wanted step in a row that did not run gives a first word, once until B runs again.
     """
 
     def __init__(self, grace_steps: int) -> None:
@@ -26,9 +39,38 @@ class StarvationWatch:
         self._plans: deque[StepPlan] = deque()
         self._num_run = 0
         self._skips: Counter[SkipReason] = Counter()
+        self._has_run = False
+        self._missed: list[SkipReason] = []  # since B ran last
 
-    def observe(self, plan: StepPlan) -> str | None:
-        """Take in the plan of one step; return a verdict if B has starved since the last one."""
+    @property
+    def lost(self) -> str:
+        """Why the run trains without channel B for good, as it seems: a sentence without a full stop, else empty.
+
+        No proven server was left at the last wanted step, and none of the last four wanted ran, or none at all.
+        """
+        is_long = len(self._missed) >= FEWEST_MISSED or not self._has_run
+        is_lost = bool(self._missed) and is_long and self._missed[-1] is SkipReason.SERVERS_SUSPECT
+        return self._silence() if is_lost else ""
+
+    def observe(self, plan: StepPlan) -> Starvation | None:
+        """Take in the plan of one step; return what is to be told of B since the last time."""
+        if plan.channel is Channel.B:
+            self._has_run = True
+            self._missed.clear()
+        elif plan.skip_reason is not None:
+            self._missed.append(plan.skip_reason)
+        if (verdict := self._judge(plan)) is not None:
+            return Starvation(verdict, is_past_grace=True)
+        if plan.skip_reason is not None and len(self._missed) == FEWEST_MISSED:
+            return Starvation(self._silence(), is_past_grace=False)
+        return None
+
+    def _silence(self) -> str:
+        ((cause, _),) = Counter(self._missed).most_common(1)
+        num_missed = len(self._missed)
+        return f"channel B ran at none of the last {num_missed} steps that wanted it; most frequent cause: {cause}"
+
+    def _judge(self, plan: StepPlan) -> str | None:
         self._plans.append(plan)
         self._count(plan, +1)
         if len(self._plans) > self._grace_steps:

@@ -103,6 +103,8 @@ class IntervalClock(Generic[ActivityT]):
 
 
 class Activity(StrEnum):
+    STARTING = "starting"
+    """Until the first step: checks, and the wait for servers."""
     BUSY = "busy"
     """Forward, backward, optimizer, and the bookkeeping around them."""
     WAITING = "waiting"
@@ -112,7 +114,7 @@ class Activity(StrEnum):
     EVALUATING = "evaluating"
     SAVING = "saving"
     OTHER = "other"
-    """Start, shutdown, and what nothing else claims."""
+    """Shutdown, and what nothing else claims."""
 
 
 class PipelineActivity(StrEnum):
@@ -131,16 +133,16 @@ class PipelineActivity(StrEnum):
     """All of an evaluation's part, its POSTs included."""
 
 
-_OF_ANY_LENGTH = (Activity.EVALUATING, Activity.OTHER)
+_OF_ANY_LENGTH = (Activity.STARTING, Activity.EVALUATING, Activity.OTHER)
 
 
 class ActivityClock(IntervalClock[Activity]):
-    """The main thread's, which alone switches it; it starts in ``OTHER``."""
+    """The main thread's, which alone switches it; it starts in ``STARTING``."""
 
     def __init__(
         self, now_ns: Callable[[], int] = time.perf_counter_ns, on_closed: OnClosed | None = None
     ) -> None:
-        super().__init__(Activity.OTHER, now_ns, on_closed)
+        super().__init__(Activity.STARTING, now_ns, on_closed)
         self.standing: Standing | None = None
         """The main thread is at this; None in activities that nobody can call too long."""
 

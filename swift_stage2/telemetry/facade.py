@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity, ActivityClock
 from swift_stage2.telemetry.audit import AuditLog, StorageWarning, rank_path, to_json
 from swift_stage2.telemetry.ledger import Ledger, MatchLog, RecordEntry
-from swift_stage2.telemetry.live_state import LiveTracker
+from swift_stage2.telemetry.live_state import LiveTracker, server_name
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.metrics import PREFIX, Counters, SumAcrossRanks, decode, encode
 from swift_stage2.telemetry.recorders import EvaluationRecorder, PipelineRecorder
@@ -168,7 +168,8 @@ class Telemetry:
             if report.error and report.error != told:
                 self.record_warning(
                     f"the {'catch-up with' if outcome.is_catch_up else 'round of'} version {outcome.version} "
-                    f"did not prove a server: {report.error}"
+                    f"did not prove a server: {report.error}",
+                    until=[server_name(server)],
                 )
         self._show()
 
@@ -226,7 +227,7 @@ class Telemetry:
 
     @property
     def unused_b(self) -> str:
-        """Why channel B was wanted and never ran, also before a resume; on all ranks alike, empty when all is well."""
+        """Why fewer than half of the wanted B steps ran, also before a resume; on all ranks alike, else empty."""
         numbers = {name: int(number) for name, number in self.counters.state_dict().items()}
         num_proven = numbers["sync_rounds_committed"]
         return why_b_is_unused(
@@ -243,10 +244,11 @@ class Telemetry:
         self._tell("loss", step=step, loss=loss)
         self._show()
 
-    def record_warning(self, message: str) -> None:
-        """Log a warning, and keep it for the audit and the live view."""
+    def record_warning(self, message: str, until: Iterable[str] = ()) -> None:
+        """Log a warning, and keep it for the audit and the live view, which shows it until all of ``until`` are well:
+        ``CHANNEL_B`` has run, or a server (``server_name``) was proven; without any for the rest of the run."""
         logger.warning("%s", message)
-        self._tell("warning", message=message)
+        self._tell("warning", message=message, until=list(until))
         self._show()
 
     def merge_and_write(

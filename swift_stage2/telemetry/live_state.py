@@ -6,7 +6,7 @@ No thread, no output. Records that are not yet whole stay for the next look.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,14 @@ _SMOOTHING = 0.1  # weight of the newest step in the moving average of step seco
 _NUM_WARNINGS = 3
 _NUM_CHANNELS = 20
 _RATE_WINDOW_S = 10.0
+CHANNEL_B = "channel_b"
+"""A warning may wait for this: that channel B runs."""
 _RATE_BATCHES = 8  # slow servers answer so few in the window that the rate would read 0
+
+
+def server_name(server: int | str) -> str:
+    """A warning may wait for this: that a round or a catch-up proves the server."""
+    return f"server{server}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +86,7 @@ class LiveTracker:
             total_steps=total_steps, b_enabled=queue_limit is not None, queue_limit=queue_limit
         )
         self._depths: list[int | None] = [None] * num_ranks
+        self._causes: dict[str, set[str]] = {}  # of warnings that go with them
         self._channels: deque[str] = deque(maxlen=_NUM_CHANNELS)
         self._rollouts: deque[tuple[float, int]] = deque()
         self._last_step_s: float | None = None  # when the step began that the next one ends
@@ -90,15 +98,23 @@ class LiveTracker:
             case "batch":
                 self._rollouts.append((record["time"], record["num_rollouts"]))
             case "warning":
-                self.warn(str(record["message"]))
+                self.warn(str(record["message"]), record.get("until", ()))
             case "start" if record["rank"] == 0:  # an earlier process's steps are history
                 self._change(
-                    step=record["step"], num_b_run=0, num_b_skipped=0, awaited_servers=(), added_servers=()
+                    step=record["step"],
+                    num_b_run=0,
+                    num_b_skipped=0,
+                    awaited_servers=(),
+                    added_servers=(),
+                    warnings=(),
                 )
                 self._last_step_s = None
                 self._rollouts = deque([(record["time"], 0)])
             case "round" | "catch_up" as kind if record["rank"] == 0:
                 proven = [server["proven"] for server in record["servers"].values()]
+                for server, is_proven in zip(record["servers"], proven, strict=True):
+                    if is_proven:
+                        self._mend(server_name(server))
                 when = f"v{record['version']} at step {record['step']}, {record['seconds']:.2f} s"
                 how = "proven" if kind == "round" else "caught up"
                 self._change(last_round=f"{when}, {sum(proven)}/{len(proven)} {how}")
@@ -127,10 +143,20 @@ class LiveTracker:
         self._rollouts.append((now, int(num_rollouts)))
         self._change(queue_depths=tuple(self._depths), rollouts_per_s=self._rate(now))
 
-    def warn(self, message: str) -> None:
+    def warn(self, message: str, until: Iterable[str] = ()) -> None:
         """Shows a warning among the newest few; every rank tells those that all ranks found."""
+        if causes := set(until):
+            self._causes[message] = causes
         if message not in self.state.warnings:
             self._change(warnings=(*self.state.warnings, message)[-_NUM_WARNINGS:])
+
+    def _mend(self, cause: str) -> None:
+        """Drops the warnings that had this cause left alone."""
+        for causes in self._causes.values():
+            causes.discard(cause)
+        gone = {message for message, causes in self._causes.items() if not causes}
+        self._causes = {message: causes for message, causes in self._causes.items() if causes}
+        self._change(warnings=tuple(each for each in self.state.warnings if each not in gone))
 
     def _change(self, **values: Any) -> None:
         self.state = replace(self.state, **values)
@@ -142,6 +168,8 @@ class LiveTracker:
             self._change(queue_depths=tuple(self._depths))
         if rank != 0:
             return
+        if record["channel"] == "B":
+            self._mend(CHANNEL_B)
         self._channels.append(record["channel"])
         self._change(
             step=record["step"] + 1,

@@ -201,6 +201,12 @@ def _phases(rounds: Sequence[Record], servers: Sequence[Record]) -> dict[str, li
     return {phase: seconds for phase, seconds in durations.items() if seconds}
 
 
+def share_of_b(numbers: Mapping[str, float]) -> str:
+    """How much of channel B ran, from a run's counters; empty where none was wanted."""
+    ran, wanted = numbers.get("b_steps_run", 0), numbers.get("b_steps_wanted", 0)
+    return f"B at {ran:g} of {wanted:g} wanted ({ran / wanted:.0%})" if wanted else ""
+
+
 _CAUSES = {
     "not_enough_packs": "packs were not ready in time",
     "truncation_guard": "too many rollouts were cut off, raise rollout.decoding.max_new_tokens",
@@ -219,12 +225,13 @@ def why_b_is_unused(
     num_proven: int,
     errors: Mapping[str, int],
 ) -> str:
-    """One sentence without a full stop; empty when a B step ran, or none was wanted and nothing else went wrong.
+    """One sentence without a full stop; empty when half of the wanted B steps ran, or none was wanted and nothing else
+    went wrong.
 
     ``skips`` counts wanted steps that did not run by cause, ``num_proven`` the sync rounds that proved a server,
     ``errors`` the servers that a round did not prove by error.
     """
-    if num_run:
+    if num_run and 2 * num_run >= num_wanted:
         return ""
     cause = ""
     if num_rounds and not num_proven:
@@ -236,5 +243,5 @@ def why_b_is_unused(
         cause = ", ".join(f"{_CAUSES.get(reason, reason)} ({count})" for count, reason in causes)
     if num_wanted:
         cause = cause or "no cause is recorded"
-        return f"channel B ran at none of the {num_wanted} steps that wanted it: {cause}"
+        return f"channel B ran at {num_run or 'none'} of the {num_wanted} steps that wanted it: {cause}"
     return cause

@@ -29,6 +29,7 @@ from swift_stage2.process.route import why_deaf
 from swift_stage2.process.watches import EXIT_HANG
 from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory.checkpoints import is_storage_failure
+from swift_stage2.telemetry.summary import share_of_b
 
 if TYPE_CHECKING:
     from swift_stage2.training.stage2_trainer import Stage2Trainer
@@ -48,6 +49,7 @@ def train(
 
     Raises:
         UserError: a mistake in configuration, data or servers, on every rank.
+        ChannelBStarved: the run has trained to its end, without the channel B that it wanted.
         Stage2Error: anything else that ends the run, on every rank.
     """
     declare_operators()  # before ms-swift imports torchvision
@@ -93,24 +95,32 @@ def train(
                 f"a run needs a disk that takes what it writes, got {error}; make room"
             ) from error
         raise
+    starved = _why_starved(config, pipeline.trainer)
+    if starved and pipeline.trainer.stage2 is not None:
+        # torchrun ends all ranks once one has failed; rank 0 may still be at ms-swift's last files.
+        pipeline.trainer.stage2.together(lambda: None)
     leave_job()
-    _tell_of_unused_b(config, pipeline.trainer)
+    if starved:
+        raise ChannelBStarved(starved)
     return 0
 
 
-def _tell_of_unused_b(config: Stage2Config, trainer: Stage2Trainer) -> None:
-    """The run's last line, when channel B was wanted and never ran; on all ranks the same decision.
+def _why_starved(config: Stage2Config, trainer: Stage2Trainer) -> str:
+    """Why the run, trained to its end, ends with a status of its own, or empty; on all ranks the same decision.
 
-    Raises:
-        ChannelBStarved: the run has trained to its end and the configuration asks to fail.
+    Rank 0 tells then and else how much of channel B ran, as its last words.
     """
-    unused = trainer.stage2.telemetry.unused_b if trainer.stage2 is not None else ""
-    if not unused:
-        return
-    if config.stage2_ab.starvation.action is StarvationAction.FAIL and not trainer.stop_agreed:
-        raise ChannelBStarved(unused)
-    if trainer.args.process_index == 0:
-        print(f"swift-stage2 train: warning: {unused}", file=sys.stderr, flush=True)
+    run = trainer.stage2
+    if run is None:
+        return ""
+    lost, unused = run.starvation.lost if run.starvation is not None else "", run.telemetry.unused_b
+    fails = bool(lost) or config.stage2_ab.starvation.action is StarvationAction.FAIL
+    if fails and not trainer.stop_agreed and (lost or unused):
+        return unused or lost
+    told = f"warning: {unused}" if unused else share_of_b(run.telemetry.counters.state_dict())
+    if told and trainer.args.process_index == 0:
+        print(f"swift-stage2 train: {told}", file=sys.stderr, flush=True)
+    return ""
 
 
 def _tell_of_deaf_servers(config: Stage2Config) -> None:

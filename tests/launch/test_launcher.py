@@ -272,9 +272,7 @@ def test_a_server_that_dies_later_is_told_of_once_and_the_learner_runs_on(
             httpx.post(f"http://127.0.0.1:{running.port}/exit/", json={}, timeout=60, trust_env=False)
     else:
         warden.kill()
-    running.wait_for(
-        "server0 ended with status .* the learner runs on without it; start it on the same port .* on_failure"
-    )
+    running.wait_for("server0 ended with status .* the learner runs on without it; start it on the same port")
     assert learner.is_running()
     assert {process.pid for process in running.alive()} == {
         running.process.pid, learner.pid, learner.ppid(), *(child.pid for child in learner.children())

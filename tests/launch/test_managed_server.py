@@ -58,12 +58,13 @@ def test_a_server_of_ours_takes_the_port_at_once() -> None:
     assert job.said == []
 
 
-def test_nothing_is_restarted_unless_that_is_wanted() -> None:
-    assert restart_delay_s(RestartConfig(), 137, 0) is None
+def test_a_server_that_fails_is_restarted_unless_that_is_not_wanted() -> None:
+    assert restart_delay_s(RestartConfig(), 137, 0) == 5.0
+    assert restart_delay_s(RestartConfig(policy=RestartPolicy.NEVER), 137, 0) is None
 
 
 def test_an_orderly_end_is_no_failure() -> None:
-    assert restart_delay_s(RestartConfig(policy=RestartPolicy.ON_FAILURE), 0, 0) is None
+    assert restart_delay_s(RestartConfig(), 0, 0) is None
 
 
 @pytest.mark.parametrize("status", [1, 2, 137])

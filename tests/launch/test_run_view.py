@@ -122,7 +122,10 @@ def test_steps_and_channel_b_of_the_newest_run(tmp_path: Path, folder: str) -> N
         telemetry.close()
     os.utime(audit_path(tmp_path / "v0-20250101", 0), (1.0, 1.0))
     run_dir = tmp_path / folder
-    assert describe_end(tmp_path, 0, 2.0) == f"finished, 3 steps, B at 1 of 2 wanted; run directory {run_dir}"
+    assert (
+        describe_end(tmp_path, 0, 2.0)
+        == f"finished, 3 steps, B at 1 of 2 wanted (50%); run directory {run_dir}"
+    )
     assert describe_end(tmp_path, 143, 2.0).startswith("ended with status 143, 3 steps")
 
 

@@ -188,8 +188,8 @@ def test_two_runs_are_compared_on_one_page_and_as_a_table(
     found = told(capsys, *two_runs)
     (losses,) = parts(found, "loss", "series")
     assert [(each["name"], each["x"], each["y"]) for each in losses["series"]] == [
-        ("first", [8, 16], [2.0, 1.5]),
-        ("second", [8, 16], [2.0, 1.0]),
+        ("a", [8, 16], [2.0, 1.5]),
+        ("b", [8, 16], [2.0, 1.0]),
     ]
 
 
@@ -251,7 +251,7 @@ def test_pictures_are_of_the_rows_that_the_two_answer_differently(two_runs: tupl
     pictures = json.loads(data)["gallery"]["pictures"]
     # Rows 0 and 2 have one object, found by the second alone; row 1 and 3 two, of which one is missed.
     assert [each["name"] for each in pictures] == ["0.png", "2.png", "1.png", "3.png"]
-    assert [each["outcomes"] for each in pictures] == [["second is better"]] * 3 + [["first is better"]]
+    assert [each["outcomes"] for each in pictures] == [["b is better"]] * 3 + [["a is better"]]
 
 
 def test_other_validation_rows_are_told_and_the_common_ones_compared(
@@ -277,7 +277,7 @@ def test_a_run_without_evaluations_is_compared_in_the_rest(
     RunFiles(tmp_path / "b").start().train(8).end()
     found = told(capsys, tmp_path / "a", tmp_path / "b")
     (line,) = parts(found, "evaluations", "text")
-    assert line["text"] == "The second run left no evaluation whose answers were kept."
+    assert line["text"] == "b left no evaluation whose answers were kept."
 
 
 def _cut(path: Path) -> None:

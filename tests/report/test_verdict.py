@@ -257,6 +257,7 @@ def test_every_other_loss_is_told_by_itself() -> None:
     speed = speed_of(work(steps, syncing_s=2.0, pipeline_s={"asking": 1.0}))
     told = summary(
         num_steps=30,
+        num_b_wanted=30,
         skips={"not_enough_packs": 4, "servers_suspect": 1},
         num_stale=7,
         server_errors={"connection refused": 2},
@@ -267,6 +268,18 @@ def test_every_other_loss_is_told_by_itself() -> None:
     advice = {knob.rsplit(".", 1)[-1]: value for _, knobs in found for knob, value in knobs.items()}
     assert advice["version_window"] == "3"  # ceil((13.5 - 3 + 1) / 4)
     assert int(advice["sync_every_steps"]) > 4
+
+
+def test_a_run_that_lost_its_servers_is_told_that_and_to_turn_no_knob() -> None:
+    """Its slower steps are those that had a server at all."""
+    steps = TEN_AND_TEN + [step("A", 0.25, is_quiet=False)] * 10
+    speed = speed_of(work(steps, pipeline_s={"asking": 1.0}))
+    skips = {"not_enough_packs": 4, "servers_suspect": 2}
+    told = summary(num_steps=30, num_b_wanted=30, skips=skips, server_errors={"connection refused": 2})
+    found = told_of(speed, told, KNOBS)
+    assert "2 wanted B steps found no server" in found[0][0]
+    assert "connection refused" in found[1][0]
+    assert [advice for _, advice in found] == [{}, {}]
 
 
 @pytest.mark.parametrize(

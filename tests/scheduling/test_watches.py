@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 from swift_stage2.scheduling.watches import (
+    FEWEST_MISSED,
     MIN_ROLLOUTS,
     WINDOW_ROLLOUTS,
     StarvationWatch,
@@ -18,19 +19,24 @@ A = StepPlan(Channel.A)
 B = StepPlan(Channel.B)
 DRY = StepPlan(Channel.A, SkipReason.NOT_ENOUGH_PACKS)
 GUARDED = StepPlan(Channel.A, SkipReason.TRUNCATION_GUARD)
+SUSPECT = StepPlan(Channel.A, SkipReason.SERVERS_SUSPECT)
 
 
 def verdicts(grace_steps: int, plans: list[StepPlan]) -> list[tuple[int, str]]:
+    return [(step, cause) for step, cause, is_past_grace in told(grace_steps, plans) if is_past_grace]
+
+
+def told(grace_steps: int, plans: list[StepPlan]) -> list[tuple[int, str, bool]]:
     watch = StarvationWatch(grace_steps)
     seen = ((step, watch.observe(plan)) for step, plan in enumerate(plans))
-    return [(step, verdict) for step, verdict in seen if verdict is not None]
+    return [(step, found.cause, found.is_past_grace) for step, found in seen if found is not None]
 
 
 def test_a_run_without_b_is_told_once_per_grace() -> None:
-    told = verdicts(8, [A, A, A, DRY] * 6)
-    assert [step for step, _ in told] == [7, 15, 23]
-    assert told[0][1].startswith("channel B ran at 0 of 2 wanted steps among the last 8, fewer than half")
-    assert told[0][1].endswith("cause: not_enough_packs")
+    found = verdicts(8, [A, A, A, DRY] * 6)
+    assert [step for step, _ in found] == [7, 15, 23]
+    assert found[0][1].startswith("channel B ran at 0 of 2 wanted steps among the last 8, fewer than half")
+    assert found[0][1].endswith("cause: not_enough_packs")
 
 
 def test_half_is_enough_and_less_is_not() -> None:
@@ -45,9 +51,9 @@ def test_names_the_most_frequent_cause() -> None:
 
 
 def test_starvation_after_a_long_healthy_run_shows_within_one_grace() -> None:
-    told = verdicts(20, [A, B] * 5000 + [A, DRY] * 10)
-    assert told
-    assert told[0][0] < 10_000 + 20
+    found = verdicts(20, [A, B] * 5000 + [A, DRY] * 10)
+    assert found
+    assert found[0][0] < 10_000 + 20
 
 
 def test_a_schedule_that_wants_no_b_does_not_starve() -> None:
@@ -63,8 +69,50 @@ def test_agrees_with_a_recount_of_the_window(plans: list[StepPlan], grace: int) 
         if len(window) == grace and 2 * ran < wanted:
             expected.append((step, ran, wanted))
             since = step + 1
-    told = [(step, *map(int, re.findall(r"\d+", verdict)[:2])) for step, verdict in verdicts(grace, plans)]
-    assert told == expected
+    found = [(step, *map(int, re.findall(r"\d+", verdict)[:2])) for step, verdict in verdicts(grace, plans)]
+    assert found == expected
+
+
+@given(plans=st.lists(st.sampled_from([A, B, DRY, SUSPECT]), max_size=80))
+def test_a_first_word_comes_once_in_every_silence_of_four_wanted_steps(plans: list[StepPlan]) -> None:
+    expected, num_missed = [], 0
+    for step, plan in enumerate(plans):
+        num_missed = 0 if plan == B else num_missed + plan.wanted_b
+        if num_missed == FEWEST_MISSED and plan.wanted_b:
+            expected.append((step, False))
+    assert [(step, is_past_grace) for step, _, is_past_grace in told(1000, plans)] == expected
+
+
+def test_the_first_word_names_the_cause_long_before_the_grace_is_over() -> None:
+    (word,) = told(200, [B, B, SUSPECT, DRY, SUSPECT, SUSPECT, SUSPECT])
+    assert word == (
+        5,
+        "channel B ran at none of the last 4 steps that wanted it; most frequent cause: servers_suspect",
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("plans", "is_lost"),
+    [
+        ([], False),
+        ([A, A], False),
+        ([B, B], False),
+        ([SUSPECT], True),  # it never ran
+        ([B, SUSPECT, SUSPECT, SUSPECT], False),  # a server may be on its way back
+        ([B, SUSPECT, SUSPECT, SUSPECT, SUSPECT], True),
+        ([B, DRY, DRY, DRY, SUSPECT, A, A], True),
+        ([B, *[SUSPECT] * 9, B], False),
+        ([B, *[SUSPECT] * 9, DRY], False),  # a server is back, its packs are not yet
+        ([B, *[DRY] * 9], False),
+        ([DRY] * 9, False),
+    ],
+)
+def test_b_is_lost_when_no_server_was_left_for_it_until_the_end(plans: list[StepPlan], is_lost: bool) -> None:
+    watch = StarvationWatch(2)
+    for plan in plans:
+        watch.observe(plan)
+    assert bool(watch.lost) == is_lost
 
 
 def test_refuses_a_grace_of_no_steps() -> None:

@@ -31,7 +31,7 @@ def test_activities_add_up_to_wall_time_exactly(
     ticks = Ticks(start)
     clock = ActivityClock(ticks)
     expected = dict.fromkeys(Activity, 0)
-    expected[Activity.OTHER] = first
+    expected[Activity.STARTING] = first
     ticks.now_ns += first
     for activity, duration in steps:
         clock.switch(activity)
@@ -72,7 +72,7 @@ def test_nested_blocks_return_to_the_outer_activity(tree: Block) -> None:
         ticks.now_ns += 10
         expected[outer] += 10
 
-    run(tree, Activity.OTHER)
+    run(tree, Activity.STARTING)
     assert clock.totals_ns() == expected
 
 
@@ -142,7 +142,7 @@ def test_an_unknown_activity_raises_and_changes_nothing() -> None:
     clock = ActivityClock(Ticks())
     with pytest.raises(ValueError, match="napping"):
         clock.switch("napping")
-    assert clock.current is Activity.OTHER
+    assert clock.current is Activity.STARTING
 
 
 def test_a_resumed_clock_still_adds_up() -> None:

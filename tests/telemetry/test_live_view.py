@@ -252,6 +252,31 @@ def test_the_tracker_follows_a_run() -> None:
     assert tracker.state.added_servers == ("http://late:8000 at step 3",)
 
 
+def test_a_warning_goes_with_its_cause_and_all_go_where_the_run_is_resumed() -> None:
+    tracker = LiveTracker(1, 100, queue_limit=8)
+
+    def take(kind: str, **values: object) -> tuple[str, ...]:
+        tracker.take(
+            {"kind": kind, "rank": 0, "time": 0.0, "version": 1, "step": 0, "seconds": 0.0, **values}
+        )
+        return tracker.state.warnings
+
+    def proven(kind: str, **servers: bool) -> tuple[str, ...]:
+        return take(kind, servers={each[-1]: {"proven": is_proven} for each, is_proven in servers.items()})
+
+    take("warning", message="both are suspect", until=["server0", "server1"])
+    take("warning", message="B starves", until=["channel_b"])
+    assert take("warning", message="slow disk") == ("both are suspect", "B starves", "slow disk")
+    assert proven("round", server0=True, server1=False) == ("both are suspect", "B starves", "slow disk")
+    assert proven("catch_up", server1=True) == ("B starves", "slow disk")
+    plan = {"skip_reason": None, "version_lag": 0, "round_pending": False, "queue_depth": 1}
+    assert take("step", channel="A", **plan) == ("B starves", "slow disk")
+    assert take("step", channel="B", **plan) == ("slow disk",)
+    assert take("start", step=9) == ()
+    take("warning", message="both are suspect", until=["server0", "server1"])
+    assert proven("round", server0=True) == ("both are suspect",)  # told again, it waits for both again
+
+
 RUN_B = StepPlan(Channel.B)
 SKIPPED = StepPlan(Channel.A, SkipReason.NOT_ENOUGH_PACKS)
 

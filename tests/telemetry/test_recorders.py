@@ -199,6 +199,11 @@ def outcome(error: str | None) -> RoundOutcome:
     [
         ([PLAN_A, PLAN_A], [], ""),
         ([skipped(), PLAN_B], [None], ""),
+        (
+            [PLAN_B, *[skipped(SkipReason.SERVERS_SUSPECT)] * 2],
+            [None],
+            "channel B ran at 1 of the 3 steps that wanted it: no proven server was left (2)",
+        ),
         ([PLAN_B], [_NO_ROUTE], ""),  # with what an earlier round has proven
         (
             [skipped()],
@@ -232,10 +237,10 @@ def test_the_run_its_launch_and_its_report_say_it_with_the_cause(
     assert telemetry.unused_b == words
     telemetry.close()
     told = describe_end(tmp_path, 0, 0.0)
-    assert told.endswith(f"; warning: {words}" if words else f"run directory {tmp_path}")
+    assert told.endswith(f"; WARNING: {words}" if words else f"run directory {tmp_path}")
     (verdict,) = [part for part in report_of(read_run([tmp_path])).sections if part.key == "verdict"]
     shown = " ".join(str(part) for part in verdict.parts)
     if words:
         assert f"{words[0].upper()}{words[1:]}." in shown
     else:
-        assert "ran at none" not in shown
+        assert "that wanted it" not in shown

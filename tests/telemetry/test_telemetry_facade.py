@@ -34,7 +34,7 @@ TAGS = {
     "parse": """objects truncated_ratio dropped/not_an_object dropped/unexpected_key dropped/missing_box
         dropped/wrong_arity dropped/invalid_box dropped/missing_label""",
     "time": """rollout prepare pack plan learner_busy learner_waiting learner_syncing learner_evaluating learner_saving
-        learner_other learner_wall""",
+        learner_starting learner_other learner_wall""",
 }
 
 
@@ -447,7 +447,7 @@ def test_the_trace_of_both_actors_tiles_their_time_to_the_end(tmp_path: Path) ->
     telemetry.pipeline.enter(PipelineActivity.IDLE)
     telemetry.close()
     for actor, clock, names in (
-        ("learner", telemetry.clock, ["other", "busy"]),
+        ("learner", telemetry.clock, ["starting", "busy"]),
         ("pipeline", telemetry.pipeline.clock, ["idle", "reading", "idle"]),
     ):
         spans = [span for span in telemetry.trace.spans if span.track == actor]
