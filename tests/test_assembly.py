@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -184,18 +185,28 @@ def test_a_server_that_is_silent_is_told_of_until_it_answers_and_holds_up_no_oth
     configure: Callable[..., Stage2Config],
     server: FakeRolloutServer,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(servers, "_WAIT_SLICE_S", 0.1)
-    told: list[list[str]] = []
+    said: list[str] = []
+
+    @contextmanager
+    def going_on(command: str, what: Callable[[], str]) -> Iterator[None]:
+        say.append(what)
+        yield
+
+    say: list[Callable[[], str]] = []
+    monkeypatch.setattr(servers, "going_on", going_on)
     with FakeRolloutServer() as late:
         stock = late.on_get
-        late.on_get = lambda call: stock(call) if server.calls and told else Answer(status=503)
-        config = configure(late.url, server.url, start_timeout_s=60.0)
-        monkeypatch.setattr(servers, "_TELL_EVERY_S", 0.0)
-        wait_for_servers(config, SingleRank(), tell_silent=lambda urls: told.append(list(urls)))
-        assert told == [[late.url], []]
-        assert f"{late.url}: no answer yet; training waits for " in caplog.text
+
+        def answer(call: Any) -> Answer:
+            said.append(say[0]())
+            return stock(call) if server.calls else Answer(status=503)
+
+        late.on_get = answer
+        wait_for_servers(configure(late.url, server.url, start_timeout_s=60.0), SingleRank())
+    assert said[0] == f"waiting for {late.url}, {server.url} to answer"
+    assert said[-1] == f"waiting for {late.url} to answer"
 
 
 def test_another_program_is_no_stock_server(

@@ -1,11 +1,63 @@
-"""A bar on a terminal, nothing elsewhere: on stderr, and gone when the work is done."""
+"""What goes on while somebody waits: lines with seconds, wherever they are read, or a bar where that is a terminal.
+
+A bar is on stderr, and gone when the work is done.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Protocol
+
+_EVERY_S = 5.0
+GOES_ON = re.compile(r"swift-stage2 \w+: (.+ …(?: \d+ s)?)$")
+"""The end of a line that ``going_on`` has written to stderr; its group is what goes on."""
+
+
+@contextmanager
+def going_on(
+    command: str,
+    what: str | Callable[[], str],
+    tell: Callable[[str], object] | None = None,
+    *,
+    every_s: float = _EVERY_S,
+) -> Iterator[None]:
+    """Says what goes on within: at once, and every 5 s with the seconds passed; of several ranks the first one does.
+
+    ``what`` may tell it anew for every line. ``tell`` gets the words, by default as ``command``'s line on stderr.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    tell = tell or partial(_to_stderr, command)
+    started, ended = time.monotonic(), threading.Event()
+
+    def say(seconds: str = "") -> None:
+        tell(f"{what() if callable(what) else what} …{seconds}")
+
+    def repeat() -> None:
+        while not ended.wait(every_s):
+            say(f" {time.monotonic() - started:.0f} s")
+
+    say()
+    thread = threading.Thread(target=repeat, name="going-on", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _to_stderr(command: str, text: str) -> None:
+    with suppress(OSError, ValueError):  # nobody reads it any more
+        print(f"swift-stage2 {command}: {text}", file=sys.stderr, flush=True)
 
 
 class MoveTo(Protocol):

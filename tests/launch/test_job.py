@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from swift_stage2.launch.job import LogFollower
+from swift_stage2.terminal.progress import GOES_ON, going_on
 
 
 @pytest.fixture
@@ -43,6 +45,27 @@ def test_a_progress_bar_is_thinned_and_its_end_is_kept(log: Path) -> None:
     follower.pump()
     follower.close()
     assert shown == ["[learner] step 0", "[learner] step 500"]
+
+
+def test_of_a_quiet_job_only_what_goes_on_is_shown(log: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shown: list[str] = []
+    follower = LogFollower(log, "learner", shown.append, only=GOES_ON)
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with going_on("train", "loading", lines.put, every_s=0.01):
+        assert lines.get(timeout=60) == "loading …"
+        assert lines.get(timeout=60) == "loading … 0 s"
+    with going_on("train", lambda: "waiting"):
+        append(log, b"Train: 0%| | 0/4" + capfd.readouterr().err.encode())  # a bar leaves its line open
+    append(log, b"swift-stage2 train: loading \xe2\x80\xa6 12 s\nswift-stage2 train: warning: no\nother\n")
+    follower.close()
+    assert shown == ["[learner] waiting …", "[learner] loading … 12 s"]
+
+
+def test_of_several_ranks_the_first_says_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    said: list[str] = []
+    with going_on("train", "loading", said.append):
+        assert said == []
 
 
 def test_bytes_that_are_no_text_do_not_end_the_show(log: Path) -> None:
