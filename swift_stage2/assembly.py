@@ -142,16 +142,14 @@ def start_run(
         if config.telemetry.trace:
             telemetry.trace.clock_offset = align_clocks(lambda: control.reduce_max([0]), control.gather)
         if config.b_enabled:
-            # Before the wait for servers, which load meanwhile.
             # `check_packing` stays outside: it runs the model, and under ZeRO-3 all ranks must do that or none.
             look = partial(
                 check_parts, config, task, rows, usable, template, seed, control, telemetry, on_failure
             )
             with going_on("train", "checking rows, template and packing"):
-                parts = together(control, look)
-                parts = merge_lengths(parts, control, telemetry)
+                parts = merge_lengths(together(control, look), control, telemetry)
                 check_packing(parts, packed_loss, control)
-            servers = wait_for_servers(config, control, telemetry.record_warning)
+            servers = wait_for_servers(config, control, telemetry.record_warning)  # which load meanwhile
             build = partial(
                 _build_channel_b,
                 config,

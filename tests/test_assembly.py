@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -340,6 +341,15 @@ def test_a_run_whose_other_host_has_another_file_does_not_start(
         ConfigError, match=r"got control_timeout_s=1800\.0 on rank 0 and 7\.0 on rank 1; give every"
     ):
         _start(configure(_closed_port(), start_timeout_s=0.2), rows, tmp_path, _token_count)
+
+
+def test_a_fault_that_needs_no_server_is_told_while_servers_load(
+    configure: Callable[..., Stage2Config], rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """And what takes long beside it, as the preprocessing process's imports, has begun by then."""
+    config = configure(_closed_port(), start_timeout_s=20.0)
+    with pytest.raises(ConfigError, match="packed segments must not see each other"):
+        _start(config, rows, tmp_path, lambda batch: math.nan)
 
 
 def test_a_run_without_its_server_does_not_start_and_leaves_nothing_open(

@@ -271,7 +271,7 @@ def test_train_leaves_its_status_for_the_launcher(
 ) -> None:
     file = tmp_path / "status"
     monkeypatch.setenv("SWIFT_STAGE2_EXIT_STATUS_FILE", str(file))
-    trainer.train = lambda config: status  # type: ignore[attr-defined]
+    trainer.train = lambda config, **_: status  # type: ignore[attr-defined]
     assert cli.main(["train", str(valid)]) == status
     assert (file.read_text() if file.exists() else None) == left
 
@@ -294,7 +294,7 @@ def test_a_hung_push_ends_the_process_though_a_thread_never_returns(tmp_path: Pa
         "import sys, threading, types\n"
         "from swift_stage2 import cli\n"
         "module = types.ModuleType('swift_stage2.training.sft')\n"
-        "module.train = lambda config: threading.Thread(target=threading.Event().wait).start() or 70\n"
+        "module.train = lambda config, **_: threading.Thread(target=threading.Event().wait).start() or 70\n"
         "sys.modules[module.__name__] = module\n"
         f"sys.exit(cli.main(['train', {str(valid)!r}]))\n"
     )
@@ -310,7 +310,7 @@ def test_the_first_rank_that_fails_has_the_say(
     file = tmp_path / "status"
     file.write_text("2")
     monkeypatch.setenv("SWIFT_STAGE2_EXIT_STATUS_FILE", str(file))
-    trainer.train = lambda config: 1  # type: ignore[attr-defined]
+    trainer.train = lambda config, **_: 1  # type: ignore[attr-defined]
     cli.main(["train", str(valid)])
     assert file.read_text() == "2"
 
@@ -322,7 +322,7 @@ def test_a_warning_is_told_once_by_rank_0_unless_the_launcher_has_told_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    trainer.train = lambda config: 0  # type: ignore[attr-defined]
+    trainer.train = lambda config, **_: 0  # type: ignore[attr-defined]
     monkeypatch.setattr(Stage2Config, "warnings", ("too much",))
     told = []
     for name in ("LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"):

@@ -157,7 +157,7 @@ def run_plan(
         if signals.received is not None:
             job.say(f"ending everything after signal {signals.received}; one more kills at once")
             return 128 + signals.received
-        if plan.learner is None:
+        if learner is None:
             return _NO_SERVER_LEFT
         status, mistake = _learner_end(learner, plan.exit_status_file)
         if status and not mistake and not shows_logs:

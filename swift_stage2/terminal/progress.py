@@ -1,4 +1,4 @@
-"""What goes on while somebody waits: lines with seconds, wherever they are read, or a bar where that is a terminal.
+"""Work that takes long, told while it goes on: lines with seconds, or a bar where stderr is a terminal.
 
 A bar is on stderr, and gone when the work is done.
 """
@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Protocol
 
-_EVERY_S = 5.0
-GOES_ON = re.compile(r"swift-stage2 \w+: (.+ …(?: \d+ s)?)$")
+_MOMENTS_S = (1.0, 5.0)
+GOES_ON = re.compile(r"swift-stage2 \w+: (.+ … \d+ s)$")
 """The end of a line that ``going_on`` has written to stderr; its group is what goes on."""
 
 
@@ -25,10 +25,9 @@ def going_on(
     command: str,
     what: str | Callable[[], str],
     tell: Callable[[str], object] | None = None,
-    *,
-    every_s: float = _EVERY_S,
+    moments_s: tuple[float, float] = _MOMENTS_S,
 ) -> Iterator[None]:
-    """Says what goes on within: at once, and every 5 s with the seconds passed; of several ranks the first one does.
+    """Says what goes on within, after 1 s and every 5 s from then on (``moments_s``); of several ranks the first does.
 
     ``what`` may tell it anew for every line. ``tell`` gets the words, by default as ``command``'s line on stderr.
     """
@@ -38,21 +37,19 @@ def going_on(
     tell = tell or partial(_to_stderr, command)
     started, ended = time.monotonic(), threading.Event()
 
-    def say(seconds: str = "") -> None:
-        tell(f"{what() if callable(what) else what} …{seconds}")
-
     def repeat() -> None:
-        while not ended.wait(every_s):
-            say(f" {time.monotonic() - started:.0f} s")
+        wait_s, every_s = moments_s
+        while not ended.wait(wait_s):
+            tell(f"{what() if callable(what) else what} … {time.monotonic() - started:.0f} s")
+            wait_s = every_s
 
-    say()
     thread = threading.Thread(target=repeat, name="going-on", daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
-        thread.join()
+        thread.join(_MOMENTS_S[0])  # whoever reads what it writes may stand still
 
 
 def _to_stderr(command: str, text: str) -> None:
