@@ -64,6 +64,7 @@ from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.ledger import Entry, RecordEntry, rows_to_keep
 from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.trace import align_clocks
+from swift_stage2.terminal.progress import going_on
 from swift_stage2.weights.courier import Courier, thread_courier
 from swift_stage2.weights.courier_process import process_courier
 from swift_stage2.weights.export import WeightExport
@@ -141,14 +142,15 @@ def start_run(
         if config.telemetry.trace:
             telemetry.trace.clock_offset = align_clocks(lambda: control.reduce_max([0]), control.gather)
         if config.b_enabled:
-            servers = wait_for_servers(config, control, telemetry.record_warning, telemetry.record_awaited)
             # `check_packing` stays outside: it runs the model, and under ZeRO-3 all ranks must do that or none.
             look = partial(
                 check_parts, config, task, rows, usable, template, seed, control, telemetry, on_failure
             )
-            parts = together(control, look)
-            parts = merge_lengths(config, parts, control, telemetry, packs_per_step)
-            check_packing(parts, packed_loss, control)
+            with going_on("train", "checking rows, template and packing"):
+                parts = together(control, look)
+                parts = merge_lengths(config, parts, control, telemetry, packs_per_step)
+                check_packing(parts, packed_loss, control)
+            servers = wait_for_servers(config, control, telemetry.record_warning)  # which load meanwhile
             build = partial(
                 _build_channel_b,
                 config,
@@ -170,7 +172,8 @@ def start_run(
                 failures=failures,
                 run_directory=run_directory,
             )
-            channel_b = together(control, build)
+            with going_on("train", "starting channel B's processes"):
+                channel_b = together(control, build)
         on_failure.pop_all()
     action = config.stage2_ab.starvation.action
     watched = channel_b is not None and action is not StarvationAction.OFF

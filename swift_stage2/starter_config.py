@@ -27,8 +27,9 @@ from swift_stage2.errors import UserError
 from swift_stage2.preflight.dataset import refuse_faults
 from swift_stage2.preflight.model import check_model
 from swift_stage2.process.ports import is_free
-from swift_stage2.terminal.output import quieten_libraries, tell_waiting
+from swift_stage2.terminal.output import quieten_libraries
 from swift_stage2.terminal.parser import CommandParser
+from swift_stage2.terminal.progress import going_on
 
 _FIRST_PORT, _FIRST_GROUP_PORT, _LAST_PORT = 8000, 29600, 65535
 _GRADIENT_ACCUMULATION_STEPS = 4
@@ -78,10 +79,10 @@ def write_starter(options: argparse.Namespace) -> None:
         config = bind(Stage2Config, data)
         if options.swift:  # names and values that init has not written itself
             quieten_libraries()
-            tell_waiting("loading ms-swift, to have the arguments checked")
-            from swift_stage2.preflight.swift_parsing import check_arguments  # loads ms-swift
+            with going_on("init", "loading ms-swift, which checks its arguments"):
+                from swift_stage2.preflight.swift_parsing import check_arguments
 
-            check_arguments(config)
+                check_arguments(config)
     except UserError as error:
         raise UserError(f"what was asked for cannot run: {error}") from error
     try:
@@ -194,7 +195,8 @@ def _check_data(options: argparse.Namespace) -> None:
         raise UserError("--data must name a JSONL file, got nothing; write its path")
     for argument, files in local_files({"dataset": [options.data]}).items():
         if files:
-            found = survey(files, num_coordinates=coordinates_of(options.task))
+            with going_on("init", "checking the data set"):
+                found = survey(files, num_coordinates=coordinates_of(options.task))
             refuse_faults(argument, found, "" if options.task == DEFAULT_TASK else f" --task {options.task}")
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -184,18 +186,28 @@ def test_a_server_that_is_silent_is_told_of_until_it_answers_and_holds_up_no_oth
     configure: Callable[..., Stage2Config],
     server: FakeRolloutServer,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(servers, "_WAIT_SLICE_S", 0.1)
-    told: list[list[str]] = []
+    said: list[str] = []
+
+    @contextmanager
+    def going_on(command: str, what: Callable[[], str]) -> Iterator[None]:
+        say.append(what)
+        yield
+
+    say: list[Callable[[], str]] = []
+    monkeypatch.setattr(servers, "going_on", going_on)
     with FakeRolloutServer() as late:
         stock = late.on_get
-        late.on_get = lambda call: stock(call) if server.calls and told else Answer(status=503)
-        config = configure(late.url, server.url, start_timeout_s=60.0)
-        monkeypatch.setattr(servers, "_TELL_EVERY_S", 0.0)
-        wait_for_servers(config, SingleRank(), tell_silent=lambda urls: told.append(list(urls)))
-        assert told == [[late.url], []]
-        assert f"{late.url}: no answer yet; training waits for " in caplog.text
+
+        def answer(call: Any) -> Answer:
+            said.append(say[0]())
+            return stock(call) if server.calls else Answer(status=503)
+
+        late.on_get = answer
+        wait_for_servers(configure(late.url, server.url, start_timeout_s=60.0), SingleRank())
+    assert said[0] == f"waiting for {late.url}, {server.url} to answer"
+    assert said[-1] == f"waiting for {late.url} to answer"
 
 
 def test_another_program_is_no_stock_server(
@@ -329,6 +341,15 @@ def test_a_run_whose_other_host_has_another_file_does_not_start(
         ConfigError, match=r"got control_timeout_s=1800\.0 on rank 0 and 7\.0 on rank 1; give every"
     ):
         _start(configure(_closed_port(), start_timeout_s=0.2), rows, tmp_path, _token_count)
+
+
+def test_a_fault_that_needs_no_server_is_told_while_servers_load(
+    configure: Callable[..., Stage2Config], rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """And what takes long beside it, as the preprocessing process's imports, has begun by then."""
+    config = configure(_closed_port(), start_timeout_s=20.0)
+    with pytest.raises(ConfigError, match="packed segments must not see each other"):
+        _start(config, rows, tmp_path, lambda batch: math.nan)
 
 
 def test_a_run_without_its_server_does_not_start_and_leaves_nothing_open(

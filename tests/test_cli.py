@@ -189,7 +189,7 @@ def test_launch_refuses_missing_inputs_before_it_starts_anything(
 def test_a_user_error_of_several_lines_is_told_on_one(
     valid: Path, trainer: types.ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def train(config: object) -> int:
+    def train(config: object, **_: object) -> int:
         raise DatasetError("every line must be JSON,\n  got line=7; mend it")
 
     trainer.train = train  # type: ignore[attr-defined]
@@ -228,7 +228,7 @@ def test_an_error_that_is_not_the_users_keeps_its_traceback_and_ends_with_its_ca
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def train(config: object) -> int:
+    def train(config: object, **_: object) -> int:
         raise Stage2Error("a fault\n  of ours")
 
     file = tmp_path / "status"
@@ -248,7 +248,7 @@ def test_an_error_that_is_not_the_users_keeps_its_traceback_and_ends_with_its_ca
 def test_a_rank_leaves_its_end_though_the_disk_is_full(
     small_disk: Any, valid: Path, trainer: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(config: object) -> int:
+    def train(config: object, **_: object) -> int:
         raise StorageFull("no room")
 
     file = small_disk.path / "status"
@@ -271,7 +271,7 @@ def test_train_leaves_its_status_for_the_launcher(
 ) -> None:
     file = tmp_path / "status"
     monkeypatch.setenv("SWIFT_STAGE2_EXIT_STATUS_FILE", str(file))
-    trainer.train = lambda config: status  # type: ignore[attr-defined]
+    trainer.train = lambda config, **_: status  # type: ignore[attr-defined]
     assert cli.main(["train", str(valid)]) == status
     assert (file.read_text() if file.exists() else None) == left
 
@@ -279,7 +279,7 @@ def test_train_leaves_its_status_for_the_launcher(
 def test_train_leaves_a_users_mistake_for_the_launcher(
     tmp_path: Path, valid: Path, trainer: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(config: object) -> int:
+    def train(config: object, **_: object) -> int:
         raise DatasetError("every line must be JSON,\n  got line=7; mend it")
 
     file = tmp_path / "status"
@@ -294,7 +294,7 @@ def test_a_hung_push_ends_the_process_though_a_thread_never_returns(tmp_path: Pa
         "import sys, threading, types\n"
         "from swift_stage2 import cli\n"
         "module = types.ModuleType('swift_stage2.training.sft')\n"
-        "module.train = lambda config: threading.Thread(target=threading.Event().wait).start() or 70\n"
+        "module.train = lambda config, **_: threading.Thread(target=threading.Event().wait).start() or 70\n"
         "sys.modules[module.__name__] = module\n"
         f"sys.exit(cli.main(['train', {str(valid)!r}]))\n"
     )
@@ -310,7 +310,7 @@ def test_the_first_rank_that_fails_has_the_say(
     file = tmp_path / "status"
     file.write_text("2")
     monkeypatch.setenv("SWIFT_STAGE2_EXIT_STATUS_FILE", str(file))
-    trainer.train = lambda config: 1  # type: ignore[attr-defined]
+    trainer.train = lambda config, **_: 1  # type: ignore[attr-defined]
     cli.main(["train", str(valid)])
     assert file.read_text() == "2"
 
@@ -322,7 +322,7 @@ def test_a_warning_is_told_once_by_rank_0_unless_the_launcher_has_told_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    trainer.train = lambda config: 0  # type: ignore[attr-defined]
+    trainer.train = lambda config, **_: 0  # type: ignore[attr-defined]
     monkeypatch.setattr(Stage2Config, "warnings", ("too much",))
     told = []
     for name in ("LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"):
@@ -341,7 +341,7 @@ def test_a_warning_is_told_once_by_rank_0_unless_the_launcher_has_told_it(
 
 
 def test_ctrl_c_exits_with_130(valid: Path, trainer: types.ModuleType) -> None:
-    def train(config: object) -> int:
+    def train(config: object, **_: object) -> int:
         raise KeyboardInterrupt
 
     trainer.train = train  # type: ignore[attr-defined]

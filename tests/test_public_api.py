@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from real_model import STAGE1
 from sft_run import build_trainer, channel_a_alone
+from swift.trainers import mixin
 
 import swift_stage2
 from swift_stage2 import Stage2Trainer
@@ -65,7 +66,6 @@ def test_importing_the_trainer_changes_nothing_and_ms_swifts_own_command_trains_
         "dataset": rows_file,
         "output_dir": tmp_path / "out",
         "add_version": "false",
-        "check_model": "false",
         "tuner_type": "full",
         "torch_dtype": "float32",
         "use_cpu": "true",
@@ -110,6 +110,17 @@ def test_the_configuration_is_an_argument_and_the_variable_only_its_fallback(
         build_trainer(rows_file, tmp_path, trainer=Stage2Trainer)
 
 
+def test_no_hub_is_asked_whether_the_model_on_disk_is_the_latest(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ms-swift's default has it, for 7 s and more on every rank where none answers."""
+    asked: list[object] = []
+    monkeypatch.setattr(mixin, "check_local_model_is_latest", lambda *_, **__: asked.append(1))
+    given = {"stage2": channel_a_alone()}
+    build_trainer(rows_file, tmp_path, trainer=Stage2Trainer, given=given, check_model=True)
+    assert asked == []
+
+
 @pytest.mark.slow
 def test_a_plugin_that_sets_another_trainer_is_one_line(tmp_path: Path, rows_file: Path) -> None:
     plugin = tmp_path / "other.py"
@@ -120,7 +131,7 @@ def test_a_plugin_that_sets_another_trainer_is_one_line(tmp_path: Path, rows_fil
     config = tmp_path / "run.yaml"
     config.write_text(
         f"swift: {{model: {STAGE1}, model_type: stage2_tiny_vl, template: stage2_tiny_vl, use_cpu: true,\n"
-        f"  dataset: [{rows_file}], output_dir: {tmp_path / 'out'}, add_version: false, check_model: false,\n"
+        f"  dataset: [{rows_file}], output_dir: {tmp_path / 'out'}, add_version: false,\n"
         f"  external_plugins: [{tiny_template.__file__}, {plugin}]}}\n"
         "stage2_ab: {schedule: {b_ratio: 0}}\n"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -264,19 +265,13 @@ def test_another_tasks_rows_need_no_objects(tmp_path: Path, capsys: pytest.Captu
     assert load_config(output).stage2_ab.task == "init_counting"
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_who_waits_for_ms_swift_is_told_on_a_terminal_alone(
-    rows_file: Path,
-    tmp_path: Path,
-    is_terminal: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_what_init_is_at_is_told_while_it_takes_long(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    told: list[str] = []
+    monkeypatch.setattr(starter_config, "going_on", lambda _, what: told.append(what) or nullcontext())
     assert cli.main(["init", *answers(rows_file, tmp_path / "job.yaml"), *TINY]) == 0
-    told = capsys.readouterr()
-    assert told.err.count("loading ms-swift, to have the arguments checked …\n") == int(is_terminal)
-    assert "loading" not in told.out
+    assert told == ["checking the data set", "loading ms-swift, which checks its arguments"]
 
 
 def test_a_file_that_exists_is_never_overwritten(

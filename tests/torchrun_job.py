@@ -142,7 +142,6 @@ def write_config(
             "dataset": [str(rows)],
             "output_dir": str(directory),
             "add_version": False,
-            "check_model": False,
             "tuner_type": "full",
             "torch_dtype": "float32",
             "use_cpu": True,

@@ -196,7 +196,6 @@ def _swift_arguments(job: DemoJob) -> dict[str, Any]:
         "torch_dtype": "float32",
         "fp16": False,  # else ms-swift trains float32 weights in mixed fp16 on a GPU
         "attn_impl": "sdpa",
-        "check_model": False,  # it asks a hub whether a newer model exists
         "use_cpu": True,
         "ddp_backend": "gloo",
         "ddp_find_unused_parameters": False,  # every scene has an image, so every parameter is used

@@ -17,6 +17,7 @@ from swift_stage2.launch.process_tree import (
     StopSignals,
     end_descendants,
 )
+from swift_stage2.terminal.progress import GOES_ON
 
 _POLL_S = 0.1
 _LONGEST_STRAY_PATIENCE_S = 10.0
@@ -28,7 +29,7 @@ class Job:
     def __init__(
         self, log_dir: Path, signals: StopSignals, show: Callable[[str], None], *, shows_logs: bool = True
     ) -> None:
-        """``show`` gets the launcher's own lines, and with ``shows_logs`` every line of every log."""
+        """``show`` gets the launcher's own lines, and with ``shows_logs`` every line of all logs, else what goes on."""
         self._log_dir = log_dir
         self._signals = signals
         self._show = show
@@ -56,8 +57,9 @@ class Job:
         log_path = self._log_dir / f"{command.name}.log"
         log_path.touch()
         colour = len(self._followers) if sys.stdout.isatty() else None
-        if self._shows_logs and log_path not in self._followers:  # a restarted command goes on in its log
-            self._followers[log_path] = LogFollower(log_path, command.name, self._show, colour)
+        if log_path not in self._followers:  # a restarted command goes on in its log
+            only = None if self._shows_logs else GOES_ON
+            self._followers[log_path] = LogFollower(log_path, command.name, self._show, colour, only)
         tree = ProcessTree(command, log_path)
         self._trees.append(tree)
         self.say(f"{purpose or f'started {command.name}'}, log {log_path.name}")
@@ -113,8 +115,17 @@ _LINE = re.compile(rb"[^\r\n]*(?:\r\n|[\r\n])")
 class LogFollower:
     """Shows what is appended to one file. A progress bar redraws itself after ``\\r``: one state a second is shown."""
 
-    def __init__(self, path: Path, name: str, show: Callable[[str], None], colour: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        show: Callable[[str], None],
+        colour: int | None = None,
+        only: re.Pattern[str] | None = None,
+    ) -> None:
+        """``only``: of every line in which it is found its first group, and no other line."""
         self._show = show
+        self._only = only
         self._prefix = (
             f"[{name}]" if colour is None else f"{_COLOURS[colour % len(_COLOURS)]}[{name}]{_RESET}"
         )
@@ -140,6 +151,8 @@ class LogFollower:
 
     def _emit(self, line: bytes) -> None:
         text = line.rstrip(b"\r\n").decode("utf-8", errors="replace")
+        if self._only is not None:
+            text = found[1] if (found := self._only.search(text)) else ""
         if not text.strip():
             return
         if line.endswith(b"\r"):

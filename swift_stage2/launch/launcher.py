@@ -1,4 +1,4 @@
-"""``swift-stage2 launch``: servers first, the learner once every server has answered, nothing left at the end."""
+"""``swift-stage2 launch``: servers, the learner beside those that load last, nothing left at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import EXIT_STARVED, EXIT_USER_MISTAKE, ConfigError, ServerUnavailable, UserError
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.managed_server import ManagedServer, ReadinessProbe
-from swift_stage2.launch.plan import LaunchPart, LaunchPlan, plan_launch
+from swift_stage2.launch.plan import LaunchPart, LaunchPlan, devices_of, plan_launch
 from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
 from swift_stage2.launch.rank import end_left_in, take_room
 from swift_stage2.launch.run_view import RunView, WaitNotice, describe_end, newest_run
@@ -24,9 +24,9 @@ from swift_stage2.run_directory.claim import resumed
 from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.run_directory.next_commands import next_commands
 from swift_stage2.terminal.output import print_error
+from swift_stage2.terminal.progress import going_on
 
 _NO_SERVER_LEFT = 1
-_CHECK_PATIENCE_S = 120.0  # it imports ms-swift, which a loaded machine does slowly
 
 
 def launch(
@@ -71,7 +71,8 @@ def launch(
     run_checks(config, Known(addresses=True), lambda advice: show(f"[launch] warning: {advice}"))
     if part is LaunchPart.SERVERS:
         return _serve_this_machine(config, plan, show, verbose=verbose)
-    run_checks(config, Known(starts_learner=True, files=True, rows=True))
+    with going_on("launch", "checking the data set", lambda text: show(f"[launch] {text}")):
+        run_checks(config, Known(starts_learner=True, files=True, rows=True))
     output_dir, since = plan.log_dir.parent, time.time()
     role = plan.exit_status_file.stem.replace("learner", "launch")  # of several hosts' each has its own
     with hold_run_directory(output_dir, role, plan.rendezvous or os.environ):
@@ -139,22 +140,24 @@ def run_plan(
     servers = [ManagedServer(server, plan.restart, start_timeout_s) for server in plan.servers]
     shows_logs = view is None or view.is_verbose
     with StopSignals() as signals, Job(plan.log_dir, signals, show, shows_logs=shows_logs) as job:
-        if plan.argument_check is not None:
-            _check_arguments(job, signals, plan.argument_check)
-        for group in _loading_together(servers):
+        learner: ProcessTree | None = None
+        groups = _loading_together(servers)
+        for group in groups:
             if _start_servers(job, signals, group):
-                waiting = [(server, _probe(server, plan, api_key, start_timeout_s)) for server in group]
-                _wait_until_answering(job, signals, waiting, start_timeout_s)
+                if plan.learner is not None and group is groups[-1] and _may_load_beside(plan.learner, group):
+                    learner = job.start(plan.learner)
+                waiting = [(server, _probe(server, api_key, start_timeout_s)) for server in group]
+                _wait_until_answering(job, signals, waiting, start_timeout_s, learner)
         if signals.received is None and plan.learner is None:
             _watch_servers(job, signals, servers)
         elif signals.received is None and plan.learner is not None:
-            learner = job.start(plan.learner)
+            learner = learner or job.start(plan.learner)
             with view or nullcontext():
                 _follow(job, signals, learner, servers, view)
         if signals.received is not None:
             job.say(f"ending everything after signal {signals.received}; one more kills at once")
             return 128 + signals.received
-        if plan.learner is None:
+        if learner is None:
             return _NO_SERVER_LEFT
         status, mistake = _learner_end(learner, plan.exit_status_file)
         if status and not mistake and not shows_logs:
@@ -162,20 +165,6 @@ def run_plan(
     if mistake and status == EXIT_USER_MISTAKE:
         raise UserError(mistake)  # once more, below torchrun's traceback and everything else
     return status
-
-
-def _check_arguments(job: Job, signals: StopSignals, command: Command) -> None:
-    """Lets ms-swift's parser read the file before anything else starts; a check that itself fails stops nothing.
-
-    Raises:
-        ConfigError: the parser does not take an argument.
-    """
-    check, end = job.start(command, "checking ms-swift's arguments"), time.monotonic() + _CHECK_PATIENCE_S
-    while check.poll() is None and signals.received is None and time.monotonic() < end:
-        job.step()
-    if check.poll() == EXIT_USER_MISTAKE:
-        lines = check.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise ConfigError(lines[-1] if lines else f"ms-swift refuses an argument; see {check.log_path}")
 
 
 def _loading_together(servers: Sequence[ManagedServer]) -> list[list[ManagedServer]]:
@@ -188,6 +177,11 @@ def _loading_together(servers: Sequence[ManagedServer]) -> list[list[ManagedServ
             groups.append(group := [])
         group.append(server)
     return groups
+
+
+def _may_load_beside(learner: Command, servers: Sequence[ManagedServer]) -> bool:
+    """Whether it has no device of theirs; as for ``_loading_together``."""
+    return set(devices_of(learner)).isdisjoint(device for each in servers for device in each.planned.devices)
 
 
 def _start_servers(job: Job, signals: StopSignals, servers: Sequence[ManagedServer]) -> bool:
@@ -207,11 +201,9 @@ def _start_servers(job: Job, signals: StopSignals, servers: Sequence[ManagedServ
     return False
 
 
-def _probe(
-    server: ManagedServer, plan: LaunchPlan, api_key: str | None, start_timeout_s: float
-) -> ReadinessProbe | None:
-    """None for a stock server beside a learner of another launch, which is asked nothing: that it listens is enough."""
-    if plan.learner is None and server.planned.is_stock:
+def _probe(server: ManagedServer, api_key: str | None, start_timeout_s: float) -> ReadinessProbe | None:
+    """None for a stock server, which the learner may be giving weights by then: that it listens is enough."""
+    if server.planned.is_stock:
         return None
     return ReadinessProbe(server.name, server.planned.address.base_url, api_key, start_timeout_s)
 
@@ -232,14 +224,15 @@ def _wait_until_answering(
     signals: StopSignals,
     waiting: Sequence[tuple[ManagedServer, ReadinessProbe | None]],
     start_timeout_s: float,
+    learner: ProcessTree | None,
 ) -> None:
-    """Until every server has answered, from the port and the process that were meant."""
+    """Until every server has answered, from the port and the process that were meant, or the learner has ended."""
     notice, end = WaitNotice(job.say), time.monotonic() + start_timeout_s
     with ExitStack() as probes:
         for _, probe in waiting:
             if probe is not None:
                 probes.callback(probe.close)
-        while waiting and signals.received is None:
+        while waiting and signals.received is None and (learner is None or learner.poll() is None):
             job.step()
             still_waiting = []
             for server, probe in waiting:

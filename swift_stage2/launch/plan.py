@@ -31,7 +31,6 @@ _FOREIGN = (
     *("NPROC_PER_NODE", "NNODES", "NODE_RANK"),
 )
 _RUN_ID = "stage2"
-_CHECK_GRACE_S = 1.0
 _MERGER_GRACE_S = 10.0
 _LEAST_MERGED_BATCH = 64
 _LEAST_UPSTREAM_TIMEOUT_S = 600.0
@@ -92,7 +91,7 @@ class PlannedServer:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything that ``launch`` starts, in order. ``argument_check`` ends before the servers start.
+    """Everything that ``launch`` starts.
 
     Without a ``learner`` there is one on other machines; ``rendezvous`` is what the ranks of all its hosts have in
     their environment, empty when it has one host.
@@ -102,7 +101,6 @@ class LaunchPlan:
     learner: Command | None
     log_dir: Path
     exit_status_file: Path
-    argument_check: Command | None = None
     restart: RestartConfig = field(default_factory=RestartConfig)
     rendezvous: Mapping[str, str] = field(default_factory=dict)
 
@@ -162,15 +160,6 @@ def plan_launch(
     learner = None
     if part is not LaunchPart.SERVERS:
         learner = _plan_learner(process, name, words, nproc_per_node, node_rank, outer, status_file)
-    check = Command(
-        name="arguments",
-        argv=(
-            *(sys.executable, "-m", "swift_stage2.preflight.swift_parsing", str(config_path.absolute())),
-            *(["--learner-here"] if learner else []),
-        ),
-        environment=_environment(outer, process.devices if learner else (), "launch.learner.devices"),
-        grace_s=_CHECK_GRACE_S,
-    )
     places = ["" if part is LaunchPart.ALL else server.address.host for server in servers]
     check_devices(  # again: here one device has one name, which the configuration may call by number, too
         config.launch,
@@ -187,7 +176,6 @@ def plan_launch(
         learner=learner,
         log_dir=log_dir,
         exit_status_file=status_file,
-        argument_check=check if servers else None,
         restart=config.launch.restart,
         rendezvous=_rendezvous(process),
     )

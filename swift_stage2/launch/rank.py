@@ -23,6 +23,7 @@ from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.process.torchrun import AgentWatch
 from swift_stage2.run_directory.claim import resumed, written_directory
 from swift_stage2.run_directory.lock import hold_run_directory
+from swift_stage2.terminal.progress import going_on
 
 _FAILED = 1
 _TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -100,5 +101,7 @@ def train_rank(config: Stage2Config, agent: AgentWatch, *, resume: bool) -> int:
         if rank == "0" and EXIT_STATUS_FILE not in os.environ:  # else the launcher has said it
             for note in notes:
                 print(f"swift-stage2 train: {note}", file=sys.stderr, flush=True)
-        sft = importlib.import_module("swift_stage2.training.sft")  # loads torch
-        return int(sft.train(config))
+        with going_on("train", "loading torch"):
+            sft = importlib.import_module("swift_stage2.training.sft")
+        # Else launch has just checked every row, once for all ranks of this machine.
+        return int(sft.train(config, checks_rows=EXIT_STATUS_FILE not in os.environ))

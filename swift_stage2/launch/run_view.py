@@ -40,7 +40,6 @@ class RunView:
         self._line_step, self._line_s = 0, 0.0
 
     def __enter__(self) -> RunView:
-        self._notice = WaitNotice(self._say)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,13 +56,9 @@ class RunView:
             run_dir = newest_run(self._output_dir, self._since)
             self._progress = RunProgress.of_run(run_dir) if run_dir is not None else None
         state = self._progress.refresh() if self._progress is not None else LiveState()
-        if state.awaited_servers:
-            self._notice.remind(
-                f"no step yet: the learner waits for {', '.join(state.awaited_servers)} to answer"
-            )
-        elif not state.step:
-            self._notice.remind("no step yet: the learner loads")
-        elif self._panel is not None:
+        if not state.step:
+            return  # the learner itself says what goes on
+        if self._panel is not None:
             self._panel.update(state)
         else:
             self._tell_line(state)
@@ -123,7 +118,7 @@ def _last_records(path: Path) -> dict[str, Record]:
     return records
 
 
-_EVERY_S = 30.0
+_EVERY_S = 5.0
 
 
 class WaitNotice:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
-import logging
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +24,10 @@ from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.protocol import ServerInfo
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
+from swift_stage2.terminal.progress import going_on
 
 if TYPE_CHECKING:
     from swift_stage2.collectives import ControlGroup  # loads torch, which launch never does
-
-logger = logging.getLogger(__name__)
 
 
 def refuse_busy_ports(config: Stage2Config, indices: Iterable[int]) -> list[int]:
@@ -159,7 +157,6 @@ def _lone_address(host: str) -> str:
 
 _POLL_S = 0.5
 _WAIT_SLICE_S = 10.0
-_TELL_EVERY_S = 30.0
 _LOOK_S = 5.0
 
 
@@ -176,23 +173,25 @@ def wait_for_servers(
     config: Stage2Config,
     control: ControlGroup,
     warn: Callable[[str], None] = lambda message: None,
-    tell_silent: Callable[[Sequence[str]], None] = lambda base_urls: None,
 ) -> FoundServers:
     """Returns once every server answers and can be given weights.
 
-    ``warn`` is told on rank 0 of a server that cannot abort although ``sync.on_pending`` asks for it. ``tell_silent``
-    gets there those that have been asked for some seconds and not answered, whenever they become others.
+    ``warn`` is told on rank 0 of a server that cannot abort although ``sync.on_pending`` asks for it.
 
     Raises:
         ConfigError: a server cannot be given weights from here, or is named twice; on every rank.
         ServerUnavailable: one did not answer within ``rollout.start_timeout_s``; on every rank.
     """
-    start_timeout_s = config.rollout.start_timeout_s
-    end = time.monotonic() + start_timeout_s
+    end = time.monotonic() + config.rollout.start_timeout_s
     waiting = [server.base_url for server in config.rollout.servers]
+    with going_on("train", lambda: f"waiting for {', '.join(waiting)} to answer"):
+        return _find_servers(config, control, warn, waiting, end)
+
+
+def _find_servers(
+    config: Stage2Config, control: ControlGroup, warn: Callable[[str], None], waiting: list[str], end: float
+) -> FoundServers:
     found = FoundServers()
-    silent: set[str] = set()
-    told_s = time.monotonic()
     names: dict[str, str] = {}
     while waiting:
         # In slices, each with a broadcast: no rank waits in one collective for as long as a server may take.
@@ -202,23 +201,12 @@ def wait_for_servers(
         if told["missing"]:
             missing, remedy = cut_remedy(told["missing"])
             raise ServerUnavailable(
-                f"every rollout server must answer within rollout.start_timeout_s={start_timeout_s:g}, "
+                f"every rollout server must answer within rollout.start_timeout_s={config.rollout.start_timeout_s:g}, "
                 f"got no answer: {missing}; {remedy or 'start it'}, or correct rollout.servers"
             )
-        base_url, num_silent = waiting.pop(0), len(silent)
-        if told["answers"]:
-            silent.discard(base_url)
-        else:
-            silent.add(base_url)
+        base_url = waiting.pop(0)
+        if not told["answers"]:
             waiting.append(base_url)  # the others may answer meanwhile
-        if len(silent) != num_silent and control.rank == 0:
-            tell_silent(sorted(silent))
-        if silent and control.rank == 0 and time.monotonic() - told_s >= _TELL_EVERY_S:
-            told_s = time.monotonic()
-            left_s = max(0.0, end - told_s)
-            logger.warning(
-                "%s: no answer yet; training waits for %.0f s more", ", ".join(sorted(silent)), left_s
-            )
         if told["answers"]:
             if told["ours"]:
                 if (name := names.setdefault(told["incarnation"], base_url)) != base_url:

@@ -1,9 +1,7 @@
 """Arguments through ms-swift's own parser, every refusal in one line.
 
 Alone, that parser prints three hundred lines of usage before the line that matters, and its later checks end
-in a traceback. As a program it reads section ``swift`` and all servers' ``args`` of a configuration, and where an
-attention is written has transformers make the model without weights: ``launch``, which never loads ms-swift, runs it
-before the servers. Exit status 2 and one line for the first mistake.
+in a traceback.
 """
 
 from __future__ import annotations
@@ -13,16 +11,15 @@ import io
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from traceback import walk_tb
 from typing import Any
 
 from swift_stage2.compat import declare_operators, zero3_unknown
-from swift_stage2.config import ServerEngine, Stage2Config, load_config
+from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.config.swift_arguments import PLUGIN_PREFIX, as_argv, refuse_unknown_names
-from swift_stage2.errors import EXIT_USER_MISTAKE, ConfigError, UserError
+from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.nearest_word import closest, without_list
 
 declare_operators()  # before ms-swift imports torchvision
@@ -201,31 +198,14 @@ def unknown_kind(error: Exception, where: str) -> ConfigError | None:
 
 
 def check_arguments(config: Stage2Config) -> None:
-    """Raises ConfigError for the first argument that ms-swift's parser does not take."""
+    """Section ``swift`` and all servers' ``args``, without a model.
+
+    Raises:
+        ConfigError: for the first argument that ms-swift's parser does not take.
+    """
     refuse_unknown_names(config.swift, {field.name for field in dataclasses.fields(SftArguments)})
     refuse_unreadable(config.swift_arguments(), SftArguments)
     for index, server in enumerate(config.launch.servers):
         if server.engine is not ServerEngine.TRANSFORMERS:  # whose options are ours
             where = f"launch.servers[{index}].args"
             refuse_unreadable(as_argv(server.args), RolloutArguments, where=where)
-
-
-def main(config_path: str, learner_here: str = "") -> int:
-    """Checks one configuration file; prints what is refused, and returns the exit status.
-
-    ``learner_here`` is not empty where the learner starts on this machine, with the devices that are visible.
-    """
-    try:
-        config = load_config(config_path)
-        check_arguments(config)
-        if learner_here and config.swift.get("attn_impl") is not None:
-            with tempfile.TemporaryDirectory(prefix="swift-stage2-load-") as scratch:
-                check_load(learner_arguments(config.swift, scratch))
-    except UserError as error:
-        print(f"{config_path}: {error}", flush=True)
-        return EXIT_USER_MISTAKE
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -182,13 +182,6 @@ class Telemetry:
             )
         self._show()
 
-    def record_awaited(self, base_urls: Sequence[str]) -> None:
-        """Write down, on rank 0, for whose first answers the start waits; none: all have come."""
-        if base_urls:
-            logger.info("the start waits for the first answer of %s", ", ".join(base_urls))
-        self._tell("awaited", base_urls=base_urls)
-        self._show()
-
     def record_evaluation(self, facts: EvaluationRecord) -> None:
         """Write down an evaluation that has ended, on every rank; its points stand at the step at which it began."""
         run, counts = facts.run, facts.counts

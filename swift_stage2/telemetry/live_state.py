@@ -57,8 +57,6 @@ class LiveState:
     round_pending: bool = False
     round_in_transfer: bool = False
     last_round: str = "none yet"
-    awaited_servers: tuple[str, ...] = ()
-    """For whose first answers the start waits."""
     added_servers: tuple[str, ...] = ()
     """That joined since the start, each with its step."""
     last_evaluation: str | None = None
@@ -100,14 +98,7 @@ class LiveTracker:
             case "warning":
                 self.warn(str(record["message"]), record.get("until", ()))
             case "start" if record["rank"] == 0:  # an earlier process's steps are history
-                self._change(
-                    step=record["step"],
-                    num_b_run=0,
-                    num_b_skipped=0,
-                    awaited_servers=(),
-                    added_servers=(),
-                    warnings=(),
-                )
+                self._change(step=record["step"], num_b_run=0, num_b_skipped=0, added_servers=(), warnings=())
                 self._last_step_s = None
                 self._rollouts = deque([(record["time"], 0)])
             case "round" | "catch_up" as kind if record["rank"] == 0:
@@ -118,8 +109,6 @@ class LiveTracker:
                 when = f"v{record['version']} at step {record['step']}, {record['seconds']:.2f} s"
                 how = "proven" if kind == "round" else "caught up"
                 self._change(last_round=f"{when}, {sum(proven)}/{len(proven)} {how}")
-            case "awaited" if record["rank"] == 0:
-                self._change(awaited_servers=tuple(record["base_urls"]))
             case "server_added" if record["rank"] == 0:
                 told = f"{record['base_url']} at step {record['step']}"
                 self._change(added_servers=(*self.state.added_servers, told))

@@ -194,7 +194,6 @@ AUDIT_FORMS: Forms = {
         seconds=_Number,
         servers=dict[str, _SERVER],  # type: ignore[valid-type]
     ),
-    "awaited": _kept(base_urls=list[str]),
     "server_added": _kept(step=_Count, server=_Count, base_url=str),
     "batch": _kept(num_rollouts=_Count),
     "metrics": _kept(

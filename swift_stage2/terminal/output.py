@@ -26,12 +26,6 @@ def print_error(command: str, message: object) -> None:
     print(f"swift-stage2 {command}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 
 
-def tell_waiting(text: str) -> None:
-    """Says what takes long, to somebody who waits: a line on stderr where that is a terminal, nothing elsewhere."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(f"{text} …", file=sys.stderr, flush=True)
-
-
 def quieten_libraries() -> None:
     """Silences ms-swift, Hugging Face and vLLM where a command's own words alone are asked for."""
     os.environ.setdefault("LOG_LEVEL", "ERROR")  # ms-swift's

@@ -1,11 +1,60 @@
-"""A bar on a terminal, nothing elsewhere: on stderr, and gone when the work is done."""
+"""Work that takes long, told while it goes on: lines with seconds, or a bar where stderr is a terminal.
+
+A bar is on stderr, and gone when the work is done.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Protocol
+
+_MOMENTS_S = (1.0, 5.0)
+GOES_ON = re.compile(r"swift-stage2 \w+: (.+ … \d+ s)$")
+"""The end of a line that ``going_on`` has written to stderr; its group is what goes on."""
+
+
+@contextmanager
+def going_on(
+    command: str,
+    what: str | Callable[[], str],
+    tell: Callable[[str], object] | None = None,
+    moments_s: tuple[float, float] = _MOMENTS_S,
+) -> Iterator[None]:
+    """Says what goes on within, after 1 s and every 5 s from then on (``moments_s``); of several ranks the first does.
+
+    ``what`` may tell it anew for every line. ``tell`` gets the words, by default as ``command``'s line on stderr.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    tell = tell or partial(_to_stderr, command)
+    started, ended = time.monotonic(), threading.Event()
+
+    def repeat() -> None:
+        wait_s, every_s = moments_s
+        while not ended.wait(wait_s):
+            tell(f"{what() if callable(what) else what} … {time.monotonic() - started:.0f} s")
+            wait_s = every_s
+
+    thread = threading.Thread(target=repeat, name="going-on", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(_MOMENTS_S[0])  # whoever reads what it writes may stand still
+
+
+def _to_stderr(command: str, text: str) -> None:
+    with suppress(OSError, ValueError):  # nobody reads it any more
+        print(f"swift-stage2 {command}: {text}", file=sys.stderr, flush=True)
 
 
 class MoveTo(Protocol):

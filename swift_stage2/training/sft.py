@@ -5,7 +5,6 @@ Loads ms-swift only when it runs, after torchvision was given what a machine wit
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import sys
@@ -22,7 +21,6 @@ from swift_stage2.compat import (
     start_communication,
 )
 from swift_stage2.config import Stage2Config, StarvationAction
-from swift_stage2.config.swift_arguments import refuse_unknown_names
 from swift_stage2.errors import ChannelBStarved, StorageFull, WeightSyncHang
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.process.route import why_deaf
@@ -30,6 +28,7 @@ from swift_stage2.process.watches import EXIT_HANG
 from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory.checkpoints import is_storage_failure
 from swift_stage2.telemetry.summary import share_of_b
+from swift_stage2.terminal.progress import going_on
 
 if TYPE_CHECKING:
     from swift_stage2.training.stage2_trainer import Stage2Trainer
@@ -40,12 +39,16 @@ _CONNECT_TIMEOUT_S = 2.0
 
 
 def train(
-    config: Stage2Config, *, start_run: Callable[..., Stage2Run] | None = None, asks_servers: bool = True
+    config: Stage2Config,
+    *,
+    start_run: Callable[..., Stage2Run] | None = None,
+    asks_servers: bool = True,
+    checks_rows: bool = True,
 ) -> int:
     """Trains; returns the exit status.
 
     ``start_run`` puts this rank's run together in the place of ``assembly.start_run``; without ``asks_servers``
-    nothing is said of servers that do not answer yet.
+    nothing is said of servers that do not answer yet, without ``checks_rows`` the data set has been checked.
 
     Raises:
         UserError: a mistake in configuration, data or servers, on every rank.
@@ -53,21 +56,20 @@ def train(
         Stage2Error: anything else that ends the run, on every rank.
     """
     declare_operators()  # before ms-swift imports torchvision
-    from swift.arguments import SftArguments
-
-    from swift_stage2.preflight.channel_b_parts import make_task
-    from swift_stage2.preflight.swift_parsing import check_load, parse_swift_arguments
-    from swift_stage2.training.stage2_trainer import Stage2Sft, register_trainer
+    with going_on("train", "loading ms-swift"):
+        from swift_stage2.preflight.channel_b_parts import make_task
+        from swift_stage2.preflight.swift_parsing import check_arguments, check_load, parse_swift_arguments
+        from swift_stage2.training.stage2_trainer import Stage2Sft, register_trainer
 
     # Both dialects are plain JSON; ms-swift's default would write boxes between special tokens.
     os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")
-    refuse_unknown_names(config.swift, {field.name for field in dataclasses.fields(SftArguments)})
+    check_arguments(config)
     found = torch.accelerator.current_accelerator(check_available=True)
     run_checks(
         config,
         Known(
             files=True,
-            rows=True,
+            rows=checks_rows,
             num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
             devices=(found.type if found else None, torch.cuda.device_count()),
         ),
@@ -85,7 +87,8 @@ def train(
             check_load(arguments)
         if config.b_enabled:
             keep_buffers_exact()
-        pipeline = Stage2Sft(arguments, config, start_run)
+        with going_on("train", "loading the model"):
+            pipeline = Stage2Sft(arguments, config, start_run)
         pipeline.main()
     except Exception as error:  # raised again unless a hang is behind it
         if _hang_behind(error) is not None:

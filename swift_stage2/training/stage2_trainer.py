@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from swift_stage2.run_directory import resume
 from swift_stage2.run_directory.checkpoints import whole_checkpoint
 from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.scheduling.step_plan import Channel
+from swift_stage2.terminal.progress import going_on
 from swift_stage2.training.beside_labels import cut_beside_labels, loss_beside_labels
 from swift_stage2.training.best_model import EvaluatedTrainer
 from swift_stage2.training.engine_canary import HALF_PRECISION_DTYPES, EngineCanary
@@ -52,7 +54,9 @@ class Stage2Trainer(EvaluatedTrainer):
 
     def __init__(
         self,
-        *args: Any,
+        model: Any,
+        args: Any,
+        *others: Any,
         stage2: Stage2Config | None = None,
         start_run: Callable[..., Stage2Run] | None = None,
         **kwargs: Any,
@@ -66,7 +70,8 @@ class Stage2Trainer(EvaluatedTrainer):
         Raises:
             ConfigError: there is no configuration, or it does not fit ms-swift's arguments and data.
         """
-        super().__init__(*args, **kwargs)
+        args.check_model = False  # it would ask ModelScope about a model on disk, and tell nobody the answer
+        super().__init__(model, args, *others, **kwargs)
         self.stage2_config = stage2 or _config_from_environment()
         self._start_run = start_run or assemble_run
         self.stage2_config.check_accumulation(self.args.gradient_accumulation_steps)
@@ -78,6 +83,7 @@ class Stage2Trainer(EvaluatedTrainer):
         self._a_batches_in_epoch = 0
         self._losses: list[torch.Tensor] = []  # of this step's micro_steps, where they are recorded
         self._policy_sums: torch.Tensor | None = None  # of this step's sampled tokens
+        self._until_first_step = ExitStack()
         self.add_callback(_Stage2Callback(self))
 
     def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +99,7 @@ class Stage2Trainer(EvaluatedTrainer):
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
+                self._until_first_step.close()
                 if self.stage2 is not None:
                     self.stage2.close()
 
@@ -154,6 +161,7 @@ class Stage2Trainer(EvaluatedTrainer):
 
     def end_step(self) -> None:
         assert self.stage2 is not None
+        self._until_first_step.close()
         losses, self._losses = [float(loss) for loss in self._losses], []
         if self._policy_sums is not None:
             sums, self._policy_sums = self._policy_sums, None
@@ -259,6 +267,7 @@ class Stage2Trainer(EvaluatedTrainer):
         )
         if self._resume_directory and self.stage2_config.b_enabled:
             self._resume()
+        self._until_first_step.enter_context(going_on("train", "taking the first step"))
         self.stage2.start()
 
     def _resume(self) -> None:
@@ -327,6 +336,10 @@ class Stage2Sft(SwiftSft):  # type: ignore[misc]
             )
         self._given = {"stage2": config} | ({"start_run": start_run} if start_run else {})
         super().__init__(arguments)
+
+    def _prepare_dataset(self) -> Any:
+        with going_on("train", "reading the data set"):
+            return super()._prepare_dataset()
 
     def _get_trainer_kwargs(self) -> dict[str, Any]:
         return {**super()._get_trainer_kwargs(), **self._given}

@@ -3,7 +3,7 @@
 usage: stand_in_launch.py '{"log_dir", "servers": [[port, argv…]…], "learner": argv, "grace_s", …}'
 
 No "learner": servers alone. "upstream_port": the one server listens there, behind a merger on its port.
-"check": argv of the argument check. "devices": CUDA_VISIBLE_DEVICES of each server.
+"devices": CUDA_VISIBLE_DEVICES of each server, "learner_devices" the learner's.
 """
 
 import json
@@ -60,10 +60,11 @@ servers = tuple(
 )
 plan = LaunchPlan(
     servers=servers,
-    learner=command("learner", spec["learner"], spec["grace_s"]) if spec["learner"] else None,
+    learner=command("learner", spec["learner"], spec["grace_s"], spec.get("learner_devices", ""))
+    if spec["learner"]
+    else None,
     log_dir=log_dir,
     exit_status_file=status_file,
-    argument_check=command("arguments", spec["check"], 1.0) if "check" in spec else None,
     restart=RestartConfig(policy=RestartPolicy(restart.pop("policy", "never")), **restart),
 )
 try:

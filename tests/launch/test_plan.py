@@ -191,18 +191,6 @@ def test_a_servers_own_environment_reaches_it_alone() -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in plan.learner.environment
 
 
-def test_names_of_swift_arguments_are_checked_before_servers_start_only() -> None:
-    plan = plan_launch(config(launch=servers({})), Path("/c/run.yaml"), OUTER)
-    assert plan.argument_check is not None
-    assert plan.argument_check.argv[1:] == (
-        "-m",
-        "swift_stage2.preflight.swift_parsing",
-        "/c/run.yaml",
-        "--learner-here",
-    )
-    assert plan_launch(config(), Path("run.yaml"), OUTER).argument_check is None
-
-
 def test_servers_that_run_elsewhere_are_not_started() -> None:
     assert plan_launch(config(), Path("run.yaml"), OUTER).servers == ()
 

@@ -42,26 +42,6 @@ def test_a_terminal_shows_the_run_that_began_since(tmp_path: Path, monkeypatch: 
     assert "5 of 8" in shown
 
 
-@pytest.mark.parametrize("first", [0, 20], ids=["new", "resumed"])
-def test_until_all_servers_have_answered_those_that_have_not_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
-) -> None:
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    shown: list[str] = []
-    telemetry = rank(tmp_path)
-    telemetry.record_start(first)
-    with RunView(tmp_path, 0.0, print) as view:
-        view._notice = WaitNotice(shown.append, every_s=0.0)
-        telemetry.record_awaited(["http://10.0.0.5:8000", "http://10.0.0.6:8000"])
-        view.refresh()
-        telemetry.record_awaited([])
-        view.refresh()
-    telemetry.close()
-    assert "the learner waits for http://10.0.0.5:8000, http://10.0.0.6:8000 to answer" in shown[0]
-    assert len(shown) == (1 if first else 2)
-    assert all("the learner loads" in line for line in shown[1:])
-
-
 def test_an_earlier_run_in_the_same_place_is_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -595,7 +595,9 @@ def test_with_room_on_the_device_training_waits_for_the_copy_there_alone(
     calls = [call for call in cuda.calls if call != "pause"]
     last = ["copied recorded", "training waits for staged", "copied synchronized"]
     assert calls == ["side waits", "staged recorded", *last]
-    assert cuda.calls.count("pause") == 7  # 280 bytes in three pieces, nothing in one, and one of each other dtype
+    assert (
+        cuda.calls.count("pause") == 7
+    )  # 280 bytes in three pieces, nothing in one, and one of each other dtype
     assert cuda.calls.index("staged recorded") < cuda.calls.index("pause")
 
 
