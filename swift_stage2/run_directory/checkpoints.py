@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from swift_stage2.errors import ConfigError, StorageFull
 from swift_stage2.run_directory import resume
+from swift_stage2.whole_file import read_regular, read_regular_text
 
 _STATE = "trainer_state.json"  # written last, by rank 0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -69,7 +70,7 @@ def _missing(directory: Path, world_size: int) -> str:
     for index in directory.glob("*.index.json"):
         names |= set(_read_json(index)["weight_map"].values())
     if (directory / _DEEPSPEED).is_file():
-        names.add((directory / _DEEPSPEED).read_text(encoding="utf-8").strip())
+        names.add(read_regular_text(directory / _DEEPSPEED).strip())
     elif (directory / _SHARDS[0]).is_dir():
         names |= {f"{folder}/{_WRITTEN_LAST}" for folder in _SHARDS}
     else:
@@ -111,7 +112,7 @@ def _is_readable(path: Path) -> bool:
 
 
 def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(read_regular(path))
 
 
 @contextmanager
@@ -156,6 +157,6 @@ def is_storage_failure(error: BaseException) -> bool:
 
 def _has_state(directory: Path) -> bool:
     try:
-        return isinstance(json.loads((directory / _STATE).read_bytes()), dict)
+        return isinstance(json.loads(read_regular(directory / _STATE)), dict)
     except (OSError, ValueError):
         return False

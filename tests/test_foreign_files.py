@@ -1,0 +1,145 @@
+"""A pipe, a device without an end or aliases in the place of a file from outside: each command goes on or says so."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from swift_stage2.cli import main
+from swift_stage2.run_directory.server_board import take_requests
+from swift_stage2.whole_file import MOST_BYTES, open_regular, read_regular, regular_lines
+
+pytestmark = pytest.mark.timeout(60)
+ROW = {
+    "messages": [{"role": "user", "content": "<image>Find."}, {"role": "assistant", "content": "[]"}],
+    "objects": {"ref": [], "bbox": []},
+}
+
+
+def pipe(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    return path
+
+
+def endless(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+    return path
+
+
+def sparse(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"")
+    os.truncate(path, MOST_BYTES + 1)
+    return path
+
+
+def write_rows(folder: Path) -> Path:
+    Image.new("RGB", (8, 8)).save(folder / "a.png")
+    path = folder / "rows.jsonl"
+    path.write_text(json.dumps(ROW | {"images": [str(folder / "a.png")]}) + "\n")
+    return path
+
+
+def in_a_row(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
+    rows = write_rows(folder)
+    spoil(folder / "a.png")
+    return ["data", "check", str(rows)]
+
+
+def as_rows(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
+    return ["data", "check", str(spoil(folder / "rows.jsonl"))]
+
+
+def as_xml(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
+    spoil(folder / "voc" / "a.xml")
+    return [
+        "import",
+        "voc",
+        str(folder / "voc"),
+        "--images",
+        str(folder),
+        "--output",
+        str(folder / "o.jsonl"),
+    ]
+
+
+def as_labels(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
+    write_rows(folder)
+    spoil(folder / "labels" / "a.txt")
+    (folder / "labels" / "classes.txt").write_text("cat\n")
+    return [
+        "import",
+        "yolo",
+        str(folder / "labels"),
+        "--images",
+        str(folder),
+        "--output",
+        str(folder / "o.jsonl"),
+    ]
+
+
+def as_predictions(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
+    return ["evaluate", "--predictions", str(spoil(folder / "p.jsonl")), "--data", str(write_rows(folder))]
+
+
+def as_audit(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
+    spoil(folder / "ledger" / "rank0.jsonl")
+    spoil(folder / "audit" / "rank0.jsonl")
+    return ["report", str(folder)]
+
+
+def as_configuration(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
+    return ["launch", str(spoil(folder / "c.yaml"))]
+
+
+@pytest.mark.parametrize("spoil", [pipe, endless])
+@pytest.mark.parametrize(
+    "place", [in_a_row, as_rows, as_xml, as_labels, as_predictions, as_audit, as_configuration]
+)
+def test_every_command_tells_of_what_is_no_regular_file(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    place: Callable[[Path, Callable[[Path], Path]], list[str]],
+    spoil: Callable[[Path], Path],
+) -> None:
+    assert main(place(tmp_path, spoil)) in (0, 1, 2)
+    assert "not a regular file" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("spoil", [pipe, endless])
+def test_a_request_that_is_no_regular_file_keeps_no_other_from_being_taken(
+    tmp_path: Path, spoil: Callable[[Path], Path]
+) -> None:
+    spoil(tmp_path / "servers" / "add-0.json")
+    (tmp_path / "servers" / "add-1.json").write_text('{"base_url": "http://127.0.0.1:1"}')
+    assert [name for name, _ in take_requests(tmp_path)] == ["add-0.json", "add-1.json"]
+    assert [path.name for path in (tmp_path / "servers").iterdir()] == ["add-0.json"]
+
+
+@pytest.mark.parametrize("spoil", [pipe, endless, sparse])
+def test_what_is_no_file_or_too_large_is_an_os_error(tmp_path: Path, spoil: Callable[[Path], Path]) -> None:
+    path = spoil(tmp_path / "a")
+    with pytest.raises(OSError, match=str(path)):
+        read_regular(path)
+    with pytest.raises(OSError, match=str(path)):
+        list(regular_lines(path))
+    with pytest.raises(OSError, match="regular"):
+        open_regular(tmp_path)
+
+
+def test_aliases_of_a_foreign_yaml_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 10)}]" for i in range(10)]
+    command = as_labels(tmp_path, lambda path: path.parent.mkdir() or path)
+    classes = tmp_path / "data.yaml"
+    classes.write_text("\n".join([*names, "names: *a9"]))
+    assert main([*command, "--classes", str(classes)]) == 2
+    assert "alias" in capsys.readouterr().err
