@@ -157,6 +157,21 @@ def test_files_are_opened_in_one_way() -> None:
     ] == []
 
 
+TELLS_OF_FILES = ("convert", "dataset", "detections", "doctor", "evaluate", "report", "run_directory")
+
+
+def test_text_is_printed_in_one_way() -> None:
+    """By ``terminal``, where a command tells of files and servers: no control character of theirs is obeyed."""
+    assert [
+        (name_of(file), node.lineno)
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if not name_of(file).startswith("terminal/")
+        for node in nodes_of(file)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id == "Console" or (node.func.id == "print" and name_of(file).startswith(TELLS_OF_FILES))
+    ] == []
+
+
 def swallows_everything(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """Lines of handlers that catch every exception and do not raise it again."""
     for node in nodes:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from rich.text import Text
 
 from swift_stage2.cli import main
 from swift_stage2.run_directory.server_board import take_requests
+from swift_stage2.terminal.console import SafeConsole
 from swift_stage2.whole_file import MOST_BYTES, open_regular, read_regular, regular_lines
 
 pytestmark = pytest.mark.timeout(60)
@@ -143,3 +146,42 @@ def test_aliases_of_a_foreign_yaml_are_refused(tmp_path: Path, capsys: pytest.Ca
     classes.write_text("\n".join([*names, "names: *a9"]))
     assert main([*command, "--classes", str(classes)]) == 2
     assert "alias" in capsys.readouterr().err
+
+
+OBEYED = "\x1b[2J\x9b5m\u202e\x07"
+
+
+def test_no_command_has_a_terminal_obey_a_path_a_label_or_a_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of them comes in table, line and error."""
+    folder = tmp_path / f"a{OBEYED}b"
+    folder.mkdir()
+    rows = write_rows(folder)
+    labels = as_labels(folder, lambda path: path.parent.mkdir() or path)
+    (folder / "labels" / "a.txt").write_text("7 0.5 0.5 0.1 0.1")
+    (folder / f"b{OBEYED}.png").write_bytes(b"no picture")
+    (folder / "labels" / f"b{OBEYED}.txt").write_text("0 0.5 0.5 0.1 0.1")
+    broken = folder / "broken.jsonl"
+    broken.write_text(json.dumps(ROW | {"images": [str(folder / f"none{OBEYED}.png")]}) + "\n")
+    answers = folder / "p.jsonl"
+    answers.write_text(f'{{"{json.dumps(OBEYED)[1:-1]}": 1}}\n')
+    for command in (
+        ["data", "check", str(rows), str(broken)],
+        labels,
+        ["evaluate", "--predictions", str(answers), "--data", str(rows)],
+        ["report", str(folder)],
+        ["rollouts", str(folder)],
+        ["servers", "list", str(folder)],
+        ["rollouts", str(folder), f"--x{OBEYED}"],
+    ):
+        with suppress(SystemExit):
+            main(command)
+        said = capsys.readouterr()
+        assert "\ufffd" in said.out + said.err, (command, said)
+        assert not set(OBEYED[:1] + OBEYED[4] + OBEYED[-2:]) & set(said.out + said.err), command
+
+
+def test_a_table_keeps_its_own_colours_only(capsys: pytest.CaptureFixture[str]) -> None:
+    SafeConsole(force_terminal=True, color_system="standard").print(Text(f"a{OBEYED}b", style="red"))
+    assert capsys.readouterr().out == "\x1b[31ma\ufffd[2J\ufffd5m\ufffdb\x1b[0m\n"

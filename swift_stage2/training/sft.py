@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,7 @@ from swift_stage2.process.route import why_deaf
 from swift_stage2.process.watches import EXIT_HANG
 from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory.checkpoints import is_storage_failure
+from swift_stage2.terminal.output import say
 
 if TYPE_CHECKING:
     from swift_stage2.training.stage2_trainer import Stage2Trainer
@@ -108,7 +108,7 @@ def _tell_of_unused_b(config: Stage2Config, trainer: Stage2Trainer) -> None:
     if config.stage2_ab.starvation.action is StarvationAction.FAIL and not trainer.stop_agreed:
         raise ChannelBStarved(unused)
     if trainer.args.process_index == 0:
-        print(f"swift-stage2 train: warning: {unused}", file=sys.stderr, flush=True)
+        say(f"swift-stage2 train: warning: {unused}", is_error=True)
 
 
 def _tell_of_deaf_servers(config: Stage2Config) -> None:
