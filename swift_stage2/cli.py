@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from swift_stage2 import __version__
 from swift_stage2.errors import EXIT_USER_MISTAKE, ChannelBStarved, UserError, exit_status_of
-from swift_stage2.terminal.output import has_lost_its_reader, let_go, print_error, throw_away
+from swift_stage2.terminal.output import has_lost_its_reader, let_go, print_error, say, throw_away
 from swift_stage2.terminal.parser import CommandParser, whole_number
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def _warn(config: Stage2Config) -> None:
 
     if EXIT_STATUS_FILE not in os.environ and os.environ.get("RANK", "0") == "0":
         for warning in config.warnings:
-            print(f"swift-stage2 train: warning: {warning}", file=sys.stderr, flush=True)
+            say(f"swift-stage2 train: warning: {warning}", is_error=True)
 
 
 def _show(line: str) -> None:

@@ -27,7 +27,7 @@ from swift_stage2.errors import UserError
 from swift_stage2.preflight.dataset import refuse_faults
 from swift_stage2.preflight.model import check_model
 from swift_stage2.process.ports import is_free
-from swift_stage2.terminal.output import quieten_libraries
+from swift_stage2.terminal.output import quieten_libraries, say
 from swift_stage2.terminal.parser import CommandParser
 from swift_stage2.terminal.progress import going_on
 
@@ -61,12 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     rollout = _devices(options.rollout_gpus)
     engine, reason = _engine(rollout)
     if shared := sorted(set(rollout) & set(_devices(options.learner_gpus))):
-        print(f"learner and servers share GPU {', '.join(map(str, shared))}; doctor tells whether both fit")
-    print(f"servers run engine {engine}, because {reason}; launch.servers[].engine names another")
+        say(f"learner and servers share GPU {', '.join(map(str, shared))}; doctor tells whether both fit")
+    say(f"servers run engine {engine}, because {reason}; launch.servers[].engine names another")
     for line in lines_of_task(options.task):
-        print(line)
-    print(f"wrote {options.output}; check it with: swift-stage2 doctor {options.output}")
-    print(f"then start it with: swift-stage2 launch {options.output}")
+        say(line)
+    say(f"wrote {options.output}; check it with: swift-stage2 doctor {options.output}")
+    say(f"then start it with: swift-stage2 launch {options.output}")
     return 0
 
 
@@ -185,7 +185,7 @@ def _ask(options: argparse.Namespace, name: str) -> None:
         except EOFError as error:
             raise UserError(f"init needs an answer to every question, got none for {name}") from error
         except UserError as error:
-            print(error)
+            say(error)
         else:
             return
 

@@ -110,6 +110,68 @@ def test_only_a_few_places_know_ms_swift() -> None:
     assert {user for user in users - KNOWS_SWIFT if not user.startswith(KNOWS_SWIFT_FOLDERS)} == set()
 
 
+# Readers of the kernel's files, of the package's own, and of what processes that they started themselves wrote.
+OPENS_ITSELF = {
+    "process/main_memory.py",
+    "process/children.py",
+    "run_directory/lock.py",
+    "launch/warden.py",
+    "launch/launcher.py",
+    "launch/rank.py",
+    "launch/job.py",
+    "convert/page_browser.py",
+    "pages/page.py",
+    "whole_file.py",
+}
+
+
+def opens_to_read(nodes: Iterable[ast.AST]) -> Iterator[int]:
+    """Lines that read a file by its path, a pipe or device, too."""
+    for node in nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        mode = "".join(
+            arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+        )
+        opens = name == "open" or (
+            name.endswith(".open")
+            and (mode.startswith("r") or any(keyword.arg == "encoding" for keyword in node.keywords))
+        )
+        if name.endswith((".read_text", ".read_bytes")) or (opens and not set(mode) & set("wxa+")):
+            yield node.lineno
+
+
+def test_the_rule_about_reading_finds_what_it_looks_for() -> None:
+    code = "p.read_text()\np.read_bytes()\nopen(p)\np.open('rb')\np.open(encoding='u')\nopen(p, 'w')\np.open('x')"
+    assert list(opens_to_read(ast.walk(ast.parse(code)))) == [1, 2, 3, 4, 5]
+
+
+def test_files_are_opened_in_one_way() -> None:
+    """By ``whole_file``: no pipe is waited for, no device is read without end."""
+    assert [
+        (name_of(file), line)
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if name_of(file) not in OPENS_ITSELF and not name_of(file).startswith("demo/")
+        for line in opens_to_read(nodes_of(file))
+    ] == []
+
+
+TELLS_OF_FILES = ("convert", "dataset", "detections", "doctor", "evaluate", "report", "run_directory")
+
+
+def test_text_is_printed_in_one_way() -> None:
+    """By ``terminal``, where a command tells of files and servers: no control character of theirs is obeyed."""
+    assert [
+        (name_of(file), node.lineno)
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if not name_of(file).startswith("terminal/")
+        for node in nodes_of(file)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id == "Console" or (node.func.id == "print" and name_of(file).startswith(TELLS_OF_FILES))
+    ] == []
+
+
 def swallows_everything(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """Lines of handlers that catch every exception and do not raise it again."""
     for node in nodes:

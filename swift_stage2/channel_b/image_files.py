@@ -16,6 +16,7 @@ from PIL import ExifTags, Image
 from swift_stage2.errors import SampleError
 from swift_stage2.records import find_image
 from swift_stage2.servers.image_opening import open_image
+from swift_stage2.whole_file import read_regular
 
 RASTER_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """None that runs another program."""
@@ -101,7 +102,6 @@ def content_of(image: Any) -> bytes:
 def _read_image(path: str) -> bytes:
     path = find_image(path)
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        return read_regular(path)
     except OSError as error:
         raise SampleError(f"an image must be a readable file, got path={path}: {error.strerror}") from error

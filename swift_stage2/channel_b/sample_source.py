@@ -29,6 +29,7 @@ from swift_stage2.records import RowOrigin, Sample, SampleKey, image_paths
 from swift_stage2.scheduling.run_ahead import Place, Shares
 from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.ledger import Entry, Ledger, ReturnReason, UnusedReason
+from swift_stage2.whole_file import regular_lines
 
 logger = logging.getLogger(__name__)
 
@@ -287,14 +288,13 @@ class RowOrigins:
 
 
 def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict):
-                yield number, row
+    for number, line in enumerate(regular_lines(file), start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            yield number, row
 
 
 def _fingerprint(row: Mapping[str, Any]) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from swift_stage2.errors import ConfigError, UserError
+from swift_stage2.whole_file import read_regular_text
 
 _MAX_DEPTH = 32
 _MAX_VALUES = 100_000
@@ -134,7 +135,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: the file is missing, unreadable, no YAML, or no mapping; a key is repeated or no text.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular_text(path)
     except FileNotFoundError as exc:
         raise ConfigError(f"a configuration file must exist, got path={path}; check the path") from exc
     except (OSError, UnicodeDecodeError) as exc:

@@ -11,8 +11,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.convert.annotated_image import Source
 from swift_stage2.convert.coco_file import CocoFile
@@ -24,7 +22,8 @@ from swift_stage2.convert.voc_folder import VocFolder
 from swift_stage2.convert.yolo_folder import YoloFolder
 from swift_stage2.dataset.picture import DrawnOn
 from swift_stage2.errors import DatasetError, UserError
-from swift_stage2.terminal.output import check_new_file, needs_stdout
+from swift_stage2.terminal.console import SafeConsole
+from swift_stage2.terminal.output import check_new_file, needs_stdout, say
 from swift_stage2.terminal.parser import CommandParser, whole_number
 from swift_stage2.terminal.progress import progress_bar
 from swift_stage2.whole_file import whole_file
@@ -77,15 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         raise UserError(f"--output must be a file that can be written, got {error}; name another") from error
     with needs_stdout("an import's summary"):
-        Console(soft_wrap=True).print(tally.summary(written))
+        SafeConsole(soft_wrap=True).print(tally.summary(written))
         if num_rotated := tally.counts[Oddity.ROTATED]:
             misfit = ", where their boxes do not fit yet" if options.boxes_on == DrawnOn.UPRIGHT else ""
-            print(
+            say(
                 f"pictures with an EXIF rotation: {num_rotated}; what is stored is trained{misfit}. Write upright "
                 f"ones, for each file: swift-stage2 data check {options.output} --apply-exif {options.boxes_on} "
                 "--output NEW.jsonl"
             )
-        print(f"check it with: swift-stage2 data check {' '.join(map(str, outputs))}")
+        say(f"check it with: swift-stage2 data check {' '.join(map(str, outputs))}")
     return 0
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
 from swift_stage2.errors import DatasetError
+from swift_stage2.whole_file import MOST_BYTES, open_regular
 
 _WINDOW = 1 << 20  # characters
 _SPACE = " \t\r\n"
@@ -32,7 +34,7 @@ def read_arrays(
         DatasetError: the file cannot be read, or is no JSON object.
     """
     try:
-        with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+        with TextIOWrapper(open_regular(path), encoding="utf-8-sig", errors="surrogateescape") as file:
             yield from _Window(file, on_progress, on_array).arrays()
     except OSError as error:
         raise DatasetError(f"{what} must be a readable file, got {path}: {error}; check the path") from error
@@ -117,6 +119,8 @@ class _Window:
     def _fill(self) -> bool:
         """Reads on, at least as much as is still unread, so that a long element is not tried too often."""
         rest = self._text[self._at :]
+        if len(rest) > MOST_BYTES:
+            raise self._error(f"a value must have at most {MOST_BYTES >> 20} million characters")
         more = self._file.read(max(_WINDOW, len(rest)))
         self._num_before += self._at
         self._text, self._at = rest + more, 0

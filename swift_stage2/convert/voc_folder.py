@@ -17,6 +17,7 @@ from swift_stage2.convert.annotated_image import AnnotatedImage, spell_label
 from swift_stage2.convert.exact_numbers import Quad, are_coordinates, exact, subtracted
 from swift_stage2.convert.folder_files import IMAGE_SUFFIXES, files_below
 from swift_stage2.convert.tally import Oddity, Tally
+from swift_stage2.whole_file import read_regular
 
 _EDGES = ("xmin", "ymin", "xmax", "ymax")
 
@@ -58,7 +59,7 @@ class VocFolder:
             yield image
 
     def _read(self, file: str) -> AnnotatedImage:
-        root = _parse_xml((self._root / file).read_bytes())
+        root = _parse_xml(read_regular(self._root / file))
         if root.tag != "annotation":
             raise ValueError(f"the root must be <annotation>, got <{root.tag}>")
         objects = [self._object(thing, file) for thing in root.iterfind("object")]

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -18,6 +19,7 @@ from swift_stage2.convert.exact_numbers import Quad, added, are_coordinates, exa
 from swift_stage2.convert.folder_files import IMAGE_SUFFIXES, files_below
 from swift_stage2.convert.tally import Oddity, Tally
 from swift_stage2.errors import DatasetError
+from swift_stage2.whole_file import read_regular_text
 
 _CLASS_FILES = ("data.yaml", "data.yml", "dataset.yaml", "classes.txt", "obj.names")
 _HALF = Decimal("0.5")
@@ -62,7 +64,7 @@ class YoloFolder:
                 yield AnnotatedImage(name=name, objects=(), is_share=True)
                 continue
             try:
-                text = (self._root / file).read_text(encoding="utf-8-sig")
+                text = read_regular_text(self._root / file, "utf-8-sig")
                 if "\0" in text:  # which is UTF-8, too; as a crash leaves files
                     raise ValueError("it holds zero bytes, so it is no text")
             except (OSError, ValueError) as error:
@@ -113,6 +115,15 @@ class YoloFolder:
         return exact_quad((min(xs), min(ys), max(xs), max(ys)))
 
 
+class _TextLoader(yaml.BaseLoader):
+    """All is text, and stands where it is meant: ten lines of aliases can stand for any amount of it."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it holds a YAML alias (*name); write the value itself")
+        return super().compose_node(parent, index)
+
+
 def _label_file(image: str) -> str:
     return os.path.splitext(image)[0] + ".txt"
 
@@ -135,9 +146,9 @@ def _read_classes(file: Path, tally: Tally) -> tuple[Mapping[str, str], bool]:
         DatasetError: it cannot be read, or names no classes.
     """
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = read_regular_text(file, "utf-8-sig")
         if file.suffix in (".yaml", ".yml"):
-            content = yaml.load(text, yaml.BaseLoader)  # all is text
+            content = yaml.load(text, _TextLoader)
         else:
             content = {"names": text.rstrip().splitlines()}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

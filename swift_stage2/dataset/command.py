@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from swift_stage2.dataset.picture import DrawnOn, apply_orientation
 from swift_stage2.dataset.survey import MOST_KEPT, Findings, OnProgress, survey
 from swift_stage2.errors import UserError
 from swift_stage2.nearest_word import closest
+from swift_stage2.terminal.output import say
 from swift_stage2.terminal.parser import CommandParser
 from swift_stage2.terminal.progress import progress_bar
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
     files = [Path(name) for name in options.files]
     for line in () if options.dialect else lines_of_task(options.task):
-        print(line, file=sys.stderr)  # beside the findings, which --json prints for a program
+        say(line, is_error=True)  # beside the findings, which --json prints for a program
     num_coordinates = coordinates_of(options.task, options.dialect)
     if coordinates_of(options.task) not in (None, num_coordinates):
         raise UserError(
@@ -56,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     most_shown = MOST_KEPT if options.all else MOST_SHOWN
     unchecked = "" if num_coordinates else f"objects and answers of task {options.task}"
     if options.json:
-        print(json.dumps(to_json(findings, exit_status=status, unchecked=unchecked), indent=1))
+        say(*json.dumps(to_json(findings, exit_status=status, unchecked=unchecked), indent=1).splitlines())
     else:
-        print(*lines_of(findings, most_shown, unchecked), sep="\n")
+        say(*lines_of(findings, most_shown, unchecked))
     return status
 
 
@@ -80,9 +80,9 @@ def _progress(files: Sequence[Path], stack: ExitStack) -> OnProgress:
 def _rewrite(files: Sequence[Path], options: argparse.Namespace) -> Path:
     output = Path(options.output)
     done = apply_orientation(files[0], output, DrawnOn(options.apply_exif))
-    print(
+    say(
         f"{output}: all rows; {done.num_rows} of them name upright images now, {len(done.images)} images were written",
-        file=sys.stderr,
+        is_error=True,
     )
     return output
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.errors import DatasetError
+from swift_stage2.whole_file import regular_lines
 
 _SUFFIX = ".jsonl"
 _FILE_SUFFIXES = (_SUFFIX, ".json", ".csv", ".txt", ".parquet")
@@ -34,10 +35,9 @@ def local_files(swift_arguments: Mapping[str, Any]) -> dict[str, list[Path]]:
                     f"swift.{argument} must name files that exist, got {argument}={name!r}; correct the path "
                     f"(relative ones are read from the working directory, {Path.cwd()})"
                 )
-            if path.is_dir():
-                raise DatasetError(
-                    f"swift.{argument} must name files, got {argument}={name!r}, a folder; name the files in it"
-                )
+            if path.exists() and not path.is_file():  # ms-swift would wait for a pipe
+                kind = "a folder; name the files in it" if path.is_dir() else "no regular file; name one"
+                raise DatasetError(f"swift.{argument} must name files, got {argument}={name!r}, {kind}")
             if path.suffix == _SUFFIX and path not in files:
                 files.append(path)
     return found
@@ -46,8 +46,7 @@ def local_files(swift_arguments: Mapping[str, Any]) -> dict[str, list[Path]]:
 def read_lines(file: Path, what: str = "a data set") -> Iterator[bytes]:
     """All lines. Raises DatasetError: ``what`` is no file that can be read."""
     try:
-        with file.open("rb") as lines:
-            yield from lines
+        yield from regular_lines(file)
     except OSError as error:
         raise DatasetError(
             f"{what} must be a readable UTF-8 file, got {file}: {error}; check the path"

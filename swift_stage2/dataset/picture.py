@@ -27,7 +27,7 @@ from swift_stage2.channel_b.image_files import RASTER_FORMATS, UPRIGHT, orientat
 from swift_stage2.dataset.files import read_lines
 from swift_stage2.errors import DatasetError, UserError
 from swift_stage2.records import find_image
-from swift_stage2.whole_file import whole_file
+from swift_stage2.whole_file import open_regular, whole_file
 
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning)
 _TAIL_BYTES = 4096
@@ -69,7 +69,7 @@ def look_at(path: str | bytes, *, decode: bool = False) -> StoredPicture:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         with (
-            io.BytesIO(path) if isinstance(path, bytes) else open(find_image(path), "rb") as file,
+            io.BytesIO(path) if isinstance(path, bytes) else open_regular(find_image(path)) as file,
             Image.open(file, formats=RASTER_FORMATS) as image,
         ):
             width, height = image.size
@@ -181,7 +181,7 @@ def _upright(image: Any, picture: StoredPicture, folder: Path, done: Rewritten) 
         if os.path.isabs(path):  # spelt like the other rows, from the working directory or not
             target = target.absolute()
         try:
-            with Image.open(find_image(path), formats=RASTER_FORMATS) as stored:
+            with open_regular(find_image(path)) as file, Image.open(file, formats=RASTER_FORMATS) as stored:
                 upright = ImageOps.exif_transpose(stored).convert("RGB")
         except UNREADABLE as error:
             raise DatasetError(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -45,6 +45,7 @@ from swift_stage2.report.steps import summary_parts
 from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.run_directory.next_commands import evaluate_command
 from swift_stage2.telemetry.summary import RunSummary, summarise
+from swift_stage2.terminal.console import SafeConsole
 from swift_stage2.terminal.output import print_error
 from swift_stage2.terminal.parser import CommandParser
 
@@ -110,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         left_processes=tuple(remaining_children()),
         held_ports=tuple(held_ports(ports)),
     )
-    Console().print(outcome_view(outcome))
+    SafeConsole().print(outcome_view(outcome))
     _say(f"took {time.monotonic() - started:.0f} s; configuration, logs and checkpoint are in {directory}")
     _say(f"evaluate it: {evaluate_command(scenes.held_out, job.checkpoint)}")
     _say(f"what it did, as a page: swift-stage2 report {job.run_dir}")

@@ -25,7 +25,7 @@ from swift_stage2.channel_b.parsing import TrueObjects, read_ground_truth
 from swift_stage2.dataset.picture import UNREADABLE, look_at
 from swift_stage2.detections.prediction import FAILED, Prediction
 from swift_stage2.errors import ConfigError, DatasetError, SampleError, UserError, cut_remedy
-from swift_stage2.whole_file import write_whole
+from swift_stage2.whole_file import regular_lines, write_whole
 
 _FORM = TypeAdapter(Prediction)
 _MOST_LOOKED_AT = 256  # images: a wrong size is wrong in most lines, and a network's disk is slow
@@ -199,10 +199,9 @@ def write_file(path: Path, text: str) -> None:
 
 def _lines(path: Path, what: str) -> Iterator[tuple[int, str]]:
     try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line
+        for number, line in enumerate(regular_lines(path), start=1):
+            if line.strip():
+                yield number, line.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(
             f"{what} must be a readable UTF-8 file, got {path}: {error}; check the path"

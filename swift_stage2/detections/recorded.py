@@ -40,7 +40,7 @@ from swift_stage2.records import Rollout, image_paths
 from swift_stage2.scheduling.evaluation_schedule import RunningEvaluation
 from swift_stage2.telemetry.metrics import SCORE_TAGS
 from swift_stage2.telemetry.reading import read_ranks
-from swift_stage2.whole_file import write_whole
+from swift_stage2.whole_file import regular_lines, write_whole
 
 if TYPE_CHECKING:  # a report must open without torch
     from swift_stage2.channel_b.preprocessing import Judged
@@ -296,7 +296,7 @@ def _read(path: Path) -> RecordedEvaluation | None:
     rows: list[RecordedRow] = []
     head: dict[str, Any] = {}
     try:
-        lines = path.read_bytes().splitlines()
+        lines = list(regular_lines(path))
     except OSError:
         return None  # removed meanwhile
     for line in lines:

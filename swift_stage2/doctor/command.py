@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -39,7 +39,8 @@ from swift_stage2.doctor.examination import Examination, Finding, Verdict, ok
 from swift_stage2.errors import ConfigError
 from swift_stage2.preflight.checks import Known
 from swift_stage2.process.visible_devices import select_devices
-from swift_stage2.terminal.output import quieten_libraries
+from swift_stage2.terminal.console import SafeConsole
+from swift_stage2.terminal.output import quieten_libraries, say
 from swift_stage2.terminal.parser import CommandParser, whole_number
 
 EXIT_FAILED = 1
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = Path(options.config)
     data = read_yaml(path)
     quieten_libraries()
-    console = Console(stderr=True)
+    console = SafeConsole(stderr=True)
     with _ended_in_order(), ExitStack() as stack:
         status = stack.enter_context(console.status("looking …")) if console.is_terminal else None
         exam = Examination(
@@ -146,11 +147,11 @@ def _take_learner_device(config: Stage2Config) -> None:
 def _show(exam: Examination, options: argparse.Namespace, status_code: int) -> None:
     if options.json:
         facts = {"config": options.config, "live": options.live, "exit_status": status_code}
-        print(json.dumps(findings_json(exam.findings, **facts), indent=1))
+        say(*json.dumps(findings_json(exam.findings, **facts), indent=1).splitlines())
         return
-    console = Console()
+    console = SafeConsole()
     if not console.is_terminal and console.width < _NARROWEST_COLUMNS:
-        console = Console(width=_NARROWEST_COLUMNS)
+        console = SafeConsole(width=_NARROWEST_COLUMNS)
     console.print(findings_table(exam.findings))
 
 

@@ -17,6 +17,7 @@ from swift_stage2.config.device_shares import UTILIZATION, share_of
 from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, left_out, ok, warning
 from swift_stage2.process.main_memory import available_memory_bytes
 from swift_stage2.process.ports import is_here
+from swift_stage2.whole_file import read_regular_text
 
 if TYPE_CHECKING:
     from swift_stage2.doctor.preparation import LearnerPreparation
@@ -155,7 +156,7 @@ def _zero_stage(deepspeed: Any) -> int | None:
     """Of one of ms-swift's names, a file or settings; None without DeepSpeed. Offloading is not looked at."""
     text = str(deepspeed or "")
     if text.endswith(".json"):
-        text = Path(text).expanduser().read_text(encoding="utf-8")
+        text = read_regular_text(Path(text).expanduser())
     found = re.search(r"zero(\d)|['\"]stage['\"]: *(\d)", text)
     return int(found[1] or found[2]) if found else None
 

@@ -19,6 +19,7 @@ from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.protocol import INSTALLING_STATE, RefusalReason, ServerInfo, TensorSpec
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_state_keys, ask_world_size, differing_names
+from swift_stage2.whole_file import read_regular, read_regular_text
 
 ONE_TOKEN = DecodingConfig(temperature=0.0, max_new_tokens=1)
 _LOOK_TIMEOUT_S = 10.0
@@ -212,7 +213,7 @@ class Fingerprint:
         text_config = nested if isinstance(nested, dict) else config
         size = text_config.get("vocab_size", config.get("vocab_size"))
         return cls(
-            tokenizer=_hash_of(b"".join(file.read_bytes() for file in tokenizer_files if file.is_file())),
+            tokenizer=_hash_of(b"".join(read_regular(file) for file in tokenizer_files if file.is_file())),
             chat_template=_hash_of(_chat_template(directory).encode()),
             image_processor=_hash_of(_image_processor(directory)),
             vocabulary_size=size if isinstance(size, int) else None,
@@ -248,7 +249,7 @@ def check_same_files(learner: Path, server: Path | None) -> Outcome[None]:
 
 def _chat_template(directory: Path) -> str:
     if (directory / "chat_template.jinja").is_file():
-        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
+        return read_regular_text(directory / "chat_template.jinja")
     for name in ("chat_template.json", "tokenizer_config.json"):
         template = _read_json(directory / name).get("chat_template")
         if template:
@@ -265,7 +266,7 @@ def _image_processor(directory: Path) -> bytes:
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    data = json.loads(file.read_text(encoding="utf-8"))
+    data = json.loads(read_regular(file))
     return data if isinstance(data, dict) else {}
 
 

@@ -8,7 +8,6 @@ template cannot take is told and counted; a server that is lost ends the command
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from swift_stage2.evaluate.served_model import CONNECT_TIMEOUT_S, of_server_alon
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline
+from swift_stage2.terminal.output import say
 
 _SEED = 1
 _BUSY_PAUSE_S = 1.0
@@ -149,7 +149,7 @@ class _Asking:
         if len(self.failures) == len(rows):
             raise ServerUnavailable(f"no row was answered, the first because: {self.failures[0]}")
         for told in self.failures[:_MOST_TOLD]:
-            print(told, file=sys.stderr)
+            say(told, is_error=True)
         return [self.answered[row.number] for row in rows]
 
     def _next_batch(self, waiting: deque[TrueRow]) -> list[_AskedRow]:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.yaml_text import key_values
@@ -40,7 +37,8 @@ from swift_stage2.pages.page import PageContent, page_of, write_page
 from swift_stage2.pages.pictures import GALLERY_KEY, Gallery
 from swift_stage2.pages.terminal import terminal_report
 from swift_stage2.preflight.model import check_hub_ids, check_model, recorded_plugins
-from swift_stage2.terminal.output import needs_stdout, quieten_libraries
+from swift_stage2.terminal.console import SafeConsole
+from swift_stage2.terminal.output import needs_stdout, quieten_libraries, say
 from swift_stage2.terminal.parser import CommandParser, whole_number
 from swift_stage2.terminal.progress import progress_bar
 
@@ -190,7 +188,7 @@ def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Predi
         found = _answers(rows, options, swift, own)
     path = folder / PREDICTIONS_FILE
     write_predictions(path, found)
-    print(f"predictions: {path}", file=sys.stderr)
+    say(f"predictions: {path}", is_error=True)
     return found
 
 
@@ -217,9 +215,9 @@ def _answers(
 def _tell(told: _Told, options: argparse.Namespace) -> None:
     text = json.dumps(told.facts, indent=1)
     if options.json:
-        print(text)
+        say(*text.splitlines())
     else:
-        Console().print(terminal_report(told.sections))
+        SafeConsole().print(terminal_report(told.sections))
     if options.json and options.output is None:
         return
     folder = options.output or _FOLDER
@@ -233,7 +231,7 @@ def _tell(told: _Told, options: argparse.Namespace) -> None:
     )
     write_page(folder / "evaluation.html", page_of(content))
     if not options.json:
-        print(f"page: {folder / 'evaluation.html'}")
+        say(f"page: {folder / 'evaluation.html'}")
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:

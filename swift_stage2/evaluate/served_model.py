@@ -37,6 +37,7 @@ from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
+from swift_stage2.terminal.output import say
 
 ENGINES = (ServerEngine.TRANSFORMERS, ServerEngine.VLLM)
 _HOST = "127.0.0.1"
@@ -185,4 +186,4 @@ def _wait_for_end(tree: ProcessTree, timeout_s: float) -> bool:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text, is_error=True)

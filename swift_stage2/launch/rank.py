@@ -10,7 +10,6 @@ import fcntl
 import importlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -23,6 +22,7 @@ from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.process.torchrun import AgentWatch
 from swift_stage2.run_directory.claim import resumed, written_directory
 from swift_stage2.run_directory.lock import hold_run_directory
+from swift_stage2.terminal.output import say
 from swift_stage2.terminal.progress import going_on
 
 _FAILED = 1
@@ -100,7 +100,7 @@ def train_rank(config: Stage2Config, agent: AgentWatch, *, resume: bool) -> int:
         run_checks(config, Known(run_directory=not resume))  # a resume has seen what is there
         if rank == "0" and EXIT_STATUS_FILE not in os.environ:  # else the launcher has said it
             for note in notes:
-                print(f"swift-stage2 train: {note}", file=sys.stderr, flush=True)
+                say(f"swift-stage2 train: {note}", is_error=True)
         with going_on("train", "loading torch"):
             sft = importlib.import_module("swift_stage2.training.sft")
         # Else launch has just checked every row, once for all ranks of this machine.

@@ -18,6 +18,7 @@ from swift_stage2.telemetry.live_view import LiveView, plain_line
 from swift_stage2.telemetry.reading import record_of
 from swift_stage2.telemetry.record_forms import AUDIT_FORMS, has_form
 from swift_stage2.telemetry.summary import share_of_b
+from swift_stage2.whole_file import open_regular
 
 _LINE_EVERY_STEPS = 10
 _LINE_EVERY_S = 60.0
@@ -104,7 +105,7 @@ def newest_run(output_dir: Path, since: float) -> Path | None:
 
 def _last_records(path: Path) -> dict[str, Record]:
     """The last ``metrics`` record, and those behind it, by kind."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = file.read().splitlines()
     records: dict[str, Record] = {}

@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 
 from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.config.swift_arguments import named_places
-from swift_stage2.dataset.files import local_files
+from swift_stage2.dataset.files import local_files, read_lines
 from swift_stage2.errors import ConfigError
+from swift_stage2.whole_file import read_regular
 
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
@@ -170,7 +171,7 @@ def recorded_plugins(checkpoint: Path, remedy: str) -> list[str]:
         ConfigError: one is not there any more, or lies in the checkpoint; ``remedy`` names others.
     """
     try:
-        recorded = json.loads((checkpoint / "args.json").read_text(encoding="utf-8")).get("external_plugins")
+        recorded = json.loads(read_regular(checkpoint / "args.json")).get("external_plugins")
     except (OSError, ValueError, AttributeError):
         return []  # not ms-swift's, or none: it says itself what it misses
     plugins = [name for name in recorded or () if isinstance(name, str)] if isinstance(recorded, list) else []
@@ -225,7 +226,7 @@ def check_family(config: Stage2Config) -> None:
 def _architecture(directory: Path) -> str:
     """Of a local checkpoint; empty where nothing is known of it here."""
     try:
-        named = json.loads((directory / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+        named = json.loads(read_regular(directory / "config.json"))["architectures"][0]
     except (OSError, ValueError, LookupError, TypeError):
         return ""  # a hub id, or what ms-swift will refuse with its own words
     return str(named)
@@ -237,8 +238,7 @@ def _uses_placeholders(swift: Mapping[str, Any]) -> bool:
 
 
 def _answer_has_placeholders(file: Path) -> bool:
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        first = next((line for line in lines if line.strip()), "")
+    first = next((line for line in read_lines(file) if line.strip()), b"")
     try:
         answer = json.loads(first)["messages"][-1]["content"]
     except (ValueError, LookupError, TypeError):

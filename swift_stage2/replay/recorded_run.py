@@ -22,6 +22,7 @@ from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.ledger import Entry, RecordEntry, ledger_path, record_path
 from swift_stage2.telemetry.reading import Process, read_audit, read_ledger, run_of, split_by_process
 from swift_stage2.telemetry.record_forms import RECORD_FORMS, has_form
+from swift_stage2.whole_file import read_regular
 
 _VERDICT_FILE = "verdict.json"
 
@@ -123,7 +124,7 @@ class ReplayVerdict:
 def read_verdict(output: Path) -> ReplayVerdict | None:
     """The verdict that rank 0 left; None if it ended before it could."""
     path = output / _VERDICT_FILE
-    return ReplayVerdict(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    return ReplayVerdict(**json.loads(read_regular(path))) if path.is_file() else None
 
 
 def read_run(run_dir: Path, *, unfinished: bool = False) -> RecordedRun:

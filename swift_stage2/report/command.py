@@ -13,8 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from swift_stage2.errors import UserError
 from swift_stage2.pages.page import PageContent, page_of, write_page
 from swift_stage2.pages.terminal import terminal_report
@@ -24,7 +22,8 @@ from swift_stage2.report.run_data import are_two_runs, read_run
 from swift_stage2.report.suspects import suspect_lines
 from swift_stage2.report.two_runs import RunComparison, compare_runs
 from swift_stage2.telemetry.trace import merge_traces
-from swift_stage2.terminal.output import needs_stdout
+from swift_stage2.terminal.console import SafeConsole
+from swift_stage2.terminal.output import needs_stdout, say
 from swift_stage2.terminal.parser import CommandParser
 
 EXIT_BALANCED = 0
@@ -55,23 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _tell(report: RunReport, options: argparse.Namespace) -> None:
     if options.json:
-        print(json.dumps(_facts(report), indent=2))
+        say(*json.dumps(_facts(report), indent=2).splitlines())
         if options.output is not None:
             _write(options.output, report)
         return
-    Console().print(terminal_report(report.sections))
+    SafeConsole().print(terminal_report(report.sections))
     output = options.output or options.run_dir[-1] / _PAGE
     _write(output, report)
-    print(f"page: {output}")
+    say(f"page: {output}")
     if report.suspects:
-        print(f"suspected label errors: {output.parent / _SUSPECTS}")
+        say(f"suspected label errors: {output.parent / _SUSPECTS}")
     try:
         trace = merge_traces(options.run_dir[-1])
     except (UserError, OSError) as error:
-        print(f"no trace of all ranks: {error}")  # the report stands without it
+        say(f"no trace of all ranks: {error}")  # the report stands without it
     else:
         if trace is not None:
-            print(f"trace: {trace}, for ui.perfetto.dev")
+            say(f"trace: {trace}, for ui.perfetto.dev")
 
 
 def _write(output: Path, report: RunReport) -> None:
@@ -84,13 +83,13 @@ def _tell_two(comparison: RunComparison, options: argparse.Namespace) -> None:
     output = options.output or options.run_dir[-1] / _COMPARISON
     if options.json:
         facts = {"run_dirs": comparison.places, "balanced": comparison.is_balanced}
-        print(json.dumps(facts | _sections(comparison), indent=2))
+        say(*json.dumps(facts | _sections(comparison), indent=2).splitlines())
     else:
-        Console().print(terminal_report(comparison.sections))
+        SafeConsole().print(terminal_report(comparison.sections))
     if options.output is not None or not options.json:
         write_page(output, page_of(comparison))
     if not options.json:
-        print(f"page: {output}")
+        say(f"page: {output}")
 
 
 def _sections(page: PageContent) -> dict[str, Any]:

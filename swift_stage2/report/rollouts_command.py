@@ -19,7 +19,7 @@ from typing import Any
 
 from swift_stage2.report.finished_rollouts import FinishedRollout, RunRollouts
 from swift_stage2.run_directory.lock import is_held
-from swift_stage2.terminal.output import has_lost_its_reader, needs_stdout
+from swift_stage2.terminal.output import has_lost_its_reader, needs_stdout, say
 from swift_stage2.terminal.parser import CommandParser
 
 EXIT_WHOLE = 0
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             has_waited = True
         with needs_stdout("a rollout's line"):
             for rollout in rollouts.read():
-                print(json.dumps(json_of(rollout)) if options.json else line_of(rollout))
+                say(json.dumps(json_of(rollout)) if options.json else line_of(rollout))
                 num_told += 1
         if not (goes_on and options.follow):
             break
@@ -94,7 +94,7 @@ def line_of(rollout: FinishedRollout) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"swift-stage2 rollouts: {text}", file=sys.stderr, flush=True)
+    say(f"swift-stage2 rollouts: {text}", is_error=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,6 +28,7 @@ from swift_stage2.telemetry.reading import (
     run_of,
 )
 from swift_stage2.telemetry.record_forms import LEDGER_FORMS, RECORD_FORMS, has_form
+from swift_stage2.whole_file import read_regular, regular_lines
 
 _MOST_STEPS_SHOWN = 8
 _ADVANTAGES_HEAD = f'{{"kind":"{RecordEntry.ADVANTAGES}"'.encode()
@@ -205,13 +206,10 @@ def _read_advantages(run_dirs: Sequence[Path]) -> dict[int, dict[Key, Sequence[f
     found: dict[int, dict[Key, Sequence[float]]] = {}
     for path in [path for each in run_dirs for path in rank_files(each, "record")]:
         of_rank = found.setdefault(rank_of(path, "a recording"), {})
-        with path.open("rb") as file:
-            for line in file:
-                record = record_of(line) if line.startswith(_ADVANTAGES_HEAD) else None
-                if record is not None and has_form(record, RECORD_FORMS):
-                    of_rank.update(
-                        zip(map(ledger_key, record["samples"]), record["advantages"], strict=False)
-                    )
+        for line in regular_lines(path):
+            record = record_of(line) if line.startswith(_ADVANTAGES_HEAD) else None
+            if record is not None and has_form(record, RECORD_FORMS):
+                of_rank.update(zip(map(ledger_key, record["samples"]), record["advantages"], strict=False))
     return found
 
 
@@ -227,7 +225,7 @@ def _read_checkpoints(run_dirs: Sequence[Path]) -> dict[int, list[Checkpoint]]:
 
 def _read_checkpoint(path: Path) -> Checkpoint | None:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path))
         step, saved = content["step"], content["state"]
         save_id, state = saved["save_id"], saved["learner"]["source"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):

@@ -42,6 +42,7 @@ declare_operators()  # before the first import of ms-swift, which imports torchv
 from swift.infer_engine import TransformersEngine  # noqa: E402
 from swift.model import get_model_processor  # noqa: E402
 from swift.template.utils import StopWordsCriteria  # noqa: E402
+from swift.template.vision_utils import rescale_image  # noqa: E402
 from swift.utils import import_external_file, to_device  # noqa: E402
 
 __all__ = ["EncodedRow", "GeneratedRow", "SwiftGenerator", "import_external_file"]
@@ -207,7 +208,7 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
             SampleError: an image that is none, a prefix that no answer has, or no room for a token.
             Exception: whatever ms-swift's template raises on data it cannot encode.
         """
-        conversation = {**request.conversation, "images": decode_images(request, is_aborted)}
+        conversation = {**request.conversation, "images": decode_images(request, is_aborted, self.template)}
         inputs = self.template.encode(conversation, return_template_inputs=True)
         template_inputs = inputs.pop("template_inputs")
         prompt, prefix = tuple(inputs["input_ids"]), request.prefix
@@ -320,13 +321,23 @@ def _row_seed(request: GenerationRequest) -> int | None:
 
 
 # --- seams to ms-swift that both engines use -----------------------------------------------------
-def decode_images(request: GenerationRequest, is_aborted: Callable[[], bool]) -> list[Image.Image]:
-    """The request's images as RGB. Raises JobAborted once ``is_aborted``, or SampleError for what is no image."""
+def decode_images(
+    request: GenerationRequest, is_aborted: Callable[[], bool], template: Any
+) -> list[Image.Image]:
+    """The request's images as RGB, each shrunk as ``template`` would before the next is decoded.
+
+    Raises:
+        JobAborted: ``is_aborted``.
+        SampleError: one is no image.
+    """
     images = []
+    max_pixels = (
+        None if request.conversation.get("objects") else template.max_pixels
+    )  # boxes are of the whole image
     for image in request.conversation.get("images", ()):
         if is_aborted():
             raise JobAborted
-        images.append(decode_image(image))
+        images.append(rescale_image(decode_image(image), max_pixels))
     return images
 
 

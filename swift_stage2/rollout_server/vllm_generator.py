@@ -138,7 +138,7 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
                 sampling.max_tokens = max(1, sampling.max_tokens - len(request.prefix))
             return arguments
 
-        images = await asyncio.to_thread(decode_images, request, is_aborted)
+        images = await asyncio.to_thread(decode_images, request, is_aborted, self.template)
         wanted = RolloutInferRequest(**{**request.conversation, "images": images}, uuid=request_id)
         response = await self.infer_async(wanted, _request_config(request), pre_infer_hook=before_start)
         choice = response.choices[0]

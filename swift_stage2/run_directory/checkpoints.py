@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from swift_stage2.errors import ConfigError, StorageFull
 from swift_stage2.run_directory import resume
+from swift_stage2.whole_file import read_regular, read_regular_text
 
 _STATE = "trainer_state.json"  # written last, by rank 0, once every rank has written its part
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -62,7 +63,7 @@ def why_not_whole(directory: Path, *, needs_stage2: bool) -> str:
 def was_saved(directory: Path) -> bool:
     """Whether its save came to its end: every rank had written its part. It may have been damaged since."""
     try:
-        return isinstance(json.loads((directory / _STATE).read_bytes()), dict)
+        return isinstance(json.loads(read_regular(directory / _STATE)), dict)
     except (OSError, ValueError):
         return False
 
@@ -77,7 +78,7 @@ def _missing(directory: Path, world_size: int) -> str:
     for index in directory.glob("*.index.json"):
         names |= set(_read_json(index)["weight_map"].values())
     if (directory / _DEEPSPEED).is_file():
-        names.add((directory / _DEEPSPEED).read_text(encoding="utf-8").strip())
+        names.add(read_regular_text(directory / _DEEPSPEED).strip())
     elif (directory / _SHARDS[0]).is_dir():
         names |= {f"{folder}/{_WRITTEN_LAST}" for folder in _SHARDS}
     else:
@@ -119,7 +120,7 @@ def _is_readable(path: Path) -> bool:
 
 
 def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(read_regular(path))
 
 
 @contextmanager

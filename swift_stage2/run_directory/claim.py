@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.run_directory.checkpoints import checkpoints_in, was_saved, why_not_whole
+from swift_stage2.whole_file import read_regular, regular_lines
 
 if TYPE_CHECKING:
     from swift_stage2.config import Stage2Config  # loads yaml, which a GPU check may have to ask for first
@@ -55,11 +56,10 @@ def what_was_trained(run_dir: Path) -> str:
     if steps := checkpoints_in(run_dir):
         return f"checkpoint-{max(steps)}"
     for path in sorted(run_dir.glob("audit/rank*.jsonl")):
-        with path.open("rb") as lines:
-            if any(b'"kind":"step"' in line for line in lines):
-                return f"the steps in {path.relative_to(run_dir)}"
+        if any(b'"kind":"step"' in line for line in regular_lines(path)):
+            return f"the steps in {path.relative_to(run_dir)}"
     log = run_dir / "logging.jsonl"  # ms-swift also writes a line without a loss where a start fails
-    return "the losses in logging.jsonl" if log.is_file() and b'loss"' in log.read_bytes() else ""
+    return "the losses in logging.jsonl" if log.is_file() and b'loss"' in read_regular(log) else ""
 
 
 def resumed(config: Stage2Config) -> tuple[Stage2Config, tuple[str, ...]]:
@@ -99,7 +99,7 @@ def resumed(config: Stage2Config) -> tuple[Stage2Config, tuple[str, ...]]:
 
 def _require_steps_left(checkpoint: Path, swift: Mapping[str, Any]) -> None:
     """Raises ConfigError where the run has trained all of ``max_steps`` or ``num_train_epochs`` already."""
-    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    state = json.loads(read_regular(checkpoint / "trainer_state.json"))
     setting = "max_steps" if _number(swift, "max_steps", -1) > 0 else "num_train_epochs"
     done = {"max_steps": "global_step", "num_train_epochs": "epoch"}[setting]
     wanted = _number(swift, setting, math.inf)
@@ -135,8 +135,8 @@ def _output_dir(swift: Mapping[str, Any]) -> Path:
 def _begun(run_dir: Path) -> float:
     """When the run in it began, as far as its audit tells; else when it was last written to."""
     try:
-        with (run_dir / "audit" / "rank0.jsonl").open("rb") as file:
-            return float(json.loads(file.readline())["time"])
+        first = next(regular_lines(run_dir / "audit" / "rank0.jsonl"), b"")
+        return float(json.loads(first)["time"])
     except (OSError, ValueError, KeyError, TypeError):
         return run_dir.stat().st_mtime
 

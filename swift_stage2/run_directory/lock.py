@@ -28,6 +28,7 @@ from typing import BinaryIO
 import psutil
 
 from swift_stage2.errors import ConfigError, UserError
+from swift_stage2.whole_file import open_regular
 
 _FOLDER = "locks"
 _SUFFIX = ".lock"
@@ -158,7 +159,7 @@ def is_held(run_dir: Path) -> bool:
     if not os.path.isdir(run_dir / _FOLDER):  # glob raises for names that are too long
         return False
     for path in (run_dir / _FOLDER).glob(f"*{_SUFFIX}"):
-        with suppress(OSError), path.open("rb") as file:  # else its holder has ended meanwhile
+        with suppress(OSError), open_regular(path) as file:  # else its holder has ended meanwhile
             if not _see(file, boot_id=_boot_id(), now=time.time()).has_ended:
                 return True
     return False
@@ -204,7 +205,7 @@ def _refuse_others(folder: Path, own: Path, me: Holder) -> None:
         if path == own:
             continue
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 sight = _see(file, boot_id=me.boot_id, now=now)
                 if sight.has_ended:
                     path.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.errors import ConfigError
-from swift_stage2.whole_file import write_whole
+from swift_stage2.whole_file import read_regular_text, write_whole
 
 _FORMAT = 2
 _ONE_SAVE = "resume from a checkpoint whose files are all of one save"
@@ -97,7 +97,7 @@ def _refuse_another(path: Path, content: dict[str, Any], name: str, now: int) ->
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular_text(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"a checkpoint needs stage-2 state of every rank, cannot read {path}: {error}; "

@@ -17,7 +17,7 @@ from typing import Any
 from swift_stage2.config import ServerConfig
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError, UserError
-from swift_stage2.whole_file import write_whole
+from swift_stage2.whole_file import read_regular, write_whole
 
 _FOLDER = "servers"
 _BOARD = "board.json"
@@ -62,7 +62,7 @@ class ServerBoard:
         """
         path = run_dir / _FOLDER / _BOARD
         try:
-            board = bind(cls, json.loads(path.read_text(encoding="utf-8")))
+            board = bind(cls, json.loads(read_regular(path)))
             if not all(isinstance(why, str) for why in board.refusals.values()):
                 raise TypeError(f"refusals are texts, got {board.refusals}")
             return board
@@ -118,7 +118,7 @@ def take_requests(run_dir: Path) -> list[tuple[str, ServerConfig | ConfigError]]
     taken: list[tuple[str, ServerConfig | ConfigError]] = []
     for path in sorted((run_dir / _FOLDER).glob(_REQUESTS)):
         try:
-            text = path.read_text(encoding="utf-8", errors="replace")
+            text = read_regular(path).decode(errors="replace")
             path.unlink()
         except FileNotFoundError:
             continue  # whoever left it has just given up

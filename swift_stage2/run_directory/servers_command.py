@@ -21,6 +21,7 @@ from swift_stage2.run_directory.server_board import (
     leave_request,
     withdraw_request,
 )
+from swift_stage2.terminal.output import say
 from swift_stage2.terminal.parser import CommandParser
 
 _TIMEOUT_S = 600.0
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ended = (
             "the run has ended" if board.has_ended else "the run was killed: none of its processes is left"
         )
-        print(*map(_line_of, board.servers), *[ended] * (board.has_ended or not goes_on), sep="\n")
+        say(*map(_line_of, board.servers), *[ended] * (board.has_ended or not goes_on))
         return 0
     try:
         server = ServerConfig(
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except ConfigError as error:
         raise ConfigError(in_arguments(str(error))) from error
-    print(_line_of(add_server(run_dir, server, timeout_s=options.timeout_s)))
+    say(_line_of(add_server(run_dir, server, timeout_s=options.timeout_s)))
     return 0
 
 

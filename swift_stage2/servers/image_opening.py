@@ -1,4 +1,4 @@
-"""Opens the images of a request: base64 only, known formats only, no larger than allowed. Reads no file and no host.
+"""Opens the images of a request: base64 only, known formats only. Reads no file and no host.
 
 Opening reads the header alone, decoding the pixels, too. Shared by learner, rollout server and merger.
 """
@@ -41,25 +41,15 @@ def decode_base64(data: str) -> bytes:
         raise SampleError(f"an image must be base64 of an image file: {error}") from error
 
 
-def open_image(content: bytes, *, max_pixels: int | None = None) -> Image.Image:
-    """An image whose header has been read.
-
-    Raises:
-        SampleError: none of ``FORMATS``, broken, or larger than ``max_pixels``.
-    """
+def open_image(content: bytes) -> Image.Image:
+    """An image whose header has been read. Raises SampleError: none of ``FORMATS``, or broken."""
     try:
-        image = Image.open(io.BytesIO(content), formats=FORMATS)
+        return Image.open(io.BytesIO(content), formats=FORMATS)
     except _UNREADABLE as error:
         got = "none of them" if isinstance(error, UnidentifiedImageError) else _first_line(error)
         raise SampleError(
             f"an image must be {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, got {got}"
         ) from error
-    if max_pixels is not None and image.width * image.height > max_pixels:
-        raise SampleError(
-            f"an image must have at most {max_pixels / 1e6:g} megapixels, got width={image.width} "
-            f"height={image.height}; shrink it, or start the server with a higher --max-megapixels"
-        )
-    return image
 
 
 def decode_image(data: str) -> Image.Image:

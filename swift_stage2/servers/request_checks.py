@@ -48,8 +48,10 @@ class RequestLimits:
     max_messages: float = _limit(256, "messages of one conversation")
     max_text_chars: float = _limit(1_000_000, "characters of one conversation, images apart")
     max_images: float = _limit(64, "images of one conversation")
-    max_megapixels: float = _limit(50, "megapixels of one image, as its header says, before any resizing")
-    max_call_megapixels: float = _limit(4096, "megapixels of all images of one call")
+    max_megapixels: float = _limit(
+        50, "megapixels of all images of one conversation, as their headers say, before any resizing"
+    )
+    max_call_megapixels: float = _limit(512, "megapixels of all images of one call")
 
     checks_images: bool = (
         True  # no option: for a server that knows its requests and opens none of their images
@@ -59,10 +61,6 @@ class RequestLimits:
     @property
     def body_bytes(self) -> int:
         return int(self.max_body_mib * 2**20)
-
-    @property
-    def image_pixels(self) -> int:
-        return int(self.max_megapixels * 1e6)
 
     @property
     def call_pixels(self) -> int:
@@ -138,8 +136,10 @@ def _check(record: Any, limits: RequestLimits) -> int:
     _at_most("max_images", len(images), limits.max_images, "images")
     if not limits.checks_images:
         return 0
-    sizes = [open_image(decode_base64(image), max_pixels=limits.image_pixels).size for image in images]
-    return sum(width * height for width, height in sizes)
+    sizes = [open_image(decode_base64(image)).size for image in images]
+    num_pixels = sum(width * height for width, height in sizes)
+    _at_most("max_megapixels", num_pixels / 1e6, limits.max_megapixels, "megapixels")
+    return num_pixels
 
 
 def _check_messages(messages: Any, limits: RequestLimits) -> None:
@@ -197,11 +197,11 @@ def _refuse_unknown(record: Mapping[Any, Any], known: frozenset[str] | Any, what
         raise SampleError(f"{what} knows no field {unknown[0][:80]!r}; it takes {', '.join(sorted(known))}")
 
 
-def _at_most(option: str, number: int, limit: float, what: str) -> None:
+def _at_most(option: str, number: float, limit: float, what: str) -> None:
     if number > limit:
         raise SampleError(
-            f"a conversation may hold {limit:,} {what}, got {number:,}; shorten it, or start the server with a higher "
-            f"--{option.replace('_', '-')}"
+            f"a conversation may hold {limit:,} {what}, got {number:,}; make it smaller, or start the server with "
+            f"a higher --{option.replace('_', '-')}"
         )
 
 

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from swift_stage2.whole_file import flush_directory
+from swift_stage2.whole_file import flush_directory, open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -183,9 +183,8 @@ class AuditLog:
             assert self._path is not None
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._mid_line = _ends_mid_line(self._path)
-            self._descriptor = os.open(
-                self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # a pipe is not waited for
+            self._descriptor = os.open(self._path, flags | os.O_CLOEXEC, 0o600)
         return self._descriptor
 
 
@@ -231,7 +230,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=to_j
 
 def _ends_mid_line(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if file.seek(0, os.SEEK_END) == 0:
                 return False
             file.seek(-1, os.SEEK_END)

@@ -23,6 +23,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from swift_stage2.telemetry.live_state import LiveState
+from swift_stage2.terminal.console import SafeConsole
 
 
 def render(state: LiveState) -> RenderableType:
@@ -103,7 +104,7 @@ class LiveView:
     def _open(self, state: LiveState) -> Live:
         live = Live(
             render(state),
-            console=Console(file=self._stream),
+            console=SafeConsole(file=self._stream),
             auto_refresh=False,
             redirect_stdout=sys.stdout.isatty(),  # what goes to a file goes on going there
             redirect_stderr=sys.stderr.isatty(),

@@ -19,6 +19,7 @@ from swift_stage2.errors import UserError
 from swift_stage2.telemetry.audit import GAP, Record
 from swift_stage2.telemetry.ledger import Entry
 from swift_stage2.telemetry.record_forms import AUDIT_FORMS, LEDGER_FORMS, has_form
+from swift_stage2.whole_file import MOST_BYTES, open_regular, regular_lines
 
 ContentT = TypeVar("ContentT")
 Process = Sequence[Record]
@@ -126,8 +127,7 @@ def read_lines(path: Path) -> tuple[list[Record], int]:
     Raises:
         OSError: the file cannot be read.
     """
-    with path.open("rb") as file:
-        lines = [(line, record_of(line)) for line in file]
+    lines = [(line, record_of(line)) for line in regular_lines(path)]
     records = [record for _, record in lines if record is not None and not _is_empty_gap(record)]
     return records, sum(record is None and line.endswith(b"\n") for line, record in lines)
 
@@ -150,8 +150,7 @@ def read_ledger(path: Path) -> list[Record]:
     Raises:
         OSError: the file cannot be read.
     """
-    with path.open("rb") as file:
-        records = [_ledger_record(line) for line in file if line.strip()]
+    records = [_ledger_record(line) for line in regular_lines(path) if line.strip()]
     return [record for record in records if not _is_empty_gap(record)]
 
 
@@ -228,7 +227,7 @@ def rank_of(path: Path, what: str) -> int:
         UserError: its name does not tell, or it cannot be read.
     """
     try:
-        with path.open("rb"):
+        with open_regular(path):
             return int(path.stem.removeprefix("rank"))
     except (OSError, ValueError) as error:
         raise _unreadable(path, what, error) from error
@@ -324,9 +323,9 @@ class AuditTail:
 
     def _next_lines(self) -> list[bytes]:
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(self._offset)
-                data = file.read(_CHUNK_BYTES) + file.readline()
+                data = file.read(_CHUNK_BYTES) + file.readline(MOST_BYTES)
         except OSError:
             return []
         whole = data[: data.rfind(b"\n") + 1]

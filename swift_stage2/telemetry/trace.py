@@ -20,7 +20,7 @@ from typing import Any
 
 from swift_stage2.errors import UserError
 from swift_stage2.telemetry.audit import StorageWarning
-from swift_stage2.whole_file import write_whole
+from swift_stage2.whole_file import read_regular, write_whole
 
 DEFAULT_CAPACITY = 200_000
 _NOTHING = nullcontext()
@@ -191,7 +191,7 @@ def merge_traces(run_dir: Path) -> Path | None:
     about: dict[str, Any] = {}
     for path in files:
         try:
-            trace = json.loads(path.read_bytes())
+            trace = json.loads(read_regular(path))
             events += trace["traceEvents"]
             about[path.stem] = trace["otherData"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Output of commands: the last line of one that gives up, silent libraries, a reader that leaves before the end."""
+"""Output of commands: text that no terminal obeys, a last line, silent libraries, a reader that leaves early."""
 
 from __future__ import annotations
 
@@ -13,6 +13,26 @@ from pathlib import Path
 from swift_stage2.errors import UserError
 
 _STDOUT = 1
+# Controls, lone surrogates, and what turns the direction of a line: a terminal obeys or refuses them.
+_OBEYED = (
+    range(0x20),
+    range(0x7F, 0xA0),
+    range(0x2028, 0x202F),
+    range(0x2066, 0x206A),
+    range(0xD800, 0xE000),
+)
+_SHOWN = {code: "\N{REPLACEMENT CHARACTER}" for codes in _OBEYED for code in codes}
+
+
+def printable(text: str) -> str:
+    """One line that a terminal obeys nowhere: text from outside may hold anything."""
+    return text.translate(_SHOWN)
+
+
+def say(*lines: object, is_error: bool = False) -> None:
+    """Prints each as one line of printable text, on stderr if it ``is_error`` or goes beside what a program reads."""
+    for line in lines:
+        print(printable(str(line)), file=sys.stderr if is_error else sys.stdout, flush=is_error)
 
 
 def print_error(command: str, message: object) -> None:
@@ -23,7 +43,7 @@ def print_error(command: str, message: object) -> None:
         with suppress(OSError, ValueError):  # its stream is gone
             for bar in list(tqdm._instances):
                 bar.close()
-    print(f"swift-stage2 {command}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    say(f"swift-stage2 {command}: error: {' '.join(str(message).split())}", is_error=True)
 
 
 def quieten_libraries() -> None:

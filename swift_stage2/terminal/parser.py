@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from swift_stage2.nearest_word import closest
+from swift_stage2.terminal.output import printable
 
 _FOR_ALL = (
     "2 the user's mistake, told in one line; 130 interrupted; 141 nobody reads what it prints any more."
@@ -39,7 +40,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         near = self._nearest(message)
-        message = " ".join(message.split())  # whatever breaks an option's value holds
+        message = printable(" ".join(message.split()))  # whatever breaks an option's value holds
         super().error(f"{message}; did you mean {near}?" if near else message)
 
     def _nearest(self, message: str) -> str | None:

@@ -69,10 +69,11 @@ def progress_bar(total: float | None, description: str) -> Iterator[MoveTo]:
     if not sys.stderr.isatty():
         yield _ignore
         return
-    from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    from swift_stage2.terminal.console import SafeConsole
+
+    with Progress(console=SafeConsole(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)
 
         def move_to(completed: float, description: str | None = None) -> None:

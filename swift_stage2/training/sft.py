@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,7 @@ from swift_stage2.process.watches import EXIT_HANG
 from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory.checkpoints import is_storage_failure
 from swift_stage2.telemetry.summary import share_of_b
+from swift_stage2.terminal.output import say
 from swift_stage2.terminal.progress import going_on
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _why_starved(config: Stage2Config, trainer: Stage2Trainer) -> str:
         return unused or lost
     told = f"warning: {unused}" if unused else share_of_b(run.telemetry.counters.state_dict())
     if told and trainer.args.process_index == 0:
-        print(f"swift-stage2 train: {told}", file=sys.stderr, flush=True)
+        say(f"swift-stage2 train: {told}", is_error=True)
     return ""
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from swift_stage2.errors import ProtocolError
 from swift_stage2.servers.protocol import parse_json
 from swift_stage2.servers.wire_record import TensorSpec, WireRecord
-from swift_stage2.whole_file import write_whole
+from swift_stage2.whole_file import read_regular, write_whole
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
@@ -83,7 +83,7 @@ def proven_versions(directory: Path, run_id: str) -> Sequence[ProvenWeights]:
     found = []
     for path in filter(is_proven, rounds_of(directory, run_id)):
         try:
-            manifest = DiskManifest.parse((path / MANIFEST).read_bytes())
+            manifest = DiskManifest.parse(read_regular(path / MANIFEST))
         except (FileNotFoundError, ProtocolError):
             continue
         if (manifest.run_id, manifest.round_id) == (run_id, path.name):

@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -29,6 +30,7 @@ from waiting import wait_for
 from swift_stage2.errors import ProtocolError, RequestTooLarge, SampleError
 from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted, Sampling
 from swift_stage2.rollout_server.infer_wire import InferCall
+from swift_stage2.rollout_server.swift_generator import decode_images
 from swift_stage2.servers import protocol
 from swift_stage2.servers.http_app import parse_json
 from swift_stage2.servers.image_opening import FORMATS, open_image
@@ -72,6 +74,25 @@ def test_photographs_of_real_sizes_and_every_format_on_the_list_pass() -> None:
     assert check_conversations([with_image(hollow_png(8160, 6120))], RequestLimits()) == {}  # 49.9 megapixels
 
 
+def test_pictures_are_shrunk_one_by_one_as_the_template_would(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, limit = server.engine.generator, 20_000
+    request = GenerationRequest(
+        {**image_request(), "images": [base64_png(picture(shade, 640)) for shade in (10, 200)]}, Sampling()
+    )
+    template = SimpleNamespace(max_pixels=limit)
+    shrunk = decode_images(request, lambda: False, template)
+    assert all(image.width * image.height <= limit for image in shrunk)
+    whole = decode_images(request, lambda: False, SimpleNamespace(max_pixels=None))
+    monkeypatch.setattr(generator.template, "max_pixels", limit)
+    prompts = []
+    for images in (whole, shrunk):
+        inputs = generator.template.encode({**request.conversation, "images": images})
+        prompts.append((inputs["input_ids"], inputs["pixel_values"].tolist()))
+    assert prompts[0] == prompts[1]
+
+
 @pytest.mark.parametrize("name", ["EPS", "TGA", "PCX", "SGI", "ICO", "PDF"])
 def test_a_format_that_is_not_on_the_list_is_never_decoded(name: str) -> None:
     stream = io.BytesIO()
@@ -87,6 +108,11 @@ def test_a_format_that_is_not_on_the_list_is_never_decoded(name: str) -> None:
         (text_request("a" * 20), {"max_text_chars": 10}, "--max-text-chars"),
         ({**image_request(), "images": [base64_png(picture())] * 3}, {"max_images": 2}, "--max-images"),
         (image_request(), {"max_megapixels": 0.01}, "--max-megapixels"),
+        (
+            {**image_request(), "images": [base64_png(picture())] * 3},
+            {"max_megapixels": 0.03},
+            "--max-megapixels",
+        ),
     ],
 )
 def test_every_limit_of_a_conversation_names_its_option(

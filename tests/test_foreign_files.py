@@ -1,0 +1,187 @@
+"""A pipe, a device without an end or aliases in the place of a file from outside: each command goes on or says so."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from rich.text import Text
+
+from swift_stage2.cli import main
+from swift_stage2.run_directory.server_board import take_requests
+from swift_stage2.terminal.console import SafeConsole
+from swift_stage2.whole_file import MOST_BYTES, open_regular, read_regular, regular_lines
+
+pytestmark = pytest.mark.timeout(60)
+ROW = {
+    "messages": [{"role": "user", "content": "<image>Find."}, {"role": "assistant", "content": "[]"}],
+    "objects": {"ref": [], "bbox": []},
+}
+
+
+def pipe(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    return path
+
+
+def endless(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+    return path
+
+
+def sparse(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"")
+    os.truncate(path, MOST_BYTES + 1)
+    return path
+
+
+def write_rows(folder: Path) -> Path:
+    Image.new("RGB", (8, 8)).save(folder / "a.png")
+    path = folder / "rows.jsonl"
+    path.write_text(json.dumps(ROW | {"images": [str(folder / "a.png")]}) + "\n")
+    return path
+
+
+def in_a_row(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
+    rows = write_rows(folder)
+    spoil(folder / "a.png")
+    return ["data", "check", str(rows)]
+
+
+def as_rows(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
+    return ["data", "check", str(spoil(folder / "rows.jsonl"))]
+
+
+def as_xml(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
+    spoil(folder / "voc" / "a.xml")
+    return [
+        "import",
+        "voc",
+        str(folder / "voc"),
+        "--images",
+        str(folder),
+        "--output",
+        str(folder / "o.jsonl"),
+    ]
+
+
+def as_labels(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
+    write_rows(folder)
+    spoil(folder / "labels" / "a.txt")
+    (folder / "labels" / "classes.txt").write_text("cat\n")
+    return [
+        "import",
+        "yolo",
+        str(folder / "labels"),
+        "--images",
+        str(folder),
+        "--output",
+        str(folder / "o.jsonl"),
+    ]
+
+
+def as_predictions(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
+    return ["evaluate", "--predictions", str(spoil(folder / "p.jsonl")), "--data", str(write_rows(folder))]
+
+
+def as_audit(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
+    spoil(folder / "ledger" / "rank0.jsonl")
+    spoil(folder / "audit" / "rank0.jsonl")
+    return ["report", str(folder)]
+
+
+def as_configuration(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
+    return ["launch", str(spoil(folder / "c.yaml"))]
+
+
+@pytest.mark.parametrize("spoil", [pipe, endless])
+@pytest.mark.parametrize(
+    "place", [in_a_row, as_rows, as_xml, as_labels, as_predictions, as_audit, as_configuration]
+)
+def test_every_command_tells_of_what_is_no_regular_file(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    place: Callable[[Path, Callable[[Path], Path]], list[str]],
+    spoil: Callable[[Path], Path],
+) -> None:
+    assert main(place(tmp_path, spoil)) in (0, 1, 2)
+    assert "not a regular file" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("spoil", [pipe, endless])
+def test_a_request_that_is_no_regular_file_keeps_no_other_from_being_taken(
+    tmp_path: Path, spoil: Callable[[Path], Path]
+) -> None:
+    spoil(tmp_path / "servers" / "add-0.json")
+    (tmp_path / "servers" / "add-1.json").write_text('{"base_url": "http://127.0.0.1:1"}')
+    assert [name for name, _ in take_requests(tmp_path)] == ["add-0.json", "add-1.json"]
+    assert [path.name for path in (tmp_path / "servers").iterdir()] == ["add-0.json"]
+
+
+@pytest.mark.parametrize("spoil", [pipe, endless, sparse])
+def test_what_is_no_file_or_too_large_is_an_os_error(tmp_path: Path, spoil: Callable[[Path], Path]) -> None:
+    path = spoil(tmp_path / "a")
+    with pytest.raises(OSError, match=str(path)):
+        read_regular(path)
+    with pytest.raises(OSError, match=str(path)):
+        list(regular_lines(path))
+    with pytest.raises(OSError, match="regular"):
+        open_regular(tmp_path)
+
+
+def test_aliases_of_a_foreign_yaml_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 10)}]" for i in range(10)]
+    command = as_labels(tmp_path, lambda path: path.parent.mkdir() or path)
+    classes = tmp_path / "data.yaml"
+    classes.write_text("\n".join([*names, "names: *a9"]))
+    assert main([*command, "--classes", str(classes)]) == 2
+    assert "alias" in capsys.readouterr().err
+
+
+OBEYED = "\x1b[2J\x9b5m\u202e\x07"
+
+
+def test_no_command_has_a_terminal_obey_a_path_a_label_or_a_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of them comes in table, line and error."""
+    folder = tmp_path / f"a{OBEYED}b"
+    folder.mkdir()
+    rows = write_rows(folder)
+    labels = as_labels(folder, lambda path: path.parent.mkdir() or path)
+    (folder / "labels" / "a.txt").write_text("7 0.5 0.5 0.1 0.1")
+    (folder / f"b{OBEYED}.png").write_bytes(b"no picture")
+    (folder / "labels" / f"b{OBEYED}.txt").write_text("0 0.5 0.5 0.1 0.1")
+    broken = folder / "broken.jsonl"
+    broken.write_text(json.dumps(ROW | {"images": [str(folder / f"none{OBEYED}.png")]}) + "\n")
+    answers = folder / "p.jsonl"
+    answers.write_text(f'{{"{json.dumps(OBEYED)[1:-1]}": 1}}\n')
+    for command in (
+        ["data", "check", str(rows), str(broken)],
+        labels,
+        ["evaluate", "--predictions", str(answers), "--data", str(rows)],
+        ["report", str(folder)],
+        ["rollouts", str(folder)],
+        ["servers", "list", str(folder)],
+        ["rollouts", str(folder), f"--x{OBEYED}"],
+    ):
+        with suppress(SystemExit):
+            main(command)
+        said = capsys.readouterr()
+        assert "\ufffd" in said.out + said.err, (command, said)
+        assert not set(OBEYED[:1] + OBEYED[4] + OBEYED[-2:]) & set(said.out + said.err), command
+
+
+def test_a_table_keeps_its_own_colours_only(capsys: pytest.CaptureFixture[str]) -> None:
+    SafeConsole(force_terminal=True, color_system="standard").print(Text(f"a{OBEYED}b", style="red"))
+    assert capsys.readouterr().out == "\x1b[31ma\ufffd[2J\ufffd5m\ufffdb\x1b[0m\n"
