@@ -18,6 +18,8 @@ from typing import Any
 from swift_stage2.config.registry import register
 from swift_stage2.errors import ProtocolError
 
+_LARGEST = 3.4028234663852886e38  # of float32
+
 
 class Per(StrEnum):
     """The thing that one value belongs to."""
@@ -50,7 +52,7 @@ class Column:
         """The values of an answer of so many tokens, as a server gave them; none of its own if there are no tokens.
 
         Raises:
-            ProtocolError: asked for and not given, another number of them, not finite or too large.
+            ProtocolError: asked for and not given, another number of them, not finite in float32, or too large.
         """
         if values is None and not (asked and num_tokens):
             return () if asked else None
@@ -60,9 +62,10 @@ class Column:
                 f"{self.name} must have one value per {self.per}, got num_values={len(given)} num_tokens={num_tokens}"
             )
         for place, value in enumerate(given):
-            if not math.isfinite(value) or value > self.most:
+            if not -_LARGEST <= value <= min(_LARGEST, self.most):  # what float32 has as a number
                 raise ProtocolError(
-                    f"{self.name} must be finite and at most {self.most:g}, got {self.name}[{place}]={value!r}"
+                    f"{self.name} must be finite in float32 and at most {self.most:g}, got "
+                    f"{self.name}[{place}]={value!r}"
                 )
         return given
 

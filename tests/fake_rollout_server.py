@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
@@ -85,6 +85,18 @@ def echo(call: Call, **answer: Any) -> Answer:
 def stamped(**stamp: Any) -> Behaviour:
     """Echo with a stamp on every completion."""
     return lambda call: outputs([output(f"echo {text}", **stamp) for text in call.texts])
+
+
+def _named(answer: Answer, call: Call) -> Answer:
+    """With the id of its request in every stamp that has none, as our server gives it."""
+    try:
+        items = json.loads(answer.body)
+        for item, asked in zip(items, call.requests, strict=True):
+            if stamp := item.get("rollout_infos", {}).get("stage2"):
+                stamp.setdefault("request_id", asked.get(protocol.REQUEST_ID))
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        return answer  # broken on purpose
+    return replace(answer, body=json.dumps(items).encode())
 
 
 def error(status: int = 500, text: str = "Internal Server Error") -> Answer:
@@ -185,7 +197,7 @@ class FakeRolloutServer:
         if handler.command == "GET":
             answer = self.on_get(call)
         else:
-            answer = self.on_infer(call) if call.path == protocol.INFER else self.on_reset(call)
+            answer = _named(self.on_infer(call), call) if call.path == protocol.INFER else self.on_reset(call)
         try:
             if answer.after is not None:
                 answer.after.wait(LONGEST_WAIT_S)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -22,6 +22,7 @@ from swift_stage2.servers import protocol
 from swift_stage2.telemetry.ledger import completion_of
 
 DECODING = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1}
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(max_value=0.0, allow_nan=False)
 
 
@@ -37,11 +38,12 @@ def entries(values: list[float]) -> dict[str, Any]:
 @given(num_tokens=st.integers(0, 4), values=st.lists(NUMBERS, max_size=4), asked=st.booleans())
 @example(num_tokens=1, values=[5e-324], asked=False)
 @example(num_tokens=2, values=[-0.0, 0.0], asked=True)
+@example(num_tokens=1, values=[-1e308], asked=True)  # no number in a batch
 def test_an_answer_has_one_finite_value_up_to_0_for_every_token_or_is_refused(
     num_tokens: int, values: list[float], asked: bool
 ) -> None:
     names = (LOG_PROBS.name,) if asked else ()
-    is_sound = len(values) == num_tokens and all(-math.inf < value <= 0 for value in values)
+    is_sound = len(values) == num_tokens and all(-FLOAT32_MAX <= value <= 0 for value in values)
     if not is_sound:
         with pytest.raises(ProtocolError, match=r"logprob|log_probs"):
             protocol.parse_infer_reply(reply(num_tokens, entries(values)), 1, names)

@@ -19,6 +19,7 @@ from swift_stage2.errors import ConfigError, ServerFault, ServerUnavailable
 from swift_stage2.learner.server_requests import AddedServer, ServerRequests
 from swift_stage2.preflight.servers import look_for, refuse_far_servers, refuse_lone_addresses
 from swift_stage2.process.background import BackgroundFailures
+from swift_stage2.process.route import is_loopback
 from swift_stage2.run_directory.server_board import in_arguments
 from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.servers.session import Deadline, ServerSession
@@ -48,7 +49,8 @@ def admit(
     """Asks ``server``, which wants to join those of ``config`` and ``others``.
 
     Raises:
-        ConfigError: it is one of them already, shares a port with one, or cannot be given weights from here.
+        ConfigError: it is one of them already, shares a port with one, cannot be given weights from here, or is on a
+            host that the run's key is not meant for.
         ServerUnavailable: it does not answer, or not with this run's key.
         ServerFault: it holds other tensors.
     """
@@ -66,6 +68,13 @@ def admit(
             refuse_far_servers(wider)
     except ConfigError as error:
         raise ConfigError(in_arguments(str(error), len(servers))) from error
+    hosts = {each.host for each in config.rollout.servers}
+    if rollout.api_key() is not None and server.host not in hosts and not is_loopback(server.host):
+        raise ConfigError(
+            f"the run's key goes to hosts that its configuration names, {', '.join(sorted(hosts))}, and to this "
+            f"machine, got URL={server.base_url}; add a server there, or name this one in "
+            "rollout.servers and resume the run"
+        )
     told = look_for(config, server.base_url, time.monotonic() + _PATIENCE_S)
     if told["refused"]:
         raise ConfigError(told["refused"])

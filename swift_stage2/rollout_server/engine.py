@@ -52,6 +52,7 @@ class GenerationRequest:
     prefix: tuple[int, ...] = ()  # first ids of the answer; in ``max_new_tokens``, not in the completion
     with_log_probs: bool = False
     may_abort: bool = True  # whether /stage2/abort/ may end it
+    request_id: str | None = None  # its caller's, which the answer names
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from swift_stage2.errors import ProtocolError, SampleError
 from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
-from swift_stage2.servers.protocol import PREFIX, Completion, may_abort
+from swift_stage2.servers.protocol import PREFIX, REQUEST_ID, Completion, may_abort
 from swift_stage2.servers.request_checks import CONVERSATION_KEYS, RequestLimits, check_conversations
 from swift_stage2.servers.wire_record import mapping
 
@@ -70,7 +70,13 @@ class InferCall:
 
 
 def output_json(
-    completion: Completion, *, model: str, incarnation: str, is_proven: bool, return_details: bool
+    completion: Completion,
+    *,
+    request_id: str | None,
+    model: str,
+    incarnation: str,
+    is_proven: bool,
+    return_details: bool,
 ) -> dict[str, Any]:
     """One ``RolloutOutput`` of ms-swift, stamped with the weights that produced it."""
     num_prompt, num_new = len(completion.prompt_token_ids), len(completion.token_ids)
@@ -109,6 +115,7 @@ def output_json(
         "round_id": completion.round_id,
         "incarnation": incarnation,
         "proven": is_proven,
+        "request_id": request_id,
     }
     return {
         "response": response,
@@ -137,6 +144,7 @@ def _request(record: Mapping[str, Any], options: Mapping[str, Any]) -> Generatio
         prefix=tuple(record.get(PREFIX) or ()),
         with_log_probs=bool(options.get("logprobs", False)),
         may_abort=may_abort(record),
+        request_id=name if isinstance(name := record.get(REQUEST_ID), str) else None,
     )
 
 

@@ -135,10 +135,11 @@ def release_port(ended: OpenRound | None) -> None:
 
 
 def is_vouched_for(proof: RoundProof, wanted: FinishRequest) -> bool:
-    """Whether all is resident as it arrived, and arrived with the learner's checksums, if it gave any."""
+    """Whether all is resident as it arrived, and arrived with the learner's checksums."""
     arrived = dict(proof.arrived)
     return (
         dict(proof.resident) == arrived
         and set(arrived) <= set(proof.loaded)
-        and (wanted.checksums is None or dict(wanted.checksums) == arrived)
+        and wanted.checksums is not None
+        and dict(wanted.checksums) == arrived
     )

@@ -334,7 +334,7 @@ class _ServerRoutes:
             is_proven=is_proven,
             return_details=call.return_details,
         )
-        outputs = (json.dumps(write(job.future.result(0))) for job in jobs)
+        outputs = (json.dumps(write(job.future.result(0), request_id=job.request.request_id)) for job in jobs)
         return Response(f"[{','.join(outputs)}]", media_type="application/json")
 
 

@@ -208,7 +208,7 @@ class InstallRequest(WireRecord):
 
 @dataclass(frozen=True, slots=True)
 class FinishRequest(WireRecord):
-    """Ends a round. ``checksums``, of all tensors as they were sent, decide with the server's own what it may serve."""
+    """Ends a round. Without ``checksums`` of all tensors as they were sent the server serves none of them."""
 
     round_id: str
     commit: bool = True  # False gives the round up
@@ -257,6 +257,9 @@ class Completion:
     incarnation: str | None = None
     round_id: str | None = None  # that brought the weights
     seed: int | None = None  # that it was sampled with, where a merger shared a POST among callers
+    request_id: str | None = (
+        None  # of the request that it answers, as our server says; a stock server names none
+    )
 
 
 def request_config(
@@ -295,6 +298,7 @@ def one_token_request() -> dict[str, Any]:
     return {"infer_requests": [{"messages": [message]}], "request_config": greedy_config(1)}
 
 
+REQUEST_ID = "uuid"  # of an infer request, as ms-swift calls it: our server stamps its answer with it
 PREFIX = "prefix_token_ids"  # of an infer request: the first ids of its answer, where ``ServerInfo.resume``
 _MAY_ABORT = "may_abort"
 
@@ -382,6 +386,7 @@ def _parse_completion(item: Any, asked: Collection[str]) -> Completion:
         incarnation=optional_text(stamp, "incarnation"),
         round_id=optional_text(stamp, "round_id"),
         seed=optional_integer(stamp, "seed"),
+        request_id=optional_text(stamp, "request_id"),
     )
 
 

@@ -200,8 +200,8 @@ def _refuse_unknown(record: Mapping[Any, Any], known: frozenset[str] | Any, what
 def _at_most(option: str, number: float, limit: float, what: str) -> None:
     if number > limit:
         raise SampleError(
-            f"a conversation may hold {limit:,} {what}, got {number:,}; make it smaller, or start the server with "
-            f"a higher --{option.replace('_', '-')}"
+            f"a conversation may hold {limit:,} {what}, got {number:,}; make it smaller, or start the server "
+            f"with a higher --{option.replace('_', '-')}"
         )
 
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from swift_stage2.errors import ProtocolError, ServerFault
@@ -119,9 +120,10 @@ def ask_canary(
     each = ask_num_workers(session, deadline, of_one_engine=True)
     answers = []
     for engine in range(ask_num_workers(session, deadline) // each):
-        body = chat_body(model, *question, f"{request_id}-{engine}")
+        name = f"{request_id}-{engine}"
+        body = chat_body(model, *question, name)
         reply = session.post(CHAT, body, deadline, headers={_ENGINE_HEADER: str(engine)})
-        answers.append(session.read(CHAT, parse_chat_reply, reply))
+        answers.append(session.read(CHAT, partial(parse_chat_reply, request_id=name), reply))
     return answers
 
 
@@ -182,9 +184,13 @@ def engine_name(request_id: str) -> str:
     return f"chatcmpl-{request_id}"
 
 
-def parse_chat_reply(data: Any) -> Completion:
-    """The completion of a ``CHAT`` answer; it names no weights. Raises ProtocolError."""
+def parse_chat_reply(data: Any, request_id: str) -> Completion:
+    """The completion of a ``CHAT`` answer; it names no weights. Raises ProtocolError: none, or another request's."""
     reply = mapping(data, "chat completion")
+    if (answered := text(reply, "id")) != engine_name(request_id):
+        raise ProtocolError(
+            f"an answer must be of its request, got id={answered} for request_id={request_id}"
+        )
     choices = reply.get("choices")
     if not isinstance(choices, list) or len(choices) != 1:
         raise ProtocolError("a chat completion must hold exactly one choice")

@@ -58,7 +58,7 @@ def prove_server(
         shown += ["canary"] if same_dtypes else []
     if not info.stock:
         by_sums = order.proof is not Proof.CANARY
-        finish = protocol.FinishRequest(order.round_id, checksums=sent if by_sums else None)
+        finish = protocol.FinishRequest(order.round_id, checksums=sent)
         body = session.post(protocol.FINISH_ROUND, finish.to_json(), order.deadline)
         if by_sums:
             _check_sums(session, order, info, sent, body)

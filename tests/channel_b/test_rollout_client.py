@@ -38,6 +38,7 @@ from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import ConfigError, TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
+from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import PREFIX
 from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.telemetry.ledger import Ledger
@@ -178,7 +179,7 @@ def test_a_probe_asks_no_rest(server: FakeRolloutServer, fence: InferFence) -> N
         assert len(generate(client, [first], [resumed]).rollouts) == 1
         assert len(generate(client, [second], [request("1")]).quarantined) == 1
     probe = server.infer_calls[-1]
-    assert (probe.requests, probe.config["max_tokens"]) == ([request("0")], 1)
+    assert (PREFIX in probe.requests[0], probe.texts, probe.config["max_tokens"]) == (False, ["0"], 1)
 
 
 def test_a_server_that_is_not_proven_is_never_asked(server: FakeRolloutServer, fence: InferFence) -> None:
@@ -574,6 +575,28 @@ def test_an_answer_of_other_weights_is_discarded_and_its_server_suspect(
         assert named in client.suspects[server.url]
     assert positions(outcome.returned) == [2, 3]
     assert [failure.end for failure in outcome.failures] == [PostEnd.DISTRUSTED]
+
+
+def test_an_answer_to_another_row_is_no_answer_though_its_prompt_ids_are_the_same(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    def swapped(call: Call) -> Answer:
+        ids = [request[protocol.REQUEST_ID] for request in call.requests]
+        return outputs(
+            [
+                output(
+                    "x", weight_version=3, round_id="run-1", incarnation="a", run_id="run", request_id=name
+                )
+                for name in reversed(ids)
+            ]
+        )
+
+    with make_client(server, fence=fence, run_id="run") as client:
+        client.set_proven({server.url: by("a")})
+        server.on_infer = swapped
+        outcome = ask(client, 2)
+    assert [failure.end for failure in outcome.failures][:1] == [PostEnd.ERROR_ANSWER]
+    assert "of the request in its place" in outcome.failures[0].reason
 
 
 def test_a_server_that_was_proven_as_a_stock_one_must_not_stamp(

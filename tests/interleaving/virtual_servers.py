@@ -165,7 +165,7 @@ class VirtualServer:
         fate = Fate() if in_round else self.watcher.fate_of_infer(self, call.body)
         may_abort = all(protocol.may_abort(request) for request in requests)
         computation = Computation(active().now, active().now + fate.latency_s, may_abort)
-        made_by = self._stamp(), self.weights
+        stamp, weights = self._stamp(), self.weights
         self.running.append(computation)
         if fate.lose_connection:
             raise httpx.ReadError("the connection broke")
@@ -173,9 +173,17 @@ class VirtualServer:
             call.wait(self, until=computation.end)
         if fate.status != 200:
             return fate.status, self._failures(fate)
-        prefixes = [request.get(protocol.PREFIX, []) for request in requests]
         asked = call.body["request_config"].get(LOG_PROBS.option)
-        return 200, [self._completion(*made_by, computation, len(prefix), asked) for prefix in prefixes]
+        return 200, [
+            self._completion(
+                {**stamp, "request_id": request.get(protocol.REQUEST_ID)},
+                weights,
+                computation,
+                len(request.get(protocol.PREFIX, [])),
+                asked,
+            )
+            for request in requests
+        ]
 
     def _stamp(self) -> dict[str, Any]:
         return {

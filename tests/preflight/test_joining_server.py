@@ -62,6 +62,16 @@ def test_a_server_of_the_run_does_not_join_by_another_name() -> None:
             admit(config(), MANIFEST, at(name), [at(server.url)])
 
 
+def test_the_runs_key_goes_to_no_host_that_its_configuration_does_not_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", "secret")
+    monkeypatch.setattr(joining_server, "look_for", lambda *_: pytest.fail("it was asked, with the key"))
+    with pytest.raises(ConfigError, match="hosts that its configuration names") as refused:
+        admit(config(), MANIFEST, at("http://10.9.8.7:8000"))
+    assert "secret" not in str(refused.value)
+
+
 def test_what_joins_travels_as_json() -> None:
     added = AddedServer(address=at(FIRST, group_bind="0.0.0.0"), is_ours=False, chat_model="m")
     assert AddedServer.from_json(added.to_json()) == added

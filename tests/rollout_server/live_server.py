@@ -36,6 +36,7 @@ from swift_stage2.servers.protocol import (
 from swift_stage2.servers.request_checks import RequestLimits
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.stream import WeightStream, connect_stream
+from swift_stage2.weights.tensors import checksums_by_name
 
 MODEL = Path(demo.__file__).parent / "stage1"
 CALL_TIMEOUT_S = 60.0
@@ -235,7 +236,12 @@ class LearnerRound:
             self.stream = None
 
     def finish(self, **options: Any) -> httpx.Response:
-        return self.post(rollout_protocol.FINISH_ROUND, {"round_id": self.round_id, **options})
+        sums = {}
+        for names in self.export.plan(1 << 20):
+            sums |= checksums_by_name(dict(self.export.read(names)))
+        return self.post(
+            rollout_protocol.FINISH_ROUND, {"round_id": self.round_id, "checksums": sums, **options}
+        )
 
     def run(self) -> RoundProof:
         """The whole round."""

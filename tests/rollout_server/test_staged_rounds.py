@@ -118,21 +118,21 @@ def test_calls_wait_from_the_install_to_the_proof(
     opened = shut_door(rounds)
     enter(rounds, "r1")  # the canary
     assert not opened.cancel(), "one caller that leaves ends it for nobody"
-    assert rounds.finish(FinishRequest("r1")) is not None
+    assert rounds.finish(FinishRequest("r1", checksums={})) is not None
     assert opened.done()
     with rounds.admission(None) as is_proven:
         assert is_proven
     assert engine.stamp == WeightStamp(7, "run", "r1")
 
 
-@pytest.mark.parametrize("given_up", [True, False])
+@pytest.mark.parametrize(("given_up", "sums"), [(True, {}), (False, {"a": "another"}), (False, None)])
 def test_weights_that_nobody_vouches_for_are_refused_to_those_that_waited(
-    rounds: WeightRounds, file: SharedFile, given_up: bool
+    rounds: WeightRounds, file: SharedFile, given_up: bool, sums: dict[str, str] | None
 ) -> None:
     bring(rounds, file)
     rounds.load(NOBODY_LEAVES)
     opened = shut_door(rounds)
-    rounds.finish(FinishRequest("r1", commit=not given_up, checksums={"a": "another"}))
+    rounds.finish(FinishRequest("r1", commit=not given_up, checksums=sums))
     assert opened.done()
     assert refusal(enter, rounds) is RefusalReason.UNPROVEN
     rounds.begin(request("r2"))
@@ -356,9 +356,9 @@ def test_calls_of_another_round_than_the_open_one_change_nothing(
     rounds.begin(request("s1", "other"))  # nor did they count as signs of life
     bring(rounds, file, request("s2", "other"))
     assert rounds.load(NOBODY_LEAVES, "s2") == ()
-    assert rounds.finish(FinishRequest("s2")) is not None
+    assert rounds.finish(FinishRequest("s2", checksums={})) is not None
     assert refusal(rounds.require, "s2") is RefusalReason.NO_ROUND
-    assert rounds.finish(FinishRequest("s2")) is not None, "asked again"
+    assert rounds.finish(FinishRequest("s2", checksums={})) is not None, "asked again"
 
 
 def test_memory_is_mapped_once_and_after_a_refusal_a_stream_is_left(

@@ -67,7 +67,8 @@ class PlainVllm:
                 "finish_reason": "stop",
                 "token_ids": [len(text)],
             }
-            reply = _json({"choices": [choice], "prompt_token_ids": [1, 2]})
+            name = vllm_serve.engine_name(call.body["request_id"])
+            reply = _json({"id": name, "choices": [choice], "prompt_token_ids": [1, 2]})
             return Answer(body=reply.body, after=self.held) if text == "slow" else reply
         if call.path == vllm_serve.UPDATE_WEIGHTS:  # the workers answer once they have all of a bucket
             return Answer(body=b"{}", after=self.taken)
@@ -269,7 +270,7 @@ def test_a_weight_version_that_no_learner_wrote_names_no_round(said: str) -> Non
 @pytest.mark.parametrize("reply", [[], {"choices": []}, {"choices": [{"message": {}}]}, {"choices": [1]}])
 def test_a_reply_without_token_ids_is_none(reply: Any) -> None:
     with pytest.raises(ProtocolError):
-        parse_chat_reply(reply)
+        parse_chat_reply(reply, "a")
 
 
 def test_parameters_that_stayed_zeros_are_named_unless_zeros_were_sent() -> None:

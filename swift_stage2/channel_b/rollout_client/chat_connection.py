@@ -78,9 +78,8 @@ class ChatConnection(ServerConnection):
         most_bytes = protocol.most_infer_bytes(1, config["max_tokens"])
         try:
             body = vllm_serve.chat_body(self._model, request, config, request_id)
-            return vllm_serve.parse_chat_reply(
-                self._ask("POST", vllm_serve.CHAT, body, end, most_bytes, is_wanted)
-            )
+            reply = self._ask("POST", vllm_serve.CHAT, body, end, most_bytes, is_wanted)
+            return vllm_serve.parse_chat_reply(reply, request_id)
         except (ServerFault, ProtocolError) as error:
             if isinstance(error, ServerFault) and error.status is None:  # no answer came
                 self._unsettled.add(request_id)

@@ -7,10 +7,11 @@ thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.columns import asked_by
@@ -84,7 +85,8 @@ class ServerConnection(ServerCaller):
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> PostResult:
         """Asks for one completion per request, in order; ``is_wanted`` as in ``ServerCaller.call``."""
-        body = {"infer_requests": list(requests), "request_config": config}
+        asked = _identified(requests)
+        body = {"infer_requests": asked, "request_config": config}
         most_bytes = protocol.most_infer_bytes(len(requests), config["max_tokens"])
         try:
             record = self.ask(
@@ -96,6 +98,7 @@ class ServerConnection(ServerCaller):
                 is_wanted=is_wanted,
             )
             completions = protocol.parse_infer_reply(record, len(requests), asked_by(config))
+            _require_own(asked, completions)
         except (ServerFault, ProtocolError) as error:
             return self._judge(protocol.INFER, error, len(requests))
         return PostResult(PostEnd.ANSWERED, completions=completions)
@@ -122,3 +125,24 @@ class ServerConnection(ServerCaller):
         places = protocol.parse_failed_places(error.record)
         named = tuple(place for place in places if place < num_requests)
         return PostResult(PostEnd.LOST if error.kind is None else _ENDS[error.kind], str(error), named=named)
+
+
+def _identified(requests: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same infer requests, each with an id that no other has."""
+    return [{**request, protocol.REQUEST_ID: uuid4().hex} for request in requests]
+
+
+def _require_own(requests: Iterable[Mapping[str, Any]], completions: Iterable[protocol.Completion]) -> None:
+    """That each answer of a server of ours is the one of the ``_identified`` request in its place.
+
+    Prompt ids tell no two rows apart that have one prompt and images of one size. A stock server echoes nothing.
+
+    Raises:
+        ProtocolError: it names another request, or none.
+    """
+    for place, (request, completion) in enumerate(zip(requests, completions, strict=True)):
+        if completion.incarnation is not None and completion.request_id != request[protocol.REQUEST_ID]:
+            raise ProtocolError(
+                f"an answer must be of the request in its place, got request_id={completion.request_id} for "
+                f"{protocol.REQUEST_ID}={request[protocol.REQUEST_ID]} at place {place}"
+            )
