@@ -35,7 +35,10 @@ _SIGNALLED = 128
 _RESERVE_S = 60.0  # what a stage that has to be killed with all below it may take beyond its own deadline
 _LEAST_STAGE_S = 30.0  # torch and CUDA alone take seconds to start
 _NEEDED = ("psutil", "yaml")
-_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "QWENVL_BBOX_FORMAT": "new"}
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "QWENVL_BBOX_FORMAT": "new",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer is not among the wheels, and vLLM takes it for granted
+}  # fmt: skip
 _CHECKOUT = Path(__file__).parents[2]
 _NAMES = [stage.name for stage in STAGES]
 _OUTPUT = "gets JSON, page and logs (default runs/gpu-check); an earlier check there is replaced"

@@ -87,17 +87,25 @@ def collect_with_vllm(directory: Path, python_version: str = PYTHON_VERSION) -> 
     with tempfile.TemporaryDirectory() as scratch:
         _download((VLLM,), Path(scratch), python_version, most_bytes=None)
         (wheel,) = Path(scratch).glob("*.whl")
-        packed = repacked(wheel)
-    size = -(-len(packed) // _NUM_PIECES)
-    for index, folder in enumerate(folders[1:]):
-        folder.mkdir(exist_ok=True)
-        piece = folder / f"{wheel.stem}.zip.{index + 1}of{_NUM_PIECES}"
-        piece.write_bytes(packed[index * size : (index + 1) * size])
-        _require_small(folder)
+        write_pieces(wheel, folders[1:])
     return folders
 
 
-def repacked(wheel: Path) -> bytes:
+def write_pieces(wheel: Path, folders: Sequence[Path]) -> list[Path]:
+    """Repacks the wheel, cuts that in as many pieces, and returns them. Raises UserError: one is too large."""
+    packed = _repacked(wheel)
+    size = -(-len(packed) // len(folders))
+    pieces = [
+        folder / f"{wheel.stem}.zip.{number}of{len(folders)}" for number, folder in enumerate(folders, 1)
+    ]
+    for index, piece in enumerate(pieces):
+        piece.parent.mkdir(exist_ok=True)
+        piece.write_bytes(packed[index * size : (index + 1) * size])
+        _require_small(piece.parent)
+    return pieces
+
+
+def _repacked(wheel: Path) -> bytes:
     """The archive without what is ``LEFT_OUT``; ``left_out.txt`` in it names each file and the reason."""
     archive, left_out = io.BytesIO(), []
     with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as kept:

@@ -283,9 +283,9 @@ def test_a_learner_that_is_late_or_ends_badly_fails_the_stage(tmp_path: Path) ->
         (["--deadline-s", "1"], "--deadline-s must be in the range 90..3600, got deadline_s=1"),
         (
             ["--collect", "w", "--rehearse", "--deadline-s", "90"],
-            "only --python goes with --collect, got --rehearse, --deadline-s; leave it out",
+            "only --python and --vllm go with --collect, got --rehearse, --deadline-s; leave it out",
         ),
-        (["--python", "3.11"], "--python goes with --collect only, got --python; leave it out"),
+        (["--python", "3.11"], "this goes only with --collect, got --python; leave it out"),
         (["--wheels", "nowhere"], "--wheels must be a folder, got nowhere"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.gpu_check.real_shapes import QWEN25_VL_3B, QWEN25_VL_7B, WIDE_4_LAYERS, ModelShape, made_on
 from benchmarks.gpu_check.stage import Context, last_part, page
 from benchmarks.gpu_check.training import attention_options
-from benchmarks.gpu_check.wheels import PINNED, install_missing
+from benchmarks.gpu_check.wheels import PINNED, VLLM, VLLM_NEEDS, install_missing, write_pieces
 from benchmarks.tiny_model import build_model
 from swift_stage2.errors import UserError
 
@@ -114,26 +114,45 @@ def _wheel(folder: Path, name: str) -> None:
 
 
 def test_only_what_is_missing_is_installed(tmp_path: Path) -> None:
-    for name in ("stage2_no_such_package", "torch"):
-        _wheel(tmp_path, name)
+    earlier, later = tmp_path / "earlier", tmp_path / "later"  # two transfers
+    for folder, name in ((earlier, "stage2_no_such_package"), (later, "torch")):
+        folder.mkdir()
+        _wheel(folder, name)
     private = tmp_path / "private"
-    assert install_missing(tmp_path, private) == ["stage2_no_such_package"]
+    assert install_missing([earlier, later], private) == ["stage2_no_such_package"]
     assert (private / "stage2_no_such_package.py").exists()
     assert not (private / "torch.py").exists()
 
 
 def test_a_folder_without_wheels_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="make it with --collect"):
-        install_missing(tmp_path, tmp_path / "private")
+        install_missing([tmp_path], tmp_path / "private")
 
 
-def test_a_broken_wheel_is_told_in_pips_words(tmp_path: Path) -> None:
+def test_a_broken_wheel_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken-1.0-py3-none-any.whl").write_text("no zip")
-    with pytest.raises(UserError, match="wheels cannot be installed"):
-        install_missing(tmp_path, tmp_path / "private")
+    with pytest.raises(UserError, match="cannot be unpacked"):
+        install_missing([tmp_path], tmp_path / "private")
+
+
+def test_vllms_wheel_comes_back_from_its_pieces_without_what_is_left_out(tmp_path: Path) -> None:
+    wheel = tmp_path / "stage2_big-1.0-cp38-abi3-any.whl"
+    needed, left_out = "big/vllm_flash_attn/_vllm_fa3_C.abi3.so", "big/vllm_flash_attn/_vllm_fa2_C.abi3.so"
+    with zipfile.ZipFile(wheel, "w") as file:
+        for name in (needed, left_out, "big/__init__.py"):
+            file.writestr(name, name * 100)
+    pieces = write_pieces(wheel, [tmp_path / "part2", tmp_path / "part3"])
+    assert [piece.stat().st_size > 0 for piece in pieces] == [True, True]
+    with pytest.raises(UserError, match="needs 2 pieces"):
+        install_missing([tmp_path / "part3"], tmp_path / "private")
+    assert install_missing([tmp_path / "part3", tmp_path / "part2"], tmp_path / "private") == ["stage2_big"]
+    assert (tmp_path / "private" / needed).read_text() == needed * 100
+    assert not (tmp_path / "private" / left_out).exists()
+    assert left_out in (tmp_path / "private" / f"{wheel.stem}.left_out.txt").read_text()
 
 
 def test_every_package_is_pinned_once() -> None:
-    names = [pin.partition("==")[0] for pin in PINNED]
-    assert all("==" in pin for pin in PINNED)
+    pins = (*PINNED, *VLLM_NEEDS, VLLM)
+    names = [pin.partition("==")[0] for pin in pins]
+    assert all("==" in pin for pin in pins)
     assert len(set(names)) == len(names)
