@@ -122,7 +122,7 @@ def _train_for_rounds(
 
 
 _NUM_STEPS = 12
-_PARTS = {"start": "learner_loaded", "step": "first_step", "round": "first_round"}
+_PARTS = {"start": "learner_loaded", "round": "first_round", "step": "first_step"}
 """Kind of the audit's record with which the learner is at a part."""
 
 
@@ -310,11 +310,14 @@ def _account(context: Context, job: DemoJob) -> None:
     note("num_steps", summary.num_steps)
     note("num_b_steps", summary.num_b_run)
     note("num_rounds_proven", summary.num_rounds_committed)
+    note("proofs", _told(summary.proofs))
+    note("transports", _told(summary.transports))
     note("num_rollouts", summary.totals["rollouts_received"])
     if asking_ns := _records(job, 0, "metrics")[-1]["pipeline_ns"]["asking"]:
         note("rollouts_per_s_asked", summary.totals["rollouts_received"] * NANOSECONDS / asking_ns)
     if summary.round_seconds:
         note("round_median_s", statistics.median(summary.round_seconds))
+        note("round_longest_s", max(summary.round_seconds))
     for phase, seconds in summary.phase_seconds.items():
         note(f"{phase}_median_s", statistics.median(seconds))
     for name, spent in summary.activity[0].seconds.items():
@@ -333,6 +336,10 @@ def _account(context: Context, job: DemoJob) -> None:
             f"both channels must be trained and ranks agree, got b_steps={summary.num_b_run} "
             f"{dict(summary.skips)} disagreements={summary.num_disagreements} missing={summary.missing_ranks}"
         )
+
+
+def _told(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} by {name}" for name, count in counts.items())
 
 
 _NUM_SAMPLES = 4
