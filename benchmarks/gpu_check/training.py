@@ -180,7 +180,7 @@ def vllm_options(context: Context) -> dict[str, Any]:
 
 
 def attention_options() -> dict[str, str]:
-    """Engine arguments of a vLLM whose kernels of flash attention 2, large to bring, are left out; it does not see it."""
+    """Engine arguments of a vLLM whose kernels of flash attention 2 are left out, being large; it does not see that."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.submodule_search_locations
