@@ -37,7 +37,6 @@ from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, DemoJob, server_entry
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
-from swift_stage2.demo.tiny_template import TINY_VL, tiny_template
 from swift_stage2.errors import ConfigError
 from swift_stage2.launch.job import last_cause
 from swift_stage2.launch.process_tree import ProcessTree
@@ -348,7 +347,10 @@ _FLASH = "flash_attention_2"
 
 def isolation(context: Context) -> None:
     """Raises ``CheckFailed`` where sound packs are refused or leaking ones pass."""
+    # These import ms-swift, which takes seconds that the other stages here need not wait.
     from swift.model import get_model_processor
+
+    from swift_stage2.demo.tiny_template import TINY_VL, tiny_template
 
     weights = dict.fromkeys(TokenGroup, 1.0)
     task = DetectionTask(dialect=OBJECT_LIST, matching=MatchingConfig(), weights=weights)
