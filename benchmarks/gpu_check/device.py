@@ -52,7 +52,7 @@ def peak_gib(device: str) -> float:
 
 
 def used_gib(device: str) -> float:
-    """What all processes hold of the GPU now, GiB; 0 on the CPU."""
+    """GiB of the GPU that all processes hold now; 0 on the CPU."""
     if device == "cpu":
         return 0.0
     free, total = torch.cuda.mem_get_info(device)

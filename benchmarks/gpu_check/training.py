@@ -37,7 +37,6 @@ from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, DemoJob, server_entry
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
-from swift_stage2.demo.tiny_template import TINY_VL, tiny_template
 from swift_stage2.errors import ConfigError
 from swift_stage2.launch.job import last_cause
 from swift_stage2.launch.process_tree import ProcessTree
@@ -124,7 +123,7 @@ def _train_for_rounds(
 
 
 _NUM_STEPS = 12
-_PARTS = {"start": "learner_loaded", "step": "first_step", "round": "first_round"}
+_PARTS = {"start": "learner_loaded", "round": "first_round", "step": "first_step"}
 """Kind of the audit's record with which the learner is at a part."""
 
 
@@ -185,7 +184,7 @@ def vllm_options(context: Context) -> dict[str, Any]:
 
 
 def attention_options() -> dict[str, str]:
-    """What vLLM does not find out where its kernels of flash attention 2 are left out, which are large to bring."""
+    """Engine arguments of a vLLM whose kernels of flash attention 2 are left out, being large; it does not see that."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -327,11 +326,14 @@ def _account(context: Context, job: DemoJob) -> None:
     note("num_steps", summary.num_steps)
     note("num_b_steps", summary.num_b_run)
     note("num_rounds_proven", summary.num_rounds_committed)
+    note("proofs", _told(summary.proofs))
+    note("transports", _told(summary.transports))
     note("num_rollouts", summary.totals["rollouts_received"])
     if asking_ns := _records(job, 0, "metrics")[-1]["pipeline_ns"]["asking"]:
         note("rollouts_per_s_asked", summary.totals["rollouts_received"] * NANOSECONDS / asking_ns)
     if summary.round_seconds:
         note("round_median_s", statistics.median(summary.round_seconds))
+        note("round_longest_s", max(summary.round_seconds))
     for phase, seconds in summary.phase_seconds.items():
         note(f"{phase}_median_s", statistics.median(seconds))
     for name, spent in summary.activity[0].seconds.items():
@@ -352,13 +354,20 @@ def _account(context: Context, job: DemoJob) -> None:
         )
 
 
+def _told(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} by {name}" for name, count in counts.items())
+
+
 _NUM_SAMPLES = 4
 _FLASH = "flash_attention_2"
 
 
 def isolation(context: Context) -> None:
     """Raises ``CheckFailed`` where sound packs are refused or leaking ones pass."""
+    # These import ms-swift, which takes seconds that the other stages here need not wait.
     from swift.model import get_model_processor
+
+    from swift_stage2.demo.tiny_template import TINY_VL, tiny_template
 
     weights = dict.fromkeys(TokenGroup, 1.0)
     task = DetectionTask(dialect=OBJECT_LIST, matching=MatchingConfig(), weights=weights)
