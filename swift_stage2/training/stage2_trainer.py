@@ -225,7 +225,8 @@ class Stage2Trainer(EvaluatedTrainer):
         if not isinstance(model, PreTrainedModel) or self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        saved, found = type(model).from_pretrained(resume_from_checkpoint, output_loading_info=True)
+        load: Callable[..., Any] = type(model).from_pretrained
+        saved, found = load(resume_from_checkpoint, output_loading_info=True)
         if missing := sorted(found["missing_keys"]):
             raise ConfigError(
                 f"a checkpoint must have every weight of the model, got {resume_from_checkpoint} without {missing[0]} "
