@@ -1,8 +1,7 @@
 """``swift-stage2 bench kills``: kill -9 at random points of a two-rank run, resumed each time; what the ledgers prove.
 
-Every process of the run goes on in one directory, from the newest whole checkpoint; the first is killed behind one,
-because no run may begin over another. After every kill, and once the last process has stopped by itself, the ledgers of
-both ranks are replayed.
+Every process of the run goes on in one directory, from the newest whole checkpoint; the first is killed behind one.
+After every kill, and once the last process has stopped by itself, the ledgers of both ranks are replayed.
 """
 
 from __future__ import annotations

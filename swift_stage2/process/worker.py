@@ -55,7 +55,7 @@ def workers_heed_no_stop() -> Iterator[None]:
             start(process)
         process._popen.terminate = process._popen.kill
 
-    BaseProcess.start = start_unheeding  # type: ignore[method-assign]
+    BaseProcess.start = start_unheeding  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

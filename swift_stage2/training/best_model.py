@@ -8,14 +8,16 @@ The last one is of the final weights, after they have been saved, and chooses as
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 from swift.callbacks.early_stop import EarlyStopCallback
 from swift.trainers import Seq2SeqTrainer
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import SaveStrategy
 
+from swift_stage2.errors import ConfigError
 from swift_stage2.process.watches import hung_round_ends_process
 from swift_stage2.records import EvaluationRecord
 from swift_stage2.run import Stage2Run
@@ -28,7 +30,10 @@ _EVERY_SAVE = (SaveStrategy.STEPS, SaveStrategy.EPOCH)
 
 
 class EvaluatedTrainer(Seq2SeqTrainer):  # type: ignore[misc]
-    """ms-swift's trainer, whose best metric, checkpoint and early end evaluations on the servers may decide."""
+    """ms-swift's trainer, whose best metric, checkpoint and early end evaluations on the servers may decide.
+
+    It resumes from every weight of a checkpoint, or not at all.
+    """
 
     stage2: Stage2Run | None = None
     control: Any
@@ -40,6 +45,28 @@ class EvaluatedTrainer(Seq2SeqTrainer):  # type: ignore[misc]
     def show_pictures(self) -> PictureReports | None:
         """Gives pictures of evaluations to where this run reports to, beside TensorBoard; None: nowhere."""
         return PictureReports.of(self.callback_handler.callbacks)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """A whole model as transformers loads any: Hugging Face's trainer loads weights of the module's own names.
+
+        It passes over the rest without a word, and a checkpoint of Qwen2.5-VL has the first release's names alone
+        (transformers #43701).
+
+        Raises:
+            ConfigError: the checkpoint lacks weights.
+        """
+        model = self.model if model is None else model
+        if not isinstance(model, PreTrainedModel) or self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        load: Callable[..., Any] = type(model).from_pretrained
+        saved, found = load(resume_from_checkpoint, output_loading_info=True)
+        if missing := sorted(found["missing_keys"]):
+            raise ConfigError(
+                f"a checkpoint must have every weight of the model, got {resume_from_checkpoint} without {missing[0]} "
+                f"({len(missing)} in all); resume from another checkpoint"
+            )
+        model.load_state_dict(saved.state_dict())
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._take_ended()

@@ -14,7 +14,7 @@ from benchmarks.benches import BENCHES, GROUPS, ROWS
 from swift_stage2.cli import ended
 from swift_stage2.errors import ChildFailed, UserError
 
-FAULT_BENCHES = ("faults", "kills", "outage", "soak")
+FAULT_BENCHES = ("faults", "kills", "stops", "outage", "soak")
 MISTAKES = {
     "plan --ranks 1": "--ranks must be at least 2, got 1; write 2",
     "plan --ranks 2 0": "--ranks must be at least 2, got 0; write 2",
