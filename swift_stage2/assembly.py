@@ -147,8 +147,7 @@ def start_run(
                 check_parts, config, task, rows, usable, template, seed, control, telemetry, on_failure
             )
             with going_on("train", "checking rows, template and packing"):
-                parts = together(control, look)
-                parts = merge_lengths(config, parts, control, telemetry, packs_per_step)
+                parts = merge_lengths(config, together(control, look), control, telemetry, packs_per_step)
                 check_packing(parts, packed_loss, control)
             servers = wait_for_servers(config, control, telemetry.record_warning)  # which load meanwhile
             build = partial(
@@ -192,11 +191,9 @@ def start_run(
     start_record = partial(
         telemetry.record.write, RecordEntry.START, **process, config=settings, surroundings=found
     )
-    window = channel.prefetch.version_window
-    facts = {"version_window": window, "likeness": task.likeness}
+    facts = {"version_window": channel.prefetch.version_window, "likeness": task.likeness}
     start_ledger = partial(telemetry.ledger.write, Entry.START, **process, **facts)
-    watch = progress_watch(config, telemetry, channel_b)
-    begins = start_record, start_ledger, watch, starvation
+    begins = start_record, start_ledger, progress_watch(config, telemetry, channel_b), starvation
     return Stage2Run(learner, telemetry, control, channel_b, logging_steps, *begins)
 
 

@@ -75,7 +75,7 @@ STAGES = (
           proves="checksums and looks for NaN give on the GPU what they give on the CPU"),
     Stage("real-shapes", 60, f"{_HERE}.real_shapes:shapes", needs=("transformers",),
           proves="Qwen2.5-VL-3B and a 2-layer Qwen3-VL are made, saved and loaded at their real shapes"),
-    Stage("isolation", 40, f"{_HERE}.training:isolation", needs=_SWIFT,
+    Stage("isolation", 40, f"{_HERE}.isolation:isolation", needs=_SWIFT,
           proves="packed segments do not see each other, and an injected leak is seen"),
     Stage("streams", 30, f"{_HERE}.transfers:streams",
           proves="a late or never-ending transfer on a side stream neither stops training nor outlives its deadline"),

@@ -1,4 +1,4 @@
-"""Stages *isolation*, *learner-lora*, *learner-full*, *zero3*, *two-ranks*, *one-gpu-vllm*: learner beside our server.
+"""Stages *learner-lora*, *learner-full*, *zero3*, *two-ranks*, *one-gpu-vllm*: learner beside our server.
 
 On one device, started one by one beside the transformers engine, and by ``launch`` on vLLM. Weights of real widths with
 one rank; the demo's with two, over gloo, with CUDA tensors of one device in every hook.
@@ -7,42 +7,31 @@ one rank; the demo's with two, over gloo, with CUDA tensors of one device in eve
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import psutil
-import torch
 
 from benchmarks.faults.accounting import of_kind
 from benchmarks.gpu_check.device import free_memory, used_gib
 from benchmarks.gpu_check.real_shapes import WIDE_4_LAYERS, checkpoint
 from benchmarks.gpu_check.stage import CheckFailed, CheckSkipped, Context
 from benchmarks.servers import BenchServer, BenchServers, write_job
-from swift_stage2.channel_b.detection import DetectionTask
-from swift_stage2.channel_b.dialects import OBJECT_LIST
-from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder
-from swift_stage2.channel_b.sample_source import read_sample
-from swift_stage2.channel_b.targets import TokenGroup
-from swift_stage2.config import MatchingConfig, Mode, ServerEngine
+from swift_stage2.config import Mode, ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, DemoJob, server_entry
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
-from swift_stage2.errors import ConfigError
 from swift_stage2.launch.job import last_cause
 from swift_stage2.launch.process_tree import ProcessTree
-from swift_stage2.preflight.packing_isolation import check_isolation, isolation_batches
 from swift_stage2.process.ports import free_ports
-from swift_stage2.records import SampleKey
 from swift_stage2.telemetry.activity import NANOSECONDS
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.reading import read_audit
@@ -356,62 +345,3 @@ def _account(context: Context, job: DemoJob) -> None:
 
 def _told(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} by {name}" for name, count in counts.items())
-
-
-_NUM_SAMPLES = 4
-_FLASH = "flash_attention_2"
-
-
-def isolation(context: Context) -> None:
-    """Raises ``CheckFailed`` where sound packs are refused or leaking ones pass."""
-    # These import ms-swift, which takes seconds that the other stages here need not wait.
-    from swift.model import get_model_processor
-
-    from swift_stage2.demo.tiny_template import TINY_VL, tiny_template
-
-    weights = dict.fromkeys(TokenGroup, 1.0)
-    task = DetectionTask(dialect=OBJECT_LIST, matching=MatchingConfig(), weights=weights)
-    file = write_dataset(context.scratch / "isolation", SceneKind.SHAPES, _NUM_SAMPLES, Split.TRAIN, 0)
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    samples = [read_sample(rows, task, SampleKey(0, index, index)) for index in range(_NUM_SAMPLES)]
-    with_flash = not context.rehearsal and importlib.util.find_spec("flash_attn") is not None
-    if not with_flash:
-        context.note(_FLASH, "left out: no flash_attn, or a rehearsal")
-    for implementation in ("sdpa", *([_FLASH] if with_flash else [])):
-        model, processor = get_model_processor(
-            str(STAGE1), model_type=TINY_VL, torch_dtype=getattr(torch, context.dtype),
-            device_map=context.device, attn_impl=implementation,
-        )  # fmt: skip
-        model.train(False)
-        encoder = Encoder(tiny_template(model, processor), packing_length=512)
-        batches = isolation_batches(encoder, task, samples)
-        try:
-            check_isolation(batches, partial(_packed_loss, model, leaks=False))
-        except ConfigError as error:
-            raise CheckFailed(f"{implementation}: sound packs are refused: {error}") from error
-        try:
-            check_isolation(batches, partial(_packed_loss, model, leaks=True))
-        except ConfigError as error:
-            context.note(f"{implementation}_with_leak", str(error))
-        else:
-            raise CheckFailed(f"{implementation}: packs whose segments see each other pass the check")
-
-
-def _packed_loss(model: Any, batch: dict[str, Any], *, leaks: bool) -> float:
-    """Summed loss of one collated pack, in float32. ``leaks``: the attention takes the pack for one text."""
-    if leaks:  # without text positions and borders
-        batch = {
-            name: value for name, value in batch.items() if not name.startswith(("cu_seq", "max_length"))
-        }
-        batch["position_ids"] = batch["position_ids"][1:]
-    inputs = {
-        name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()
-    }
-    labels = inputs.pop("labels")
-    inputs.pop("loss_scale", None)
-    with torch.no_grad():
-        logits = model(**inputs, use_cache=False).logits[0, :-1].float()
-    loss = torch.nn.functional.cross_entropy(
-        logits, labels[0, 1:], ignore_index=IGNORED_LABEL, reduction="sum"
-    )
-    return float(loss)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -28,7 +26,6 @@ from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.process.watches import hung_round_ends_process
-from swift_stage2.process.worker import workers_heed_no_stop
 from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory import resume
 from swift_stage2.run_directory.checkpoints import whole_checkpoint
@@ -39,6 +36,7 @@ from swift_stage2.training.beside_labels import cut_beside_labels, loss_beside_l
 from swift_stage2.training.best_model import EvaluatedTrainer
 from swift_stage2.training.engine_canary import HALF_PRECISION_DTYPES, EngineCanary
 from swift_stage2.training.policy_loss import POLICY_SUMS, PolicyTerm, check_model
+from swift_stage2.training.stop_signals import StopSignals
 from swift_stage2.weights.transport import WrapTransport
 
 logger = logging.getLogger(__name__)
@@ -91,11 +89,7 @@ class Stage2Trainer(EvaluatedTrainer):
         self._resume_directory = resume_from_checkpoint or None
         role, directory = f"rank {self.args.process_index}", Path(self.args.output_dir)
         # Also where ms-swift has just made the directory: whoever follows the run sees there that it goes on.
-        with (
-            hold_run_directory(directory, role, os.environ, is_alone=True),
-            workers_heed_no_stop(),
-            _StopSignals(self),
-        ):
+        with hold_run_directory(directory, role, os.environ, is_alone=True), StopSignals(self._ask_to_stop):
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
@@ -220,6 +214,11 @@ class Stage2Trainer(EvaluatedTrainer):
         """As Hugging Face does it, whose rank 0 then writes what makes a checkpoint whole: not before all have this."""
         assert self.stage2 is not None
         self.stage2.together(partial(super()._save_rng_state, output_dir))
+
+    def _ask_to_stop(self) -> None:
+        if self.stage2 is None:
+            raise KeyboardInterrupt
+        self.stage2.learner.request_stop()
 
     def begin_stage2(self) -> None:
         """Builds and starts this rank's run, once model, optimizer and step are known."""
@@ -359,30 +358,6 @@ class _Stage2Callback(TrainerCallback):
         loss = (logs or {}).get("loss")  # evaluations and the end of training are logged without one
         if loss is not None and self._trainer.stage2 is not None:
             self._trainer.stage2.telemetry.record_loss(state.global_step, float(loss))
-
-
-class _StopSignals:
-    """Turns SIGTERM and SIGINT into a stop that all ranks agree on; a second SIGINT ends at once."""
-
-    def __init__(self, trainer: Stage2Trainer) -> None:
-        self._trainer = trainer
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._on_signal)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was set from C
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        if self._trainer.stage2 is None:
-            raise KeyboardInterrupt
-        self._trainer.stage2.learner.request_stop()
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, self._before[signal.SIGINT] or signal.default_int_handler)
 
 
 def _write_state(directory: Path, **state: Any) -> None:
