@@ -122,6 +122,21 @@ def test_no_hub_is_asked_whether_the_model_on_disk_is_the_latest(
 
 
 @pytest.mark.slow
+def test_no_counter_is_told_of_a_data_set_on_disk(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("swift: {no_such_key: 1}\nstage2_ab: {schedule: {b_ratio: 0}}\n")
+    told = python(
+        "from swift_stage2.config import load_config\n"
+        "from swift_stage2.training import sft\n"
+        f"try: sft.train(load_config({str(config)!r}))\n"
+        "except Exception as error: print(type(error).__name__)\n"
+        "import datasets\n"
+        "print(datasets.config.HF_UPDATE_DOWNLOAD_COUNTS)\n"
+    )
+    assert told.split()[-2:] == ["ConfigError", "False"]
+
+
+@pytest.mark.slow
 def test_a_plugin_that_sets_another_trainer_is_one_line(tmp_path: Path, rows_file: Path) -> None:
     plugin = tmp_path / "other.py"
     plugin.write_text(

@@ -56,6 +56,8 @@ def train(
         Stage2Error: anything else that ends the run, on every rank.
     """
     declare_operators()  # before ms-swift imports torchvision
+    # Before datasets is imported, which else tells a counter in the network of every file that it reads.
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     with going_on("train", "loading ms-swift"):
         from swift_stage2.preflight.channel_b_parts import make_task
         from swift_stage2.preflight.swift_parsing import check_arguments, check_load, parse_swift_arguments
