@@ -19,7 +19,7 @@ _DEFAULT_TIMEOUT_S = 1800.0  # Hugging Face's own default of ``ddp_timeout``
 # Buffers, by a part of their names. A list replaces DeepSpeed's own choice, the model's routing biases.
 _EXACT_BUFFERS = ("inv_freq", "e_score_correction_bias")
 
-# The operators that torchvision 0.28 refers to while it is imported; calling them still raises, as it should.
+# The operators that torchvision 0.26 or 0.28 refers to while it is imported; calling them still raises, as it should.
 _OPERATORS = ("nms", "qnms")
 _SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 # A library object undoes its declarations when it is collected.
