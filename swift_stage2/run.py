@@ -92,11 +92,15 @@ class Stage2Run:
         self.learner.start()
         self.watch.start()
 
-    def end_step(self, step: int, epoch: float | None, losses: Sequence[float]) -> None:
-        """Called on all ranks after optimizer step number ``step`` (from 1), with what each micro_step's loss was."""
+    def end_step(self, step: int, epoch: float | None, losses: Sequence[float]) -> dict[str, float]:
+        """Called on all ranks after optimizer step number ``step`` (from 1), with what each micro_step's loss was.
+
+        Returns the scalars of a logging step by tag, equal on every rank; of any other step none.
+        """
         self.learner.end_step(step - 1, [loss.hex() for loss in losses])
-        if step % max(1, self.logging_steps) == 0:
-            self.telemetry.merge_and_write(step, self.control.reduce_sum, epoch=epoch)
+        if step % max(1, self.logging_steps) != 0:
+            return {}
+        return self.telemetry.merge_and_write(step, self.control.reduce_sum, epoch=epoch)
 
     def end_epoch(self, epoch: float | None, num_read: int, num_batches: int) -> None:
         """Tells how much of an epoch's batches channel A trained; B steps read none of them."""

@@ -282,6 +282,16 @@ def test_a_server_that_cannot_resume_is_refused_where_it_must(
         wait_for_servers(config, SingleRank())
 
 
+@pytest.mark.parametrize("option", ["enable_multi_turn", "use_gym_env"])
+def test_a_server_that_takes_turns_is_refused(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer, option: str
+) -> None:
+    said = {"engine_type": "GRPOVllmEngine", "enable_multi_turn": False, "use_gym_env": False, option: True}
+    server.on_reset = lambda call: Answer(body=json.dumps(said).encode())
+    with pytest.raises(ConfigError, match=f"must answer in one turn, .*got {option} at {server.url}"):
+        wait_for_servers(configure(server.url), SingleRank())
+
+
 def test_a_stock_server_needs_vllm_beside_the_learner(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

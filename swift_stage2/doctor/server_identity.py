@@ -14,7 +14,7 @@ from typing import Any
 from swift_stage2.config import DecodingConfig, RolloutConfig
 from swift_stage2.doctor.examination import Outcome, failed, left_out, ok, warning
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault, cut_remedy
-from swift_stage2.preflight.servers import cannot_resume
+from swift_stage2.preflight.servers import cannot_resume, several_turns
 from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.protocol import INSTALLING_STATE, RefusalReason, ServerInfo, TensorSpec
 from swift_stage2.servers.session import Deadline, ServerSession
@@ -129,6 +129,8 @@ def _look_at_stock(
         # First: a merger's never waits for rollouts
         health = session.get(protocol.HEALTH, Deadline(_LOOK_TIMEOUT_S))
         size = ask_world_size(session, Deadline(rollout.request_timeout_s))
+        if refusal := several_turns(session, Deadline(rollout.request_timeout_s)):
+            return failed(*cut_remedy(refusal))
     except ServerFault as fault:
         if not fault.is_foreign:
             return _explain(fault, rollout, key)

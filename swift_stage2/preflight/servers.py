@@ -23,7 +23,7 @@ from swift_stage2.process.route import addresses_of
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.protocol import ServerInfo
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.servers.stock import ask_world_size
+from swift_stage2.servers.stock import ask_turns_option, ask_world_size
 from swift_stage2.terminal.progress import going_on
 
 if TYPE_CHECKING:
@@ -239,8 +239,10 @@ def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
                 info = session.info(deadline)
                 if info.stock:  # for the whole run, so one odd answer shall not decide it
                     info = session.info(deadline)
+                turns = ""
                 if info.is_swift_rollout:
                     ask_world_size(session, deadline)
+                    turns = several_turns(session, deadline)
             except ServerFault as fault:
                 if fault.refuses_key:
                     told["missing"] = str(fault)
@@ -256,7 +258,7 @@ def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
             else:
                 told |= {"answers": True, "ours": not info.stock, "can_abort": info.can_abort}
                 told |= {"chat_model": info.chat_model, "incarnation": info.incarnation}
-                told["refused"] = cannot_resume(config.rollout, base_url, info)
+                told["refused"] = turns or cannot_resume(config.rollout, base_url, info)
                 if info.stock and not told["refused"] and not vllm_is_installed():
                     told["refused"] = (
                         f"{base_url} is no server of ours and takes weights over vLLM's own group: vLLM must be "
@@ -270,6 +272,15 @@ def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
                     )
                 return told
             time.sleep(_POLL_S)
+
+
+def several_turns(session: ServerSession, deadline: Deadline) -> str:
+    """Why a run cannot have a server that takes turns; empty of one that does not. Raises ServerFault: no answer."""
+    option = ask_turns_option(session, deadline)
+    return option and (
+        f"a rollout server must answer in one turn, of several the last would be trained as if it were all, got "
+        f"{option} at {session.base_url}; start it without --multi_turn_scheduler and --use_gym_env"
+    )
 
 
 def cannot_resume(rollout: RolloutConfig, base_url: str, info: ServerInfo) -> str:

@@ -16,6 +16,7 @@ from swift_stage2.servers.call import ReplyT
 from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
 
 _MOST_WORKERS = 2**16
+_TURNS_OPTIONS = ("enable_multi_turn", "use_gym_env")
 
 
 def ask_world_size(session: ServerSession, deadline: Deadline) -> int:
@@ -59,6 +60,21 @@ def ask_sums_incarnation(session: ServerSession, deadline: Deadline) -> str | No
         ServerFault: no answer, or not such a one.
     """
     return _ask_if_known(session, protocol.WEIGHT_SUMS, protocol.parse_incarnation, deadline)
+
+
+def ask_turns_option(session: ServerSession, deadline: Deadline) -> str:
+    """The option by which ms-swift's server answers in several turns; empty where it answers in one.
+
+    Raises:
+        ServerFault: no answer.
+    """
+    try:
+        told = session.post(protocol.ENGINE_TYPE, {}, deadline)
+    except ServerFault as fault:
+        if fault.knows_no_such_call:
+            return ""
+        raise
+    return next((name for name in _TURNS_OPTIONS if isinstance(told, dict) and told.get(name)), "")
 
 
 def _ask_if_known(

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from swift.pipelines import SwiftSft
 from swift.trainers import TrainerFactory
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from swift_stage2.assembly import start_run as assemble_run
@@ -162,7 +163,18 @@ class Stage2Trainer(EvaluatedTrainer):
             if sums.isfinite().all():  # else the loss tells; as 0 they would make the gap look small
                 for name, amount in zip(POLICY_SUMS, sums.tolist(), strict=True):
                     self.stage2.telemetry.counters.add(name, max(0.0, amount))
-        self.stage2.end_step(self.state.global_step, self.state.epoch, losses)
+        scalars = self.stage2.end_step(self.state.global_step, self.state.epoch, losses)
+        if scalars:
+            self._report(scalars)
+
+    def _report(self, scalars: Mapping[str, float]) -> None:
+        """Gives whoever logs for the user what TensorBoard has, as W&B does; the screen has its own line."""
+        others: tuple[type, ...] = (ProgressCallback, PrinterCallback)
+        if self.stage2_config.telemetry.tensorboard:
+            others += (TensorBoardCallback,)  # has them by their own tags
+        for callback in self.callback_handler.callbacks:
+            if not isinstance(callback, others):
+                callback.on_log(self.args, self.state, self.control, logs=dict(scalars), model=self.model)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> Any:
         """As ms-swift builds it. On resume Hugging Face asks to skip as if B steps had read batches too."""

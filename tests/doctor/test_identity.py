@@ -111,6 +111,16 @@ def test_our_server_says_what_it_is(
     )
 
 
+def test_a_stock_server_that_takes_turns_fails(server: FakeRolloutServer) -> None:
+    server.on_get = stock
+    server.on_reset = answers({"enable_multi_turn": True})
+    with ServerSession(server.url) as session:
+        outcome = check_identity(session, RolloutConfig(request_timeout_s=5.0), KEY)
+    assert outcome.verdict is Verdict.FAILED
+    assert "enable_multi_turn" in outcome.found
+    assert "--multi_turn_scheduler" in outcome.fix
+
+
 def test_a_server_that_cannot_resume_fails_where_rollouts_shall_be_resumed(server: FakeRolloutServer) -> None:
     rollout = RolloutConfig(sync=SyncConfig(on_pending=OnPending.RESUME), request_timeout_s=5.0)
     ours = ServerInfo(False, incarnation="i", engine="vllm", model="/m", state="serving", can_abort=True)
