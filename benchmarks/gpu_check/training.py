@@ -156,10 +156,7 @@ def _vllm_entry(context: Context) -> dict[str, Any]:
     else:
         part = {"vllm_gpu_memory_utilization": 0.4, "vllm_engine_kwargs": attention_options()}
         args = {**vllm_options(context), **part}
-        environment = {"VLLM_NO_USAGE_STATS": 1}
-        if importlib.util.find_spec("flashinfer") is None:  # on Hopper vLLM imports it without asking
-            environment["VLLM_USE_FLASHINFER_SAMPLER"] = 0
-        entry = {"engine": ServerEngine.VLLM.value, "args": args, "env": environment}
+        entry = {"engine": ServerEngine.VLLM.value, "args": args, "env": {"VLLM_NO_USAGE_STATS": 1}}
     entry["args"]["vllm_limit_mm_per_prompt"] = {"image": 1, "video": 0}
     return entry
 
