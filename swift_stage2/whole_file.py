@@ -38,7 +38,9 @@ def whole_file(path: Path, *, errors: str = "strict", is_private: bool = False) 
     if path.exists() and not path.is_file():  # the move would put a file where /dev/null was
         raise FileExistsError(errno.EEXIST, "not a regular file, which is never replaced", str(path))
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    partial.touch(0o600 if is_private else 0o666, exist_ok=False)  # what cannot be begun leaves nothing to remove
+    partial.touch(
+        0o600 if is_private else 0o666, exist_ok=False
+    )  # what cannot be begun leaves nothing to remove
     file = partial.open("w", encoding="utf-8", errors=errors)
     try:
         with file:

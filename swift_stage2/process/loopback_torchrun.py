@@ -9,7 +9,7 @@ import socket
 import sys
 from uuid import uuid4
 
-from torch.distributed import TCPStore, run
+from torch.distributed import TCPStore, run  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
