@@ -20,24 +20,28 @@ MOST_BYTES = 256 * 2**20
 """Of what is held at once: a whole file, or one line of a longer one."""
 
 
-def write_whole(path: Path, text: str, *, errors: str = "strict") -> None:
+def write_whole(path: Path, text: str, *, errors: str = "strict", is_private: bool = False) -> None:
     """Writes ``text`` to ``path`` as ``whole_file`` does. Raises OSError as it does."""
-    with whole_file(path, errors=errors) as file:
+    with whole_file(path, errors=errors, is_private=is_private) as file:
         file.write(text)
 
 
 @contextmanager
-def whole_file(path: Path, *, errors: str = "strict") -> Iterator[TextIO]:
+def whole_file(path: Path, *, errors: str = "strict", is_private: bool = False) -> Iterator[TextIO]:
     """A file to write to that takes ``path``'s place in one move when the block ends well.
 
-    Readers see the old file or the new one, and nothing is left beside it. A link is followed. Raises:
+    Readers see the old file or the new one, and nothing is left beside it. A link is followed. With ``is_private`` no
+    other user reads it, as the audit: it holds rows or answers. Raises:
         OSError: it cannot be written, or is a device or a pipe; what was there before is untouched.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():  # the move would put a file where /dev/null was
         raise FileExistsError(errno.EEXIST, "not a regular file, which is never replaced", str(path))
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    file = partial.open("x", encoding="utf-8", errors=errors)  # what cannot be begun leaves nothing to remove
+    partial.touch(
+        0o600 if is_private else 0o666, exist_ok=False
+    )  # what cannot be begun leaves nothing to remove
+    file = partial.open("w", encoding="utf-8", errors=errors)
     try:
         with file:
             yield file

@@ -74,7 +74,7 @@ def our_server(host: Host, log: Path, *options: str) -> contextlib.AbstractConte
     """On the transformers engine."""
     words = [
         "-m", "swift_stage2", "rollout", str(MODEL), "--model-type", "stage2_tiny_vl",
-        "--external-plugins", str(TEMPLATE), "--host", host.address, "--port", str(HTTP_PORT),
+        "--external-plugins", str(TEMPLATE), "--host", host.address, "--insecure", "--port", str(HTTP_PORT),
         "--torch-dtype", "float32", "--num-threads", "1", *options,
     ]  # fmt: skip
     return running_server(host, log, words, "serving ")

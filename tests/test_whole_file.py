@@ -14,6 +14,10 @@ import pytest
 
 import swift_stage2
 from benchmarks.faults.small_disk import SmallDisk
+from swift_stage2.evaluate.predictions import write_predictions
+from swift_stage2.launch.plan import Command
+from swift_stage2.launch.process_tree import ProcessTree
+from swift_stage2.pages.page import write_page
 from swift_stage2.whole_file import write_whole
 
 
@@ -101,3 +105,20 @@ def test_no_pipe_or_device_is_replaced_and_a_link_is_followed(tmp_path: Path) ->
     write_whole(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_text() == "new"
+
+
+def test_what_holds_rows_or_answers_is_as_private_as_the_audit(tmp_path: Path) -> None:
+    log = tmp_path / "learner.log"
+    before = os.umask(0o022)
+    try:
+        write_page(tmp_path / "report.html", "")
+        write_predictions(tmp_path / "predictions.jsonl", [])
+        tree = ProcessTree(Command("a", ("true",), os.environ, 1.0), log)
+        write_whole(tmp_path / "open.json", "")
+    finally:
+        os.umask(before)
+    tree.ask_to_end()
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes.pop("open.json") == 0o644
+    assert set(modes.values()) == {0o600}
+    assert len(modes) == 3

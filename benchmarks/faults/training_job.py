@@ -36,7 +36,7 @@ _STOP_DEADLINE_S = 120.0
 _WATCH_EVERY_S = 2.0
 Ports = Sequence[tuple[int, int]]
 """Those that the learner is told, by server: of HTTP and of the weight group."""
-_TORCHRUN = "torch.distributed.run"
+_TORCHRUN = "swift_stage2.process.loopback_torchrun"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

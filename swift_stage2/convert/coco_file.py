@@ -162,7 +162,7 @@ class CocoFile:
         if not label:
             raise DatasetError(f"every category needs a name, got {str(category)[:80]!r}; mend it")
         if label != name:
-            self._tally.tell(Oddity.RESPELT, name)
+            self._tally.tell(Oddity.RESPELT, f"{name} → {label}")
 
     def labels(self) -> Sequence[str]:
         return list(dict.fromkeys(self._labels.values()))

@@ -71,19 +71,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         style = replace(style, labels=source.labels())
     try:
         written = _write(
-            source, style, ImagePlacer(options.images, DrawnOn(options.boxes_on), tally), options, outputs
+            source,
+            style,
+            # Absolute, so that rows are right wherever they are read from.
+            ImagePlacer(options.images.absolute(), DrawnOn(options.boxes_on or DrawnOn.STORED), tally),
+            options,
+            outputs,
         )
     except OSError as error:
         raise UserError(f"--output must be a file that can be written, got {error}; name another") from error
     with needs_stdout("an import's summary"):
         SafeConsole(soft_wrap=True).print(tally.summary(written))
         if num_rotated := tally.counts[Oddity.ROTATED]:
-            misfit = ", where their boxes do not fit yet" if options.boxes_on == DrawnOn.UPRIGHT else ""
-            say(
-                f"pictures with an EXIF rotation: {num_rotated}; what is stored is trained{misfit}. Write upright "
-                f"ones, for each file: swift-stage2 data check {options.output} --apply-exif {options.boxes_on} "
-                "--output NEW.jsonl"
-            )
+            if options.boxes_on == DrawnOn.STORED:
+                say(
+                    f"pictures with an EXIF rotation: {num_rotated}; they are trained as stored, and so boxes fit"
+                )
+            else:
+                say(
+                    f"pictures with an EXIF rotation: {num_rotated}; boxes fit the upright picture, but the stored one "
+                    "is trained: write upright pictures before training, for each file: swift-stage2 data check "
+                    f"{options.output} --apply-exif upright --output NEW.jsonl"
+                )
         say(f"check it with: swift-stage2 data check {' '.join(map(str, outputs))}")
     return 0
 
@@ -146,6 +155,14 @@ def _write(
         if tally.num_annotations and not num_objects.total():
             raise DatasetError(
                 f"SOURCE must give objects, got none of {tally.num_annotations:,}: {found}; mend what is named"
+            )
+        if tally.counts[Oddity.ROTATED] and options.boxes_on is None:
+            raise UserError(
+                "pictures with an EXIF rotation need --boxes-on, got none and "
+                f"{tally.counts[Oddity.ROTATED]} of them (first {tally.first[Oddity.ROTATED]}; annotated with the "
+                f"upright size: {tally.counts[Oddity.UPRIGHT]}); write --boxes-on upright if boxes were drawn in a "
+                "program that shows pictures upright, as most do, or --boxes-on stored if on the pixels as they lie "
+                "in the file"
             )
         if empty := [path for path in outputs if not num_rows[path]]:
             raise UserError(
@@ -258,9 +275,8 @@ def _add_options(parser: argparse.ArgumentParser, images_help: str) -> None:
     add(
         "--boxes-on",
         choices=[str(drawn_on) for drawn_on in DrawnOn],
-        default=str(DrawnOn.STORED),
-        help="where a picture carries an EXIF rotation: whether boxes were drawn on it as its pixels are stored "
-        "(default), or upright, as viewers show it",
+        help="asked for where a picture carries an EXIF rotation: whether boxes were drawn on it upright, as most "
+        "annotation tools and all viewers show it, or on its pixels as they are stored",
     )
     add("--force", action="store_true", help="replace TRAIN.jsonl if it exists")
 

@@ -32,7 +32,10 @@ class Oddity(Enum):
     TOO_MANY = ("image with more objects than --max-objects", "left out")
     UNASKED = ("image that no question is asked about", "left out; --negatives asks")
     ROTATED = ("EXIF rotation", "kept; see below")
-    UPRIGHT = ("annotated with the size of the turned picture", "kept; say --boxes-on upright")
+    UPRIGHT = (
+        "annotated with the size of the upright picture, not of the stored one",
+        "kept; see --boxes-on",
+    )
     SIZE = ("annotated with another size than the picture's", "kept; boxes are taken as its pixels")
     CROWD = ("crowd (iscrowd)", "dropped")
     DIFFICULT = ("difficult object", "kept; --skip-difficult drops it")
@@ -49,7 +52,7 @@ class Oddity(Enum):
     OUTSIDE = ("box outside of the image", "dropped")
     FLAT = ("box without an area", "dropped")
     FROM_ZERO = ("coordinate 0 where the first pixel is 1", "clipped; say --first-pixel 0")
-    RESPELT = ("label that an answer cannot hold as it stands", "spelt differently")
+    RESPELT = ("label with what an answer cannot hold (double quote, backslash, mark)", "respelt, as shown")
 
     def __init__(self, found: str, done: str) -> None:
         self.found, self.done = found, done

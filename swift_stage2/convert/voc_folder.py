@@ -69,7 +69,7 @@ class VocFolder:
         self._tally.num_annotations += 1
         written = (thing.findtext("name") or "").strip()
         if (label := spell_label(written)) != written:
-            self._tally.tell(Oddity.RESPELT, written)
+            self._tally.tell(Oddity.RESPELT, f"{written} → {label}")
         box = self._box(thing, file) if label else None
         is_difficult = (thing.findtext("difficult") or "0").strip() not in ("0", "")
         if box is None:

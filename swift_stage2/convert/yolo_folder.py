@@ -161,5 +161,5 @@ def _read_classes(file: Path, tally: Tally) -> tuple[Mapping[str, str], bool]:
         raise DatasetError(f"a file of classes must name every class, got names={names} in {file}; mend it")
     for number, name in pairs.items():
         if classes[str(number)] != str(name).strip():
-            tally.tell(Oddity.RESPELT, name)
+            tally.tell(Oddity.RESPELT, f"{name} → {classes[str(number)]}")
     return classes, "kpt_shape" in content

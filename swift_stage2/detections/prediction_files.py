@@ -190,7 +190,7 @@ def write_file(path: Path, text: str) -> None:
     """Puts a file in its place whole, its folder too. Raises UserError: it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
+        write_whole(path, text, is_private=True)
     except OSError as error:
         raise UserError(
             f"{path} must be a file that can be written: {error.strerror}; name another folder with --output"

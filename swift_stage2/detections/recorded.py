@@ -259,7 +259,7 @@ class EvaluationKeeper:
         self._directory.mkdir(parents=True, exist_ok=True)
         name = f"step{evaluation.due_step:06d}.v{evaluation.version:06d}.jsonl"
         lines = (as_line(replace(row, drawing=None), evaluation) + "\n" for row in rows)
-        write_whole(self._directory / name, "".join(lines))
+        write_whole(self._directory / name, "".join(lines), is_private=True)
 
 
 def evaluations_directory(run_dir: Path) -> Path:

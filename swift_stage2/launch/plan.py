@@ -30,6 +30,7 @@ _FOREIGN = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("NPROC_PER_NODE", "NNODES", "NODE_RANK"),
 )
+_FLAGS = ("insecure", "trust-remote-code")  # options of `rollout` without a value
 _RUN_ID = "stage2"
 _MERGER_GRACE_S = 10.0
 _LEAST_MERGED_BATCH = 64
@@ -243,7 +244,10 @@ def _server_arguments(
     config: Stage2Config, process: ServerProcess, model: str, address: ServerConfig, port: int
 ) -> list[str]:
     place = ["--host", address.host, "--port", str(port)]
-    options = as_argv(process.args)
+    is_ours = process.engine is not ServerEngine.SWIFT
+    flags = [name for name in _FLAGS if is_ours and process.args.get(name) is True]
+    options = [f"--{name}" for name in flags]
+    options += as_argv({name: value for name, value in process.args.items() if name not in flags})
     key = ["--api-key-env", config.rollout.api_key_env]
     if address.group_bind:
         key += ["--group-bind", address.group_bind]  # the learner names it to a stock server
@@ -283,15 +287,15 @@ def _plan_learner(
             f"nproc_per_node={num_ranks} devices={list(process.devices)}"
         )
     nodes = (
-        ["--standalone"]
+        ()
         if process.rdzv_endpoint is None
-        else [
+        else (
             f"--nnodes={process.nnodes}",
             f"--node-rank={node_rank}",
             "--rdzv-backend=static",  # by rank: no host needs to recognise its own name in the endpoint
             f"--rdzv-endpoint={process.rdzv_endpoint}",
             f"--rdzv-id={_RUN_ID}",
-        ]
+        )
     )
     return torchrun_command(
         name,
@@ -313,10 +317,11 @@ def torchrun_command(
     num_ranks: int,
     shutdown_timeout_s: int,
     environment: Mapping[str, str],
-    nodes: Sequence[str] = ("--standalone",),
+    nodes: Sequence[str] = (),
 ) -> Command:
-    """``swift-stage2 WORDS`` in every rank of one machine; ``nodes`` are torchrun's options about others."""
-    torchrun = ["-m", "torch.distributed.run", *nodes, f"--nproc-per-node={num_ranks}"]
+    """``swift-stage2 WORDS`` in every rank of one machine; ``nodes`` are torchrun's options about others, if any."""
+    program = "torch.distributed.run" if nodes else "swift_stage2.process.loopback_torchrun"
+    torchrun = ["-m", program, *nodes, f"--nproc-per-node={num_ranks}"]
     return Command(
         name=name,
         argv=(sys.executable, "-u", *torchrun, "-m", "swift_stage2", *words),

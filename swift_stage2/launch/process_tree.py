@@ -32,6 +32,11 @@ class Command:
     grace_s: float
 
 
+def _private(path: str, flags: int) -> int:
+    """A log may quote rows and answers, and is as private as the audit."""
+    return os.open(path, flags, 0o600)
+
+
 class ProcessTree:
     """A running command under a warden in a session of its own. Output goes to a file, not to a pipe:
     the command must be able to write its last words when the launcher is gone."""
@@ -43,7 +48,7 @@ class ProcessTree:
         read_end, self._control = os.pipe2(os.O_CLOEXEC)
         warden = [sys.executable, "-m", "swift_stage2.launch.warden", f"--control-fd={read_end}"]
         try:
-            with log_path.open("ab") as log:
+            with open(log_path, "ab", opener=_private) as log:
                 self.log_offset = log.tell()  # before it, earlier processes wrote
                 self._warden = subprocess.Popen(
                     [*warden, f"--grace-s={command.grace_s}", "--", *command.argv],

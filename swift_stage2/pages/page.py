@@ -58,7 +58,7 @@ def write_page(path: Path, text: str) -> None:
         UserError: the file cannot be written.
     """
     try:
-        write_whole(path, text, errors="replace")
+        write_whole(path, text, errors="replace", is_private=True)
     except OSError as error:
         raise UserError(
             f"the page cannot be written, got output={path}: {error.strerror}; name another file with --output"

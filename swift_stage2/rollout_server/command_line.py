@@ -63,6 +63,7 @@ class ServerCommand:
     group_bind: str | None = None  # address for weights; None is ``host``
     weights_root: Path | None = None  # directory to read weights from
     limits: RequestLimits = field(default_factory=RequestLimits)
+    is_insecure: bool = False  # whether it serves without a key where others reach it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,11 +98,13 @@ def serve(command: ServerCommand) -> int:
     Raises:
         UserError: the address is taken or not this machine's.
     """
-    from swift_stage2.servers.http_app import bind, configure_logging, warn_when_open
+    from swift_stage2.servers.http_app import bind, configure_logging, refuse_open, warn_when_open
 
     # Now: who connects must not wait for imports
     importlib.import_module("swift_stage2.rollout_server.routes")
     with bind(command.host, command.port) as listener:
+        if not command.is_insecure:
+            refuse_open(listener, command.api_key)
         configure_logging()
         warn_when_open(command.host, command.api_key)
         with ServerChildren() if command.has_children else nullcontext():
@@ -328,6 +331,8 @@ def _parser(program: str, description: str) -> CommandParser:
     )
     parser.add_argument("--api-key-env", "--api_key_env", type=variable_option,
                         default="SWIFT_ROLLOUT_API_KEY", metavar="NAME")  # fmt: skip
+    parser.add_argument("--insecure", action="store_true", help="serve without a key where others reach the "
+                        "port: whoever does can replace the weights; off: refused")  # fmt: skip
     parser.add_argument("--trust-remote-code", action="store_true",
                         help="run Python that the checkpoint brings; off: such a checkpoint is refused")  # fmt: skip
     add_limits(parser)
@@ -364,6 +369,7 @@ def _command(
         has_children=has_children,
         start_engine=start_engine,
         limits=read_limits(options),
+        is_insecure=options.insecure,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -45,6 +46,7 @@ from swift.template.utils import StopWordsCriteria  # noqa: E402
 from swift.template.vision_utils import rescale_image  # noqa: E402
 from swift.utils import import_external_file, to_device  # noqa: E402
 
+_log = logging.getLogger(__name__)
 __all__ = ["EncodedRow", "GeneratedRow", "SwiftGenerator", "import_external_file"]
 
 
@@ -358,9 +360,11 @@ def _only_pictures(image: Any, load_images: bool) -> Image.Image:
 def refuse_foreign_code() -> None:
     """From now on, a checkpoint that wants to run code of its own raises UserError in this process.
 
-    Called before a model is loaded. ms-swift names ``trust_remote_code=True`` in many places; whatever they say,
-    transformers loads such code here.
+    Called before a model is loaded. ms-swift names ``trust_remote_code=True`` in many places, and warns of it in its
+    log, where it would not be true; whatever they say, transformers loads such code here.
     """
+    logging.getLogger("swift").addFilter(lambda record: "trust_remote_code=True" not in record.getMessage())
+    _log.info("Python that the checkpoint brings is refused; --trust-remote-code would run it")
     dynamic_module_utils.get_class_in_module = _refuse
     dynamic_module_utils.get_cached_module_file = _refuse
 

@@ -299,6 +299,15 @@ def configure_logging() -> None:
         logger.propagate = False
 
 
+def refuse_open(listener: socket.socket, api_key: str | None) -> None:
+    """Raises UserError: others than this machine can reach ``listener``, and no key is wanted."""
+    if api_key is None and not is_loopback(host := listener.getsockname()[0]):
+        raise UserError(
+            "whoever reaches a server without a key can replace its weights, got one that listens on "
+            f"{host}; set the variable named by --api-key-env, listen on 127.0.0.1, or add --insecure"
+        )
+
+
 def warn_when_open(host: str, api_key: str | None) -> None:
     """Logs a warning when others than this machine can reach ``host`` and no key is wanted."""
     if api_key is None and not is_loopback(host):

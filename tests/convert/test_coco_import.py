@@ -157,16 +157,38 @@ def test_labels_that_an_answer_cannot_hold_are_respelt(
     assert found.counts() == {Oddity.RESPELT.found: 4}
 
 
-def test_a_turned_picture_is_taken_as_it_is_stored_and_the_next_command_is_told(
+def test_a_turned_picture_is_taken_as_it_is_stored_where_that_is_said(
     tmp_path: Path, run_import: Importer
 ) -> None:
     draw(tmp_path / "images" / "a.jpg", orientation=6)
     upright = {"width": SIZE[1], "height": SIZE[0]}
     source = write_coco(tmp_path, [annotation(1, bbox=[1, 2, 10, 60])], [picture_of(1, "a.jpg", **upright)])
-    found = run_import("coco", source, advice={Rule.ROTATED: 1})
+    found = run_import("coco", source, "--boxes-on", "stored", advice={Rule.ROTATED: 1})
     assert found.of("a.jpg") == [("cat", [1, 2, 11, 48])]
     assert found.counts() == {Oddity.ROTATED.found: 1, Oddity.UPRIGHT.found: 1, Oddity.CLIPPED.found: 1}
-    assert f"data check {found.path} --apply-exif stored" in " ".join(found.told.split("\n"))
+    assert "they are trained as stored, and so boxes fit" in found.told
+
+
+def test_a_turned_picture_is_asked_about(tmp_path: Path) -> None:
+    draw(tmp_path / "images" / "a.jpg", orientation=6)
+    source = write_coco(tmp_path, [annotation(1)], [picture_of(1, "a.jpg")])
+    rows = tmp_path / "rows.jsonl"
+    with pytest.raises(UserError, match=r"write --boxes-on upright if .* or --boxes-on stored if"):
+        import_command.main(
+            ["coco", str(source), "--images", str(tmp_path / "images"), "--output", str(rows)]
+        )
+    assert not rows.exists()
+
+
+def test_rows_can_be_read_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_coco(tmp_path, [annotation(1)], categories=[{"id": 3, "name": 'a 5" cat'}])
+    monkeypatch.chdir(tmp_path)
+    assert import_command.main(["coco", source.name, "--images", "images", "--output", "rows.jsonl"]) == 0
+    assert """a 5" cat → a 5' cat""" in capsys.readouterr().out
+    monkeypatch.chdir("/")
+    assert command.main(["check", str(tmp_path / "rows.jsonl")]) == 0
 
 
 def test_boxes_drawn_upright_pass_the_check_once_the_picture_is_turned(
@@ -180,7 +202,7 @@ def test_boxes_drawn_upright_pass_the_check_once_the_picture_is_turned(
     import_command.main(["coco", str(source), *options])
     told = capsys.readouterr().out
     assert (
-        "pictures with an EXIF rotation: 1; what is stored is trained, where their boxes do not fit yet."
+        "pictures with an EXIF rotation: 1; boxes fit the upright picture, but the stored one is trained"
         in told
     )
     assert "--apply-exif upright" in told

@@ -144,7 +144,9 @@ def check(rows: list[Row], folder: Path, run_import: Importer, seed: int) -> Cou
     categories = [{"id": key, "name": label} for label, key in writer.labels.items()]
     source = write_coco(folder, writer.annotations, writer.images, categories)
     rotated = writer.counts[Oddity.ROTATED]
-    found = run_import("coco", source, advice={Rule.ROTATED: rotated} if rotated else {})
+    found = run_import(
+        "coco", source, "--boxes-on", "stored", advice={Rule.ROTATED: rotated} if rotated else {}
+    )
     assert found.counts() == {oddity.found: count for oddity, count in writer.counts.items() if count}
     assert {name: sorted(found.of(name)) for name in found.names} == writer.objects
     return writer.counts

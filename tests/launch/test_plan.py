@@ -38,7 +38,7 @@ def servers(*entries: dict[str, Any]) -> dict[str, Any]:
 def test_the_learner_is_torchrun_with_our_grace() -> None:
     plan = plan_launch(config(launch=servers({"devices": [2]})), Path("/c/run.yaml"), OUTER)
     argv = plan.learner.argv
-    assert argv[:4] == (sys.executable, "-u", "-m", "torch.distributed.run")
+    assert argv[:4] == (sys.executable, "-u", "-m", "swift_stage2.process.loopback_torchrun")
     assert "--nproc-per-node=2" in argv
     assert plan.learner.environment["PET_SHUTDOWN_TIMEOUT"] == "77"
     assert argv[-4:] == ("-m", "swift_stage2", "train", "/c/run.yaml")
@@ -138,11 +138,11 @@ def test_the_stock_server_gets_model_place_and_options_and_never_the_token(
 
 def test_our_server_gets_the_name_of_the_token_and_never_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", "hush")
-    entry = {"engine": "transformers", "model": "other", "args": {"max-batch-size": 8}}
+    entry = {"engine": "transformers", "model": "other", "args": {"max-batch-size": 8, "insecure": True}}
     argv = plan_launch(config(launch=servers(entry)), Path("run.yaml"), OUTER).servers[0].command.argv
     assert argv[2:] == (
         "-m", "swift_stage2", "rollout", "--engine", "transformers", "other", "--host", "127.0.0.1", "--port", "8000",
-        "--api-key-env", "SWIFT_ROLLOUT_API_KEY", "--max-batch-size", "8",
+        "--api-key-env", "SWIFT_ROLLOUT_API_KEY", "--insecure", "--max-batch-size", "8",
     )  # fmt: skip
 
 
@@ -265,7 +265,7 @@ def test_one_file_gives_every_host_of_the_learner_its_ranks() -> None:
             "--nnodes=2", f"--node-rank={rank}", "--rdzv-backend=static", "--rdzv-endpoint=learner-0:29400",
             "--nproc-per-node=8",
         } < set(plan.learner.argv)  # fmt: skip
-        assert "--standalone" not in plan.learner.argv
+        assert plan.learner.argv[3] == "torch.distributed.run"
         assert plan.learner.name == f"learner.node{rank}"
         assert plan.exit_status_file.name == f"learner.node{rank}.exit_status"
     rendezvous = {"MASTER_ADDR": "learner-0", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "stage2"}

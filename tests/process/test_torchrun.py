@@ -120,7 +120,7 @@ if not os.fork():
 def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path, manner: str) -> None:
     script = tmp_path / "rank.py"
     script.write_text(_RANK)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    command = ["-m", "swift_stage2.process.loopback_torchrun", "--nproc-per-node=2", str(script)]
     torchrun = subprocess.Popen([sys.executable, *command, str(tmp_path), manner], start_new_session=True)
     end, pause = time.monotonic() + _DEADLINE_S, threading.Event()
     ranks: list[psutil.Process] = []
@@ -139,6 +139,23 @@ def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path, manner: str) 
         for process in (psutil.Process(torchrun.pid), *ranks) if torchrun.poll() is None else ranks:
             if process.is_running():
                 process.send_signal(signal.SIGKILL)
+
+
+def test_a_torchrun_of_one_machine_listens_on_loopback_alone(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, psutil, torch.distributed as distributed\n"
+        "distributed.init_process_group('gloo')\n"
+        "if distributed.get_rank() == 0:\n"
+        "    found = psutil.Process(os.getppid()).net_connections('tcp')\n"
+        "    print(*[each.laddr.ip for each in found if each.status == 'LISTEN'])\n"
+        "distributed.barrier()\n"
+    )
+    command = ["-m", "swift_stage2.process.loopback_torchrun", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=_DEADLINE_S, check=True
+    )
+    assert done.stdout.split() == ["127.0.0.1"]
 
 
 def test_a_rank_knows_its_agent_before_anything_slow_is_imported() -> None:

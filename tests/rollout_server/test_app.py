@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from stopped_process import stop_process
 from swift_stage2 import demo
 from swift_stage2.cli import main
 from swift_stage2.errors import UserError
+from swift_stage2.rollout_server.command_line import parse_command
 from swift_stage2.rollout_server.routes import RolloutService, create_app
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.servers import protocol as rollout_protocol
-from swift_stage2.servers.http_app import HttpServer, bind, warn_when_open
+from swift_stage2.servers.http_app import HttpServer, bind, refuse_open, warn_when_open
 from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.tensors import num_bytes
 
@@ -63,6 +64,19 @@ def test_a_missing_model_or_plugin_is_one_line_and_status_2(
         error = capsys.readouterr().err
         assert str(tmp_path) in error
         assert error.count("\n") == 1
+
+
+def test_a_listener_that_others_reach_without_a_key_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for host, key, refused in [("0.0.0.0", None, True), ("0.0.0.0", KEY, False), ("127.0.0.1", None, False)]:
+        with bind(host, 0) as listener, pytest.raises(UserError) if refused else nullcontext():
+            refuse_open(listener, key)
+    monkeypatch.delenv("SWIFT_ROLLOUT_API_KEY", raising=False)
+    assert main(["rollout", str(MODEL), "--host", "0.0.0.0", "--port", "0"]) == 2
+    assert "--insecure" in capsys.readouterr().err
+    command = parse_command([str(MODEL), "--insecure", "--trust-remote-code"])
+    assert command.is_insecure
 
 
 def test_a_listener_that_others_reach_without_a_key_is_warned_about(

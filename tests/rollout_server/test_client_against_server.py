@@ -80,17 +80,21 @@ def test_an_image_that_cannot_be_read_is_quarantined_alone(server: RunningServer
 
 
 @pytest.mark.parametrize(
-    "content", [hollow_png(9000, 9000), b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"]
+    ("content", "why"),
+    [
+        (hollow_png(9000, 9000), "got 81.0"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "an image must"),
+    ],
 )
 def test_an_image_that_the_server_refuses_is_quarantined_with_its_reason_and_not_asked_for_ever(
-    server: RunningServer, proof: RoundProof, content: bytes
+    server: RunningServer, proof: RoundProof, content: bytes, why: str
 ) -> None:
     refused = image_request() | {"images": [base64.b64encode(content).decode()]}
     with make_client(server, proof, canary=text_request()) as client:
         outcome = ask(client, [image_request(40), refused, image_request(200)])
     ((sample, reason),) = outcome.quarantined
     assert sample.key.position == 1
-    assert "an image must" in reason
+    assert why in reason
     assert "\n" not in reason
     assert (len(outcome.rollouts), outcome.num_posts, client.suspects) == (2, 3, {})
 

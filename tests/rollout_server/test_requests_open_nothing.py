@@ -192,3 +192,4 @@ def test_a_checkpoint_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
     assert not mark.exists()
     assert "--trust-remote-code" in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr
+    assert "trust_remote_code=True" not in ended.stdout + ended.stderr, "what ms-swift says, and is not so"
