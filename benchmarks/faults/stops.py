@@ -131,6 +131,7 @@ class _Job:
         changes = {"stage2_ab": {"channel_b": {"prefetch": prefetch, "packing": packing}}} if b_ratio else {}
         port, group_port = free_ports(2)
         self._config = write_job(demo, (bench.ready_server().port if b_ratio else port, group_port), changes)
+        self._bench = bench
         self.run_dir, self.log, self.stopped_at = demo.run_dir, directory / "output.log", 0.0
 
     def train(self, way: str, meanwhile: Callable[[], object] = lambda: None, *, resume: bool = False) -> int:
@@ -145,9 +146,8 @@ class _Job:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(argv, stdout=log, stderr=log, env=whole, start_new_session=True)
         meanwhile()
-        with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(_DEADLINE_S)
-        raise ChildFailed(f"{' '.join(argv[1:5])} must end in time; see {self.log}")
+        self._bench.wait_for(lambda: self._process.poll() is not None, f"the end of {self.log}", _DEADLINE_S)
+        return self._process.wait()
 
     def stop(self, way: str, moment: str) -> None:
         tail, step, end = AuditTail(audit_path(self.run_dir, 0)), -1, time.monotonic() + _DEADLINE_S
