@@ -103,14 +103,6 @@ def test_a_device_that_launch_cannot_give_is_refused(visible: str, device: int |
         )
 
 
-def test_the_check_before_the_servers_sees_the_devices_of_a_learner_that_starts_here() -> None:
-    for part, is_here, devices in ((LaunchPart.ALL, True, "0,1"), (LaunchPart.SERVERS, False, "")):
-        plan = plan_launch(config(launch=servers({"devices": [2]})), Path("run.yaml"), OUTER, part=part)
-        assert plan.argument_check is not None
-        assert ("--learner-here" in plan.argument_check.argv) is is_here
-        assert plan.argument_check.environment["CUDA_VISIBLE_DEVICES"] == devices
-
-
 def test_no_devices_means_no_gpu() -> None:
     plan = plan_launch(config(launch={"servers": [{}]}), Path("run.yaml"), OUTER)
     assert plan.learner.environment["CUDA_VISIBLE_DEVICES"] == ""

@@ -208,7 +208,7 @@ def test_an_empty_file_is_refused(tmp_path: Path, content: str) -> None:
 
 
 def test_a_file_that_cannot_be_read_and_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    for name, why in (("missing.jsonl", "No such file"), ("folder.jsonl", "Is a directory")):
+    for name, why in (("missing.jsonl", "No such file"), ("folder.jsonl", "not a regular file")):
         (tmp_path / "folder.jsonl").mkdir(exist_ok=True)
         with pytest.raises(DatasetError, match=f"a data set must be a readable UTF-8 file, got .*{why}"):
             survey([tmp_path / name])
