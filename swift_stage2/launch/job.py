@@ -55,7 +55,7 @@ class Job:
     def start(self, command: Command, purpose: str = "") -> ProcessTree:
         """Starts one command and follows its log; ``purpose`` is said instead of its name."""
         log_path = self._log_dir / f"{command.name}.log"
-        log_path.touch()
+        log_path.touch(0o600)
         colour = len(self._followers) if sys.stdout.isatty() else None
         if log_path not in self._followers:  # a restarted command goes on in its log
             only = None if self._shows_logs else GOES_ON

@@ -128,6 +128,7 @@ def test_the_learners_end_ends_everything(launch: Launch) -> None:
     assert order == sorted(order)
     assert "[server0] engine runs" in running.output
     assert "learner ends" in (running.log_dir / "learner.log").read_text()
+    assert {path.stat().st_mode & 0o077 for path in running.log_dir.glob("*.log")} == {0}
     assert "engine runs" in (running.log_dir / "server0.log").read_text()
     assert running.alive() == []
     with socket.socket() as probe:
