@@ -147,7 +147,7 @@ class _Job:
             self._process = subprocess.Popen(argv, stdout=log, stderr=log, env=whole, start_new_session=True)
         meanwhile()
         self._bench.wait_for(lambda: self._process.poll() is not None, f"the end of {self.log}", _DEADLINE_S)
-        return self._process.wait()
+        return self._process.returncode or 0
 
     def stop(self, way: str, moment: str) -> None:
         tail, step, end = AuditTail(audit_path(self.run_dir, 0)), -1, time.monotonic() + _DEADLINE_S

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -103,13 +101,6 @@ def prepared_by(preprocessor: Any, rollouts: list[Rollout]) -> list[Prepared]:
     outcomes = list(preprocessor.prepare(rollouts))
     assert all(isinstance(outcome, Prepared) for outcome in outcomes)
     return outcomes
-
-
-def is_deaf_to(pid: int, number: signal.Signals) -> bool:
-    """Whether a process ignores a signal."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    ignored = next(int(line.split()[1], 16) for line in lines if line.startswith("SigIgn"))
-    return bool(ignored >> (number - 1) & 1)
 
 
 def test_packs_equal_those_of_a_thread(
@@ -266,31 +257,6 @@ def test_signals_to_the_whole_group_leave_it_to_its_rank(
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(shared.pid, number)
     assert prepared_by(shared, rollouts_of(encoder, rows)[:1])
-
-
-def test_the_kernel_ends_it_with_its_rank_although_its_socket_stays_open() -> None:
-    ours, theirs = socket.socketpair()
-    start_and_wait = (
-        "import os, subprocess, sys, time\n"
-        f"worker = ('-m', 'swift_stage2.channel_b.preprocessing_worker', '{theirs.fileno()}', str(os.getpid()))\n"
-        f"worker = subprocess.Popen((sys.executable, *worker), pass_fds=({theirs.fileno()},))\n"
-        "print(worker.pid, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    with ours, theirs:
-        rank = subprocess.Popen(
-            (sys.executable, "-c", start_and_wait), pass_fds=(theirs.fileno(),), stdout=subprocess.PIPE
-        )
-        with rank:
-            assert rank.stdout is not None
-            worker = psutil.Process(int(rank.stdout.readline()))
-            deadline = time.monotonic() + 60
-            while not is_deaf_to(worker.pid, signal.SIGTERM):  # then it waits for its first message
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            rank.kill()
-        psutil.wait_procs([worker], timeout=60)
-        assert not worker.is_running()
 
 
 def test_of_the_users_files_only_that_is_imported_there_which_is_needed(
