@@ -6,7 +6,6 @@ parts to the learner. Called by the trainer; knows no ms-swift.
 
 from __future__ import annotations
 
-import logging
 import sys
 import uuid
 from collections.abc import Callable
@@ -72,8 +71,6 @@ from swift_stage2.weights.proof import Canary
 from swift_stage2.weights.snapshot_memory import SnapshotMemory
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import WrapTransport
-
-logger = logging.getLogger(__name__)
 
 _STALL_MARGIN_S = 60.0
 
@@ -333,6 +330,7 @@ def _build_channel_b(
         canary=make_canary(parts.encoder, parts.samples[0]),
         courier=courier,
         memory=memory,
+        stages=not config.launch.share_devices,  # a server that starts again takes its part of the device anew
         on_pending=rollout.sync.on_pending,
         rolling=rollout.sync.rolling,
         run_id=run_id,

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ def workers_heed_no_stop() -> Iterator[None]:
     start = BaseProcess.start
 
     def start_unheeding(process: Any) -> None:
+        if process._start_method == "spawn":
+            ensure_running()  # the first one starts it, which lifts the mask
         with heed_no_stop():
             start(process)
         process._popen.terminate = process._popen.kill

@@ -105,7 +105,9 @@ def train(
         # torchrun ends all ranks once one has failed; rank 0 may still be at ms-swift's last files.
         pipeline.trainer.stage2.together(lambda: None)
     leave_job()
-    if starved:
+    if (
+        starved and os.environ.get("LOCAL_RANK", "0") == "0"
+    ):  # torchrun waits for it only if the others end well
         raise ChannelBStarved(starved)
     return 0
 

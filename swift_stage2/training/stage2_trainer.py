@@ -5,7 +5,6 @@ Nothing of ms-swift's loop is repeated. Importing this changes nothing; ``regist
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -39,8 +38,6 @@ from swift_stage2.training.engine_canary import HALF_PRECISION_DTYPES, EngineCan
 from swift_stage2.training.policy_loss import POLICY_SUMS, PolicyTerm, check_model
 from swift_stage2.training.stop_signals import StopSignals
 from swift_stage2.weights.transport import WrapTransport
-
-logger = logging.getLogger(__name__)
 
 CONFIG_VARIABLE = "SWIFT_STAGE2_CONFIG"
 
@@ -225,7 +222,13 @@ class Stage2Trainer(EvaluatedTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """As Hugging Face does it, whose rank 0 then writes what makes a checkpoint whole: not before all have this."""
         assert self.stage2 is not None
-        self.stage2.together(partial(super()._save_rng_state, output_dir))
+        save = super()._save_rng_state
+
+        def write() -> None:  # a full disk is told as such
+            with whole_checkpoint(Path(output_dir), is_owner=self.args.should_save):
+                save(output_dir)
+
+        self.stage2.together(write)
 
     def _ask_to_stop(self) -> None:
         if self.stage2 is None:

@@ -7,6 +7,7 @@ them has stepped it), a hook of a backward pass.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -15,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch._utils import _flatten_dense_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+logger = logging.getLogger(__name__)
 
 _STAGED_AT_ONCE = 512 << 20  # bytes; what is merged for them is held as long
 _PIECE_BYTES = 32 << 20
@@ -54,14 +57,12 @@ class CudaCopyStream:
     the weights themselves are read at once, and an optimizer waits until they have left.
     """
 
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
-        """``num_bytes``: of the weights."""
+    def __init__(self, device: torch.device, num_bytes: int, *, stages: bool = True) -> None:
+        """``num_bytes``: of the weights. ``stages=False`` never takes memory of the device."""
         self._device = device
         self._num_bytes = num_bytes
-        self.stages: bool | None = None
-        """Whether weights are copied on the device first; None: where it has room."""
+        self._stages = stages
         self.piece_bytes, self.pause_cycles = _PIECE_BYTES, _PAUSE_CYCLES
-        self._has_staged = False
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._staged = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -74,9 +75,7 @@ class CudaCopyStream:
             # Memory that is taken here belongs to this stream: when Python lets go of it, it is used again only behind
             # the copy out of it.
             with torch.cuda.stream(self._stream):
-                if self._has_room() if self.stages is None else self.stages:
-                    self._stage(work)
-                else:
+                if not (self._stages and self._has_room() and self._stage(work)):
                     work(_queue)
         finally:
             self._copied.record(self._stream)
@@ -94,17 +93,17 @@ class CudaCopyStream:
         self._copied.synchronize()
 
     def _has_room(self) -> bool:
-        """Whether a second copy of the weights fits beside the most that training has held at once."""
+        """Whether a second copy of the weights fits beside the most that training, and earlier copies, held at once."""
         free, _ = torch.cuda.mem_get_info(self._device)
-        most = torch.cuda.max_memory_allocated(self._device)  # an earlier copy's own included
+        most = torch.cuda.max_memory_allocated(self._device)
         room = free + torch.cuda.memory_reserved(self._device) - most
-        return room >= self._num_bytes * (_SPARE + (not self._has_staged))
+        return room >= self._num_bytes * (1 + _SPARE)
 
-    def _stage(self, work: Callable[[Copy], None]) -> None:
-        self._has_staged = True
+    def _stage(self, work: Callable[[Copy], None]) -> bool:
+        """Copies on the device and queues the rest; False if that failed, for want of memory for instance."""
         pairs: list[_Pair] = []
         staged: list[_Pair] = []
-        num_bytes, all_staged = 0, True
+        num_bytes = 0
 
         def add(target: torch.Tensor, source: torch.Tensor) -> None:
             nonlocal num_bytes
@@ -114,29 +113,35 @@ class CudaCopyStream:
                 flush()
 
         def flush() -> None:
-            nonlocal num_bytes, all_staged
+            nonlocal num_bytes
             for run in _runs(pairs):
-                try:
-                    flat = _flatten_dense_tensors([source for _, source in run])  # type: ignore[no-untyped-call]
-                except torch.OutOfMemoryError:  # others have taken the room: these leave as without it
-                    all_staged = False
-                    for pair in run:
-                        _queue(*pair)
-                else:
-                    staged.append((_whole(run[0][0], flat.numel()), flat))
+                flat = _flattened([source for _, source in run])
+                staged.append((_whole(run[0][0], flat.numel()), flat))
             pairs.clear()
             num_bytes = 0
 
-        work(add)
-        flush()
-        if all_staged:
-            self._staged.record(self._stream)
-            self._free = self._staged
+        try:
+            work(add)
+            flush()
+        except Exception:
+            logger.warning("the weights' copy on the device failed; they leave without it", exc_info=True)
+            return False
+        self._staged.record(self._stream)
+        self._free = self._staged
         for target, flat in staged:
             piece = self.piece_bytes // flat.element_size()
             for into, part in zip(target.split(piece), flat.split(piece), strict=True):  # type: ignore[no-untyped-call]
                 _queue(into, part)
                 torch.cuda._sleep(self.pause_cycles)  # type: ignore[no-untyped-call]
+        return True
+
+
+def _flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """A copy of them, one behind the other. torch's own flattening of one tensor is a view of it."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1).clone()
+    flat: torch.Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return flat
 
 
 def _whole(first: torch.Tensor, num_items: int) -> torch.Tensor:

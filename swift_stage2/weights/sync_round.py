@@ -61,12 +61,14 @@ class WeightSync:
         rolling: bool = True,
         memory: SnapshotMemory | None = None,
         copy_stream: CopyStream | None = None,
+        stages: bool = True,
         span: EnterSpan = untraced,
     ) -> None:
         """``span`` is entered with the name of every phase on the main thread.
 
         ``straggler_s``: what other servers have after the first proof, by default all of ``timeout_s``. ``memory`` is
-        for the snapshot: a transport may let servers map it. ``copy_stream``: by default of the weights' only GPU.
+        for the snapshot: a transport may let servers map it. ``copy_stream``: by default of the weights' only GPU,
+        where they are copied first if ``stages``.
         """
         self._control = control
         self._export = export
@@ -84,7 +86,7 @@ class WeightSync:
         self._memory = memory or SnapshotMemory()
         self._span = span
         if copy_stream is None and export.gpu is not None:
-            copy_stream = CudaCopyStream(export.gpu, snapshot_bytes(export.manifest()))
+            copy_stream = CudaCopyStream(export.gpu, snapshot_bytes(export.manifest()), stages=stages)
         self._copies = CopiesBesideTraining(copy_stream, self._hand_over)
         self._distrusted: set[int] = set()  # since the round began
         self._heap = HeapTrim()

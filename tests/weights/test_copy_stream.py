@@ -568,7 +568,7 @@ MANIFEST = [TensorSpec(name, tuple(each.shape), str(each.dtype)[6:]) for name, e
 NUM_BYTES = snapshot_bytes(MANIFEST)
 
 
-def copied(cuda: Cuda, failure: str = "") -> tuple[CudaCopyStream, Weights]:
+def copied(failure: str = "") -> tuple[CudaCopyStream, Weights]:
     """A stream that has been given these weights, and the snapshot's tensors; pieces are of 128 bytes."""
     snapshot = Snapshot(MANIFEST)
     stream = CudaCopyStream(torch.device("cuda", 0), NUM_BYTES)
@@ -590,7 +590,7 @@ def test_with_room_on_the_device_training_waits_for_the_copy_there_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda = Cuda(monkeypatch, free=2 * NUM_BYTES)
-    _, arrived = copied(cuda)
+    _, arrived = copied()
     assert same(arrived, WEIGHTS)
     calls = [call for call in cuda.calls if call != "pause"]
     last = ["copied recorded", "training waits for staged", "copied synchronized"]
@@ -606,35 +606,47 @@ def test_without_room_training_waits_until_the_weights_have_left(
     monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
     cuda = Cuda(monkeypatch, free=NUM_BYTES)
-    _, arrived = copied(cuda, failure)
+    _, arrived = copied(failure)
     assert same(arrived, WEIGHTS)
     assert cuda.calls == ["side waits", "copied recorded", "training waits for copied", "copied synchronized"]
 
 
 def test_room_that_others_have_taken_costs_a_wait_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch, free=2 * NUM_BYTES)
-    flatten = copy_stream._flatten_dense_tensors
+    flatten = copy_stream._flattened
 
     def for_floats(tensors: list[torch.Tensor]) -> torch.Tensor:
         if tensors[0].dtype == torch.half:
             raise torch.OutOfMemoryError("no memory")
         return flatten(tensors)
 
-    monkeypatch.setattr(copy_stream, "_flatten_dense_tensors", for_floats)
-    _, arrived = copied(cuda)
+    monkeypatch.setattr(copy_stream, "_flattened", for_floats)
+    _, arrived = copied()
     assert same(arrived, WEIGHTS)
-    assert "training waits for copied" in cuda.calls
-    assert "staged recorded" not in cuda.calls
+    assert cuda.calls == ["side waits", "copied recorded", "training waits for copied", "copied synchronized"]
 
 
-def test_a_copy_that_has_once_been_staged_goes_on_until_training_needs_the_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The peak that the device remembers holds the copy itself."""
-    cuda = Cuda(monkeypatch, free=2 * NUM_BYTES)
-    stream, _ = copied(cuda)
-    for most, waits_for in ((NUM_BYTES, "staged"), (2 * NUM_BYTES, "copied")):
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device, most=most: most)
-        stream.copy(lambda copy: Snapshot(MANIFEST).put(WEIGHTS.items(), copy))
-        stream.wait_before_write()
-        assert cuda.calls[-1] == f"training waits for {waits_for}"
+@pytest.mark.parametrize("at_once", [1, 40, 1 << 20])
+def test_what_is_staged_is_no_view_of_the_weights(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """However many tensors are staged together: the optimizer writes before anything has left."""
+    Cuda(monkeypatch, free=2 * NUM_BYTES)
+    monkeypatch.setattr(copy_stream, "_STAGED_AT_ONCE", at_once)
+    queued: list[tuple[torch.Tensor, torch.Tensor]] = []
+    monkeypatch.setattr(copy_stream, "_queue", lambda *pair: queued.append(pair))
+    weights = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+    snapshot = Snapshot(MANIFEST)
+    stream = CudaCopyStream(torch.device("cuda", 0), NUM_BYTES)
+    stream.copy(partial(snapshot.put, weights.items()))
+    for tensor in weights.values():
+        tensor.add_(1)
+    for target, source in queued:
+        target.copy_(source)
+    assert same(snapshot._tensors, WEIGHTS)
+
+
+def test_on_a_device_that_servers_share_nothing_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, free=10 * NUM_BYTES)
+    stream = CudaCopyStream(torch.device("cuda", 0), NUM_BYTES, stages=False)
+    stream.copy(partial(Snapshot(MANIFEST).put, WEIGHTS.items()))
+    stream.wait_before_write()
+    assert cuda.calls[-1] == "training waits for copied"
