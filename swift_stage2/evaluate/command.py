@@ -40,7 +40,7 @@ from swift_stage2.preflight.model import check_hub_ids, check_model, recorded_pl
 from swift_stage2.terminal.console import SafeConsole
 from swift_stage2.terminal.output import needs_stdout, quieten_libraries, say
 from swift_stage2.terminal.parser import CommandParser, whole_number
-from swift_stage2.terminal.progress import progress_bar
+from swift_stage2.terminal.progress import going_on, progress_bar
 
 EXIT_INCOMPLETE = 1
 PREDICTIONS_FILE = "predictions.jsonl"
@@ -196,7 +196,8 @@ def _answers(
     rows: Sequence[TrueRow], options: argparse.Namespace, swift: Mapping[str, Any], own: OwnServer | None
 ) -> Sequence[Prediction]:
     quieten_libraries()  # here alone: the log of our own server shall tell all
-    from swift_stage2.evaluate import asking  # loads torch
+    with going_on("evaluate", "loading torch"):
+        from swift_stage2.evaluate import asking
 
     questions = asking.AskingSettings(
         dialect=answer_dialect(rows),
@@ -204,7 +205,9 @@ def _answers(
         timeout_s=options.timeout_s,
         num_in_flight=options.in_flight,
     )
-    with asking.model_encoder(options.model, options.data, swift) as encoder:
+    with ExitStack() as stack:
+        with going_on("evaluate", "loading the model's template"):
+            encoder = stack.enter_context(asking.model_encoder(options.model, options.data, swift))
         if own is not None:
             own.wait()  # deadline: its own, of a server that loads
         base_url = own.base_url if own else options.server

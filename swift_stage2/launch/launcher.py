@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from itertools import islice
 from pathlib import Path
 
 from swift_stage2.config import Stage2Config, load_config
@@ -27,6 +28,7 @@ from swift_stage2.terminal.output import print_error
 from swift_stage2.terminal.progress import going_on
 
 _NO_SERVER_LEFT = 1
+_SIGNALLED = 128
 
 
 def launch(
@@ -91,6 +93,10 @@ def launch(
             for line in next_commands(run_dir, config.swift):
                 show(f"[launch] {line}")
             show(f"[launch] see what it did: swift-stage2 report {shlex.quote(str(run_dir))}")
+        elif status > _SIGNALLED and plan.learner is not None:
+            for line in islice(next_commands(run_dir, config.swift), 1) if run_dir else ():
+                show(f"[launch] {line}")
+            show(f"[launch] go on: swift-stage2 launch {shlex.quote(str(config_path))} --resume")
         show(f"[launch] {describe_end(output_dir, status, since)}; logs in {plan.log_dir}")
         if status and (left := end_left_in(plan.exit_status_file)) and left[1]:
             print_error("launch", left[1])  # the last line names the cause, however much was told after it
@@ -155,8 +161,9 @@ def run_plan(
             with view or nullcontext():
                 _follow(job, signals, learner, servers, view)
         if signals.received is not None:
-            job.say(f"ending everything after signal {signals.received}; one more kills at once")
-            return 128 + signals.received
+            saves = "; a learner that trains saves a checkpoint first" if learner is not None else ""
+            job.say(f"ending everything after signal {signals.received}{saves}; one more kills at once")
+            return _SIGNALLED + signals.received
         if learner is None:
             return _NO_SERVER_LEFT
         status, mistake = _learner_end(learner, plan.exit_status_file)

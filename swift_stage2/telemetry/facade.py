@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.records import EvaluationRecord, RoundOutcome, StepRecord
-from swift_stage2.scheduling.evaluation_schedule import RunningEvaluation
+from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity, ActivityClock
 from swift_stage2.telemetry.audit import AuditLog, StorageWarning, rank_path, to_json
@@ -36,6 +36,14 @@ _OF_A_STEP = (
     *("version", "version_lag", "queue_depth", "infer_in_flight"),
     *("round_pending", "round_in_transfer", "plan_seconds"),
 )
+
+
+_EVALUATE = "swift-stage2 evaluate measures a checkpoint"
+_UNANSWERED = {  # why, and what helps, by how an evaluation ended
+    EvaluationEnd.ROUND_DUE: "rollouts for training left it no time, lower stage2_ab.schedule.b_ratio or raise "
+    "stage2_ab.evaluation.max_round_delay_steps",
+    EvaluationEnd.NO_SERVER: f"no proven server was left; {_EVALUATE}",
+}
 
 
 class Telemetry:
@@ -200,8 +208,7 @@ class Telemetry:
         if counts.num_answered == 0:
             self.record_warning(
                 f"the evaluation that began at step {run.begun_step} has no answer to {counts.num_wanted} "
-                f"samples ({facts.end}); round_due: rollouts for training left it no time, lower "
-                "stage2_ab.schedule.b_ratio or raise stage2_ab.evaluation.max_round_delay_steps"
+                f"samples ({facts.end}); {_UNANSWERED.get(facts.end, _EVALUATE)}"
             )
 
     def record_scores(self, run: RunningEvaluation, scores: Mapping[str, float], fault: str = "") -> None:

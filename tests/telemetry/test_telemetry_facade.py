@@ -145,18 +145,30 @@ def test_scores_stand_where_their_evaluation_began_and_their_fault_is_a_warning(
     assert "the evaluation that began at step 12 is not whole: no room" in warning["message"]
 
 
-def test_an_evaluation_without_an_answer_is_a_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "remedy"),
+    [
+        (EvaluationEnd.ROUND_DUE, "raise stage2_ab.evaluation.max_round_delay_steps"),
+        (EvaluationEnd.NO_SERVER, "no proven server was left; swift-stage2 evaluate measures a checkpoint"),
+        (EvaluationEnd.TRAINING_ENDS, "swift-stage2 evaluate measures a checkpoint"),
+    ],
+)
+def test_an_evaluation_without_an_answer_is_a_warning(
+    end: EvaluationEnd, remedy: str, tmp_path: Path
+) -> None:
     ranks = Ranks(tmp_path)
     run = RunningEvaluation(10, 12, 5)
     for counts in (EvaluationCounts(num_wanted=4, num_answered=1), EvaluationCounts(num_wanted=4)):
-        ranks.telemetry[0].record_evaluation(EvaluationRecord(run, 14, EvaluationEnd.ROUND_DUE, counts))
+        ranks.telemetry[0].record_evaluation(EvaluationRecord(run, 14, end, counts))
     ranks.close()
     warnings = [
         r["message"] for r in read_audit(tmp_path / "audit" / "rank0.jsonl") if r["kind"] == "warning"
     ]
     assert len(warnings) == 1
-    assert "the evaluation that began at step 12 has no answer to 4 samples (round_due)" in warnings[0]
-    assert "raise stage2_ab.evaluation.max_round_delay_steps" in warnings[0]
+    assert warnings[0].startswith(
+        f"the evaluation that began at step 12 has no answer to 4 samples ({end}); "
+    )
+    assert warnings[0].endswith(remedy)
 
 
 def test_a_round_that_proves_nothing_says_why_once_per_cause(
