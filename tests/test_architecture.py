@@ -27,6 +27,7 @@ WAITING_METHODS = {
 SHORT_MODULES: dict[str, str] = {
     "config/telemetry.py": "every section of the YAML has a file of its own",
     "training/picture_reports.py": "nothing else knows of W&B and trackio",
+    "training/stop_signals.py": "signals stand apart from the trainer's loop",
 }
 KNOWS_SWIFT = {
     "training/best_model.py",

@@ -179,6 +179,7 @@ def test_a_server_that_comes_up_late_is_waited_for(
         protocol.SERVER_INFO,
         *[protocol.SERVER_INFO, vllm_serve.WEIGHT_INFO] * 2,
         protocol.WORLD_SIZE,
+        protocol.ENGINE_TYPE,
     ]
 
 

@@ -88,7 +88,7 @@ def test_pages_are_made_without_torch() -> None:
     ("words", "said"),
     [
         (("bench", "learning", "--steps", "0"), "bench: error: --steps must be at least 1, got 0"),
-        (("gpu-check", "--python", "3.11"), "gpu-check: error: --python goes with --collect only"),
+        (("gpu-check", "--python", "3.11"), "gpu-check: error: this goes only with --collect, got --python"),
     ],
     ids=("bench", "gpu-check"),
 )

@@ -87,7 +87,7 @@ def test_a_run_goes_on_without_a_reader_and_keeps_its_status(tmp_path: Path) -> 
         "import sys, types\n"
         "from swift_stage2 import cli\n"
         "module = types.ModuleType('swift_stage2.training.sft')\n"
-        "module.train = lambda config: print('step 1') or 7\n"
+        "module.train = lambda config, **_: print('step 1') or 7\n"
         "sys.modules[module.__name__] = module\n"
         f"sys.exit(cli.main(['train', {str(file)!r}]))\n"
     )
@@ -96,7 +96,7 @@ def test_a_run_goes_on_without_a_reader_and_keeps_its_status(tmp_path: Path) -> 
 
 
 def test_another_broken_pipe_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(config: object) -> int:
+    def train(config: object, **_: object) -> int:
         raise BrokenPipeError("a server's")
 
     file = config_of_a_run(tmp_path)

@@ -36,7 +36,7 @@ from swift_stage2.training.beside_labels import cut_beside_labels, loss_beside_l
 from swift_stage2.training.best_model import EvaluatedTrainer
 from swift_stage2.training.engine_canary import HALF_PRECISION_DTYPES, EngineCanary
 from swift_stage2.training.policy_loss import POLICY_SUMS, PolicyTerm, check_model
-from swift_stage2.training.stop_signals import StopSignals
+from swift_stage2.training.stop_signals import StopOnSignal
 from swift_stage2.weights.transport import WrapTransport
 
 CONFIG_VARIABLE = "SWIFT_STAGE2_CONFIG"
@@ -87,7 +87,7 @@ class Stage2Trainer(EvaluatedTrainer):
         self._resume_directory = resume_from_checkpoint or None
         role, directory = f"rank {self.args.process_index}", Path(self.args.output_dir)
         # Also where ms-swift has just made the directory: whoever follows the run sees there that it goes on.
-        with hold_run_directory(directory, role, os.environ, is_alone=True), StopSignals(self._ask_to_stop):
+        with hold_run_directory(directory, role, os.environ, is_alone=True), StopOnSignal(self._ask_to_stop):
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:

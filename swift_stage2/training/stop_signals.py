@@ -11,7 +11,7 @@ from typing import Any
 from swift_stage2.process.worker import workers_heed_no_stop
 
 
-class StopSignals:
+class StopOnSignal:
     """A context in which either signal calls ``ask_to_stop``; a second SIGINT ends the process at once.
 
     Data-loader workers that start in it hear neither. Does nothing on another thread than the main one.

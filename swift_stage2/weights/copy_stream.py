@@ -123,7 +123,7 @@ class CudaCopyStream:
         try:
             work(add)
             flush()
-        except Exception:
+        except Exception:  # whatever it was: without this copy they leave, or say why not
             logger.warning("the weights' copy on the device failed; they leave without it", exc_info=True)
             return False
         self._staged.record(self._stream)
