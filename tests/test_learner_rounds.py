@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,11 +12,15 @@ import pytest
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.fence import InferFence
+from swift_stage2.learner import Learner
 from swift_stage2.learner.rounds import LearnerRounds
+from swift_stage2.process.watches import Standing
 from swift_stage2.records import RoundOutcome, ServerReport
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.round_schedule import RoundSchedule
+from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.scheduling.watches import StarvationWatch
 
 OURS, STOCK = 0, 1
 PROOF = ServerReport(proven=True, error=None, proof="checksums", num_bytes=0, seconds={}, incarnation="one")
@@ -196,3 +201,22 @@ def test_an_evaluation_that_begins_while_a_round_waits_for_a_catch_up_holds_it_n
     rounds.begin_if_due(first)
     assert (parts.rounds.in_transfer, parts.sync.is_held) == (True, True)
     assert [schedule.holds_round(first + waited) for waited in range(delay_steps + 1)] == [True, True, False]
+
+
+@pytest.mark.parametrize(("seconds", "is_told"), [(95.0, True), (5.0, False)])
+def test_a_silence_of_channel_b_tells_what_its_pipeline_has_waited_for_long(
+    seconds: float, is_told: bool
+) -> None:
+    """A server that hangs is no fault before its request's deadline."""
+    told: list[str] = []
+    standing = Standing("channel B's pipeline asks servers for 12 rollouts", time.monotonic() - seconds)
+    learner: Any = SimpleNamespace(
+        starvation=StarvationWatch(200),
+        fail_when_starved=False,
+        channel_b=SimpleNamespace(pipeline=SimpleNamespace(standing=standing)),
+        events=SimpleNamespace(record_warning=lambda message, until: told.append(message)),
+    )
+    for _ in range(8):
+        Learner._watch_starvation(learner, StepPlan(Channel.A, SkipReason.NOT_ENOUGH_PACKS))
+    assert len(told) == 1
+    assert told[0].endswith("asks servers for 12 rollouts for 95 s") is is_told

@@ -66,6 +66,7 @@ class StandInPack:
 class StandInPipeline:
     failure: BaseException | None = None
     production_pace: None = None
+    standing: None = None
 
     def start(self) -> None: ...
 

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _SMOOTHING = 0.2  # weight of the newest step in the moving average of step seconds
 _STOP_TIMEOUT_S = 30.0
+_LONG_S = 30.0  # for what a pipeline waits for
 _LOOK_S = 0.1  # between two agreements after training
 _CLOCKS_APART_S = 1.0  # that ranks may be at the end of training
 
@@ -356,7 +357,11 @@ class Learner:
             return
         if found.is_past_grace and self.fail_when_starved:
             raise ChannelBStarved(found.cause)
-        self.events.record_warning(found.cause, until=[CHANNEL_B])
+        cause, stands = found.cause, self.channel_b.pipeline.standing
+        # A server that hangs is no fault until its request's deadline: so say what has been waited for until now.
+        if stands is not None and (seconds := time.monotonic() - stands.since_s) >= _LONG_S:
+            cause += f"; {stands.what} for {seconds:.0f} s"
+        self.events.record_warning(cause, until=[CHANNEL_B])
 
     def _measure_step(self) -> None:
         now = time.monotonic()

@@ -163,7 +163,7 @@ class CoreClient:
 class CorePipeline:
     """Draws, asks, and offers what is answered, one sample per pack, as long as the queue has room."""
 
-    production_pace = None
+    production_pace = standing = None
 
     def __init__(
         self, scene: CoreScene, rank: int, client: Any, source: SampleSource, clock: VersionClock
