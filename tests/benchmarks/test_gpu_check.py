@@ -205,7 +205,7 @@ def test_a_check_whose_stages_all_have_to_be_killed_ends_by_its_deadline(
 def test_stages_run_in_the_order_asked_for_with_the_time_asked_for() -> None:
     options = command._parse(["--stages", "handover=7", "streams"])
     assert [(stage.name, stage.seconds) for stage in options.stages] == [("handover", 7.0), ("streams", 30.0)]
-    for wrong in ("streams=soon", "streams=-1", "streams=nan", "steams"):
+    for wrong in ("streams=soon", "streams=-1", "streams=nan", "nothing"):
         with pytest.raises(SystemExit):
             command._parse(["--stages", wrong])
 
