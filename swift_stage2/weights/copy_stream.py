@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _STAGED_AT_ONCE = 512 << 20  # bytes; what is merged for them is held as long
 _PIECE_BYTES = 32 << 20
-_PAUSE_CYCLES = 3_000_000  # of the GPU's clock, some 1.6 ms; a piece takes 0.7 ms
+_PAUSE_CYCLES = 6_000_000  # of the GPU's clock, some 3 ms; a piece takes 0.7 ms
 _SPARE = 0.25  # of the weights' bytes: what a copy on the device leaves free beyond training's own peak
 
 Copy = Callable[[torch.Tensor, torch.Tensor], object]
