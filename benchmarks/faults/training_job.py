@@ -195,7 +195,7 @@ class TrainingJob:
 
 
 def _is_forked(process: psutil.Process, ranks: Sequence[psutil.Process]) -> bool:
-    """Whether it is a data-loader worker, which has its rank's command line."""
+    """True for a data-loader worker: a forked process has the command line of its rank."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.ppid() in {rank.pid for rank in ranks}
     return False

@@ -129,7 +129,7 @@ def _until_stepped(device: str, work: Callable[[], None]) -> float:
 
 
 def _num_read_backs(context: Context, step: Callable[[], None]) -> int:
-    """How often a step waits for the device, by torch's own count."""
+    """Number of synchronizing CUDA calls in one step, as torch's sync debug mode counts them."""
     if context.rehearsal:
         return 0
     with warnings.catch_warnings(record=True) as told:

@@ -45,7 +45,7 @@ class Stage:
 
     name: str
     seconds: float
-    """What it is given, unless less is left or ``--stages`` says otherwise."""
+    """Time limit of the stage; ``--stages NAME=S`` sets another, and what is left of the whole check bounds it."""
     work: str
     """``module:function``, imported in the stage's own process."""
     proves: str

@@ -141,7 +141,7 @@ class ParsedRollout:
     """By reason, reasons that occurred only."""
     unclosed: bool
     is_whole: bool
-    """Whether there was a container, and it closed; objects that were dropped from it change nothing."""
+    """True if the answer opened its container and closed it, also where objects in it were dropped."""
 
     @property
     def counted(self) -> tuple[PredictedObject, ...]:

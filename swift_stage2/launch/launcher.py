@@ -187,7 +187,7 @@ def _loading_together(servers: Sequence[ManagedServer]) -> list[list[ManagedServ
 
 
 def _may_load_beside(learner: Command, servers: Sequence[ManagedServer]) -> bool:
-    """Whether it has no device of theirs; as for ``_loading_together``."""
+    """True if learner and servers have no device in common: vLLM counts memory that others allocate as its own."""
     return set(devices_of(learner)).isdisjoint(device for each in servers for device in each.planned.devices)
 
 

@@ -139,7 +139,7 @@ def merge_lengths(
 
 
 def step_sizes(config: Stage2Config, lengths: RowLengths, num_packs: int) -> Inequality | None:
-    """How many A steps train as many rows as one B step of ``num_packs`` full packs on all ranks together.
+    """Ratio of rows in one B step (``num_packs`` full packs, over all ranks) to rows in one A step.
 
     A step of either channel has as many micro steps: of a pack, or of ``per_device_train_batch_size`` rows (ms-swift's
     default is 1). None where nothing was measured.

@@ -135,7 +135,7 @@ def release_port(ended: OpenRound | None) -> None:
 
 
 def is_vouched_for(proof: RoundProof, wanted: FinishRequest) -> bool:
-    """Whether all is resident as it arrived, and arrived with the learner's checksums."""
+    """True if every tensor arrived, and is resident, with the learner's checksum."""
     arrived = dict(proof.arrived)
     return (
         dict(proof.resident) == arrived

@@ -17,6 +17,8 @@ import torch
 from torch._utils import _flatten_dense_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from swift_stage2.errors import WeightSyncError
+
 logger = logging.getLogger(__name__)
 
 _STAGED_AT_ONCE = 512 << 20  # bytes; what is merged for them is held as long
@@ -123,7 +125,10 @@ class CudaCopyStream:
         try:
             work(add)
             flush()
-        except Exception:  # whatever it was: without this copy they leave, or say why not
+        except (
+            torch.OutOfMemoryError,
+            WeightSyncError,
+        ):  # the direct copy raises what is not for want of memory
             logger.warning("the weights' copy on the device failed; they leave without it", exc_info=True)
             return False
         self._staged.record(self._stream)

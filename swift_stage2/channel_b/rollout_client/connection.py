@@ -133,7 +133,7 @@ def _identified(requests: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _require_own(requests: Iterable[Mapping[str, Any]], completions: Iterable[protocol.Completion]) -> None:
-    """That each answer of a server of ours is the one of the ``_identified`` request in its place.
+    """Refuses an answer of our server that names another request than the ``_identified`` one in its place.
 
     Prompt ids tell no two rows apart that have one prompt and images of one size. A stock server echoes nothing.
 
