@@ -210,7 +210,7 @@ class CopiesBesideTraining:
         """Waits for what is being copied; no optimizer is seen any more. May be called again."""
         if self._hook is not None:
             self._hook.remove()
-        with suppress(Exception):  # of a device that has failed, which training meets as well
+        with suppress(RuntimeError):  # of a device that has failed, which training meets as well
             self.wait()  # deadline: the round's watch
 
     def _before_step(self, *_: Any) -> None:
