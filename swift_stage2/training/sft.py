@@ -102,12 +102,11 @@ def train(
         raise
     starved = _why_starved(config, pipeline.trainer)
     if starved and pipeline.trainer.stage2 is not None:
-        # torchrun ends all ranks once one has failed; rank 0 may still be at ms-swift's last files.
+        # Rank 0 may still be at ms-swift's last files.
         pipeline.trainer.stage2.together(lambda: None)
     leave_job()
-    if (
-        starved and os.environ.get("LOCAL_RANK", "0") == "0"
-    ):  # torchrun waits for it only if the others end well
+    # One rank of each host says so: torchrun would end it for another's failure, but waits for it.
+    if starved and os.environ.get("LOCAL_RANK", "0") == "0":
         raise ChannelBStarved(starved)
     return 0
 
