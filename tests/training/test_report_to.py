@@ -13,6 +13,7 @@ from swift_stage2.compat import declare_operators
 declare_operators()
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
+from torch.utils.tensorboard import SummaryWriter  # noqa: E402
 from transformers import (  # noqa: E402
     ProgressCallback,
     TrainerCallback,
@@ -43,9 +44,9 @@ class Screen(ProgressCallback):
 @pytest.mark.parametrize("has_own_board", [False, True])
 def test_scalars_reach_report_to_and_tensorboard_once(has_own_board: bool, tmp_path: Path) -> None:
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    arguments.logging_dir = str(tmp_path / "runs")
-    state, reporter, board = TrainerState(global_step=3), Reporter(), TensorBoardCallback()
-    board.on_train_begin(arguments, state, TrainerControl())
+    # Its own choice of a folder follows variables that ms-swift sets for the process.
+    writer = SummaryWriter(str(tmp_path))
+    state, reporter, board = TrainerState(global_step=3), Reporter(), TensorBoardCallback(writer)
     trainer = SimpleNamespace(
         stage2_config=SimpleNamespace(telemetry=SimpleNamespace(tensorboard=has_own_board)),
         callback_handler=SimpleNamespace(callbacks=[Screen(), reporter, board]),
@@ -55,9 +56,8 @@ def test_scalars_reach_report_to_and_tensorboard_once(has_own_board: bool, tmp_p
         model=None,
     )
     Stage2Trainer._report(trainer, SCALARS)  # type: ignore[arg-type]
-    board.on_train_end(arguments, state, TrainerControl())
+    writer.close()
     assert reporter.logs == [SCALARS]
-    files = [path.parent for path in tmp_path.rglob("events.out.tfevents*")]
-    read = EventAccumulator(str(files[0])).Reload()
+    read = EventAccumulator(str(tmp_path)).Reload()
     expected = set() if has_own_board else {f"train/{tag}" for tag in SCALARS}
     assert {tag for tag in read.Tags()["scalars"] if "stage2_ab" in tag} == expected
