@@ -180,14 +180,15 @@ def test_commands_run_from_the_wheel_alone(installation: Installation) -> None:
     tells(*begun, "--learner-gpus", "none", "--rollout-gpus", "none", *swift)
     assert "data sets" in tells("doctor", "run.yaml")
     predictions = folder / "predictions.jsonl"
+    rows = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
     lines = [
         {
-            "image": f"images/{name}",
+            "image": row["images"][0],
             "width": SIZE[0],
             "height": SIZE[1],
             "objects": {"ref": ["cat"], "bbox": [[1, 2, 11, 22]]},
         }
-        for name in names
+        for row in rows
     ]
     predictions.write_text("".join(json.dumps(line) + "\n" for line in lines))
     tells("evaluate", "--data", "train.jsonl", "--predictions", predictions, "--output", "scores")
