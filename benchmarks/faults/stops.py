@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 from benchmarks.child_runs import torchrun
@@ -28,6 +29,7 @@ from benchmarks.servers import ServerKind, write_job
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.errors import ChildFailed
 from swift_stage2.process.ports import free_ports
+from swift_stage2.rollout_server.open_round import RoundState
 from swift_stage2.run_directory.checkpoints import checkpoints_in, why_not_whole
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.ledger_account import account_of
@@ -41,7 +43,7 @@ _STATUS = {_CTRL_C: 130, "SIGTERM to launch": 143, _TORCHRUN: 1}
 _LOADING, _SAVE, _EVALUATION, _ROUND, _AGAIN = "loading", "save", "evaluation", "round", "step, and again"
 _STEP = {
     "first step": 0,
-    _ROUND: 8,
+    _ROUND: 5,
     _SAVE: -1,
     "step": 7,
     _EVALUATION: _EVAL_STEPS - 1,
@@ -155,7 +157,7 @@ class _Job:
             _LOADING: lambda: (self.run_dir / "args.json").exists(),  # ms-swift's, before it loads the model
             _SAVE: lambda: bool(checkpoints_in(self.run_dir)),
         }
-        come = signs.get(moment, lambda: step >= _STEP[moment])
+        come = signs.get(moment, lambda: step >= _STEP[moment] and (moment != _ROUND or self._is_in_round()))
         while not come():
             if self._process.poll() is not None or time.monotonic() > end:
                 raise ChildFailed(f"{moment} must come before the run ends; see {self.log}")
@@ -170,6 +172,10 @@ class _Job:
             else:
                 self._process.terminate()
             time.sleep(0.5)
+
+    def _is_in_round(self) -> bool:
+        url = f"http://127.0.0.1:{self._bench.ready_server().port}/health/"
+        return bool(httpx.get(url, trust_env=False, timeout=10).json()["state"] == RoundState.ROUND_OPEN)
 
     def num_left(self) -> int:
         end = time.monotonic() + _LEFT_DEADLINE_S
