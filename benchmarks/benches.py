@@ -288,7 +288,7 @@ _MEASURED = (
         detail="Two ranks; 0, 1 and 4 data-loader workers.",
         takes="about 2 minutes per cell",
         succeeds="every cell ended, left and went on as it must",
-        options=(_SERVER, Option("points", 84, "cells, at least 1, of 84", least=1)),
+        options=(Option("points", 84, "cells, at least 1, of 84", least=1),),
         turn=Turn(170, 15, "--points 3"),
     ),
     Bench(

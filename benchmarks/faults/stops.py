@@ -73,7 +73,7 @@ _COLUMNS = (
 def run(options: argparse.Namespace, directory: Path) -> int:
     """Writes ``stops.md`` and ``.json`` after every cell; 0 when all were sound. Raises ChildFailed: a job hung."""
     found: list[tuple[str, ...]] = []
-    with FaultBench(ServerKind(options.server), directory) as bench:
+    with FaultBench(ServerKind.TRANSFORMERS, directory) as bench:
         rows = write_rows(directory)
         for number in range(options.points):
             way, moment, workers = (list(kind)[number % len(kind)] for kind in (_STATUS, _STEP, _NUM_WORKERS))
