@@ -134,8 +134,8 @@ def _look_at_stock(
     except ServerFault as fault:
         if not fault.is_foreign:
             return _explain(fault, rollout, key)
-        if vllm_serve.lacks_routes(session, Deadline(_LOOK_TIMEOUT_S)):
-            return failed(f"{session.base_url} is no rollout server", vllm_serve.ROUTES_REMEDY)
+        if missing := vllm_serve.missing_routes_remedy(session, Deadline(_LOOK_TIMEOUT_S)):
+            return failed(f"{session.base_url} is no rollout server", missing)
         return failed(f"{session.base_url} is no rollout server: {fault}", _foreign_fix(key))
     upstream = health.get("upstream") if isinstance(health, dict) else None  # only a merger names one
     behind = f" at {upstream} behind swift-stage2 merge" if isinstance(upstream, str) else ""

@@ -298,8 +298,8 @@ def cannot_resume(rollout: RolloutConfig, base_url: str, info: ServerInfo) -> st
 
 def foreign(session: ServerSession, fault: ServerFault, remedy: str) -> str:
     """The words for a program that is no rollout server, as ``fault.is_foreign`` tells."""
-    if vllm_serve.lacks_routes(session, Deadline(_LOOK_S)):
-        return f"{session.base_url} must be a rollout server: {vllm_serve.ROUTES_REMEDY}"
+    if missing := vllm_serve.missing_routes_remedy(session, Deadline(_LOOK_S)):
+        return f"{session.base_url} must be a rollout server: {missing}"
     return (
         f"{session.base_url} must be a rollout server, got an answer of another program ({str(fault)[:200]}); end what "
         f"listens there, or {remedy}"

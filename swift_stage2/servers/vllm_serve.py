@@ -1,4 +1,4 @@
-"""Talks to a plain ``vllm serve`` (0.32) by vLLM's own routes: how it is recognised, asked and proven.
+"""Talks to a plain ``vllm serve`` (0.32 and later) by vLLM's own routes: how it is recognised, asked and proven.
 
 Rollouts are asked by its OpenAI route, one request a call. A round needs routes that only ``VLLM_SERVER_DEV_MODE=1``
 opens: pause, weight transfer, weight checker, weight version. The version is a text of the learner's choice that vLLM
@@ -8,6 +8,7 @@ keeps until its process ends, so one with the round's names tells whose weights 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -83,19 +84,27 @@ def find_model(session: ServerSession, deadline: Deadline) -> PlainModel | None:
     return session.read(MODELS, _parse_model, session.get(MODELS, deadline))
 
 
-def lacks_routes(session: ServerSession, deadline: Deadline) -> bool:
-    """Whether a program that is no rollout server is vLLM without the routes that a round needs."""
+TRANSFER_OPTION = """--weight-transfer-config '{"backend": "nccl"}'"""
+_RELEASE = (0, 32)  # the first with all routes of a round
+
+
+def missing_routes_remedy(session: ServerSession, deadline: Deadline) -> str:
+    """What to do about vLLM without the routes that a round needs; empty if another program answers."""
     with suppress(ServerFault):
         reply = session.get(_VERSION, deadline)
-        return isinstance(reply, Mapping) and reply.keys() == {"version"}
-    return False
-
-
-TRANSFER_OPTION = """--weight-transfer-config '{"backend": "nccl"}'"""
-ROUTES_REMEDY = (
-    "it is vLLM without the routes that a round needs: start it with VLLM_SERVER_DEV_MODE=1 and "
-    f"{TRANSFER_OPTION}"
-)
+        if not (isinstance(reply, Mapping) and reply.keys() == {"version"}):
+            return ""
+        release = re.match(r"(\d+)\.(\d+)", str(reply["version"]))
+        if release and tuple(map(int, release.groups())) < _RELEASE:
+            return (
+                f"it is vLLM {str(reply['version'])[:20]}, and a round needs the routes of vLLM 0.32 or later: serve "
+                "with swift rollout or swift-stage2 rollout, which take vLLM 0.23 and later, or install vLLM 0.32"
+            )
+        return (
+            "it is vLLM without the routes that a round needs: start it with VLLM_SERVER_DEV_MODE=1 and "
+            f"{TRANSFER_OPTION}"
+        )
+    return ""
 
 
 def ask_weight_version(session: ServerSession, deadline: Deadline) -> str:

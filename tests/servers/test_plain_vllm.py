@@ -45,13 +45,13 @@ class PlainVllm:
     def __init__(self) -> None:
         self.version = str(_VERSION)
         self.held, self.taken = threading.Event(), threading.Event()
-        self.worker_fault = ""
+        self.worker_fault, self.release = "", "0.32.0"
 
     def get(self, call: Call) -> Answer:
         answers = {
             vllm_serve.WEIGHT_INFO: {"weight_version": self.version},
             vllm_serve.MODELS: {"data": [{"id": "tiny", "root": "/models/tiny"}]},
-            "/version": {"version": "0.32.0"},
+            "/version": {"version": self.release},
         }
         if call.path.startswith("/get_world_size?"):
             return _json({"world_size": 4 if "true" in call.path else 2})
@@ -130,9 +130,13 @@ def test_vllm_without_the_routes_of_a_round_is_told_from_other_programs(
     with ServerSession(server.url) as session:
         server.on_get = lambda call: vllm.get(call) if call.path == "/version" else Answer(status=404)
         assert session.info(Deadline(_PATIENCE_S)).chat_model is None
-        assert vllm_serve.lacks_routes(session, Deadline(_PATIENCE_S))
+        told = vllm_serve.missing_routes_remedy(session, Deadline(_PATIENCE_S))
+        assert "VLLM_SERVER_DEV_MODE=1" in told
+        vllm.release = "0.26.0"
+        told = vllm_serve.missing_routes_remedy(session, Deadline(_PATIENCE_S))
+        assert "vLLM 0.26.0" in told and "0.32 or later" in told
         server.on_get = lambda call: Answer(status=404)
-        assert not vllm_serve.lacks_routes(session, Deadline(_PATIENCE_S))
+        assert not vllm_serve.missing_routes_remedy(session, Deadline(_PATIENCE_S))
 
 
 def test_a_share_is_one_call_a_request_in_order_and_names_its_weights(
