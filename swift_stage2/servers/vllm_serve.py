@@ -89,7 +89,7 @@ _RELEASE = (0, 32)  # the first with all routes of a round
 
 
 def missing_routes_remedy(session: ServerSession, deadline: Deadline) -> str:
-    """What to do about vLLM without the routes that a round needs; empty if another program answers."""
+    """The remedy for vLLM without the routes that a round needs; empty if another program answers."""
     with suppress(ServerFault):
         reply = session.get(_VERSION, deadline)
         if not (isinstance(reply, Mapping) and reply.keys() == {"version"}):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1300)]
 _DEADLINE_S = 1200
 
 

@@ -84,7 +84,6 @@ def test_ranks_train_both_channels_beside_a_server_that_is_proven(check: Check) 
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_learner_with_adapters_does_so_too(tmp_path: Path) -> None:
     check = rehearse(tmp_path, ["learner-lora"])
     assert check.status == 0, check.told

@@ -42,7 +42,6 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_killed_run_goes_on_with_its_account_in_balance(facts: dict[str, Any]) -> None:
     assert len(facts["kills"]) == 2
     for kill in facts["kills"]:

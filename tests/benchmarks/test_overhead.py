@@ -71,7 +71,6 @@ def test_every_arm_is_given_a_clock_that_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_arms_side_by_side_begin_together_and_are_compared_while_both_train(tmp_path: Path) -> None:
     out = tmp_path / "out"

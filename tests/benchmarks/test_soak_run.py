@@ -14,7 +14,7 @@ import pytest
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.reading import read_audit
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1300)]
 _DEADLINE_S = 1200
 _STEPS = 96
 _SEED = 40  # 500 for two requests, then SIGSTOP of a rank for 3.6 s

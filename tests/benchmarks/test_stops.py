@@ -11,7 +11,6 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.timeout(1700)
 def test_a_run_that_is_asked_to_end_is_saved_and_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     """A process of its own, because the bench adopts orphans and takes signals."""

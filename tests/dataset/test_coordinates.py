@@ -36,7 +36,7 @@ from swift_stage2.dataset.coordinates import CoordinateJudgement, CoordinateVerd
 
 SMALL = PixelLimits(28, 4 * 28 * 28, 20_000)
 SEEDS = range(2)
-LONG = (pytest.mark.slow, pytest.mark.long)
+LONG = pytest.mark.slow
 
 
 def by_factor(factor: int) -> Write:

@@ -79,7 +79,7 @@ def hosts() -> Iterator[Sequence[Host]]:
         yield made
 
 
-@pytest.mark.parametrize("way", ["ssh", pytest.param("slurm", marks=pytest.mark.long)])
+@pytest.mark.parametrize("way", ["ssh", pytest.param("slurm", marks=pytest.mark.slow)])
 def test_a_job_over_three_hosts_trains_both_channels_and_leaves_nothing(
     tmp_path: Path, rows_file: Path, hosts: Sequence[Host], way: str
 ) -> None:

@@ -58,7 +58,7 @@ def checkpoints(run_dir: Path) -> dict[str, bool]:
 
 @pytest.mark.parametrize(
     ("small_disk", "kept"),
-    [("20m", ["checkpoint-1"]), pytest.param("26m", ["checkpoint-1"], marks=pytest.mark.long)],
+    [("20m", ["checkpoint-1"]), pytest.param("26m", ["checkpoint-1"], marks=pytest.mark.slow)],
     ids=["no room for weights", "no room for the optimizer's state"],
     indirect=["small_disk"],
 )
@@ -136,7 +136,7 @@ def test_what_ms_swift_raises_is_named_last(tmp_path: Path, rows_file: Path) -> 
     assert len(last) < 1100
 
 
-@pytest.mark.parametrize("action", ["warn", pytest.param("off", marks=pytest.mark.long)])
+@pytest.mark.parametrize("action", ["warn", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_run_whose_rounds_prove_nothing_says_so_in_its_last_line(
     tmp_path: Path, rows_file: Path, server: Server, action: str
 ) -> None:

@@ -15,7 +15,7 @@ _NUM_STEPS = 10
 _SAVED = 6
 
 
-@pytest.fixture(scope="module", params=["full", pytest.param("lora", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["full", pytest.param("lora", marks=pytest.mark.slow)])
 def runs(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

@@ -15,7 +15,7 @@ from torchrun_job import TEMPLATE, LearnerRun, Server, run_learner, write_config
 from swift_stage2.cli import main
 from swift_stage2.dataset.command import main as data_check
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def pointed(row: dict[str, Any]) -> dict[str, Any]:

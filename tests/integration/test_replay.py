@@ -83,7 +83,6 @@ def test_changed_completions_are_found_at_the_first_step_that_trained_one(
     assert f"steps before it, all bit-equal: {first}" in last_line
 
 
-@pytest.mark.long
 def test_a_changed_plan_is_found(recorded: LearnerRun, tmp_path: Path) -> None:
     """On rank 0 the packs of the last two B steps change places."""
     run_dir = _copy(recorded, tmp_path / "changed")
@@ -106,6 +105,7 @@ def _packs(run_dir: Path, step: int) -> list[str]:
     return [line["pack_id"] for line in lines if line["kind"] == "trained" and line["step"] == step]
 
 
+@pytest.mark.ci
 def test_a_killed_run_replays_to_its_last_whole_step_and_a_resumed_one_from_its_checkpoint(
     tmp_path: Path, rows_file: Path, server: Server
 ) -> None:

@@ -11,7 +11,6 @@ from torchrun_job import Server, assert_replays
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-@pytest.mark.long
 def test_the_server_s_probabilities_are_the_learner_s(
     tmp_path: Path, rows_file: Path, server: Server
 ) -> None:

@@ -50,7 +50,7 @@ def test_both_sides_of_a_weight_group_over_gloo_bind_an_address_of_their_own(tmp
             assert told[0][1].splitlines()[-1] == told[1][1].splitlines()[-1]
 
 
-@pytest.mark.parametrize("transport", ["disk", pytest.param("tcp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("transport", ["disk", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_two_ranks_train_both_channels_with_our_server_on_another_host_which_catches_up_after_a_restart(
     tmp_path: Path, rows_file: Path, transport: str
 ) -> None:
@@ -102,7 +102,6 @@ def proven(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [record for record in records if record["servers"]["0"]["proven"]]
 
 
-@pytest.mark.long
 def test_a_learner_over_two_hosts_trains_with_a_server_on_a_third(tmp_path: Path, rows_file: Path) -> None:
     directory = tmp_path / "run"
     with network_hosts("server", "node0", "node1", own_name_is_loopback=True) as (server, *nodes):

@@ -35,7 +35,7 @@ def _weights(run: LearnerRun, rank: int) -> dict[str, str]:
     return last
 
 
-@pytest.fixture(scope="module", params=[60, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.long])])
+@pytest.fixture(scope="module", params=[60, pytest.param(200, marks=[pytest.mark.slow])])
 def num_steps(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 

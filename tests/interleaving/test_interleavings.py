@@ -21,7 +21,7 @@ from interleaving.scene import run_seed, virtual_world
 from interleaving.scheduler import Violation
 
 # The first of each are for every change. Not every 500 full scenes meet an evaluation that finds no server.
-LONG = (pytest.mark.slow, pytest.mark.long)
+LONG = pytest.mark.slow
 FULL_BATCHES = [
     range(100),
     pytest.param(range(100, 900), marks=pytest.mark.slow),

@@ -153,7 +153,7 @@ def test_answers_that_are_written_out_are_learned_by_every_family(family: Loaded
         ("sdpa", torch.float32),
         pytest.param("sdpa", torch.bfloat16, marks=pytest.mark.slow),
         ("eager", torch.float32),
-        pytest.param("eager", torch.bfloat16, marks=(pytest.mark.slow, pytest.mark.long)),
+        pytest.param("eager", torch.bfloat16, marks=(pytest.mark.slow)),
     ],
     ids=str,
 )

@@ -240,7 +240,7 @@ def batches(samples: list[Sample]) -> IsolationBatches:
 
 def _in_every_dtype(*cases: tuple[Any, ...]) -> list[Any]:
     """Cases that begin with an attention. 16 bits take long on a CPU: of bfloat16 two are fast, float16 is long."""
-    found, slow = [], {torch.bfloat16: pytest.mark.slow, torch.float16: (pytest.mark.slow, pytest.mark.long)}
+    found, slow = [], {torch.bfloat16: pytest.mark.slow, torch.float16: (pytest.mark.slow)}
     for case, dtype in product(cases, (torch.float32, torch.bfloat16, torch.float16)):
         is_fast = dtype is torch.float32 or (
             dtype is torch.bfloat16 and case in [("sdpa",), ("sdpa", _with_a_cache)]

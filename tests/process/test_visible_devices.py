@@ -50,7 +50,7 @@ torch._register_device_module("npu", Npu)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [pytest.param(["train"], marks=pytest.mark.long), ["rollout"]])
+@pytest.mark.parametrize("words", [pytest.param(["train"], marks=pytest.mark.slow), ["rollout"]])
 def test_an_accelerator_that_is_not_cuda_is_refused(tmp_path: Path, words: list[str]) -> None:
     """A machine whose torch has an NPU, as torch's own registration of one makes it."""
     (tmp_path / "sitecustomize.py").write_text(_NPU)

@@ -20,7 +20,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("data") / "shapes", SceneKind.SHAPES, 62, Split.TRAIN, 3)
 
 
-@pytest.fixture(scope="module", params=["full", pytest.param("lora", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[pytest.param("full", marks=pytest.mark.ci), "lora"])
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows: Path, stock: ServerProcess
 ) -> LearnerRun:

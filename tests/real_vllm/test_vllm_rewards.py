@@ -35,6 +35,5 @@ def test_stock_states_the_log_probabilities_of_the_learner(tmp_path: Path, stock
     require_equal_log_probs(_run(tmp_path, stock))
 
 
-@pytest.mark.long
 def test_so_does_our_server(tmp_path: Path, ours: ServerProcess) -> None:
     require_equal_log_probs(_run(tmp_path, ours))

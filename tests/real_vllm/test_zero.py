@@ -50,8 +50,8 @@ def half_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     params=[
         ("zero2", "lora"),
         ("zero3", "full"),
-        pytest.param(("zero2", "full"), marks=pytest.mark.long),
-        pytest.param(("zero3", "lora"), marks=pytest.mark.long),
+        pytest.param(("zero2", "full"), marks=pytest.mark.slow),
+        pytest.param(("zero3", "lora"), marks=pytest.mark.slow),
     ],
     ids="-".join,
 )

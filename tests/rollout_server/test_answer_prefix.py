@@ -105,7 +105,6 @@ def test_greedy_rollouts_go_on_as_if_they_had_not_been_cut(server: RunningServer
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_two_hundred_greedy_rollouts_go_on_as_if_they_had_not_been_cut(

@@ -121,7 +121,7 @@ class Asker:
     "num_kills",
     [
         pytest.param(3, marks=pytest.mark.slow),
-        pytest.param(50, marks=[pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]),
+        pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
 )
 def test_after_every_kill_the_next_round_is_proven_and_no_answer_is_of_unproven_weights(

@@ -134,7 +134,8 @@ def test_vllm_without_the_routes_of_a_round_is_told_from_other_programs(
         assert "VLLM_SERVER_DEV_MODE=1" in told
         vllm.release = "0.26.0"
         told = vllm_serve.missing_routes_remedy(session, Deadline(_PATIENCE_S))
-        assert "vLLM 0.26.0" in told and "0.32 or later" in told
+        assert "vLLM 0.26.0" in told
+        assert "0.32 or later" in told
         server.on_get = lambda call: Answer(status=404)
         assert not vllm_serve.missing_routes_remedy(session, Deadline(_PATIENCE_S))
 
