@@ -77,7 +77,7 @@ def launch(
         run_checks(config, Known(starts_learner=True, files=True, rows=True))
     output_dir, since = plan.log_dir.parent, time.time()
     role = plan.exit_status_file.stem.replace("learner", "launch")  # of several hosts' each has its own
-    with hold_run_directory(output_dir, role, plan.rendezvous or os.environ):
+    with hold_run_directory(output_dir, role):
         config, notes = resumed(config) if resume else (config, ())
         num_ranks = config.launch.learner.nnodes * (nproc_per_node or config.launch.learner.nproc_per_node)
         held = Known(run_directory=not resume, num_ranks=num_ranks, started_servers=plan.server_indices)

@@ -94,8 +94,8 @@ def train_rank(config: Stage2Config, agent: AgentWatch, *, resume: bool) -> int:
     rank = os.environ.get("RANK", "0")
     agent.grace_s = config.launch.learner.shutdown_timeout_s
     with ExitStack() as held:
-        if (run_dir := written_directory(config.swift)) is not None:
-            held.enter_context(hold_run_directory(run_dir, f"rank {rank}", os.environ))
+        if rank == "0" and (run_dir := written_directory(config.swift)) is not None:
+            held.enter_context(hold_run_directory(run_dir))
         config, notes = resumed(config) if resume else (config, ())
         run_checks(config, Known(run_directory=not resume))  # a resume has seen what is there
         if rank == "0" and EXIT_STATUS_FILE not in os.environ:  # else the launcher has said it

@@ -181,14 +181,13 @@ def claim_directory(path: Path, *, keep: bool, marker: str = _MARKER, option: st
 
 def _refuse_living_run(directory: Path, option: str) -> None:
     """Raises UserError: whoever claimed it was killed, and ranks of the run that it started have not ended yet."""
-    from swift_stage2.run_directory.lock import is_held  # loads psutil, as yaml above
+    from swift_stage2.run_directory.lock import held_below  # loads psutil, as yaml above
 
-    for run_dir in {locks.parent for locks in directory.glob("**/locks")}:
-        if is_held(run_dir):
-            raise UserError(
-                f"{option} must be a directory that no run works in, got {directory} with a run in {run_dir}; wait for "
-                "its end, or name another one"
-            )
+    for run_dir in held_below(directory):
+        raise UserError(
+            f"{option} must be a directory that no run works in, got {directory} with a run in {run_dir}; wait for "
+            "its end, or name another one"
+        )
 
 
 def _hold(marker: Path, option: str) -> None:

@@ -85,9 +85,10 @@ class Stage2Trainer(EvaluatedTrainer):
     def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trains, and ends every thread of ours however training ends."""
         self._resume_directory = resume_from_checkpoint or None
-        role, directory = f"rank {self.args.process_index}", Path(self.args.output_dir)
-        # Also where ms-swift has just made the directory: whoever follows the run sees there that it goes on.
-        with hold_run_directory(directory, role, os.environ, is_alone=True), StopOnSignal(self._ask_to_stop):
+        with ExitStack() as held:
+            if self.args.process_index == 0:  # also where ms-swift has just made the directory
+                held.enter_context(hold_run_directory(Path(self.args.output_dir)))
+            held.enter_context(StopOnSignal(self._ask_to_stop))
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:

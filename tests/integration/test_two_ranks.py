@@ -64,7 +64,7 @@ FOLLOWED = "followed.jsonl"
 def _followed(directory: Path) -> Iterator[None]:
     """Around a run that has this process above it, as it has a launch: ``rollouts --follow`` beside it, to its end."""
     command = [sys.executable, "-m", "swift_stage2", "rollouts", "--follow", "--json", str(directory)]
-    with hold_run_directory(directory, "launch", {}), (directory / FOLLOWED).open("wb") as lines:
+    with hold_run_directory(directory, "launch"), (directory / FOLLOWED).open("wb") as lines:
         follower = subprocess.Popen(command, stdout=lines, stderr=subprocess.PIPE, text=True)
         try:
             yield

@@ -49,7 +49,7 @@ def follow(tmp_path: Path) -> Iterator[Callable[..., Follower]]:
 def held(tmp_path: Path) -> Iterator[ExitStack]:
     """The run goes on until this is closed."""
     with ExitStack() as held:
-        held.enter_context(hold_run_directory(tmp_path, "rank 0", {}))
+        held.enter_context(hold_run_directory(tmp_path))
         yield held
 
 
@@ -114,7 +114,7 @@ def test_a_killed_run_ends_the_follower_with_1_and_all_that_was_written(
     tmp_path: Path, follow: Callable[..., Follower]
 ) -> None:
     hold = "import sys; from pathlib import Path; from swift_stage2.run_directory.lock import hold_run_directory\n"
-    hold += "with hold_run_directory(Path(sys.argv[1]), 'rank 0', {}): print('held', flush=True); sys.stdin.read()"
+    hold += "with hold_run_directory(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     rank = subprocess.Popen(
         [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -67,7 +67,7 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    with hold_run_directory(tmp_path, "rank 0", {}):
+    with hold_run_directory(tmp_path):
         run = Run(tmp_path)
         board, pause = tmp_path / "servers" / "board.json", threading.Event()
         while not board.exists():
@@ -158,7 +158,7 @@ def test_a_short_wait_calls_no_run_over_that_goes_on(tmp_path: Path) -> None:
     clear_requests(tmp_path)
     ServerBoard((FIRST,)).write(tmp_path)
     with (
-        hold_run_directory(tmp_path, "rank 0", {}),
+        hold_run_directory(tmp_path),
         pytest.raises(
             UserError, match=r"within --timeout-s=0\.1, got .*8001, which the learner has not heard of"
         ),
@@ -188,7 +188,7 @@ def test_requests_of_an_earlier_process_are_forgotten(tmp_path: Path) -> None:
 def test_who_asks_while_a_killed_run_is_resumed_is_told_to_ask_once_more(tmp_path: Path) -> None:
     clear_requests(tmp_path)
     ServerBoard((FIRST,)).write(tmp_path)  # of the killed run
-    with hold_run_directory(tmp_path, "rank 0", {}), ThreadPoolExecutor(1) as pool:
+    with hold_run_directory(tmp_path), ThreadPoolExecutor(1) as pool:
         told = pool.submit(add_server, tmp_path, LATE, timeout_s=PATIENCE_S)
         pause = threading.Event()
         while not list((tmp_path / "servers").glob("add-*.json")):
@@ -244,7 +244,7 @@ def test_a_request_that_is_taken_at_the_deadline_is_not_called_unheard(
 
     monkeypatch.setattr(Path, "unlink", taken_first)
     with (
-        hold_run_directory(tmp_path, "rank 0", {}),
+        hold_run_directory(tmp_path),
         pytest.raises(UserError, match="which no step has taken in yet; the run goes on with it"),
     ):
         add_server(tmp_path, LATE, timeout_s=0.1)
