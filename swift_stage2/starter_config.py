@@ -36,7 +36,7 @@ _GRADIENT_ACCUMULATION_STEPS = 4
 _PATHS = ("model", "dataset", "val_dataset", "external_plugins", "adapters")
 _OF_BOTH_SIDES = ("model_type", "template", "external_plugins", "max_pixels")
 _HEAD = """\
-# Written by swift-stage2 init; every key is explained in docs/design/config.md.
+# Written by swift-stage2 init; every key is explained in docs/design/formats.md.
 # A relative path, in here or in a row of the data, is read from the folder in which a command is started.
 # Here all are absolute, so that every folder will do if the rows name their pictures by absolute paths, too.
 """

@@ -1,4 +1,4 @@
-"""Tiny random models of the families in docs/models.md: their real classes, processors and ms-swift's own templates.
+"""Tiny random models of the families in docs/data.md: their real classes, processors and ms-swift's own templates.
 
 Only the vocabulary is made up, around the token ids that ms-swift's templates carry; whatever ms-swift looks up by type
 or architecture is what it finds for the real checkpoints.

@@ -107,7 +107,7 @@ def read_predictions(path: Path, rows: Sequence[TrueRow]) -> list[Prediction | N
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the line"
             raise DatasetError(
-                f"{path}:{number}: {where}: {first['msg']}; write it as docs/evaluating.md says"
+                f"{path}:{number}: {where}: {first['msg']}; write it as docs/design/formats.md says"
             ) from error
         if fault := prediction.fault():
             raise DatasetError(f"{path}:{number}: {fault}; mend the line")

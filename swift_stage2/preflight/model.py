@@ -3,7 +3,7 @@
 Looks at directories, the heads of weight files, ``config.json`` and the first row of the data set; loads no ms-swift. A
 hub id is ms-swift's own business, except where the user has said that there is no network. Among those refused are
 models that think before they answer; a model that has no name here is judged by its template, once that is there
-(``Encoder``). docs/models.md is the list.
+(``Encoder``). docs/data.md is the list.
 """
 
 from __future__ import annotations

@@ -5,5 +5,5 @@
     replayed_learner the recorded plan of every step, its packs made again, its losses compared
     rank             one rank: the run's own configuration and trainer, with that learner
 
-``docs/design/replay.md`` tells what is the same and what is not.
+``docs/design/scheduling.md`` tells what is the same and what is not.
 """

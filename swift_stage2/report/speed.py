@@ -7,7 +7,7 @@ Of one rank, over the training part of its main thread:
     inline = S + R + P      ideal = max(S + R, P)      speed-up = inline / W      bound = inline / ideal
     fraction = speed-up / bound = ideal / W
 
-``docs/design/report.md`` gives the reasons.
+``docs/design/README.md`` gives the reasons.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Turns the schedule, the rounds to come, the packs at hand and those in the making into "begin so many packs now".
 
 A pack is worth making iff, at the first wanted B step that lacks it, it will still be fresh. Too early
-and it expires unused, too late and the step is skipped; ``docs/design/pacing.md`` has the maths. Pure:
+and it expires unused, too late and the step is skipped; ``docs/design/scheduling.md`` has the maths. Pure:
 the pipeline asks whenever places are free; all ranks pace as the slowest does, told by the step's vector.
 """
 

@@ -9,5 +9,5 @@
     record_forms, reading                what is read back, checked, without what a resume made void
     summary, ledger_account              what ran and what it cost; what became of all samples
 
-``docs/design/metrics.md`` lists every tag. Knows no ms-swift and issues no collective of its own.
+``docs/design/formats.md`` lists every tag. Knows no ms-swift and issues no collective of its own.
 """

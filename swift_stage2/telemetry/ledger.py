@@ -1,6 +1,6 @@
 """Writes of every sample its life, of every answer what a replay needs, and of a few rows the whole matches.
 
-    RUN_DIR/ledger/rankN.jsonl    ``Ledger``; ``docs/design/ledger.md`` tells what it proves
+    RUN_DIR/ledger/rankN.jsonl    ``Ledger``; ``docs/design/channel_b.md`` tells what it proves
     RUN_DIR/record/rankN.jsonl    of the kinds ``RecordEntry``
     RUN_DIR/matches/rankN.jsonl   ``MatchLog``, for the report's gallery and match drift
 

@@ -1,7 +1,7 @@
 """Turns the ledgers of all ranks into an account: what became of every sample, and what breaks the rules. Pure.
 
 Each rank's effective history is replayed by itself, record by record; then the ranks are compared. A record that is not
-possible where it stands breaks a rule, and the replay goes on. ``docs/design/ledger.md`` lists the rules.
+possible where it stands breaks a rule, and the replay goes on. ``docs/design/channel_b.md`` lists the rules.
 """
 
 from __future__ import annotations

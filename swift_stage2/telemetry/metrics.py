@@ -1,7 +1,7 @@
 """Declares every number that is kept, holds one rank's, and adds all ranks' up.
 
 One table says of each number whether it counts or gauges, how ranks merge, and its tag: a misspelt name raises, all
-ranks exchange vectors of one order, and ``docs/design/metrics.md`` can be checked against it. One sum over a vector
+ranks exchange vectors of one order, and ``docs/design/formats.md`` can be checked against it. One sum over a vector
 of fixed length merges: gauges that need a minimum or a maximum travel in one slot per rank, where every other rank
 adds zero.
 """
@@ -109,13 +109,17 @@ METRICS: tuple[Metric, ...] = (
     _counter("rollouts_truncated", "those of them that were cut off at max_new_tokens"),
     _counter("rollouts_failed", "POSTs that brought no rollout", "async/rollout_fail_total"),
     _counter("rollouts_aborted", "rollouts that a pending round ended; their samples are asked again"),
-    _counter("tokens_aborted", "tokens that these had", "async/tokens_aborted_total"),
+    _counter("tokens_aborted", "tokens of aborted rollouts that begin anew", "async/tokens_aborted_total"),
     _counter(
         "rollouts_resumed",
         "aborted rollouts whose rest is asked for, each as often as it was aborted",
         "async/rollout_resumed_total",
     ),
-    _counter("tokens_kept", "tokens that finished rollouts had when aborted last", "async/tokens_kept_total"),
+    _counter(
+        "tokens_kept",
+        "tokens that finished rollouts had when they were aborted last",
+        "async/tokens_kept_total",
+    ),
     _counter(
         "tokens_partial_dropped",
         "tokens of aborted rollouts that were not resumed after all",
@@ -167,8 +171,8 @@ METRICS: tuple[Metric, ...] = (
     _counter("match_sum_iou", "sum of the IoU of matched pairs"),
     _counter("match_gated", "candidate pairs under the IoU threshold", "match/gated"),
     _counter("packs_made", "packs offered to the ready queue", "async/prefetch_success_total"),
-    _counter("segments_packed", "segments in those packs", "packing/segments"),
-    _counter("tokens_packed", "tokens in those packs", "packing/tokens"),
+    _counter("segments_packed", "segments in the packs offered", "packing/segments"),
+    _counter("tokens_packed", "tokens in the packs offered", "packing/tokens"),
     _counter("tokens_capacity", "tokens that those packs could hold"),
     _counter("segments_dropped_stale", "segments that went stale before they were packed"),
     _counter("packs_dropped_stale", "packs whose version left the window", "async/drop_stale_total"),
@@ -194,7 +198,10 @@ RATIOS: tuple[Ratio, ...] = (
     Ratio("match/precision", ("match_pairs",), ("match_predictions",), "matched share of predictions"),
     Ratio("match/recall", ("match_pairs",), ("match_ground_truths",), "matched share of ground truth"),
     Ratio(
-        "match/f1", ("match_pairs", "match_pairs"), ("match_predictions", "match_ground_truths"), "their mean"
+        "match/f1",
+        ("match_pairs", "match_pairs"),
+        ("match_predictions", "match_ground_truths"),
+        "harmonic mean of precision and recall",
     ),
     Ratio(
         "match/mean_iou",
@@ -203,7 +210,12 @@ RATIOS: tuple[Ratio, ...] = (
         "mean IoU, or closeness of points, of matched pairs",
     ),
     Ratio("parse/truncated_ratio", ("rollouts_truncated",), ("rollouts_prepared",), "rollouts cut off"),
-    Ratio("group/reward_std", ("group_reward_std",), ("groups_compared",), "mean over groups"),
+    Ratio(
+        "group/reward_std",
+        ("group_reward_std",),
+        ("groups_compared",),
+        "mean over groups of the standard deviation of rewards",
+    ),
     Ratio("policy/clip_share", ("policy_clipped",), ("policy_tokens",), "clipped share of sampled tokens"),
     Ratio("policy/cap_share", ("policy_capped",), ("policy_tokens",), "capped share of sampled tokens"),
     Ratio(

@@ -1,4 +1,4 @@
-"""The scripts of ``docs/clusters.md``, as they stand there, on hosts that are network namespaces."""
+"""The scripts of ``docs/running.md``, as they stand there, on hosts that are network namespaces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrun_job import ENVIRONMENT, ROOT, TEMPLATE, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(1800)]
 
-PAGE = (ROOT / "docs" / "clusters.md").read_text()
+PAGE = (ROOT / "docs" / "running.md").read_text()
 NAMES = ("server-0", "learner-0", "learner-1")
 _RUN_S = 600.0
 

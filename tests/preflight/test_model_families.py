@@ -1,4 +1,4 @@
-"""The rules of docs/models.md for each family, on tiny random models of its classes by ms-swift's own templates."""
+"""The rules of docs/data.md for each family, on tiny random models of its classes by ms-swift's own templates."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import DiskTransport, ServerEndpoint, StreamTransport
 
 PACKAGE = Path(swift_stage2.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "design" / "sync_round.md"
+PAGE = PACKAGE.parent / "docs" / "design" / "weights.md"
 MOST_FILES = 20  # over all ways, a stream, a memory file and a directory; none of them passes more than 16
 START_TIMEOUT_S = 240.0
 

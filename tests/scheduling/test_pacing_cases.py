@@ -1,4 +1,4 @@
-"""Pacing under a virtual clock; run as a program, this file prints the table of docs/design/pacing.md."""
+"""Pacing under a virtual clock; run as a program, this file prints the table of docs/design/scheduling.md."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_the_derived_budget_makes_nothing_worse(setting: Setting) -> None:
 
 
 def main() -> None:
-    """Print the table of docs/design/pacing.md."""
+    """Print the table of docs/design/scheduling.md."""
     rows = [
         ("no time, window 2, target 4", Setting()),
         ("no time, window 1, target 4", Setting(window=1)),
