@@ -15,13 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from pydantic import BaseModel
+
 from swift_stage2.config.root import Stage2Config
 from swift_stage2.config.swift_arguments import UNSUPPORTED
 from swift_stage2.telemetry import metrics
 from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.ledger import Entry, RecordEntry
 from swift_stage2.telemetry.metrics import EVALUATION_TAGS, METRICS, RATIOS, SCORE_TAGS
-from swift_stage2.telemetry.record_forms import AUDIT_FORMS, LEDGER_FORMS, RECORD_FORMS, Forms
+from swift_stage2.telemetry.record_forms import AUDIT_FORMS, LEDGER_FORMS, RECORD_FORMS
 
 PAGE = Path(__file__).parents[1] / "docs" / "design" / "formats.md"
 _TAG_MEANINGS = {  # of tags that no table of the code describes
@@ -63,6 +65,11 @@ _AUDIT_KINDS = {
     "warning": "a warning as the user saw it",
     "unused_b": "why channel B was wanted and never ran",
     "gap": "how many records a full disk did not take",
+    "epoch": "how many of the epoch's batches channel A trained",
+    "post": "a request of an evaluation is over: server, version, end, seconds, rows",
+    "evaluation_failure": "a row that was given up in an evaluation, and why",
+    "evaluation_scores": "on rank 0: AP and its like of an evaluation",
+    "no_progress": "a thread has been at one thing for too long: at what, and for how many seconds",
 }
 
 
@@ -89,8 +96,8 @@ def sentences(owner: type) -> Mapping[str, str]:
 
 def section_in(kind: Any) -> tuple[type, str] | None:
     """The section that a field of this type holds, and ``[]`` for a list of them."""
-    if is_dataclass(kind):
-        return kind, ""  # type: ignore[return-value]
+    if isinstance(kind, type) and is_dataclass(kind):
+        return kind, ""
     inner = [each for each in get_args(kind) if is_dataclass(each)]
     return (inner[0], "[]") if inner else None
 
@@ -132,12 +139,14 @@ def tags() -> Iterator[str]:
         yield f"| `{tag}` | {merge} | {in_cell(meaning)} |"
 
 
-def events(file: str, forms: Forms, meanings: Mapping[str, str]) -> Iterator[str]:
+def events(
+    file: str, forms: Mapping[str, type[BaseModel] | None], meanings: Mapping[str, str]
+) -> Iterator[str]:
     """A row per kind of one file: its fields as readers check them, those in brackets may be absent."""
     for kind, form in forms.items():
         names = [
             name if field.is_required() else f"[{name}]"
-            for name, field in form.model_fields.items()
+            for name, field in (form.model_fields if form else {}).items()
             if name not in ("time", "rank", "sequence")
         ]
         yield f"| `{file}` | `{kind}` | {', '.join(names)} | {meanings.get(kind, '')} |"
@@ -166,7 +175,7 @@ def tables() -> dict[str, list[str]]:
         "events": [
             "| file | kind | fields | meaning |",
             "| --- | --- | --- | --- |",
-            *events("audit", AUDIT_FORMS, _AUDIT_KINDS),
+            *events("audit", {**dict.fromkeys(_AUDIT_KINDS), **AUDIT_FORMS}, _AUDIT_KINDS),
             *events("ledger", LEDGER_FORMS, of_members(Entry)),
             *events("record", RECORD_FORMS, of_members(RecordEntry)),
         ],
