@@ -98,7 +98,7 @@ def section_in(kind: Any) -> tuple[type, str] | None:
     """The section that a field of this type holds, and ``[]`` for a list of them."""
     if isinstance(kind, type) and is_dataclass(kind):
         return kind, ""
-    inner = [each for each in get_args(kind) if is_dataclass(each)]
+    inner = [each for each in get_args(kind) if isinstance(each, type) and is_dataclass(each)]
     return (inner[0], "[]") if inner else None
 
 
