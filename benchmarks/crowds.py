@@ -9,9 +9,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-
-from PIL import Image, ImageDraw
 
 from swift_stage2.demo.scenes import COLOURS, SHAPES, Box
 
@@ -67,14 +64,6 @@ def half_right_answer(truth: Objects, side: int, seed: int) -> Objects:
         if rng.random() >= _SHARE_MISSED
     ]
     return found or truth[:1]
-
-
-def draw_crowd(crowd: Crowd, path: Path) -> None:
-    image = Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), (250, 250, 250))
-    draw = ImageDraw.Draw(image)
-    for label, box in crowd.truth:
-        draw.rectangle(box, fill=COLOURS[label.split()[0]])
-    image.save(path)
 
 
 def _random_object(rng: random.Random) -> tuple[str, Box]:
