@@ -5,13 +5,13 @@ from __future__ import annotations
 from benchmarks.command import Bench, Option
 
 FAULTS = (
-    *("kill_server", "kill_worker", "kill_engine_core", "kill_in_round", "poison", "late_reply", "stop_rank"),
+    *("kill_server", "kill_in_round", "late_reply", "stop_rank"),
     *("wrong_weights", "unchanged_weights", "kill_courier"),
 )
 """Of the fault table."""
 PARTS = ("table", "kills", "outage", "soak")
 """Of the bench faults."""
-_SYNC_SERVERS = ("transformers", "vllm", "stock", "vllm-serve")
+_SERVERS = ("transformers", "vllm", "stock")
 _OBJECTIVES = ("corrected_target", "grpo", "mixed")
 _REPEATS = Option("repeats", 3, "repetitions", least=1)
 _LATENCY = Option("latency-s", 0.5, "mean wait of a rollout from the stand-in", least=0.001, most=10)
@@ -56,11 +56,11 @@ _ALL = (
         name="sync",
         purpose="a sync round: the learner's pause and the time to the proof (vLLM, unless --servers transformers)",
         detail="Against a bare copy of the same bytes; servers of ours over shared memory and, of "
-        "transformers, TCP; stock ones (unmodified swift rollout) with and without the plugin that proves; plain vLLM.",
+        "transformers, TCP; stock ones (unmodified swift rollout) with and without the plugin that proves.",
         takes="about a minute with the transformers server and up to 100 MiB, else more",
         options=(
             Option("mib", [1, 100, 1024], "bytes of weights, MiB", least=1),
-            Option("servers", [*_SYNC_SERVERS], "servers", choices=_SYNC_SERVERS),
+            Option("servers", [*_SERVERS], "servers", choices=_SERVERS),
             Option("repeats", 5, "rounds per system and size", least=1),
         ),
     ),
@@ -102,7 +102,7 @@ _ALL = (
         succeeds="every account balanced, nothing hung, nothing was left",
         options=(
             Option("part", "table", "what is done", choices=PARTS),
-            Option("server", "transformers", "which answers", choices=("transformers", "stock", "vllm")),
+            Option("server", "transformers", "which answers", choices=_SERVERS),
             Option("faults", [*FAULTS], "of the table", choices=FAULTS),
             Option("points", 50, "kills", least=1),
             Option("steps", 200, "of an outage, or of the soak, which wants 2000", least=10),

@@ -12,7 +12,6 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -97,60 +96,41 @@ def plan_table(found: Mapping[int, Seconds]) -> ResultTable:
     )
 
 
-class PlannedSteps:
-    """The learner's way from a queue to packs, step by step: reserve, agree with all ranks, hand over."""
+def plan_step(queue: ReadyQueue, control: GlooControlGroup) -> None:
+    """The learner's way from a queue to packs: reserve, agree with all ranks, hand over.
 
-    def __init__(self, control: GlooControlGroup) -> None:
-        self._control = control
-        self._queue = ReadyQueue(_QUEUE_LIMIT, _WINDOW)
-        self._numbers = count()
-
-    def fill(self) -> None:
-        """Packs up to the limit, as a pipeline that is ahead leaves them."""
-        while self._queue.depth < _QUEUE_LIMIT:
-            pack = Pack(str(next(self._numbers)), _VERSION, {}, (), 0, 0, 0)
-            self._queue.offer(pack, current_version=_VERSION)
-
-    def plan(self) -> float:
-        """Seconds of one step's plan.
-
-        Raises RuntimeError: the step did not become channel B, so that nothing was measured.
-        """
-        began = time.perf_counter()
-        reservation = self._queue.reserve(_PACKS, current_version=_VERSION)
-        facts = RankFacts(
-            not_reserved=reservation is None,
-            pace=ProductionPace(1.5, 1.5),
-            servers_suspect=(False,) * _NUM_SERVERS,
-            servers_answer_again=(False,) * _NUM_SERVERS,
-        )
-        agreed = self._control.reduce_max(facts.encode())
-        plan = decide(agreed, num_servers=_NUM_SERVERS).plan(wants_b=True)
-        packs = reservation.take() if reservation is not None and plan.channel is Channel.B else []
-        ended = time.perf_counter()
-        if len(packs) != _PACKS:
-            raise RuntimeError(f"a full queue must give {_PACKS} packs, got {len(packs)}")
-        return ended - began
+    Raises RuntimeError: the step did not become channel B, so that nothing was measured.
+    """
+    reservation = queue.reserve(_PACKS, current_version=_VERSION)
+    facts = RankFacts(
+        not_reserved=reservation is None,
+        pace=ProductionPace(1.5, 1.5),
+        servers_suspect=(False,) * _NUM_SERVERS,
+        servers_answer_again=(False,) * _NUM_SERVERS,
+    )
+    agreed = control.reduce_max(facts.encode())
+    plan = decide(agreed, num_servers=_NUM_SERVERS).plan(wants_b=True)
+    packs = reservation.take() if reservation is not None and plan.channel is Channel.B else []
+    if len(packs) != _PACKS:
+        raise RuntimeError(f"a full queue must give {_PACKS} packs, got {len(packs)}")
 
 
 def measure(control: GlooControlGroup, repeats: int) -> dict[str, list[float]]:
     """Seconds by kind. Who of a pair goes first alternates."""
     torch.set_num_threads(1)
-    steps = PlannedSteps(control)
-    seconds: dict[str, list[float]] = {PLAN: [], BARE: []}
+    queue = ReadyQueue(_QUEUE_LIMIT, _WINDOW)
     bare = torch.zeros(vector_length(_NUM_SERVERS), dtype=torch.int64)
+    works = {PLAN: lambda: plan_step(queue, control), BARE: lambda: control.max_in_place(bare)}
+    seconds: dict[str, list[float]] = {PLAN: [], BARE: []}
     for repetition in range(repeats + NUM_WARMUP):
-        steps.fill()
+        while queue.depth < _QUEUE_LIMIT:  # as a pipeline that is ahead leaves them
+            queue.offer(Pack(str(repetition), _VERSION, {}, (), 0, 0, 0), current_version=_VERSION)
         for kind in (PLAN, BARE) if repetition % 2 == 0 else (BARE, PLAN):
             control.reduce_max((0,))  # a barrier: what follows must not count how late others are
-            if kind == PLAN:
-                spent = steps.plan()
-            else:
-                began = time.perf_counter()
-                control.max_in_place(bare)
-                spent = time.perf_counter() - began
+            began = time.perf_counter()
+            works[kind]()
             if repetition >= NUM_WARMUP:
-                seconds[kind].append(spent)
+                seconds[kind].append(time.perf_counter() - began)
     return seconds
 
 

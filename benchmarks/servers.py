@@ -16,12 +16,9 @@ from swift_stage2.config import ServerEngine, load_config
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, config_of, server_entry
-from swift_stage2.errors import ServerFault
 from swift_stage2.launch.managed_server import ReadinessProbe
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.process.ports import free_ports
-from swift_stage2.servers import vllm_serve
-from swift_stage2.servers.session import Deadline, ServerSession
 
 _GRACE_S = 30.0
 _START_S = 600.0
@@ -34,14 +31,11 @@ class ServerKind(StrEnum):
     STOCK = "stock"  # the unmodified ``swift rollout``
     VLLM = "vllm"  # ``swift-stage2 rollout --engine vllm``
     TRANSFORMERS = "transformers"  # ``swift-stage2 rollout --engine transformers``
-    VLLM_SERVE = "vllm-serve"  # plain vLLM with its own weight transfer
 
     @property
     def engine(self) -> ServerEngine:
-        """Its engine in ``launch.servers``; plain vLLM has none and takes the variables of stock servers."""
-        if self in (ServerKind.STOCK, ServerKind.VLLM_SERVE):
-            return ServerEngine.SWIFT
-        return ServerEngine(self.value)
+        """Its engine in ``launch.servers``."""
+        return ServerEngine.SWIFT if self is ServerKind.STOCK else ServerEngine(self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +73,6 @@ class BenchServers(Processes):
             name,
             lambda port: server_arguments(kind, model, port, max_batch_size, plugins),
             server_environment(kind),
-            has_infer=kind is not ServerKind.VLLM_SERVE,
         )
 
     def start_program(
@@ -89,19 +82,16 @@ class BenchServers(Processes):
         environment: Mapping[str, str] | None = None,
         *,
         ports: Sequence[int] = (),
-        has_infer: bool = True,
     ) -> BenchServer:
         """Starts ``python`` with ``words`` for its port, by default a free one, and waits as ``start`` does."""
         port, group_port = ports or free_ports(2)
         tree = self.start_process(name, (sys.executable, "-u", *words(port)), environment)
         base_url = f"http://127.0.0.1:{port}"
-        probe = ReadinessProbe(name, base_url, None, _START_S) if has_infer else None
-        answers = partial(_serves_model, base_url) if probe is None else lambda: probe.answered
+        probe = ReadinessProbe(name, base_url, None, _START_S)
         try:
-            self.wait_for(answers, "a server answers", _START_S, tree=tree)
+            self.wait_for(lambda: probe.answered, "a server answers", _START_S, tree=tree)
         finally:
-            if probe is not None:
-                probe.close()
+            probe.close()
         return BenchServer(base_url, group_port, tree)
 
     def end(self, server: BenchServer) -> None:
@@ -156,8 +146,7 @@ def start_stand_in(
 
 def server_environment(kind: ServerKind) -> dict[str, str]:
     """A server needs these variables besides the children's. Raises as ``server_arguments``."""
-    own = {"VLLM_SERVER_DEV_MODE": 1} if kind is ServerKind.VLLM_SERVE else {}  # the routes of a round
-    return {name: str(value) for name, value in {**server_entry(kind.engine).get("env", {}), **own}.items()}
+    return {name: str(value) for name, value in server_entry(kind.engine).get("env", {}).items()}
 
 
 def server_arguments(
@@ -175,23 +164,8 @@ def server_arguments(
     if kind is ServerKind.TRANSFORMERS:
         batch = ["--max-batch-size", str(max_batch_size)]
         return ["-m", "swift_stage2", "rollout", str(model), *place, *as_argv(options), *batch]
-    if kind is ServerKind.VLLM_SERVE:
-        names = {"torch_dtype": "dtype", "vllm_max_model_len": "max-model-len"}
-        options = {name: options[key] for key, name in names.items()}
-        options |= {"max-num-seqs": max_batch_size, "weight-transfer-config": '{"backend": "nccl"}'}
-        # As a module: the command `vllm` wants a distribution of that name, and the one for CPUs has another.
-        program = ["-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-        return [*program, "--model", str(model), *place, *as_argv(options)]
     options["external_plugins"] += map(str, plugins)
     batch = ["--vllm_max_num_seqs", str(max_batch_size)]
     ours = ["-m", "swift_stage2", "rollout", "--engine", "vllm"]
     program = ["-m", "swift.cli.rollout"] if kind is ServerKind.STOCK else ours
     return [*program, "--model", str(model), *place, *as_argv(options), *batch]
-
-
-def _serves_model(base_url: str) -> bool:
-    with ServerSession(base_url) as session:
-        try:
-            return vllm_serve.find_model(session, Deadline(_LOOK_S)) is not None
-        except ServerFault:
-            return False

@@ -49,7 +49,7 @@ class System:
     @property
     def is_staged(self) -> bool:
         """Its servers are ours, which keep new weights beside the old ones."""
-        return self.kind not in (ServerKind.STOCK, ServerKind.VLLM_SERVE)
+        return self.kind is not ServerKind.STOCK
 
 
 SYSTEMS = (
@@ -58,7 +58,6 @@ SYSTEMS = (
     System("vllm, shared memory", ServerKind.VLLM, Transport.SHARED_MEMORY),
     System("stock", ServerKind.STOCK),
     System("stock + plugin", ServerKind.STOCK, plugins=(PLUGIN,)),
-    System("vllm serve", ServerKind.VLLM_SERVE),
 )
 
 

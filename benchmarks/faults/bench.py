@@ -40,9 +40,9 @@ class FaultBench(BenchServers):
         self._server.wait_until_it_answers()
         return self._server
 
-    def start_job(self, name: str, place: Path, rows: Path, settings: JobSettings) -> TrainingJob:
+    def start_job(self, name: str, place: Path, settings: JobSettings) -> TrainingJob:
         """A learner that asks the server."""
-        return TrainingJob(name, self, place, rows, self._server.port, settings)
+        return TrainingJob(name, self, place, self.rows, self._server.port, settings)
 
     def end_server(self) -> tuple[str, ...]:
         """Ends it; names what it left behind."""

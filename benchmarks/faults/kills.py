@@ -73,7 +73,7 @@ def _start(bench: FaultBench, name: str, place: Path, checkpoint: Path | None) -
     if checkpoint is not None:
         swift["resume_from_checkpoint"] = str(checkpoint)
     bench.ready_server()
-    job = bench.start_job(name, place, bench.rows, JobSettings(swift=swift))
+    job = bench.start_job(name, place, JobSettings(swift=swift))
     job.step()  # takes in what earlier processes wrote
     return job
 

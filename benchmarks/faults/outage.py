@@ -44,9 +44,7 @@ def run_outage(bench: FaultBench, num_steps: int, num_cycles: int) -> tuple[list
     with started_on(server_cores):
         server = bench.ready_server()
         with started_on(learner_cores):
-            learner = bench.start_job(
-                "outage", bench.directory / "job", bench.rows, JobSettings(b_ratio=0.25)
-            )
+            learner = bench.start_job("outage", bench.directory / "job", JobSettings(b_ratio=0.25))
         with learner as job:
             Scene(server, job).warm_up()
             phases = [_train(job, num_steps)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.faults.leftovers import Held, command_line, kill_all, tree_of
+from benchmarks.faults.leftovers import Held, kill_all, tree_of
 from benchmarks.faults.switches import VARIABLE, InstallSwitch
 from benchmarks.processes import Processes
 from benchmarks.servers import ServerKind, server_arguments, server_environment
@@ -103,18 +103,6 @@ class TestedServer:
         if left := kill_all(lambda: self.processes, _KILL_DEADLINE_S):
             raise ChildFailed(f"processes that SIGKILL did not end: {[process.pid for process in left]}")
         self._wait_for_warden()
-
-    def kill_engine_process(self, name: str) -> None:
-        """SIGKILL to the one process of the engine whose command line begins with ``name``.
-
-        Raises ChildFailed: there is not exactly one.
-        """
-        self._held.look(self.processes)
-        found = [each for each in self.processes if " ".join(command_line(each)).startswith(name)]
-        if len(found) != 1:
-            raise ChildFailed(f"the server must have one process {name}, got {len(found)}")
-        found[0].kill()
-        psutil.wait_procs(found, timeout=_KILL_DEADLINE_S)
 
     def end(self) -> tuple[str, ...]:
         """SIGTERM in order, then whatever it takes; names what it, or one that was killed, left behind."""

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import psutil
 
 from benchmarks.estimates import FEWEST_STEPS, Trend, trend
-from benchmarks.faults.accounting import FaultReport, Moments, account_sentence, num_disagreements, report
+from benchmarks.faults.accounting import FaultReport, Moments, account_sentence, report
 from benchmarks.faults.scene import START_S, Scene
-from benchmarks.faults.table import FAULTS
+from benchmarks.faults.table import FAULTS, problems_of
 from benchmarks.faults.training_job import JobSettings, TrainingJob, Victim
 from benchmarks.results import ResultTable, grouped, say
 from swift_stage2.telemetry.audit import Record
@@ -45,10 +45,10 @@ def run_soak(bench: FaultBench, num_steps: int, seed: int) -> tuple[list[ResultT
     server = bench.ready_server()
     save = max(1, num_steps // _NUM_SAVES)
     settings = JobSettings(num_steps=num_steps, swift={"save_steps": save, "save_total_limit": 2})
-    names = [name for name, each in FAULTS.items() if each.in_soak and bench.kind not in each.why_not]
+    names = [name for name, each in FAULTS.items() if bench.kind not in each.why_not]
     faults, moments = plan_faults(seed, num_steps, names), []
     samples: dict[tuple[str, int, str], list[tuple[int, float]]] = defaultdict(list)
-    with bench.start_job("soak", bench.directory / "job", bench.rows, settings) as job:
+    with bench.start_job("soak", bench.directory / "job", settings) as job:
         job.watch = lambda: _look(job, server.processes, samples)
         for step, name in faults:
             scene = Scene(server, job)
@@ -61,15 +61,10 @@ def run_soak(bench: FaultBench, num_steps: int, seed: int) -> tuple[list[ResultT
         status = job.wait_until_it_ends((num_steps - job.num_steps) * _LONGEST_STEP_S + _END_DEADLINE_S)
     reports = reports_of(job.records, moments)
     trends = trends_of(samples)
-    account, left = job.account(), job.what_is_left()
-    problems = [problem for each in reports for problem in each.problems]
+    problems = [problem for each in reports for problem in each.problems] + problems_of(job, status)
     problems += [f"{' '.join(name)} rises" for name, each in trends.items() if each.verdict == "rising"]
-    problems += [f"left: {name}" for name in left]
-    problems += [] if account.is_balanced and status == 0 else [f"not balanced, or status {status}"]
-    if number := num_disagreements(job.records):
-        problems.append(f"ranks disagree on {number} steps")
     names = [name for _, name in faults]
-    notes = [account_sentence(account), f"Problems: {'; '.join(problems) or 'none'}."]
+    notes = [account_sentence(job.account()), f"Problems: {'; '.join(problems) or 'none'}."]
     return [fault_table(names, reports), trend_table(trends), *notes], not problems
 
 
@@ -132,18 +127,18 @@ def trends_of(samples: Samples) -> dict[tuple[str, str], Trend]:
 
 
 def fault_table(names: Sequence[str], reports: Sequence[FaultReport]) -> ResultTable:
-    groups = grouped(zip(names, reports, strict=True), lambda pair: pair[0])
-    return ResultTable.of(
-        "",
-        groups.items(),
-        {
-            "fault": lambda group: FAULTS[group[0]].title,
-            "times": lambda group: str(len(group[1])),
-            "longest wait in an A step, s": lambda group: f"{max(r.longest_wait_s for _, r in group[1]):.2f}",
-            "most steps to proof": lambda group: str(max(r.steps_until_proof or 0 for _, r in group[1])),
-            "unproven rollouts": lambda group: str(sum(r.unproven_rollouts for _, r in group[1])),
-        },
-    )
+    columns = ("fault", "noticed as", "longest wait in an A step, s", "steps to proof", "unproven rollouts")
+    rows = [
+        (
+            name,
+            each.noticed_as,
+            f"{each.longest_wait_s:.2f}",
+            str(each.steps_until_proof),
+            str(each.unproven_rollouts),
+        )
+        for name, each in zip(names, reports, strict=True)
+    ]
+    return ResultTable("", columns, rows)
 
 
 def trend_table(trends: Mapping[tuple[str, str], Trend]) -> ResultTable:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -16,30 +15,22 @@ import httpx
 from benchmarks.faults.accounting import account_sentence, num_disagreements, report
 from benchmarks.faults.scene import Scene
 from benchmarks.faults.switches import stopped
-from benchmarks.faults.training_job import NUM_RANKS, JobSettings, Victim
+from benchmarks.faults.training_job import JobSettings, TrainingJob, Victim
 from benchmarks.results import ResultTable, say
 from benchmarks.servers import ServerKind
-from swift_stage2.channel_b.detection import DetectionTask
-from swift_stage2.channel_b.sample_source import SampleSource
-from swift_stage2.config import Stage2Config
-from swift_stage2.config.binding import bind
 from swift_stage2.errors import ChildFailed
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.rollout_server.open_round import RoundState
 from swift_stage2.servers import protocol
-from swift_stage2.telemetry.audit import Record
 
 if TYPE_CHECKING:
     from benchmarks.faults.bench import FaultBench
 
-POISON_POSITION = 45
-"""Where rank 0's stream meets the poisonous row: late enough for the job to be warm."""
 REQUEST_TIMEOUT_S = 6.0
 _NUM_STEPS_BROKEN = 20
 _LATEST_KILL_S = 2.0
 _NUM_COURIER_KILLS = 10
 _SHORT_STOP_S = 4.0
-_NO_PROCESS = "the engine is a thread of the server's one process"
 _NO_SWITCH = "an unmodified server neither tells of its rounds nor spoils them"
 
 
@@ -51,11 +42,8 @@ class Fault:
     commit: Callable[[Scene], None]
     _: KW_ONLY
     settings: JobSettings = field(default_factory=JobSettings)
-    poison: bool = False
-    """One row of the data set has an image that no processor reads."""
     why_not: dict[ServerKind, str] = field(default_factory=dict)
     """Servers that cannot have it, each with the reason."""
-    in_soak: bool = True
 
 
 def _kill_server(scene: Scene) -> None:
@@ -63,17 +51,6 @@ def _kill_server(scene: Scene) -> None:
     scene.moments.fault = time.time()
     scene.server.kill()
     _train_on_and_restart(scene)
-
-
-def _kill_engine_process(name: str) -> Callable[[Scene], None]:
-    """One process of the engine; its HTTP front may live on. The operator then ends and restarts the server."""
-
-    def commit(scene: Scene) -> None:
-        scene.moments.fault = time.time()
-        scene.server.kill_engine_process(name)
-        _train_on_and_restart(scene)
-
-    return commit
 
 
 def _kill_in_round(scene: Scene) -> None:
@@ -94,17 +71,6 @@ def _train_on_and_restart(scene: Scene) -> None:
     scene.job.wait_for_steps(_NUM_STEPS_BROKEN)
     scene.server.kill()
     scene.start_server()
-
-
-def _poison(scene: Scene) -> None:
-    """It is in the data set from the start, at a place that comes when the job is warm."""
-
-    def batches() -> list[Record]:
-        batches = [record for records in scene.job.records for record in records if record["kind"] == "batch"]
-        return sorted((each for each in batches if each["num_quarantined"]), key=lambda each: each["time"])
-
-    batch = scene.job.wait_for(batches, "the poisonous sample is quarantined")[0]
-    scene.moments.fault = batch["time"] - batch["seconds"]
 
 
 def _stop_server(scene: Scene) -> None:
@@ -151,19 +117,11 @@ def _kill_courier(scene: Scene) -> None:
     scene.moments.healed = time.time()
 
 
-def _killing(process: str) -> Fault:
-    not_here = {ServerKind.TRANSFORMERS: _NO_PROCESS}
-    return Fault(f"kill -9 of {process} only", _kill_engine_process(process), why_not=not_here)
-
-
 FAULTS = {
     "kill_server": Fault("kill -9 of the server, restarted later", _kill_server),
-    "kill_worker": _killing("VLLM::Worker"),
-    "kill_engine_core": _killing("VLLM::EngineCore"),
     "kill_in_round": Fault(
         "kill -9 of the server in a round", _kill_in_round, why_not={ServerKind.STOCK: _NO_SWITCH}
     ),
-    "poison": Fault("one poisonous image", _poison, poison=True, in_soak=False),
     "late_reply": Fault(
         f"replies after their deadline ({REQUEST_TIMEOUT_S:g} s)",
         _stop_server,
@@ -199,9 +157,8 @@ def _run(bench: FaultBench, fault: Fault, place: Path) -> tuple[str, ...]:
     if why_not := fault.why_not.get(bench.kind):
         return (fault.title, f"not possible here: {why_not}", "", "", "", "")
     server = bench.ready_server()
-    rows = write_poisonous_rows(bench.rows) if fault.poison else bench.rows
     try:
-        with bench.start_job(place.name, place, rows, fault.settings) as job:
+        with bench.start_job(place.name, place, fault.settings) as job:
             scene = Scene(server, job)
             scene.warm_up()
             fault.commit(scene)
@@ -211,11 +168,7 @@ def _run(bench: FaultBench, fault: Fault, place: Path) -> tuple[str, ...]:
         server.kill()
         return (fault.title, "", "", "", "", f"broke: {error}")
     found, account = report(job.records, scene.moments), job.account()
-    problems = [*found.problems, *(f"left: {name}" for name in job.what_is_left())]
-    problems += [] if account.is_balanced else ["the account does not balance"]
-    problems += [f"the learner ended with status {status}"] if status else []
-    if number := num_disagreements(job.records):
-        problems.append(f"ranks disagree on {number} steps")
+    problems = [*found.problems, *problems_of(job, status)]
     return (
         fault.title,
         "; ".join(filter(None, (found.noticed_as, found.caught_by))),
@@ -226,17 +179,10 @@ def _run(bench: FaultBench, fault: Fault, place: Path) -> tuple[str, ...]:
     )
 
 
-def write_poisonous_rows(rows: Path) -> Path:
-    """The same scenes, but that one row's image is no image; returns another JSONL beside the first."""
-    lines = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
-    task = DetectionTask.from_config(bind(Stage2Config, {"stage2_ab": {"schedule": {"b_ratio": 0}}}))
-    source = SampleSource(lines, task, rank=0, world_size=NUM_RANKS, seed=0)
-    index = source.draw(POISON_POSITION + 1)[-1].index
-    image = rows.parent / "poison.png"
-    whole = Path(lines[index]["images"][0]).read_bytes()
-    middle = len(whole) // 2  # head and end are sound, so that no check at the start refuses it
-    image.write_bytes(whole[:middle] + bytes(64) + whole[middle + 64 :])
-    lines[index]["images"] = [str(image)]
-    poisoned = rows.parent / "poisoned_rows.jsonl"
-    poisoned.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return poisoned
+def problems_of(job: TrainingJob, status: int) -> list[str]:
+    """All that must not be of a job that has ended."""
+    problems = [f"left: {name}" for name in job.what_is_left()]
+    problems += [] if job.account().is_balanced else ["the account does not balance"]
+    problems += [f"the learner ended with status {status}"] if status else []
+    number = num_disagreements(job.records)
+    return problems + ([f"ranks disagree on {number} steps"] if number else [])

@@ -188,7 +188,6 @@ def _is_forked(process: psutil.Process, ranks: Sequence[psutil.Process]) -> bool
 def _write_config(directory: Path, rows: Path, ports: tuple[int, int], settings: JobSettings) -> Path:
     swift = {
         "per_device_train_batch_size": 2,
-        "dataset_shuffle": False,  # the poisonous row must stay where it was put; the streams shuffle anyway
         "learning_rate": 1e-4,
         "lr_scheduler_type": "constant",
         "warmup_ratio": 0.0,

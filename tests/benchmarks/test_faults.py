@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,20 +10,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from detection_task import make_task
 
 from benchmarks import benches
 from benchmarks.faults.kills import newest_whole_checkpoint
 from benchmarks.faults.leftovers import Held, kill_all, tree_of
 from benchmarks.faults.server import lasting_port
 from benchmarks.faults.switches import InstallSwitch, stopped
-from benchmarks.faults.table import FAULTS, POISON_POSITION, write_poisonous_rows
+from benchmarks.faults.table import FAULTS
 from benchmarks.servers import ServerKind
-from swift_stage2.channel_b.sample_source import SampleSource
-from swift_stage2.dataset.picture import look_at
 from swift_stage2.demo.demo_config import held_ports
-from swift_stage2.demo.grounding_dataset import write_dataset
-from swift_stage2.demo.scenes import SceneKind, Split
 
 _DEADLINE_S = 1600
 
@@ -34,25 +28,10 @@ def test_every_fault_is_offered_and_what_a_server_cannot_suffer_is_said() -> Non
     kinds = (ServerKind.TRANSFORMERS, ServerKind.STOCK, ServerKind.VLLM)
     impossible = {kind: {name for name, each in FAULTS.items() if kind in each.why_not} for kind in kinds}
     assert impossible == {
-        ServerKind.TRANSFORMERS: {"kill_worker", "kill_engine_core"},
+        ServerKind.TRANSFORMERS: set(),
         ServerKind.STOCK: {"kill_in_round", "wrong_weights", "unchanged_weights"},
         ServerKind.VLLM: set(),
     }
-
-
-def test_the_poisonous_row_lies_where_the_stream_of_rank_zero_meets_it(tmp_path: Path) -> None:
-    rows = write_dataset(tmp_path / "scenes", SceneKind.SHAPES, 2 * POISON_POSITION + 4, Split.TRAIN, 0)
-    poisoned = write_poisonous_rows(rows)
-    before, after = (
-        [json.loads(line) for line in path.read_text().splitlines()] for path in (rows, poisoned)
-    )
-    changed = [index for index in range(len(before)) if before[index] != after[index]]
-    drawn = SampleSource(after, make_task(), rank=0, world_size=2, seed=0).draw(POISON_POSITION + 1)
-    assert changed == [drawn[-1].index]
-    image = after[changed[0]]["images"][0]
-    look_at(image)  # a check before a run finds nothing
-    with pytest.raises((OSError, SyntaxError)):
-        look_at(image, decode=True)
 
 
 def test_a_servers_port_is_free_and_not_one_that_outgoing_connections_get() -> None:

@@ -109,7 +109,6 @@ def test_every_way_to_a_server_is_measured() -> None:
         (ServerKind.VLLM, Transport.SHARED_MEMORY, 0),
         (ServerKind.STOCK, Transport.AUTO, 0),
         (ServerKind.STOCK, Transport.AUTO, 1),
-        (ServerKind.VLLM_SERVE, Transport.AUTO, 0),
     ]
 
 
