@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from benchmarks.command import Bench, Option
 
-FAULTS = (
-    *("kill_server", "kill_in_round", "late_reply", "stop_rank"),
-    *("wrong_weights", "unchanged_weights", "kill_courier"),
-)
+FAULTS = ("kill_server", "kill_in_round", "late_reply", "stop_rank", "kill_courier")
 """Of the fault table."""
 PARTS = ("table", "kills", "outage", "soak")
 """Of the bench faults."""
@@ -75,7 +72,6 @@ _ALL = (
             Option("b-ratios", [0.0, 0.3], "arms", least=0, most=1),
             Option("objective", ["corrected_target"], "what channel B trains", choices=_OBJECTIVES),
             Option("kind", "shapes", "what is in the scenes", choices=("shapes", "digits")),
-            Option("mode", "async", "inline: every B step waits for packs", choices=("async", "inline")),
             Option("learning-rate", 1e-4, "of every arm", least=1e-9),
         ),
     ),

@@ -26,7 +26,6 @@ class AnswerKind(StrEnum):
     """The predicted boxes relate to the true ones in one of these ways."""
 
     JITTERED = "jittered"  # Most truths, in another order, a few pixels off; some missed, as many invented
-    RANDOM = "random"  # Nothing, but in a crowd chance overlaps abound
     REPEATED = "repeated"
     """The same few boxes over and over, as a model writes that does not come to its end: everything ties."""
 
@@ -48,8 +47,6 @@ def make_crowd(num_objects: int, kind: AnswerKind, seed: int) -> Crowd:
                 _random_object(rng) if rng.random() < _SHARE_MISSED else (label, _shaken(rng, box))
                 for label, box in rng.sample(truth, len(truth))
             ]
-        case AnswerKind.RANDOM:
-            answer = [_random_object(rng) for _ in truth]
         case AnswerKind.REPEATED:
             answer = [truth[index % min(_NUM_REPEATED, num_objects)] for index in range(num_objects)]
     return Crowd(truth, answer)

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.estimates import mean_and_range
 from benchmarks.results import ResultTable, grouped, publish
 from benchmarks.scored_arms import Columns, ScoredArm, first_job, score_table, train_and_score
-from swift_stage2.config import Mode, Objective
+from swift_stage2.config import Objective
 from swift_stage2.demo.demo_config import DemoJob
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
@@ -60,8 +60,7 @@ def plan_jobs(directory: Path, options: argparse.Namespace) -> Iterator[DemoJob]
         base = replace(base, swift={"learning_rate": options.learning_rate})
         for b_ratio in options.b_ratios:
             for objective in options.objective if b_ratio else options.objective[:1]:
-                mode = Mode(options.mode) if b_ratio else base.mode
-                job = replace(base, b_ratio=b_ratio, mode=mode, objective=Objective(objective))
+                job = replace(base, b_ratio=b_ratio, objective=Objective(objective))
                 yield replace(job, directory=base.directory / name_of(job).replace(" ", "-"))
 
 

@@ -65,38 +65,27 @@ class Processes:
         *,
         deadline_s: float,
         environment: Mapping[str, str] | None = None,
-        step: Callable[[], object] | None = None,
     ) -> None:
         """Waits for one command to end well. Its log is ``NAME.log``; raises as ``wait_for_all``."""
-        self.wait_for_all([self.start_process(name, argv, environment)], deadline_s, step)
+        self.wait_for_all([self.start_process(name, argv, environment)], deadline_s)
 
-    def wait_for_all(
-        self, trees: Sequence[ProcessTree], deadline_s: float, step: Callable[[], object] | None = None
-    ) -> None:
-        """Waits until all have ended, doing ``step`` meanwhile.
+    def wait_for_all(self, trees: Sequence[ProcessTree], deadline_s: float) -> None:
+        """Waits until all have ended.
 
         Raises:
             ChildFailed: one ended with another status than 0, or not by the deadline; names cause and log.
             KeyboardInterrupt: a signal asked for the end.
         """
-        end = time.monotonic() + deadline_s
-        running = list(trees)
-        while running:
-            for tree in running:
-                if (status := tree.poll()) not in (None, 0):
-                    cause = last_cause(tree.log_path, tree.log_offset)
-                    raise ChildFailed(
-                        f"{tree.command.name} ended with status {status}: {cause}; see {tree.log_path}"
-                    )
-            running = [tree for tree in running if tree.poll() is None]
-            if running and time.monotonic() >= end:
-                raise ChildFailed(
-                    f"{running[0].command.name} must end within {deadline_s:.0f} s, it did not; see "
-                    f"{running[0].log_path}"
-                )
-            self.moment()
-            if step is not None:
-                step()
+
+        def have_ended() -> bool:
+            statuses = [tree.poll() for tree in trees]
+            for tree, status in zip(trees, statuses, strict=True):
+                if status not in (None, 0):
+                    name, cause = tree.command.name, last_cause(tree.log_path, tree.log_offset)
+                    raise ChildFailed(f"{name} ended with status {status}: {cause}; see {tree.log_path}")
+            return None not in statuses
+
+        self.wait_for(have_ended, f"{trees[0].command.name} ends ({trees[0].log_path})", deadline_s)
 
     def wait_for(
         self,

@@ -25,8 +25,6 @@ _SCORES = {
     "AP": "ap",
     "precision": "precision",
     "recall": "recall",
-    "up to 3 objects": "recall_few",
-    "4 or more": "recall_many",
     "mean IoU": "mean_iou",
 }
 

@@ -7,5 +7,4 @@ scene          one fault in progress: a job, its server, and the few moves that 
 server         the rollout server: started, killed in part or as a whole, restarted; leftovers: what outlives a tree
 training_job   the learner: two torchrun ranks, followed through their audits
 accounting     audits and ledgers into what the tables say (pure)
-switches       tell the server which fault to commit; run as a program, our server with such a switch
 """

@@ -27,8 +27,6 @@ class Moments:
     """From here on nothing stands in the way of a proof."""
     restarted: float | None = None
     """From here on what answers at the server's address has weights that no round has proven."""
-    spoilt_round: float | None = None
-    """When the round was recorded whose weights were spoilt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +54,13 @@ class FaultReport:
     """In one step of channel A from the fault to the proof, rounds apart, beyond the median before."""
     unproven_rollouts: int
     """Taken from a restarted server before a round proved it, or made by weights of a round that proved nobody."""
-    caught_by: str = ""
-    """A spoilt round's server said this; empty where no round was spoilt."""
 
     @property
     def problems(self) -> list[str]:
         found = ["B did not run again"] if self.steps_until_b is None else []
         if self.unproven_rollouts:
             found.append(f"{self.unproven_rollouts} rollouts taken of an unproven server")
-        return found + (["a spoilt round was proven"] if self.caught_by == "nothing" else [])
+        return found
 
 
 def report(records: Sequence[Sequence[Record]], moments: Moments) -> FaultReport:
@@ -75,14 +71,12 @@ def report(records: Sequence[Sequence[Record]], moments: Moments) -> FaultReport
     end = proof["time"] if proof else float("inf")
     noticed = first_notice(records, fault)
     b_again = next((step for step in steps if step["time"] >= end and step["channel"] == "B"), None)
-    spoilt = [each for each in of_kind(records[0], "round") if each["time"] == moments.spoilt_round]
     return FaultReport(
         noticed_as=_words(noticed) if noticed else "nothing",
         steps_until_proof=_step_at(steps, end) - _step_at(steps, fault) if proof else None,
         steps_until_b=b_again["step"] - _step_at(steps, fault) if b_again else None,
         longest_wait_s=longest_wait(gaps(steps), fault, end),
         unproven_rollouts=_num_unproven(records, moments, end),
-        caught_by=next(iter(_errors(spoilt)), "nothing") if spoilt else "",
     )
 
 

@@ -12,7 +12,6 @@ from benchmarks.faults.kills import run_kills
 from benchmarks.faults.outage import run_outage
 from benchmarks.faults.server import TestedServer
 from benchmarks.faults.soak import run_soak
-from benchmarks.faults.switches import InstallSwitch
 from benchmarks.faults.table import run_table
 from benchmarks.faults.training_job import JobSettings, TrainingJob
 from benchmarks.results import publish
@@ -30,11 +29,10 @@ class FaultBench(BenchServers):
         self.kind = kind
         self.directory = directory
         self.rows = write_dataset(directory / "scenes", SceneKind.SHAPES, _NUM_SCENES, Split.TRAIN, 0)
-        self._server = TestedServer(kind, self, InstallSwitch(directory / "install-fault"))
+        self._server = TestedServer(kind, self)
 
     def ready_server(self) -> TestedServer:
-        """The server, answering, without a fault."""
-        self._server.switch.clear()
+        """The server, answering."""
         if not self._server.is_alive:
             self._server.start()
         self._server.wait_until_it_answers()

@@ -1,4 +1,4 @@
-"""A tree of processes can be outlived by some of what it held: processes, listening ports, named shared memory.
+"""Trees of processes: killed, stopped for a while, and outlived by processes, ports or named shared memory of theirs.
 
 Memory is attributed to a tree by what its processes have mapped, because other programs make segments of such names.
 """
@@ -6,8 +6,8 @@ Memory is attributed to a tree by what its processes have mapped, because other 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -66,6 +66,20 @@ def kill_all(find: Callable[[], list[psutil.Process]], deadline_s: float) -> lis
                 process.kill()
         psutil.wait_procs(alive, timeout=0.5)
     return alive
+
+
+@contextmanager
+def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    """SIGSTOP for the length of a block and SIGCONT after it, also when the block raises."""
+    try:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+        yield
+    finally:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 def _name_if_alive(process: psutil.Process) -> str:

@@ -14,7 +14,6 @@ import httpx
 import psutil
 
 from benchmarks.faults.leftovers import Held, kill_all, tree_of
-from benchmarks.faults.switches import VARIABLE, InstallSwitch
 from benchmarks.processes import Processes
 from benchmarks.servers import ServerKind, server_arguments, server_environment
 from swift_stage2.demo.demo_config import STAGE1, held_ports
@@ -51,10 +50,9 @@ class TestedServer:
     _numbers = itertools.count(1)
     """Of all that are started."""
 
-    def __init__(self, kind: ServerKind, processes: Processes, switch: InstallSwitch) -> None:
+    def __init__(self, kind: ServerKind, processes: Processes) -> None:
         self.kind = kind
         self.port = lasting_port()
-        self.switch = switch
         self._owner = processes
         self._tree: ProcessTree | None = None
         self._held = Held()
@@ -69,11 +67,9 @@ class TestedServer:
             what = f"port {self.port} is quiet"
             self._owner.wait_for(lambda: is_quiet(self.port), what, _QUIET_DEADLINE_S)
         words = server_arguments(self.kind, STAGE1, self.port, _MAX_BATCH_SIZE)
-        if self.kind is not ServerKind.STOCK:
-            words = ["-m", "benchmarks.faults.switches", *words[words.index("rollout") + 1 :]]
-        environment = {**server_environment(self.kind), VARIABLE: str(self.switch.path)}
+        argv, environment = (sys.executable, "-u", *words), server_environment(self.kind)
         name = f"{self.kind}-server{next(self._numbers)}"
-        self._tree = self._owner.start_process(name, (sys.executable, "-u", *words), environment, _GRACE_S)
+        self._tree = self._owner.start_process(name, argv, environment, _GRACE_S)
 
     def wait_until_it_answers(self, meanwhile: Callable[[], object] | None = None) -> None:
         """Does ``meanwhile`` until the server says that it is up. Raises ChildFailed: it ended, or it took too long."""

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 import httpx
 
 from benchmarks.faults.accounting import account_sentence, num_disagreements, report
+from benchmarks.faults.leftovers import stopped
 from benchmarks.faults.scene import Scene
-from benchmarks.faults.switches import stopped
 from benchmarks.faults.training_job import JobSettings, TrainingJob, Victim
 from benchmarks.results import ResultTable, say
 from benchmarks.servers import ServerKind
 from swift_stage2.errors import ChildFailed
-from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.rollout_server.open_round import RoundState
 from swift_stage2.servers import protocol
 
@@ -31,7 +30,7 @@ _NUM_STEPS_BROKEN = 20
 _LATEST_KILL_S = 2.0
 _NUM_COURIER_KILLS = 10
 _SHORT_STOP_S = 4.0
-_NO_SWITCH = "an unmodified server neither tells of its rounds nor spoils them"
+_NO_SWITCH = "an unmodified server does not tell of its rounds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +87,6 @@ def _stop_rank(scene: Scene) -> None:
     scene.moments.healed = time.time()
 
 
-def _spoil_round(install: InstallFault) -> Callable[[Scene], None]:
-    """One round's weights, in the engine's load."""
-
-    def commit(scene: Scene) -> None:
-        switch, moments = scene.server.switch, scene.moments
-        switch.set(install)
-        scene.job.wait_for(lambda: switch.seen() == install, "the engine knows its fault")
-        spoilt = scene.job.wait_for(scene.rounds_begun_since(time.time()), "a round ends")[0]
-        switch.clear()
-        moments.fault, moments.healed = spoilt["time"] - spoilt["seconds"], time.time()
-        moments.spoilt_round = moments.restarted = spoilt["time"]
-
-    return commit
-
-
 def _kill_courier(scene: Scene) -> None:
     """At drawn moments, of which some fall into a round; each time the next round must be proven."""
     scene.moments.fault = time.time()
@@ -128,16 +112,6 @@ FAULTS = {
         settings=JobSettings(request_timeout_s=REQUEST_TIMEOUT_S),
     ),
     "stop_rank": Fault(f"a rank stopped for {_SHORT_STOP_S:g} s", _stop_rank),
-    "wrong_weights": Fault(
-        "wrong weights in one round",
-        _spoil_round(InstallFault.FLIP_ELEMENT),
-        why_not={ServerKind.STOCK: _NO_SWITCH},
-    ),
-    "unchanged_weights": Fault(
-        "unchanged weights in one round",
-        _spoil_round(InstallFault.SKIP_COPY),
-        why_not={ServerKind.STOCK: _NO_SWITCH},
-    ),
     "kill_courier": Fault(
         f"kill -9 of the courier at {_NUM_COURIER_KILLS} random moments of rounds", _kill_courier
     ),
@@ -171,7 +145,7 @@ def _run(bench: FaultBench, fault: Fault, place: Path) -> tuple[str, ...]:
     problems = [*found.problems, *problems_of(job, status)]
     return (
         fault.title,
-        "; ".join(filter(None, (found.noticed_as, found.caught_by))),
+        found.noticed_as,
         f"{found.steps_until_proof}, {found.steps_until_b}",
         f"{found.longest_wait_s:.2f}",
         account_sentence(account),

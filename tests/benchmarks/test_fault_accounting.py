@@ -131,14 +131,6 @@ def test_ranks_that_plan_differently_are_counted() -> None:
     assert num_disagreements([one, other]) == 1
 
 
-def test_a_spoilt_round_says_what_caught_it() -> None:
-    failed = [*steady(20), sync_round(6.0, proven=False, error="a sum differs"), sync_round(14.5)]
-    assert run_of(failed, healed=7.0, spoilt_round=6.0).caught_by == "a sum differs"
-    proven = run_of([*steady(20), sync_round(6.0), sync_round(14.5)], healed=7.0, spoilt_round=6.0)
-    assert "a spoilt round was proven" in proven.problems
-    assert run_of([*steady(20), sync_round(6.0)], healed=7.0).caught_by == ""
-
-
 def test_what_becomes_of_a_fault_is_looked_for_up_to_the_next() -> None:
     records = [*steady(20), sync_round(8.0, proven=False), sync_round(14.5)]
     first, second = reports_of([records], [Moments(fault=5.5), Moments(fault=9.5)])

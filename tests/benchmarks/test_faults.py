@@ -13,9 +13,8 @@ import pytest
 
 from benchmarks import benches
 from benchmarks.faults.kills import newest_whole_checkpoint
-from benchmarks.faults.leftovers import Held, kill_all, tree_of
+from benchmarks.faults.leftovers import Held, kill_all, stopped, tree_of
 from benchmarks.faults.server import lasting_port
-from benchmarks.faults.switches import InstallSwitch, stopped
 from benchmarks.faults.table import FAULTS
 from benchmarks.servers import ServerKind
 from swift_stage2.demo.demo_config import held_ports
@@ -29,7 +28,7 @@ def test_every_fault_is_offered_and_what_a_server_cannot_suffer_is_said() -> Non
     impossible = {kind: {name for name, each in FAULTS.items() if kind in each.why_not} for kind in kinds}
     assert impossible == {
         ServerKind.TRANSFORMERS: set(),
-        ServerKind.STOCK: {"kill_in_round", "wrong_weights", "unchanged_weights"},
+        ServerKind.STOCK: {"kill_in_round"},
         ServerKind.VLLM: set(),
     }
 
@@ -39,15 +38,6 @@ def test_a_servers_port_is_free_and_not_one_that_outgoing_connections_get() -> N
     lowest, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     assert port < lowest
     assert not held_ports((port,))
-
-
-def test_a_switch_is_off_until_it_is_set_and_tells_what_the_server_knows(tmp_path: Path) -> None:
-    switch = InstallSwitch(tmp_path / "fault")
-    assert (switch.read(), switch.seen()) == ("", "")
-    switch.set("flip")
-    InstallSwitch(switch.path).confirm(InstallSwitch(switch.path).read())
-    switch.clear()
-    assert (switch.read(), switch.seen()) == ("", "flip")
 
 
 def test_only_a_checkpoint_that_was_written_to_its_end_is_resumed(tmp_path: Path) -> None:
@@ -98,7 +88,7 @@ def test_shared_memory_that_outlives_its_process_is_found() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        "--faults kill_server wrong_weights",
+        "--faults kill_server kill_courier",
         "--part kills --points 2",
         "--part outage --steps 10 --cycles 1",
         "--part soak --steps 220",

@@ -34,7 +34,6 @@ def test_arms_differ_in_nothing_but_the_share_of_b_and_its_objective(tmp_path: P
         b_ratios=[0.0, 0.3],
         objective=["corrected_target", "grpo"],
         kind="shapes",
-        mode="async",
         learning_rate=1e-4,
     )
     jobs = list(plan_jobs(tmp_path, options))
