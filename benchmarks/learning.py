@@ -19,7 +19,7 @@ from swift_stage2.config import Objective
 from swift_stage2.demo.demo_config import DemoJob
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
-from swift_stage2.telemetry.summary import RunSummary, summarise
+from swift_stage2.telemetry.summary import summarise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,25 +29,24 @@ class LearningArm(ScoredArm):
     num_b_run: int
     train_seconds: float
 
-    @classmethod
-    def of(cls, job: DemoJob, score: DetectionScore, summary: RunSummary) -> LearningArm:
-        return cls(
-            name=name_of(job),
-            seed=job.seed,
-            score=score,
-            num_b_wanted=summary.num_b_wanted,
-            num_b_run=summary.num_b_run,
-            train_seconds=summary.activity[0].wall_s,
-        )
-
 
 def run(options: argparse.Namespace, directory: Path) -> int:
     """Trains every arm and scores all. Raises ChildFailed: a job did not end well."""
     jobs = list(plan_jobs(directory, options))
     start, scores = train_and_score(directory, [(job, {}) for job in jobs])
-    arms = [
-        LearningArm.of(job, score, summarise(job.run_dir)) for job, score in zip(jobs, scores, strict=True)
-    ]
+    arms = []
+    for job, score in zip(jobs, scores, strict=True):
+        summary = summarise(job.run_dir)
+        arms.append(
+            LearningArm(
+                name=name_of(job),
+                seed=job.seed,
+                score=score,
+                num_b_wanted=summary.num_b_wanted,
+                num_b_run=summary.num_b_run,
+                train_seconds=summary.activity[0].wall_s,
+            )
+        )
     publish(directory, "learning", learning_table(start, arms, options.steps))
     return 0
 

@@ -84,7 +84,6 @@ def overhead_table(clocks: Mapping[ArmName, Sequence[Clock]]) -> ResultTable:
         ),
         ("median step ratio (95 % bounds)", ratio.words(), f"upper bound {STEP_BUDGET}"),
         ("own hooks, share of step", f"{shares['hooks'].sum() / steps.sum():.3%}", f"{HOOKS_BUDGET:.0%}"),
-        ("own hooks, median ms", f"{np.median(shares['hooks']) * 1e3:.3f}", ""),
         ("all-reduce and wait, share", f"{shares['agree'].sum() / steps.sum():.3%}", ""),
     ]
     num_pairs = len(clocks[ArmName.OURS])

@@ -4,8 +4,7 @@ Both train the same tiny model on one rank with one torch thread, and both want 
 inline, where steps wait for their rollouts: a step's time less its waits bounds what the asynchronous run can reach.
 With ``--objective grpo`` both train rollouts by one reward, as many of each row. Else what they train is not alike, so
 that idle shares compare, and steps/s only with a learner's own bound. Idle is the share of wall time in which the
-main thread, which does all of a step's computing, neither ran on a core nor was ready to run without one: it waits for
-rollouts, weights, locks, files.
+main thread, which does all of a step's computing, neither ran on a core nor was ready to run without one.
 """
 
 from __future__ import annotations
@@ -221,8 +220,6 @@ def tables(repetitions: Sequence[Repetition]) -> list[ResultTable]:
 def note(options: argparse.Namespace) -> str:
     return (
         f"Every rollout waits {options.latency_s:g} s on average, {options.slow_share:.0%} of them ten times as long. "
-        f"b_ratio of ours is {options.b_ratio:g}, of GRPO 1. GRPO asks one step ahead and pushes weights every step; "
-        f"ours asks further ahead and pushes every {options.sync_every_steps} steps: that difference is what is "
-        "measured. A step of ours without ready packs trains channel A instead of waiting: read its idle share beside "
-        "its steps on rollouts. Without --objective grpo the two train other losses, and steps/s do not compare."
+        f"Ours asks further ahead than GRPO's one step, and pushes weights every {options.sync_every_steps} steps; one "
+        "without ready packs trains channel A: read its idle share beside its steps on rollouts."
     )

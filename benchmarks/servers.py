@@ -22,6 +22,7 @@ from swift_stage2.process.ports import free_ports
 
 _GRACE_S = 30.0
 _START_S = 600.0
+_MAX_BATCH_SIZE = 64
 _LOOK_S = 5.0
 
 Found = TypeVar("Found")
@@ -58,7 +59,6 @@ class BenchServers(Processes):
         kind: ServerKind,
         *,
         model: Path = STAGE1,
-        max_batch_size: int = 64,
         plugins: Sequence[Path] = (),
     ) -> BenchServer:
         """Starts one server, with ``plugins`` as ``server_arguments`` has them, and waits until it answers.
@@ -71,7 +71,7 @@ class BenchServers(Processes):
         name = "+".join((kind.value, *(plugin.stem for plugin in plugins)))
         return self.start_program(
             name,
-            lambda port: server_arguments(kind, model, port, max_batch_size, plugins),
+            lambda port: server_arguments(kind, model, port, plugins),
             server_environment(kind),
         )
 
@@ -149,9 +149,7 @@ def server_environment(kind: ServerKind) -> dict[str, str]:
     return {name: str(value) for name, value in server_entry(kind.engine).get("env", {}).items()}
 
 
-def server_arguments(
-    kind: ServerKind, model: Path, port: int, max_batch_size: int, plugins: Sequence[Path] = ()
-) -> list[str]:
+def server_arguments(kind: ServerKind, model: Path, port: int, plugins: Sequence[Path] = ()) -> list[str]:
     """The words after ``python`` on the command line of a server of the demo's kind of model.
 
     ``plugins`` are more files for ``external_plugins`` of one on vLLM.
@@ -162,10 +160,10 @@ def server_arguments(
     place = ["--host", "127.0.0.1", "--port", str(port)]
     options = server_entry(kind.engine)["args"]
     if kind is ServerKind.TRANSFORMERS:
-        batch = ["--max-batch-size", str(max_batch_size)]
+        batch = ["--max-batch-size", str(_MAX_BATCH_SIZE)]
         return ["-m", "swift_stage2", "rollout", str(model), *place, *as_argv(options), *batch]
     options["external_plugins"] += map(str, plugins)
-    batch = ["--vllm_max_num_seqs", str(max_batch_size)]
+    batch = ["--vllm_max_num_seqs", str(_MAX_BATCH_SIZE)]
     ours = ["-m", "swift_stage2", "rollout", "--engine", "vllm"]
     program = ["-m", "swift.cli.rollout"] if kind is ServerKind.STOCK else ours
     return [*program, "--model", str(model), *place, *as_argv(options), *batch]

@@ -46,11 +46,6 @@ class System:
     transport: Transport = Transport.AUTO
     plugins: tuple[Path, ...] = ()
 
-    @property
-    def is_staged(self) -> bool:
-        """Its servers are ours, which keep new weights beside the old ones."""
-        return self.kind is not ServerKind.STOCK
-
 
 SYSTEMS = (
     System("transformers, shared memory", ServerKind.TRANSFORMERS, Transport.SHARED_MEMORY),
@@ -133,7 +128,7 @@ class MeasuredSystem:
 
     def __init__(self, system: System, server: BenchServer, learner: SyncLearner) -> None:
         self._learner = learner
-        self._is_staged = system.is_staged
+        self._is_staged = system.kind is not ServerKind.STOCK  # ours keep new weights beside old ones
         rollout = RolloutConfig(
             servers=(ServerConfig(base_url=server.base_url, group_port=server.group_port),),
             sync=SyncConfig(transport=system.transport),

@@ -49,7 +49,7 @@ class FaultBench(BenchServers):
 
 def check(options: argparse.Namespace) -> None:
     """Raises UserError when what the server needs is not installed."""
-    server_arguments(ServerKind(options.server), STAGE1, 0, 1)
+    server_arguments(ServerKind(options.server), STAGE1, 0)
 
 
 def run(options: argparse.Namespace, directory: Path) -> int:

@@ -48,7 +48,6 @@ def run_kills(bench: FaultBench, num_kills: int, seed: int) -> tuple[list[Result
                 job.wait_s(rng.uniform(0, _LONGEST_MOMENT_S))
             seconds = job.kill(victim, _END_DEADLINE_S)
         account = job.account()
-        # A job that was killed before its first ledger has nothing to balance.
         is_sound &= account.is_balanced
         come_from = checkpoint.name if checkpoint else "the start"
         steps = str(job.num_steps - begun)

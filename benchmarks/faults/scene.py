@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from benchmarks.faults.accounting import Moments, first_notice, is_proof
 from benchmarks.faults.server import TestedServer
@@ -62,8 +61,7 @@ class Scene:
         )
         self.job.wait_for_steps(_NUM_LAST_STEPS)
 
-    def rounds_begun_since(self, since: float) -> Callable[[], list[Record]]:
-        """Looks for rounds that have ended."""
-        return lambda: [
-            record for record in self.job.of_kind("round") if record["time"] - record["seconds"] >= since
-        ]
+    def proves_after(self, since: float) -> bool:
+        """True once a round that began since has proven a server."""
+        rounds = self.job.of_kind("round", since)
+        return any(each["committed"] and each["time"] - each["seconds"] >= since for each in rounds)

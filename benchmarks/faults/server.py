@@ -28,7 +28,6 @@ _KILL_DEADLINE_S = 20.0
 _QUIET_DEADLINE_S = 150.0  # the system keeps connections for a minute after they closed
 _ASK_TIMEOUT_S = 2.0
 _ASK_EVERY_S = 0.5
-_MAX_BATCH_SIZE = 32
 _LOWEST_PORT = 20000
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -66,7 +65,7 @@ class TestedServer:
         if self.kind is ServerKind.STOCK:
             what = f"port {self.port} is quiet"
             self._owner.wait_for(lambda: is_quiet(self.port), what, _QUIET_DEADLINE_S)
-        words = server_arguments(self.kind, STAGE1, self.port, _MAX_BATCH_SIZE)
+        words = server_arguments(self.kind, STAGE1, self.port)
         argv, environment = (sys.executable, "-u", *words), server_environment(self.kind)
         name = f"{self.kind}-server{next(self._numbers)}"
         self._tree = self._owner.start_process(name, argv, environment, _GRACE_S)

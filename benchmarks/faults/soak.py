@@ -10,7 +10,6 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 import psutil
@@ -52,8 +51,8 @@ def run_soak(bench: FaultBench, num_steps: int, seed: int) -> tuple[list[ResultT
         job.watch = lambda: _look(job, server.processes, samples)
         for step, name in faults:
             scene = Scene(server, job)
-            timeout_s = START_S + max(0, step - job.num_steps) * _LONGEST_STEP_S
-            job.wait_for(partial(_has_begun, job, step), f"step {step} begins", timeout_s)
+            num_left = max(1, step + 1 - job.num_steps)
+            job.wait_for_steps(num_left, START_S + num_left * _LONGEST_STEP_S)
             FAULTS[name].commit(scene)
             scene.wait_until_healed()
             moments.append(scene.moments)
@@ -80,10 +79,6 @@ def plan_faults(seed: int, num_steps: int, names: Sequence[str]) -> list[tuple[i
         (_NUM_WARM_STEPS + number * _ROOM_STEPS + offset, name)
         for number, (name, offset) in enumerate(zip(drawn, offsets, strict=True))
     ]
-
-
-def _has_begun(job: TrainingJob, step: int) -> bool:
-    return job.num_steps > step
 
 
 def reports_of(records: Sequence[Sequence[Record]], moments: Sequence[Moments]) -> list[FaultReport]:

@@ -6,7 +6,8 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ _NUM_STEPS_BROKEN = 20
 _LATEST_KILL_S = 2.0
 _NUM_COURIER_KILLS = 10
 _SHORT_STOP_S = 4.0
+_LONGEST_QUOTE = 100
 _NO_SWITCH = "an unmodified server does not tell of its rounds"
 
 
@@ -39,7 +41,6 @@ class Fault:
 
     title: str
     commit: Callable[[Scene], None]
-    _: KW_ONLY
     settings: JobSettings = field(default_factory=JobSettings)
     why_not: dict[ServerKind, str] = field(default_factory=dict)
     """Servers that cannot have it, each with the reason."""
@@ -95,9 +96,8 @@ def _kill_courier(scene: Scene) -> None:
         scene.job.wait_s(draw.uniform(0.0, _LATEST_KILL_S))
         for courier in scene.job.courier:
             courier.kill()
-        ended = scene.rounds_begun_since(time.time())
-        proven = lambda found=ended: any(each["committed"] for each in found())  # noqa: E731
-        scene.job.wait_for(proven, "a round after it is proven")
+        after = partial(scene.proves_after, time.time())
+        scene.job.wait_for(after, "a round after it is proven")
     scene.moments.healed = time.time()
 
 
@@ -145,7 +145,7 @@ def _run(bench: FaultBench, fault: Fault, place: Path) -> tuple[str, ...]:
     problems = [*found.problems, *problems_of(job, status)]
     return (
         fault.title,
-        found.noticed_as,
+        found.noticed_as[:_LONGEST_QUOTE],
         f"{found.steps_until_proof}, {found.steps_until_b}",
         f"{found.longest_wait_s:.2f}",
         account_sentence(account),
