@@ -24,7 +24,6 @@ _LONGEST_MOMENT_S = 1.5  # of a kill in the middle of a step, a save or a round
 _END_DEADLINE_S = 120.0
 _START_DEADLINE_S = 240.0
 _SHARE_AT_START = 0.15
-_LAST_B_DEADLINE_S = 300.0
 
 
 def run_kills(bench: FaultBench, num_kills: int, seed: int) -> tuple[list[ResultTable | str], bool]:
@@ -58,7 +57,7 @@ def run_kills(bench: FaultBench, num_kills: int, seed: int) -> tuple[list[Result
         job.wait_for(
             lambda: any(step["channel"] == "B" for step in job.of_kind("step")[before:]),
             "a step of channel B after the last kill",
-            _LAST_B_DEADLINE_S,
+            _START_DEADLINE_S,
         )
         status = job.stop()
     last = job.account()

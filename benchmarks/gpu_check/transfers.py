@@ -212,7 +212,10 @@ def handover(context: Context) -> None:
     generator = torch.Generator(device).manual_seed(0)
     weights = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device, generator=generator)
     expected = checksum_tensor(weights)
-    snapshot = _snapshot(context, weights)
+    snapshot = torch.empty(weights.shape, dtype=torch.uint8, pin_memory=device != "cpu")
+    snapshot.fill_(0)  # touched before anything is measured
+    _, seconds = timed(device, lambda: snapshot.copy_(weights, non_blocking=True))
+    context.note("snapshot_alone_gib_per_s", num_bytes / _GIB / seconds)
     if checksum_tensor(snapshot) != expected:
         raise CheckFailed("a snapshot must hold the weights, it does not")
     descriptor = os.memfd_create("gpu-check")
@@ -226,16 +229,6 @@ def handover(context: Context) -> None:
         _compare_elsewhere(context, "memory_file", where, expected, descriptor)
     finally:
         os.close(descriptor)
-
-
-def _snapshot(context: Context, weights: torch.Tensor) -> torch.Tensor:
-    """A copy of the weights in the host's memory; beside training, stage copy-stream takes it."""
-    device = context.device
-    host = torch.empty(weights.shape, dtype=torch.uint8, pin_memory=device != "cpu")
-    host.fill_(0)  # touched before anything is measured
-    _, seconds = timed(device, lambda: host.copy_(weights, non_blocking=True))
-    context.note("snapshot_alone_gib_per_s", weights.numel() / _GIB / seconds)
-    return host
 
 
 def _compare_elsewhere(
