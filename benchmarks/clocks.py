@@ -19,8 +19,6 @@ THREAD_CLOCK = "stage2_thread_clock"
 STEP_CLOCK = "stage2_step_clock"
 DIRECTORY_VARIABLE = "SWIFT_STAGE2_BENCH_CLOCK"
 """Names the directory that gets every rank's ``rankN.json``."""
-SECONDS_VARIABLE = "SWIFT_STAGE2_BENCH_SECONDS"
-"""After so many a run ends before its last step; 0 or none: it does not."""
 MEETING_VARIABLE = "SWIFT_STAGE2_BENCH_MEETING"
 """A directory and how many ranks of all arms meet there, with a colon between; not set: nobody is waited for."""
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")

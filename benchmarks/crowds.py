@@ -9,9 +9,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-
-from PIL import Image, ImageDraw
 
 from swift_stage2.demo.scenes import COLOURS, SHAPES, Box
 
@@ -29,7 +26,6 @@ class AnswerKind(StrEnum):
     """The predicted boxes relate to the true ones in one of these ways."""
 
     JITTERED = "jittered"  # Most truths, in another order, a few pixels off; some missed, as many invented
-    RANDOM = "random"  # Nothing, but in a crowd chance overlaps abound
     REPEATED = "repeated"
     """The same few boxes over and over, as a model writes that does not come to its end: everything ties."""
 
@@ -51,8 +47,6 @@ def make_crowd(num_objects: int, kind: AnswerKind, seed: int) -> Crowd:
                 _random_object(rng) if rng.random() < _SHARE_MISSED else (label, _shaken(rng, box))
                 for label, box in rng.sample(truth, len(truth))
             ]
-        case AnswerKind.RANDOM:
-            answer = [_random_object(rng) for _ in truth]
         case AnswerKind.REPEATED:
             answer = [truth[index % min(_NUM_REPEATED, num_objects)] for index in range(num_objects)]
     return Crowd(truth, answer)
@@ -67,14 +61,6 @@ def half_right_answer(truth: Objects, side: int, seed: int) -> Objects:
         if rng.random() >= _SHARE_MISSED
     ]
     return found or truth[:1]
-
-
-def draw_crowd(crowd: Crowd, path: Path) -> None:
-    image = Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), (250, 250, 250))
-    draw = ImageDraw.Draw(image)
-    for label, box in crowd.truth:
-        draw.rectangle(box, fill=COLOURS[label.split()[0]])
-    image.save(path)
 
 
 def _random_object(rng: random.Random) -> tuple[str, Box]:

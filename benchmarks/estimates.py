@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,6 @@ from scipy.stats import theilslopes, ttest_1samp
 
 Floats = npt.NDArray[np.float64]
 NUM_RESAMPLES = 2000
-_UPPER_PERCENTILE = 95.0
 _CONFIDENCE = 0.95
 _WARM_UP_SHARE = 0.2
 _FEWEST_VALUES = 10
@@ -50,23 +48,6 @@ class Spread:
         return f"{median} ({low}..{high})"
 
 
-def fit_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """The exponent e of ``cost = c · size^e``, by least squares of the logarithms.
-
-    Raises ValueError: fewer than two different sizes, or something that is not above 0.
-    """
-    if len(set(sizes)) < 2 or len(sizes) != len(costs) or min(*sizes, *costs) <= 0:
-        raise ValueError(
-            f"an exponent needs costs above 0 at two different sizes, got sizes={list(sizes)} costs={list(costs)}"
-        )
-    return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
-
-
-def exponent_words(sizes: Sequence[float], costs: Sequence[float], otherwise: str) -> str:
-    """``fit_exponent`` for a table, or ``otherwise`` where there is one size only."""
-    return f"{fit_exponent(sizes, costs):.2f}" if len(set(sizes)) > 1 else otherwise
-
-
 def verdict(holds: bool) -> str:
     """A table says this beside a budget."""
     return "held" if holds else "missed"
@@ -89,30 +70,52 @@ def gain_words(gains: Sequence[float], form: str) -> str:
     return f"{words}, 95 %: {low:{form}}..{high:{form}}"
 
 
-# --- paired runs ------------------------------------------------------------------------------------
+def pair_ratios(ours: Sequence[float], bare: Sequence[float]) -> list[float]:
+    return [one / other for one, other in zip(ours, bare, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
-class Bounded:
-    """An estimate, and the value it stays under in 95 % of all resamples."""
+class Ratio:
+    """An estimate and the ends of its interval."""
 
     value: float
-    upper_95: float
+    low: float
+    high: float
+
+    def words(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairedRatio:
-    """Arm ``ours`` relative to arm ``plain``."""
+def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
+    """Of two independent samples, neither empty, with its 95 % interval."""
+    rng = np.random.default_rng(0)
+    tail = 50 * (1 - _CONFIDENCE)
+    above, below = (
+        np.median(rng.choice(values, (NUM_RESAMPLES, len(values))), axis=1)
+        for values in (numerator, denominator)
+    )
+    low, high = np.percentile(above / below, (tail, 100 - tail))
+    return Ratio(statistics.median(numerator) / statistics.median(denominator), float(low), float(high))
 
-    median: Bounded
-    """Median of the ratios of single steps: blind to rare slow steps, and to noise."""
-    total: Bounded
-    """Ratio of the summed times: everything counts, also other programs on the machine."""
-    quartiles: tuple[float, float]
-    """Of the ratios of single steps."""
-    num_pairs: int
-    num_steps: int
-    """Compared steps per pair."""
+
+def paired_ratio(plain: Sequence[Floats], ours: Sequence[Floats], seed: int = 0) -> Ratio:
+    """The median ratio of single steps; it lies below ``high`` in 95 % of all resamples, and as often above ``low``.
+
+    ``plain[p][i]`` and ``ours[p][i]`` are seconds of step i in pair p; pairs are cut to the shorter arm.
+    Raises ValueError: there is no pair, or an arm is missing.
+    """
+    if len(plain) == 0 or len(plain) != len(ours):
+        raise ValueError(f"every pair needs both arms, got {len(plain)} plain and {len(ours)} ours")
+    num_steps = min(len(steps) for steps in (*plain, *ours))
+    ratios = np.stack([own[:num_steps] / other[:num_steps] for own, other in zip(ours, plain, strict=True)])
+    rng = np.random.default_rng(seed)
+    medians = []
+    for _ in range(NUM_RESAMPLES):
+        pairs = rng.integers(0, len(ratios), len(ratios))[:, None]
+        steps = rng.integers(0, num_steps, ratios.shape)
+        medians.append(np.median(ratios[pairs, steps]))
+    low, high = np.percentile(medians, (100 * (1 - _CONFIDENCE), 100 * _CONFIDENCE))
+    return Ratio(float(np.median(ratios)), float(low), float(high))
 
 
 def step_seconds(end_ns: Sequence[int], num_warmup: int) -> Floats:
@@ -128,134 +131,49 @@ def step_seconds(end_ns: Sequence[int], num_warmup: int) -> Floats:
     return seconds
 
 
-def num_common(ends_ns: Sequence[Sequence[int]]) -> int:
-    """How many steps each of these runs, which ran at the same time, ended before the first of them was through."""
-    first_end = min(ends[-1] for ends in ends_ns)
-    return min(sum(end <= first_end for end in ends) for ends in ends_ns)
-
-
-def compare(plain: Sequence[Floats], ours: Sequence[Floats], seed: int = 0) -> PairedRatio:
-    """``plain[p][i]`` and ``ours[p][i]`` are seconds of step i in pair p; pairs are cut to the shorter arm.
-
-    Raises ValueError: there is no pair, or an arm is missing.
-    """
-    if len(plain) == 0 or len(plain) != len(ours):
-        raise ValueError(f"every pair needs both arms, got {len(plain)} plain and {len(ours)} ours")
-    num_steps = min(len(steps) for steps in (*plain, *ours))
-    slow = np.stack([steps[:num_steps] for steps in ours])
-    base = np.stack([steps[:num_steps] for steps in plain])
-    rng = np.random.default_rng(seed)
-    medians, totals = [], []
-    for _ in range(NUM_RESAMPLES):
-        pairs = rng.integers(0, len(base), len(base))[:, None]
-        steps = rng.integers(0, num_steps, (len(base), num_steps))
-        medians.append(np.median(slow[pairs, steps] / base[pairs, steps]))
-        totals.append(slow[pairs, steps].sum() / base[pairs, steps].sum())
-    ratios = slow / base
-    low, high = np.percentile(ratios, (25, 75))
-    return PairedRatio(
-        median=Bounded(float(np.median(ratios)), float(np.percentile(medians, _UPPER_PERCENTILE))),
-        total=Bounded(float(slow.sum() / base.sum()), float(np.percentile(totals, _UPPER_PERCENTILE))),
-        quartiles=(float(low), float(high)),
-        num_pairs=len(base),
-        num_steps=num_steps,
-    )
-
-
-def pair_ratios(ours: Sequence[float], bare: Sequence[float]) -> list[float]:
-    return [one / other for one, other in zip(ours, bare, strict=True)]
-
-
-# --- independent samples ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Of two medians, with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def words(self) -> str:
-        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
-
-
-def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
-    """Of two independent samples, neither empty."""
-    rng = np.random.default_rng(0)
-    tail = 50 * (1 - _CONFIDENCE)
-    above, below = (
-        np.median(rng.choice(values, (NUM_RESAMPLES, len(values))), axis=1)
-        for values in (numerator, denominator)
-    )
-    low, high = np.percentile(above / below, (tail, 100 - tail))
-    return Ratio(statistics.median(numerator) / statistics.median(denominator), float(low), float(high))
-
-
-# --- trends -----------------------------------------------------------------------------------------
-
-
-class Verdict(StrEnum):
-    """The whole interval of the drift lies at or below the tolerance, or above it; or neither, or the run is short."""
-
-    FLAT = "flat"
-    RISING = "rising"
-    UNCLEAR = "not told apart"
-    TOO_SHORT = "too short a run"
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """The most that may come on top in ``NUM_STEPS`` steps: this much, and this share of the median."""
-
-    amount: float = 0.0
-    share: float = 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """Drifts are in the series' own unit, over ``NUM_STEPS`` steps, with the ends of the 95 % interval."""
+    """A series' drift over ``NUM_STEPS`` steps, in its own unit, with the ends of its 95 % interval."""
 
-    num_values: int
     median: float
     drift: float
     low: float
     high: float
     tolerated: float
-    verdict: Verdict
+    num_steps: int
+
+    @property
+    def verdict(self) -> str:
+        """Says whether the whole interval lies at or below what is tolerated, or above it."""
+        if self.num_steps < FEWEST_STEPS:
+            return "too short a run"
+        if self.low > self.tolerated:
+            return "rising"
+        return "flat" if self.high <= self.tolerated else "not told apart"
 
 
-def trend(steps: Sequence[int], values: Sequence[float], tolerance: Tolerance) -> Trend | None:
+def trend(
+    steps: Sequence[int], values: Sequence[float], *, amount: float = 0.0, share: float = 0.0
+) -> Trend | None:
     """The trend of ``values`` taken at ``steps``, which grow, behind their first fifth; None of too few values.
 
-    The slope is Theil and Sen's, the median of the slopes between all pairs, which a few disturbed samples do not move.
-    Its interval takes the values for independent. Memory is not, so that its true interval is wider; what is judged is
-    the drift against a tolerance, not against 0.
+    ``amount``, and this ``share`` of the median, may come on top in ``NUM_STEPS`` steps. The slope is Theil and Sen's,
+    the median of the slopes between all pairs, which a few disturbed samples do not move. Its interval takes the
+    values for independent. Memory is not, so that its true interval is wider; what is judged is the drift against a
+    tolerance, not against 0.
     """
-    if not steps:
-        return None
-    begin = steps[0] + _WARM_UP_SHARE * (steps[-1] - steps[0])
+    begin = steps[0] + _WARM_UP_SHARE * (steps[-1] - steps[0]) if steps else 0
     kept = [(step, value) for step, value in zip(steps, values, strict=True) if step >= begin]
     if len(kept) < _FEWEST_VALUES:
         return None
     x, y = zip(*kept, strict=True)
-    slope, _, low_slope, high_slope = theilslopes(y, x, alpha=_CONFIDENCE)
-    low, high = float(low_slope) * NUM_STEPS, float(high_slope) * NUM_STEPS
+    slope, _, low, high = theilslopes(y, x, alpha=_CONFIDENCE)
     median = statistics.median(y)
-    tolerated = tolerance.amount + tolerance.share * abs(median)
-    if x[-1] - x[0] < FEWEST_STEPS:
-        found = Verdict.TOO_SHORT
-    elif low > tolerated:
-        found = Verdict.RISING
-    else:
-        found = Verdict.FLAT if high <= tolerated else Verdict.UNCLEAR
     return Trend(
-        num_values=len(kept),
         median=median,
         drift=float(slope) * NUM_STEPS,
-        low=low,
-        high=high,
-        tolerated=tolerated,
-        verdict=found,
+        low=float(low) * NUM_STEPS,
+        high=float(high) * NUM_STEPS,
+        tolerated=amount + share * abs(median),
+        num_steps=x[-1] - x[0],
     )

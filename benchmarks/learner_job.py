@@ -1,6 +1,6 @@
 """Training runs of the tiny model beside a stand-in server, ours and ms-swift's own GRPO, and what their clocks read.
 
-One rank, one torch thread, everything on loopback. Called by the benches interference, overlap and peer.
+One rank, one torch thread, everything on loopback. Called by the benches overlap and peer.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child_runs import DEADLINE_PER_STEP_S, START_DEADLINE_S, ChildRuns, torchrun
-from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS, SECONDS_VARIABLE, THREAD_CLOCK, Clock, read_clock
-from benchmarks.faults.accounting import of_kind
-from benchmarks.plugins.pipeline import PIPELINE_VARIABLE
+from benchmarks.clocks import DIRECTORY_VARIABLE, PLUGINS, THREAD_CLOCK, Clock, read_clock
+from benchmarks.processes import DEADLINE_PER_STEP_S, START_DEADLINE_S, Processes, torchrun
 from benchmarks.servers import write_job
-from swift_stage2.config import Mode, Objective, Preprocessing
+from swift_stage2.config import Mode, Objective
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import GRADIENT_ACCUMULATION_STEPS, DemoJob, config_of
 from swift_stage2.demo.grounding_dataset import write_scenes
@@ -36,46 +34,32 @@ MICRO_BATCH = 7
 """Completions of a forward, all of one row: on average channel B's packs of 512 tokens hold 6 to 8 of the tiny
 model's."""
 COMPLETIONS_PER_STEP = MICRO_BATCH * GRADIENT_ACCUMULATION_STEPS
+NUM_WARMUP = 8
+"""Steps that no bench counts."""
 _NUM_ROWS = 512
-_LOOPBACK = "127.0.0.1"
 _UNATTENDED: Mapping[str, Any] = {
     "save_strategy": "no",
     "report_to": ["none"],
     "lr_scheduler_type": "constant",
 }
-_SCORED: Mapping[str, Any] = {"save_strategy": "steps", "lr_scheduler_type": "constant_with_warmup"}
-"""Warmed up as the demo's own runs are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One training run. ``ports`` are those of the server's HTTP and of its weight group; ``more_ports``, of others."""
+    """One training run. ``ports`` are those of the server's HTTP and of its weight group."""
 
     name: str
     directory: Path
     rows: Path
     num_steps: int
     ports: tuple[int, int]
-    more_ports: tuple[tuple[int, int], ...] = ()
     b_ratio: float = 0.0
     mode: Mode = Mode.ASYNC
     objective: Objective = Objective.CORRECTED_TARGET
-    seconds: float = 0.0
-    """Training ends after so many, and at the latest after ``num_steps``; 0: only then."""
-    saves: bool = False
-    """True makes training write a checkpoint at its end."""
-    pipeline: str = ""
-    """How ``plugins/pipeline.py`` makes packs; empty: as a user's run does."""
     prefetch: Mapping[str, Any] = field(default_factory=dict)
     """Differences from the demo's section ``prefetch``."""
     sync: Mapping[str, Any] = field(default_factory=dict)
     """Differences from the demo's section ``rollout.sync``."""
-    preprocessing: Preprocessing = Preprocessing.PROCESS
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def servers(self) -> tuple[tuple[int, int], ...]:
-        return (self.ports, *self.more_ports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,47 +68,42 @@ class ArmRecords:
     audit: list[Record]
 
     def of_kind(self, kind: str) -> list[Record]:
-        return of_kind(self.audit, kind)
+        return [record for record in self.audit if record["kind"] == kind]
 
 
-def write_rows(directory: Path, num_held_out: int = 1) -> Path:
-    """The scenes that every arm trains on; others lie beside them."""
-    kind = SceneKind.SHAPES
-    return write_scenes(directory, kind, num_train=_NUM_ROWS, num_held_out=num_held_out, seed=0).train
+def write_rows(directory: Path) -> Path:
+    """The scenes that every arm trains on."""
+    return write_scenes(directory, SceneKind.SHAPES, num_train=_NUM_ROWS, num_held_out=1, seed=0).train
 
 
-def run_arm(children: ChildRuns, arm: Arm) -> ArmRecords:
+def run_arm(processes: Processes, arm: Arm) -> ArmRecords:
     """Trains ours to the end. Raises ChildFailed: it did not end well, or not in time."""
-    _train(children, arm, "swift_stage2", "train", str(write_arm_config(arm)))
+    _train(processes, arm, "swift_stage2", "train", str(write_arm_config(arm)))
     return ArmRecords(read_clock(arm.directory), read_audit(audit_path(arm.directory / "run", 0)))
 
 
-def run_grpo(children: ChildRuns, arm: Arm, *, asynchronous: bool) -> Clock:
+def run_grpo(processes: Processes, arm: Arm, *, asynchronous: bool) -> Clock:
     """Trains ms-swift's GRPO to the end, by its ``async_generate`` or not. Raises as ``run_arm``."""
     words = as_argv(grpo_arguments(arm, asynchronous=asynchronous))
-    _train(children, arm, "benchmarks.swift_program", "rlhf", *words)
+    _train(processes, arm, "benchmarks.swift_program", "rlhf", *words)
     return read_clock(arm.directory)
 
 
 def write_arm_config(arm: Arm) -> Path:
-    plugins = ["clocks.py", *(["pipeline.py"] if arm.pipeline else [])]
-    job = _job(arm, plugins, {"callbacks": [THREAD_CLOCK]})
+    job = _job(arm, "clocks.py", {"callbacks": [THREAD_CLOCK]})
     if arm.b_ratio == 0:
         return write_job(job, arm.ports)
-    channel_b = {"prefetch": arm.prefetch, "preprocessing": arm.preprocessing.value}
     # The stand-in answers no canary as a model does; what it holds is proven tensor by tensor.
     rollout: dict[str, Any] = {"sync": {"timeout_s": 60.0, "proof": "checksum", **arm.sync}}
     if arm.objective is not Objective.CORRECTED_TARGET:
         rollout["num_generations"] = MICRO_BATCH
-    rollout["servers"] = [
-        {"base_url": f"http://{_LOOPBACK}:{port}", "group_port": group_port}
-        for port, group_port in arm.servers
-    ]
+    channel_b = {"prefetch": arm.prefetch}
     return write_job(job, arm.ports, {"stage2_ab": {"channel_b": channel_b}, "rollout": rollout})
 
 
 def grpo_arguments(arm: Arm, *, asynchronous: bool) -> dict[str, Any]:
     """ms-swift's arguments: the demo's where they mean the same, and of GRPO only what it cannot run without."""
+    port, group_port = arm.ports
     swift = {
         "callbacks": [GRPO_CLOCK],
         "rlhf_type": "grpo",
@@ -134,17 +113,17 @@ def grpo_arguments(arm: Arm, *, asynchronous: bool) -> dict[str, Any]:
         "temperature": 1.0,  # as ours where it compares rollouts
         "use_vllm": True,
         "vllm_mode": "server",
-        "vllm_server_host": [_LOOPBACK] * len(arm.servers),
-        "vllm_server_port": [port for port, _ in arm.servers],
-        "vllm_server_group_port": [group_port for _, group_port in arm.servers],
+        "vllm_server_host": ["127.0.0.1"],
+        "vllm_server_port": [port],
+        "vllm_server_group_port": [group_port],
         "async_generate": asynchronous,
     }
-    job = _job(arm, ["grpo.py"], swift)
+    job = _job(arm, "grpo.py", swift)
     arguments: dict[str, Any] = config_of(job, arm.ports)["swift"]
     return arguments | {"max_completion_length": job.max_new_tokens}
 
 
-def _job(arm: Arm, plugins: list[str], swift: Mapping[str, Any]) -> DemoJob:
+def _job(arm: Arm, plugin: str, swift: Mapping[str, Any]) -> DemoJob:
     return DemoJob(
         directory=arm.directory,
         rows=arm.rows,
@@ -153,19 +132,16 @@ def _job(arm: Arm, plugins: list[str], swift: Mapping[str, Any]) -> DemoJob:
         num_ranks=1,
         mode=arm.mode,
         objective=arm.objective,
-        plugins=tuple(PLUGINS / name for name in plugins),
-        swift={**_UNATTENDED, **(_SCORED if arm.saves else {}), **swift},
+        plugins=(PLUGINS / plugin,),
+        swift={**_UNATTENDED, **swift},
     )
 
 
-def _train(children: ChildRuns, arm: Arm, *words: str) -> None:
+def _train(processes: Processes, arm: Arm, *words: str) -> None:
     arm.directory.mkdir(parents=True, exist_ok=True)
-    chosen = {PIPELINE_VARIABLE: arm.pipeline} if arm.pipeline else {}
-    place = {DIRECTORY_VARIABLE: str(arm.directory), SECONDS_VARIABLE: str(arm.seconds)}
-    children.run(
+    processes.run(
         arm.name,
         torchrun(1, *words),
-        log_dir=arm.directory / "logs",
-        deadline_s=START_DEADLINE_S + (arm.seconds or DEADLINE_PER_STEP_S * arm.num_steps),
-        environment={**place, **chosen, **arm.environment},
+        deadline_s=START_DEADLINE_S + DEADLINE_PER_STEP_S * arm.num_steps,
+        environment={DIRECTORY_VARIABLE: str(arm.directory)},
     )

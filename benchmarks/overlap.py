@@ -8,30 +8,24 @@ A alone, which tells what B steps and rounds cost besides.
 from __future__ import annotations
 
 import argparse
-import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.benches import STAND_IN
-from benchmarks.child_runs import ChildRuns
 from benchmarks.clocks import since
-from benchmarks.cores import split_cores, started_on
 from benchmarks.estimates import verdict
-from benchmarks.interference import B_RATIO
-from benchmarks.learner_job import Arm, ArmRecords, run_arm, write_rows
+from benchmarks.learner_job import NUM_WARMUP, Arm, ArmRecords, run_arm, write_rows
 from benchmarks.results import ResultTable, in_turns, publish, spread_table
-from benchmarks.servers import BenchServers, ServerKind, start_stand_in
+from benchmarks.servers import BenchServers, start_stand_in
 from swift_stage2 import config
 from swift_stage2.errors import ChildFailed
 
 BUDGET = 0.9
-NUM_WARMUP = 8
+B_RATIO = 0.25
 
 
 class Mode(StrEnum):
@@ -46,14 +40,11 @@ class Mode(StrEnum):
 class OverlapRun:
     """One run after its warm-up. Seconds."""
 
-    mode: Mode
     seconds: float
     waited: float
     """Inline: for production, at all B steps together."""
     num_b_wanted: int
     num_b_run: int
-    num_rollouts: int
-    """Of the whole run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,42 +75,30 @@ def run(options: argparse.Namespace, directory: Path) -> int:
     """Raises ChildFailed when a process did not end well, or the inline run skipped a B step."""
     rows = write_rows(directory)
     runs: dict[int, dict[Mode, OverlapRun]] = defaultdict(dict)
-    with BenchServers(directory / "logs") as servers, ChildRuns() as children, ExitStack() as stack:
-        if options.server == STAND_IN:
-            ports = start_stand_in(servers, rows, options.latency_s)
-        else:
-            with started_on(split_cores()[1]):
-                ports = servers.start(ServerKind(options.server)).ports
-            stack.enter_context(started_on(split_cores()[0]))
-        learner_cores = sorted(os.sched_getaffinity(0))
+    with BenchServers(directory / "logs") as servers:
+        ports = start_stand_in(servers, rows, options.latency_s)
         for number, mode in in_turns(Mode, options.repeats):
+            name = f"{number}-{mode.name.lower()}"
             arm = Arm(
-                name=mode.name.lower(),
-                directory=directory / f"{number}-{mode.name.lower()}",
+                name=name,
+                directory=directory / name,
                 rows=rows,
                 num_steps=options.steps,
                 b_ratio=0.0 if mode is Mode.A_ONLY else B_RATIO,
                 ports=ports,
                 mode=config.Mode.INLINE if mode is Mode.INLINE else config.Mode.ASYNC,
             )
-            runs[number][mode] = run_of(mode, run_arm(children, arm), NUM_WARMUP)
+            runs[number][mode] = run_of(mode, run_arm(servers, arm), NUM_WARMUP)
     repetitions = [
         Repetition(asynchronous=each[Mode.ASYNC], inline=each[Mode.INLINE], a_only=each[Mode.A_ONLY])
         for each in runs.values()
     ]
-    facts = {
-        "server": options.server,
-        "latency_s": options.latency_s if options.server == STAND_IN else None,
-        "steps": options.steps - NUM_WARMUP,
-        "b_ratio": B_RATIO,
-        "learner_cores": learner_cores,
-        "repetitions": [
-            asdict(each) | {"bound": each.bound, "speed_up": each.speed_up, "fraction": each.fraction}
-            for each in repetitions
-        ],
-    }
-    tables = [overlap_table(repetitions, options.steps - NUM_WARMUP), work_table(repetitions)]
-    publish(directory, "overlap", facts, *tables, *notes(repetitions, options.server))
+    publish(
+        directory,
+        "overlap",
+        overlap_table(repetitions, options.steps - NUM_WARMUP),
+        note(repetitions),
+    )
     return 0
 
 
@@ -130,12 +109,10 @@ def run_of(mode: Mode, records: ArmRecords, num_warmup: int) -> OverlapRun:
     """
     steps = [record for record in records.of_kind("step") if record["step"] >= num_warmup]
     run = OverlapRun(
-        mode=mode,
         seconds=since(records.clock, "end_ns", num_warmup),
         waited=sum(step["plan_seconds"] for step in steps if mode is Mode.INLINE and step["wants_b"]),
         num_b_wanted=sum(bool(step["wants_b"]) for step in steps),
         num_b_run=sum(step["channel"] == "B" for step in steps),
-        num_rollouts=sum(batch["num_rollouts"] for batch in records.of_kind("batch")),
     )
     if mode is Mode.INLINE and run.num_b_run < run.num_b_wanted:
         raise ChildFailed(
@@ -146,47 +123,37 @@ def run_of(mode: Mode, records: ArmRecords, num_warmup: int) -> OverlapRun:
 
 
 def overlap_table(repetitions: Sequence[Repetition], num_steps: int) -> ResultTable:
-    columns: dict[str, tuple[int, Callable[[Repetition], float]]] = {
-        "asynchronous, s": (1, lambda each: each.asynchronous.seconds),
-        "inline, s": (1, lambda each: each.inline.seconds),
-        "A only, s": (1, lambda each: each.a_only.seconds),
-        "inline: learner, s": (1, lambda each: each.learner),
-        "inline: pipeline, s": (1, lambda each: each.inline.waited),
-        "speed-up": (3, lambda each: each.speed_up),
-        "bound": (3, lambda each: each.bound),
-        "fraction of the bound": (3, lambda each: each.fraction),
-    }
-    title = (
-        f"Asynchronous against inline, {num_steps} steps after the warm-up, b_ratio {B_RATIO}; the last row is median "
-        "(quartiles)"
+    """One row per repetition, and their medians (quartiles)."""
+    names = [str(number) for number, _ in enumerate(repetitions, 1)]
+    rows = {**{name: [each] for name, each in zip(names, repetitions, strict=True)}, "all": repetitions}
+    table = spread_table(
+        f"Asynchronous against inline, {num_steps} steps after the warm-up, b_ratio {B_RATIO}: median (quartiles)",
+        "repetition",
+        rows,
+        {
+            "asynchronous, s": (1, lambda each: each.asynchronous.seconds),
+            "inline, s": (1, lambda each: each.inline.seconds),
+            "A only, s": (1, lambda each: each.a_only.seconds),
+            "inline: learner, s": (1, lambda each: each.learner),
+            "inline: pipeline, s": (1, lambda each: each.inline.waited),
+            "speed-up": (3, lambda each: each.speed_up),
+            "bound": (3, lambda each: each.bound),
+            "fraction of the bound": (3, lambda each: each.fraction),
+        },
     )
-    table = spread_table(title, "repetition", {"all": repetitions}, columns)
-    rows = [
-        (str(number), *(f"{value(each):.{digits}f}" for digits, value in columns.values()))
-        for number, each in enumerate(repetitions, 1)
-    ]
-    return replace(table, rows=[*rows, *table.rows])
+    singles = [tuple(cell.partition(" (")[0] for cell in row) for row in table.rows[:-1]]
+    return replace(table, rows=[*singles, table.rows[-1]])
 
 
-def work_table(repetitions: Sequence[Repetition]) -> ResultTable:
-    rows = [
-        (f"{number}, {run.mode}", f"{run.num_b_run} of {run.num_b_wanted}", str(run.num_rollouts))
-        for number, each in enumerate(repetitions, 1)
-        for run in (each.asynchronous, each.inline)
-    ]
-    return ResultTable("Work of the arms", ("repetition, arm", "B steps run of wanted", "rollouts"), rows)
-
-
-def notes(repetitions: Sequence[Repetition], server: str) -> list[str]:
+def note(repetitions: Sequence[Repetition]) -> str:
     fraction = float(np.median([each.fraction for each in repetitions]))
-    found = [
-        f"Rollouts from {server}. Fraction of the Amdahl bound, median {fraction:.3f}, budget at least {BUDGET}: "
-        f"{verdict(fraction >= BUDGET)}."
-    ]
     skipped = sum(each.asynchronous.num_b_wanted - each.asynchronous.num_b_run for each in repetitions)
-    if skipped:
-        found.append(
-            f"The asynchronous runs skipped {skipped} wanted B steps and so did less work; production must be faster "
-            "than training for this comparison: lower --latency-s."
-        )
-    return found
+    less_work = (
+        f" The asynchronous runs skipped {skipped} wanted B steps and so did less work: lower --latency-s."
+        if skipped
+        else ""
+    )
+    return (
+        f"Fraction of the Amdahl bound, median {fraction:.3f}, budget at least {BUDGET}: "
+        f"{verdict(fraction >= BUDGET)}.{less_work}"
+    )

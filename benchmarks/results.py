@@ -1,25 +1,24 @@
-"""Results are told three times: tables on the terminal, the same tables as Markdown, all numbers as JSON.
-
-A cell is text that the bench wrote; numbers for other programs are in the JSON alone.
-"""
+"""Results are tables and one-line notes, printed and written as one page of Markdown. Also: whose turn it is."""
 
 from __future__ import annotations
 
-import json
+import datetime
+import os
+import platform
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
-
-from rich.console import Console
-from rich.table import Table
+from typing import TypeVar
 
 from benchmarks.estimates import Spread
 
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
-_WIDTH_OF_A_LOG = 180
+_GIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +37,13 @@ class ResultTable:
         rows = [tuple(cell(item) for cell in columns.values()) for item in items]
         return cls(title, tuple(columns), rows)
 
-    def rich(self) -> Table:
-        table = Table(title=self.title or None, title_justify="left")
-        for index, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if index else "left")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
-
     def markdown(self) -> str:
-        """Title, blank line, table, with a newline at the end."""
-        lines = [self.columns, ("---",) * len(self.columns), *self.rows]
-        body = "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
+        """Title, blank line and table, whose columns are as wide as their longest cell."""
+        lines = [tuple(cell.replace("|", "/") for cell in line) for line in (self.columns, *self.rows)]
+        widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, tuple("-" * width for width in widths))
+        padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+        body = "".join(f"| {' | '.join(line)} |\n" for line in padded)
         return f"{self.title}\n\n{body}" if self.title else body
 
 
@@ -79,21 +73,27 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
     return groups
 
 
-def publish(
-    directory: Path, name: str, facts: Mapping[str, Any] | Sequence[Any], *parts: ResultTable | str
-) -> None:
-    """Prints tables and one-line notes, in order, and writes ``NAME.json`` and ``NAME.md`` into ``directory``."""
-    (directory / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+def publish(directory: Path, name: str, *parts: ResultTable | str) -> None:
+    """Prints tables and notes, in order, and writes them into ``directory`` as ``NAME.md``, below what was run."""
     paragraphs = [part.markdown() if isinstance(part, ResultTable) else f"{part}\n" for part in parts]
-    (directory / f"{name}.md").write_text("\n".join(paragraphs), encoding="utf-8")
-    # In a log, rows that are broken over lines cannot be read.
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_LOG)
-    for part in parts:
-        if isinstance(part, ResultTable):
-            console.print(part.rich())
-        else:
-            print(part)
-    say(f"{directory / name}.json")
+    page = "\n".join([f"{_stamp(name)}\n", *paragraphs])
+    (directory / f"{name}.md").write_text(page, encoding="utf-8")
+    print(page)
+    say(f"{directory / name}.md")
+
+
+def _stamp(name: str) -> str:
+    """The command, its time, the state of the project and the machine, which figures depend on."""
+    command = shlex.join(["swift-stage2", "bench", name, *sys.argv[2:]])
+    now = datetime.datetime.now().astimezone().isoformat(timespec="minutes")
+    git = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*")
+    try:
+        state = subprocess.run(git, capture_output=True, text=True, check=True, timeout=_GIT_S).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        state = version("swift_stage2")
+    cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
+    packages = ", ".join(f"{package} {version(package)}" for package in ("torch", "transformers", "ms-swift"))
+    return f"`{command}`, {now}, state {state}; {platform.machine()}, {cores}; {packages}"
 
 
 def in_turns(arms: Iterable[Item], repeats: int) -> Iterator[tuple[int, Item]]:

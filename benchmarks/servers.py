@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-from benchmarks.cores import split_cores, started_on
+from benchmarks.processes import Processes, split_cores, started_on
 from swift_stage2.config import ServerEngine, load_config
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.config.yaml_text import write_yaml
-from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, STAGE1, DemoJob, config_of, server_entry
-from swift_stage2.errors import ChildFailed, ServerFault
-from swift_stage2.launch.job import Job, last_cause
+from swift_stage2.demo.demo_config import STAGE1, DemoJob, config_of, server_entry
 from swift_stage2.launch.managed_server import ReadinessProbe
-from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
+from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.process.ports import free_ports
-from swift_stage2.servers import vllm_serve
-from swift_stage2.servers.session import Deadline, ServerSession
 
 _GRACE_S = 30.0
 _START_S = 600.0
+_MAX_BATCH_SIZE = 64
 _LOOK_S = 5.0
 
 Found = TypeVar("Found")
@@ -38,14 +32,11 @@ class ServerKind(StrEnum):
     STOCK = "stock"  # the unmodified ``swift rollout``
     VLLM = "vllm"  # ``swift-stage2 rollout --engine vllm``
     TRANSFORMERS = "transformers"  # ``swift-stage2 rollout --engine transformers``
-    VLLM_SERVE = "vllm-serve"  # plain vLLM with its own weight transfer
 
     @property
     def engine(self) -> ServerEngine:
-        """Its engine in ``launch.servers``; plain vLLM has none and takes the variables of stock servers."""
-        if self in (ServerKind.STOCK, ServerKind.VLLM_SERVE):
-            return ServerEngine.SWIFT
-        return ServerEngine(self.value)
+        """Its engine in ``launch.servers``."""
+        return ServerEngine.SWIFT if self is ServerKind.STOCK else ServerEngine(self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,63 +51,14 @@ class BenchServer:
         return int(self.base_url.rsplit(":", 1)[1]), self.group_port
 
 
-class BenchServers:
-    """Owns the servers of one bench. SIGINT, SIGTERM and SIGHUP end them all."""
-
-    job: Job
-    """Runs the processes, inside the context."""
-
-    def __init__(self, log_dir: Path) -> None:
-        self._log_dir = log_dir
-        self._stack = ExitStack()
-        self._signals = StopSignals()
-
-    def __enter__(self) -> Self:
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        adopt_orphans()
-        self._stack.enter_context(self._signals)
-        self.job = self._stack.enter_context(Job(self._log_dir, self._signals, lambda line: None))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def moment(self) -> None:
-        """Waits a little. Raises KeyboardInterrupt when a signal asked for the end."""
-        self.job.step()
-        if self._signals.received is not None:
-            raise KeyboardInterrupt
-
-    def wait_for(
-        self,
-        holds: Callable[[], Found],
-        what: str,
-        timeout_s: float,
-        *,
-        tree: ProcessTree | None = None,
-        step: Callable[[], object] | None = None,
-    ) -> Found:
-        """Does ``step``, by default ``moment``, until something holds, and returns that.
-
-        Raises ChildFailed: the process ``tree`` ended first, or it took too long.
-        """
-        end = time.monotonic() + timeout_s
-        while not (found := holds()):
-            log = f"; see {tree.log_path}" if tree else ""
-            if tree is not None and (status := tree.poll()) is not None:
-                name, cause = tree.command.name, last_cause(tree.log_path)
-                raise ChildFailed(f"{what}: {name} ended first, with status {status}: {cause}{log}")
-            if time.monotonic() >= end:
-                raise ChildFailed(f"{what}: it did not happen within {timeout_s:.0f} s{log}")
-            (step or self.moment)()
-        return found
+class BenchServers(Processes):
+    """Owns the servers of one bench, and what else it starts."""
 
     def start(
         self,
         kind: ServerKind,
         *,
         model: Path = STAGE1,
-        max_batch_size: int = 64,
         plugins: Sequence[Path] = (),
     ) -> BenchServer:
         """Starts one server, with ``plugins`` as ``server_arguments`` has them, and waits until it answers.
@@ -129,9 +71,8 @@ class BenchServers:
         name = "+".join((kind.value, *(plugin.stem for plugin in plugins)))
         return self.start_program(
             name,
-            lambda port: server_arguments(kind, model, port, max_batch_size, plugins),
+            lambda port: server_arguments(kind, model, port, plugins),
             server_environment(kind),
-            has_infer=kind is not ServerKind.VLLM_SERVE,
         )
 
     def start_program(
@@ -141,31 +82,17 @@ class BenchServers:
         environment: Mapping[str, str] | None = None,
         *,
         ports: Sequence[int] = (),
-        has_infer: bool = True,
     ) -> BenchServer:
         """Starts ``python`` with ``words`` for its port, by default a free one, and waits as ``start`` does."""
         port, group_port = ports or free_ports(2)
         tree = self.start_process(name, (sys.executable, "-u", *words(port)), environment)
         base_url = f"http://127.0.0.1:{port}"
-        probe = ReadinessProbe(name, base_url, None, _START_S) if has_infer else None
-        answers = partial(_serves_model, base_url) if probe is None else lambda: probe.answered
+        probe = ReadinessProbe(name, base_url, None, _START_S)
         try:
-            self.wait_for(answers, "a server answers", _START_S, tree=tree)
+            self.wait_for(lambda: probe.answered, "a server answers", _START_S, tree=tree)
         finally:
-            if probe is not None:
-                probe.close()
+            probe.close()
         return BenchServer(base_url, group_port, tree)
-
-    def start_process(
-        self,
-        name: str,
-        argv: tuple[str, ...],
-        environment: Mapping[str, str] | None = None,
-        grace_s: float = _GRACE_S,
-    ) -> ProcessTree:
-        """Starts a command, with ``environment`` on top of this process's, and returns at once."""
-        whole = {**os.environ, **CHILD_ENVIRONMENT, **(environment or {})}
-        return self.job.start(Command(name=name, argv=argv, environment=whole, grace_s=grace_s))
 
     def end(self, server: BenchServer) -> None:
         server.tree.ask_to_end()
@@ -194,46 +121,35 @@ def _change(section: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def stand_in_arguments(
-    rows: Path,
-    latency_s: float,
-    model: Path,
-    port: int,
-    *,
-    slow_share: float = 0.0,
-    stock: bool = False,
-    load_log: Path | None = None,
+    rows: Path, latency_s: float, port: int, *, slow_share: float = 0.0, stock: bool = False
 ) -> list[str]:
     """The words after ``python`` on the stand-in's command line.
 
-    ``slow_share`` of the requests wait ten times as long. ``stock``: for ms-swift's own client. ``load_log`` gets the
-    number of its running requests.
+    ``slow_share`` of the requests wait ten times as long. ``stock``: for ms-swift's own client.
     """
-    place = ["--model", str(model), "--port", str(port), "--rows", str(rows), "--latency-s", str(latency_s)]
-    place += ["--slow-share", str(slow_share), *(["--load-log", str(load_log)] if load_log else [])]
-    return ["-m", "benchmarks.stand_in_server", *place, *(["--stock"] if stock else [])]
+    place = ["--model", str(STAGE1), "--port", str(port), "--rows", str(rows)]
+    waits = ["--latency-s", str(latency_s), "--slow-share", str(slow_share)]
+    return ["-m", "benchmarks.stand_in_server", *place, *waits, *(["--stock"] if stock else [])]
 
 
 def start_stand_in(
-    servers: BenchServers, rows: Path, latency_s: float, *, stock: bool = False, **options: Any
+    servers: BenchServers, rows: Path, latency_s: float, *, stock: bool = False, slow_share: float = 0.0
 ) -> tuple[int, int]:
-    """Starts it on the cores that are not the learner's, with ``options`` of ``stand_in_arguments``.
+    """Starts it on the cores that are not the learner's. Returns its ports once it answers.
 
-    Returns its ports once it answers. Raises ChildFailed when it did not in time.
+    Raises ChildFailed when it did not in time.
     """
-    words = partial(stand_in_arguments, rows, latency_s, STAGE1, stock=stock, **options)
+    words = partial(stand_in_arguments, rows, latency_s, stock=stock, slow_share=slow_share)
     with started_on(split_cores()[1]):
         return servers.start_program("stock_stand_in" if stock else "stand_in_server", words).ports
 
 
 def server_environment(kind: ServerKind) -> dict[str, str]:
     """A server needs these variables besides the children's. Raises as ``server_arguments``."""
-    own = {"VLLM_SERVER_DEV_MODE": 1} if kind is ServerKind.VLLM_SERVE else {}  # the routes of a round
-    return {name: str(value) for name, value in {**server_entry(kind.engine).get("env", {}), **own}.items()}
+    return {name: str(value) for name, value in server_entry(kind.engine).get("env", {}).items()}
 
 
-def server_arguments(
-    kind: ServerKind, model: Path, port: int, max_batch_size: int, plugins: Sequence[Path] = ()
-) -> list[str]:
+def server_arguments(kind: ServerKind, model: Path, port: int, plugins: Sequence[Path] = ()) -> list[str]:
     """The words after ``python`` on the command line of a server of the demo's kind of model.
 
     ``plugins`` are more files for ``external_plugins`` of one on vLLM.
@@ -244,25 +160,10 @@ def server_arguments(
     place = ["--host", "127.0.0.1", "--port", str(port)]
     options = server_entry(kind.engine)["args"]
     if kind is ServerKind.TRANSFORMERS:
-        batch = ["--max-batch-size", str(max_batch_size)]
+        batch = ["--max-batch-size", str(_MAX_BATCH_SIZE)]
         return ["-m", "swift_stage2", "rollout", str(model), *place, *as_argv(options), *batch]
-    if kind is ServerKind.VLLM_SERVE:
-        names = {"torch_dtype": "dtype", "vllm_max_model_len": "max-model-len"}
-        options = {name: options[key] for key, name in names.items()}
-        options |= {"max-num-seqs": max_batch_size, "weight-transfer-config": '{"backend": "nccl"}'}
-        # As a module: the command `vllm` wants a distribution of that name, and the one for CPUs has another.
-        program = ["-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-        return [*program, "--model", str(model), *place, *as_argv(options)]
     options["external_plugins"] += map(str, plugins)
-    batch = ["--vllm_max_num_seqs", str(max_batch_size)]
+    batch = ["--vllm_max_num_seqs", str(_MAX_BATCH_SIZE)]
     ours = ["-m", "swift_stage2", "rollout", "--engine", "vllm"]
     program = ["-m", "swift.cli.rollout"] if kind is ServerKind.STOCK else ours
     return [*program, "--model", str(model), *place, *as_argv(options), *batch]
-
-
-def _serves_model(base_url: str) -> bool:
-    with ServerSession(base_url) as session:
-        try:
-            return vllm_serve.find_model(session, Deadline(_LOOK_S)) is not None
-        except ServerFault:
-            return False

@@ -15,11 +15,9 @@ import argparse
 import base64
 import hashlib
 import json
-import os
 import random
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -147,13 +145,9 @@ class StandInGenerator(SwiftGenerator):
 class StandInEngine(TransformersRolloutEngine):
     """Has every request answered by a thread of its own. Weights are copied when none is left."""
 
-    load_log: Path
-    """Gets a line whenever the number of running requests changes: nanoseconds of ``perf_counter``, the number."""
-
     def __init__(self, *args: Any, **options: Any) -> None:
         self._answering = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="answer")
         self._changed = threading.Condition()
-        self._loads = self.load_log.open("w", buffering=1, encoding="utf-8")
         super().__init__(*args, **options)
 
     def _do(self, work: list[GenerationJob] | ExclusiveTask) -> None:
@@ -165,7 +159,6 @@ class StandInEngine(TransformersRolloutEngine):
     def _run_batch(self, jobs: list[GenerationJob]) -> None:
         with self._changed:
             self._running += tuple(jobs)
-            self._note_load()
         for job in jobs:
             self._answering.submit(self._answer, job, self.stamp)
 
@@ -179,7 +172,6 @@ class StandInEngine(TransformersRolloutEngine):
         )
         with self._changed:
             self._running = tuple(each for each in self._running if each is not job)
-            self._note_load()
             self._changed.notify_all()
         self._book.finish(
             job,
@@ -191,9 +183,6 @@ class StandInEngine(TransformersRolloutEngine):
                 log_probs=row.log_probs,
             ),
         )
-
-    def _note_load(self) -> None:
-        self._loads.write(f"{time.perf_counter_ns()} {len(self._running)}\n")
 
 
 class StockWeights:
@@ -291,9 +280,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--latency-s", type=float, required=True)
     parser.add_argument("--slow-share", type=float, default=0.0)
     parser.add_argument("--stock", action="store_true")
-    parser.add_argument("--load-log", type=Path, default=Path(os.devnull))
     options = parser.parse_args(argv)
-    StandInEngine.load_log = options.load_log
     if options.stock:
         routes.RolloutService = StockService  # type: ignore[misc]
 

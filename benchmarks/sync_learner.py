@@ -94,8 +94,6 @@ class SyncLearner:
         self.memory = OneMemory()
         self.num_bytes = sum(tensor.nbytes for tensor in self._weights())
         touched = torch.ones(self.num_bytes, dtype=torch.uint8)
-        self.buckets = torch.split(touched, BUCKET_MIB * MIB)
-        """The same bytes, for a raw broadcast."""
         parts = torch.split(touched, [tensor.nbytes for tensor in self._weights()])
         # In the weights' own dtypes, as a snapshot is.
         self._copies = [

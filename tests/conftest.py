@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     needing = [item for item in items if "small_disk" in getattr(item, "fixturenames", ())]
     if not needing:
         return
-    from benchmarks.faults.small_disk import may_mount
+    from small_disk import may_mount
 
     if not may_mount():
         _left_out[_WITHOUT_DISK] += len(needing)
@@ -136,7 +136,7 @@ def busy_port() -> Iterator[int]:
 @pytest.fixture
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """A real filesystem of one mebibyte, or of the size that a test's parameter names."""
-    from benchmarks.faults.small_disk import SmallDisk
+    from small_disk import SmallDisk
 
     disk = SmallDisk(tmp_path / "small_disk", getattr(request, "param", "1m"))
     yield disk

@@ -31,6 +31,6 @@ def test_commands_benches_and_options_are_completed(script: str) -> None:
     assert complete(script, "swift-stage2", "doctor", "--no") == ["--no-sync"]
     assert complete(script, "swift-stage2", "bench", "lea") == ["learning"]
     assert complete(script, "swift-stage2", "bench", "learning", "--st") == ["--steps"]
-    assert complete(script, "swift-stage2", "bench", "wrong-inputs", "--on") == ["--only"]
+    assert complete(script, "swift-stage2", "bench", "faults", "--pa") == ["--part"]
     assert complete(script, "swift-stage2", "merge", "--vllm") == []
     assert complete(script, "swift-stage2", "nothing", "--s") == []

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_disk import SmallDisk
 
 import swift_stage2
-from benchmarks.faults.small_disk import SmallDisk
 from swift_stage2.detections.prediction_files import write_predictions
 from swift_stage2.launch.plan import Command
 from swift_stage2.launch.process_tree import ProcessTree

@@ -1,12 +1,10 @@
-"""Every fault of the table, committed for real under a real training job, and what became of it.
+"""A real training job that is broken in every way, and what became of it.
 
-bench          swift-stage2 bench faults; owns every process that kills, outage and soak start, too
-rows           the faults, how each is committed and healed, and the moves that they are made of
-server         the rollout server: started, killed in part or as a whole, restarted; what is left behind
+bench          swift-stage2 bench faults: the part that is asked for, and whatever it starts
+table          every fault in a job of its own: how it is committed and healed, and what is written of it
+kills          the run killed at random points; outage: without a server; soak: under random faults
+scene          one fault in progress: a job, its server, and the few moves that faults are made of
+server         the rollout server: started, killed in part or as a whole, restarted; leftovers: what outlives a tree
 training_job   the learner: two torchrun ranks, followed through their audits
-proxy          between the two, where a reply is cut or comes late
-commit         who commits faults inside them, told by switches; run as a program, our server with such a switch
-courier        the process that carries a job's weights, with such switches
-accounting     audits and checkpoint into what the table says (pure); fault_table: the table and the JSON
-kills  outage  soak  soak_plan  soak_report     the other benches
+accounting     audits and ledgers into what the tables say (pure)
 """

@@ -10,14 +10,11 @@ import ctypes
 import json
 import mmap
 import os
-import pickle
 import subprocess
 import sys
 import threading
 import time
-from base64 import b64decode, b64encode
 from datetime import timedelta
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -205,9 +202,6 @@ class LoneNccl:
             raise CheckFailed(f"NCCL failed: {self._nccl.ncclGetErrorString(status).decode()}")
 
 
-_WIDTH = 8192
-_REHEARSED_WIDTH = 128
-_NUM_PASSES = 20
 _READER_S = 60.0
 _GIB = 1 << 30
 
@@ -218,13 +212,16 @@ def handover(context: Context) -> None:
     generator = torch.Generator(device).manual_seed(0)
     weights = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device, generator=generator)
     expected = checksum_tensor(weights)
-    snapshot = _snapshot_beside_training(context, weights)
+    snapshot = torch.empty(weights.shape, dtype=torch.uint8, pin_memory=device != "cpu")
+    snapshot.fill_(0)  # touched before anything is measured
+    _, seconds = timed(device, lambda: snapshot.copy_(weights, non_blocking=True))
+    context.note("snapshot_alone_gib_per_s", num_bytes / _GIB / seconds)
     if checksum_tensor(snapshot) != expected:
-        raise CheckFailed("a snapshot taken beside training must hold the weights, it does not")
+        raise CheckFailed("a snapshot must hold the weights, it does not")
     descriptor = os.memfd_create("gpu-check")
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
-        file = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+        file = _map(descriptor, num_bytes)
         file.fill_(0)  # touched before anything is measured
         _, seconds = timed("cpu", lambda: file.copy_(snapshot))
         context.note("memory_file_write_gib_per_s", num_bytes / _GIB / seconds)
@@ -232,44 +229,6 @@ def handover(context: Context) -> None:
         _compare_elsewhere(context, "memory_file", where, expected, descriptor)
     finally:
         os.close(descriptor)
-    if context.rehearsal:
-        context.note("cuda_ipc", "left out: the rehearsal has no GPU")
-        return
-    # This pickler sends a handle instead of bytes: torch taught it so.
-    handle = b64encode(bytes(ForkingPickler.dumps(weights))).decode()
-    synchronise(device)
-    _compare_elsewhere(context, "cuda_ipc", {"handle": handle}, expected)
-
-
-def _snapshot_beside_training(context: Context, weights: torch.Tensor) -> torch.Tensor:
-    note, device = context.note, context.device
-    host = torch.empty(weights.shape, dtype=torch.uint8, pin_memory=device != "cpu")
-    host.fill_(0)  # touched before anything is measured
-    _, alone_s = timed(device, lambda: host.copy_(weights, non_blocking=True))
-    note("snapshot_alone_gib_per_s", weights.numel() / _GIB / alone_s)
-    width = _REHEARSED_WIDTH if context.rehearsal else _WIDTH
-    layer = torch.nn.Linear(width, width, device=device, dtype=getattr(torch, context.dtype))
-    batch = torch.ones(width, width, device=device, dtype=layer.weight.dtype)
-
-    def train() -> None:
-        for _ in range(_NUM_PASSES):
-            layer(batch).sum().backward()
-
-    def train_and_copy() -> None:
-        if device == "cpu":
-            host.copy_(weights)
-        else:
-            side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):
-                host.copy_(weights, non_blocking=True)
-        train()
-
-    train()
-    note("backward_passes_s", timed(device, train)[1])
-    host.fill_(0)
-    note("backward_passes_with_snapshot_s", timed(device, train_and_copy)[1])
-    return host
 
 
 def _compare_elsewhere(
@@ -296,20 +255,16 @@ def _compare_elsewhere(
 def read() -> None:
     """The second process: prints the checksum of what stdin names and how long it took.
 
-    stdin holds {"descriptor", "num_bytes"} of a memory file, or {"handle"} of a tensor on the GPU.
+    stdin holds {"descriptor", "num_bytes"} of a memory file.
     """
     where = json.load(sys.stdin)
-    device = "cuda:0" if "handle" in where else "cpu"
-
-    def see() -> Any:
-        if "handle" in where:
-            return pickle.loads(b64decode(where["handle"]))  # torch taught pickle what a handle is
-        return torch.frombuffer(mmap.mmap(where["descriptor"], where["num_bytes"]), dtype=torch.uint8)
-
-    torch.zeros(1, device=device)  # the start of CUDA is no part of what is measured
-    tensor, open_s = timed(device, see)
-    checksum, sum_s = timed(device, lambda: checksum_tensor(tensor))
+    tensor, open_s = timed("cpu", lambda: _map(where["descriptor"], where["num_bytes"]))
+    checksum, sum_s = timed("cpu", lambda: checksum_tensor(tensor))
     print(json.dumps({"open_s": open_s, "sum_s": sum_s, "checksum": checksum}))
+
+
+def _map(descriptor: int, num_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Files for ms-swift's ``--external_plugins``, in a folder of their own because ms-swift puts it on ``sys.path``.
 
 clocks    callbacks that note what a learner's threads use, or what stage 2's hooks take, per step
-pipeline  channel B made inline, with a forced lag, or in alternating blocks
+lagging   channel B made inline, with a forced lag
 grpo      the clock and the reward of ms-swift's GRPO
-faults    the real trainer, whose transport and disk commit faults on demand
+faults    the real trainer, which notes what rollouts it trains
 """

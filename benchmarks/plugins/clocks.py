@@ -22,7 +22,6 @@ from swift.callbacks import TrainerCallback, callbacks_map  # noqa: E402
 from benchmarks.clocks import (  # noqa: E402
     DIRECTORY_VARIABLE,
     MEETING_VARIABLE,
-    SECONDS_VARIABLE,
     STEP_CLOCK,
     THREAD_CLOCK,
     ExclusiveTimer,
@@ -37,25 +36,17 @@ _PER_STEP_HOOK = "get_batch_samples"
 
 
 class ThreadClock(TrainerCallback):  # type: ignore[misc]
-    """One rank's clock. Keeps all readings in memory while it trains. Ends training when its time is over."""
+    """One rank's clock. Keeps all readings in memory while it trains."""
 
     def __init__(self, args: Any, trainer: Any) -> None:
         super().__init__(args, trainer)
         self._readings: list[dict[str, int]] = []
-        self._seconds = float(os.environ.get(SECONDS_VARIABLE, 0))
-        self._begin_s = 0.0
 
     def read(self) -> dict[str, int]:
         return read_times()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._begin_s = time.monotonic()
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._readings.append(self.read())
-        if self._seconds and time.monotonic() - self._begin_s >= self._seconds:
-            control.should_training_stop = True
-            control.should_save = args.save_strategy != "no"
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         directory = Path(os.environ[DIRECTORY_VARIABLE])

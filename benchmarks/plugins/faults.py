@@ -1,6 +1,6 @@
-"""An ``--external_plugins`` file for ms-swift: the real trainer, whose courier and disk commit faults on demand.
+"""An ``--external_plugins`` file for ms-swift: the real trainer, which notes what rollouts it trains.
 
-Everything else of the learner is what a user runs. Given to the jobs of ``swift-stage2 bench faults``.
+Given to the jobs of ``swift-stage2 bench faults``.
 """
 
 from __future__ import annotations
@@ -12,22 +12,15 @@ from typing import Any
 from swift_stage2 import Stage2Trainer  # isort: skip, it must be imported before torchvision
 
 from benchmarks.faults.accounting import TAKEN
-from benchmarks.faults.commit import COURIER, SlowDisk, Switches
 from swift_stage2.channel_b.pipeline import Pipeline
-from swift_stage2.process.worker import start_worker
 from swift_stage2.records import Rollout
-from swift_stage2.telemetry.audit import AuditLog
 from swift_stage2.training.stage2_trainer import register_trainer
-from swift_stage2.weights import courier_process
 
 
-class FaultyTrainer(Stage2Trainer):
+class NotingTrainer(Stage2Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        AuditLog.put = staticmethod(SlowDisk(Switches.from_environment()).write)
         Pipeline._prepare = _note_and_prepare  # type: ignore[assignment,method-assign]
-        start = lambda module, environment: start_worker(COURIER, environment)  # noqa: E731
-        courier_process.start_worker = start  # type: ignore[attr-defined]
 
 
 _prepare = Pipeline._prepare
@@ -39,4 +32,4 @@ def _note_and_prepare(pipeline: Pipeline, rollouts: Sequence[Rollout]) -> None:
     _prepare(pipeline, rollouts)
 
 
-register_trainer(FaultyTrainer)
+register_trainer(NotingTrainer)

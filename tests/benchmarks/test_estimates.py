@@ -8,19 +8,16 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.estimates import (
     FEWEST_STEPS,
     NUM_STEPS,
     Spread,
-    Tolerance,
     Trend,
-    Verdict,
-    compare,
     gain_words,
-    num_common,
+    paired_ratio,
     ratio_of_medians,
     step_seconds,
     trend,
@@ -43,61 +40,34 @@ def test_a_run_that_is_all_warm_up_is_refused() -> None:
         step_seconds([0, 1, 2], 2)
 
 
-@pytest.mark.slow
-@given(st.floats(0.5, 2.0), st.integers(1, 4), st.integers(1, 30))
+@given(st.floats(0.5, 2.0), st.integers(1, 3), st.integers(1, 9))
+@settings(max_examples=20, deadline=None)
 def test_a_constant_factor_is_found_exactly_with_no_spread(
     factor: float, num_pairs: int, num_steps: int
 ) -> None:
     rng = np.random.default_rng(num_pairs * 100 + num_steps)
     plain = [rng.uniform(0.1, 0.5, num_steps) for _ in range(num_pairs)]
-    ratio = compare(plain, [steps * factor for steps in plain])
-    for estimate in (ratio.median, ratio.total):
-        assert estimate.value == pytest.approx(factor)
-        assert estimate.upper_95 == pytest.approx(factor)
-    assert ratio.quartiles == pytest.approx((factor, factor))
-    assert (ratio.num_pairs, ratio.num_steps) == (num_pairs, num_steps)
-
-
-def test_the_median_is_blind_to_one_slow_step_and_the_sum_is_not() -> None:
-    plain = [np.ones(20)]
-    ours = [np.ones(20)]
-    ours[0][3] = 21.0
-    ratio = compare(plain, ours)
-    assert ratio.median.value == 1.0
-    assert ratio.total.value == pytest.approx(2.0)
+    ratio = paired_ratio(plain, [np.append(steps, 7.0) * factor for steps in plain])  # the longer arm is cut
+    assert (ratio.low, ratio.value, ratio.high) == pytest.approx((factor,) * 3)
 
 
 def test_a_pair_that_ran_slower_as_a_whole_widens_the_bound() -> None:
     """Steps of one run are alike; only resampling whole pairs shows how little two pairs tell."""
-    plain = [np.ones(50), np.ones(50)]
-    ratio = compare(plain, [np.ones(50), np.full(50, 1.2)])
-    assert ratio.total.value == pytest.approx(1.1)
-    assert ratio.total.upper_95 == pytest.approx(1.2)
+    ratio = paired_ratio([np.ones(50), np.ones(50)], [np.ones(50), np.full(50, 1.2)])
+    assert (ratio.low, ratio.value, ratio.high) == pytest.approx((1.0, 1.1, 1.2))
 
 
 @pytest.mark.slow
 def test_the_bound_covers_the_truth_as_often_as_it_says() -> None:
     """95 % upper bounds on the ratio of arms that do not differ, many times over."""
     rng = np.random.default_rng(7)
-    covered = sum(
-        compare([rng.gamma(50, 0.01, 60)], [rng.gamma(50, 0.01, 60)], seed=i).total.upper_95 >= 1.0
-        for i in range(60)
-    )
-    assert covered >= 50
-
-
-def test_the_longer_arm_is_cut() -> None:
-    assert compare([np.ones(5)], [np.ones(9)]).num_steps == 5
+    arms = [([rng.gamma(50, 0.01, 60)], [rng.gamma(50, 0.01, 60)]) for _ in range(60)]
+    assert sum(paired_ratio(*pair, seed=i).high >= 1.0 for i, pair in enumerate(arms)) >= 50
 
 
 def test_an_arm_without_its_partner_is_refused() -> None:
     with pytest.raises(ValueError, match="both arms"):
-        compare([np.ones(5)], [])
-
-
-def test_steps_count_while_all_runs_train() -> None:
-    assert num_common([[1, 2, 3, 4], [2, 4, 6, 8]]) == 2
-    assert num_common([[1, 2], [1, 2]]) == 2
+        paired_ratio([np.ones(5)], [])
 
 
 def test_a_spread_is_median_and_quartiles() -> None:
@@ -122,11 +92,10 @@ def test_a_ratio_of_medians_covers_the_truth_as_often_as_it_says() -> None:
 
 
 STEPS = range(0, 2000, 10)
-MEMORY = Tolerance(share=0.02)
 
 
-def found(values: list[float], tolerance: Tolerance = MEMORY, steps: range = STEPS) -> Trend:
-    result = trend(steps, values, tolerance)
+def found(values: list[float], steps: range = STEPS, **tolerance: float) -> Trend:
+    result = trend(steps, values, **(tolerance or {"share": 0.02}))
     assert result is not None
     return result
 
@@ -141,38 +110,37 @@ def test_the_drift_is_the_median_of_all_slopes_behind_the_warm_up(values: list[i
     steps = range(0, 7 * len(values), 7)
     kept = [(x, y) for x, y in zip(steps, values, strict=True) if x >= steps[-1] / 5]
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(kept, 2)]
-    result = found([float(value) for value in values], Tolerance(amount=1), steps)
+    result = found([float(value) for value in values], steps)
     assert result.drift == pytest.approx(statistics.median(slopes) * NUM_STEPS)
     assert result.low <= result.drift + 1e-6
     assert result.drift <= result.high + 1e-6
     assert result.median == statistics.median(y for _, y in kept)
-    assert result.num_values == len(kept)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_series_that_rises_above_its_tolerance_is_found_rising(seed: int) -> None:
     rising = found(noisy(0.02, noise=5.0, seed=seed))  # 40 in 2,000 steps, of 20 that are tolerated
-    assert rising.verdict is Verdict.RISING
+    assert rising.verdict == "rising"
     assert rising.low <= 40 * 1.1
     assert rising.high >= 40 * 0.9
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_noisy_series_without_a_slope_is_flat(seed: int) -> None:
-    assert found(noisy(0.0, noise=5.0, seed=seed)).verdict is Verdict.FLAT
+    assert found(noisy(0.0, noise=5.0, seed=seed)).verdict == "flat"
 
 
 def test_one_that_falls_is_flat() -> None:
-    assert found(noisy(-0.1, noise=5.0)).verdict is Verdict.FLAT
+    assert found(noisy(-0.1, noise=5.0)).verdict == "flat"
 
 
 def test_noise_that_hides_the_tolerance_is_not_called_flat() -> None:
-    assert found(noisy(0.0, noise=200.0)).verdict is Verdict.UNCLEAR
+    assert found(noisy(0.0, noise=200.0)).verdict == "not told apart"
 
 
 def test_what_happens_in_the_warm_up_does_not_count() -> None:
     warming = [min(1.0, step / 400) * 1000.0 for step in STEPS]
-    assert found(warming).verdict is Verdict.FLAT
+    assert found(warming).verdict == "flat"
     assert found(warming).drift == 0
 
 
@@ -181,22 +149,22 @@ def test_disturbed_samples_do_not_hide_a_rise_nor_make_one() -> None:
     for number in range(3, len(STEPS), 7):
         flat[number] += 500.0
         rising[number] -= 500.0
-    assert found(flat).verdict is Verdict.FLAT
-    assert found(rising).verdict is Verdict.RISING
+    assert found(flat).verdict == "flat"
+    assert found(rising).verdict == "rising"
 
 
 def test_one_thread_more_is_tolerated_and_a_leak_is_not() -> None:
     one_more = [30.0 + (step >= 1000) for step in STEPS]
     leak = [30.0 + step // 400 for step in STEPS]
-    assert found(one_more, Tolerance(amount=1)).verdict is not Verdict.RISING
-    assert found(leak, Tolerance(amount=1)).verdict is Verdict.RISING
+    assert found(one_more, amount=1).verdict != "rising"
+    assert found(leak, amount=1).verdict == "rising"
 
 
 def test_a_short_run_proves_nothing() -> None:
     steps = range(0, FEWEST_STEPS, 10)
-    assert found([float(step) for step in steps], steps=steps).verdict is Verdict.TOO_SHORT
+    assert found([float(step) for step in steps], steps=steps).verdict == "too short a run"
 
 
 @pytest.mark.parametrize("count", [0, 1, 11])
 def test_too_few_values_have_no_trend(count: int) -> None:
-    assert trend(range(count), [1.0] * count, Tolerance(amount=1)) is None
+    assert trend(range(count), [1.0] * count, amount=1) is None

@@ -1,4 +1,4 @@
-"""The fault table's numbers, on audits written by hand: what each must show, and what it must not overlook."""
+"""What is told of a fault, on audits written by hand: what each must show, and what it must not overlook."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ from typing import Any
 
 import pytest
 from fault_records import batch, step, sync_round, taken
+from hypothesis import given
+from hypothesis import strategies as st
 from ledger_run import LedgerRun
 
-from benchmarks.faults.accounting import Moments, SampleCount, first_notice, gaps, pause, report
-from swift_stage2.telemetry.ledger_account import RunAccount, account_of
+from benchmarks.faults.accounting import (
+    Gap,
+    Moments,
+    account_sentence,
+    first_notice,
+    gaps,
+    longest_wait,
+    num_disagreements,
+    report,
+)
+from benchmarks.faults.outage import a_seconds, compared
+from benchmarks.faults.soak import plan_faults, reports_of, trends_of
+from swift_stage2.telemetry.ledger_account import account_of
 from swift_stage2.telemetry.reading import read_ledgers
 
-NO_SAMPLES = RunAccount(ranks=(), violations=())
 
-
-def counted(directory: Path) -> SampleCount:
-    account = account_of(read_ledgers([directory]))
-    return SampleCount.of(account.ranks, account.violations)
+def counted(directory: Path) -> str:
+    return account_sentence(account_of(read_ledgers([directory])))
 
 
 def test_the_accounts_of_all_ranks_add_up(tmp_path: Path) -> None:
@@ -27,11 +37,9 @@ def test_the_accounts_of_all_ranks_add_up(tmp_path: Path) -> None:
         run.train_drawn(3)
         (bad, _) = run.draw(2)
         run.source.settle_quarantined(bad, "bad_sample", "no box")
-    found = counted(tmp_path)
-    assert found == SampleCount(drawn=10, trained=6, quarantined=2, in_hand=2)
-    assert (found.lost, found.sentence) == (0, "10 drawn = 6 trained + 2 quarantined + 2 in hand")
+    assert counted(tmp_path) == "10 drawn = 6 trained + 2 quarantined + 2 in hand; balanced"
     ranks[1].train(ranks[1].train_drawn(1))
-    assert "no sample is trained twice" in counted(tmp_path).broken_rules
+    assert "no sample is trained twice" in counted(tmp_path)
 
 
 def test_a_gap_is_told_by_the_later_record() -> None:
@@ -49,27 +57,12 @@ def steady(num_steps: int, seconds: float = 1.0, **late: float) -> list[dict[str
     return [step(number, time) for number, time in enumerate(times)]
 
 
-def test_a_pause_is_the_longest_step_around_the_fault_against_the_median_before() -> None:
-    found = pause(gaps(steady(20, s12=4.0, s18=9.0)), [], fault=11.5, end=18.0)
-    assert found.median_before_s == pytest.approx(1.0)
-    assert found.longest_around_s == pytest.approx(5.0)  # the step of nine is behind the proof
-    assert found.num_rounds == 0
-
-
-def test_a_step_with_a_round_in_it_is_told_apart() -> None:
-    steps = steady(20, s12=4.0)
-    steps[12]["activity_ns"] = {"syncing": 4_000_000_000}
-    found = pause(gaps(steps), [sync_round(15.0, seconds=4.0)], fault=11.5, end=18.0)
-    assert found.longest_around_s == pytest.approx(1.0)
-    assert (found.num_rounds, found.longest_round_s) == (1, 4.0)
-
-
 def test_a_main_thread_that_waits_shows_even_if_the_step_is_as_long_as_others() -> None:
     steps = steady(20)
     for record in steps:
         record["activity_ns"] = {"waiting": 100_000_000}
     steps[13]["activity_ns"] = {"waiting": 900_000_000}
-    assert pause(gaps(steps), [], fault=11.5, end=18.0).longest_wait_s == pytest.approx(0.8)
+    assert longest_wait(gaps(steps), 11.5, 18.0) == pytest.approx(0.8)
 
 
 def test_notice_is_the_first_thing_that_only_the_fault_explains() -> None:
@@ -82,7 +75,7 @@ def test_notice_is_the_first_thing_that_only_the_fault_explains() -> None:
 
 
 def run_of(records: list[dict[str, Any]], **moments: float) -> Any:
-    return report([records], NO_SAMPLES, Moments(fault=5.5, **moments))
+    return report([records], Moments(fault=5.5, **moments))
 
 
 def test_proof_and_b_count_only_after_the_fault_was_healed() -> None:
@@ -90,15 +83,15 @@ def test_proof_and_b_count_only_after_the_fault_was_healed() -> None:
     steps[6]["channel"] = steps[17]["channel"] = "B"
     found = run_of([*steps, sync_round(8.0), sync_round(14.5)], healed=12.0)
     assert found.steps_until_proof == 13 - 4  # in step 4 it happened, after step 13 it was proven
-    assert found.b_again_at_step == 17 - 4
-    assert found.b_steps_meanwhile == 1
+    assert found.steps_until_b == 17 - 4
+    assert found.problems == []
 
 
 def test_without_a_proof_there_is_no_end() -> None:
     found = run_of([*steady(20), sync_round(8.0, proven=False)], healed=12.0)
     assert found.steps_until_proof is None
-    assert found.b_again_at_step is None
-    assert found.round_errors == ("it died",)
+    assert found.problems == ["B did not run again"]
+    assert found.noticed_as == "it died"
 
 
 def test_rollouts_taken_between_restart_and_proof_are_counted() -> None:
@@ -132,43 +125,58 @@ def test_rollouts_made_by_weights_of_a_round_that_proved_nobody_are_counted() ->
         assert run_of([*steady(20), *rounds, *sound, bad]).unproven_rollouts == 3
 
 
-def test_rollouts_asked_of_the_one_server_that_did_not_prove_are_counted() -> None:
-    assert run_of([*steady(20), sync_round(14.5)], asked_unproven=2).unproven_rollouts == 2
-
-
 def test_ranks_that_plan_differently_are_counted() -> None:
     one, other = steady(5), steady(5)
     other[3]["channel"] = "B"
-    found = report([one, other], NO_SAMPLES, Moments(fault=0.5))
-    assert found.num_disagreements == 1
+    assert num_disagreements([one, other]) == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "caught_by"),
-    [
-        ("SERVER answers the canary with other tokens than the learner", "canary"),
-        ("SERVER does not hold the weights it was sent: resident checksum of a.weight differs", "checksums"),
-        ("the server was lost while weights were sent", "the server was lost while weights were sent"),
-    ],
-)
-def test_a_spoilt_round_says_what_caught_it(error: str, caught_by: str) -> None:
-    records = [*steady(20), sync_round(6.0, proven=False, error=error), sync_round(14.5)]
-    assert run_of(records, healed=7.0, spoilt_round=6.0).caught_by == caught_by
+def test_what_becomes_of_a_fault_is_looked_for_up_to_the_next() -> None:
+    records = [*steady(20), sync_round(8.0, proven=False), sync_round(14.5)]
+    first, second = reports_of([records], [Moments(fault=5.5), Moments(fault=9.5)])
+    assert (first.steps_until_proof, second.steps_until_proof) == (None, 13 - 8)
 
 
-def test_a_spoilt_round_that_was_proven_was_caught_by_nothing() -> None:
-    assert (
-        run_of([*steady(20), sync_round(6.0), sync_round(14.5)], healed=7.0, spoilt_round=6.0).caught_by
-        == "nothing"
+@given(st.integers(0, 99), st.integers(216, 5000))
+def test_every_fault_of_a_soak_has_room_to_heal_before_the_next_and_before_the_end(
+    seed: int, num_steps: int
+) -> None:
+    plan = plan_faults(seed, num_steps, ["a", "b", "c"])
+    assert plan == plan_faults(seed, num_steps, ["a", "b", "c"])
+    begins = [step for step, _ in plan]
+    assert begins[0] >= 16
+    assert all(
+        later - earlier >= 100 for earlier, later in zip(begins, [*begins[1:], num_steps], strict=True)
     )
-    assert run_of([*steady(20), sync_round(6.0)], healed=7.0).caught_by is None
+    times = [[name for _, name in plan].count(name) for name in "abc"]
+    assert max(times) - min(times) <= 1
 
 
-def test_the_rest_of_a_poisonous_batch_is_told() -> None:
-    poisoned = batch(6.0, 7, "error_answer") | {"num_quarantined": 1, "num_posts": 9}
-    (told,) = run_of([*steady(20), batch(5.0, 8), poisoned]).quarantining_batches
-    assert told == "batch of 8: 1 quarantined, 7 answered, 0 returned, 9 POSTs"
+def test_a_leak_of_one_process_is_found_on_that_one_and_a_short_life_says_nothing() -> None:
+    steps = range(0, 2000, 10)
+    found = trends_of(
+        {
+            ("rank 0", 1, "RSS, MiB"): [(step, 300.0 + step / 50) for step in steps],
+            ("rank 1", 2, "RSS, MiB"): [(step, 300.0) for step in steps],
+            ("courier", 3, "threads"): [(step, 9.0 + step) for step in range(20)],
+            ("courier", 4, "threads"): [(step, 9.0) for step in steps],
+        }
+    )
+    assert {name: each.verdict for name, each in found.items()} == {
+        ("rank 0", "RSS, MiB"): "rising",
+        ("rank 1", "RSS, MiB"): "flat",
+        ("courier", "threads"): "flat",
+    }
 
 
-def test_a_fault_without_a_single_step_around_it_has_no_longest_step() -> None:
-    assert pause(gaps(steady(20)), [], fault=30.0, end=31.0).longest_around_s is None
+def _gap(start: float, seconds: float, channel: str = "A", syncing_s: float = 0.0) -> Gap:
+    return Gap(step=0, channel=channel, start=start, seconds=seconds, waiting_s=0.0, syncing_s=syncing_s)
+
+
+def test_rounds_channel_b_and_steps_across_a_border_are_not_compared() -> None:
+    every = [_gap(1, 1), _gap(2, 1, "B"), _gap(3, 1, syncing_s=0.5), _gap(4, 2), _gap(7, 2)]
+    assert a_seconds(every, (1.0, 8.0)) == [1, 2]
+    long = [_gap(start, 2) for start in range(10, 20, 2)]
+    numbers, before, during, after = compared([*every, *long], (0.0, 8.0), (10.0, 20.0), (1.0, 3.0))
+    assert (numbers, before) == ("2, 5, 1", "1.5000")
+    assert (during[:5], after[:5]) == ("1.333", "0.667")

@@ -1,61 +1,42 @@
+"""Benches of section 10's ratios: both arms alike, pairs counted as they should, budgets told by medians."""
+
 from __future__ import annotations
 
-import json
+import itertools
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from benchmarks import command, overhead
-from benchmarks.clocks import PLUGINS
-from benchmarks.estimates import compare
-from benchmarks.overhead import ArmName, arm_command, hook_share, order_of_arms, overhead_table
+from benchmarks import command
+from benchmarks.crowds import AnswerKind, make_crowd
+from benchmarks.overhead import ArmName, arm_command, overhead_table
+from benchmarks.plan import BARE, PLAN, plan_table, slowest
+from benchmarks.preprocess import bare_match, match_table, rate_table, task_rates
 from swift_stage2.config import load_config
 from swift_stage2.demo.demo_config import DemoJob, write_config
 
 MS = 1_000_000
 
 
-def test_arms_alternate_who_goes_first() -> None:
-    assert [order_of_arms(pair)[0] for pair in range(4)] == ["plain", "ours", "plain", "ours"]
-    assert all(set(order_of_arms(pair)) == set(ArmName) for pair in range(4))
-
-
-def _clock(num_steps: int, hooks_ms: int, agree_ms: int) -> dict[str, list[int]]:
+def _clock(num_steps: int, step_ms: int, hooks_ms: int, agree_ms: int) -> dict[str, list[int]]:
     return {
-        "end_ns": [200 * MS * i for i in range(num_steps)],
+        "end_ns": [step_ms * MS * i for i in range(num_steps)],
         "hooks_ns": [hooks_ms * MS * i for i in range(num_steps)],
         "agree_ns": [agree_ms * MS * i for i in range(num_steps)],
     }
 
 
-def test_the_share_of_hooks_is_their_time_over_the_steps() -> None:
-    share = hook_share([_clock(20, 1, 2), _clock(20, 3, 2)])
-    assert share.hooks == pytest.approx(2 / 200)
-    assert share.agree == pytest.approx(2 / 200)
-    assert share.median_agree_ms == pytest.approx(2.0)
-
-
-def test_the_table_shows_measured_bound_and_budget() -> None:
-    seconds = {arm: [np.full(10, 0.2)] for arm in ArmName}
-    table = overhead_table(
-        seconds,
-        compare(seconds[ArmName.PLAIN], seconds[ArmName.OURS]),
-        hook_share([_clock(20, 1, 2)]),
-        in_turns=False,
-    )
-    for part in ("side by side", "200.0", "1.0000", "1.03", "0.500%", "1%"):
-        assert part in table.markdown()
-
-
-def _job(tmp_path: Path) -> DemoJob:
-    job = DemoJob(directory=tmp_path, rows=tmp_path / "rows.jsonl", num_steps=9, b_ratio=0.0, num_ranks=2)
-    write_config(job, (4001, 4002))
-    return job
+def test_the_table_shows_step_ratio_and_share_of_hooks_beside_their_budgets() -> None:
+    clocks = {ArmName.PLAIN: [_clock(20, 200, 0, 0)], ArmName.OURS: [_clock(20, 210, 1, 2)]}
+    rows = {name: (measured, budget) for name, measured, budget in overhead_table(clocks).rows}
+    assert rows["median step ratio (95 % bounds)"] == ("1.050 (1.050 to 1.050)", "upper bound 1.03")
+    assert rows["own hooks, share of step"] == ("0.476%", "1%")
+    assert rows["step plain, ms (quartiles)"][0] == "200.0 (200.0..200.0)"
 
 
 def test_both_arms_train_with_the_same_ms_swift_arguments(tmp_path: Path) -> None:
-    job = _job(tmp_path)
+    job = DemoJob(directory=tmp_path, rows=tmp_path / "rows.jsonl", num_steps=9, b_ratio=0.0, num_ranks=2)
+    write_config(job, (4001, 4002))
     plain, ours = arm_command(ArmName.PLAIN, job), arm_command(ArmName.OURS, job)
     arguments = load_config(job.config_path).swift_arguments()
     program = plain.index("benchmarks.swift_program")
@@ -65,22 +46,61 @@ def test_both_arms_train_with_the_same_ms_swift_arguments(tmp_path: Path) -> Non
     assert "--nproc-per-node=2" in plain
 
 
-def test_every_arm_is_given_a_clock_that_is_there(tmp_path: Path) -> None:
-    assert overhead._job(tmp_path, 9, 2).plugins == (PLUGINS / "clocks.py",)
-    assert (PLUGINS / "clocks.py").is_file()
+def test_a_plan_counts_as_its_slowest_rank_and_is_judged_by_both_budgets() -> None:
+    ranks = [{PLAN: [0.001, 0.003], BARE: [0.001, 0.001]}, {PLAN: [0.0012, 0.001], BARE: [0.0005, 0.002]}]
+    found = slowest(ranks)
+    assert found == {PLAN: [0.0012, 0.003], BARE: [0.001, 0.002]}
+    two, four = plan_table({2: found, 4: {PLAN: [0.5], BARE: [0.5]}}).rows
+    assert (two[3], two[4]) == ("1.35 (1.27..1.43)", "2 ms: missed, ratio 1.3: missed")
+    assert four[4] == "ratio 1.3: held"
+
+
+@pytest.mark.parametrize("kind", AnswerKind)
+def test_a_crowd_has_the_wanted_number_of_boxes_in_order_and_in_the_image(kind: AnswerKind) -> None:
+    crowd = make_crowd(30, kind, 1)
+    assert len(crowd.truth) == len(crowd.answer) == 30
+    for _, (x1, y1, x2, y2) in (*crowd.truth, *crowd.answer):
+        assert 0 <= x1 <= x2 <= 448
+        assert 0 <= y1 <= y2 <= 448
+
+
+def test_the_bare_match_is_the_best_assignment_of_the_best_candidates() -> None:
+    crowd = make_crowd(5, AnswerKind.JITTERED, 3)
+    predicted, true = ([box for _, box in side] for side in (crowd.answer, crowd.truth))
+
+    def cost(one: tuple[int, ...], other: tuple[int, ...]) -> float:
+        width = min(one[2], other[2]) - max(one[0], other[0])
+        height = min(one[3], other[3]) - max(one[1], other[1])
+        shared = max(width, 0) * max(height, 0)
+        areas = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other))
+        return 1 - shared / (areas - shared)
+
+    orders = itertools.permutations(range(5))
+    best = min(sum(cost(predicted[i], true[j]) for i, j in enumerate(order)) for order in orders)
+    assert bare_match(predicted, true, top_k=5).sum() == pytest.approx(best)
+
+
+def test_rates_are_of_real_work_and_budgets_are_told_by_medians() -> None:
+    assert min(task_rates(3, 2)) > 0
+    table = rate_table({1: [1000.0], 20: [100.0, 300.0, 250.0]})
+    assert [row[2] for row in table.rows] == ["", "held"]
+    matches = {AnswerKind.JITTERED: ([3.0, 2.0, 1.4], [1.0, 1.0, 1.0])}
+    assert match_table(matches, 500).rows[0][3:] == ("2.000 (1.700..2.500)", "missed")
+
+
+@pytest.mark.slow
+def test_two_real_ranks_plan_steps(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert command.main(["plan", "--ranks", "2", "--repeats", "3", "--output", str(out)]) == 0
+    assert (out / "plan.md").read_text().splitlines()[-1].startswith("| 2 ")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_arms_side_by_side_begin_together_and_are_compared_while_both_train(tmp_path: Path) -> None:
+def test_arms_side_by_side_are_compared(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert command.main(["overhead", "--steps=30", "--repeats=1", "--ranks=1", "--output", str(out)]) == 0
-    found = json.loads((out / "overhead.json").read_text())
-    (plain,), (ours,) = found["clocks"]["plain"], found["clocks"]["ours"]
-    assert (
-        len(plain["end_ns"]) == len(ours["end_ns"]) == found["ratio"]["num_steps"] + 1 + overhead.NUM_WARMUP
+    share = next(
+        line for line in (out / "overhead.md").read_text().splitlines() if "own hooks, share" in line
     )
-    # Each first step ends before the other arm's last: they ran at the same time.
-    assert plain["end_ns"][0] < ours["end_ns"][-1]
-    assert ours["end_ns"][0] < plain["end_ns"][-1]
-    assert plain["hooks_ns"][-1] == 0 < ours["hooks_ns"][-1]
+    assert 0 < float(share.split("|")[2].strip().rstrip("%")) < 100

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import swift_stage2.demo
-from benchmarks.make_stage1 import Stage1
+from scripts.make_stage1 import Stage1
 from swift_stage2.demo.tiny_template import load_tiny_model, tiny_template
 
 STAGE1 = Path(swift_stage2.demo.__file__).parent / "stage1"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import make_stage1
-from benchmarks.make_stage1 import Stage1, evaluate, new_stage1, train, training_scenes
+from scripts import make_stage1
+from scripts.make_stage1 import Stage1, evaluate, new_stage1, train, training_scenes
 from swift_stage2.demo.grounding_dataset import grounding_row
 from swift_stage2.demo.scenes import DIGIT_LABEL, Scene, SceneKind, make_scene
 from swift_stage2.demo.tiny_template import load_tiny_model

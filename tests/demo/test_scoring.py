@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.make_stage1 import Stage1
+from scripts.make_stage1 import Stage1
 from swift_stage2.demo import scoring
 from swift_stage2.demo.grounding_dataset import PROMPT, answer_text, write_dataset
 from swift_stage2.demo.scenes import Scene, SceneKind, Split, make_scene, scene_seed

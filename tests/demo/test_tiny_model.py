@@ -90,4 +90,4 @@ def test_the_committed_checkpoint_is_small_float32_and_documented(stage1_directo
     assert sum(file.stat().st_size for file in files) <= 8 * 2**20
     weights = load_file(stage1_directory / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
-    assert "python -m benchmarks.make_stage1" in (stage1_directory / "README.md").read_text()
+    assert "python -m scripts.make_stage1" in (stage1_directory / "README.md").read_text()

@@ -11,8 +11,8 @@ from swift.model import MODEL_MAPPING
 from swift.template import TEMPLATE_MAPPING
 from swift.utils import import_external_file
 
-from benchmarks.make_stage1 import Stage1
 from benchmarks.tiny_model import IMAGE_TOKEN_ID, VIDEO_TOKEN_ID
+from scripts.make_stage1 import Stage1
 from swift_stage2.demo import tiny_template
 from swift_stage2.demo.grounding_dataset import grounding_row
 from swift_stage2.demo.scenes import SceneKind, make_scene

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+from small_disk import SmallDisk
 from torchrun_job import ENVIRONMENT, MODEL, TEMPLATE, Server, free_port, write_config
 
-from benchmarks.faults.small_disk import SmallDisk
 from swift_stage2.run_directory.checkpoints import why_not_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -11,10 +11,9 @@ import pytest
 import torch
 from live_server import free_port
 
-from benchmarks.child_runs import ChildRuns
 from benchmarks.clocks import since
 from benchmarks.learner_job import COMPLETIONS_PER_STEP, Arm, run_grpo
-from benchmarks.learner_loops import LearnerLoop, LoopArm
+from benchmarks.peer import LearnerLoop
 from benchmarks.servers import BenchServers, start_stand_in
 from benchmarks.stand_in_server import StockWeights
 from swift_stage2.collectives import GlooCommunicator
@@ -88,13 +87,12 @@ def test_a_push_that_nobody_joined_for_is_an_error(weights: StockWeights) -> Non
 
 def test_grpo_trains_beside_the_stand_in_and_its_clock_tells_waits_and_pushes(tmp_path: Path) -> None:
     rows = write_scenes(tmp_path, SceneKind.SHAPES, num_train=32, num_held_out=1, seed=0).train
-    with BenchServers(tmp_path / "logs") as servers, ChildRuns() as children:
+    with BenchServers(tmp_path / "logs") as servers:
         ports = start_stand_in(servers, rows, LATENCY_S, stock=True)
         arm = Arm(name="peer", directory=tmp_path / "peer", rows=rows, num_steps=NUM_STEPS, ports=ports)
-        clock = run_grpo(children, arm, asynchronous=False)
+        clock = run_grpo(servers, arm, asynchronous=False)
     in_rollout, in_push = (since(clock, name, 1) for name in ("rollout_ns", "push_ns"))
     loop = LearnerLoop.of(
-        LoopArm.PEER_INLINE,
         clock,
         1,
         in_rollout=in_rollout,
@@ -102,7 +100,6 @@ def test_grpo_trains_beside_the_stand_in_and_its_clock_tells_waits_and_pushes(tm
         num_rollout_steps=NUM_STEPS - 1,
         num_completions=0,
         num_tokens=clock["tokens"][-1],
-        num_a_steps=0,
     )
     longest = 4 * 40  # tokens of an answer of four objects
     assert COMPLETIONS_PER_STEP * NUM_STEPS < loop.num_tokens < COMPLETIONS_PER_STEP * NUM_STEPS * longest

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from ledger_run import LedgerRun
 from run_files import RunFiles, balanced_ledger
+from small_disk import SmallDisk
 
-from benchmarks.faults.small_disk import SmallDisk
 from swift_stage2.cli import main
 from swift_stage2.pages.content import Table
 from swift_stage2.records import RowOrigin, SampleKey

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from live_server import MODEL, LearnerRound, RunningServer, free_port, load_learner, serve, text_request
+from small_disk import SmallDisk
 from stand_in_canary import UnaskedCanary
 from test_courier_kills import KILLED
 from test_disk_weights import change_manifest, cut, flip
 from waiting import wait_for
 
-from benchmarks.faults.small_disk import SmallDisk
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Proof, Transport
 from swift_stage2.records import RoundOutcome

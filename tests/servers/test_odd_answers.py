@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
+from answer_targets import FORBIDDEN, AnswerTargets, serving
+from hostile_server import HostileServer, odd_answer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.attacks.answers import AnswerTargets, serving
-from benchmarks.attacks.hostile_server import HostileServer, odd_answer
-from benchmarks.attacks.run import FORBIDDEN
 from swift_stage2.process.background import BackgroundFailures
 
 NUM_EXAMPLES = int(os.environ.get("NUM_ODD_ANSWERS", "60"))

@@ -10,8 +10,8 @@ from itertools import repeat
 from typing import Any
 
 import pytest
+from hostile_server import HostileServer
 
-from benchmarks.attacks.hostile_server import HostileServer
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
 from swift_stage2.servers import protocol
 from swift_stage2.servers.call import ServerCaller

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ledger_run import LedgerRun
+from small_disk import SmallDisk
 
-from benchmarks.faults.small_disk import SmallDisk
 from swift_stage2.telemetry.audit import GAP, AuditLog, audit_path
 from swift_stage2.telemetry.ledger_account import account_of
 from swift_stage2.telemetry.reading import read_audit

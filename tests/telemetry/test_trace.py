@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from small_disk import SmallDisk
 
-from benchmarks.faults.small_disk import SmallDisk
 from swift_stage2.errors import UserError
 from swift_stage2.telemetry.audit import StorageWarning
 from swift_stage2.telemetry.trace import (

@@ -12,8 +12,8 @@ import pytest
 import torch
 from rounds_on_disk import BUCKET_BYTES, SPECS, WAIT_S, begin, order, prove, snapshot_of, store, weights
 from safetensors.torch import load_file
+from small_disk import SmallDisk
 
-from benchmarks.faults.small_disk import SmallDisk
 from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.servers.session import Deadline
 from swift_stage2.weights.disk_manifest import DiskManifest, is_proven, mark_proven, proven_versions

@@ -1,4 +1,4 @@
-"""Makes the demo's stage-1 checkpoint from nothing: ``python -m benchmarks.make_stage1 OUT_DIR``.
+"""Makes the demo's stage-1 checkpoint from nothing: ``python -m scripts.make_stage1 OUT_DIR``.
 
 Plain supervised training on three quarters shapes and one quarter digits, in the prompt format that the
 ms-swift template gives: first with objects in reading order, which is easier to learn, then in shuffled
@@ -167,7 +167,7 @@ def _readme(step: int, num_steps: int, seed: int, scores: dict[SceneKind, Detect
 A Qwen2.5-VL of 1.66 million parameters in float32, trained from nothing on seeded scenes of coloured
 shapes (three quarters) and of handwritten digits (one quarter, scikit-learn's `load_digits`):
 
-    python -m benchmarks.make_stage1 OUT_DIR --steps {num_steps} --seed {seed}
+    python -m scripts.make_stage1 OUT_DIR --steps {num_steps} --seed {seed}
 
 This is `OUT_DIR/step-{step:05d}`: step {step} of {num_steps}, batch {BATCH_SIZE}, AdamW with a peak
 learning rate of {PEAK_LEARNING_RATE} and cosine decay. In the first {ORDERED_SHARE:.0%} of the steps the objects

@@ -1,6 +1,6 @@
 """A real filesystem of some mebibytes that can be filled and made read-only. Needs the right to mount.
 
-Used by the fault bench, and by tests of what writes files.
+Used by tests of what writes files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""ms-swift plugin: the real learner whose channel B is trained with a forced lag, or made in alternating blocks.
+"""ms-swift plugin: the real learner in mode inline, whose channel B is trained with a forced lag.
 
-``PIPELINE_VARIABLE`` says which. Lagging, in mode inline: whole reservations wait in a line, where freshness does not
-reach them, and are trained so many versions later. Switched: the pipeline is told in every other block that no server
-is proven, a state that it knows: it makes nothing and sleeps.
+Whole reservations wait in a line, where freshness does not reach them, and are trained so many versions later.
 """
 
 from __future__ import annotations
@@ -10,23 +8,15 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
-from swift_stage2.scheduling.outlook import StepView
 
-PIPELINE_VARIABLE = "SWIFT_STAGE2_BENCH_PIPELINE"
-LAGGING, SWITCHED = "lagging", "switched"
 LAG_VARIABLE = "SWIFT_STAGE2_FORCED_LAG"
 """Versions between the making of a pack and its training."""
 FIRST_VERSION_VARIABLE = "SWIFT_STAGE2_FIRST_B_VERSION"
 """The first version under which B is trained, that of the longest lag, so that all arms train as many B steps."""
-BLOCK_VARIABLE = "SWIFT_STAGE2_BLOCK_STEPS"
-"""How many steps a block has."""
-_ON = (1, 2)
 
 
 class DelayedQueue(ReadyQueue):
@@ -60,33 +50,15 @@ class DelayedQueue(ReadyQueue):
         return self._waiting.popleft()[1]
 
 
-class SwitchedPipeline(Pipeline):
-    """Produces in blocks that are on."""
-
-    def observe(self, view: StepView) -> None:
-        working = is_on(view.pacing.step, int(os.environ[BLOCK_VARIABLE]))
-        super().observe(view if working else replace(view, max_prompts=0))
-
-
-def is_on(step: int, num_block_steps: int) -> bool:
-    """Blocks go off, on, on, off and again, so that a drift of the machine falls on both."""
-    return (step // num_block_steps) % 4 in _ON
-
-
-_PARTS: dict[str, dict[str, Any]] = {
-    LAGGING: {"make_queue": DelayedQueue},
-    SWITCHED: {"make_pipeline": SwitchedPipeline},
-}
-
-if PIPELINE_VARIABLE in os.environ:
+if LAG_VARIABLE in os.environ:
     from swift_stage2 import Stage2Trainer  # isort: skip, it must be imported before torchvision
 
     from swift_stage2.assembly import start_run
     from swift_stage2.training.stage2_trainer import register_trainer
 
-    class BenchTrainer(Stage2Trainer):
+    class LaggingTrainer(Stage2Trainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            start = partial(start_run, **_PARTS[os.environ[PIPELINE_VARIABLE]])
+            start = partial(start_run, make_queue=DelayedQueue)
             super().__init__(*args, **{"start_run": start, **kwargs})
 
-    register_trainer(BenchTrainer)
+    register_trainer(LaggingTrainer)

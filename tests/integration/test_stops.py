@@ -1,30 +1,30 @@
-"""``swift-stage2 bench stops``: a two-rank run is asked to end in every way at every moment, and then resumed.
+"""A two-rank run is asked to end in every way at every moment, and then resumed.
 
-Three ways, seven moments, four kinds of data-loader workers, in an order whose first 28 cells have every pair of them.
+Three ways, seven moments, four kinds of data-loader workers.
 Rounds and second signals are tried with channel B beside a real server: the ledger must balance, a replay says whether
 the losses are right. All else is tried on channel A, against the losses of a run that nobody stopped.
 """
 
 from __future__ import annotations
 
-import argparse
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+import pytest
 
-from benchmarks.child_runs import torchrun
-from benchmarks.faults.bench import FaultBench, check, write_rows
-from benchmarks.results import ResultTable, publish, say
+from benchmarks.faults.bench import FaultBench
+from benchmarks.processes import torchrun
 from benchmarks.servers import ServerKind, write_job
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.errors import ChildFailed
@@ -35,9 +35,9 @@ from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.ledger_account import account_of
 from swift_stage2.telemetry.reading import AuditTail, read_ledgers
 
-__all__ = ["check", "run"]
 _NUM_STEPS, _SAVE_STEPS, _EVAL_STEPS = 12, 5, 6
-_DEADLINE_S, _LEFT_DEADLINE_S, _MARK = 400.0, 90.0, "SWIFT_STAGE2_BENCH_STOP"
+_DEADLINE_S, _LEFT_DEADLINE_S, _MARK = 400.0, 90.0, "SWIFT_STAGE2_TEST_STOP"
+_PR_SET_CHILD_SUBREAPER = 36
 _CTRL_C, _TORCHRUN = "Ctrl-C to launch", "SIGTERM to torchrun"
 _STATUS = {_CTRL_C: 130, "SIGTERM to launch": 143, _TORCHRUN: 1}
 _LOADING, _SAVE, _EVALUATION, _ROUND, _AGAIN = "loading", "save", "evaluation", "round", "step, and again"
@@ -56,65 +56,45 @@ _NUM_WORKERS: dict[str, dict[str, Any]] = {
     "4, persistent": {"dataloader_num_workers": 4, "dataloader_persistent_workers": True},
     "0": {"dataloader_num_workers": 0},
 }
-_COLUMNS = (
-    "way",
-    "moment",
-    "workers",
-    "status",
-    "checkpoint",
-    "seconds",
-    "left running",
-    "--resume",
-    "losses",
-    "sound",
-)
+_NUM_STOPS = int(os.environ.get("NUM_STOPS", "3"))
+"""Of 84 cells; the first 28 have every pair of a way, a moment and a kind of workers."""
 
 
-def run(options: argparse.Namespace, directory: Path) -> int:
-    """Writes ``stops.md`` and ``.json`` after every cell; 0 when all were sound. Raises ChildFailed: a job hung."""
-    found: list[tuple[str, ...]] = []
-    with FaultBench(ServerKind.TRANSFORMERS, directory) as bench:
-        rows = write_rows(directory)
-        for number in range(options.points):
-            way, moment, workers = (list(kind)[number % len(kind)] for kind in (_STATUS, _STEP, _NUM_WORKERS))
-            found.append((way, moment, workers, *_stop(bench, rows, way, moment, workers)))
-            say(", ".join(found[-1]))
-            publish(directory, "stops", found, ResultTable("", _COLUMNS, found))
-        left = bench.end_server()
-    return 1 if left or any(cells[-1] != "yes" for cells in found) else 0
+@pytest.mark.slow
+@pytest.mark.timeout(1700)
+@pytest.mark.parametrize("number", range(_NUM_STOPS))
+def test_a_run_that_is_asked_to_end_is_saved_and_goes_on_as_if_it_had_not_been(
+    bench: FaultBench, number: int
+) -> None:
+    _stop(bench, *(list(kind)[number % len(kind)] for kind in (_STATUS, _STEP, _NUM_WORKERS)))
 
 
-def _stop(bench: FaultBench, rows: Path, way: str, moment: str, workers: str) -> tuple[str, ...]:
-    b_ratio, place = 0.5 if moment in (_ROUND, _AGAIN) else 0.0, rows.parents[1]
-    reference = _Job(bench, place / "never_stopped", rows, 0.0, {})
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultBench]:
+    with FaultBench(ServerKind.TRANSFORMERS, tmp_path_factory.mktemp("stops")) as bench:
+        yield bench
+        assert bench.end_server() == ()
+    libc = ctypes.CDLL(None, use_errno=True)  # of later tests' servers this process would reap none
+    assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0, ctypes.get_errno()
+
+
+def _stop(bench: FaultBench, way: str, moment: str, workers: str) -> None:
+    b_ratio, rows = 0.5 if moment in (_ROUND, _AGAIN) else 0.0, bench.rows
+    reference = _Job(bench, bench.directory / "never_stopped", rows, 0.0, {})
     if not b_ratio and not reference.run_dir.exists() and reference.train(""):
         raise ChildFailed(f"the run that nobody stops must end well; see {reference.log}")
-    job = _Job(
-        bench,
-        place / "_".join((way, moment, workers)).replace(" ", "_"),
-        rows,
-        b_ratio,
-        _NUM_WORKERS[workers],
-    )
-    status, seconds = job.train(way, lambda: job.stop(way, moment)), time.time() - job.stopped_at
-    left = job.num_left()
+    place = bench.directory / "_".join((way, moment, workers)).replace(" ", "_")
+    job = _Job(bench, place, rows, b_ratio, _NUM_WORKERS[workers])
+    status = job.train(way, lambda: job.stop(way, moment))
+    assert (status, job.num_left()) == (_STATUS[way], 0), job.log
     last = max(checkpoints_in(job.run_dir).items(), default=(0, None))[1]
-    why_not = why_not_whole(last, needs_stage2=bool(b_ratio)) if last else "no checkpoint"
-    resumed = job.train(way, resume=True)
-    fault = job.replay_fault() if b_ratio else job.losses_fault(reference)
-    # A second signal waits for nothing, so it may leave no checkpoint, or half of one.
-    saved = moment == _AGAIN or (why_not == "no checkpoint" if moment == _LOADING else not why_not)
-    is_sound = saved and (status, left, resumed, fault) == (_STATUS[way], 0, 0, "")
-    kept = why_not or (last.name if last else "")
-    return (
-        str(status),
-        kept,
-        f"{seconds:.1f}",
-        str(left),
-        str(resumed),
-        fault or "equal",
-        "yes" if is_sound else "NO",
-    )
+    if moment == _LOADING:
+        assert last is None
+    elif moment != _AGAIN:  # a second signal waits for nothing, so it may leave no checkpoint, or half of one
+        assert last is not None
+        assert not why_not_whole(last, needs_stage2=bool(b_ratio))
+    assert job.train(way, resume=True) == 0, job.log
+    assert (job.replay_fault() if b_ratio else job.losses_fault(reference)) == ""
 
 
 class _Job:
@@ -134,7 +114,7 @@ class _Job:
         port, group_port = free_ports(2)
         self._config = write_job(demo, (bench.ready_server().port if b_ratio else port, group_port), changes)
         self._bench = bench
-        self.run_dir, self.log, self.stopped_at = demo.run_dir, directory / "output.log", 0.0
+        self.run_dir, self.log = demo.run_dir, directory / "output.log"
 
     def train(self, way: str, meanwhile: Callable[[], object] = lambda: None, *, resume: bool = False) -> int:
         words = (str(self._config), *["--resume"] * resume)
@@ -165,7 +145,6 @@ class _Job:
             step = max([step, *(record["step"] for record in tail.read() if record["kind"] == "step")])
         if moment == _EVALUATION:
             time.sleep(1.0)  # of the step before it; it takes some seconds
-        self.stopped_at = time.time()
         for _ in range(1 + (moment == _AGAIN)):
             if way == _CTRL_C:
                 os.killpg(self._process.pid, signal.SIGINT)  # as a terminal does

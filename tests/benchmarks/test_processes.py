@@ -1,0 +1,111 @@
+"""What a bench starts runs where and as it should, and nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.processes import Processes, split_cores, started_on
+from swift_stage2.demo.run import remaining_children
+from swift_stage2.errors import ChildFailed
+
+PATIENCE_S = 60.0
+# Never ends, and leaves a grandchild in a session of its own, as torchrun does.
+STUBBORN = """
+import signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+print(child.pid, flush=True)
+signal.pause()
+"""
+
+
+def _python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+def test_commands_run_one_after_another_each_with_its_environment_and_log(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        for word in ("one", "two"):
+            command = _python(f"import os; print({word!r}, os.environ['EXTRA'])")
+            processes.run(word, command, deadline_s=PATIENCE_S, environment={"EXTRA": word * 2})
+    assert (tmp_path / "one.log").read_text() == "one oneone\n"
+    assert (tmp_path / "two.log").read_text() == "two twotwo\n"
+
+
+def test_a_failure_names_status_cause_and_log(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes, pytest.raises(ChildFailed) as caught:
+        processes.run("child", _python("raise RuntimeError('no luck')"), deadline_s=PATIENCE_S)
+    assert str(caught.value) == f"child ended with status 1: RuntimeError: no luck; see {tmp_path}/child.log"
+
+
+def test_a_command_that_misses_its_deadline_is_ended_with_all_below_it(tmp_path: Path) -> None:
+    with pytest.raises(ChildFailed, match="it did not happen within 0 s"), Processes(tmp_path) as processes:
+        processes.run("child", _python(STUBBORN), deadline_s=0.0)
+    assert remaining_children() == []
+
+
+def test_a_signal_ends_everything_and_interrupts_the_caller(tmp_path: Path) -> None:
+    log = tmp_path / "child.log"
+
+    def interrupt_once_it_runs() -> None:
+        while not log.exists() or not log.read_text().endswith("\n"):
+            log_is_there.wait(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    log_is_there = threading.Event()
+    interrupting = threading.Thread(target=interrupt_once_it_runs, daemon=True)
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt), Processes(tmp_path) as processes:
+        processes.run("child", _python(STUBBORN), deadline_s=PATIENCE_S)
+    interrupting.join(PATIENCE_S)
+    assert not psutil.pid_exists(int(log.read_text()))
+    assert remaining_children() == []
+
+
+def test_several_run_at_once_each_on_its_cores(tmp_path: Path) -> None:
+    """A pipe with a name opens only when a reader and a writer are there at the same time."""
+    code = "import os, sys; open(sys.argv[1], sys.argv[2]); print(sorted(os.sched_getaffinity(0)))"
+    core, pipe = max(os.sched_getaffinity(0)), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with Processes(tmp_path) as processes:
+        with started_on({core}):
+            trees = [
+                processes.start_process(name, (*_python(code), str(pipe), mode))
+                for name, mode in (("reader", "r"), ("writer", "w"))
+            ]
+        processes.wait_for_all(trees, PATIENCE_S)
+    for name in ("reader", "writer"):
+        assert (tmp_path / f"{name}.log").read_text() == f"[{core}]\n"
+
+
+def test_the_first_of_several_that_fails_ends_the_others_and_is_named(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        first = processes.start_process("first", _python(STUBBORN))
+        second = processes.start_process("second", _python("raise SystemExit(3)"))
+        with pytest.raises(ChildFailed, match="second ended with status 3"):
+            processes.wait_for_all([first, second], PATIENCE_S)
+    assert remaining_children() == []
+
+
+def test_a_wait_returns_what_it_waited_for_and_says_what_did_not_come(tmp_path: Path) -> None:
+    found: list[int] = []
+    processes = Processes(tmp_path)
+    assert processes.wait_for(lambda: found, "a number", 60.0, step=lambda: found.append(7)) == [7]
+    with pytest.raises(ChildFailed, match="a miracle: it did not happen within 0 s"):
+        processes.wait_for(lambda: None, "a miracle", 0.0, step=lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("cores", "halves"), [({0, 1, 2, 3}, ({0, 1}, {2, 3})), ({3, 5}, ({3}, {5})), ({7}, ({7}, {7}))]
+)
+def test_halves_are_disjoint_where_there_are_two_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: set[int], halves: tuple[set[int], set[int]]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    assert split_cores() == halves
