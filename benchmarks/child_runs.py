@@ -16,7 +16,6 @@ from pathlib import Path
 
 from benchmarks.cores import started_on
 from benchmarks.results import say
-from swift_stage2.config import load_config
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob, write_config
 from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import ChildFailed
@@ -24,8 +23,6 @@ from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
 from swift_stage2.launch.run_view import WaitNotice
 from swift_stage2.process.ports import free_ports
-from swift_stage2.telemetry.live_state import RunProgress
-from swift_stage2.telemetry.live_view import LiveView
 
 START_DEADLINE_S = 600.0
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
@@ -135,43 +132,21 @@ def write_job_config(job: DemoJob) -> None:
     write_config(job, (http, group))
 
 
-def train(
-    children: ChildRuns, job: DemoJob, view: LiveView, *, environment: Mapping[str, str] | None = None
-) -> None:
-    """Writes the job's YAML and runs it with ``swift-stage2 launch``; ``view`` shows how far it is, and is closed.
+def train(children: ChildRuns, job: DemoJob, *, environment: Mapping[str, str] | None = None) -> None:
+    """Writes the job's YAML and runs it with ``swift-stage2 launch``.
 
     Raises ChildFailed: it did not end well.
     """
     write_job_config(job)
-    config = load_config(job.config_path)
-    prefetch, b_ratio = config.stage2_ab.channel_b.prefetch, config.stage2_ab.schedule.exact_b_ratio
-    limit = prefetch.limit(config.gradient_accumulation_steps or 1, b_ratio)
-    progress = RunProgress(
-        job.run_dir, job.num_ranks, job.num_steps, queue_limit=limit if config.b_enabled else None
+    notice = WaitNotice(say, every_s=60.0)
+    children.run(
+        "launch",
+        (sys.executable, "-m", "swift_stage2", "launch", "--verbose", str(job.config_path)),
+        log_dir=job.directory / "logs",
+        deadline_s=START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps,
+        environment=environment,
+        each_moment=lambda: notice.remind("training goes on"),
     )
-
-    notice = WaitNotice(say)
-
-    def show() -> None:
-        state = progress.refresh()
-        if state.step:
-            view.update(state)
-        else:
-            notice.remind("no step yet: servers and learner load")
-
-    command = (sys.executable, "-m", "swift_stage2", "launch", "--verbose", str(job.config_path))
-    deadline_s = START_DEADLINE_S + DEADLINE_PER_STEP_S * job.num_steps
-    try:
-        children.run(
-            "launch",
-            command,
-            log_dir=job.directory / "logs",
-            deadline_s=deadline_s,
-            environment=environment,
-            each_moment=show,
-        )
-    finally:
-        view.close()
 
 
 def score(

@@ -26,7 +26,6 @@ from swift_stage2.demo.demo_config import STAGE1, DemoJob
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.demo.scoring import DetectionScore
-from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.summary import summarise
 
 NUM_HELD_OUT = 512
@@ -243,7 +242,7 @@ def train_and_score(
         for job, name, environment in arms:
             say(f"training seed {job.seed}: {name}")
             before = _seconds_of_children()
-            train(children, job, LiveView(sys.stdout, plain_every_steps=50), environment=environment)
+            train(children, job, environment=environment)
             core_seconds.append(_seconds_of_children() - before)
         say("scoring every checkpoint on the same held-out scenes")
         held_out = directory / "seed0" / "held_out" / "rows.jsonl"

@@ -8,7 +8,6 @@ what became of its tokens, what B ran.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from swift_stage2.demo.demo_config import DemoJob
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.telemetry.audit import audit_path
-from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.reading import read_audit
 
 _PHASES = ("canary", "snapshot")
@@ -140,5 +138,5 @@ def _run(
         swift={"save_strategy": "no"},
     )
     write_scenes(place, SceneKind.SHAPES, num_train=num_train_samples(job), num_held_out=1, seed=0)
-    train(children, job, LiveView(sys.stdout))
+    train(children, job)
     return arm_of(on_pending.value, read_audit(audit_path(job.run_dir, 0)))

@@ -15,9 +15,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Protocol
 
+from swift_stage2.terminal.output import say
+
 _MOMENTS_S = (1.0, 5.0)
-GOES_ON = re.compile(r"swift-stage2 \w+: (.+ … \d+ s)$")
-"""The end of a line that ``going_on`` has written to stderr; its group is what goes on."""
+SAID = re.compile(r"swift-stage2 \w+: (?!error: )(.+)$")
+"""The end of a line in which a process below a launch tells its user something; its group is what."""
 
 
 @contextmanager
@@ -55,6 +57,17 @@ def going_on(
 def _to_stderr(command: str, text: str) -> None:
     with suppress(OSError, ValueError):  # nobody reads it any more
         print(f"swift-stage2 {command}: {text}", file=sys.stderr, flush=True)
+
+
+def say_beside_bar(command: str, text: str) -> None:
+    """One line on stderr, above a progress bar that stands there."""
+    from tqdm import tqdm
+
+    with (
+        suppress(OSError, ValueError),
+        tqdm.external_write_mode(file=sys.stderr),
+    ):  # nobody reads it, or a full disk
+        say(f"swift-stage2 {command}: {text}", is_error=True)
 
 
 class MoveTo(Protocol):

@@ -166,9 +166,8 @@ class Stage2Trainer(EvaluatedTrainer):
 
     def _report(self, scalars: Mapping[str, float]) -> None:
         """Gives whoever logs for the user what TensorBoard has, as W&B does; the screen has its own line."""
-        others: tuple[type, ...] = (ProgressCallback, PrinterCallback)
-        if self.stage2_config.telemetry.tensorboard:
-            others += (TensorBoardCallback,)  # has them by their own tags
+        ours = (TensorBoardCallback,) if self.stage2_config.telemetry.tensorboard else ()  # has its own tags
+        others: tuple[type, ...] = (ProgressCallback, PrinterCallback, *ours)
         for callback in self.callback_handler.callbacks:
             if not isinstance(callback, others):
                 callback.on_log(self.args, self.state, self.control, logs=dict(scalars), model=self.model)
@@ -337,6 +336,11 @@ class Stage2Sft(SwiftSft):  # type: ignore[misc]
 
     def _get_trainer_kwargs(self) -> dict[str, Any]:
         return {**super()._get_trainer_kwargs(), **self._given}
+
+    def _save_trainer_state(self, trainer: Stage2Trainer) -> Any:
+        """As ms-swift does it at the end, but without a PNG of every curve that TensorBoard has."""
+        trainer.args.report_to = [name for name in trainer.args.report_to if name != "tensorboard"]
+        return super()._save_trainer_state(trainer)
 
     def train(self, trainer: Stage2Trainer) -> Any:
         self.trainer = trainer
