@@ -58,7 +58,7 @@ _OWN_PARSER = {
         "print finished rollouts with their matches, also while the run goes on",
     ),
     "init": ("starter_config", "ask for data, model and GPUs, and write the YAML for them"),
-    "completion": ("terminal.completion", "print a script that completes commands in bash or zsh"),
+    "completion": ("terminal.completion", "print a script that completes commands in a shell"),
     "servers": (
         "run_directory.servers_command",
         "add a rollout server to a run that goes on, or tell how its servers stand",
@@ -103,7 +103,7 @@ def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in _OWN_PARSER:
         module, _ = _OWN_PARSER[arguments[0]]
         return int(importlib.import_module(f"swift_stage2.{module}").main(arguments[1:]))
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     if options.command == "launch":
         from swift_stage2.launch.launcher import launch
         from swift_stage2.launch.plan import LaunchPart
@@ -135,7 +135,13 @@ def _become_benchmarks(command: str, *arguments: str) -> NoReturn:
     os.execve(sys.executable, argv, os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"})
 
 
-def _parser() -> argparse.ArgumentParser:
+def modules() -> dict[str, str]:
+    """By command, the module that has a parser of its own."""
+    return {name: f"swift_stage2.{module}" for name, (module, _) in _OWN_PARSER.items()}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of all commands; what has a parser of its own stands in it by name and purpose alone."""
     parser = CommandParser(
         prog="swift-stage2",
         exit_statuses="0 done; else the command's own, see COMMAND --help",
