@@ -126,7 +126,7 @@ def _drawn(
         pen.mark(place, text, _MATCHED if number in close else _FALSE, is_true=False)
     num_pairs, mean = len(close), sum(close.values()) / max(1, len(close))
     pen.legend(
-        f"{caption}, mean {likeness} {mean:.2f}" if num_pairs else caption,
+        ", ".join(filter(None, (caption, f"mean {likeness} {mean:.2f}" if num_pairs else ""))),
         (
             (f"{num_pairs} matched", _MATCHED),
             (f"{len(drawing.predicted) - num_pairs} false", _FALSE),
