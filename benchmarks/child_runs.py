@@ -21,8 +21,8 @@ from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
-from swift_stage2.launch.run_view import WaitNotice
 from swift_stage2.process.ports import free_ports
+from swift_stage2.terminal.progress import WaitNotice
 
 START_DEADLINE_S = 600.0
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")

@@ -1,4 +1,4 @@
-"""How a run of other processes ended, read from rank 0's audit, and what is said while one waits.
+"""How a run of other processes ended, read from rank 0's audit.
 
 The last line comes from the audit's end: its last ``metrics`` record, which every learner writes when it closes, and
 what it may write after that.
@@ -6,8 +6,6 @@ what it may write after that.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from swift_stage2.telemetry.audit import Record
@@ -55,31 +53,3 @@ def _last_records(path: Path) -> dict[str, Record]:
         if record["kind"] == "metrics":
             break
     return records
-
-
-_EVERY_S = 5.0
-
-
-class WaitNotice:
-    """Counts from its construction."""
-
-    def __init__(
-        self,
-        say: Callable[[str], object],
-        every_s: float = _EVERY_S,
-        now_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._say = say
-        self._every_s = every_s
-        self._now_s = now_s
-        self._started = now_s()
-        self._next = self._started + every_s
-
-    def remind(self, what: str, limit_s: float | None = None) -> None:
-        """Says ``what``, the seconds passed and those there are, if it is time to."""
-        now = self._now_s()
-        if now < self._next:
-            return
-        self._next = now + self._every_s
-        limit = "" if limit_s is None else f" of {limit_s:g} s"
-        self._say(f"{what}, {now - self._started:.0f} s{limit}")

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from telemetry.run_facts import step
 
-from swift_stage2.launch.run_view import WaitNotice, describe_end
+from swift_stage2.launch.run_end import describe_end
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.terminal.progress import WaitNotice
 
 
 @pytest.mark.parametrize("folder", [".", "v1-20260101"])
