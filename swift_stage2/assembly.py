@@ -6,7 +6,6 @@ parts to the learner. Called by the trainer; knows no ms-swift.
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -61,9 +60,7 @@ from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.ledger import Entry, RecordEntry, rows_to_keep
-from swift_stage2.telemetry.live_view import LiveView
-from swift_stage2.telemetry.trace import align_clocks
-from swift_stage2.terminal.progress import going_on
+from swift_stage2.terminal.progress import going_on, say_beside_bar
 from swift_stage2.weights.courier import Courier, thread_courier
 from swift_stage2.weights.courier_process import process_courier
 from swift_stage2.weights.export import WeightExport
@@ -126,7 +123,7 @@ def start_run(
         trace=config.telemetry.trace,
         record=config.telemetry.record,
         kept_rows=frozenset(usable[number] for number in kept),
-        live=LiveView(sys.stderr, plain_every_steps=max(1, logging_steps)) if control.rank == 0 else None,
+        say=partial(say_beside_bar, "train") if control.rank == 0 else None,
         total_steps=total_steps,
         queue_limit=channel.prefetch.limit(packs_per_step, b_ratio) if config.b_enabled else None,
         reward_terms=(*task.reward_terms, TOTAL),
@@ -136,8 +133,6 @@ def start_run(
         on_failure.callback(telemetry.close)
         decoding = asdict(config.rollout.decoding) if config.b_enabled else {}
         telemetry.record_start(first_step, run_id=run_id, seed=seed, decoding=decoding, config=settings)
-        if config.telemetry.trace:
-            telemetry.trace.clock_offset = align_clocks(lambda: control.reduce_max([0]), control.gather)
         if config.b_enabled:
             # `check_packing` stays outside: it runs the model, and under ZeRO-3 all ranks must do that or none.
             look = partial(

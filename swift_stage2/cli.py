@@ -1,16 +1,15 @@
 """``swift-stage2 COMMAND``: finds the command, imports only what it needs, turns a user's mistake into one line.
 
 Exit status: 0 done, 2 the user's mistake, 3 a run that lost its channel B, 70 a weight push that hung, 130 interrupted,
-141 cut because nobody reads its output any more (as SIGPIPE would cut it; 0 would promise what was not done), else the
-command's own.
+else the command's own.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from swift_stage2 import __version__
 from swift_stage2.errors import EXIT_USER_MISTAKE, ChannelBStarved, UserError, exit_status_of
-from swift_stage2.terminal.output import has_lost_its_reader, let_go, print_error, say, throw_away
+from swift_stage2.terminal.output import let_go, print_error, say
 from swift_stage2.terminal.parser import CommandParser, whole_number
 
 if TYPE_CHECKING:
@@ -29,7 +28,8 @@ if TYPE_CHECKING:
 
 _HANG = 70
 _INTERRUPTED = 130
-_UNREAD = 141
+_ONLY_PRINT = ("completion", "data", "export", "import", "init", "report", "rollouts")
+"""Commands that end, as others in a pipe do, when nobody reads them any more; none of them holds a connection."""
 _CHECKOUT = Path(__file__).parents[1]
 _LEARNER_STATUSES = (
     "0 trained to the end; 1 the run failed; 3 channel B starved (stage2_ab.starvation.action); "
@@ -58,7 +58,7 @@ _OWN_PARSER = {
         "print finished rollouts with their matches, also while the run goes on",
     ),
     "init": ("starter_config", "ask for data, model and GPUs, and write the YAML for them"),
-    "completion": ("terminal.completion", "print a script that completes commands in bash or zsh"),
+    "completion": ("terminal.completion", "print a script that completes commands in a shell"),
     "servers": (
         "run_directory.servers_command",
         "add a rollout server to a run that goes on, or tell how its servers stand",
@@ -78,43 +78,21 @@ _FROM_CHECKOUT = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return ended(arguments[0] if arguments else "", lambda: _run(arguments))
+    command = arguments[0] if arguments else ""
+    if argv is None and command in _ONLY_PRINT:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    return ended(command, lambda: _run(arguments))
 
 
 def ended(command: str, work: Callable[[], int]) -> int:
     """The exit status of ``work``; what a user did wrong is told in one line that names ``command``."""
     try:
-        return _written(work)
-    except UserError as exc:
-        print_error(command, exc)
-        return EXIT_USER_MISTAKE
-
-
-def _written(work: Callable[[], int]) -> int:
-    """The exit status of ``work``, all of whose words are written by then.
-
-    Raises:
-        UserError: by ``work``, or because the output takes nothing.
-    """
-    try:
         return work()
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:
-        if not has_lost_its_reader():
-            raise
-        return _UNREAD
-    except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
-            raise
-        throw_away()
-        raise UserError(
-            f"what is written needs an output that takes it, got {error}; send it elsewhere, or make room"
-        ) from error
-    except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # how rich's console gives up, with status 1
-            return _UNREAD
-        raise
+    except UserError as exc:
+        print_error(command, exc)
+        return EXIT_USER_MISTAKE
     finally:
         let_go()
 
@@ -125,7 +103,7 @@ def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in _OWN_PARSER:
         module, _ = _OWN_PARSER[arguments[0]]
         return int(importlib.import_module(f"swift_stage2.{module}").main(arguments[1:]))
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     if options.command == "launch":
         from swift_stage2.launch.launcher import launch
         from swift_stage2.launch.plan import LaunchPart
@@ -157,7 +135,13 @@ def _become_benchmarks(command: str, *arguments: str) -> NoReturn:
     os.execve(sys.executable, argv, os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"})
 
 
-def _parser() -> argparse.ArgumentParser:
+def modules() -> dict[str, str]:
+    """By command, the module that has a parser of its own."""
+    return {name: f"swift_stage2.{module}" for name, (module, _) in _OWN_PARSER.items()}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of all commands; what has a parser of its own stands in it by name and purpose alone."""
     parser = CommandParser(
         prog="swift-stage2",
         exit_statuses="0 done; else the command's own, see COMMAND --help",
@@ -231,8 +215,8 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
 
     try:
         status = as_rank(work)
-    except (UserError, BrokenPipeError):
-        raise  # told in a line of their own
+    except UserError:
+        raise  # told in a line of its own
     except Exception as error:  # the top of a rank: what failed stands last, below all that was told
         if "EADDRINUSE" in str(error) and (port := os.environ.get("MASTER_PORT")):
             raise UserError(

@@ -171,10 +171,6 @@ class MatchQuality:
     reward: Mapping[str, float] = field(default_factory=dict)  # the task's terms and their ``total``
 
 
-SHIPPED_RATIOS = ("precision", "recall", "f1", "mean_iou", "truncated_ratio")
-"""Of every task's evaluations; beside them stand a task's own."""
-
-
 def match_ratios(
     *, num_predictions: int, num_ground_truth: int, num_pairs: int, sum_iou: float
 ) -> dict[str, float]:

@@ -214,7 +214,7 @@ def test_a_silence_of_channel_b_tells_what_its_pipeline_has_waited_for_long(
         starvation=StarvationWatch(200),
         fail_when_starved=False,
         channel_b=SimpleNamespace(pipeline=SimpleNamespace(standing=standing)),
-        events=SimpleNamespace(record_warning=lambda message, until: told.append(message)),
+        events=SimpleNamespace(record_warning=lambda message: told.append(message)),
     )
     for _ in range(8):
         Learner._watch_starvation(learner, StepPlan(Channel.A, SkipReason.NOT_ENOUGH_PACKS))

@@ -12,25 +12,23 @@ from swift_stage2.terminal.completion import completion_script
 
 @pytest.fixture(scope="module")
 def script() -> str:
-    return completion_script()
+    return completion_script("bash")
 
 
 def complete(script: str, *words: str) -> list[str]:
     bash = shutil.which("bash")
     assert bash is not None
     typed = f'COMP_WORDS=({" ".join(words[:-1])} "{words[-1]}"); COMP_CWORD={len(words) - 1}'
-    ask = f'{typed}; _swift_stage2; echo "${{COMPREPLY[@]}}"'
+    ask = f'{typed}; $(complete -p swift-stage2 | grep -o "_shtab[a-z0-9_]*"); echo "${{COMPREPLY[@]}}"'
     done = subprocess.run(
         [bash, "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=60, check=True
     )
     return done.stdout.split()
 
 
-def test_commands_benches_and_options_are_completed(script: str) -> None:
+def test_commands_and_options_are_completed(script: str) -> None:
     assert complete(script, "swift-stage2", "la") == ["launch"]
+    assert complete(script, "swift-stage2", "be") == ["bench"]
     assert complete(script, "swift-stage2", "doctor", "--no") == ["--no-sync"]
-    assert complete(script, "swift-stage2", "bench", "lea") == ["learning"]
-    assert complete(script, "swift-stage2", "bench", "learning", "--st") == ["--steps"]
-    assert complete(script, "swift-stage2", "bench", "faults", "--pa") == ["--part"]
-    assert complete(script, "swift-stage2", "merge", "--vllm") == []
-    assert complete(script, "swift-stage2", "nothing", "--s") == []
+    assert complete(script, "swift-stage2", "data", "ch") == ["check"]
+    assert complete(script, "swift-stage2", "report", "--gal") == ["--gallery"]

@@ -7,16 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 from ledger_run import LedgerRun
 
 from swift_stage2 import cli
-from swift_stage2.run_directory.server_board import ServerBoard, ServerStanding
 
-CUT = 128 + signal.SIGPIPE
+CUT = -signal.SIGPIPE
 
 
 def run_unread(*arguments: str, unbuffered: bool = False) -> subprocess.CompletedProcess[str]:
@@ -42,7 +40,7 @@ def python_unread(*arguments: str, unbuffered: bool = False) -> subprocess.Compl
 
 @pytest.mark.parametrize("unbuffered", [False, True])
 def test_a_report_that_nobody_reads_is_cut_quietly(tmp_path: Path, unbuffered: bool) -> None:
-    """Also by rich's console, which would end it with 1: not balanced."""
+    """By the signal, as any command in a pipe; 1 would say that it is not balanced."""
     LedgerRun(tmp_path).train_drawn(2)
     ended = run_unread("report", str(tmp_path), unbuffered=unbuffered)
     assert (ended.returncode, ended.stderr) == (CUT, "")
@@ -54,14 +52,8 @@ def test_print_is_cut_quietly_as_well(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (CUT, "")
 
 
-def test_a_doctor_that_nobody_reads_is_cut_quietly(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("swift: {output_dir: out}\nstage2_ab: {schedule: {b_ratio: 2}}\n")
-    ended = run_unread("doctor", str(tmp_path / "run.yaml"))
-    assert (ended.returncode, ended.stderr) == (CUT, "")
-
-
 @pytest.mark.parametrize("unbuffered", [False, True])
-@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("report", "--help")])
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("doctor", "--help")])
 def test_a_command_that_outlives_its_output_keeps_its_status(
     arguments: tuple[str, ...], unbuffered: bool
 ) -> None:
@@ -93,40 +85,6 @@ def test_a_run_goes_on_without_a_reader_and_keeps_its_status(tmp_path: Path) -> 
     )
     ended = python_unread("-c", code)
     assert (ended.returncode, ended.stderr) == (7, "")
-
-
-def test_another_broken_pipe_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(config: object, **_: object) -> int:
-        raise BrokenPipeError("a server's")
-
-    file = config_of_a_run(tmp_path)
-    module = types.ModuleType("swift_stage2.training.sft")
-    module.train = train  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "swift_stage2.training.sft", module)
-    with pytest.raises(BrokenPipeError, match="a server's"):
-        cli.main(["train", str(file)])
-
-
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("command", ["report", "servers list"])
-def test_a_full_disk_is_told_in_one_line(tmp_path: Path, command: str, unbuffered: str) -> None:
-    LedgerRun(tmp_path).train_drawn(2)
-    (tmp_path / "servers").mkdir()
-    ServerBoard((ServerStanding("http://127.0.0.1:8000", "proven", proof="version 3"),)).write(tmp_path)
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        ended = subprocess.run(
-            [sys.executable, "-m", "swift_stage2", *command.split(), str(tmp_path)],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=100,
-            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
-        )
-    assert ended.returncode == 2
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith(f"swift-stage2 {command.split()[0]}: error: ")
-    assert "needs an output that takes it" in line
-    assert "No space left on device" in line
 
 
 @pytest.mark.parametrize("redirection", [">/dev/full", ">&-"])

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -145,7 +145,7 @@ class Events:
     def record_added_server(self, step: int, server: int, base_url: str) -> None:
         self.added.append((step, server, base_url))
 
-    def record_warning(self, message: str, until: Iterable[str] = ()) -> None:
+    def record_warning(self, message: str) -> None:
         self.warnings.append(message)
 
     def record_evaluation(self, record: Any) -> None:

@@ -1,8 +1,7 @@
 """Scores detections, and checkpoints on held-out scenes with ms-swift's own engine, in a process of its own.
 
 ``python -m swift_stage2.demo.scoring --rows ROWS.jsonl --out SCORES.json MODEL_DIR...``. All checkpoints of one call
-see the same scenes, greedy decoding and scoring. A prediction counts when it has the label of a true object and
-overlaps it enough, one to one, with as many pairs as possible, whatever costs channel B's matching is given.
+see the same scenes, greedy decoding and scoring, which is that of ``swift-stage2 evaluate``.
 """
 
 from __future__ import annotations
@@ -11,19 +10,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from swift_stage2.channel_b.matching import match_objects
 from swift_stage2.channel_b.parsing import TrueObjects, parse_rollout
 from swift_stage2.demo.scenes import Box
 from swift_stage2.detections.objects import ScoreConvention, detection_data
 from swift_stage2.detections.prediction import LabelledBoxes, Prediction
-from swift_stage2.detections.scores import DetectionScores
-from swift_stage2.records import match_ratios
+from swift_stage2.detections.scores import Counts, DetectionScores
 from swift_stage2.whole_file import write_whole
 
 Detections = Sequence[tuple[str, Box]]
@@ -43,43 +38,48 @@ class DetectionScore:
     recall_many: float = 0.0  # of scenes with more
 
 
-def score_detections(predictions: Sequence[Detections], ground_truth: Sequence[Detections]) -> DetectionScore:
-    """Scores one list of (label, box) per image against another at IoU 0.5; boxes are x1, y1, x2, y2.
+def score_detections(predictions: Sequence[Detections], truth: Sequence[Detections]) -> DetectionScore:
+    """Scores one list of (label, box) per image against another, as ``swift-stage2 evaluate`` does at IoU 0.5.
 
     Raises:
         ValueError: the two hold different numbers of images.
     """
-    images = list(zip(predictions, ground_truth, strict=True))
-    ious = [iou for predicted, true in images for iou in _matched_ious(predicted, true)]
-    found = match_ratios(
-        num_predictions=sum(map(len, predictions)),
-        num_ground_truth=sum(map(len, ground_truth)),
-        num_pairs=len(ious),
-        sum_iou=sum(ious),
+    if len(predictions) != len(truth):
+        raise ValueError(f"every image needs predictions, got {len(predictions)} of {len(truth)}")
+    found = DetectionScores(
+        detection_data(
+            [TrueObjects(*_columns(objects)) for objects in truth],
+            [
+                Prediction(image="", width=1, height=1, objects=LabelledBoxes(*_columns(objects)))
+                for objects in predictions
+            ],
+            ScoreConvention.ONE,
+        )
     )
-    ratios = {name: found.get(name, 0.0) for name in ("precision", "recall", "f1", "mean_iou")}
-    return DetectionScore(num_images=len(images), **ratios)
+    points, counts = found.points(), found.counts("objects")
+    few, many = (
+        [each for name, each in counts.items() if (name in _FEW) is wanted] for wanted in (True, False)
+    )
+    names = ("precision", "recall", "f1", "mean_iou", "ap")
+    return DetectionScore(
+        num_images=len(truth),
+        **{name: points.get(f"eval/{name}", 0.0) for name in names},
+        recall_few=_recall(few),
+        recall_many=_recall(many),
+    )
 
 
-def _matched_ious(predicted: Detections, true: Detections) -> tuple[float, ...]:
-    """IoU of each pair of the assignment with the most pairs and, among those, the largest overlap."""
-    if not predicted or not true:
-        return ()
-    return match_objects(
-        [box for _, box in predicted],
-        [box for _, box in true],
-        allowed=np.array([[label == of_true for of_true, _ in true] for label, _ in predicted]),
-        iou_threshold=0.5,
-        top_k=len(true),
-        # A pair outweighs all the overlap that the others could add: at most one per object.
-        unmatched_prediction_cost=len(true),
-        unmatched_ground_truth_cost=len(true),
-    ).ious
+def _columns(objects: Detections) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    return tuple(label for label, _ in objects), tuple(box for _, box in objects)
+
+
+def _recall(parts: Sequence[Counts]) -> float:
+    return sum(each.matched for each in parts) / max(1, sum(each.true for each in parts))
 
 
 MAX_NEW_TOKENS = 128
 _BATCH_SIZE = 64
-_FEW = 3  # objects
+_FEW = ("0", "1", "2-3")  # objects, of an image
 
 
 def read_ground_truth(rows: Path) -> tuple[list[dict[str, Any]], list[Detections]]:
@@ -131,39 +131,7 @@ def score_checkpoint(
     checkpoint: Path, requests: Sequence[dict[str, Any]], truth: Sequence[Detections]
 ) -> DetectionScore:
     """Greedy answers of one checkpoint against the truth, labels included, at IoU 0.5."""
-    predictions = [parse_answer(answer) for answer in answers_of(checkpoint, requests)]
-    few = [len(true) <= _FEW for true in truth]
-    recalls = (
-        score_detections(
-            [each for each, is_few in zip(predictions, few, strict=True) if is_few is wanted],
-            [each for each, is_few in zip(truth, few, strict=True) if is_few is wanted],
-        ).recall
-        for wanted in (True, False)
-    )
-    recall_few, recall_many = recalls
-    return replace(
-        score_detections(predictions, truth),
-        ap=average_precision(predictions, truth),
-        recall_few=recall_few,
-        recall_many=recall_many,
-    )
-
-
-def average_precision(predictions: Sequence[Detections], truth: Sequence[Detections]) -> float:
-    """COCO's AP, every prediction with a score of 1."""
-    data = detection_data(
-        [TrueObjects(*_columns(objects)) for objects in truth],
-        [
-            Prediction(image="", width=1, height=1, objects=LabelledBoxes(*_columns(objects)))
-            for objects in predictions
-        ],
-        ScoreConvention.ONE,
-    )
-    return DetectionScores(data).points()["eval/ap"]
-
-
-def _columns(objects: Detections) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    return tuple(label for label, _ in objects), tuple(box for _, box in objects)
+    return score_detections([parse_answer(each) for each in answers_of(checkpoint, requests)], truth)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

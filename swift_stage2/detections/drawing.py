@@ -1,10 +1,12 @@
-"""One row of an evaluation as a picture: its image, true and predicted objects, and how close those of a pair are.
+"""One row as a picture: its image, true and predicted objects, and how close those of a pair are.
 
-Who belongs to whom is what training's matching says, as in ``eval/f1``. Colours are those of the report's gallery.
+For TensorBoard a JPEG, for galleries of HTML pages a smaller data URI. A path comes from a data set: it is opened as an
+image of a known raster format and as nothing else, only if it is a regular file of a bounded size.
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 import warnings
@@ -19,7 +21,7 @@ from pydantic import FiniteFloat
 from swift_stage2.channel_b.image_files import RASTER_FORMATS, content_of
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.detections.prediction import as_text
-from swift_stage2.pages.pictures import open_within
+from swift_stage2.errors import SampleError
 from swift_stage2.records import ObjectMatch
 
 MOST_SIDE = 640
@@ -29,6 +31,8 @@ _TRUTH, _MATCHED, _MISSED, _FALSE = "#0072b2", "#009e73", "#b87400", "#d6278f"
 _TEXT_PIXELS, _LINE_PIXELS, _RADIUS = 13, 18, 6
 _MOST_CHARACTERS = 24  # of a label
 _QUALITY = 85
+_MOST_PIXELS = 100_000_000
+_GALLERY_SIDE, _GALLERY_QUALITY = 384, 60
 # Pillow's own font knows Latin letters. These are looked for where the system keeps fonts.
 _OTHER_FONTS = (
     "NotoSansCJK-Regular.ttc",
@@ -38,6 +42,10 @@ _OTHER_FONTS = (
     "DejaVuSans.ttf",
 )
 _Place = tuple[FiniteFloat, ...]
+
+
+class UnreadableImage(Exception):
+    """There is no picture; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +83,35 @@ def draw(
     Raises:
         SampleError, UnreadableImage, OSError and whatever else decoders raise: the row's first image cannot be read.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        images = row.get("images") or ()
-        first = images[0] if isinstance(images, list | tuple) else images
-        with Image.open(io.BytesIO(content_of(first)), formats=RASTER_FORMATS) as image:
-            picture = open_within(image, MOST_SIDE)
+    images = row.get("images") or ()
+    first = images[0] if isinstance(images, list | tuple) else images
+    canvas = _drawn(drawing, first, size, caption, likeness, MOST_SIDE)
+    buffer = io.BytesIO()
+    canvas.save(buffer, "JPEG", quality=_QUALITY, subsampling=0)
+    return buffer.getvalue()
+
+
+def gallery_image(
+    drawing: Drawing, path: str, size: tuple[int, int], likeness: str = "IoU"
+) -> tuple[str, str]:
+    """A data URI and nothing, or nothing and why the image cannot be read; ``size`` is what places are measured in."""
+    if not path:
+        return "", "the image has no path"
+    try:
+        canvas = _drawn(drawing, path, size, "", likeness, _GALLERY_SIDE)
+    except (SampleError, UnreadableImage) as reason:
+        return "", str(reason)
+    except Exception as error:  # decoders of damaged files raise anything
+        return "", f"no image that can be read: {type(error).__name__}"
+    buffer = io.BytesIO()
+    canvas.save(buffer, "WEBP", quality=_GALLERY_QUALITY)
+    return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}", ""
+
+
+def _drawn(
+    drawing: Drawing, image: Any, size: tuple[int, int], caption: str, likeness: str, most_side: int
+) -> Image.Image:
+    picture = _opened(image, most_side)
     if (factor := math.ceil(_LEAST_SIDE / max(picture.size))) > 1:
         picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
     canvas = Image.new("RGB", (max(picture.width, _LEAST_SIDE), picture.height + 2 * _LINE_PIXELS), "white")
@@ -95,7 +126,7 @@ def draw(
         pen.mark(place, text, _MATCHED if number in close else _FALSE, is_true=False)
     num_pairs, mean = len(close), sum(close.values()) / max(1, len(close))
     pen.legend(
-        f"{caption}, mean {likeness} {mean:.2f}" if num_pairs else caption,
+        ", ".join(filter(None, (caption, f"mean {likeness} {mean:.2f}" if num_pairs else ""))),
         (
             (f"{num_pairs} matched", _MATCHED),
             (f"{len(drawing.predicted) - num_pairs} false", _FALSE),
@@ -103,9 +134,20 @@ def draw(
             ("truth, matched", _TRUTH),
         ),
     )
-    buffer = io.BytesIO()
-    canvas.save(buffer, "JPEG", quality=_QUALITY, subsampling=0)
-    return buffer.getvalue()
+    return canvas
+
+
+def _opened(image: Any, most_side: int) -> Image.Image:
+    """The image in RGB, of at most ``most_side`` pixels a side."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        with Image.open(io.BytesIO(content_of(image)), formats=RASTER_FORMATS) as opened:
+            if opened.width * opened.height > min(_MOST_PIXELS, Image.MAX_IMAGE_PIXELS or _MOST_PIXELS):
+                raise UnreadableImage(f"the image has too many pixels: {opened.width} × {opened.height}")
+            opened.draft("RGB", (most_side, most_side))
+            small = opened.convert("RGB")
+    small.thumbnail((most_side, most_side))
+    return small
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,22 +140,19 @@ class DetectionScores:
             if name.startswith(f"{kind}/")
         }
 
-    def unmatched(self) -> tuple[list[list[int]], list[list[int]]]:
-        """By image, the true objects and the predictions without a partner at IoU 0.5, numbered within the image."""
-        pairs = self.pairs[0]
-        sides = (
-            (self.data.truth, self.overlaps.true[pairs]),
-            (self.data.predicted, self.overlaps.predicted[pairs]),
-        )
-        found: tuple[list[list[int]], list[list[int]]] = (
-            [[] for _ in range(self.data.num_images)],
-            [[] for _ in range(self.data.num_images)],
-        )
-        for of_images, (side, matched) in zip(found, sides, strict=True):
-            begins = np.searchsorted(side.images, side.images)
-            for index in np.setdiff1d(np.arange(len(side)), matched).tolist():
-                of_images[side.images[index]].append(int(index - begins[index]))
-        return found
+    def matched(self) -> list[tuple[tuple[int, int, float], ...]]:
+        """By image, (prediction, true object, IoU) of each pair at IoU 0.5, numbered within the image."""
+        found: list[list[tuple[int, int, float]]] = [[] for _ in range(self.data.num_images)]
+        begins = [
+            np.searchsorted(side.images, np.arange(self.data.num_images))
+            for side in (self.data.predicted, self.data.truth)
+        ]
+        for place in self.pairs[0].tolist():
+            image = int(self.overlaps.images[place])
+            prediction = int(self.overlaps.predicted[place] - begins[0][image])
+            true = int(self.overlaps.true[place] - begins[1][image])
+            found[image].append((prediction, true, float(self.overlaps.ious[place])))
+        return [tuple(pairs) for pairs in found]
 
     # --- images with weights ------------------------------------------------------------------------
 

@@ -32,9 +32,8 @@ from swift_stage2.evaluate.gallery import worst_images
 from swift_stage2.evaluate.intervals import DEFAULT_DRAWS, Interval, affordable_draws, difference, intervals
 from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections, told_apart
 from swift_stage2.evaluate.served_model import ENGINES, OwnServer, own_server, require_answer
-from swift_stage2.pages.content import Section, Sentence, Tone
+from swift_stage2.pages.content import GALLERY_KEY, Gallery, Section, Sentence, Tone
 from swift_stage2.pages.page import PageContent, page_of, write_page
-from swift_stage2.pages.pictures import GALLERY_KEY, Gallery
 from swift_stage2.pages.terminal import terminal_report
 from swift_stage2.preflight.model import check_hub_ids, check_model, recorded_plugins
 from swift_stage2.terminal.console import SafeConsole
@@ -142,7 +141,7 @@ def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     ]
     names = told_apart(*map(Path, options.compare))
     sections = comparison_sections(names, before, after, bounds, num_draws, missing)
-    no_pictures = Gallery(pictures=(), thumbnails=(), num_matches=0)
+    no_pictures = Gallery(pictures=(), num_matches=0)
     return _Told(facts, sections, no_pictures, first.num_missing + second.num_missing)
 
 

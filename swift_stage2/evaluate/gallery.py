@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from swift_stage2.detections.drawing import Drawing, gallery_image
 from swift_stage2.detections.prediction import LabelledBoxes, Prediction
 from swift_stage2.detections.prediction_files import TrueRow
 from swift_stage2.detections.scores import DetectionScores
-from swift_stage2.pages.pictures import Gallery, Picture, Thumbnails, drawn_boxes, filters_of
-from swift_stage2.records import find_image
+from swift_stage2.pages.content import Gallery, Picture
 
 
 def worst_images(
@@ -19,18 +19,21 @@ def worst_images(
     size: int,
 ) -> Gallery:
     """At most ``size`` images, those with the most objects missed or invented first. Opens their files."""
-    all_missed, all_false = scores.unmatched()
-    wrong = [len(missed) + len(false) for missed, false in zip(all_missed, all_false, strict=True)]
-    pictures, thumbnails = [], Thumbnails()
+    matched = scores.matched()
+    wrong = [
+        len(row.truth.labels) + (len(prediction.objects.ref) if prediction else 0) - 2 * len(pairs)
+        for row, prediction, pairs in zip(rows, predictions, matched, strict=True)
+    ]
+    pictures = []
     for number in sorted(range(len(wrong)), key=lambda number: -wrong[number])[:size]:
-        row, prediction = rows[number], predictions[number]
-        missed, false = all_missed[number], all_false[number]
+        row, prediction, pairs = rows[number], predictions[number], matched[number]
         objects = prediction.objects if prediction else LabelledBoxes()
-        truth = list(zip(row.truth.labels, row.truth.boxes, strict=True))
-        predicted = list(zip(objects.ref, objects.bbox, strict=True))
-        image, trouble = (
-            thumbnails.add(find_image(row.image)) if prediction else (None, "nothing was predicted")
-        )
+        truth = tuple(zip(row.truth.labels, row.truth.boxes, strict=True))
+        predicted = tuple(zip(objects.ref, objects.bbox, strict=True))
+        image, trouble = "", "nothing was predicted"
+        if prediction:
+            drawing = Drawing(truth, predicted, pairs)
+            image, trouble = gallery_image(drawing, row.image, (prediction.width, prediction.height))
         pictures.append(
             Picture(
                 image=image,
@@ -39,31 +42,16 @@ def worst_images(
                 facts=(
                     f"row {number} of the data",
                     f"{len(predicted)} predicted, {len(truth)} true",
-                    f"{len(predicted) - len(false)} matched, {len(missed)} missed, {len(false)} false",
+                    f"{len(pairs)} matched, {len(truth) - len(pairs)} missed, {len(predicted) - len(pairs)} false",
                 ),
                 fate=f"ended by: {prediction.finish_reason or 'not told'}" if prediction else "no answer",
-                space=(prediction.width, prediction.height) if prediction else _extent(row.truth.boxes),
-                boxes=(
-                    *drawn_boxes(truth, missed, "missed", "truth"),
-                    *drawn_boxes(predicted, false, "false", "matched"),
+                texts=(
+                    ("Answer", (prediction.answer if prediction else None) or _listed(predicted)),
+                    ("Truth", _listed(truth)),
                 ),
-                outcomes=filters_of(len(truth), missed, false),
-                rollout=(prediction.answer if prediction else None) or _listed(predicted),
-                target=_listed(truth),
             )
         )
-    return Gallery(
-        pictures=tuple(pictures),
-        thumbnails=thumbnails.uris,
-        num_matches=len(wrong),
-        backward="Worse",
-        forward="Better",
-    )
-
-
-def _extent(boxes: Sequence[Sequence[float]]) -> tuple[int, int]:
-    """A frame around boxes of an image whose size nobody has told."""
-    return max([1, *(round(box[2]) for box in boxes)]), max([1, *(round(box[3]) for box in boxes)])
+    return Gallery(pictures=tuple(pictures), num_matches=len(wrong))
 
 
 def _listed(objects: Sequence[tuple[str, Sequence[float]]]) -> str:

@@ -8,7 +8,9 @@ from pathlib import Path
 from swift_stage2.detections.scores import ERRORS, DetectionScores, parts_of
 from swift_stage2.evaluate.intervals import Interval
 from swift_stage2.pages.content import (
+    GALLERY_KEY,
     Chart,
+    Gallery,
     Headline,
     Mark,
     Part,
@@ -21,7 +23,6 @@ from swift_stage2.pages.content import (
     number,
     pairs,
 )
-from swift_stage2.pages.pictures import GALLERY_KEY, Gallery
 
 Values = Mapping[str, float]
 Intervals = Mapping[str, Interval]

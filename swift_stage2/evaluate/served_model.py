@@ -30,7 +30,6 @@ from swift_stage2.launch.process_tree import (
     adopt_orphans,
     end_descendants,
 )
-from swift_stage2.launch.run_view import WaitNotice
 from swift_stage2.preflight.servers import foreign
 from swift_stage2.process.ports import free_ports
 from swift_stage2.rollout_server.command_line import require_vllm
@@ -38,6 +37,7 @@ from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
 from swift_stage2.terminal.output import say
+from swift_stage2.terminal.progress import WaitNotice
 
 ENGINES = (ServerEngine.TRANSFORMERS, ServerEngine.VLLM)
 _HOST = "127.0.0.1"

@@ -17,7 +17,7 @@ from swift_stage2.launch.process_tree import (
     StopSignals,
     end_descendants,
 )
-from swift_stage2.terminal.progress import GOES_ON
+from swift_stage2.terminal.progress import SAID
 
 _POLL_S = 0.1
 _LONGEST_STRAY_PATIENCE_S = 10.0
@@ -29,7 +29,8 @@ class Job:
     def __init__(
         self, log_dir: Path, signals: StopSignals, show: Callable[[str], None], *, shows_logs: bool = True
     ) -> None:
-        """``show`` gets the launcher's own lines, and with ``shows_logs`` every line of all logs, else what goes on."""
+        """``show`` gets the launcher's own lines, and with ``shows_logs`` every line of all logs, else what they tell a
+        user: what goes on, a line per logging step, warnings."""
         self._log_dir = log_dir
         self._signals = signals
         self._show = show
@@ -58,7 +59,7 @@ class Job:
         log_path.touch(0o600)
         colour = len(self._followers) if sys.stdout.isatty() else None
         if log_path not in self._followers:  # a restarted command goes on in its log
-            only = None if self._shows_logs else GOES_ON
+            only = None if self._shows_logs else SAID
             self._followers[log_path] = LogFollower(log_path, command.name, self._show, colour, only)
         tree = ProcessTree(command, log_path)
         self._trees.append(tree)

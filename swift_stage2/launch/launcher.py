@@ -6,7 +6,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from swift_stage2.launch.managed_server import ManagedServer, ReadinessProbe
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, devices_of, plan_launch
 from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
 from swift_stage2.launch.rank import end_left_in, take_room
-from swift_stage2.launch.run_view import RunView, WaitNotice, describe_end, newest_run
+from swift_stage2.launch.run_end import describe_end, newest_run
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.preflight.servers import warn_of_lone_servers
 from swift_stage2.process.ports import is_here
@@ -25,7 +25,7 @@ from swift_stage2.run_directory.claim import resumed
 from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.run_directory.next_commands import next_commands
 from swift_stage2.terminal.output import print_error
-from swift_stage2.terminal.progress import going_on
+from swift_stage2.terminal.progress import WaitNotice, going_on
 
 _NO_SERVER_LEFT = 1
 _SIGNALLED = 128
@@ -86,8 +86,8 @@ def launch(
             show(f"[launch] {note}")
         show(f"[launch] output directory {output_dir}")
         show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
-        view = RunView(output_dir, since, show, verbose=verbose)
-        status = run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, view)
+        start_timeout_s = config.rollout.start_timeout_s
+        status = run_plan(plan, config.rollout.api_key(), start_timeout_s, show, verbose=verbose)
         run_dir = newest_run(output_dir, since)
         if run_dir and status in (0, EXIT_STARVED):
             for line in next_commands(run_dir, config.swift):
@@ -122,8 +122,7 @@ def _serve_this_machine(
     for warning in warn_of_lone_servers(config, plan.server_indices):
         show(f"[launch] warning: {warning}")
     show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
-    view = RunView(plan.log_dir.parent, time.time(), show, verbose=verbose)
-    return run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, view)
+    return run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, verbose=verbose)
 
 
 def run_plan(
@@ -131,7 +130,8 @@ def run_plan(
     api_key: str | None,
     start_timeout_s: float,
     show: Callable[[str], None],
-    view: RunView | None = None,
+    *,
+    verbose: bool = True,
 ) -> int:
     """Starts, waits, follows and ends everything that ``plan`` names; see ``launch``."""
     try:
@@ -144,8 +144,7 @@ def run_plan(
         ) from exc
     adopt_orphans()
     servers = [ManagedServer(server, plan.restart, start_timeout_s) for server in plan.servers]
-    shows_logs = view is None or view.is_verbose
-    with StopSignals() as signals, Job(plan.log_dir, signals, show, shows_logs=shows_logs) as job:
+    with StopSignals() as signals, Job(plan.log_dir, signals, show, shows_logs=verbose) as job:
         learner: ProcessTree | None = None
         groups = _loading_together(servers)
         for group in groups:
@@ -158,8 +157,7 @@ def run_plan(
             _watch_servers(job, signals, servers)
         elif signals.received is None and plan.learner is not None:
             learner = learner or job.start(plan.learner)
-            with view or nullcontext():
-                _follow(job, signals, learner, servers, view)
+            _follow(job, signals, learner, servers)
         if signals.received is not None:
             saves = "; a learner that trains saves a checkpoint first" if learner is not None else ""
             job.say(f"ending everything after signal {signals.received}{saves}; one more kills at once")
@@ -167,7 +165,7 @@ def run_plan(
         if learner is None:
             return _NO_SERVER_LEFT
         status, mistake = _learner_end(learner, plan.exit_status_file)
-        if status and not mistake and not shows_logs:
+        if status and not mistake and not verbose:
             job.say(f"learner: {last_cause(learner.log_path, learner.log_offset)}; see {learner.log_path}")
     if mistake and status == EXIT_USER_MISTAKE:
         raise UserError(mistake)  # once more, below torchrun's traceback and everything else
@@ -286,13 +284,10 @@ def _follow(
     signals: StopSignals,
     learner: ProcessTree,
     servers: Sequence[ManagedServer],
-    view: RunView | None,
 ) -> None:
     """Until the learner ends or a signal comes. A server that ends is told of; the learner runs on."""
     while learner.poll() is None and signals.received is None:
         job.step()
-        if view is not None:
-            view.refresh()
         for server in servers:
             server.watch(job)
 

@@ -29,7 +29,6 @@ from swift_stage2.scheduling.step_plan import Channel, StepPlan
 from swift_stage2.scheduling.version_clock import require_fresh
 from swift_stage2.scheduling.watches import StarvationWatch
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.live_state import CHANNEL_B
 
 logger = logging.getLogger(__name__)
 
@@ -282,7 +281,6 @@ class Learner:
                 f"channel B {'pauses: too many rollouts are truncated' if self._paused else 'goes on'}"
                 f" (this rank's share {b.guard.truncated_ratio:.2f}); raise rollout.decoding.max_new_tokens if it "
                 "lasts",
-                until=[CHANNEL_B],
             )
         if b.evaluation is not None:
             b.evaluation.observe(
@@ -361,7 +359,7 @@ class Learner:
         # A server that hangs is no fault until its request's deadline: so say what has been waited for until now.
         if stands is not None and (seconds := time.monotonic() - stands.since_s) >= _LONG_S:
             cause += f"; {stands.what} for {seconds:.0f} s"
-        self.events.record_warning(cause, until=[CHANNEL_B])
+        self.events.record_warning(cause)
 
     def _measure_step(self) -> None:
         now = time.monotonic()

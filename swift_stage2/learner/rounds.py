@@ -19,7 +19,6 @@ from swift_stage2.records import RoundOutcome
 from swift_stage2.run_directory.server_board import ServerStanding
 from swift_stage2.scheduling.round_schedule import ServerState
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.live_state import server_name
 
 
 class LearnerRounds:
@@ -145,7 +144,6 @@ class LearnerRounds:
             b.fence.close()
         self._events.record_warning(
             f"suspect until a sync round proves it again: {', '.join(lost)}",
-            until=map(server_name, lost_servers),
         )
 
     def take_in_servers(self, step: int, *, joins: bool) -> None:

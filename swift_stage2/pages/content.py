@@ -1,4 +1,4 @@
-"""Sections of sentences, tables and charts: a report free of any form. Rendered by ``terminal`` and ``page``.
+"""Sections of sentences, tables, charts and pictures: a report free of any form. ``terminal`` and ``page`` render it.
 
 One source for both, so that they cannot tell different numbers. A chart brings the table that stands behind it.
 """
@@ -9,11 +9,11 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
 
 MOST_POINTS = 300
 """Of one series."""
-ItemT = TypeVar("ItemT")
+GALLERY_KEY = "gallery"
+"""The section that only introduces pictures."""
 
 
 class Tone(StrEnum):
@@ -47,27 +47,18 @@ class Mark(StrEnum):
     STAIRS = "stairs"
     """Constant from one point to the next."""
     POINTS = "points"
-    BARS = "bars"
-    STACK = "stack"
-    """An area on top of the series before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One named set of points; ``y`` may be None. ``low`` and ``high`` bound each point, or are empty."""
+    """One named set of points. ``low`` and ``high`` bound each point, or are empty."""
 
     name: str
     mark: Mark
     x: tuple[float, ...]
-    y: tuple[float | None, ...]
+    y: tuple[float, ...]
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    name: str
-    value: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,22 +71,18 @@ class Chart:
     x_title: str = "step"
     y_title: str
     series: tuple[Series, ...]
-    limits: tuple[Limit, ...] = ()
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """Horizontal lines by name."""
 
     @property
     def table(self) -> Table:
         """The drawn numbers, a row per place on the x axis."""
-        columns = [
-            (name, dict(zip(series.x, values, strict=True)))
-            for series in self.series
-            for name, values in ((series.name, series.y), ("from", series.low), ("to", series.high))
-            if values or name == series.name
-        ]
+        columns = {series.name: dict(zip(series.x, series.y, strict=True)) for series in self.series}
         places = sorted({place for series in self.series for place in series.x})
         rows = tuple(
-            (number(place), *(number(values.get(place)) for _, values in columns)) for place in places
+            (number(place), *(number(values.get(place)) for values in columns.values())) for place in places
         )
-        return Table(self.title, (self.x_title, *(name for name, _ in columns)), rows)
+        return Table(self.title, (self.x_title, *columns), rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +109,31 @@ class Section:
     parts: tuple[Part, ...]
 
 
-def series_of(mark: Mark, points: Mapping[str, Sequence[tuple[float, float | None]]]) -> tuple[Series, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """One image with its boxes drawn into it. ``image`` is a data URI, or nothing where ``trouble`` says why not."""
+
+    image: str
+    trouble: str
+    name: str
+    facts: tuple[str, ...]
+    fate: str
+    """What became of it, in a line that stands out."""
+    texts: tuple[tuple[str, str], ...]
+    """Title and text of what was said and what was true."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gallery:
+    pictures: tuple[Picture, ...]
+    num_matches: int
+    """Of which the pictures are the first."""
+
+
+def series_of(mark: Mark, points: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[Series, ...]:
     """One series per name, from its (place, value) pairs."""
     columns = {name: zip(*told, strict=True) if told else ((), ()) for name, told in points.items()}
     return tuple(Series(name, mark, *told) for name, told in columns.items())
-
-
-def banded(name: str, mark: Mark, points: Sequence[tuple[float, float, float, float]]) -> Series:
-    """A series with an interval at every place: (place, value, low, high)."""
-    return Series(name, mark, *(zip(*points, strict=True) if points else ((), ())))
 
 
 def number(value: float | None) -> str:
@@ -167,20 +170,10 @@ def filled(parts: Iterable[Part | None]) -> tuple[Part, ...]:
     )
 
 
-def grouped(points: Sequence[ItemT]) -> list[Sequence[ItemT]]:
-    """Neighbours in at most ``MOST_POINTS`` groups of one size."""
-    size = max(1, -(-len(points) // MOST_POINTS))
-    return [points[begin : begin + size] for begin in range(0, len(points), size)]
-
-
 def thinned(
     points: Sequence[tuple[float, float]], summary: Callable[[Sequence[float]], float] = statistics.fmean
 ) -> list[tuple[float, float]]:
     """At most ``MOST_POINTS``: the ``summary`` of each group of neighbours, at its first place."""
-    return [(group[0][0], summary([value for _, value in group])) for group in grouped(points)]
-
-
-def sampled(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most ``MOST_POINTS`` of a total that only grows, and the last."""
-    kept = [group[0] for group in grouped(points)]
-    return kept if not points or kept[-1] == points[-1] else [*kept, points[-1]]
+    size = max(1, -(-len(points) // MOST_POINTS))
+    groups = (points[begin : begin + size] for begin in range(0, len(points), size))
+    return [(group[0][0], summary([value for _, value in group])) for group in groups]

@@ -10,8 +10,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from swift_stage2.pages.content import Headline, Part, Section, Sentence, Table, Tone
-from swift_stage2.pages.pictures import GALLERY_KEY
+from swift_stage2.pages.content import GALLERY_KEY, Headline, Part, Section, Sentence, Table, Tone
 
 _STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.WARN: "yellow", Tone.BAD: "bold red"}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,6 @@ from swift_stage2.errors import UserError
 from swift_stage2.launch.launcher import run_plan
 from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPlan, torchrun_command, without_rank
 from swift_stage2.launch.rank import as_rank, end_left_in
-from swift_stage2.launch.run_view import RunView
 from swift_stage2.replay.recorded_run import RecordedRun, read_run, read_verdict
 from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.run_directory.surroundings import ENVIRONMENT_NAMES, installed_versions
@@ -87,7 +85,7 @@ def _start_ranks(recorded: RecordedRun, output: Path) -> int:
         f"logs in {logs}"
     )
     _warn_of_packages(recorded)
-    status = run_plan(plan, None, 0.0, _show, RunView(output, time.time(), _show))
+    status = run_plan(plan, None, 0.0, _show, verbose=False)
     verdict = read_verdict(output)
     if verdict is None:
         _, cause = end_left_in(status_file) or (status, "")

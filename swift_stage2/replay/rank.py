@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, chdir
 from functools import partial
@@ -27,7 +26,7 @@ from swift_stage2.run import Stage2Run
 from swift_stage2.run_directory import resume
 from swift_stage2.run_directory.surroundings import surroundings
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.live_view import LiveView
+from swift_stage2.terminal.progress import say_beside_bar
 from swift_stage2.training.sft import train
 
 # Keeps a replay out of the run's own directory and of anybody's hub.
@@ -118,7 +117,7 @@ def _start_replay(
         control.rank,
         control.world_size,
         tensorboard=False,
-        live=LiveView(sys.stderr, plain_every_steps=max(1, logging_steps)) if control.rank == 0 else None,
+        say=partial(say_beside_bar, "replay") if control.rank == 0 else None,
         total_steps=total_steps,
     )
     telemetry.record_start(first_step)

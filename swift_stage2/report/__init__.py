@@ -4,12 +4,10 @@
     run_data           reads and checks what a run left behind; telemetry's summary adds up steps and rounds
     report             puts the sections in order
     verdict, speed     how fast, how fast at best, what binds and which knob helps
-    steps              what was wanted and what ran, queue, drops, where time went, sync rounds, how full packs were
-    matches, drift     how good matches were, how they grow old
-    rewards            rewards, groups and policy over steps, where rollouts are compared
-    evaluations        detection metrics of every evaluation, from its rows;  suspects  labels that are probably wrong
-    samples, gallery   what became of every sample, whom the run trained, and pictures to page through
-    two_runs           two runs compared
+    steps              what was wanted and what ran, drops, where time went, queue and lag, sync rounds
+    matches            how good rollouts were before correction
+    evaluations        detection metrics over steps;  suspects  labels that are probably wrong
+    samples, gallery   what became of every sample, and pictures of the newest matches
 
 ``swift-stage2 rollouts RUN_DIR`` follows the rollouts of a run: finished_rollouts reads them, rollouts_command prints.
 

@@ -1,7 +1,7 @@
-"""The ``report`` command: what a run, or two, left behind in; tables, a page and the account of samples out.
+"""The ``report`` command: what a run left behind in; tables, a page and the account of samples out.
 
 Exit status: 0 every sample has one end or is in hand, 1 not so or not provable, 2 there is no such run, directories are
-of one run neither nor of two, or the report cannot be written.
+not of one run, or the report cannot be written.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from swift_stage2.errors import UserError
-from swift_stage2.pages.page import PageContent, page_of, write_page
+from swift_stage2.pages.page import page_of, write_page
 from swift_stage2.pages.terminal import terminal_report
 from swift_stage2.report.gallery import DEFAULT_SIZE
 from swift_stage2.report.report import RunReport, report_of
-from swift_stage2.report.run_data import are_two_runs, read_run
+from swift_stage2.report.run_data import read_run
 from swift_stage2.report.suspects import suspect_lines
-from swift_stage2.report.two_runs import RunComparison, compare_runs
 from swift_stage2.telemetry.trace import merge_traces
 from swift_stage2.terminal.console import SafeConsole
 from swift_stage2.terminal.output import needs_stdout, say
@@ -29,7 +27,6 @@ from swift_stage2.terminal.parser import CommandParser
 EXIT_BALANCED = 0
 EXIT_NOT_BALANCED = 1
 _PAGE = "report.html"
-_COMPARISON = "comparison.html"
 _SUSPECTS = "label_suspects.jsonl"
 
 
@@ -40,12 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: there is no such run, or the report cannot be written.
     """
     options = _parser().parse_args(argv)
-    if are_two_runs(options.run_dir):
-        first, second = (read_run([run_dir]) for run_dir in options.run_dir)
-        comparison = compare_runs(first, second, options.gallery)
-        with needs_stdout("a comparison"):
-            _tell_two(comparison, options)
-        return EXIT_BALANCED if all(comparison.is_balanced) else EXIT_NOT_BALANCED
     report = report_of(read_run(options.run_dir), options.gallery)
     with needs_stdout("a report"):
         _tell(report, options)
@@ -79,33 +70,15 @@ def _write(output: Path, report: RunReport) -> None:
         write_page(output.parent / _SUSPECTS, suspect_lines(report.suspects))
 
 
-def _tell_two(comparison: RunComparison, options: argparse.Namespace) -> None:
-    output = options.output or options.run_dir[-1] / _COMPARISON
-    if options.json:
-        facts = {"run_dirs": comparison.places, "balanced": comparison.is_balanced}
-        say(*json.dumps(facts | _sections(comparison), indent=2).splitlines())
-    else:
-        SafeConsole().print(terminal_report(comparison.sections))
-    if options.output is not None or not options.json:
-        write_page(output, page_of(comparison))
-    if not options.json:
-        say(f"page: {output}")
-
-
-def _sections(page: PageContent) -> dict[str, Any]:
-    return {"sections": {section.key: [asdict(part) for part in section.parts] for section in page.sections}}
-
-
-def _facts(report: RunReport) -> dict[str, Any]:
-    """The account as it always was; the rest by section, as the terminal tells it."""
+def _facts(report: RunReport) -> dict[str, object]:
+    """The account first; the rest by section, as the terminal tells it."""
     account = report.account
-    facts = {
+    return (asdict(account) if account else {}) | {
         "balanced": report.is_balanced,
         "provable": account.is_provable if account else report.is_balanced,
-        "selection": [asdict(found) for found in report.comparisons],
         "speed": report.speed.facts if report.speed else None,
+        "sections": {section.key: [asdict(part) for part in section.parts] for section in report.sections},
     }
-    return (asdict(account) if account else {}) | facts | _sections(report)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,28 +86,27 @@ def _parser() -> argparse.ArgumentParser:
         prog="swift-stage2 report",
         exit_statuses="0 every sample has one end or is in hand; 1 not so, or not provable",
         description="Tells how a run went, on one HTML page and here: how fast and why, what was skipped and dropped, "
-        "how good its rollouts were, and whether every sample drawn was trained once, quarantined, or is in hand. "
-        "Compares two runs where two directories are of two.",
+        "how good its rollouts were, and whether every sample drawn was trained once, quarantined, or is in hand.",
     )
     parser.add_argument(
         "run_dir",
         metavar="RUN_DIR",
         type=Path,
         nargs="+",
-        help="a run's output directory; if it was resumed into others, all of them, oldest first; or those of two runs",
+        help="a run's output directory; if it was resumed into others, all of them, oldest first",
     )
     parser.add_argument(
         "--output",
         metavar="FILE",
         type=Path,
-        help=f"where the page goes (default: {_PAGE} in the last RUN_DIR, of two runs {_COMPARISON})",
+        help=f"where the page goes (default: {_PAGE} in the last RUN_DIR)",
     )
     parser.add_argument(
         "--gallery",
         metavar="N",
         type=_at_least_zero,
         default=DEFAULT_SIZE,
-        help=f"how many pictures each gallery of the page shows (default {DEFAULT_SIZE})",
+        help=f"how many pictures the page shows (default {DEFAULT_SIZE})",
     )
     parser.add_argument(
         "--json",

@@ -2,7 +2,7 @@
 
 The lines hold what models and data sets said, so nothing in them is believed: one that has not the form is counted and
 left out. Quality by version comes from the ledger's ``matched`` records, which tell of every rollout that became a
-segment, and from the matches where there is no ledger.
+segment.
 """
 
 from __future__ import annotations
@@ -15,19 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field, FiniteFloat, TypeAdapter
 
-from swift_stage2.pages.content import (
-    Chart,
-    Mark,
-    Part,
-    Section,
-    Sentence,
-    Table,
-    Tone,
-    filled,
-    grouped,
-    number,
-    series_of,
-)
+from swift_stage2.pages.content import Part, Section, Sentence, Table, Tone, filled, number
 from swift_stage2.records import match_ratios
 from swift_stage2.report.run_data import RunData
 from swift_stage2.telemetry.audit import Record
@@ -101,16 +89,6 @@ class LoggedMatch:
         """Whether any object is a point; a task has objects of one kind."""
         return any(len(one.box) == 2 for one in (*self.truth, *self.predicted))
 
-    @property
-    def missed(self) -> frozenset[int]:
-        """Ground truth without a partner."""
-        return frozenset(range(len(self.truth))) - {truth for _, truth, _ in self.pairs}
-
-    @property
-    def false(self) -> frozenset[int]:
-        """Predictions without a partner."""
-        return frozenset(range(len(self.predicted))) - {prediction for prediction, _, _ in self.pairs}
-
 
 _FORM = TypeAdapter(LoggedMatch)
 
@@ -172,7 +150,7 @@ def quality_section(run: RunData, matches: Sequence[LoggedMatch]) -> Section:
     names = _NAMES
     if any(match.is_of_points for match in matches):
         names = _NAMES | {"mean_iou": "mean closeness"}
-    by_version = _of_ledger(run.ledger_records) or _of_matches(matches)
+    by_version = _of_ledger(run.ledger_records)
     versions = sorted(by_version)
     evaluations = run.first.evaluations
     told = dict.fromkeys(
@@ -183,24 +161,7 @@ def quality_section(run: RunData, matches: Sequence[LoggedMatch]) -> Section:
     parts: list[Part | None] = [
         None if run.setting(*_SAME_LABEL) else _labels_apart(matches),
         _halves(versions, by_version, names),
-        _chart(
-            "quality",
-            "Match quality of rollouts",
-            "Rollouts against ground truth before correction, by the version of the weights that gave them.",
-            "version",
-            [(float(group[0]), _ratios(group, by_version)) for group in grouped(versions)],
-            names,
-        ),
         _evaluations(evaluations, measures),
-        _chart(
-            "evaluations",
-            "Evaluations",
-            "Greedy answers to the validation set, at the step at which each evaluation began. Pairs are those of "
-            "training: labels count only where stage2_ab.channel_b.matching.same_label is set.",
-            "step",
-            [(record["begun_step"], record["ratios"]) for record in evaluations],
-            measures,
-        ),
     ]
     return Section("quality", "Match quality", filled(parts) or (Sentence("No rollout was matched."),))
 
@@ -231,16 +192,6 @@ def _of_ledger(records: Iterable[Record]) -> _ByVersion:
         if record["kind"] == Entry.MATCHED:
             told = record["quality"]
             found[record["version"]].append(_Counts(*(told[name] for name in _Counts._fields)))
-    return found
-
-
-def _of_matches(matches: Iterable[LoggedMatch]) -> _ByVersion:
-    found = defaultdict(list)
-    for match in matches:
-        if match.purpose != EVALUATION:
-            ious = [iou for _, _, iou in match.pairs]
-            counts = _Counts(len(match.predicted), len(match.truth), len(ious), sum(ious))
-            found[match.version].append(counts)
     return found
 
 
@@ -278,22 +229,3 @@ def _evaluations(evaluations: Sequence[Record], measures: Mapping[str, str]) -> 
     )
     title = f"The last {len(rows)} of {len(evaluations)} evaluations"
     return Table(title, ("step", "version", "answered", *measures.values(), "end"), rows)
-
-
-def _chart(
-    key: str,
-    title: str,
-    description: str,
-    x_title: str,
-    points: Sequence[tuple[float, Mapping[str, float]]],
-    measures: Mapping[str, str],
-) -> Chart:
-    by_measure = {
-        name: [(place, values[measure]) for place, values in points if measure in values]
-        for measure, name in measures.items()
-    }
-    y_title = "0 to 1" if measures.keys() == _NAMES.keys() else "value"
-    series = series_of(Mark.LINE, {name: told for name, told in by_measure.items() if told})
-    return Chart(
-        key=key, title=title, description=description, x_title=x_title, y_title=y_title, series=series
-    )

@@ -19,7 +19,7 @@ from typing import Any
 
 from swift_stage2.report.finished_rollouts import FinishedRollout, RunRollouts
 from swift_stage2.run_directory.lock import is_held
-from swift_stage2.terminal.output import has_lost_its_reader, needs_stdout, say
+from swift_stage2.terminal.output import needs_stdout, say
 from swift_stage2.terminal.parser import CommandParser
 
 EXIT_WHOLE = 0
@@ -49,8 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 num_told += 1
         if not (goes_on and options.follow):
             break
-        if has_lost_its_reader():
-            raise BrokenPipeError
         time.sleep(_LOOK_S)  # bounded polling: the run's processes end
     if goes_on:
         return EXIT_WHOLE

@@ -12,26 +12,21 @@ from typing import Any
 
 from swift_stage2.errors import UserError
 from swift_stage2.telemetry.audit import GAP, Record
-from swift_stage2.telemetry.ledger import Entry, RecordEntry
-from swift_stage2.telemetry.ledger_account import Key, ledger_key
+from swift_stage2.telemetry.ledger import Entry
 from swift_stage2.telemetry.reading import (
     Process,
     RankRecords,
     effective_histories,
-    num_generations_of,
     rank_files,
-    rank_of,
     read_files,
     read_ledgers,
     read_ranks,
-    record_of,
     run_of,
 )
-from swift_stage2.telemetry.record_forms import LEDGER_FORMS, RECORD_FORMS, has_form
-from swift_stage2.whole_file import read_regular, regular_lines
+from swift_stage2.telemetry.record_forms import LEDGER_FORMS, has_form
+from swift_stage2.whole_file import read_regular
 
 _MOST_STEPS_SHOWN = 8
-_ADVANTAGES_HEAD = f'{{"kind":"{RecordEntry.ADVANTAGES}"'.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +50,6 @@ class RunData:
     """By rank, the part of its ledger that counts, process by process."""
     checkpoints: Mapping[int, Sequence[Checkpoint]]
     """By rank, those that lie in the directories."""
-    advantages: Mapping[int, Mapping[Key, Sequence[float]]]
-    """By rank and draw, where they were recorded: of the rollout, then of its corrected answer if that has one."""
-
-    @property
-    def num_generations(self) -> int:
-        """Rollouts of one group; 1 without groups."""
-        return _num_generations(self.ledgers)
 
     @property
     def first(self) -> RankRecords:
@@ -140,34 +128,19 @@ def read_run(run_dirs: Sequence[Path]) -> RunData:
         ledgers=ledgers,
         histories=effective_histories(ledgers) if ledgers else {},
         checkpoints=_read_checkpoints(run_dirs),
-        advantages=_read_advantages(run_dirs) if _num_generations(ledgers) > 1 else {},
-    )
-
-
-def are_two_runs(run_dirs: Sequence[Path]) -> bool:
-    """Whether these are the directories of two runs, neither of which goes on with the other.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
-    return (
-        len({each.resolve() for each in run_dirs}) == len(run_dirs) == 2
-        and _stranger(run_dirs) is not None
-        and _stranger(run_dirs[::-1]) is not None
     )
 
 
 def _refuse_unrelated(run_dirs: Sequence[Path]) -> None:
     if len({each.resolve() for each in run_dirs}) < len(run_dirs):
         raise UserError(
-            f"every directory must be named once, got {' '.join(map(str, run_dirs))}; leave one out, or name that of "
-            "another run to compare with"
+            f"every directory must be named once, got {' '.join(map(str, run_dirs))}; leave one out"
         )
     if (stranger := _stranger(run_dirs)) is not None:
         raise UserError(
             "several directories are those of one run, each resumed from a checkpoint of those before it, oldest "
-            f"first, or exactly two, of two runs to compare, got {stranger}, which resumed none of them; run report on "
-            "each directory by itself, or on two"
+            f"first, got {stranger}, which resumed none of them; two runs are not compared any more: run report on "
+            "each, and swift-stage2 evaluate --compare on their predictions"
         )
 
 
@@ -194,23 +167,6 @@ def _goes_on(run_dir: Path, ledger: Sequence[Record], saved: set[str]) -> bool:
     audits = (record for _, records, _ in read_files([run_dir], "audit") for record in records)
     steps = [record.get("step") for record in (*starts, *audits) if record["kind"] == Entry.START]
     return not steps or steps[0] != 0
-
-
-def _num_generations(ledgers: Mapping[int, Sequence[Record]]) -> int:
-    starts = (record for ledger in ledgers.values() for record in ledger if record["kind"] == Entry.START)
-    return next(map(num_generations_of, starts), 1)
-
-
-def _read_advantages(run_dirs: Sequence[Path]) -> dict[int, dict[Key, Sequence[float]]]:
-    """The newest of each draw. A recording is large, so that other lines of it are not looked into."""
-    found: dict[int, dict[Key, Sequence[float]]] = {}
-    for path in [path for each in run_dirs for path in rank_files(each, "record")]:
-        of_rank = found.setdefault(rank_of(path, "a recording"), {})
-        for line in regular_lines(path):
-            record = record_of(line) if line.startswith(_ADVANTAGES_HEAD) else None
-            if record is not None and has_form(record, RECORD_FORMS):
-                of_rank.update(zip(map(ledger_key, record["samples"]), record["advantages"], strict=False))
-    return found
 
 
 def _read_checkpoints(run_dirs: Sequence[Path]) -> dict[int, list[Checkpoint]]:

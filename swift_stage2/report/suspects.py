@@ -4,8 +4,6 @@ A true object is suspect if none of at least ``FEWEST`` versions predicted a box
 suspect if the last ``FEWEST`` versions all predicted it, of one label, where nothing true is near. How much that says
 depends on the model: ``strength`` is the share of its label's objects that the versions find, or of its label's
 boxes that are right, so that suspects of a label that the model knows come first, and one that it never met is none.
-
-hotcoco's search (``image_diagnostics``) looks at one set of predictions and needs their scores.
 """
 
 from __future__ import annotations
@@ -15,19 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import combinations
-from pathlib import Path
 from statistics import fmean
-from typing import cast
 
-from swift_stage2.pages.content import Section, Sentence, Table, filled, number
-from swift_stage2.pages.pictures import DrawnBox, Gallery, Picture, Thumbnails
-from swift_stage2.report.drift import iou
-from swift_stage2.report.evaluations import RowEvaluation, boxes_of
-from swift_stage2.report.matches import Box, Labelled, LoggedMatch
+from swift_stage2.channel_b.matching import iou_matrix
+from swift_stage2.detections.prediction import TRUNCATED, LabelledBoxes
+from swift_stage2.detections.recorded import RecordedRow
+from swift_stage2.pages.content import Section, Sentence, Table, number
+from swift_stage2.records import Box
+from swift_stage2.report.evaluations import RowEvaluation
 
-SUSPECTS_KEY = "suspects"
 FEWEST = 3
 """Versions that must agree."""
+_MOST_SHOWN = 20
 _SAME = 0.5  # IoU of one box in two versions
 _NEAR = 0.1  # IoU from which a true object is near, as TIDE has it
 
@@ -46,8 +43,7 @@ class Suspect:
     image: str
     label: str
     box: Box
-    """In ``space``."""
-    space: tuple[int, int]
+    """In pixels."""
     strength: float
     """0 to 1."""
     versions: tuple[int, ...]
@@ -61,11 +57,19 @@ class _Version:
     """The answers of one version to the rows that it was asked, and how well it knows each label."""
 
     version: int
-    rows: Mapping[int, LoggedMatch]
-    false: Mapping[int, Sequence[Labelled]]
-    missed: Mapping[int, frozenset[int]]
+    rows: Mapping[int, RecordedRow]
+    found: Mapping[int, frozenset[int]]
+    """By row, the numbers of the true objects that were matched."""
+    right: Mapping[int, frozenset[int]]
+    """By row, the numbers of the predictions that were matched."""
     recall: Mapping[str, float]
     precision: Mapping[str, float]
+
+    def false(self, row: int) -> Iterator[tuple[str, Box]]:
+        objects = self.rows[row].objects
+        for index, found in enumerate(zip(objects.ref, objects.bbox, strict=True)):
+            if index not in self.right[row]:
+                yield found
 
 
 def suspects_of(evaluations: Sequence[RowEvaluation]) -> list[Suspect] | None:
@@ -83,44 +87,50 @@ def suspects_of(evaluations: Sequence[RowEvaluation]) -> list[Suspect] | None:
     return sorted((each for each in found if each.strength), key=lambda each: (-each.strength, each.row))
 
 
-def _is_answered(match: LoggedMatch) -> bool:
-    """An answer that was cut off says nothing of what it lacks."""
-    return bool(match.rollout) and not match.truncated
-
-
 def suspect_lines(suspects: Sequence[Suspect]) -> str:
     return "".join(json.dumps(asdict(each)) + "\n" for each in suspects)
 
 
+def _is_answered(row: RecordedRow) -> bool:
+    """An answer that was cut off says nothing of what it lacks."""
+    return bool(row.answer) and row.finish_reason != TRUNCATED
+
+
 def _version(evaluation: RowEvaluation) -> _Version:
     rows, counts = sorted(evaluation.rows), evaluation.scores.counts("class")
-    missed, false = (dict(zip(rows, of_images, strict=True)) for of_images in evaluation.scores.unmatched())
+    matched = dict(zip(rows, evaluation.scores.matched(), strict=True))
     return _Version(
         evaluation.version,
         evaluation.rows,
-        {row: [evaluation.rows[row].predicted[index] for index in false[row]] for row in rows},
-        {row: frozenset(missed[row]) for row in rows},
+        {row: frozenset(true for _, true, _ in pairs) for row, pairs in matched.items()},
+        {row: frozenset(prediction for prediction, _, _ in pairs) for row, pairs in matched.items()},
         {label: each.matched / each.true for label, each in counts.items() if each.true},
         {label: each.matched / each.predicted for label, each in counts.items() if each.predicted},
     )
 
 
+def _iou(one: Box, other: Box) -> float:
+    return float(iou_matrix([one], [other])[0, 0])
+
+
 def _never_found(row: int, versions: Sequence[_Version]) -> Iterator[Suspect]:
     newest = versions[-1].rows[row]
-    missed = frozenset.intersection(*(each.missed.get(row, frozenset()) for each in versions))
-    for index in sorted(missed):
-        label, box = newest.truth[index].label, cast(Box, newest.truth[index].box)
+    truth = newest.truth or LabelledBoxes()
+    found = frozenset.union(*(each.found[row] for each in versions))
+    for index, (label, box) in enumerate(zip(truth.ref, truth.bbox, strict=True)):
+        if index in found:
+            continue
+        answers = [version.rows[row].objects for version in versions[-FEWEST:]]
         said = [
-            {each.label for each in version.rows[row].predicted if iou(cast(Box, each.box), box) >= _SAME}
-            for version in versions[-FEWEST:]
+            {name for name, place in zip(each.ref, each.bbox, strict=True) if _iou(place, box) >= _SAME}
+            for each in answers
         ]
         yield Suspect(
             kind=SuspectKind.NEVER_FOUND,
             row=row,
-            image=newest.image,
+            image=newest.file or newest.image,
             label=label,
             box=box,
-            space=newest.space,
             strength=round(fmean(version.recall[label] for version in versions), 4),
             versions=tuple(version.version for version in versions),
             predicted_instead=min(set.intersection(*said), default=None),
@@ -129,109 +139,55 @@ def _never_found(row: int, versions: Sequence[_Version]) -> Iterator[Suspect]:
 
 def _always_added(row: int, versions: Sequence[_Version]) -> Iterator[Suspect]:
     newest = versions[-1].rows[row]
-    for one in versions[-1].false.get(row, ()):
-        box = cast(Box, one.box)
-        if any(iou(box, true) >= _NEAR for true in boxes_of(newest.truth)):
+    truth = newest.truth or LabelledBoxes()
+    for label, box in versions[-1].false(row):
+        if any(_iou(box, true) >= _NEAR for true in truth.bbox):
             continue
         seen = [box]
         for version in versions[:-1]:
-            alike = list(boxes_of(each for each in version.false.get(row, ()) if each.label == one.label))
-            if alike:
-                seen.append(max(alike, key=lambda other, box=box: iou(other, box)))  # type: ignore[misc]
-        least = min(iou(a, b) for a, b in combinations(seen, 2)) if len(seen) == len(versions) else 0.0
+            alike = [place for name, place in version.false(row) if name == label]
+            seen += sorted(alike, key=lambda other: _iou(other, box))[-1:]
+        least = min(_iou(a, b) for a, b in combinations(seen, 2)) if len(seen) == len(versions) else 0.0
         if least >= _SAME:
             yield Suspect(
                 kind=SuspectKind.ALWAYS_ADDED,
                 row=row,
-                image=newest.image,
-                label=one.label,
+                image=newest.file or newest.image,
+                label=label,
                 box=box,
-                space=newest.space,
-                strength=round(least * fmean(version.precision[one.label] for version in versions), 4),
+                strength=round(least * fmean(version.precision[label] for version in versions), 4),
                 versions=tuple(version.version for version in versions),
             )
 
 
-def suspects_section(suspects: Sequence[Suspect] | None, gallery: Gallery) -> Section:
-    """How many there are; the page adds the pictures."""
+def suspects_section(suspects: Sequence[Suspect] | None) -> Section:
+    """The strongest ones; the file beside the page has all."""
     title = "Suspected label errors"
     if suspects is None:
         told = f"Fewer than {FEWEST} versions were evaluated, so no label of the validation rows can be suspected."
-        return Section(SUSPECTS_KEY, title, (Sentence(told),))
+        return Section("suspects", title, (Sentence(told),))
     if not suspects:
-        return Section(SUSPECTS_KEY, title, (Sentence("No label of the validation rows is suspect."),))
-    rows = tuple(
-        (str(kind), number(len(own)), number(max(each.strength for each in own)))
-        for kind in SuspectKind
-        if (own := [each for each in suspects if each.kind is kind])
-    )
+        return Section("suspects", title, (Sentence("No label of the validation rows is suspect."),))
     told = (
         f"True objects that none of at least {FEWEST} versions found, and boxes without a true object near that the "
         f"last {FEWEST} versions all predicted. Look from the first on: strength is the share of the label's objects "
         "that the versions find, or of its boxes that are right. What a model never learned it misses, too."
     )
-    shown = f"{number(len(gallery.pictures))} of {number(gallery.num_matches)} rows are shown, the strongest first."
-    table = Table("", ("suspect", "number", "highest strength"), rows)
-    return Section(SUSPECTS_KEY, title, filled((Sentence(told), table, Sentence(shown))))
-
-
-def suspects_gallery(suspects: Sequence[Suspect], evaluations: Sequence[RowEvaluation], size: int) -> Gallery:
-    """A picture for every row that has suspects, the strongest first. Opens at most ``size`` images."""
-    by_row: dict[int, list[Suspect]] = {}
-    for each in suspects:
-        by_row.setdefault(each.row, []).append(each)
-    newest = {row: match for evaluation in evaluations for row, match in evaluation.rows.items()}
-    thumbnails = Thumbnails()
-    pictures = [_picture(newest[row], own, thumbnails) for row, own in list(by_row.items())[:size]]
-    return Gallery(
-        pictures=tuple(pictures),
-        thumbnails=thumbnails.uris,
-        num_matches=len(by_row),
-        backward="Stronger",
-        forward="Weaker",
-        texts=("Newest answer", "Suspects"),
-        filters=tuple(map(str, SuspectKind)),
-        legend=(
-            ("missed", "ground truth that no version found"),
-            ("false", f"predicted by the last {FEWEST} versions, nothing true near"),
-            ("truth", "other ground truth"),
-            ("matched", "other prediction of the newest version"),
-        ),
+    rows = tuple(
+        (
+            str(each.row),
+            each.label,
+            each.kind + (f", they say {each.predicted_instead!r}" if each.predicted_instead else ""),
+            ", ".join(f"{value:g}" for value in each.box),
+            f"{each.strength:.2f}",
+            each.image,
+        )
+        for each in suspects[:_MOST_SHOWN]
     )
-
-
-def _picture(match: LoggedMatch, suspects: Sequence[Suspect], thumbnails: Thumbnails) -> Picture:
-    path = match.image
-    image, trouble = thumbnails.add(path or None)
-    marked = {(each.kind, each.label, each.box) for each in suspects}
-
-    def drawn(objects: Sequence[Labelled], kind: SuspectKind, suspect: str, other: str) -> Iterator[DrawnBox]:
-        for each in objects:
-            yield (suspect if (kind, each.label, each.box) in marked else other, *each.box, each.label)
-
-    return Picture(
-        image=image,
-        trouble=trouble,
-        name=Path(path).name or "an image without a path",
-        facts=(
-            f"row {match.row} of the validation set",
-            path or "no path",
-            ", ".join(f"{each.label}: {each.kind}" for each in suspects),
-        ),
-        fate=f"strength {max(each.strength for each in suspects):.2f}",
-        space=match.space,
-        boxes=(
-            *drawn(match.truth, SuspectKind.NEVER_FOUND, "missed", "truth"),
-            *drawn(match.predicted, SuspectKind.ALWAYS_ADDED, "false", "matched"),
-        ),
-        outcomes=tuple({str(each.kind): None for each in suspects}),
-        rollout=match.rollout,
-        target="\n".join(map(_told, suspects)),
+    table = Table(
+        f"The strongest {number(len(rows))} of {number(len(suspects))}",
+        ("row", "label", "suspect", "box", "strength", "image"),
+        rows,
+        ends_in_words=True,
     )
-
-
-def _told(suspect: Suspect) -> str:
-    instead = f", they say {suspect.predicted_instead!r}" if suspect.predicted_instead else ""
-    box = ", ".join(f"{value:g}" for value in suspect.box)
-    versions = f"{len(suspect.versions)} versions"
-    return f"{suspect.label} ({box}): {suspect.kind}, {versions}, strength {suspect.strength:.2f}{instead}"
+    return Section("suspects", title, (Sentence(told), table))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from swift_stage2.pages.content import Headline, Part, Section, Sentence, Table, Tone, filled, seconds
 from swift_stage2.report.run_data import RunData
-from swift_stage2.report.speed import FEWEST_QUIET, RankWork, Speed, measure, slowest, trained_steps
+from swift_stage2.report.speed import FEWEST_QUIET, RankWork, Speed, slowest, trained_steps
 from swift_stage2.telemetry.ledger import Entry
 from swift_stage2.telemetry.summary import RunSummary, why_b_is_unused
 
@@ -38,7 +38,7 @@ def verdict_section(
         parts.append(Sentence(f"No speed-up can be told: {speed}.", Tone.WARN))
     parts += [*(Sentence(each.sentence) for each in found), _advice(found)]
     if known:
-        parts += [_sums(known), _ranks(works) if len(works) > 1 else None]
+        parts.append(_sums(known))
     return Section("verdict", "Verdict", filled(parts))
 
 
@@ -73,17 +73,6 @@ def _cautions(speed: Speed) -> Iterator[Sentence]:
         yield Sentence(
             f"The speed-up may be told too high: fewer than {FEWEST_QUIET} steps of channel {' and '.join(estimated)} "
             "ran without a rollout in flight, so what a step costs alone is estimated from the quicker ones.",
-            Tone.WARN,
-        )
-    if round(speed.fraction, 3) > 1:  # the error of the estimate, which nobody should read as a gain
-        cause = (
-            "a step costs what the median one does, and some were quicker"
-            if speed.learner_binds
-            else "rollouts were also made outside of the steps, as before the first one or while a checkpoint was saved"
-        )
-        yield Sentence(
-            f"The figures come to {speed.fraction:.1%} of the bound, which nothing can pass: {cause}. Read it as the "
-            f"whole bound, {speed.bound:.2f} ×, to within {speed.fraction - 1:.1%}.",
             Tone.WARN,
         )
 
@@ -128,20 +117,6 @@ def _paces(speed: Speed) -> Iterator[tuple[str, str, str]]:
         )
 
 
-def _ranks(works: Iterable[RankWork]) -> Table:
-    rows = tuple(
-        (
-            str(speed.rank),
-            *map(seconds, (speed.steps_s, speed.rounds_s, speed.rollouts_s, speed.wall_s)),
-            f"{speed.speed_up:.2f} ×",
-            f"{min(1.0, speed.fraction):.0%}",
-        )
-        for work in works
-        if isinstance(speed := measure(work), Speed)
-    )
-    return Table("By rank", ("rank", "S", "R", "P", "W", "speed-up", "reached"), rows)
-
-
 SLOWDOWN = 0.03
 """Of steps beside rollouts; more than this is told."""
 MISSED_SHARE = 0.05
@@ -157,7 +132,6 @@ class Knobs:
     b_ratio: float | None = None
     sync_every_steps: int | None = None
     version_window: int | None = None
-    num_servers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +173,11 @@ def bottlenecks(
         has_advice = bool(binding.advice) and not speed.learner_binds
         yield binding
         if speed.rounds_s > ROUNDS_SHARE * speed.wall_s:
-            yield _rounds(speed, summary, knobs)
+            num_rounds = summary.num_rounds_committed + summary.num_rounds_failed
+            yield Bottleneck(
+                f"Sync rounds take {speed.rounds_s / speed.wall_s:.0%} of the training part: {num_rounds} in "
+                f"{summary.num_steps} steps; a larger stage2_ab.channel_b.prefetch.sync_every_steps has fewer."
+            )
         for pace in speed.paces:
             if pace.busy_s is not None and pace.slowdown is not None and pace.slowdown > SLOWDOWN:
                 yield Bottleneck(
@@ -221,8 +199,6 @@ def bottlenecks(
 def knobs_of(run: RunData) -> Knobs:
     """The settings; the window also from the ledger, which has always held it."""
     prefetch = ("stage2_ab", "channel_b", "prefetch")
-    servers = run.setting("rollout", "servers")
-    num_added = len({record["base_url"] for record in run.first.added_servers})
     window = run.number_setting(*prefetch, "version_window")
     if window is None:
         starts = [record for record in run.ledger_records if record["kind"] == Entry.START]
@@ -231,7 +207,6 @@ def knobs_of(run: RunData) -> Knobs:
         b_ratio=run.number_setting("stage2_ab", "schedule", "b_ratio"),
         sync_every_steps=run.number_setting(*prefetch, "sync_every_steps") or None,
         version_window=window,
-        num_servers=len(servers) + num_added if isinstance(servers, list) and servers else None,
     )
 
 
@@ -254,18 +229,6 @@ def sustained_b_ratio(speed: Speed, summary: RunSummary) -> float:
     return min(1.0, math.floor(_sustained_share(speed, summary) * 100) / 100)
 
 
-def servers_needed(speed: Speed, num_servers: int) -> int | None:
-    """With how many servers the learner would bind; None if the pipeline's other work alone takes too long."""
-    asking = speed.working_s["asking"]
-    left = speed.learner_s - (speed.rollouts_s - asking)
-    return math.ceil(asking * num_servers / left) if left > 0 else None
-
-
-def sync_every_steps_needed(round_s: float, step_s: float) -> int:
-    """From how many steps on a round of ``round_s`` takes ``ROUNDS_SHARE`` of the time."""
-    return math.ceil(round_s * (1 - ROUNDS_SHARE) / (ROUNDS_SHARE * step_s))
-
-
 def _sustained_share(speed: Speed, summary: RunSummary) -> float:
     return summary.num_b_run / summary.num_steps * speed.learner_s / speed.rollouts_s
 
@@ -282,8 +245,8 @@ def _binding(speed: Speed, summary: RunSummary, knobs: Knobs) -> Bottleneck:
     if asking >= speed.rollouts_s - asking:
         return Bottleneck(
             f"The rollouts bind: asking the servers takes {seconds(asking)} of the pipeline's {rollouts}, the learner "
-            f"needs {learner}.",
-            (*_more_servers(speed, knobs.num_servers), *less_b),
+            f"needs {learner}; more servers would shorten the asking.",
+            less_b,
         )
     others = {name: spent for name, spent in speed.working_s.items() if name != "asking"}
     name = max(others, key=others.__getitem__)
@@ -308,38 +271,6 @@ def _b_ratio(speed: Speed, summary: RunSummary, knobs: Knobs, *, upwards: bool) 
     )
     proposed = f"up to {ratio:g}" if upwards else f"{ratio:g}"
     return (Advice("stage2_ab.schedule.b_ratio", knobs.b_ratio, proposed, why),)
-
-
-def _more_servers(speed: Speed, num_servers: int | None) -> tuple[Advice, ...]:
-    needed = None if num_servers is None else servers_needed(speed, num_servers)
-    if num_servers is None or needed is None or needed <= num_servers:
-        return ()
-    asking = speed.working_s["asking"]
-    why = (
-        f"asking takes {seconds(asking)} × {num_servers} server(s), and the learner's {seconds(speed.learner_s)} less "
-        f"{seconds(speed.rollouts_s - asking)} of other work are there for it"
-    )
-    return (Advice("rollout.servers", num_servers, str(needed), why),)
-
-
-def _rounds(speed: Speed, summary: RunSummary, knobs: Knobs) -> Bottleneck:
-    num_rounds = summary.num_rounds_committed + summary.num_rounds_failed
-    sentence = (
-        f"Sync rounds take {speed.rounds_s / speed.wall_s:.0%} of the training part: {num_rounds} in "
-        f"{summary.num_steps} steps."
-    )
-    if not num_rounds or not speed.steps_s:
-        return Bottleneck(sentence)
-    round_s, step_s = speed.rounds_s / num_rounds, speed.steps_s / summary.num_steps
-    needed = sync_every_steps_needed(round_s, step_s)
-    if knobs.sync_every_steps is not None and needed <= knobs.sync_every_steps:
-        return Bottleneck(sentence)  # the first round alone, in a short run
-    why = (
-        f"a round takes {seconds(round_s)} and a step {seconds(step_s)}; once in {needed} steps that is "
-        f"{ROUNDS_SHARE:.0%}"
-    )
-    knob = "stage2_ab.channel_b.prefetch.sync_every_steps"
-    return Bottleneck(sentence, (Advice(knob, knobs.sync_every_steps, str(needed), why),))
 
 
 def _missing_packs(

@@ -1,4 +1,4 @@
-"""One rank's telemetry: counters, activity clock, audit, ledger, trace, and on rank 0 TensorBoard and the live view.
+"""One rank's telemetry: counters, activity clock, audit, ledger, trace, and on rank 0 TensorBoard and a line to read.
 
 The learner reports steps, rounds and warnings, the pipeline its own events through ``pipeline``. Ranks meet
 only in ``merge_and_write``, at logging steps, through a sum that the caller brings. Nothing here raises for
@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,9 @@ from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity, ActivityClock
 from swift_stage2.telemetry.audit import AuditLog, StorageWarning, rank_path, to_json
 from swift_stage2.telemetry.ledger import Ledger, MatchLog, RecordEntry
-from swift_stage2.telemetry.live_state import LiveTracker, server_name
-from swift_stage2.telemetry.live_view import LiveView
 from swift_stage2.telemetry.metrics import PREFIX, Counters, SumAcrossRanks, decode, encode
 from swift_stage2.telemetry.recorders import EvaluationRecorder, PipelineRecorder
+from swift_stage2.telemetry.status_line import StatusLine
 from swift_stage2.telemetry.summary import why_b_is_unused
 from swift_stage2.telemetry.tensorboard import TensorBoardSink, scalars_of_merge, scalars_of_plan
 from swift_stage2.telemetry.trace import Trace
@@ -61,12 +60,12 @@ class Telemetry:
         trace: bool = False,
         record: bool = False,
         kept_rows: Container[int] = frozenset(),
-        live: LiveView | None = None,
+        say: Callable[[str], object] | None = None,
         total_steps: int = 0,
         queue_limit: int | None = None,
         reward_terms: Sequence[str] = (),
     ) -> None:
-        """``queue_limit`` None means that there is no channel B. ``live`` is used on rank 0 only, and closed here.
+        """``queue_limit`` None means that there is no channel B. ``say`` gets lines for a user.
 
         ``kept_rows`` of the data set have their matches kept whole, ``reward_terms`` of rollouts are summed.
         """
@@ -94,10 +93,10 @@ class Telemetry:
         self.evaluation = EvaluationRecorder(self.audit, matches)
         writes_board = tensorboard and rank == 0
         self._board = TensorBoardSink(run_dir / "runs", warning=self._storage) if writes_board else None
-        self._live = live if rank == 0 else None
+        self._say = say
         self._told_ns = self.clock.totals_ns()  # by the audit's records of steps
         self._total_steps = total_steps
-        self._tracker = LiveTracker(world_size, total_steps, queue_limit=queue_limit)
+        self._status = StatusLine(total_steps, queue_limit)
         self._round_errors: dict[int, str | None] = {}  # by server, of its last round
         self._transports: set[tuple[int, str]] = set()  # by which weights have reached servers
         self._num_errors: Counter[str] = Counter()  # of servers that a round did not prove
@@ -133,7 +132,6 @@ class Telemetry:
         self.trace.record("plan", end_ns - int(facts.plan_seconds * NANOSECONDS), end_ns)
         if self._board is not None:
             self._plans.append((facts.step, time.time(), scalars_of_plan(facts.plan)))
-        self._show()
 
     def record_losses(self, step: int, losses: Sequence[str]) -> None:
         """Keep every micro_step's loss of a step that has trained, as ``float.hex``."""
@@ -177,9 +175,7 @@ class Telemetry:
                 self.record_warning(
                     f"the {'catch-up with' if outcome.is_catch_up else 'round of'} version {outcome.version} "
                     f"did not prove a server: {report.error}",
-                    until=[server_name(server)],
                 )
-        self._show()
 
     def record_added_server(self, step: int, server: int, base_url: str) -> None:
         """Write down that a server joined the run at ``step``, on every rank; ``server`` is its number in rounds."""
@@ -188,7 +184,6 @@ class Telemetry:
             logger.info(
                 "%s joins the run as server %d; a round or a catch-up brings it weights", base_url, server
             )
-        self._show()
 
     def record_evaluation(self, facts: EvaluationRecord) -> None:
         """Write down an evaluation that has ended, on every rank; its points stand at the step at which it began."""
@@ -242,14 +237,15 @@ class Telemetry:
     def record_loss(self, step: int, loss: float) -> None:
         """Keep what ms-swift logs after ``step`` steps: the mean over all ranks and the steps since its last log."""
         self._tell("loss", step=step, loss=loss)
-        self._show()
+        self._say_status(loss)
 
-    def record_warning(self, message: str, until: Iterable[str] = ()) -> None:
-        """Log a warning, and keep it for the audit and the live view, which shows it until all of ``until`` are well:
-        ``CHANNEL_B`` has run, or a server (``server_name``) was proven; without any for the rest of the run."""
-        logger.warning("%s", message)
-        self._tell("warning", message=message, until=list(until))
-        self._show()
+    def record_warning(self, message: str) -> None:
+        """Say or log a warning, and keep it for the audit."""
+        if self._say is not None:
+            self._say(f"warning: {message}")
+        else:
+            logger.warning("%s", message)
+        self._tell("warning", message=message)
 
     def merge_and_write(
         self, step: int, sum_across_ranks: SumAcrossRanks, *, epoch: float | None = None
@@ -265,15 +261,14 @@ class Telemetry:
         mine = encode(numbers, activity_ns, rank=self._rank, world_size=self._world_size)
         merged = decode(sum_across_ranks(mine), numbers, world_size=self._world_size)
         values = scalars_of_merge(merged, self._window_start)
-        num_rollouts = merged.values["rollouts_received"] - self._window_start.get("rollouts_received", 0)
-        self._tracker.take_others(merged.per_rank["queue_depth"], num_rollouts, time.time())
+        self._say_status(None)  # of a logging step without a loss
+        self._status.take(step, epoch, merged.values, merged.per_rank["queue_depth"])
         self._window_start = dict(merged.values)
         self.counters.set("ver_lag", None)
         self._tell_metrics(step, numbers, activity_ns, wall_ns, epoch)
         if self._board is not None:
             self._flush_plans()
             self._board.write_scalars(step, values)
-        self._show()
         return values
 
     def state_dict(self) -> dict[str, Any]:
@@ -313,7 +308,7 @@ class Telemetry:
         if self._queue_limit is not None:
             self.pipeline.clock.end_interval()
         self.trace.save(self._run_dir / "trace" / f"rank{self._rank}.json", self._rank, self._storage)
-        self._draw(lambda live: live.close())
+        self._say_status(None)
 
     def _count_step(self, facts: StepRecord) -> None:
         add, gauge, plan = self.counters.add, self.counters.set, facts.plan
@@ -377,18 +372,8 @@ class Telemetry:
         self._plans.clear()
 
     def _tell(self, kind: str, **values: Any) -> None:
-        """Writes a record to the audit; rank 0's live view reads the same one."""
         self.audit.write(kind, **values)
-        if self._live is not None:
-            self._tracker.take(to_json({"kind": kind, "rank": 0, "time": time.time(), **values}))
 
-    def _show(self) -> None:
-        self._draw(lambda live: live.update(self._tracker.state))
-
-    def _draw(self, call: Callable[[LiveView], None]) -> None:
-        if self._live is None:
-            return
-        try:
-            call(self._live)
-        except OSError as error:  # standard output may be a file on the same full disk
-            self._storage.report("the live view", error)
+    def _say_status(self, loss: float | None) -> None:
+        if (line := self._status.line(loss)) and self._say is not None:
+            self._say(line)

@@ -8,7 +8,6 @@ else by time, those of the ledger by the checkpoints that its processes resumed.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -45,8 +44,6 @@ class RankRecords:
     num_odd_matches: int = 0
     """Lines of its matches that are no record."""
     quarantines: list[Record] = field(default_factory=list)
-    losses: dict[int, float] = field(default_factory=dict)
-    """By number of steps taken, as logged; those that are finite."""
     num_lost: int = 0
     """Records that a full disk did not take, and lines that are none or have not the form of their kind."""
     has_ended: bool = False
@@ -78,8 +75,6 @@ class RankRecords:
                 self.quarantines.append(record)
             case "evaluation":
                 self.evaluations.append(record)
-            case "loss" if record.get("step") is not None and math.isfinite(loss := float(record["loss"])):
-                self.losses[record["step"]] = loss
             case "gap":
                 self.num_lost += record["records_lost"]
 
@@ -92,7 +87,6 @@ class RankRecords:
         lost = [record["time"] for record in (*self.steps.values(), *self.rounds) if record["step"] >= step]
         self.steps = {number: record for number, record in self.steps.items() if number < step}
         self.rounds = [record for record in self.rounds if record["step"] < step]
-        self.losses = {number: loss for number, loss in self.losses.items() if number <= step}
         if lost:
             self.void.append((min(lost), start["time"]))
             for records in (

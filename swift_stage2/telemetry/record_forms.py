@@ -212,7 +212,7 @@ AUDIT_FORMS: Forms = {
         ratios=dict[str, _Number | None],
     ),
     "loss": _kept({"step": _Count}, loss=_Loss),
-    "warning": _kept({"until": list[str]}, message=str),
+    "warning": _kept(message=str),
 }
 
 RECORD_FORMS: Forms = {

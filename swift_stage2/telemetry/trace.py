@@ -1,8 +1,7 @@
 """Records who did what when: closed intervals of every thread, for a trace that Perfetto can show.
 
 Off, a span is one shared object that does nothing. On, it is two clock reads and an append to a bounded
-buffer that forgets its oldest entries and counts them. Times are Unix time, moved by what the ranks found their
-clocks to differ by: only an offset that is larger than its uncertainty is corrected.
+buffer that forgets its oldest entries and counts them. Times are Unix time, as each rank's machine has it.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,19 +29,6 @@ EnterSpan = Callable[[str], AbstractContextManager[None]]
 def untraced(name: str) -> AbstractContextManager[None]:
     """The span of whoever is not traced."""
     return _NOTHING
-
-
-@dataclass(frozen=True, slots=True)
-class ClockOffset:
-    """Nanoseconds by which a rank's clock is ahead of rank 0's, and how well that is known."""
-
-    offset_ns: int = 0
-    uncertainty_ns: int = 0
-
-    @property
-    def correction_ns(self) -> int:
-        """The nanoseconds to take from this rank's times."""
-        return self.offset_ns if abs(self.offset_ns) > self.uncertainty_ns else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +58,6 @@ class Trace:
         self._num_recorded = 0
         self._lock = threading.Lock()
         self._unix_offset_ns = time.time_ns() - now_ns()
-        self.clock_offset = ClockOffset()
-        """By how much this rank's Unix time is ahead of rank 0's."""
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """A block to be recorded under ``name``, also when it raises."""
@@ -112,10 +96,8 @@ class Trace:
             return self._num_recorded - len(self._spans)
 
     def chrome_trace(self, rank: int) -> dict[str, Any]:
-        """The spans in Chrome's trace format: a process per rank, a track per thread, microseconds of rank 0's Unix
-        time."""
+        """The spans in Chrome's trace format: a process per rank, a track per thread, microseconds of Unix time."""
         spans = self.spans
-        to_unix_ns = self._unix_offset_ns - self.clock_offset.correction_ns
         tracks = {name: index for index, name in enumerate(dict.fromkeys(span.track for span in spans))}
         names = [_metadata("process_name", rank, 0, f"rank {rank}")]
         names += [_metadata("thread_name", rank, index, name) for name, index in tracks.items()]
@@ -125,14 +107,14 @@ class Trace:
                 "name": span.name,
                 "pid": rank,
                 "tid": tracks[span.track],
-                "ts": (span.start_ns + to_unix_ns) / 1000,
+                "ts": (span.start_ns + self._unix_offset_ns) / 1000,
                 "dur": (span.end_ns - span.start_ns) / 1000,
             }
             for span in spans
         ]
         return {
             "traceEvents": names + events,
-            "otherData": {"num_forgotten": self.num_forgotten, "clock_offset": asdict(self.clock_offset)},
+            "otherData": {"num_forgotten": self.num_forgotten},
         }
 
     def save(self, path: Path, rank: int, warning: StorageWarning) -> None:
@@ -148,35 +130,6 @@ class Trace:
 
 def _metadata(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": name}}
-
-
-_NUM_MEETINGS = 9
-
-
-def align_clocks(
-    meet: Callable[[], object],
-    gather: Callable[[str], Sequence[str]],
-    now_ns: Callable[[], int] = time.time_ns,
-) -> ClockOffset:
-    """How far this rank's Unix time is ahead of rank 0's. Called on all ranks alike.
-
-    ``meet`` is a collective that nobody leaves before the last rank has entered it, so that two ranks leave within
-    the longer of the times that either has spent inside: that is what an offset is known to, and of several meetings
-    the shortest one counts. ``gather`` hands every rank's text to all, by rank.
-    """
-    meetings = []
-    for _ in range(_NUM_MEETINGS):
-        entered = now_ns()
-        meet()
-        left = now_ns()
-        meetings.append((left, left - entered))
-    first = json.loads(gather(json.dumps(meetings))[0])
-    found = [
-        (max(mine_ns, theirs_ns), mine - theirs)
-        for (mine, mine_ns), (theirs, theirs_ns) in zip(meetings, first, strict=True)
-    ]
-    uncertainty_ns, offset_ns = min(found)
-    return ClockOffset(offset_ns, uncertainty_ns)
 
 
 def merge_traces(run_dir: Path) -> Path | None:

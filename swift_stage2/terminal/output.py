@@ -1,10 +1,9 @@
-"""Output of commands: text that no terminal obeys, a last line, silent libraries, a reader that leaves early."""
+"""Output of commands: text that no terminal obeys, a last line, silent libraries."""
 
 from __future__ import annotations
 
 import logging
 import os
-import select
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -56,13 +55,6 @@ def quieten_libraries() -> None:
     logging.getLogger("swift").setLevel(logging.ERROR)
 
 
-def has_lost_its_reader() -> bool:
-    """Whether stdout is a pipe or socket that nobody can read any more."""
-    poll = select.poll()
-    poll.register(_STDOUT, 0)  # errors are told without being asked for
-    return bool(poll.poll(0))
-
-
 def check_new_file(path: Path, *, force: bool, sources: Iterable[Path]) -> None:
     """Makes the folder of a file that will be written.
 
@@ -88,36 +80,26 @@ def needs_stdout(who: str) -> Iterator[None]:
 
     Raises:
         UserError: it cannot be written.
-        BrokenPipeError: nobody reads it any more.
     """
     try:
         yield
         if sys.stdout is not None:  # closed from the start: print writes nowhere then
             sys.stdout.flush()
-    except BrokenPipeError:
-        raise  # who reads it has seen enough
     except OSError as error:
-        throw_away()
+        if isinstance(error, BrokenPipeError):
+            raise
+        let_go()
         raise UserError(
             f"{who} needs an output that takes it, got {error}; send it elsewhere, or make room"
         ) from error
 
 
 def let_go() -> None:
-    """Writes what is buffered; without a reader it is thrown away, so that the interpreter's own flush cannot fail.
-
-    Raises:
-        UserError: it cannot be written for another reason.
-    """
+    """Writes what is buffered. What nobody takes goes nowhere, so that the interpreter's own flush cannot fail."""
     try:
-        with needs_stdout("what is written"):
-            pass
-    except BrokenPipeError:
-        throw_away()
-
-
-def throw_away() -> None:
-    """Sends what is buffered and what comes nowhere; for a caller that has told otherwise that stdout takes nothing."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, _STDOUT)
-    os.close(nowhere)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, _STDOUT)
+        os.close(nowhere)

@@ -10,9 +10,7 @@ from typing import Any, NoReturn
 from swift_stage2.nearest_word import closest
 from swift_stage2.terminal.output import printable
 
-_FOR_ALL = (
-    "2 the user's mistake, told in one line; 130 interrupted; 141 nobody reads what it prints any more."
-)
+_FOR_ALL = "2 the user's mistake, told in one line; 130 interrupted."
 _UNKNOWN = re.compile(r"unrecognized arguments: (?:.*?\s)?(?P<word>--[\w-]+)")
 _NO_CHOICE = re.compile(r"invalid choice: '(?P<word>[^']*)' \(choose from (?P<choices>.*)\)")
 

@@ -15,9 +15,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Protocol
 
+from swift_stage2.terminal.output import say
+
 _MOMENTS_S = (1.0, 5.0)
-GOES_ON = re.compile(r"swift-stage2 \w+: (.+ … \d+ s)$")
-"""The end of a line that ``going_on`` has written to stderr; its group is what goes on."""
+SAID = re.compile(r"swift-stage2 \w+: (?!error: )(.+)$")
+"""The end of a line in which a process below a launch tells its user something; its group is what."""
 
 
 @contextmanager
@@ -55,6 +57,42 @@ def going_on(
 def _to_stderr(command: str, text: str) -> None:
     with suppress(OSError, ValueError):  # nobody reads it any more
         print(f"swift-stage2 {command}: {text}", file=sys.stderr, flush=True)
+
+
+class WaitNotice:
+    """Says every few seconds what is waited for; counts from its construction."""
+
+    def __init__(
+        self,
+        say: Callable[[str], object],
+        every_s: float = _MOMENTS_S[1],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._say = say
+        self._every_s = every_s
+        self._now_s = now_s
+        self._started = now_s()
+        self._next = self._started + every_s
+
+    def remind(self, what: str, limit_s: float | None = None) -> None:
+        """Says ``what``, the seconds passed and those there are, if it is time to."""
+        now = self._now_s()
+        if now < self._next:
+            return
+        self._next = now + self._every_s
+        limit = "" if limit_s is None else f" of {limit_s:g} s"
+        self._say(f"{what}, {now - self._started:.0f} s{limit}")
+
+
+def say_beside_bar(command: str, text: str) -> None:
+    """One line on stderr, above a progress bar that stands there."""
+    from tqdm import tqdm
+
+    with (
+        suppress(OSError, ValueError),
+        tqdm.external_write_mode(file=sys.stderr),
+    ):  # nobody reads it, or a full disk
+        say(f"swift-stage2 {command}: {text}", is_error=True)
 
 
 class MoveTo(Protocol):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,10 +85,11 @@ class Stage2Trainer(EvaluatedTrainer):
     def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trains, and ends every thread of ours however training ends."""
         self._resume_directory = resume_from_checkpoint or None
-        with ExitStack() as held:
-            if self.args.process_index == 0:  # also where ms-swift has just made the directory
-                held.enter_context(hold_run_directory(Path(self.args.output_dir)))
-            held.enter_context(StopOnSignal(self._ask_to_stop))
+        # Also where ms-swift has just made the directory.
+        held = (
+            hold_run_directory(Path(self.args.output_dir)) if self.args.process_index == 0 else nullcontext()
+        )
+        with held, StopOnSignal(self._ask_to_stop):
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
@@ -167,9 +168,8 @@ class Stage2Trainer(EvaluatedTrainer):
 
     def _report(self, scalars: Mapping[str, float]) -> None:
         """Gives whoever logs for the user what TensorBoard has, as W&B does; the screen has its own line."""
-        others: tuple[type, ...] = (ProgressCallback, PrinterCallback)
-        if self.stage2_config.telemetry.tensorboard:
-            others += (TensorBoardCallback,)  # has them by their own tags
+        ours = (TensorBoardCallback,) if self.stage2_config.telemetry.tensorboard else ()  # has its own tags
+        others: tuple[type, ...] = (ProgressCallback, PrinterCallback, *ours)
         for callback in self.callback_handler.callbacks:
             if not isinstance(callback, others):
                 callback.on_log(self.args, self.state, self.control, logs=dict(scalars), model=self.model)
@@ -338,6 +338,11 @@ class Stage2Sft(SwiftSft):  # type: ignore[misc]
 
     def _get_trainer_kwargs(self) -> dict[str, Any]:
         return {**super()._get_trainer_kwargs(), **self._given}
+
+    def _save_trainer_state(self, trainer: Stage2Trainer) -> Any:
+        """As ms-swift does it at the end, but without a PNG of every curve that TensorBoard has."""
+        trainer.args.report_to = [name for name in trainer.args.report_to if name != "tensorboard"]
+        return super()._save_trainer_state(trainer)
 
     def train(self, trainer: Stage2Trainer) -> Any:
         self.trainer = trainer

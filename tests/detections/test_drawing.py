@@ -10,9 +10,8 @@ import pytest
 from PIL import Image
 
 from swift_stage2.channel_b.parsing import TrueObjects
-from swift_stage2.detections.drawing import MOST_SIDE, Drawing, draw, drawing_of
+from swift_stage2.detections.drawing import MOST_SIDE, Drawing, UnreadableImage, draw, drawing_of
 from swift_stage2.errors import SampleError
-from swift_stage2.pages.pictures import UnreadableImage
 from swift_stage2.records import ObjectMatch
 
 Colour = tuple[int, int, int]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ def test_table_json_and_page_tell_the_same(
     assert facts["errors"]["Cls"]["count"] == facts["errors"]["Bkg"]["count"] == 1
     assert (facts["score_convention"], facts["num_images"], facts["draws"]) == ("one", 3, 60)
     page = (output / "evaluation.html").read_text(encoding="utf-8")
-    text = html.unescape(re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL))
+    text = html.unescape(page)
     for name in ("eval/ap", "eval/ar", "eval/f1", "eval/mean_iou"):
         value = f"{metrics[name]['value']:.3f}"
         assert name in told
@@ -69,13 +68,8 @@ def test_table_json_and_page_tell_the_same(
         assert value in text
     assert EVIL in text
     assert EVIL not in page
-    gallery = json.loads(re.findall(r'id="galleries-data">(.*?)</script>', page, re.DOTALL)[0])["gallery"]
-    first, *others = gallery["pictures"]
-    assert {box[0] for box in first["boxes"]} == {"missed", "false"}
-    assert (first["trouble"], [each["image"] for each in others].count(0)) == (
-        "there is no such file here",
-        1,
-    )
+    assert page.count('<img src="data:image/webp') == 1
+    assert page.count("No picture: ") == 2
     assert [path.name for path in output.iterdir() if path.name.startswith(".")] == []
 
 

@@ -63,6 +63,21 @@ def test_ious_of_pairs_are_those_of_the_matrix() -> None:
     assert paired_ious(predicted, true).tolist() == np.diag(iou_matrix(predicted, true)).tolist()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_pairs_are_told_by_image_with_the_numbers_of_their_objects_there(seed: int) -> None:
+    data = random_data(seed, num_images=12, num_classes=2, per_class=4.0)
+    matched = DetectionScores(data).matched()
+    assert len(matched) == data.num_images
+    for image, pairs in enumerate(matched):
+        predicted, true = data.predicted.images == image, data.truth.images == image
+        for prediction, truth, iou in pairs:
+            boxes = data.predicted.boxes[predicted][[prediction]], data.truth.boxes[true][[truth]]
+            assert iou_matrix(*boxes)[0, 0] == iou >= 0.5
+            assert data.predicted.labels[predicted][prediction] == data.truth.labels[true][truth]
+    expected = matched_one_by_one(data, 0.5)
+    assert sum(map(len, matched)) / len(data.truth) == pytest.approx(expected["recall"])
+
+
 def test_every_kind_of_error_is_told_by_its_type() -> None:
     truth = [[("car", CAR)], [("car", CAR)], [("car", CAR)], [("car", CAR), ("dog", DOG)], [("dog", DOG)]]
     predicted = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -348,7 +347,7 @@ class CoreEvents:
 
     def record_round(self, step: int, outcome: Any, pending_seconds: float) -> None: ...
 
-    def record_warning(self, message: str, until: Iterable[str] = ()) -> None:
+    def record_warning(self, message: str) -> None:
         if "did not end" in message:
             active().fail(message)
 

@@ -9,7 +9,7 @@ import gc
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from fractions import Fraction
@@ -259,7 +259,7 @@ class RankEvents:
 
     def record_round(self, step: int, outcome: Any, pending_seconds: float) -> None: ...
 
-    def record_warning(self, message: str, until: Iterable[str] = ()) -> None:
+    def record_warning(self, message: str) -> None:
         if "did not end" in message:
             active().fail(f"rank {self._rank}: {message}")
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from swift_stage2.launch.job import LogFollower
-from swift_stage2.terminal.progress import GOES_ON, going_on
+from swift_stage2.terminal.progress import SAID, going_on
 
 
 @pytest.fixture
@@ -59,9 +59,9 @@ def test_of_a_quiet_job_only_what_goes_on_is_shown(log: Path, monkeypatch: pytes
         while "for a" not in (last := said.get(timeout=60)):
             pass
     shown: list[str] = []
-    follower = LogFollower(log, "learner", shown.append, only=GOES_ON)
+    follower = LogFollower(log, "learner", shown.append, only=SAID)
     append(log, b"Train:   0%| | 0/4" + first.encode() + b"\n")  # a bar leaves its line open
-    append(log, b"swift-stage2 train: warning: no\nother\n" + last.encode() + b"\n")
+    append(log, b"swift-stage2 train: error: no\nother\n" + last.encode() + b"\n")
     follower.close()
     assert shown == ["[learner] waiting for b … 0 s", "[learner] waiting for a … 0 s"]
 
@@ -91,27 +91,30 @@ def test_bytes_that_are_no_text_do_not_end_the_show(log: Path) -> None:
 _RANK = """
 import sys
 from tqdm import tqdm
-from swift_stage2.telemetry.live_state import LiveState
-from swift_stage2.telemetry.live_view import LiveView
-view = LiveView(sys.stdout, plain_every_steps=2)
+from swift_stage2.terminal.output import print_error
+from swift_stage2.terminal.progress import say_beside_bar
 for step in tqdm(range(6), desc="Train", file=sys.stderr, mininterval=0):
-    view.update(LiveState(step=step, total_steps=6))
+    if step % 2:
+        say_beside_bar("train", f"step {step}/6 | loss 1.0")
+print_error("train", "no such thing")
 """
 
 
-def test_a_status_line_is_not_glued_to_a_progress_bar(log: Path) -> None:
-    """Both go to one log, the bar by stderr and without an end of line."""
-    shown: list[str] = []
-    follower = LogFollower(log, "learner", shown.append)
+def test_of_a_rank_what_it_tells_is_shown_apart_from_its_bar_and_its_errors_are_left_to_the_end(
+    log: Path,
+) -> None:
+    """All go to one log, the bar without an end of line."""
+    shown: dict[bool, list[str]] = {True: [], False: []}
+    followers = [
+        LogFollower(log, "learner", told.append, only=None if is_verbose else SAID)
+        for is_verbose, told in shown.items()
+    ]
     with log.open("ab") as file:
-        subprocess.run(
-            [sys.executable, "-u", "-c", _RANK],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            timeout=100,
-            check=True,
-        )
-    follower.close()
-    lines = [line for line in shown if "step" in line]
-    assert [line.split(" | ")[0] for line in lines] == ["[learner] step 2/6", "[learner] step 4/6"]
-    assert any("Train:" in line for line in shown)
+        command = [sys.executable, "-c", _RANK]
+        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=100, check=True)
+    for follower in followers:
+        follower.close()
+    steps = [f"step {number}/6 | loss 1.0" for number in (1, 3, 5)]
+    assert shown[False] == [f"[learner] {step}" for step in steps]
+    assert sum(line.endswith(f"swift-stage2 train: {step}") for line in shown[True] for step in steps) == 3
+    assert any("Train:" in line for line in shown[True])

@@ -137,7 +137,7 @@ def test_servers_alone_warn_of_open_ports_and_of_names_that_lead_nowhere_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, open_hosts: list[str]
 ) -> None:
     monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", key)
-    monkeypatch.setattr(launcher, "run_plan", lambda *_: 0)
+    monkeypatch.setattr(launcher, "run_plan", lambda *_, **__: 0)
     hosts = ("debian", "localhost", "0.0.0.0")
     urls = [{"base_url": f"http://{host}:{free_port()}", "group_port": free_port()} for host in hosts]
     path = tmp_path / "run.yaml"

@@ -99,7 +99,7 @@ def test_an_output_that_is_not_the_replays_is_one_line_and_untouched(
 
 def test_an_earlier_replay_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = _run_dir(tmp_path)
-    monkeypatch.setattr(command, "run_plan", lambda *_: 70)  # ends without a verdict
+    monkeypatch.setattr(command, "run_plan", lambda *_, **__: 70)  # ends without a verdict
     assert main(["replay", str(run_dir)]) == 70
     VERDICT.write(run_dir / "replay")
     assert main(["replay", str(run_dir)]) == 70

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from run_files import CONFIG, RunFiles, balanced_ledger, picture
+from run_files import RunFiles, balanced_ledger
 
 from swift_stage2.detections.prediction import LabelledBoxes
 from swift_stage2.detections.recorded import RecordedRow, as_line, evaluations_directory
@@ -34,47 +34,14 @@ def evaluated_run(
     run_dir: Path,
     truth: Scene,
     answers: Sequence[Scene],
-    *,
-    images: Path | None = None,
-    b_ratio: float = 0.5,
-    objective: str = "corrected_target",
-    losses: Sequence[float] = (),
-    in_files: bool = False,
 ) -> Path:
-    """A whole run that was evaluated every 8 steps, at a version of its own each time.
-
-    ``in_files``: the answers are in RUN_DIR/evaluations and not among the matches.
-    """
+    """A whole run that was evaluated every 8 steps, at a version of its own each time."""
     balanced_ledger(run_dir, num_samples=4 * len(answers)).ledger.close()
-    stage2_ab = {**CONFIG["stage2_ab"], "schedule": {"b_ratio": b_ratio}, "objective": objective}
-    run = RunFiles(run_dir, config={**CONFIG, "stage2_ab": stage2_ab}).start()
-    for number, said in enumerate(answers):
+    run = RunFiles(run_dir).start()
+    for said in answers:
         run.train(8)
-        for row, objects in () if in_files else truth.items():
-            path = str(images / f"{row}.png") if images else f"/absent/{row}.png"
-            if images:
-                picture(images / f"{row}.png", (112, 112))
-            run.now += 0.001
-            run.matches.write(
-                "match",
-                purpose="evaluation",
-                sample=[2**31 - 1, row, row, 0],
-                version=run.version,
-                images=[path],
-                space=[112, 112],
-                truth=[{"label": label, "box": list(box)} for label, box in objects],
-                predicted=[{"label": label, "box": list(box)} for label, box in said[row]],
-                pairs=[],
-                rollout=f"row {row}",
-                target="",
-                truncated=False,
-                dropped={},
-            )
-        if in_files:
-            _write_file(run, truth, said)
+        _write_file(run, truth, said)
         run.evaluate()
-        if losses:
-            run.log_loss(losses[number])
     run.end()
     return run_dir
 

@@ -10,7 +10,6 @@ from ledger_run import LedgerRun
 from PIL import Image
 
 from swift_stage2.telemetry.audit import AuditLog, audit_path
-from swift_stage2.telemetry.ledger import RecordEntry, record_path
 
 CONFIG: dict[str, Any] = {
     "stage2_ab": {
@@ -38,8 +37,6 @@ class RunFiles:
         self.audit = AuditLog(audit_path(run_dir, rank), rank, now=lambda: self.now)
         self.matches = AuditLog(run_dir / "matches" / f"rank{rank}.jsonl", rank, now=lambda: self.now)
         self.has_pipeline_clock = True
-        self.counters: dict[str, float] = {}
-        """Told with every ``log``, beside the others."""
         self._config = config
         self._spent: dict[str, int] = {"other": 500_000_000}
         self._totals: dict[str, int] = {}
@@ -89,7 +86,7 @@ class RunFiles:
             "metrics",
             step=step,
             epoch=None,
-            numbers=numbers | self.counters,
+            numbers=numbers,
             activity_ns=total,
             wall_ns=sum(total.values()),
             **values,
@@ -219,17 +216,6 @@ def balanced_ledger(run_dir: Path, *, num_samples: int = 6, num_generations: int
         run.step = step
         run.train(keys, str(step))
     return run
-
-
-def write_advantages(run_dir: Path, advantages: Mapping[tuple[int, int, int, int], Sequence[float]]) -> None:
-    """Rank 0's recording of a comparison."""
-    record = AuditLog(record_path(run_dir, 0), 0)
-    record.write(
-        RecordEntry.ADVANTAGES,
-        samples=list(map(list, advantages)),
-        advantages=list(map(list, advantages.values())),
-    )
-    record.close()
 
 
 def picture(path: Path, size: tuple[int, int] = (112, 112)) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from run_files import RunFiles, balanced_ledger, write_advantages
+from run_files import RunFiles, balanced_ledger
 
 from swift_stage2.cli import main
 from swift_stage2.report.report import report_of
@@ -22,7 +22,7 @@ from swift_stage2.report.run_data import read_run
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.ledger import ReturnReason, UnusedReason
 
-FOLDERS = ("audit", "ledger", "matches", "record")
+FOLDERS = ("audit", "ledger", "matches")
 ODD: tuple[Any, ...] = (
     None, True, -1, 0, 10**400, 1.5, -2.5, float("nan"), float("inf"), "", "x", "\ud800", [], [[]], [None] * 4, {},
     {"a": 1}, [1, 2, 3, -4], 2**40,
@@ -50,9 +50,6 @@ def whole_run(run_dir: Path) -> None:
     ledger.draw(1)
     ledger.ledger.close()
     run = RunFiles(run_dir)
-    run.counters = {"groups_compared": 4, "rollouts_prepared": 9, "rollouts_unused/too_small": 1}
-    run.counters |= {"reward/f1": 5.5, "reward/total": 7.5, "policy_tokens": 40, "policy_log_prob_gap": 0.5}
-    write_advantages(run_dir, {(0, 0, 4, 0): (0.5,), (1, 0, 4, 0): (-0.5, 1.0)})
     run.start().train(12).evaluate().train(12)
     for number in range(3):
         run.match([number, 0, 4, 0], version=number, reward={"f1": 0.5, "total": number})

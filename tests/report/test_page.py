@@ -23,14 +23,10 @@ SECTIONS = [
     "steps",
     "time",
     "queue",
-    "drops",
     "rounds",
     "quality",
     "detection",
     "suspects",
-    "drift",
-    "selection",
-    "fill",
     "ledger",
     "gallery",
 ]
@@ -64,7 +60,7 @@ def sentences(found: RunReport, key: str) -> str:
 def test_every_number_of_the_terminal_is_on_the_page(run_dir: Path) -> None:
     found = report(run_dir)
     assert [section.key for section in found.sections] == SECTIONS
-    text = html.unescape(re.sub(r"<script.*?</script>", "", page_of(found), flags=re.DOTALL))
+    text = html.unescape(page_of(found))
     for section in found.sections:
         for part in section.parts:
             match part:
@@ -151,10 +147,8 @@ def test_a_text_of_a_model_or_a_data_set_stays_text(tmp_path: Path, place: str) 
         run.match([0, version, 1, 0], version=version, **{place: values})  # type: ignore[arg-type]
     run.end()
     text = page_of(report(tmp_path))
-    assert "onerror=window" not in text.replace("\\u003cimg src=x onerror=window", "").replace(
-        "&lt;img src=x onerror=window", ""
-    )
-    assert "<script>window" not in text
+    assert "<script" not in text
+    assert "onerror=window" not in text.replace("&lt;img src=x onerror=window", "")
 
 
 def test_an_error_of_a_server_and_a_directory_stay_text(tmp_path: Path) -> None:
@@ -170,11 +164,9 @@ def test_an_error_of_a_server_and_a_directory_stay_text(tmp_path: Path) -> None:
 
 def test_nothing_is_loaded_from_outside(run_dir: Path) -> None:
     text = page_of(report(run_dir))
-    outside = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
-    assert re.findall(r"(?:src|href)\s*=\s*[\"'](?!#|data:)", outside) == []
-    assert "default-src 'none'" in outside
-    assert "url(" not in outside
-    assert "@import" not in outside
+    assert re.findall(r"(?:src|href)\s*=\s*[\"'](?!#|data:)", text) == []
+    assert "default-src 'none'" in text
+    assert all(word not in text for word in ("<script", "url(", "@import"))
 
 
 def test_a_run_without_channel_b_is_told_as_such(tmp_path: Path) -> None:
@@ -184,7 +176,6 @@ def test_a_run_without_channel_b_is_told_as_such(tmp_path: Path) -> None:
     assert "no step trained on channel B" in sentences(found, "verdict")
     assert "no sample to account for" in sentences(found, "ledger")
     assert "no sync round" in sentences(found, "rounds")
-    assert "Plotly" in page_of(found)  # where time went is drawn all the same
 
 
 def test_a_run_that_wanted_b_but_has_no_ledger_is_not_provable(tmp_path: Path) -> None:
@@ -229,20 +220,15 @@ def test_evaluations_are_told_with_how_they_ended(run_dir: Path) -> None:
         ("40", "10", "1 of 2", "0.5", "0.25"),
     ]
     assert table.rows[0][-1] == "round_due"
-    (chart,) = (part for part in section.parts if isinstance(part, Chart) and part.key == "evaluations")
-    assert [series.name for series in chart.series] == ["precision", "recall", "F1", "mean IoU"]
 
 
 def test_the_metrics_of_a_task_stand_behind_the_others(tmp_path: Path) -> None:
     RunFiles(tmp_path).start().train(2).evaluate().evaluate(mean_angle=12.5).end()
     (section,) = (section for section in report(tmp_path).sections if section.key == "quality")
-    table, chart = section.parts
+    (table,) = section.parts
     assert isinstance(table, Table)
-    assert isinstance(chart, Chart)
     assert table.headings[-2:] == ("mean_angle", "end")
     assert [row[-2] for row in table.rows] == ["–", "12.5"]
-    assert chart.series[-1].name == "mean_angle"
-    assert chart.y_title == "value"
 
 
 @pytest.mark.parametrize(
@@ -264,57 +250,6 @@ def test_pairs_whose_labels_never_agree_are_told_with_both_spellings(
             "Only 1 of 21 matched pairs have one label, most often the model says 'car' where "
         )
         assert "the data say 'Auto'" in told
-
-
-def test_rewards_are_told_by_window_where_rollouts_were_compared(tmp_path: Path) -> None:
-    """Ten steps between two logging steps; two ranks with the same numbers."""
-    names = ("rollouts_prepared", "reward/f1", "reward/total", "policy_tokens", "policy_log_prob_gap")
-    names += ("groups_compared", "group_reward_std", "rollouts_unused/no_variance")
-    balanced_ledger(tmp_path, num_samples=10, num_generations=2).ledger.close()
-    for rank in range(2):
-        run = RunFiles(tmp_path, rank=rank)
-        run.start()
-        for counts in ((4, 2.0, 5.0, 0, 0.0, 0, 0.0, 4), (12, 8.0, 21.0, 50, 5.0, 2, 1.0, 6)):
-            run.counters = dict(zip(names, counts, strict=True))
-            run.train(10)
-        run.end()
-    (section,) = (section for section in report(tmp_path).sections if section.key == "rewards")
-    told, table, *charts = section.parts
-    assert told == Sentence("4 groups of up to 2 rollouts of one row got advantages.")
-    assert isinstance(table, Table)
-    assert table.headings == ("what", "to step 10", "then to 20", "whole run")
-    rows = {row[0]: row[1:] for row in table.rows}
-    assert rows["reward/total"] == ("1.25", "2", "1.75")
-    assert rows["reward/f1"] == ("0.5", "0.75", "0.6667")
-    assert rows["group/reward_std"] == ("–", "0.5", "0.5")
-    assert rows["policy/log_prob_gap"] == ("–", "0.1", "0.1")
-    assert rows["unused: no_variance"] == ("100.0%", "25.0%", "50.0%")
-    assert "policy/clip_share" not in rows
-    drawn = {
-        chart.key: {series.name: series for series in chart.series}
-        for chart in charts
-        if isinstance(chart, Chart)
-    }
-    assert set(drawn) == {"rewards", "gap", "entropy", "compared"}
-    assert drawn["rewards"]["reward/total"].x == (10, 20)
-    assert drawn["rewards"]["reward/total"].y == (1.25, 2.0)
-    assert drawn["gap"]["policy/log_prob_gap"].x == (20,)
-    assert drawn["compared"]["unused: no_variance"].y == (100.0, 25.0)
-
-
-def test_drift_is_told_by_lag_with_its_definition(run_dir: Path) -> None:
-    found = report(run_dir)
-    assert "lag 0 is the noise of sampling" in sentences(found, "drift")
-    (section,) = (section for section in found.sections if section.key == "drift")
-    (table,) = (part for part in section.parts if isinstance(part, Table))
-    assert [(row[0], row[1], row[3]) for row in table.rows] == [
-        ("evaluation, lag 1", "0.0%", "2"),
-        ("evaluation, lag 2", "0.0%", "1"),
-        ("training, lag 0", "0.0%", "1"),
-        ("training, lag 1", "100.0%", "1"),
-        ("training, lag 2", "0.0%", "2"),
-        ("training, lag 3", "100.0%", "2"),
-    ]
 
 
 # --- what is missing is told ----------------------------------------------------------------------

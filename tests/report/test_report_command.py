@@ -109,7 +109,7 @@ def test_the_folder_that_holds_the_run_is_named(tmp_path: Path, capsys: pytest.C
     assert f"; name {tmp_path / 'v0-20260101-000000'}, " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", ["a b c", "c a b"])
+@pytest.mark.parametrize("given", ["a b", "a b c", "c a b"])
 def test_unrelated_runs_are_refused(tmp_path: Path, given: str, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "abc":
         balanced_ledger(tmp_path / name)
@@ -117,7 +117,7 @@ def test_unrelated_runs_are_refused(tmp_path: Path, given: str, capsys: pytest.C
     assert main(["report", *(str(tmp_path / name) for name in given.split())]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"got {tmp_path / given.split()[1]}, which resumed none of them" in line
-    assert "run report on each directory by itself, or on two" in line
+    assert "run report on each, and swift-stage2 evaluate --compare" in line
 
 
 def test_a_run_that_is_named_twice_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

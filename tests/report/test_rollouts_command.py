@@ -23,7 +23,7 @@ from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.telemetry.facade import Telemetry
 
 _DEADLINE_S = 60.0
-_UNREAD = 128 + signal.SIGPIPE
+_UNREAD = -signal.SIGPIPE
 Follower = subprocess.Popen[str]
 
 
@@ -156,14 +156,16 @@ def test_a_consumer_that_stops_reading_misses_nothing(
     assert follower.returncode == 0
 
 
-def test_a_reader_that_leaves_ends_a_follower_to_whom_nothing_comes(
+def test_a_reader_that_leaves_ends_a_follower_at_the_next_rollout(
     tmp_path: Path, follow: Callable[..., Follower], held: ExitStack
 ) -> None:
-    FollowedRun(tmp_path).finish(1)
+    run = FollowedRun(tmp_path)
+    run.finish(1)
     follower = follow()
     assert next_line(follower)
     assert follower.stdout is not None
     follower.stdout.close()
+    run.finish(1)
     assert follower.wait(timeout=_DEADLINE_S) == _UNREAD
     assert follower.stderr is not None
     assert follower.stderr.read() == ""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from run_files import A_S, B_S, BUSY_S, ROUND_S, RunFiles, balanced_ledger
 
-from swift_stage2.pages.content import MOST_POINTS, sampled, thinned
+from swift_stage2.pages.content import MOST_POINTS, thinned
 from swift_stage2.report.matches import matches_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.report.speed import trained_steps, works_of
@@ -110,6 +110,5 @@ def test_long_series_are_thinned_without_losing_their_sum_or_end() -> None:
     assert len(few) == MOST_POINTS
     assert sum(y for _, y in few) * 10 == pytest.approx(sum(y for _, y in points))
     assert max(y for _, y in thinned(points, max)) == 6
-    assert sampled(points)[-1] == points[-1]
     assert thinned(points[:3]) == points[:3]
-    assert (thinned([]), sampled([])) == ([], [])
+    assert thinned([]) == []

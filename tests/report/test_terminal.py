@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from swift_stage2.pages.content import Section, Sentence, Table, Tone
-from swift_stage2.pages.pictures import GALLERY_KEY
+from swift_stage2.pages.content import GALLERY_KEY, Section, Sentence, Table, Tone
 from swift_stage2.pages.terminal import column_widths, terminal_report
 
 KEY = "stage2_ab.channel_b.prefetch.sync_every_steps"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,18 +22,15 @@ from swift_stage2.report.speed import (
     slowest,
 )
 from swift_stage2.report.verdict import (
-    ROUNDS_SHARE,
     Knobs,
     PostSteps,
     bottlenecks,
-    servers_needed,
     sustained_b_ratio,
-    sync_every_steps_needed,
     verdict_section,
 )
 from swift_stage2.telemetry.summary import RunSummary, summary_of
 
-KNOBS = Knobs(b_ratio=0.5, sync_every_steps=4, version_window=2, num_servers=2)
+KNOBS = Knobs(b_ratio=0.5, sync_every_steps=4, version_window=2)
 
 
 def step(channel: str, seconds: float, is_quiet: bool = True, number: int = 0) -> TrainedStep:
@@ -194,21 +190,6 @@ def test_a_faster_clock_changes_no_ratio(work_: RankWork, factor: float) -> None
         assert (after.speed_up, after.bound) == pytest.approx((before.speed_up, before.bound))
 
 
-@given(works, st.integers(1, 16))
-def test_the_servers_asked_for_are_enough_and_one_less_is_not(work_: RankWork, num_servers: int) -> None:
-    speed = measure(work_)
-    assume(isinstance(speed, Speed) and not speed.learner_binds)
-    assert isinstance(speed, Speed)
-    needed, asking = servers_needed(speed, num_servers), speed.working_s["asking"]
-    rest = speed.rollouts_s - asking
-    if needed is None:
-        assert rest >= speed.learner_s
-        return
-    assert rest + asking * num_servers / needed <= speed.learner_s * (1 + 1e-9)
-    if needed > 1:
-        assert rest + asking * num_servers / (needed - 1) >= speed.learner_s * (1 - 1e-9)
-
-
 @given(works, st.integers(1, 40))
 def test_the_ratio_proposed_is_one_that_the_rollouts_feed(work_: RankWork, num_b_run: int) -> None:
     speed = measure(work_)
@@ -219,13 +200,6 @@ def test_the_ratio_proposed_is_one_that_the_rollouts_feed(work_: RankWork, num_b
     assert ratio / (num_b_run / 40) * speed.rollouts_s <= speed.learner_s * (1 + 1e-9)
 
 
-@given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))
-def test_rounds_once_in_the_steps_proposed_take_their_share(round_s: float, step_s: float) -> None:
-    needed = sync_every_steps_needed(round_s, step_s)
-    assert round_s / (round_s + needed * step_s) <= ROUNDS_SHARE * (1 + 1e-9)
-    assert round_s / (round_s + (needed - 1) * step_s) >= ROUNDS_SHARE * (1 - 1e-9)
-
-
 @pytest.mark.parametrize(
     ("pipeline_s", "binds", "knobs"),
     [
@@ -233,7 +207,7 @@ def test_rounds_once_in_the_steps_proposed_take_their_share(round_s: float, step
         (
             {"asking": 8.0, "preparing": 1.0},
             "The rollouts bind",
-            {"rollout.servers": str(math.ceil(8 * 2 / 5)), "stage2_ab.schedule.b_ratio": "0.33"},
+            {"stage2_ab.schedule.b_ratio": "0.33"},
         ),
         (
             {"asking": 2.0, "preparing": 7.0},
@@ -267,7 +241,6 @@ def test_every_other_loss_is_told_by_itself() -> None:
     assert [part in sentence for part, (sentence, _) in zip(parts, found, strict=True)] == [True] * len(parts)
     advice = {knob.rsplit(".", 1)[-1]: value for _, knobs in found for knob, value in knobs.items()}
     assert advice["version_window"] == "3"  # ceil((13.5 - 3 + 1) / 4)
-    assert int(advice["sync_every_steps"]) > 4
 
 
 def test_a_run_that_lost_its_servers_is_told_that_and_to_turn_no_knob() -> None:
@@ -355,21 +328,8 @@ def test_what_is_lost_without_a_speed_is_told_all_the_same() -> None:
     assert "3 wanted B steps found no server" in sentence
 
 
-@pytest.mark.parametrize(
-    ("pipeline_s", "cause"),
-    [(1.0, "some were quicker"), (60.0, "rollouts were also made outside of the steps")],
-)
-def test_more_than_the_bound_is_told_as_the_bound_with_the_reason(pipeline_s: float, cause: str) -> None:
+def test_more_than_the_bound_is_told_as_the_bound() -> None:
     steps = [step("A", 1.0)] * 6 + [step("A", 0.5)] * 5 + [step("B", 1.0)] * 6 + [step("B", 0.5)] * 5
-    section = verdict_section([work(steps, pipeline_s={"asking": pipeline_s})], summary(), KNOBS)
+    section = verdict_section([work(steps, pipeline_s={"asking": 1.0})], summary(), KNOBS)
     headline = next(part for part in section.parts if isinstance(part, Headline))
     assert ("reached", "100%", "of the bound") in headline.numbers
-    told = [part.text for part in section.parts if isinstance(part, Sentence)]
-    assert any("which nothing can pass" in text and cause in text for text in told)
-
-
-def test_a_run_at_its_bound_needs_no_explanation() -> None:
-    section = verdict_section([work(TEN_AND_TEN, pipeline_s={"asking": 4.0})], summary(), KNOBS)
-    assert not [
-        part for part in section.parts if isinstance(part, Sentence) and "nothing can pass" in part.text
-    ]

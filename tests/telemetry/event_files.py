@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
 
 class EventFiles:
@@ -30,10 +29,6 @@ class EventFiles:
             tag: [(event.step, event.encoded_image_string) for event in self._events.Images(tag)]
             for tag in self._events.Tags()["images"]
         }
-
-    def layout(self) -> layout_pb2.Layout:
-        (event,) = self._events.Tensors(metadata.CONFIG_SUMMARY_TAG)
-        return layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
 
     def text(self, tag: str) -> str:
         (event,) = self._events.Tensors(tag)

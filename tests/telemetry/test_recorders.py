@@ -10,7 +10,7 @@ from telemetry.run_facts import PLAN_A, PLAN_B, pack, quality, skipped, step
 from telemetry.test_match_log import rollout
 
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
-from swift_stage2.launch.run_view import describe_end
+from swift_stage2.launch.run_end import describe_end
 from swift_stage2.records import (
     BatchOutcome,
     PostFailure,
