@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.estimates import Spread
 from benchmarks.results import ResultTable, in_turns, publish, say
 from swift_stage2.convert.coco_file import CocoFile
-from swift_stage2.convert.tally import Tally
+from swift_stage2.convert.import_report import ImportReport
 from swift_stage2.demo.grounding_dataset import grounding_row
 from swift_stage2.detections.objects import DetectionData, ObjectArrays, ScoreConvention, detection_data
 from swift_stage2.detections.prediction_files import read_predictions, read_rows
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
         f"intervals, {draws} draws": lambda: intervals(scores.values, len(rows), draws),
         "pycocotools: COCO's metrics": lambda: theirs.update(pycocotools=_pycocotools(cocoeval, scores.data)),
         "COCO's file, as import coco reads it": lambda: sum(
-            len(image.objects) for image in CocoFile(coco, Tally())
+            len(image.objects) for image in CocoFile(coco, ImportReport())
         ),
         "pycocotools: COCO's file": lambda: _pycoco(coco),
     }

@@ -21,7 +21,7 @@ from swift_stage2.config.launch import ServerEngine
 from swift_stage2.config.stage2_ab import DEFAULT_TASK
 from swift_stage2.config.yaml_text import key_values, parse_yaml, write_yaml
 from swift_stage2.dataset.command import lines_of_task
-from swift_stage2.dataset.files import local_files
+from swift_stage2.dataset.files import local_files, split_rows
 from swift_stage2.dataset.survey import survey
 from swift_stage2.errors import UserError
 from swift_stage2.preflight.dataset import refuse_faults
@@ -149,9 +149,9 @@ def _absolute(value: Any) -> Any:
     """Paths of what is here as absolute ones; a hub's id stays."""
     if isinstance(value, list):
         return [_absolute(each) for each in value]
-    path, rows, number = str(value).partition("#")  # ms-swift's `#N` asks for N rows
+    path, rows = split_rows(str(value))
     found = Path(path).expanduser()
-    return str(found.absolute()) + rows + number if found.exists() else value
+    return str(found.absolute()) + rows if found.exists() else value
 
 
 def _engine(devices: Sequence[int]) -> tuple[ServerEngine, str]:

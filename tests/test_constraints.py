@@ -13,7 +13,9 @@ PROJECT = Path(__file__).parents[1]
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("constraints", sorted((PROJECT / "constraints").glob("*.txt")), ids=lambda each: each.stem)
+@pytest.mark.parametrize(
+    "constraints", sorted((PROJECT / "constraints").glob("*.txt")), ids=lambda each: each.stem
+)
 def test_constraints_pin_all_that_a_machine_with_gpus_installs(constraints: Path) -> None:
     """It reads the index's metadata and downloads no package."""
     resolve = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]

@@ -16,11 +16,12 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 from pydantic import FiniteFloat
 
-from swift_stage2.channel_b.image_files import RASTER_FORMATS, content_of
+from swift_stage2.channel_b.image_files import content_of
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.detections.prediction import as_text
 from swift_stage2.pages.pictures import open_within
 from swift_stage2.records import ObjectMatch
+from swift_stage2.servers.image_opening import FORMATS
 
 MOST_SIDE = 640
 """Pixels of a picture's longer side."""
@@ -79,7 +80,7 @@ def draw(
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         images = row.get("images") or ()
         first = images[0] if isinstance(images, list | tuple) else images
-        with Image.open(io.BytesIO(content_of(first)), formats=RASTER_FORMATS) as image:
+        with Image.open(io.BytesIO(content_of(first)), formats=FORMATS) as image:
             picture = open_within(image, MOST_SIDE)
     if (factor := math.ceil(_LEAST_SIDE / max(picture.size))) > 1:
         picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from swift_stage2.channel_b.image_files import RASTER_FORMATS
+from swift_stage2.servers.image_opening import FORMATS
 from swift_stage2.whole_file import open_regular
 
 GALLERY_KEY = "gallery"
@@ -141,7 +141,7 @@ def thumbnail(path: str) -> str:
             raise UnreadableImage("there is no such file here")
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with open_regular(path) as file, Image.open(file, formats=RASTER_FORMATS) as image:
+            with open_regular(path) as file, Image.open(file, formats=FORMATS) as image:
                 return _encode(image)
     except UnreadableImage:
         raise
