@@ -204,8 +204,8 @@ def _parts(shown: Sequence[RowEvaluation], num_all: int) -> Iterator[Part]:
     yield Chart(
         key="detection",
         title="AP50, AP and F1 over steps",
-        description="Greedy answers to the validation rows, at the step at which each evaluation began. The areas are "
-        "95 % intervals over the rows.",
+        description="Greedy answers to the validation rows, at the step at which each evaluation began. F1's area is a "
+        "95 % interval over the rows.",
         y_title="0 to 1",
         series=tuple(
             banded(name, Mark.LINE, list(_known(shown, points, bounds, metric)))
@@ -240,14 +240,14 @@ def _known(
     metric: str,
 ) -> Iterator[tuple[float, float, float, float]]:
     for each, values, bound in zip(shown, points, bounds, strict=True):
-        if metric in values and metric in bound:
-            yield each.begun_step, values[metric], bound[metric].low, bound[metric].high
+        if metric in values:  # AP has no interval
+            found = bound.get(metric, Interval(values[metric], values[metric]))
+            yield each.begun_step, values[metric], found.low, found.high
 
 
 def _cells(points: Mapping[str, float], bounds: Mapping[str, Interval], name: str) -> tuple[str, str]:
-    if name not in points or name not in bounds:
-        return "–", "–"
-    return f"{points[name]:.3f}", f"{bounds[name].low:.2f} … {bounds[name].high:.2f}"
+    value = f"{points[name]:.3f}" if name in points else "–"
+    return value, f"{bounds[name].low:.2f} … {bounds[name].high:.2f}" if name in bounds else "–"
 
 
 def _failures(last: RowEvaluation, points: Mapping[str, float]) -> Iterator[Table]:

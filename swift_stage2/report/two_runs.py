@@ -58,7 +58,7 @@ from swift_stage2.report.run_data import RunData
 from swift_stage2.report.speed import Speed, slowest, works_of
 from swift_stage2.telemetry.summary import RunSummary, summary_of
 
-_CURVES = {"eval/f1": "F1", "eval/ap50": "AP50"}
+_CURVES = {"eval/f1": "F1"}
 _OF_PIXELS = ("_small", "_medium", "_large")  # boxes are in the space in which they were matched
 _MOST_CHARACTERS = 120
 _MOST_SETTINGS = 200
@@ -316,7 +316,7 @@ def _curves(
         )
     yield Chart(
         key="both",
-        title="F1 and AP50 of both",
+        title="F1 of both",
         description="On the rows that both answered, at the steps at which both were evaluated.",
         y_title="0 to 1",
         series=series_of(
