@@ -100,9 +100,11 @@ def _read(line: bytes) -> Mapping[str, Any] | str:
         cause = (
             f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
         )
-        is_list = line.rstrip().endswith((b",", b"["))  # of a JSON file that is one list
+        is_list = line.rstrip().endswith((b",", b"[")) or line.startswith(
+            b"["
+        )  # a JSON file that is one list
         hint = (
-            "take its last character out: rows stand alone, one a line"
+            "rows stand alone, without commas or brackets around them"
             if is_list
             else "mend or remove the line"
         )
@@ -154,7 +156,8 @@ class _RowCheck:
             self._tell(Rule.OBJECTS, f"{error}{remedy}")
             return CheckedRow(tuple(self.faults))
         self._check_boxes(truth.boxes, pictures)
-        self._check_labels(truth.labels)
+        if not self._check_labels(truth.labels):
+            return CheckedRow(tuple(self.faults))
         for key in ("videos", "audios"):
             if self.judge_answer and self.row.get(key):
                 self._tell(
@@ -227,7 +230,8 @@ class _RowCheck:
                 f"num_images={num_images}; remove a tag or name the image",
             )
 
-    def _check_labels(self, labels: Sequence[str]) -> None:
+    def _check_labels(self, labels: Sequence[str]) -> bool:
+        """False if a parser of answers would take one for something else than text."""
         for label in dict.fromkeys(labels):
             if has_special_token(label):
                 self._tell(
@@ -240,6 +244,7 @@ class _RowCheck:
                     f"a label should be spelt with visible, composed (NFC) characters, got label={label!a}; write "
                     f"{spell_label(label)!a}",
                 )
+        return not any(map(has_special_token, labels))
 
     def _check_boxes(
         self, boxes: Sequence[tuple[float, ...]], pictures: Sequence[StoredPicture | None]
