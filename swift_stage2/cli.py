@@ -57,7 +57,7 @@ _OWN_PARSER = {
         "report.rollouts_command",
         "print finished rollouts with their matches, also while the run goes on",
     ),
-    "init": ("starter_config", "ask for data, model and GPUs, and write the YAML for them"),
+    "init": ("starter_config", "write the YAML of a job for data, model and GPUs"),
     "completion": ("terminal.completion", "print a script that completes commands in bash or zsh"),
     "servers": (
         "run_directory.servers_command",

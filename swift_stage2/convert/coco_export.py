@@ -1,6 +1,6 @@
 """Rows or predictions as COCO's JSON: a whole data set, or results with the ids of a COCO file that holds the truth.
 
-Rows are read twice, so that none is kept. Of an imported file, boxes come back to a millionth of a pixel.
+Of an imported file, boxes come back to a millionth of a pixel.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CocoExport:
     category_ids: dict[str, Any] = field(default_factory=dict)
 
     def write(self, file: TextIO, on_progress: Callable[[int], None]) -> None:
-        """Writes to ``file``; ``on_progress`` is told bytes of ``rows`` so far, of two readings.
+        """Writes to ``file``; ``on_progress`` is told bytes of ``rows`` so far.
 
         Raises:
             DatasetError: a line is no prediction or row, or names an image that the truth does not list.
@@ -62,47 +62,29 @@ class CocoExport:
         if self.truth is not None:
             known = CocoFile(self.truth, ImportReport(), what="--truth", images_alone=True)
             self.image_ids, self.category_ids = dict(known.image_ids()), dict(known.category_ids())
-            file.write("[")
-            self._write_annotations(file, lambda done: on_progress(2 * done))
-            file.write("]\n")
-            return
-        file.write('{"images": [')
-        for number, (name, image) in enumerate(self._new_images(on_progress)):
-            file.write(("," if number else "") + "\n" + json.dumps(image | {"file_name": name}))
-        categories = [{"id": key, "name": label} for label, key in self.category_ids.items()]
-        file.write(f'],\n"categories": {json.dumps(categories)},\n"annotations": [')
-        size = self.rows.stat().st_size
-        self._write_annotations(file, lambda done: on_progress(size + done))
-        file.write("]}\n")
-
-    def _new_images(self, on_progress: Callable[[int], None]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every image once, and gives ids to all that is met."""
-        for where, listing in self._read(on_progress):
-            for label in listing.labels:
-                self.category_ids.setdefault(label, len(self.category_ids) + 1)
-            name = self._name(listing.path)
-            if name not in self.image_ids:
-                self.image_ids[name] = len(self.image_ids) + 1
-                width, height = listing.size or _size_of(listing.path, where)
-                yield name, {"id": self.image_ids[name], "width": width, "height": height}
-
-    def _write_annotations(self, file: TextIO, on_progress: Callable[[int], None]) -> None:
+        images: list[dict[str, Any]] = []
+        annotations: list[dict[str, Any]] = []
         seen: dict[str, None] = {}
         for where, listing in self._read(on_progress):
             name = self._name(listing.path)
-            if name not in self.image_ids:
-                raise DatasetError(
-                    f"every image must be one of {self.truth}, got {name} at {where}; name the folder that its names "
-                    "start from with --images"
-                )
             seen[name] = None
+            if name not in self.image_ids:
+                self._refuse_unlisted(name, where)
+                self.image_ids[name] = len(self.image_ids) + 1
+                width, height = listing.size or _size_of(listing.path, where)
+                images.append(
+                    {"id": self.image_ids[name], "file_name": name, "width": width, "height": height}
+                )
             for label, box, score in zip(listing.labels, listing.boxes, listing.scores, strict=True):
-                if label not in self.category_ids:
+                if self.truth is None:
+                    self.category_ids.setdefault(label, len(self.category_ids) + 1)
+                if label in self.category_ids:
+                    self.num_objects += 1
+                    annotations.append(
+                        self._annotation(self.image_ids[name], self.category_ids[label], box, score)
+                    )
+                else:
                     self.num_unknown += 1
-                    continue
-                file.write(("," if self.num_objects else "") + "\n")
-                self.num_objects += 1
-                file.write(self._annotation(self.image_ids[name], self.category_ids[label], box, score))
         if not seen:
             raise DatasetError(f"PREDICTIONS must hold lines, got none in {self.rows}; name another file")
         if self.images is not None and not self.num_within:
@@ -111,8 +93,19 @@ class CocoExport:
                 f"{next(iter(seen))}; name the folder that import was given"
             )
         self.num_images = len(seen)
+        categories = [{"id": key, "name": label} for label, key in self.category_ids.items()]
+        whole = {"images": images, "categories": categories, "annotations": annotations}
+        json.dump(whole if self.truth is None else annotations, file)
+        file.write("\n")
 
-    def _annotation(self, image_id: Any, category_id: Any, box: Box, score: float | None) -> str:
+    def _refuse_unlisted(self, name: str, where: str) -> None:
+        if self.truth is not None:
+            raise DatasetError(
+                f"every image must be one of {self.truth}, got {name} at {where}; name the folder that its names "
+                "start from with --images"
+            )
+
+    def _annotation(self, image_id: Any, category_id: Any, box: Box, score: float | None) -> dict[str, Any]:
         x, y, x2, y2 = box
         width, height = _short(x2 - x), _short(y2 - y)
         members: dict[str, Any] = {"image_id": image_id, "category_id": category_id}
@@ -120,7 +113,7 @@ class CocoExport:
             members = {"id": self.num_objects, **members, "area": width * height, "iscrowd": 0}
         if self.truth is not None or score is not None:
             members["score"] = 1.0 if score is None else score  # COCO's results need one
-        return json.dumps({**members, "bbox": [x, y, width, height]})
+        return {**members, "bbox": [x, y, width, height]}
 
     def _name(self, path: str) -> str:
         """Relative to ``images`` where it lies in there."""
