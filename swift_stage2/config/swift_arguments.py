@@ -26,7 +26,8 @@ class Unsupported:
 
 
 def _is_on(value: Any) -> bool:
-    return value not in (None, False, 0, "", "false", "False", "none", "no")
+    word = value.lower() if isinstance(value, str) else value
+    return word not in (None, False, 0, "", "false", "none", "null", "no", "off")
 
 
 def _is_off(value: Any) -> bool:

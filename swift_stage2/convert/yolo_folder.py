@@ -8,6 +8,7 @@ has it: ``images/train/a.jpg`` and ``labels/train/a.txt``.
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -94,7 +95,7 @@ class YoloFolder:
                 continue
             where = f"{path}:{place}"
             self._report.num_annotations += 1
-            first, *fields = line.split()
+            first, *fields = re.split(r"[ \t]+", line.strip(" \t"))
             label = self._labels.get(-1 if (number := whole(first)) is None else number)
             if label is None:
                 self._report.add(ImportIssue.NO_CLASS, f"{where}: {line[:40]}")
@@ -122,8 +123,10 @@ def _read_values(fields: Sequence[str], num_key_points: int) -> tuple[Box, Impor
     if not behind or (num_key_points and len(behind) == num_key_points):
         return (_around_centre(values), None) if is_box else ImportIssue.NOT_SHARES
     if len(behind) == 1:
-        note = None if 0 <= behind[0] <= 1 else ImportIssue.BEHIND_BOX
-        return (_around_centre(values), note) if is_box else ImportIssue.NOT_SHARES
+        is_confidence, is_track = 0 <= behind[0] <= 1, behind[0] > 1 and behind[0] == int(behind[0])
+        note = None if is_confidence else ImportIssue.BEHIND_BOX
+        is_read = is_box and (is_confidence or is_track)  # not an angle
+        return (_around_centre(values), note) if is_read else ImportIssue.NOT_SHARES
     # A track id, or whether each key point is seen, is a whole number, which a polygon's edge may be as well.
     flags = behind[2::3] if len(behind) % 3 == 0 else behind[1:] if len(behind) == 2 else []
     are_whole = bool(flags) and all(each >= 0 and each == int(each) for each in flags)

@@ -100,6 +100,8 @@ def test_shares_in_place_of_pixels_are_refused(tmp_path: Path, run_import: Impor
         ("0 0.5 0.5 0.25 0.5" + " 0.9 0.9 1" * 4, None, ImportIssue.UNCLEAR),
         ("0 0.25 0.5 0.5 0.25 1.75 0.75", None, ImportIssue.NOT_SHARES),
         ("0 0.5 0.5 -0.25 0.5", None, ImportIssue.NOT_SHARES),
+        ("0 0.5 0.5 0.25 0.5 1.57", None, ImportIssue.NOT_SHARES),
+        ("0 0.5 0.5 0.25 0.5\x0c0 0.5 0.5 0.25 0.5\u20281 0.5 0.5 0.5 0.5", None, ImportIssue.NO_BOX),
         ("0 0,5 0,5 0,25 0,5", None, ImportIssue.NO_BOX),
         ("0 0.5 0.5 0.25 0_5", None, ImportIssue.NO_BOX),
     ],
