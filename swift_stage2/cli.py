@@ -42,7 +42,7 @@ _OWN_PARSER = {
     "merge": ("rollout_merger.app", "batch the ranks' calls in front of a stock rollout server"),
     "demo": ("demo.run", "train a tiny model on both channels, on this machine"),
     "doctor": ("doctor.command", "check everything that can be known before training"),
-    "import": ("convert.import_command", "turn a COCO, YOLO or VOC data set, or web pages, into rows"),
+    "import": ("convert.import_command", "turn a COCO, YOLO or VOC data set into rows"),
     "export": ("convert.export_command", "turn predictions or rows into COCO's JSON"),
     "data": ("dataset.command", "check every row of a data set, without a model"),
     "evaluate": (
@@ -57,7 +57,7 @@ _OWN_PARSER = {
         "report.rollouts_command",
         "print finished rollouts with their matches, also while the run goes on",
     ),
-    "init": ("starter_config", "ask for data, model and GPUs, and write the YAML for them"),
+    "init": ("starter_config", "write the YAML of a job for data, model and GPUs"),
     "completion": ("terminal.completion", "print a script that completes commands in a shell"),
     "servers": (
         "run_directory.servers_command",

@@ -1,17 +1,16 @@
-"""``swift-stage2 init``: data, model and GPUs in, by options or by answers; a YAML that the doctor accepts out.
+"""``swift-stage2 init``: data, model and GPUs in, by options; a YAML that the doctor accepts out.
 
-What is asked is checked at once by the functions that a run calls at its start. Nothing is overwritten.
+Options are checked by the functions that a run calls at its start. Nothing is overwritten.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from swift_stage2.channel_b.dialects import coordinates_of
 from swift_stage2.config import Stage2Config
@@ -21,7 +20,7 @@ from swift_stage2.config.launch import ServerEngine
 from swift_stage2.config.stage2_ab import DEFAULT_TASK
 from swift_stage2.config.yaml_text import key_values, parse_yaml, write_yaml
 from swift_stage2.dataset.command import lines_of_task
-from swift_stage2.dataset.files import local_files
+from swift_stage2.dataset.files import local_files, split_rows
 from swift_stage2.dataset.survey import survey
 from swift_stage2.errors import UserError
 from swift_stage2.preflight.dataset import refuse_faults
@@ -43,20 +42,10 @@ _HEAD = """\
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the file; asks for what no option gives, if somebody is there to answer.
-
-    Raises:
-        UserError: an answer that no run could use, a file that is there already, or nobody to ask.
-    """
+    """Writes the file. Raises UserError: an option that no run could use, or a file that is there already."""
     options = _parse(argv)
-    missing = [name for name in _QUESTIONS if getattr(options, name) is None]
-    if missing and not sys.stdin.isatty():
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-        raise UserError(f"init needs an answer to every question, got none for {flags}; write those options")
-    for name in missing:
-        _ask(options, name)
-    for question in _QUESTIONS.values():
-        question.check(options)
+    for check in (_check_data, _check_model, _check_output):
+        check(options)
     write_starter(options)
     rollout = _devices(options.rollout_gpus)
     engine, reason = _engine(rollout)
@@ -149,9 +138,9 @@ def _absolute(value: Any) -> Any:
     """Paths of what is here as absolute ones; a hub's id stays."""
     if isinstance(value, list):
         return [_absolute(each) for each in value]
-    path, rows, number = str(value).partition("#")  # ms-swift's `#N` asks for N rows
+    path, rows = split_rows(str(value))
     found = Path(path).expanduser()
-    return str(found.absolute()) + rows + number if found.exists() else value
+    return str(found.absolute()) + rows if found.exists() else value
 
 
 def _engine(devices: Sequence[int]) -> tuple[ServerEngine, str]:
@@ -176,20 +165,6 @@ def _server(devices: list[int], swift: dict[str, Any], share: float | None = Non
     return {"engine": str(engine), "devices": devices, **({"args": args} if args else {})}
 
 
-def _ask(options: argparse.Namespace, name: str) -> None:
-    """Until the answer can be used."""
-    while True:
-        try:
-            setattr(options, name, input(f"{_QUESTIONS[name].text}: ").strip())
-            _QUESTIONS[name].check(options)
-        except EOFError as error:
-            raise UserError(f"init needs an answer to every question, got none for {name}") from error
-        except UserError as error:
-            say(error)
-        else:
-            return
-
-
 def _check_data(options: argparse.Namespace) -> None:
     if not options.data:
         raise UserError("--data must name a JSONL file, got nothing; write its path")
@@ -198,6 +173,10 @@ def _check_data(options: argparse.Namespace) -> None:
             with going_on("init", "checking the data set"):
                 found = survey(files, num_coordinates=coordinates_of(options.task))
             refuse_faults(argument, found, "" if options.task == DEFAULT_TASK else f" --task {options.task}")
+
+
+def _check_model(options: argparse.Namespace) -> None:
+    check_model({"model": options.model}, of="--")
 
 
 def _check_output(options: argparse.Namespace) -> None:
@@ -218,35 +197,6 @@ def _devices(answer: str) -> list[int]:
     return [int(word) for word in words]
 
 
-class _Question(NamedTuple):
-    """An option that is asked for where it is not given, and the check of its answer."""
-
-    metavar: str
-    text: str
-    check: Callable[[argparse.Namespace], object]
-
-
-_QUESTIONS = {
-    "data": _Question("FILE", "training data, a JSONL file", _check_data),
-    "model": _Question(
-        "DIR",
-        "model, the directory of a stage-1 checkpoint or a hub id",
-        lambda options: check_model({"model": options.model}),
-    ),
-    "learner_gpus": _Question(
-        "N,N",
-        "GPU numbers of the learner, as 0,1; none for the CPU",
-        lambda options: _devices(options.learner_gpus),
-    ),
-    "rollout_gpus": _Question(
-        "N,N",
-        "GPU numbers of the rollout servers, one server on each, as 2,3; none for one on the CPU",
-        lambda options: _devices(options.rollout_gpus),
-    ),
-    "output": _Question("FILE.yaml", "YAML file to write; never one that exists", _check_output),
-}
-
-
 def _free_ports(number: int) -> list[tuple[int, int]]:
     """HTTP and group port of each server: the first that nobody here holds."""
     http, group = (
@@ -259,11 +209,21 @@ def _free_ports(number: int) -> list[tuple[int, int]]:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="swift-stage2 init",
-        description="Writes the YAML of a job on this machine. Asks for what no option gives.",
+        description="Writes the YAML of a job on this machine.",
         exit_statuses="0 the file is written",
     )
-    for name, question in _QUESTIONS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar=question.metavar, help=question.text)
+    for option, metavar, meaning in (
+        ("--data", "FILE.jsonl", "training data, a JSONL file"),
+        ("--model", "DIR", "the directory of a stage-1 checkpoint, or a hub id"),
+        ("--learner-gpus", "N,N", "GPU numbers of the learner, as 0,1; none for the CPU"),
+        (
+            "--rollout-gpus",
+            "N,N",
+            "GPU numbers of the servers, one server on each, as 2,3; none for one on the CPU",
+        ),
+        ("--output", "FILE.yaml", "YAML file to write; never one that exists"),
+    ):
+        parser.add_argument(option, required=True, metavar=metavar, help=meaning)
     parser.add_argument(
         "--task",
         default=DEFAULT_TASK,

@@ -104,6 +104,11 @@ def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
         (f"{PREFETCH}.max_rollouts_per_version", 3, ["B could never run", "gradient_accumulation_steps=4 packs of a "
          "sample or more", "max_rollouts_per_version=3", "max_rollouts_per_version: 4 or more"]),
         ("rollout.max_inflight_per_server", 4097, ["max_inflight_per_server=4097", "at most 4096"]),
+        ("swift.report_to", "no", ["report_to='no', a truth value in YAML; write report_to: none"]),
+        ("swift.report_to", False, ["report_to=False, a truth value in YAML"]),
+        ("swift.report_to", ["tensorbord"], ["did you mean 'tensorboard'?"]),
+        ("swift.deepspeed", "none", ["got deepspeed='none'; remove the key"]),
+        ("swift.dataloader_num_workers", -3, ["dataloader_num_workers=-3", "at least 0"]),
         ("swift.gradient_accumulation_steps", 0, ["gradient_accumulation_steps=0", "at least 1"]),
         ("swift.gradient_accumulation_steps", "4", ["gradient_accumulation_steps='4'", "integer"]),
         (PREFETCH, {"version_window": 0, "sync_every_steps": 1}, ["version_window=0", "sync_every_steps=1", "fresh"]),

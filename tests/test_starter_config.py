@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -202,7 +200,7 @@ def test_gpus_of_both_sides_are_shared(
     [
         ({"data": "/nowhere/rows.jsonl"}, "must name files that exist"),
         ({"data": ""}, "--data must name a JSONL file"),
-        ({"model": "/nowhere/model"}, "swift.model must be a directory that exists"),
+        ({"model": "/nowhere/model"}, "--model must be a directory that exists"),
         ({"learner_gpus": "first"}, "GPUs must be numbers with commas between, got 'first'"),
         ({"learner_gpus": "0,0", "rollout_gpus": "0"}, "what was asked for cannot run: launch.learner"),
         ({"rollout_gpus": "1,1"}, "need devices of their own"),
@@ -284,34 +282,7 @@ def test_a_file_that_exists_is_never_overwritten(
     assert output.read_text() == "mine"
 
 
-def test_nobody_to_ask_is_told_with_the_options_to_write(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    assert cli.main(["init", "--data", "x.jsonl"]) == 2
-    assert "--model, --learner-gpus, --rollout-gpus, --output" in capsys.readouterr().err
-
-
-def test_a_wrong_answer_is_told_and_asked_for_again(
-    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    said: list[Any] = [
-        "/nowhere/r.jsonl",
-        rows_file,
-        "/nowhere",
-        STAGE1,
-        "x",
-        "none",
-        "",
-        tmp_path / "asked.yaml",
-    ]
-    monkeypatch.setattr(sys, "stdin", Terminal("".join(f"{answer}\n" for answer in said)))
-    assert cli.main(["init"]) == 0
-    told = capsys.readouterr().out
-    assert told.count("training data, a JSONL file: ") == 2
-    assert "swift.model must be a directory that exists" in told
-    assert load_config(tmp_path / "asked.yaml").launch.servers[0].engine is ServerEngine.TRANSFORMERS
+def test_an_option_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["init", "--data", "x.jsonl"])
+    assert "required: --model, --learner-gpus, --rollout-gpus, --output" in capsys.readouterr().err

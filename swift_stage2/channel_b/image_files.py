@@ -15,16 +15,14 @@ from PIL import ExifTags, Image
 
 from swift_stage2.errors import SampleError
 from swift_stage2.records import find_image
-from swift_stage2.servers.image_opening import open_image
+from swift_stage2.servers.image_opening import FORMATS, open_image
 from swift_stage2.whole_file import read_regular
 
-RASTER_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""None that runs another program."""
 UPRIGHT = 1
 _UNREADABLE = (Image.DecompressionBombError, OSError, SyntaxError, ValueError)
 _TAGS = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")  # where Pillow looks for an orientation
 _MARKS = (b"Exif", b"eXIf", b"exif", b"EXIF", b"tiff:Orientation")
-_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
 
 def orientation_of(image: Image.Image) -> int:
@@ -46,7 +44,7 @@ def without_orientation(content: bytes) -> bytes:
     if not any(mark in content for mark in _MARKS):
         return content
     try:
-        with Image.open(io.BytesIO(content), formats=RASTER_FORMATS) as image:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             if image.format == "PNG" and b"eXIf" in content:
                 image.load()  # the tag may stand behind the pixels
             if orientation_of(image) == UPRIGHT:

@@ -26,7 +26,7 @@ from swift_stage2.config.stage2_ab import (
     Stage2AbConfig,
     StarvationAction,
 )
-from swift_stage2.config.swift_arguments import as_argv, refuse_unsupported
+from swift_stage2.config.swift_arguments import as_argv, refuse_unsupported, refuse_values
 from swift_stage2.config.telemetry import TelemetryConfig
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError
@@ -67,6 +67,7 @@ class Stage2Config:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
+        refuse_values(self.swift)
         # The servers first: without them every other rule between sections speaks of defaults that nobody wrote.
         if self.b_enabled and not self.rollout.servers:
             raise ConfigError(

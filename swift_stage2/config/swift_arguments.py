@@ -26,7 +26,8 @@ class Unsupported:
 
 
 def _is_on(value: Any) -> bool:
-    return value not in (None, False, 0, "", "false", "False", "none", "no")
+    word = value.lower() if isinstance(value, str) else value
+    return word not in (None, False, 0, "", "false", "none", "null", "no", "off")
 
 
 def _is_off(value: Any) -> bool:
@@ -145,6 +146,56 @@ def refuse_unsupported(arguments: Mapping[str, Any], *, has_own_loss: bool = Fal
         raise ConfigError(
             "swift.resume_from_checkpoint is not supported with LoRA under FSDP2 (Accelerate does not load into what "
             f"ms-swift makes of a resumed adapter), got resume_from_checkpoint={resumed!r}; remove one of them"
+        )
+
+
+# Trackers that transformers knows, and its words for none and for all that are installed.
+_TRACKERS = (
+    *(
+        "none",
+        "all",
+        "azure_ml",
+        "clearml",
+        "codecarbon",
+        "comet_ml",
+        "dagshub",
+        "dvclive",
+        "flyte",
+        "kubeflow",
+    ),
+    *("mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb"),
+)
+
+
+def refuse_values(arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError: a value that ms-swift's parser takes, and that ends a run once its servers are up."""
+    trackers = arguments.get("report_to")
+    for name in trackers if isinstance(trackers, list | tuple) else [trackers]:
+        if name is not None and name not in _TRACKERS:
+            near = closest(str(name), _TRACKERS)
+            remedy = f"did you mean {near!r}?" if near else "write report_to: none for no tracker"
+            is_truth = isinstance(name, bool) or str(name).lower() in (
+                "no",
+                "off",
+                "false",
+                "yes",
+                "on",
+                "true",
+            )
+            what = ", a truth value in YAML" if is_truth else ""
+            raise ConfigError(
+                f"swift.report_to must name trackers, as tensorboard or wandb, got report_to={name!r}{what}; {remedy}"
+            )
+    deepspeed = arguments.get("deepspeed")
+    if deepspeed is not None and not _is_on(deepspeed):
+        raise ConfigError(
+            f"swift.deepspeed must be zero0 to zero3, a file or its content, got deepspeed={deepspeed!r}; remove the "
+            "key to train without DeepSpeed"
+        )
+    workers = arguments.get("dataloader_num_workers")
+    if isinstance(workers, int) and workers < 0:
+        raise ConfigError(
+            f"swift.dataloader_num_workers must be at least 0, got dataloader_num_workers={workers}; write 0 for none"
         )
 
 

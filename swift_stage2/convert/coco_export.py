@@ -1,6 +1,6 @@
 """Rows or predictions as COCO's JSON: a whole data set, or results with the ids of a COCO file that holds the truth.
 
-Rows are read twice, so that none is kept. Of an imported file, boxes, labels and image names come back as they were.
+Of an imported file, boxes come back to a millionth of a pixel.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, TextIO
 
 from swift_stage2.convert.coco_file import CocoFile
-from swift_stage2.convert.exact_numbers import MOST, Quad, are_coordinates, number_text, subtracted
-from swift_stage2.convert.tally import Tally
+from swift_stage2.convert.import_report import ImportReport
+from swift_stage2.convert.source_text import MOST, numbers
 from swift_stage2.dataset.files import read_lines
 from swift_stage2.dataset.picture import UNREADABLE, look_at, path_of
 from swift_stage2.errors import DatasetError, UserError
+from swift_stage2.records import Box
+
+_DIGITS = 6  # of a pixel
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class _Listing:
     path: str
     size: tuple[int, int] | None
     labels: Sequence[str]
-    boxes: Sequence[Quad]
+    boxes: Sequence[Box]
     scores: Sequence[float | None]
 
 
@@ -51,56 +53,38 @@ class CocoExport:
     category_ids: dict[str, Any] = field(default_factory=dict)
 
     def write(self, file: TextIO, on_progress: Callable[[int], None]) -> None:
-        """Writes to ``file``; ``on_progress`` is told bytes of ``rows`` so far, of two readings.
+        """Writes to ``file``; ``on_progress`` is told bytes of ``rows`` so far.
 
         Raises:
             DatasetError: a line is no prediction or row, or names an image that the truth does not list.
             UserError: no image lies in ``images``.
         """
         if self.truth is not None:
-            known = CocoFile(self.truth, Tally(), what="--truth", images_alone=True)
+            known = CocoFile(self.truth, ImportReport(), what="--truth", images_alone=True)
             self.image_ids, self.category_ids = dict(known.image_ids()), dict(known.category_ids())
-            file.write("[")
-            self._write_annotations(file, lambda done: on_progress(2 * done))
-            file.write("]\n")
-            return
-        file.write('{"images": [')
-        for number, (name, image) in enumerate(self._new_images(on_progress)):
-            file.write(("," if number else "") + "\n" + json.dumps(image | {"file_name": name}))
-        categories = [{"id": key, "name": label} for label, key in self.category_ids.items()]
-        file.write(f'],\n"categories": {json.dumps(categories)},\n"annotations": [')
-        size = self.rows.stat().st_size
-        self._write_annotations(file, lambda done: on_progress(size + done))
-        file.write("]}\n")
-
-    def _new_images(self, on_progress: Callable[[int], None]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every image once, and gives ids to all that is met."""
-        for where, listing in self._read(on_progress):
-            for label in listing.labels:
-                self.category_ids.setdefault(label, len(self.category_ids) + 1)
-            name = self._name(listing.path)
-            if name not in self.image_ids:
-                self.image_ids[name] = len(self.image_ids) + 1
-                width, height = listing.size or _size_of(listing.path, where)
-                yield name, {"id": self.image_ids[name], "width": width, "height": height}
-
-    def _write_annotations(self, file: TextIO, on_progress: Callable[[int], None]) -> None:
+        images: list[dict[str, Any]] = []
+        annotations: list[dict[str, Any]] = []
         seen: dict[str, None] = {}
         for where, listing in self._read(on_progress):
             name = self._name(listing.path)
-            if name not in self.image_ids:
-                raise DatasetError(
-                    f"every image must be one of {self.truth}, got {name} at {where}; name the folder that its names "
-                    "start from with --images"
-                )
             seen[name] = None
+            if name not in self.image_ids:
+                self._refuse_unlisted(name, where)
+                self.image_ids[name] = len(self.image_ids) + 1
+                width, height = listing.size or _size_of(listing.path, where)
+                images.append(
+                    {"id": self.image_ids[name], "file_name": name, "width": width, "height": height}
+                )
             for label, box, score in zip(listing.labels, listing.boxes, listing.scores, strict=True):
-                if label not in self.category_ids:
+                if self.truth is None:
+                    self.category_ids.setdefault(label, len(self.category_ids) + 1)
+                if label in self.category_ids:
+                    self.num_objects += 1
+                    annotations.append(
+                        self._annotation(self.image_ids[name], self.category_ids[label], box, score)
+                    )
+                else:
                     self.num_unknown += 1
-                    continue
-                file.write(("," if self.num_objects else "") + "\n")
-                self.num_objects += 1
-                file.write(self._annotation(self.image_ids[name], self.category_ids[label], box, score))
         if not seen:
             raise DatasetError(f"PREDICTIONS must hold lines, got none in {self.rows}; name another file")
         if self.images is not None and not self.num_within:
@@ -109,17 +93,27 @@ class CocoExport:
                 f"{next(iter(seen))}; name the folder that import was given"
             )
         self.num_images = len(seen)
+        categories = [{"id": key, "name": label} for label, key in self.category_ids.items()]
+        whole = {"images": images, "categories": categories, "annotations": annotations}
+        json.dump(whole if self.truth is None else annotations, file)
+        file.write("\n")
 
-    def _annotation(self, image_id: Any, category_id: Any, box: Quad, score: float | None) -> str:
+    def _refuse_unlisted(self, name: str, where: str) -> None:
+        if self.truth is not None:
+            raise DatasetError(
+                f"every image must be one of {self.truth}, got {name} at {where}; name the folder that its names "
+                "start from with --images"
+            )
+
+    def _annotation(self, image_id: Any, category_id: Any, box: Box, score: float | None) -> dict[str, Any]:
         x, y, x2, y2 = box
-        width, height = subtracted(x2, x), subtracted(y2, y)
+        width, height = _short(x2 - x), _short(y2 - y)
         members: dict[str, Any] = {"image_id": image_id, "category_id": category_id}
         if self.truth is None:
-            members = {"id": self.num_objects, **members, "area": float(width) * float(height), "iscrowd": 0}
+            members = {"id": self.num_objects, **members, "area": width * height, "iscrowd": 0}
         if self.truth is not None or score is not None:
             members["score"] = 1.0 if score is None else score  # COCO's results need one
-        shown = ", ".join(map(number_text, (x, y, width, height)))  # json rounds decimals
-        return f'{json.dumps(members)[:-1]}, "bbox": [{shown}]}}'
+        return {**members, "bbox": [x, y, width, height]}
 
     def _name(self, path: str) -> str:
         """Relative to ``images`` where it lies in there."""
@@ -147,8 +141,8 @@ class CocoExport:
 
 def _read_line(line: bytes, where: str) -> _Listing:
     try:
-        row = json.loads(line, parse_float=Decimal)
-    except (ValueError, ArithmeticError, RecursionError) as error:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
         raise DatasetError(f"every line must be one JSON object, got {where}: {error}; mend it") from error
     row = row if isinstance(row, Mapping) else {}
     images = row["image"] if "image" in row else row.get("images")
@@ -173,19 +167,29 @@ def _read_line(line: bytes, where: str) -> _Listing:
             f"num_bbox={len(boxes)} num_scores={len(scores)} at {where}; mend the line"
         )
     for label, box in zip(labels, boxes, strict=True):
-        if not isinstance(label, str) or not are_coordinates(box, 4) or box[0] > box[2] or box[1] > box[3]:
+        if not isinstance(label, str) or not _are_numbers(box, 4) or box[0] > box[2] or box[1] > box[3]:
             raise DatasetError(
                 f"an object must be a text and x1 <= x2, y1 <= y2, got label={label!r} bbox={box} at {where}; mend it"
             )
-    if not are_coordinates(scores, len(scores)):
+    if not _are_numbers(scores, len(scores)):
         raise DatasetError(f"scores must be numbers, got scores={scores} at {where}; mend the line")
     return _Listing(
         path=path,
         size=_written_size(row, where),
         labels=labels,
-        boxes=[(Decimal(box[0]), Decimal(box[1]), Decimal(box[2]), Decimal(box[3])) for box in boxes],
+        boxes=[(box[0], box[1], box[2], box[3]) for box in boxes],
         scores=list(map(float, scores)) or [None] * len(boxes),
     )
+
+
+def _are_numbers(values: Any, count: int) -> bool:
+    return numbers(values, count) is not None and not any(isinstance(each, str) for each in values)
+
+
+def _short(length: float) -> float:
+    """Without the last bits of a difference: 0.3 - 0.1 is 0.2."""
+    rounded = round(length, _DIGITS)
+    return int(rounded) if rounded == int(rounded) else rounded
 
 
 def _written_size(row: Mapping[str, Any], where: str) -> tuple[int, int] | None:

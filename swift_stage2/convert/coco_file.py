@@ -1,243 +1,220 @@
-"""COCO's JSON as annotated images: read once, element by element, and kept in columns of 48 bytes per annotation.
+"""COCO's JSON as annotated images.
 
-Ids are whatever JSON has, numbers or texts. Annotations may stand before images and categories.
+Ids are compared as they are written, a number and its text alike. Annotations may stand before images and categories.
 """
 
 from __future__ import annotations
 
-from array import array
+import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from swift_stage2.convert.annotated_image import AnnotatedImage, spell_label
-from swift_stage2.convert.exact_numbers import Quad, added, are_coordinates, exact
-from swift_stage2.convert.json_arrays import read_arrays
-from swift_stage2.convert.tally import Oddity, Tally
+from swift_stage2.convert.annotated_image import AnnotatedImage, AnnotatedObject, LabelSpelling, in_order
+from swift_stage2.convert.image_folder import ImageFolder
+from swift_stage2.convert.import_report import ImportIssue, ImportReport
+from swift_stage2.convert.source_text import flag, numbers, read_text, whole
 from swift_stage2.errors import DatasetError
-
-_UNKNOWN = -1
-_NO_ID = -(1 << 62)  # the first of those that annotations without one are given
-_Id = int | float | str
-_IDS = (int, float, str)  # the same; asking a union takes three times as long
-
-
-@dataclass(slots=True)
-class _Images:
-    """Every picture once, by its name."""
-
-    tally: Tally
-    numbers: dict[str, int] = field(default_factory=dict)
-    sizes: list[tuple[int, int] | None] = field(default_factory=list)
-    by_id: dict[_Id, int] = field(default_factory=dict)
-    ambiguous: set[int] = field(default_factory=set)
-
-    def add(self, image: Any) -> None:
-        name, key = _members(image, "file_name", "id", what="image")
-        is_new = name not in self.numbers
-        number = self.numbers.setdefault(str(name), len(self.numbers))
-        if is_new:
-            width, height = image.get("width"), image.get("height")
-            is_size = isinstance(width, int) and isinstance(height, int) and width > 0 and height > 0
-            self.sizes.append((width, height) if is_size else None)
-        first = self.by_id.setdefault(key, number)
-        if first != number:
-            self.tally.tell(Oddity.TWO_FILES, f"id {key}: {name}")
-            self.ambiguous |= {first, number}
-        elif not is_new:
-            self.tally.tell(Oddity.LISTED_TWICE, name)
-
-
-class _Annotations:
-    """Columns, one value per annotation but for ``boxes``, which has x, y, width and height."""
-
-    def __init__(self, tally: Tally) -> None:
-        self._tally = tally
-        self.boxes = array("d")
-        self.image_keys = array("i")
-        self.category_keys = array("i")
-        self.ids = array("q")
-        self.image_ids: dict[_Id, int] = {}
-        self.category_ids: dict[_Id, int] = {}
-        self.hidden: list[tuple[int, int]] = []
-        """Image and class of each one that was dropped."""
-
-    def add(self, annotation: Any) -> None:
-        image_id, category_id = _members(annotation, "image_id", "category_id", what="annotation")
-        image_key = self.image_ids.setdefault(image_id, len(self.image_ids))
-        category_key = self.category_ids.setdefault(category_id, len(self.category_ids))
-        self._tally.num_annotations += 1
-        key = annotation.get("id")
-        if annotation.get("iscrowd"):
-            self._tally.tell(Oddity.CROWD, f"id {key}")
-            quad = None
-        elif (quad := self._box(annotation)) is None:
-            self._tally.tell(Oddity.NO_BOX, f"id {key}")
-        if quad is None:
-            self.hidden.append((image_key, category_key))
-            return
-        self.boxes.extend(quad)
-        self.image_keys.append(image_key)
-        self.category_keys.append(category_key)
-        self.ids.append(hash(key) if isinstance(key, _IDS) else _NO_ID + len(self.ids))
-
-    def _box(self, annotation: Mapping[str, Any]) -> Sequence[float] | None:
-        written = annotation.get("bbox")
-        box = list(map(float, written)) if written and are_coordinates(written, 4) else None
-        if box and box[2] > 0 and box[3] > 0:
-            return box
-        around = _box_of_mask(annotation.get("segmentation"))
-        if around is None:
-            return box
-        self._tally.tell(Oddity.MASK, f"id {annotation.get('id')}")
-        return around
-
-    def repeated(self) -> NDArray[np.bool_]:
-        """Which annotations say again what another of the same id says; others of one id are told alone."""
-        ids = np.asarray(self.ids)
-        order = np.argsort(ids, kind="stable")
-        repeated = np.zeros(len(ids), bool)
-        for place in np.flatnonzero(ids[order[1:]] == ids[order[:-1]]):
-            first, second = int(order[place]), int(order[place + 1])
-            repeated[second] = self._content(first) == self._content(second)
-            oddity = Oddity.REPEATED if repeated[second] else Oddity.ID_TWICE
-            self._tally.tell(oddity, f"id {ids[second]}")
-        return repeated
-
-    def _content(self, number: int) -> tuple[object, ...]:
-        box = self.boxes[4 * number : 4 * number + 4]
-        return self.image_keys[number], self.category_keys[number], *box
+from swift_stage2.records import Box
 
 
 class CocoFile:
     """One file, which is read when this is made. Errors call it ``what``; one of ``images_alone`` is enough if that is.
 
+    Without ``folder`` pictures are called as the file calls them.
+
     Raises:
-        DatasetError: it cannot be read, or is no COCO file of boxes.
+        DatasetError: it cannot be read, is no COCO file of boxes, or gives two names to one class id.
     """
 
     def __init__(
         self,
         path: Path,
-        tally: Tally,
-        on_progress: Callable[[int], None] = lambda num_characters: None,
+        report: ImportReport,
+        folder: ImageFolder | None = None,
         *,
         what: str = "SOURCE",
         images_alone: bool = False,
     ) -> None:
-        self._tally = tally
-        self._images = _Images(tally)
-        self._annotations = _Annotations(tally)
-        self._labels: dict[_Id, str] = {}
-        add = {
-            "images": self._images.add,
-            "annotations": self._annotations.add,
-            "categories": self._add_category,
-        }
-        arrays: set[str] = set()
-        for key, element in read_arrays(path, on_progress, what, arrays.add):
-            if key in add:
-                try:
-                    add[key](element)
-                except DatasetError as error:
-                    raise DatasetError(f"{path}: {error}") from error
-        if not self._images.numbers:
+        self._path, self._report, self._folder = path, report, folder
+        content = _read_json(path, what)
+        lists = {key: value for key, value in content.items() if isinstance(value, list)}
+        if "annotations" not in lists and not images_alone:  # else all images would be told to show nothing
             raise DatasetError(
-                f"{what} must be COCO's JSON and list images, got none in {path}; name another file"
+                f"{what} must be COCO's JSON and list annotations, got {', '.join(sorted(lists))[:80] or 'no list'} "
+                f"in {path}; name the file with the annotations, or write annotations: [] if no image shows an object"
             )
-        if "annotations" not in arrays and not images_alone:  # else all images would be told to show nothing
+        self._written: dict[tuple[str, str], Any] = {}
+        self._sizes: dict[str, tuple[int, int] | None] = {}
+        self._name_of: dict[str, str | None] = {}
+        self._ambiguous: set[str] = set()
+        self._labels = self._read_categories(lists.get("categories", ()))
+        self._read_images(lists.get("images", ()))
+        if not self._name_of:
             raise DatasetError(
-                f"{what} must be COCO's JSON and list annotations, got {', '.join(sorted(arrays))[:80]} alone in "
-                f"{path}; name the file with the annotations, or write annotations: [] if no image shows an object"
+                f"{what} must be COCO's JSON and list images with file_name and id, got none in {path}; name another "
+                "file"
             )
+        self._objects: defaultdict[str, list[AnnotatedObject]] = defaultdict(list)
+        self._read_annotations(lists.get("annotations", ()))
 
-    def _add_category(self, category: Any) -> None:
-        name, key = _members(category, "name", "id", what="category")
-        self._labels[key] = label = spell_label(str(name))
-        if not label:
-            raise DatasetError(f"every category needs a name, got {str(category)[:80]!r}; mend it")
-        if label != name:
-            self._tally.tell(Oddity.RESPELT, f"{name} → {label}")
+    def _read_categories(self, categories: Sequence[Any]) -> dict[str, str]:
+        names: dict[str, str] = {}
+        spelling = LabelSpelling(self._report)
+        labels: dict[str, str] = {}
+        for place, category in enumerate(categories):
+            key, name = self._id("categories", category, "id"), _text(category, "name")
+            where = f"{self._path} categories[{place}]"
+            if key is None or name is None:
+                self._report.add(ImportIssue.BROKEN_ENTRY, where)
+                continue
+            if names.setdefault(key, name) != name:
+                raise DatasetError(
+                    f"a category id must stand for one name, got id {key} of {names[key]!r} and {name!r} in {where}; "
+                    "give each category an id of its own"
+                )
+            if label := spelling.spell(name, f"id {key}"):
+                labels[key] = label
+        return labels
+
+    def _read_images(self, images: Sequence[Any]) -> None:
+        for place, image in enumerate(images):
+            key, written = self._id("images", image, "id"), _text(image, "file_name")
+            where = f"{self._path} images[{place}]"
+            if key is None or written is None:
+                self._report.add(ImportIssue.BROKEN_ENTRY, where)
+                continue
+            name = self._folder.find(written, where, self._report) if self._folder else written
+            if key in self._name_of and self._name_of[key] != name:
+                self._report.add(
+                    ImportIssue.ID_OF_TWO, f"{where}: id {key} of {self._name_of[key]} and {name}"
+                )
+                self._ambiguous |= {each for each in (self._name_of[key], name) if each}
+            elif name is not None and name in self._sizes:
+                self._report.add(ImportIssue.LISTED_TWICE, f"{where}: {name}")
+            self._name_of.setdefault(key, name)
+            if name is not None:
+                width, height = whole(image.get("width")), whole(image.get("height"))
+                is_size = width and height and width > 0 and height > 0
+                self._sizes.setdefault(name, (width, height) if is_size else None)  # type: ignore[arg-type]
+
+    def _read_annotations(self, annotations: Sequence[Any]) -> None:
+        seen: dict[str, object] = {}
+        self._report.num_annotations = len(annotations)
+        for place, annotation in enumerate(annotations):
+            key = self._id("annotations", annotation, "id")
+            where = f"{self._path} annotations[{place}]" + (f" (id {key})" if key is not None else "")
+            image, category = (
+                self._id(*each)
+                for each in (("images", annotation, "image_id"), ("categories", annotation, "category_id"))
+            )
+            if image is None or category is None:
+                self._report.add(ImportIssue.BROKEN_ENTRY, where)
+            elif image not in self._name_of:
+                self._report.add(ImportIssue.NO_IMAGE, f"{where}: image_id {image}")
+            elif category not in self._labels:
+                self._report.add(ImportIssue.NO_CLASS, f"{where}: category_id {category}")
+            else:
+                content = image, category, repr(annotation.get("bbox"))
+                if key is not None and seen.setdefault(key, content) != content:
+                    self._report.add(ImportIssue.ID_TWICE, where)
+                box = self._box(annotation, where)
+                if name := self._name_of[image]:
+                    self._objects[name].append(AnnotatedObject(self._labels[category], box, where))
+
+    def _id(self, of: str, element: Any, member: str) -> str | None:
+        """An id as text; None where there is none. Told where the same id was a number before, or a text."""
+        value = element.get(member) if isinstance(element, Mapping) else None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+            return None
+        first = self._written.setdefault((of, str(value)), value)
+        if type(first) is not type(value):
+            self._report.add(ImportIssue.ID_FORM, f"{self._path}: {member} {value!r} and {first!r}")
+        return str(value)
+
+    def _box(self, annotation: Mapping[str, Any], where: str) -> Box | None:
+        is_crowd = flag(annotation.get("iscrowd"))
+        if is_crowd is not False:
+            shown = f"{where}: iscrowd={annotation.get('iscrowd')!r}"
+            self._report.add(ImportIssue.BAD_FLAG if is_crowd is None else ImportIssue.CROWD, shown)
+            return None
+        box = numbers(annotation.get("bbox"), 4)
+        around = None if box and box[2] and box[3] else _box_of_mask(annotation.get("segmentation"))
+        if around is not None:
+            self._report.add(ImportIssue.MASK, where)
+            box = around
+        if box is None:
+            self._report.add(ImportIssue.NO_BOX, f"{where}: bbox={annotation.get('bbox')!r:.60}")
+            return None
+        x, y, width, height = box
+        return in_order((x, y, x + width, y + height), where, self._report)
 
     def labels(self) -> Sequence[str]:
         return list(dict.fromkeys(self._labels.values()))
 
     def __len__(self) -> int:
-        return len(self._images.numbers)
+        return len(self._sizes)
 
-    def image_ids(self) -> Mapping[str, _Id]:
-        """The first id of every image by its name."""
-        names = list(self._images.numbers)
-        return {names[number]: key for key, number in reversed(self._images.by_id.items())}
+    def image_ids(self) -> Mapping[str, Any]:
+        """The first id of every image by its name, as it is written."""
+        ids = {name: self._written["images", key] for key, name in reversed(self._name_of.items()) if name}
+        return ids
 
-    def category_ids(self) -> Mapping[str, _Id]:
-        """The first id of every label."""
-        return {label: key for key, label in reversed(self._labels.items())}
+    def category_ids(self) -> Mapping[str, Any]:
+        """The first id of every label, as it is written."""
+        return {label: self._written["categories", key] for key, label in reversed(self._labels.items())}
 
     def __iter__(self) -> Iterator[AnnotatedImage]:
-        columns, images = self._annotations, self._images
-        number_of = np.array([images.by_id.get(key, _UNKNOWN) for key in columns.image_ids], np.int32)
-        label_of = [self._labels.get(key, "") for key in columns.category_ids]
-        numbers = self._usable(number_of[np.asarray(columns.image_keys)], label_of)
-        hidden: defaultdict[int, set[str]] = defaultdict(set)
-        for image_key, category_key in columns.hidden:
-            hidden[int(number_of[image_key])].add(label_of[category_key])
-        order = np.argsort(numbers, kind="stable")
-        ends = np.cumsum(np.bincount(numbers + 1, minlength=len(images.numbers) + 1)).tolist()
-        boxes = np.asarray(columns.boxes).reshape(-1, 4)
-        for number, name in enumerate(images.numbers):
-            if number in images.ambiguous:
-                continue
-            mine = order[ends[number] : ends[number + 1]]
-            yield AnnotatedImage(
-                name=name,
-                objects=[
-                    *zip(
-                        [label_of[columns.category_keys[each]] for each in mine.tolist()],
-                        map(_corners, boxes[mine].tolist()),
-                        strict=True,
-                    ),
-                    *((label, None) for label in hidden.get(number, ())),
-                ],
-                size=images.sizes[number],
-            )
-
-    def _usable(self, numbers: NDArray[np.int32], label_of: Sequence[str]) -> NDArray[np.int32]:
-        """The image of each annotation; ``_UNKNOWN`` for those that no image, no class or only a repetition has."""
-        columns = self._annotations
-        has_label = np.array([bool(label) for label in label_of], bool)[np.asarray(columns.category_keys)]
-        for oddity, name, lost, keys, known in (
-            (Oddity.NO_IMAGE, "image_id", numbers == _UNKNOWN, columns.image_keys, columns.image_ids),
-            (Oddity.NO_CATEGORY, "category_id", ~has_label, columns.category_keys, columns.category_ids),
-        ):
-            if lost.any():
-                first = list(known)[keys[int(lost.argmax())]]
-                self._tally.tell(oddity, f"{name} {first}", int(lost.sum()))
-        return np.where(has_label & ~columns.repeated(), numbers, np.int32(_UNKNOWN))
+        for name, size in self._sizes.items():
+            if name not in self._ambiguous:
+                yield AnnotatedImage(name=name, objects=self._objects[name], size=size)
 
 
-def _corners(box: Sequence[float]) -> Quad:
-    x, y, width, height = map(exact, box)
-    return x, y, added(x, width), added(y, height)
-
-
-def _members(element: Any, name: str, key: str, *, what: str) -> tuple[Any, Any]:
-    """Two members that every element of its kind has.
+def _read_json(path: Path, what: str) -> Mapping[str, Any]:
+    """The object that a file holds, without masks of what has a box.
 
     Raises:
-        DatasetError: one is missing.
+        DatasetError: it cannot be read, or is none.
     """
-    found = (element.get(name), element.get(key)) if isinstance(element, Mapping) else (None, None)
-    if not isinstance(found[0], _IDS) or not isinstance(found[1], _IDS) or "" in found:
+    text = ""
+    try:
+        text = read_text(path)
+        content = json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        hint = ": a comma stands before it" if text[: error.pos].rstrip().endswith(",") else ""
         raise DatasetError(
-            f"every {what} needs {name} and {key}, got {str(element)[:80]!r}; mend it, or name COCO's JSON"
-        )
+            f"{what} must be COCO's JSON, got {path}: {error.msg} at line {error.lineno}, column {error.colno}{hint}; "
+            "mend it"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise DatasetError(
+            f"{what} must be a readable file of JSON, got {path}: {error}; check it"
+        ) from error
+    if not isinstance(content, Mapping):
+        raise DatasetError(f"{what} must be COCO's JSON, one object, got {path}; name another file")
+    return content
+
+
+def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(members)
+    if len(found) != len(members):
+        keys = [key for key, _ in members]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"an object has {twice!r} twice, and one would be lost")
+    box = found.get("bbox")
+    if isinstance(box, list) and numbers(box[2:], 2) and box[2] and box[3]:
+        found.pop("segmentation", None)  # most of a file's bytes
     return found
+
+
+def _text(element: Any, member: str) -> str | None:
+    value = element.get(member) if isinstance(element, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    return str(value) if str(value).strip() else None
 
 
 def _box_of_mask(mask: Any) -> list[float] | None:
@@ -246,18 +223,12 @@ def _box_of_mask(mask: Any) -> list[float] | None:
         from hotcoco.mask import to_bbox
 
         try:
-            box = to_bbox({"size": mask["size"], "counts": mask["counts"]}).tolist()
+            box: list[float] = to_bbox({"size": mask["size"], "counts": mask["counts"]}).tolist()
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
         return box if box[2] > 0 and box[3] > 0 else None
-    if not isinstance(mask, Sequence) or isinstance(mask, str) or not mask:
+    parts = [numbers(part) for part in mask] if isinstance(mask, list) else []
+    if not parts or any(part is None or len(part) % 2 or not part for part in parts):
         return None
-    if any(
-        not isinstance(part, list) or len(part) % 2 or not are_coordinates(part, len(part)) for part in mask
-    ):
-        return None
-    xs, ys = ([value for part in mask for value in part[start::2]] for start in (0, 1))
-    if not xs:
-        return None
-    width, height = (float(added(exact(max(axis)), -exact(min(axis)))) for axis in (xs, ys))
-    return [float(min(xs)), float(min(ys)), width, height]
+    xs, ys = ([value for part in parts for value in (part or ())[start::2]] for start in (0, 1))
+    return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]

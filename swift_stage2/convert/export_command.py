@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sources = [options.rows, *([options.truth] if options.truth else [])]
     check_new_file(options.output, force=options.force, sources=sources)
     export = CocoExport(options.rows, options.images, options.truth)
-    size = 2 * os.path.getsize(options.rows) if os.path.isfile(options.rows) else None
+    size = os.path.getsize(options.rows) if os.path.isfile(options.rows) else None
     try:
         with whole_file(options.output) as file, progress_bar(size, "rows") as move_to:
             export.write(file, move_to)

@@ -1,10 +1,11 @@
-"""``swift-stage2 import coco|yolo|voc|pages SOURCE``: writes rows, or nothing, and says how each oddity was handled."""
+"""``swift-stage2 import coco|yolo|voc SOURCE``: writes rows, or nothing, and says how each issue was handled."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,10 +15,10 @@ from pathlib import Path
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.convert.annotated_image import Source
 from swift_stage2.convert.coco_file import CocoFile
-from swift_stage2.convert.page_folder import SIDES, PageFolder
+from swift_stage2.convert.image_folder import ImageFolder
+from swift_stage2.convert.import_report import ImportIssue, ImportReport
 from swift_stage2.convert.placement import ImagePlacer
 from swift_stage2.convert.row_style import LABEL, LABELS, Order, RowStyle
-from swift_stage2.convert.tally import Oddity, Tally
 from swift_stage2.convert.voc_folder import VocFolder
 from swift_stage2.convert.yolo_folder import YoloFolder
 from swift_stage2.dataset.picture import DrawnOn
@@ -25,18 +26,15 @@ from swift_stage2.errors import DatasetError, UserError
 from swift_stage2.terminal.console import SafeConsole
 from swift_stage2.terminal.output import check_new_file, needs_stdout, say
 from swift_stage2.terminal.parser import CommandParser, whole_number
-from swift_stage2.terminal.progress import progress_bar
+from swift_stage2.terminal.progress import going_on, progress_bar
 from swift_stage2.whole_file import whole_file
 
-_LEAST_SIDE, _MOST_SIDE = 56, 4096  # pixels of a page's picture
 _EVERY = 50  # images between two movements of the bar
 _PROMPT, _CLASS_PROMPT = "Detect all objects.", f"Detect every {LABEL}."
 _SOURCES = {
     "coco": "COCO's JSON, as CVAT, Label Studio and Roboflow write it, too",
     "yolo": "a folder of YOLO's label files, in the folders in which --images has the pictures",
     "voc": "a folder of Pascal VOC's XML files",
-    "pages": "a folder of web pages, of which Chromium takes pictures; links, buttons, images, headings and fields are "
-    "the objects",
 }
 
 
@@ -48,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         outputs.append(options.output.with_name(f"{options.output.stem}.val{options.output.suffix}"))
     for output in outputs:
         check_new_file(output, force=options.force, sources=[options.source])
-    # Path.is_dir raises for names that are too long. Pages make the folder.
-    if options.format != "pages" and not os.path.isdir(options.images):
+    if not os.path.isdir(options.images):  # Path.is_dir raises for names that are too long
         raise UserError(f"--images must be a folder, got {options.images}, which is none; correct the path")
     style = RowStyle(  # before anything is read: it refuses a wrong prompt
         prompt=options.prompt,
@@ -60,29 +57,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         negatives=options.negatives,
         max_objects=options.max_objects,
     )
-    tally = Tally()
-    try:
-        source = _open(options, tally)
-    except OSError as error:
-        raise UserError(
-            f"--images must be a folder that can be written, got {error}; name another"
-        ) from error
+    report = ImportReport()
+    # Absolute, so that rows are right wherever they are read from.
+    folder = ImageFolder(options.images.absolute())
+    with going_on("import", f"reading {options.source}"):
+        source = _open(options, report, folder)
     if options.negatives or LABELS in options.prompt:
         style = replace(style, labels=source.labels())
+    placer = ImagePlacer(folder.folder, DrawnOn(options.boxes_on or DrawnOn.STORED), report)
     try:
-        written = _write(
-            source,
-            style,
-            # Absolute, so that rows are right wherever they are read from.
-            ImagePlacer(options.images.absolute(), DrawnOn(options.boxes_on or DrawnOn.STORED), tally),
-            options,
-            outputs,
-        )
+        written = _write(source, style, placer, options, outputs)
     except OSError as error:
         raise UserError(f"--output must be a file that can be written, got {error}; name another") from error
     with needs_stdout("an import's summary"):
-        SafeConsole(soft_wrap=True).print(tally.summary(written))
-        if num_rotated := tally.counts[Oddity.ROTATED]:
+        SafeConsole(soft_wrap=True).print(report.table())
+        if isinstance(source, YoloFolder):
+            say(f"classes of {source.class_file}: {', '.join(source.labels())}")
+        say(*written)
+        if num_rotated := report.counts[ImportIssue.ROTATED]:
             if options.boxes_on == DrawnOn.STORED:
                 say(
                     f"pictures with an EXIF rotation: {num_rotated}; they are trained as stored, and so boxes fit"
@@ -97,43 +89,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _open(options: argparse.Namespace, tally: Tally) -> Source:
+def _open(options: argparse.Namespace, report: ImportReport, folder: ImageFolder) -> Source:
     if options.format == "voc":
         return VocFolder(
             options.source,
-            options.images,
-            tally,
+            report,
+            folder,
             first_pixel=options.first_pixel,
             skip_difficult=options.skip_difficult,
         )
     if options.format == "yolo":
-        return YoloFolder(options.source, options.images, tally, classes=options.classes)
-    if options.format == "pages":
-        with progress_bar(options.num, "pictures") as move_to:
-            return PageFolder(
-                options.source,
-                options.images,
-                tally,
-                move_to,
-                num=options.num,
-                seed=options.seed,
-                sides=options.sides,
-                replaces=options.force,
-            )
-    size = os.path.getsize(options.source) if os.path.isfile(options.source) else None
-    with progress_bar(size, "annotations") as move_to:
-        return CocoFile(options.source, tally, move_to)
+        return YoloFolder(options.source, report, folder, classes=options.classes)
+    return CocoFile(options.source, report, folder)
 
 
 def _write(
     source: Source,
     style: RowStyle,
-    placement: ImagePlacer,
+    placer: ImagePlacer,
     options: argparse.Namespace,
     outputs: Sequence[Path],
-) -> dict[str, str]:
-    """Each file with how much it holds. Raises OSError or UserError; then there is none."""
-    tally = placement.tally
+) -> list[str]:
+    """A line for each file: how much it holds. Raises OSError or UserError; then there is none."""
+    report = placer.report
     num_images, num_rows, num_objects = Counter[Path](), Counter[Path](), Counter[Path]()
     with ExitStack() as stack:
         files = {path: stack.enter_context(whole_file(path)) for path in outputs}
@@ -141,40 +119,38 @@ def _write(
         for number, image in enumerate(source):
             if number % _EVERY == 0:
                 move_to(number)
-            if (placed := placement.place(image)) is None:
+            if (placed := placer.place(image)) is None:
                 continue
-            path = outputs[-1] if _is_held_out(image.group or image.name, options) else outputs[0]
-            rows = list(style.rows(placed, tally))
+            path = outputs[-1] if _is_held_out(image.name, options) else outputs[0]
+            rows = list(style.rows(placed, report))
             files[path].writelines(rows)
             num_rows[path] += len(rows)
             num_images[path] += bool(rows)
             num_objects[path] += len(placed.objects) if rows else 0
-        found = ", ".join(tally.words()) or "no oddity"
+        found = "; ".join(report.words()) or "nothing odd"
         if not num_rows.total():
             raise DatasetError(f"SOURCE must give rows, got none: {found}; mend what is named")
-        if tally.num_annotations and not num_objects.total():
+        if report.num_annotations and not num_objects.total():
             raise DatasetError(
-                f"SOURCE must give objects, got none of {tally.num_annotations:,}: {found}; mend what is named"
+                f"SOURCE must give objects, got none of {report.num_annotations:,}: {found}; mend what is named"
             )
-        if tally.counts[Oddity.ROTATED] and options.boxes_on is None:
+        if report.counts[ImportIssue.ROTATED] and options.boxes_on is None:
             raise UserError(
                 "pictures with an EXIF rotation need --boxes-on, got none and "
-                f"{tally.counts[Oddity.ROTATED]} of them (first {tally.first[Oddity.ROTATED]}; annotated with the "
-                f"upright size: {tally.counts[Oddity.UPRIGHT]}); write --boxes-on upright if boxes were drawn in a "
-                "program that shows pictures upright, as most do, or --boxes-on stored if on the pixels as they lie "
-                "in the file"
+                f"{report.counts[ImportIssue.ROTATED]} of them (first {report.first[ImportIssue.ROTATED]}; annotated "
+                f"with the upright size: {report.counts[ImportIssue.UPRIGHT]}); write --boxes-on upright if boxes were "
+                "drawn in a program that shows pictures upright, as most do, or --boxes-on stored if on the pixels as "
+                "they lie in the file"
             )
         if empty := [path for path in outputs if not num_rows[path]]:
             raise UserError(
                 f"--split must leave images on both sides, got {options.split:g} of {num_images.total()} images and "
                 f"none for {empty[0]}; name another share or --seed"
             )
-    return {
-        str(
-            path
-        ): f"{num_rows[path]:,} rows of {num_images[path]:,} images with {num_objects[path]:,} objects"
+    return [
+        f"{path}: {num_rows[path]:,} rows of {num_images[path]:,} images with {num_objects[path]:,} objects"
         for path in outputs
-    }
+    ]
 
 
 def _is_held_out(name: str, options: argparse.Namespace) -> bool:
@@ -186,6 +162,12 @@ def _is_held_out(name: str, options: argparse.Namespace) -> bool:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    argv = sys.argv[2:] if argv is None else argv
+    if argv[:1] == ["pages"]:
+        raise UserError(
+            "import pages is retired: draw pages' pictures and boxes with a browser, write them as COCO, and give "
+            "that to import coco"
+        )
     parser = CommandParser(
         prog="swift-stage2 import", exit_statuses="0 done", description="Turns a labelled data set into rows."
     )
@@ -194,30 +176,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         one = formats.add_parser(
             name, help=meaning, description=f"SOURCE is {meaning}.", exit_statuses="0 done"
         )
-        takes_pictures = name == "pages"
-        _add_options(
-            one,
-            "the new folder for the pictures; --force replaces those of an earlier import of pages"
-            if takes_pictures
-            else "the folder that images' names start from",
-        )
+        _add_options(one)
         if name == "yolo":
             one.add_argument(
                 "--classes",
                 type=Path,
                 metavar="FILE",
                 help="data.yaml or classes.txt, if it is not near SOURCE",
-            )
-        if takes_pictures:
-            one.add_argument(
-                "--num", type=whole_number(1), required=True, metavar="N", help="how many pictures to take"
-            )
-            one.add_argument(
-                "--sides",
-                type=_sides,
-                default=SIDES,
-                metavar="LEAST-MOST",
-                help="pixels of a picture's width and height (default {}-{})".format(*SIDES),
             )
         if name == "voc":
             one.add_argument(
@@ -238,10 +203,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _add_options(parser: argparse.ArgumentParser, images_help: str) -> None:
+def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE")
-    add("--images", type=Path, required=True, metavar="DIR", help=images_help)
+    add("--images", type=Path, required=True, metavar="DIR", help="the folder that images' names start from")
     add("--output", type=Path, required=True, metavar="TRAIN.jsonl", help="the file to write")
     add(
         "--prompt",
@@ -270,7 +235,7 @@ def _add_options(parser: argparse.ArgumentParser, images_help: str) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="of --split, --order random, --negatives and pages' views (default 0)",
+        help="of --split, --order random and --negatives (default 0)",
     )
     add(
         "--boxes-on",
@@ -279,15 +244,6 @@ def _add_options(parser: argparse.ArgumentParser, images_help: str) -> None:
         "annotation tools and all viewers show it, or on its pixels as they are stored",
     )
     add("--force", action="store_true", help="replace TRAIN.jsonl if it exists")
-
-
-def _sides(text: str) -> tuple[int, int]:
-    least, _, most = text.partition("-")
-    one = whole_number(_LEAST_SIDE, _MOST_SIDE)
-    sides = one(least), one(most or least)
-    if sides[0] > sides[1]:
-        raise argparse.ArgumentTypeError(f"must name the smaller side first, got {text!r}")
-    return sides
 
 
 def _share(text: str) -> float:

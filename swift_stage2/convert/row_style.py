@@ -12,11 +12,11 @@ from functools import lru_cache
 
 from swift_stage2.channel_b.answer_format import standard_format
 from swift_stage2.channel_b.dialects import Dialect
-from swift_stage2.convert.exact_numbers import Quad, number_text
+from swift_stage2.convert.import_report import ImportIssue, ImportReport
 from swift_stage2.convert.placement import PlacedImage
-from swift_stage2.convert.tally import Oddity, Tally
 from swift_stage2.dataset.row_check import BOX_MARK, LABEL_MARK
 from swift_stage2.errors import UserError
+from swift_stage2.records import Box
 
 _IMAGE_MARK = "<image>"
 LABEL, LABELS = "{label}", "{labels}"
@@ -75,12 +75,12 @@ class RowStyle:
         if self.prompt.encode("utf-8", "replace").decode() != self.prompt:
             raise UserError(f"--prompt must be UTF-8 text, got prompt={self.prompt!a}; write it so")
 
-    def rows(self, image: PlacedImage, tally: Tally) -> Iterator[str]:
+    def rows(self, image: PlacedImage, report: ImportReport) -> Iterator[str]:
         """One line for each question about a picture, with its line break."""
         objects = list(image.objects)
         if self.max_objects is not None and len(objects) > self.max_objects:
             # Objects that a row leaves out are objects that the model is taught to leave out.
-            tally.tell(Oddity.TOO_MANY, image.name)
+            report.add(ImportIssue.TOO_MANY, image.name)
             return
         chance = random.Random(f"{self.seed}:{image.name}")
         if self.order is Order.READING:
@@ -94,22 +94,20 @@ class RowStyle:
         absent = [label for label in self.labels if label not in shown and label not in image.hidden]
         asked = [*shown, *chance.sample(absent, min(self.negatives, len(absent)))]
         if not asked:
-            tally.tell(Oddity.UNASKED, image.name)
+            report.add(ImportIssue.UNASKED, image.name)
         for label in asked:
             of_class = [each for each in objects if each[0] == label]
             yield self._row(image.path, self.prompt.replace(LABEL, label), of_class)
 
-    def _row(self, path: str, prompt: str, objects: Sequence[tuple[str, Quad]]) -> str:
+    def _row(self, path: str, prompt: str, objects: Sequence[tuple[str, Box]]) -> str:
         prompt = prompt.replace(LABELS, ", ".join(self.labels))
         messages = [
             {"role": "user", "content": prompt if _IMAGE_MARK in prompt else _IMAGE_MARK + prompt},
             {"role": "assistant", "content": _answer(self.dialect, len(objects))},
         ]
-        row = json.dumps({"messages": messages, "images": [path]}, ensure_ascii=False)
-        labels = json.dumps([label for label, _ in objects], ensure_ascii=False)
-        # JSON rounds decimals
-        boxes = ", ".join(f"[{', '.join(map(number_text, box))}]" for _, box in objects)
-        return f'{row[:-1]}, "objects": {{"ref": {labels}, "bbox": [{boxes}]}}}}\n'
+        labels, boxes = [label for label, _ in objects], [box for _, box in objects]
+        row = {"messages": messages, "images": [path], "objects": {"ref": labels, "bbox": boxes}}
+        return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 @lru_cache(1024)

@@ -7,110 +7,130 @@ edges that count from 0 into the same format (``first_pixel=0``); nothing in a f
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
 
-from swift_stage2.convert.annotated_image import AnnotatedImage, spell_label
-from swift_stage2.convert.exact_numbers import Quad, are_coordinates, exact, subtracted
-from swift_stage2.convert.folder_files import IMAGE_SUFFIXES, files_below
-from swift_stage2.convert.tally import Oddity, Tally
+from swift_stage2.convert.annotated_image import AnnotatedImage, AnnotatedObject, LabelSpelling, in_order
+from swift_stage2.convert.image_folder import ImageFolder, files_below, stem_of
+from swift_stage2.convert.import_report import ImportIssue, ImportReport
+from swift_stage2.convert.source_text import flag, numbers, whole
+from swift_stage2.records import Box
 from swift_stage2.whole_file import read_regular
 
 _EDGES = ("xmin", "ymin", "xmax", "ymax")
+_LINE = "line"
 
 
 class VocFolder:
-    """``root`` and all folders in it.
+    """``root`` and all folders in it, which are read when this is made.
 
     Raises:
         DatasetError: there is no XML file.
     """
 
     def __init__(
-        self, root: Path, images: Path, tally: Tally, *, first_pixel: int = 1, skip_difficult: bool = False
+        self,
+        root: Path,
+        report: ImportReport,
+        folder: ImageFolder,
+        *,
+        first_pixel: int = 1,
+        skip_difficult: bool = False,
     ) -> None:
-        self._root, self._images, self._tally = root, images, tally
+        self._report, self._folder = report, folder
         self._first_pixel, self._skip_difficult = first_pixel, skip_difficult
-        self._files = files_below(root, (".xml",), "SOURCE")
+        self._spelling = LabelSpelling(report)
+        claims: defaultdict[str, dict[str, AnnotatedImage]] = defaultdict(dict)
+        for file in files_below(root, (".xml",), "SOURCE"):
+            path = root / file
+            try:
+                image = self._read(path, file)
+            except (OSError, ValueError, LookupError, expat.ExpatError) as error:  # no such encoding
+                report.add(ImportIssue.BROKEN_FILE, f"{path}: {error}")
+                continue
+            if image is not None:
+                claims[image.name][str(path)] = image
+        self._images = [next(iter(files.values())) for files in claims.values() if len(files) == 1]
+        for name, files in claims.items():
+            if len(files) > 1:
+                report.add(ImportIssue.TWO_CLAIMS, f"{name}: {', '.join(files)}")
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._images)
 
     def labels(self) -> Sequence[str]:
-        """In alphabetical order: VOC has no list of classes, so all files are read for it."""
-        silent = VocFolder(self._root, self._images, Tally())
-        return sorted({label for image in silent for label, box in image.objects if box is not None})
+        """In alphabetical order: VOC has no list of classes."""
+        objects = (each for image in self._images for each in image.objects)
+        return sorted({each.label for each in objects if each.box is not None})
 
     def __iter__(self) -> Iterator[AnnotatedImage]:
-        seen: set[str] = set()
-        for file in self._files:
-            try:
-                image = self._read(file)
-            except (OSError, ValueError, LookupError, expat.ExpatError) as error:  # no such encoding
-                self._tally.tell(Oddity.BROKEN_FILE, f"{file}: {error}")
-                continue
-            if image.name in seen:
-                self._tally.tell(Oddity.SECOND, file)
-                continue
-            seen.add(image.name)
-            yield image
+        return iter(self._images)
 
-    def _read(self, file: str) -> AnnotatedImage:
-        root = _parse_xml(read_regular(self._root / file))
+    def _read(self, path: Path, file: str) -> AnnotatedImage | None:
+        root = _parse_xml(read_regular(path))
         if root.tag != "annotation":
             raise ValueError(f"the root must be <annotation>, got <{root.tag}>")
-        objects = [self._object(thing, file) for thing in root.iterfind("object")]
-        return AnnotatedImage(name=self._image_name(root, file), objects=objects, size=_size(root))
-
-    def _object(self, thing: Element, file: str) -> tuple[str, Quad | None]:
-        self._tally.num_annotations += 1
-        written = (thing.findtext("name") or "").strip()
-        if (label := spell_label(written)) != written:
-            self._tally.tell(Oddity.RESPELT, f"{written} → {label}")
-        box = self._box(thing, file) if label else None
-        is_difficult = (thing.findtext("difficult") or "0").strip() not in ("0", "")
-        if box is None:
-            self._tally.tell(Oddity.NO_BOX if label else Oddity.NO_LABEL, file)
-        elif is_difficult:
-            self._tally.tell(Oddity.SKIPPED if self._skip_difficult else Oddity.DIFFICULT, file)
-        return label, None if is_difficult and self._skip_difficult else box
-
-    def _box(self, thing: Element, file: str) -> Quad | None:
-        try:
-            edges = [float(thing.findtext(f"bndbox/{edge}") or "") for edge in _EDGES]
-        except ValueError:
+        objects = [self._object(thing, f"{path}:{thing.get(_LINE)}") for thing in root.iterfind("object")]
+        if (name := self._picture(root, path, file)) is None:
             return None
-        if not are_coordinates(edges, 4):
+        sides = [whole(root.findtext(f"size/{side}")) or 0 for side in ("width", "height")]
+        size = (sides[0], sides[1]) if min(sides) > 0 else None
+        return AnnotatedImage(name=name, objects=objects, size=size)
+
+    def _object(self, thing: Element, where: str) -> AnnotatedObject:
+        self._report.num_annotations += 1
+        label = self._spelling.spell((thing.findtext("name") or "").strip())
+        box = self._box(thing, where) if label else None
+        written = thing.findtext("difficult")
+        is_difficult = flag(written)
+        issue = None
+        if not label:
+            issue = ImportIssue.NO_LABEL
+        elif box is None:
+            issue = ImportIssue.NO_BOX
+        elif is_difficult is None:
+            issue, box = ImportIssue.BAD_FLAG, None
+        elif is_difficult and self._skip_difficult:
+            issue, box = ImportIssue.SKIPPED, None
+        elif is_difficult:
+            issue = ImportIssue.DIFFICULT
+        if issue:
+            shown = f"{where}: difficult={written}" if issue is ImportIssue.BAD_FLAG else where
+            self._report.add(issue, shown)
+        return AnnotatedObject(label, box, where)
+
+    def _box(self, thing: Element, where: str) -> Box | None:
+        edges = numbers([(thing.findtext(f"bndbox/{edge}") or "").strip() for edge in _EDGES])
+        if edges is None or len(edges) != len(_EDGES):
             return None
         if self._first_pixel and 0 in edges[:2]:
-            self._tally.tell(Oddity.FROM_ZERO, file)
-        x1, y1, x2, y2 = map(exact, edges)
-        return subtracted(x1, exact(self._first_pixel)), subtracted(y1, exact(self._first_pixel)), x2, y2
+            self._report.add(ImportIssue.FROM_ZERO, where)
+        x1, y1, x2, y2 = in_order(edges, where, self._report)
+        return x1 - self._first_pixel, y1 - self._first_pixel, x2, y2
 
-    def _image_name(self, root: Element, file: str) -> str:
+    def _picture(self, root: Element, path: Path, file: str) -> str | None:
         """The picture that ``filename`` names, else the one of the XML file's own name; VOC knows them by that."""
-        folder, stem = os.path.split(os.path.splitext(file)[0])
-        named = (root.findtext("filename") or "").strip()
-        names = [os.path.join(folder, named)] if named else []
-        names += [named] if named and folder else []
-        names += [os.path.join(folder, stem + suffix) for suffix in IMAGE_SUFFIXES]
-        return next((name for name in names if os.path.lexists(self._images / name)), names[0])
-
-
-def _size(root: Element) -> tuple[int, int] | None:
-    sides = [root.findtext(f"size/{side}") or "" for side in ("width", "height")]
-    try:
-        width, height = map(int, sides)
-    except ValueError:
-        return None
-    return (width, height) if width > 0 and height > 0 else None
+        folder, named = os.path.dirname(file), (root.findtext("filename") or "").strip()
+        places = [os.path.join(folder, named), named] if named else []
+        own = os.path.splitext(file)[0]
+        unheard = ImportReport()
+        for place in dict.fromkeys((*places, own)):
+            name = self._folder.find(place, str(path), unheard)
+            if name is not None:
+                if named and place == own and os.path.basename(stem_of(named)) != os.path.basename(own):
+                    self._report.add(ImportIssue.OTHER_NAME, f"{path}: {named}, taken for {name}")
+                return name
+        return self._folder.find(places[0] if places else own, str(path), self._report)
 
 
 def _parse_xml(content: bytes) -> Element:
     """The root, of text without entities of its own, which could stand for any amount of text.
+
+    Each element has the number of its line as an attribute.
 
     Raises:
         expat.ExpatError: it is no XML.
@@ -120,9 +140,12 @@ def _parse_xml(content: bytes) -> Element:
     def refuse(*declaration: object) -> NoReturn:
         raise ValueError("a file of annotations must declare no entities")
 
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        tree.start(tag, attributes | {_LINE: str(parser.CurrentLineNumber)})
+
     tree = TreeBuilder()
     parser = expat.ParserCreate()
-    parser.StartElementHandler = tree.start
+    parser.StartElementHandler = start
     parser.EndElementHandler = tree.end
     parser.CharacterDataHandler = tree.data
     parser.EntityDeclHandler = refuse

@@ -1,165 +1,213 @@
 """A folder of YOLO's label files as annotated images: one text file per picture, one object per line.
 
-A line is ``class cx cy width height`` in shares of the picture, or ``class x y x y x y …`` around a mask. A picture
-and its file have the same relative name, as Ultralytics has it: ``images/train/a.jpg`` and ``labels/train/a.txt``.
+A line is ``class cx cy width height`` in shares of the picture, perhaps with a confidence, a track id or key points
+behind, or ``class x y x y x y …`` around a mask. A picture and its file have the same relative name, as Ultralytics
+has it: ``images/train/a.jpg`` and ``labels/train/a.txt``.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from swift_stage2.convert.annotated_image import AnnotatedImage, spell_label
-from swift_stage2.convert.exact_numbers import Quad, added, are_coordinates, exact, exact_quad, subtracted
-from swift_stage2.convert.folder_files import IMAGE_SUFFIXES, files_below
-from swift_stage2.convert.tally import Oddity, Tally
+from swift_stage2.convert.annotated_image import AnnotatedImage, AnnotatedObject, LabelSpelling
+from swift_stage2.convert.image_folder import ImageFolder, files_below, stem_of
+from swift_stage2.convert.import_report import ImportIssue, ImportReport
+from swift_stage2.convert.source_text import lines_of, numbers, read_text, whole
 from swift_stage2.errors import DatasetError
-from swift_stage2.whole_file import read_regular_text
+from swift_stage2.records import Box
 
 _CLASS_FILES = ("data.yaml", "data.yml", "dataset.yaml", "classes.txt", "obj.names")
-_HALF = Decimal("0.5")
+_SLACK = 0.01  # beyond 0 and 1, of what a tool has rounded
 
 
 class YoloFolder:
-    """``root`` holds the label files, in the folders in which ``images`` holds the pictures.
+    """``root`` holds the label files, in the folders in which ``folder`` holds the pictures.
 
     Raises:
         DatasetError: no pictures, no label file of any of them, or no file that names the classes.
     """
 
-    def __init__(self, root: Path, images: Path, tally: Tally, *, classes: Path | None = None) -> None:
-        self._root, self._tally = root, tally
-        self._images = files_below(images, IMAGE_SUFFIXES, "--images")
-        self._orphans = set(files_below(root, (".txt",), "SOURCE"))
-        self._class_file = classes or _find_class_file(root)
-        self._classes, self._has_points = _read_classes(self._class_file, tally)
-        self._orphans -= {os.path.relpath(self._class_file, root)}
-        if self._orphans.isdisjoint(map(_label_file, self._images)):
+    def __init__(
+        self, root: Path, report: ImportReport, folder: ImageFolder, *, classes: Path | None = None
+    ) -> None:
+        self._root, self._report = root, report
+        self._pictures = folder.by_stem
+        found = files_below(root, (".txt",), "SOURCE")
+        self.class_file, names, self._num_key_points = _find_classes(root, classes)
+        spelling = LabelSpelling(report)
+        self._labels = {number: spelling.spell(name, f"class {number}") for number, name in names.items()}
+        if not all(self._labels.values()):
             raise DatasetError(
-                f"SOURCE must hold a label file {root}/{_label_file(self._images[0])} for {images}/{self._images[0]}, "
-                "or one for another picture, got none; name the two folders from which names are the same"
+                f"a file of classes must name every class, got names={names} in {self.class_file}; mend it"
+            )
+        self._files: defaultdict[str, list[str]] = defaultdict(list)
+        for name in found:
+            if os.path.basename(name) not in _CLASS_FILES and Path(root, name) != classes:
+                self._files[stem_of(name)].append(name)
+        if self._files.keys().isdisjoint(self._pictures):
+            picture = folder.names[0]
+            raise DatasetError(
+                f"SOURCE must hold a label file {root}/{stem_of(picture)}.txt for {folder.folder}/{picture}, or one "
+                "for another picture, got none; name the two folders from which names are the same"
             )
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self._pictures)
 
     def labels(self) -> Sequence[str]:
-        return list(dict.fromkeys(self._classes.values()))
+        return list(dict.fromkeys(self._labels.values()))
 
     def __iter__(self) -> Iterator[AnnotatedImage]:
-        known, seen = frozenset(self._orphans), set[str]()
-        for name in self._images:
-            file = _label_file(name)
-            if file in seen:
-                self._tally.tell(Oddity.SECOND, name)
-                continue
-            seen.add(file)
-            if file not in known:
-                self._tally.tell(Oddity.NO_LABEL_FILE, name)
-                yield AnnotatedImage(name=name, objects=(), is_share=True)
-                continue
-            try:
-                text = read_regular_text(self._root / file, "utf-8-sig")
-                if "\0" in text:  # which is UTF-8, too; as a crash leaves files
-                    raise ValueError("it holds zero bytes, so it is no text")
-            except (OSError, ValueError) as error:
-                self._tally.tell(Oddity.BROKEN_FILE, f"{file}: {error}")
-                continue
-            yield self._read(name, file, text.splitlines())
-        for orphan in sorted(known - seen):
-            self._tally.tell(Oddity.ABSENT, f"that of {orphan}")
+        for stem, pictures in self._pictures.items():
+            files = self._files.get(stem, [])
+            if len(pictures) > 1:
+                self._report.add(
+                    ImportIssue.SEVERAL_PICTURES, f"{self._root}/{stem}.txt: {', '.join(pictures)}"
+                )
+            elif len(files) > 1:
+                self._report.add(ImportIssue.TWO_CLAIMS, f"{pictures[0]}: {', '.join(files)}")
+            elif not files:
+                self._report.add(ImportIssue.NO_LABEL_FILE, pictures[0])
+                yield AnnotatedImage(name=pictures[0], objects=(), is_share=True)
+            else:
+                path = self._root / files[0]
+                try:
+                    lines = lines_of(read_text(path))
+                except (OSError, ValueError) as error:
+                    self._report.add(ImportIssue.BROKEN_FILE, f"{path}: {error}")
+                    continue
+                yield AnnotatedImage(
+                    name=pictures[0], objects=list(self._objects(path, lines)), is_share=True
+                )
+        for stem in sorted(self._files.keys() - self._pictures.keys()):
+            self._report.add(ImportIssue.NO_PICTURE, f"{self._root}/{self._files[stem][0]}: its picture")
 
-    def _read(self, name: str, file: str, lines: Sequence[str]) -> AnnotatedImage:
-        objects: list[tuple[str, Quad | None]] = []
-        for number, line in enumerate(lines, start=1):
+    def _objects(self, path: Path, lines: Sequence[str]) -> Iterator[AnnotatedObject]:
+        for place, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            where = f"{file}:{number}"
-            self._tally.num_annotations += 1
-            first, *fields = line.split()
-            label = self._classes.get(first)
-            box = self._box(fields, where)
+            where = f"{path}:{place}"
+            self._report.num_annotations += 1
+            first, *fields = re.split(r"[ \t]+", line.strip(" \t"))
+            label = self._labels.get(-1 if (number := whole(first)) is None else number)
             if label is None:
-                self._tally.tell(Oddity.NO_CATEGORY, where)
+                self._report.add(ImportIssue.NO_CLASS, f"{where}: {line[:40]}")
                 continue
-            if box is None:
-                self._tally.tell(Oddity.NO_BOX, where)
-            objects.append((label, box))
-        return AnnotatedImage(name=name, objects=objects, is_share=True)
+            found = _read_values(fields, self._num_key_points)
+            if isinstance(found, ImportIssue):
+                self._report.add(found, f"{where}: {line[:80]}")
+                yield AnnotatedObject(label, None, where)
+                continue
+            box, note = found
+            if note:
+                self._report.add(note, where)
+            yield AnnotatedObject(label, box, where)
 
-    def _box(self, fields: Sequence[str], where: str) -> Quad | None:
-        try:
-            values = list(map(float, fields))
-        except ValueError:
-            return None
-        if not are_coordinates(values, len(values)):
-            return None
-        if len(values) in (4, 5) or (self._has_points and len(values) > 4):  # the fifth is a score
-            x, y, width, height = map(exact, values[:4])
-            half_width, half_height = width * _HALF, height * _HALF
-            return (
-                subtracted(x, half_width),
-                subtracted(y, half_height),
-                added(x, half_width),
-                added(y, half_height),
-            )
-        if len(values) < 6 or len(values) % 2:
-            return None
-        self._tally.tell(Oddity.MASK, where)
+
+def _read_values(fields: Sequence[str], num_key_points: int) -> tuple[Box, ImportIssue | None] | ImportIssue:
+    """The box behind a line's class, and an issue that must be told of it; or the issue for which it is none.
+
+    The number of values decides, and whether they are shares, which all of a polygon's are.
+    """
+    values = numbers(fields)
+    if values is None or len(values) < 4:
+        return ImportIssue.NO_BOX
+    behind, is_box = values[4:], _are_shares(values[:4])
+    if not behind or (num_key_points and len(behind) == num_key_points):
+        return (_around_centre(values), None) if is_box else ImportIssue.NOT_SHARES
+    if len(behind) == 1:
+        is_confidence, is_track = 0 <= behind[0] <= 1, behind[0] > 1 and behind[0] == int(behind[0])
+        note = None if is_confidence else ImportIssue.BEHIND_BOX
+        is_read = is_box and (is_confidence or is_track)  # not an angle
+        return (_around_centre(values), note) if is_read else ImportIssue.NOT_SHARES
+    # A track id, or whether each key point is seen, is a whole number, which a polygon's edge may be as well.
+    flags = behind[2::3] if len(behind) % 3 == 0 else behind[1:] if len(behind) == 2 else []
+    are_whole = bool(flags) and all(each >= 0 and each == int(each) for each in flags)
+    if len(values) % 2 == 0 and _are_shares(values):
+        if are_whole:
+            return ImportIssue.UNCLEAR
         xs, ys = values[::2], values[1::2]
-        return exact_quad((min(xs), min(ys), max(xs), max(ys)))
+        return (min(xs), min(ys), max(xs), max(ys)), ImportIssue.MASK
+    if is_box and are_whole and (0 <= behind[0] <= 1 if len(behind) == 2 else max(flags) <= 2):
+        return _around_centre(values), ImportIssue.BEHIND_BOX
+    return ImportIssue.NO_BOX if _are_shares(values) else ImportIssue.NOT_SHARES
+
+
+def _are_shares(values: Sequence[float]) -> bool:
+    return all(-_SLACK <= value <= 1 + _SLACK for value in values)
+
+
+def _around_centre(values: Sequence[float]) -> Box:
+    x, y, width, height = values[:4]
+    return x - width / 2, y - height / 2, x + width / 2, y + height / 2
 
 
 class _TextLoader(yaml.BaseLoader):
-    """All is text, and stands where it is meant: ten lines of aliases can stand for any amount of it."""
+    """All is text, stands where it is meant, and once: ten lines of aliases can stand for any amount of it."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("it holds a YAML alias (*name); write the value itself")
         return super().compose_node(parent, index)
 
-
-def _label_file(image: str) -> str:
-    return os.path.splitext(image)[0] + ".txt"
-
-
-def _find_class_file(root: Path) -> Path:
-    places = [folder / name for folder in (root, *root.absolute().parents[:2]) for name in _CLASS_FILES]
-    for place in places:
-        if os.path.isfile(place):
-            return place
-    raise DatasetError(
-        f"YOLO's label files hold numbers, and data.yaml or classes.txt names their classes, got neither in {root} nor "
-        "in the two folders above; name the file with --classes"
-    )
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found = super().construct_mapping(node, deep=True)
+        if len(found) != len(node.value):
+            raise yaml.YAMLError(f"a key is written twice near line {node.start_mark.line + 1}")
+        return found
 
 
-def _read_classes(file: Path, tally: Tally) -> tuple[Mapping[str, str], bool]:
-    """Labels by the number that stands for them, and whether objects have key points behind their boxes.
+def _find_classes(root: Path, named: Path | None) -> tuple[Path, Mapping[int, str], int]:
+    """The file of classes, its content, and the number of values of key points.
 
     Raises:
-        DatasetError: it cannot be read, or names no classes.
+        DatasetError: there is none, one cannot be read, or two near ``root`` disagree.
     """
+    places = [folder / name for folder in (root, *root.absolute().parents[:2]) for name in _CLASS_FILES]
+    files = [named] if named else [place for place in places if os.path.isfile(place)]
+    if not files:
+        raise DatasetError(
+            f"YOLO's label files hold numbers, and data.yaml or classes.txt names their classes, got neither in {root} "
+            "nor in the two folders above; name the file with --classes"
+        )
+    found = [(file, *_read_classes(file)) for file in files]
+    for file, classes, _ in found[1:]:
+        if classes != found[0][1]:
+            raise DatasetError(
+                f"files of classes near SOURCE must agree, got {found[0][0]} and {file}; name the right one with "
+                "--classes"
+            )
+    return found[0][0], found[0][1], max(num for _, _, num in found)
+
+
+def _read_classes(file: Path) -> tuple[Mapping[int, str], int]:
+    """Names by number, and how many values key points have. Raises DatasetError: it names no classes, or no texts."""
     try:
-        text = read_regular_text(file, "utf-8-sig")
+        text = read_text(file)
         if file.suffix in (".yaml", ".yml"):
             content = yaml.load(text, _TextLoader)
         else:
-            content = {"names": text.rstrip().splitlines()}
+            content = {"names": lines_of(text.rstrip())}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise DatasetError(f"a file of classes must be UTF-8 text, got {file}: {error}; mend it") from error
+        words = " ".join(str(error).split())
+        raise DatasetError(f"a file of classes must be UTF-8 text, got {file}: {words}; mend it") from error
     content = content if isinstance(content, Mapping) else {}
-    names = content.get("names")
-    pairs = names if isinstance(names, Mapping) else dict(enumerate(names if isinstance(names, list) else ()))
-    classes = {str(number): spell_label(str(name)) for number, name in pairs.items()}
-    if not classes or not all(classes.values()):
-        raise DatasetError(f"a file of classes must name every class, got names={names} in {file}; mend it")
-    for number, name in pairs.items():
-        if classes[str(number)] != str(name).strip():
-            tally.tell(Oddity.RESPELT, f"{name} → {classes[str(number)]}")
-    return classes, "kpt_shape" in content
+    names, shape = content.get("names"), content.get("kpt_shape")
+    pairs = list(names.items() if isinstance(names, Mapping) else enumerate(names or ()))
+    numbered = {whole(number): name for number, name in pairs}
+    is_text = all(isinstance(name, str) and name.strip() for name in numbered.values())
+    if not pairs or None in numbered or len(numbered) != len(pairs) or not is_text or isinstance(names, str):
+        raise DatasetError(
+            f"a file of classes must name every class once, each by a text, got names={str(names)[:120]} in {file}; "
+            "mend it"
+        )
+    points = numbers(shape, 2)
+    num_values = int(points[0] * points[1]) if points else 0
+    return {number: str(name) for number, name in numbered.items() if number is not None}, num_values

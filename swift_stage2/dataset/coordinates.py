@@ -8,16 +8,14 @@ image, and a verdict is given only if the answers fit their own images better th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby, product
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binomtest, theilslopes
+from scipy.stats import binomtest
 
 from swift_stage2.channel_b.matching import match_objects
 from swift_stage2.dataset.conventions import (
@@ -25,9 +23,7 @@ from swift_stage2.dataset.conventions import (
     Array,
     Convention,
     Layout,
-    PixelLimits,
     Side,
-    Unit,
     conventions,
     four,
     from_corners,
@@ -42,30 +38,16 @@ _TIE = 0.02  # mean IoU within which two conventions fit alike
 _CLEARLY_BETTER = 1e-3  # levels of the two sign tests
 _ABOVE_CHANCE = 1e-4  # lower: whoever is tested is the best of hundreds
 _MOSTLY_FOUND = 0.8
-_PRECISE = 0.5  # below, boxes drawn towards the mean are a poor model's, no scale and offset
 _NUM_SWAPS = 8
 _OUTSIDE, _MOST_OUTSIDE = 1.02, 0.1  # shares of an image, and of the boxes
 _CLEARLY_FULLER = 1.25
-_NUM_REGRESSIONS = 3
-_MOST_EDGES = 600  # all pairs of edges are looked at
 _MOST_PAIRS = 1 << 20  # in memory at once
 _LARGEST = 1e9
 
 
-class Axis(NamedTuple):
-    """answer = ``scale`` times truth + ``offset``, in shares of the image, as the convention reads the answers."""
-
-    scale: float = 1.0
-    offset: float = 0.0
-
-
-Axes = tuple[Axis, Axis]
-_AS_IT_IS = (Axis(), Axis())
-
-
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How well answers and truth agree under a convention, with ``axes`` taken into account."""
+    """How well answers and truth agree under a convention."""
 
     convention: Convention
     num_pairs: int
@@ -74,7 +56,6 @@ class Fit:
     median_iou: float
     residual_px: float
     """Median distance of an edge from its true place, in pixels of the stored image."""
-    axes: Axes = _AS_IT_IS
 
 
 class CoordinateJudgement(StrEnum):
@@ -98,8 +79,8 @@ class CoordinateVerdict:
     """Why nothing can be told."""
 
 
-def fit_coordinates(images: Sequence[AnsweredImage], limits: PixelLimits) -> CoordinateVerdict:
-    """The verdict on the answers of one model on one server. ``limits`` are the learner's. Answers may be any numbers.
+def fit_coordinates(images: Sequence[AnsweredImage]) -> CoordinateVerdict:
+    """The verdict on the answers of one model on one server. Answers may be any numbers.
 
     Raises:
         MatchingError: a true box is not finite.
@@ -111,7 +92,7 @@ def fit_coordinates(images: Sequence[AnsweredImage], limits: PixelLimits) -> Coo
         return CoordinateVerdict(
             CoordinateJudgement.CANNOT_TELL, len(images), nothing, nothing, reason=reason
         )
-    trial = _Trial(images, limits)
+    trial = _Trial(images)
     chosen, rivals = trial.choose()
     expected, best = trial.fit(0), trial.fit(chosen)
     reason = ""
@@ -121,27 +102,8 @@ def fit_coordinates(images: Sequence[AnsweredImage], limits: PixelLimits) -> Coo
         reason = "in no numbers do the answers fit their own images clearly better than other images"
     if reason:
         return CoordinateVerdict(CoordinateJudgement.CANNOT_TELL, len(images), expected, best, reason=reason)
-    axes = trial.regress(chosen)
-    mended = trial.fit(chosen, axes)
-    is_better = is_clearly_better(trial.scores_by(chosen, axes), trial.scores[chosen])
-    is_coarse = best.convention.unit in (Unit.LIMITED, Unit.SCALED)
-    if is_coarse or (is_better and mended.share >= _PRECISE):
-        best = _refined(mended)
     judgement = CoordinateJudgement.HEALTHY if best.convention == Convention() else CoordinateJudgement.NAMED
     return CoordinateVerdict(judgement, len(images), expected, best, rivals)
-
-
-def _refined(fit: Fit) -> Fit:
-    """A scale becomes part of the convention's name where that has a number for it; else it stands in the axes."""
-    convention, (x, y) = fit.convention, fit.axes
-    if convention.side is Side.ANSWERS and convention.unit is Unit.LIMITED:
-        return replace(fit, convention=replace(convention, value=convention.value * x.scale * y.scale))
-    if convention.side is Side.ANSWERS and convention.unit in (Unit.EXPECTED, Unit.SCALED):
-        known = convention.value or 1.0
-        x, y = (Axis(known * axis.scale, known * axis.offset) for axis in fit.axes)
-        named = replace(convention, unit=Unit.SCALED, value=math.sqrt(x.scale * y.scale))
-        return replace(fit, convention=named, axes=(x, y))
-    return fit
 
 
 def is_clearly_better(scores: Array, others: Array) -> bool:
@@ -157,9 +119,9 @@ def _is_mostly_above(scores: Array, others: Array, level: float) -> bool:
 class _Trial:
     """All conventions on all images. Boxes are in shares of the image from here on."""
 
-    def __init__(self, images: Sequence[AnsweredImage], limits: PixelLimits) -> None:
+    def __init__(self, images: Sequence[AnsweredImage]) -> None:
         self._images = images
-        found = list(conventions(images, limits))
+        found = list(conventions(images))
         self._conventions = [convention for convention, _ in found]
         sizes = np.array([sizes for _, sizes in found], dtype=np.float64)
         self._boxes = [self._both(image, sizes[:, number]) for number, image in enumerate(images)]
@@ -211,12 +173,11 @@ class _Trial:
         alike = alike[reach[alike] * _CLEARLY_FULLER >= reach[alike].max()]
         if not is_clearly_better(self.scores[alike[0]], self.scores[0]):
             return 0, ()
-        rivals = (self._conventions[index] for index in alike[1:])
-        return int(alike[0]), tuple(each for each in rivals if each.unit not in (Unit.LIMITED, Unit.SCALED))
+        return int(alike[0]), tuple(self._conventions[index] for index in alike[1:])
 
-    def fit(self, index: int, axes: Axes = _AS_IT_IS) -> Fit:
+    def fit(self, index: int) -> Fit:
         """Of the pairs of answers and truth, one to one."""
-        matched = [self._matched(index, number, axes) for number in range(len(self._images))]
+        matched = [self._matched(index, number) for number in range(len(self._images))]
         ious = np.concatenate([ious for _, _, ious in matched])
         edges = [
             np.abs(predicted - true) * four(image.stored)
@@ -224,14 +185,14 @@ class _Trial:
         ]
         most = sum(min(len(image.answers), len(image.truth)) for image in self._images)
         if not len(ious):
-            return Fit(self._conventions[index], 0, 0.0, 0.0, np.inf, axes)
+            return Fit(self._conventions[index], 0, 0.0, 0.0, np.inf)
         median_iou, residual = float(np.median(ious)), float(np.median(np.concatenate(edges)))
         share = float((ious > 0.5).sum() / most)
-        return Fit(self._conventions[index], len(ious), share, median_iou, residual, axes)
+        return Fit(self._conventions[index], len(ious), share, median_iou, residual)
 
-    def _matched(self, index: int, number: int, axes: Axes = _AS_IT_IS) -> tuple[Array, Array, Array]:
+    def _matched(self, index: int, number: int) -> tuple[Array, Array, Array]:
         """Pairs of boxes, and their IoUs."""
-        predicted, true = in_order(_mend(self._boxes[number][0][index], axes)), self._boxes[number][1][index]
+        predicted, true = in_order(self._boxes[number][0][index]), self._boxes[number][1][index]
         match = match_objects(
             predicted,
             true,
@@ -254,29 +215,6 @@ class _Trial:
             by_chance[number] += _score(predicted, true, self._allowed(other, number))[0] / _NUM_SWAPS
         return _is_mostly_above(self.scores[index], by_chance, _ABOVE_CHANCE)
 
-    def regress(self, index: int) -> Axes:
-        """Scale and offset of each axis, robustly. The noise is in the answers, so they are regressed on the truth."""
-        axes = _AS_IT_IS
-        for _ in range(_NUM_REGRESSIONS):  # mended answers find their partners better
-            matched = [self._matched(index, number, axes)[:2] for number in range(len(self._images))]
-            mended, true = (np.concatenate(boxes) for boxes in zip(*matched, strict=True))
-            lines = [_line(mended[:, axis::2].ravel(), true[:, axis::2].ravel()) for axis in (0, 1)]
-            x, y = (
-                Axis(so_far.scale * line.scale, so_far.scale * line.offset + so_far.offset)
-                for so_far, line in zip(axes, lines, strict=True)
-            )
-            axes = x, y
-        return axes
-
-    def scores_by(self, index: int, axes: Axes) -> Array:
-        """The scores of answers that are mended by ``axes``."""
-        return np.array(
-            [
-                _score(_mend(predicted[[index]], axes), true[[index]], self._allowed(number, number))[0]
-                for number, (predicted, true) in enumerate(self._boxes)
-            ]
-        )
-
 
 def _score(predicted: Array, true: Array, allowed: NDArray[np.bool_]) -> Array:
     """Mean over the true boxes of the best IoU with an answer, for each convention; boxes out of order have none."""
@@ -294,17 +232,3 @@ def _ious(predicted: Array, true: Array) -> Array:
     union = areas[0] + areas[1] - shared
     ious: Array = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
     return ious
-
-
-def _mend(boxes: Array, axes: Axes) -> Array:
-    (x_scale, x_offset), (y_scale, y_offset) = axes
-    return np.divide(boxes - four((x_offset, y_offset)), four((x_scale, y_scale)))
-
-
-def _line(answers: Array, truth: Array) -> Axis:
-    step = max(1, -(-len(truth) // _MOST_EDGES))
-    answers, truth = answers[::step], truth[::step]
-    if len(np.unique(truth)) < 2:
-        return Axis()
-    slope = float(theilslopes(answers, truth).slope)
-    return Axis(slope, float(np.median(answers - slope * truth))) if slope > 0 else Axis()

@@ -12,6 +12,7 @@ class Rule(StrEnum):
     """The rules that a row can break, in the order in which they are told."""
 
     LINE = "line is a row"
+    COLUMNS = "columns show at the top"
     OBJECTS = "objects"
     BOUNDS = "box inside image"
     IMAGE = "image readable"
@@ -21,11 +22,13 @@ class Rule(StrEnum):
     ROTATED = "EXIF orientation"
     IMAGES = "one image per row"
     AREA = "box with an area"
+    COLOURS = "picture is RGB or grey"
+    LABEL = "label's spelling"
 
     @property
     def is_advice(self) -> bool:
         """Whether such a row trains, if perhaps not as it was meant."""
-        return self in (Rule.ROTATED, Rule.IMAGES, Rule.AREA)
+        return self in (Rule.ROTATED, Rule.IMAGES, Rule.AREA, Rule.COLOURS, Rule.LABEL)
 
 
 @dataclass(frozen=True, slots=True)

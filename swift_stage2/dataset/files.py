@@ -28,7 +28,7 @@ def local_files(swift_arguments: Mapping[str, Any]) -> dict[str, list[Path]]:
     for argument in ("dataset", "val_dataset"):
         files = found[argument] = []
         for name in named_places(swift_arguments, argument):
-            path = Path(name.split("#", maxsplit=1)[0])  # ms-swift's `#N` asks for N rows
+            path = Path(split_rows(name)[0])
             is_local = path.suffix in _FILE_SUFFIXES or name.startswith(("/", "./", "../"))
             if is_local and not path.exists():
                 raise DatasetError(
@@ -41,6 +41,12 @@ def local_files(swift_arguments: Mapping[str, Any]) -> dict[str, list[Path]]:
             if path.suffix == _SUFFIX and path not in files:
                 files.append(path)
     return found
+
+
+def split_rows(name: str) -> tuple[str, str]:
+    """The path that a name of ms-swift's is, and its `#N`, which asks for N rows. A path may hold a # itself."""
+    path, mark, rows = name.rpartition("#")
+    return (name, "") if not mark or Path(name).expanduser().exists() else (path, mark + rows)
 
 
 def read_lines(file: Path, what: str = "a data set") -> Iterator[bytes]:

@@ -19,17 +19,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
-from swift_stage2.channel_b.image_files import RASTER_FORMATS, UPRIGHT, orientation_of
+from swift_stage2.channel_b.image_files import UPRIGHT, orientation_of
 from swift_stage2.dataset.files import read_lines
 from swift_stage2.errors import DatasetError, UserError
 from swift_stage2.records import find_image
+from swift_stage2.servers.image_opening import FORMATS, refuse_deep_pixels
 from swift_stage2.whole_file import open_regular, whole_file
 
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning)
+PLAIN_MODES = ("RGB", "L")
+"""Of pixels that stay what they are when they are read as RGB."""
 _TAIL_BYTES = 4096
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 Corner = Callable[[float, float, float, float], tuple[float, float]]
@@ -47,11 +50,15 @@ _TURNS: Mapping[int, Corner] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredPicture:
-    """Width and height as stored, before any rotation; ``orientation`` is 1 for an upright picture."""
+    """Width and height as stored, before any rotation; ``orientation`` is 1 for an upright picture.
+
+    ``mode``: Pillow's, of the pixels; they are read as RGB, without what is transparent, whatever it is.
+    """
 
     width: int
     height: int
     orientation: int
+    mode: str = "RGB"
 
     @property
     def upright_size(self) -> tuple[int, int]:
@@ -64,14 +71,16 @@ def look_at(path: str | bytes, *, decode: bool = False) -> StoredPicture:
     """Reads the header and the end of an image file, or of its content; with ``decode`` all of it.
 
     Raises:
-        OSError, ValueError, SyntaxError, Image.DecompressionBombError: it is no image, or not all of it is there.
+        OSError, ValueError, SyntaxError, Image.DecompressionBombError: it is no image of a format that is read, not all
+            of it is there, or its pixels have more than 8 bits.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         with (
             io.BytesIO(path) if isinstance(path, bytes) else open_regular(find_image(path)) as file,
-            Image.open(file, formats=RASTER_FORMATS) as image,
+            _open_image(file) as image,
         ):
+            refuse_deep_pixels(image)
             width, height = image.size
             position = file.tell()
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -81,7 +90,14 @@ def look_at(path: str | bytes, *, decode: bool = False) -> StoredPicture:
             late_tag = image.format == "PNG" and b"eXIf" in tail
             if decode or late_tag or _ENDS.get(str(image.format), b"\0none") not in tail:
                 image.load()
-            return StoredPicture(width, height, orientation_of(image))
+            return StoredPicture(width, height, orientation_of(image), image.mode)
+
+
+def _open_image(file: BinaryIO) -> Image.Image:
+    try:
+        return Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise ValueError(f"it is none of {', '.join(FORMATS)}, which are read") from error
 
 
 class DrawnOn(StrEnum):
@@ -181,7 +197,7 @@ def _upright(image: Any, picture: StoredPicture, folder: Path, done: Rewritten) 
         if os.path.isabs(path):  # spelt like the other rows, from the working directory or not
             target = target.absolute()
         try:
-            with open_regular(find_image(path)) as file, Image.open(file, formats=RASTER_FORMATS) as stored:
+            with open_regular(find_image(path)) as file, Image.open(file, formats=FORMATS) as stored:
                 upright = ImageOps.exif_transpose(stored).convert("RGB")
         except UNREADABLE as error:
             raise DatasetError(

@@ -6,10 +6,11 @@ whether other rows write theirs alike, is for ``survey`` to say.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +19,8 @@ from swift_stage2.channel_b.dialects import DIALECTS, Dialect
 from swift_stage2.channel_b.parsing import lists_objects, parse_rollout, read_ground_truth
 from swift_stage2.channel_b.targets import AnswerFormat
 from swift_stage2.dataset.fault import Fault, Place, Rule
-from swift_stage2.dataset.picture import UNREADABLE, StoredPicture, images_of, path_of
+from swift_stage2.dataset.labels import has_special_token, spell_label
+from swift_stage2.dataset.picture import PLAIN_MODES, UNREADABLE, StoredPicture, images_of, path_of
 from swift_stage2.errors import ConfigError, SampleError
 from swift_stage2.records import Coordinates
 
@@ -27,6 +29,7 @@ LABEL_MARK, BOX_MARK = "<ref-object>", "<bbox>"
 _SHOWN = 80
 _SHOWN_PATH = 200
 _IMAGE_TAG = "<image>"
+_MARKS_OF_ORDER = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _PIXELS, _SHARES = "real", "norm1"  # ms-swift's names, and the only ones that it tells apart
 _ROLES = ("system", "user", "assistant", "tool", "tool_call", "tool_response")
 
@@ -41,6 +44,8 @@ class CheckedRow:
     num_answer_characters: int = 0
     image: str | None = None
     """The first, as the row names it."""
+    columns: frozenset[str] = frozenset()
+    """The columns whose types the row shows."""
 
 
 def check_line(
@@ -61,11 +66,31 @@ def check_line(
     row = _read(line)
     if isinstance(row, str):
         return CheckedRow((Fault(place, Rule.LINE, row),))
-    return _RowCheck(row, place, look, judge_answer, needs_objects, num_coordinates).run()
+    checked = _RowCheck(row, place, look, judge_answer, needs_objects, num_coordinates).run()
+    return replace(checked, columns=frozenset(_columns(row)))
+
+
+def _columns(row: Mapping[str, Any]) -> Iterator[str]:
+    objects = row.get("objects")
+    objects = objects if isinstance(objects, Mapping) else {}
+    for name, value in (*row.items(), *((f"objects.{key}", value) for key, value in objects.items())):
+        if value is not None:
+            yield name
+        if isinstance(value, list) and value:
+            yield f"entry in {name}"
+    boxes = objects.get("bbox")
+    for box in boxes if isinstance(boxes, list) else ():
+        if isinstance(box, list) and any(isinstance(edge, float) for edge in box):
+            yield "decimal in objects.bbox"
 
 
 def _read(line: bytes) -> Mapping[str, Any] | str:
     """The row, or what is wrong with its line."""
+    if line.startswith(_MARKS_OF_ORDER) or b"\0" in line:
+        return (
+            "a line must be UTF-8 text, got a byte order mark or zero bytes, as UTF-16 has; save the file as UTF-8 "
+            "without a mark"
+        )
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -75,7 +100,15 @@ def _read(line: bytes) -> Mapping[str, Any] | str:
         cause = (
             f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
         )
-        return f"every line must be one JSON object: {cause}; mend or remove the line"
+        is_list = line.rstrip().endswith((b",", b"[")) or line.startswith(
+            b"["
+        )  # a JSON file that is one list
+        hint = (
+            "rows stand alone, without commas or brackets around them"
+            if is_list
+            else "mend or remove the line"
+        )
+        return f"every line must be one JSON object: {cause}; {hint}"
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
         return "a row is an object with messages=[{'role': ..., 'content': ...}, ...]; write it so"
@@ -123,6 +156,15 @@ class _RowCheck:
             self._tell(Rule.OBJECTS, f"{error}{remedy}")
             return CheckedRow(tuple(self.faults))
         self._check_boxes(truth.boxes, pictures)
+        if not self._check_labels(truth.labels):
+            return CheckedRow(tuple(self.faults))
+        for key in ("videos", "audios"):
+            if self.judge_answer and self.row.get(key):
+                self._tell(
+                    Rule.OBJECTS,
+                    f"channel B asks about images alone, got {key}={_cut(self.row[key])} beside objects; take objects "
+                    "out, and write rows_without_objects: channel_a_only",
+                )
         shown = self._read_answer(answer, truth.labels, num_coordinates)
         return CheckedRow(tuple(self.faults), shown, len(truth), len(answer), self.shown_image)
 
@@ -163,6 +205,13 @@ class _RowCheck:
                 "images with --apply-exif stored, or upright where boxes were drawn as viewers show it",
                 path,
             )
+        if picture.mode not in PLAIN_MODES:
+            self._tell(
+                Rule.COLOURS,
+                f"an image should be RGB or grey of 8 bits, got {picture.mode}: it is read as RGB, without what is "
+                "transparent; save it as RGB if that is not as you see it",
+                path,
+            )
         return picture
 
     def _check_prompt(self, num_images: int) -> None:
@@ -180,6 +229,22 @@ class _RowCheck:
                 f"a prompt must not hold more {_IMAGE_TAG} than there are images, got num_tags={num_tags} "
                 f"num_images={num_images}; remove a tag or name the image",
             )
+
+    def _check_labels(self, labels: Sequence[str]) -> bool:
+        """False if a parser of answers would take one for something else than text."""
+        for label in dict.fromkeys(labels):
+            if has_special_token(label):
+                self._tell(
+                    Rule.OBJECTS,
+                    f"a label must be text alone, got a special token in label={label!r}; write {spell_label(label)!r}",
+                )
+            elif spell_label(label) != label and json.dumps(label, ensure_ascii=False)[1:-1] == label:
+                self._tell(
+                    Rule.LABEL,
+                    f"a label should be spelt with visible, composed (NFC) characters, got label={label!a}; write "
+                    f"{spell_label(label)!a}",
+                )
+        return not any(map(has_special_token, labels))
 
     def _check_boxes(
         self, boxes: Sequence[tuple[float, ...]], pictures: Sequence[StoredPicture | None]

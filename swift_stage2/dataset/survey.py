@@ -24,6 +24,7 @@ from swift_stage2.errors import DatasetError
 
 MOST_KEPT = 100
 """Faults of one rule that are kept to be shown; all are counted."""
+_FIRST_BLOCK = 10 * 2**20  # bytes by which ms-swift's loader, `datasets`, takes the columns' types
 _MOST_FORMATS = 1000
 _PICTURES_REMEMBERED = 4096  # rows that ask several things about one image stand near each other
 OnProgress = Callable[[int, int], None]
@@ -117,17 +118,30 @@ class _Survey:
 
     def read(self, file: Path) -> None:
         num_before, num_bytes = self.num_rows, 0
+        columns: set[str] = set()
         for number, line in enumerate(read_lines(file), start=1):
-            num_bytes += len(line)
+            begins, num_bytes = num_bytes, num_bytes + len(line)
             if line.strip():
-                self._check(line, Place(file, number))
+                place = Place(file, number)
+                row = self._check(line, place)
+                if begins >= _FIRST_BLOCK and (late := sorted(row.columns - columns)):
+                    self._tell_late(late[0], place, row)
+                columns |= row.columns
                 self.on_progress(self.num_rows, num_bytes)
         if self.num_rows == num_before:
             raise DatasetError(
                 f"a data set must hold rows, got none in {file}; write one JSON object per line"
             )
 
-    def _check(self, line: bytes, place: Place) -> None:
+    def _tell_late(self, column: str, place: Place, row: CheckedRow) -> None:
+        reason = (
+            f"the first {_FIRST_BLOCK >> 20} MiB of a file must show each column that it has, because ms-swift loads "
+            f"the rest as these say, got the first {column} after them; move this row to the top of the file"
+        )
+        self.num_bad_rows += all(fault.rule.is_advice for fault in row.faults)
+        self._tell(Fault(place, Rule.COLUMNS, reason, row.image))
+
+    def _check(self, line: bytes, place: Place) -> CheckedRow:
         row = self.check_line(line, place)
         self.num_rows += 1
         is_bad = any(not fault.rule.is_advice for fault in row.faults)
@@ -143,6 +157,7 @@ class _Survey:
                 places.append((place, row.image))
         if self.longest is None or row.num_answer_characters > self.longest.num_characters:
             self.longest = Longest(place, row.num_answer_characters, row.num_objects)
+        return row
 
     def _tell(self, fault: Fault) -> None:
         self.counts[fault.rule] += 1

@@ -18,11 +18,12 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 from pydantic import FiniteFloat
 
-from swift_stage2.channel_b.image_files import RASTER_FORMATS, content_of
+from swift_stage2.channel_b.image_files import content_of
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.detections.prediction import as_text
 from swift_stage2.errors import SampleError
 from swift_stage2.records import ObjectMatch
+from swift_stage2.servers.image_opening import FORMATS
 
 MOST_SIDE = 640
 """Pixels of a picture's longer side."""
@@ -141,7 +142,7 @@ def _opened(image: Any, most_side: int) -> Image.Image:
     """The image in RGB, of at most ``most_side`` pixels a side."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        with Image.open(io.BytesIO(content_of(image)), formats=RASTER_FORMATS) as opened:
+        with Image.open(io.BytesIO(content_of(image)), formats=FORMATS) as opened:
             if opened.width * opened.height > min(_MOST_PIXELS, Image.MAX_IMAGE_PIXELS or _MOST_PIXELS):
                 raise UnreadableImage(f"the image has too many pixels: {opened.width} × {opened.height}")
             opened.draft("RGB", (most_side, most_side))

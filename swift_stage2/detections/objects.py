@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.detections.prediction import Prediction
 
-MOST_DETECTIONS = 100
-"""Per image and class, the best by score: COCO looks at no others."""
 _SMALL, _MEDIUM = 32.0**2, 96.0**2  # square pixels, as COCO has them
 
 
@@ -46,14 +44,6 @@ class ObjectArrays:
         areas = np.prod(self.boxes[:, 2:] - self.boxes[:, :2], axis=1)
         sizes: NDArray[np.int64] = np.searchsorted([_SMALL, _MEDIUM], areas, side="right")
         return sizes
-
-    def are_of(self, size: int | None) -> NDArray[np.bool_]:
-        """Whether COCO counts each box in a class of ``sizes``: in both where it lies between two. None: in any."""
-        areas = np.prod(self.boxes[:, 2:] - self.boxes[:, :2], axis=1)
-        lows, highs = (0.0, _SMALL, _MEDIUM), (_SMALL, _MEDIUM, np.inf)
-        low, high = (0.0, np.inf) if size is None else (lows[size], highs[size])
-        inside: NDArray[np.bool_] = (low <= areas) & (areas <= high)
-        return inside
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Pairs of boxes of one image and one class that overlap, and which of them are matched at each IoU threshold.
 
 One to one: the assignment of training (``channel_b.matching`` with ``same_label`` and its default costs), for all
-images at once. Greedily by score: COCO's, of which the intervals of AP are made. Pure.
+images at once. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from swift_stage2.channel_b.assignment import Candidates, assign
 from swift_stage2.channel_b.matching import paired_ious
 from swift_stage2.config import MatchingConfig
-from swift_stage2.detections.objects import MOST_DETECTIONS, DetectionData, ObjectArrays
+from swift_stage2.detections.objects import DetectionData, ObjectArrays
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 """COCO's: 0.5, 0.55, … 0.95."""
@@ -74,58 +74,6 @@ def _assign(
             known[key] = group[[pair in pairs for pair in both]]
         found.append(known[key])
     return np.sort(np.concatenate(found))
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreMatch:
-    """Predictions that COCO looks at, by class, then score, and what each is at every threshold."""
-
-    order: NDArray[np.int64]
-    """Their numbers."""
-    hits: NDArray[np.bool_]
-    """Shape (num_thresholds, num_looked_at)."""
-    counts: NDArray[np.bool_]
-    """Of the same shape; False of one that belongs to an object of another size, or is alone and of another size."""
-
-
-def match_by_score(overlaps: Overlaps, data: DetectionData, size: int | None = None) -> ScoreMatch:
-    """COCO's, of all objects or those of one ``size``: others are matched last, and count neither way."""
-    predicted = data.predicted
-    order = np.lexsort((np.arange(len(predicted)), -predicted.scores))
-    ranks = np.empty(len(predicted), dtype=np.int64)
-    ranks[order] = np.arange(len(predicted))
-    # Every prediction takes the best truth that is left, at all thresholds at once: a bit for each of them.
-    is_other, is_of_size = ~data.truth.are_of(size), predicted.are_of(size)
-    places = np.lexsort((-overlaps.true, -overlaps.ious, is_other[overlaps.true], ranks[overlaps.predicted]))
-    reached = (overlaps.ious[places, None] >= THRESHOLDS) @ (1 << np.arange(len(THRESHOLDS)))
-    looked_at = _looked_at(data, order)
-    hits, taken, others = [0] * len(predicted), [0] * len(data.truth), is_other.tolist()
-    away = [0] * len(predicted)  # where it belongs to an object of another size
-    for prediction, truth, bits in zip(
-        overlaps.predicted[places].tolist(), overlaps.true[places].tolist(), reached.tolist(), strict=True
-    ):
-        new = bits & ~(taken[truth] | hits[prediction] | away[prediction]) if looked_at[prediction] else 0
-        taken[truth] |= new
-        (away if others[truth] else hits)[prediction] |= new
-    chosen = order[looked_at[order]]
-    chosen = chosen[np.argsort(predicted.labels[chosen], kind="stable")]
-    found, elsewhere = (
-        (np.array(each, dtype=np.int64)[chosen] >> np.arange(len(THRESHOLDS))[:, None] & 1).astype(np.bool_)
-        for each in (hits, away)
-    )
-    counts = found | (is_of_size[chosen] & ~elsewhere)
-    kept = counts.any(axis=0)
-    return ScoreMatch(chosen[kept], found[:, kept], counts[:, kept])
-
-
-def _looked_at(data: DetectionData, order: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether each prediction is among the best of its image and class."""
-    keys = _keys(data, data.predicted)
-    grouped = order[np.argsort(keys[order], kind="stable")]
-    begins = np.searchsorted(keys[grouped], keys[grouped])
-    looked_at = np.zeros(len(keys), dtype=np.bool_)
-    looked_at[grouped] = np.arange(len(keys)) - begins < MOST_DETECTIONS
-    return looked_at
 
 
 def _keys(data: DetectionData, side: ObjectArrays) -> NDArray[np.int64]:

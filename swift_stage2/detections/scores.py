@@ -1,8 +1,8 @@
 """Every metric of one set of predictions, by name; of all images, or of images that are weighed.
 
 Names are those of an evaluation during training (``eval/f1``); a part of the objects has its own in front of them:
-``class/LABEL/f1``, ``objects/2-3/recall``, ``size/small/precision``, ``iou/0.75/f1``. Points of AP, AR and error types
-are hotcoco's; what weighs images is counted here, and equals them where every image weighs one.
+``class/LABEL/f1``, ``objects/2-3/recall``, ``size/small/precision``, ``iou/0.75/f1``. AP, AR and error types are
+hotcoco's, of all images alike; precision, recall and F1 are counted here, also of images that are weighed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from scipy.sparse import csr_array
 from swift_stage2.detections.objects import DetectionData, ObjectArrays
 from swift_stage2.detections.overlaps import (
     THRESHOLDS,
-    ScoreMatch,
     find_overlaps,
-    match_by_score,
     match_one_to_one,
 )
 from swift_stage2.records import match_ratios
@@ -39,7 +37,6 @@ ERRORS = {
     "Miss": "an object that no box is near",
 }
 """TIDE's types."""
-_RECALLS = np.linspace(0.0, 1.0, 101)
 _FIELDS = ("num_predictions", "num_ground_truth", "num_pairs", "sum_iou")
 _COCO_NAMES = {
     "AP": "ap",
@@ -86,7 +83,6 @@ class DetectionScores:
         self.overlaps = find_overlaps(data)
         self.pairs = match_one_to_one(self.overlaps)
         self._names, self._tallies = self._count()
-        self._matches = [match_by_score(self.overlaps, data, size) for size in (None, *range(len(SIZES)))]
 
     # --- all images alike ---------------------------------------------------------------------------
 
@@ -122,7 +118,17 @@ class DetectionScores:
                 for theirs, ours in _COCO_NAMES.items()
                 if found[part][theirs] >= 0
             }
-        return values
+        return values | self._class_precisions()
+
+    def _class_precisions(self) -> dict[str, float]:
+        """AP of each class that has true objects."""
+        if not self.data.classes or not self.data.num_images:
+            return {}
+        curves = (self._coco.eval or {})["precision"][:, :, :, 0, -1]  # by threshold, recall and class
+        means = curves.mean(axis=(0, 1)).tolist()
+        return {
+            f"class/{name}/ap": mean for name, mean in zip(self.data.classes, means, strict=True) if mean >= 0
+        }
 
     def errors(self) -> dict[str, dict[str, float]]:
         """TIDE's types at IoU 0.5: how many, and the AP50 that is lost by them."""
@@ -169,54 +175,13 @@ class DetectionScores:
             values |= {f"{part}/{name}": value for name, value in found.items()}
         total = int(weights.sum())
         values |= {f"eval/{name}": float(flags @ weights) / total for name, flags in self._answers.items()}
-        return values | self._average_precisions(weights)
-
-    def _average_precisions(self, weights: Weights) -> dict[str, float]:
-        known, precision, recall = self._curves(self._matches[0], weights)
-        if not known.any():
-            return {}
-        of_classes = zip(self.data.classes, precision.mean(axis=1).tolist(), known.tolist(), strict=True)
-        values = {f"class/{name}/ap": value for name, value, is_known in of_classes if is_known}
-        means = precision[known].mean(axis=0)
-        values |= {"eval/ap": float(means.mean()), "eval/ap50": float(means[0]), "eval/ap75": float(means[5])}
-        values["eval/ar"] = float(recall[known].mean())
-        for size, match in enumerate(self._matches[1:]):
-            known, precision, recall = self._curves(match, weights, size)
-            if known.any():
-                values[f"eval/ap_{SIZES[size]}"] = float(precision[known].mean())
-                values[f"eval/ar_{SIZES[size]}"] = float(recall[known].mean())
         return values
-
-    def _curves(
-        self, match: ScoreMatch, weights: Weights, size: int | None = None
-    ) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]:
-        """Whether each class has true objects of ``size``; AP and recall of shape (num_classes, num_thresholds)."""
-        predicted, truth, num_classes = self.data.predicted, self.data.truth, len(self.data.classes)
-        weighed = weights[predicted.images[match.order]]
-        num_true = np.bincount(truth.labels, weights[truth.images] * truth.are_of(size), num_classes)
-        borders = np.searchsorted(predicted.labels[match.order], np.arange(num_classes + 1))
-        precision, recall = np.full((2, num_classes, len(THRESHOLDS)), np.nan)
-        for number in np.flatnonzero(num_true).tolist():
-            own = slice(borders[number], borders[number + 1])
-            hits, counts = match.hits[:, own], match.counts[:, own]
-            # Between two hits precision only falls, so that it is looked at where hits are.
-            at = np.flatnonzero(hits.any(axis=0))
-            seen = np.cumsum(counts * weighed[own], axis=1)[:, at]
-            found = np.cumsum(hits[:, at] * weighed[own][at], axis=1)
-            best = np.divide(found, seen, out=np.zeros(found.shape), where=found > 0)
-            best = np.maximum.accumulate(best[:, ::-1], axis=1)[:, ::-1]
-            recalls = found / num_true[number]
-            reached = np.searchsorted(_RECALLS, recalls, side="right")
-            precision[number] = (best * np.diff(reached, prepend=0)).sum(axis=1) / len(_RECALLS)
-            recall[number] = recalls[:, -1] if len(at) else 0.0
-        return num_true > 0, precision, recall
 
     @property
     def work(self) -> int:
         """Steps of one call of ``values``, about."""
         num_entries: int = self._tallies.nnz
-        num_hits = sum(int(match.hits.sum()) for match in self._matches)
-        return num_entries + num_hits + 2000 * len(self.data.classes) * len(self._matches)
+        return num_entries + 1000 * len(self._names)
 
     # --- counts -------------------------------------------------------------------------------------
 

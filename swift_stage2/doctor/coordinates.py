@@ -21,13 +21,11 @@ from swift_stage2.config import ServerEngine, Stage2Config
 from swift_stage2.dataset.conventions import (
     AnsweredImage,
     Layout,
-    PixelLimits,
     Side,
     Unit,
     read_numbers,
 )
 from swift_stage2.dataset.coordinates import (
-    Axis,
     CoordinateJudgement,
     Fit,
     fit_coordinates,
@@ -44,10 +42,6 @@ if TYPE_CHECKING:
 _NUM_IMAGES = 32
 _MOST_LOOKED_AT = 128
 _SEED = 1
-_UNLIMITED = 1 << 40
-_QWENS_FACTOR = 28
-_SHIFTED = 0.02  # of the image
-_ROUNDED = 0.9  # rounding to multiples changes an area, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +49,6 @@ class AnsweredRows:
     """Rows with one image each, as one server answered them."""
 
     images: tuple[AnsweredImage, ...]
-    limits: PixelLimits
-    """The learner's, as far as these images show them."""
     is_thousandths: bool
 
     @property
@@ -92,9 +84,7 @@ def prepare_questions(prepared: LearnerPreparation, config: Stage2Config) -> Que
         if len(samples) == _NUM_IMAGES:
             break
     is_thousandths = template.norm_bbox == "norm1000"
-    return Questions(
-        encoder, tuple(samples), AnsweredRows(tuple(images), _limits(template, images), is_thousandths)
-    )
+    return Questions(encoder, tuple(samples), AnsweredRows(tuple(images), is_thousandths))
 
 
 def _unanswered(sample: Sample, encoder: Encoder) -> AnsweredImage:
@@ -155,18 +145,6 @@ def ask_rows(
     )
 
 
-def _limits(template: Any, images: Sequence[AnsweredImage]) -> PixelLimits:
-    """As the template sets them, or as far as they show in what it made of the images."""
-    processor = getattr(template.processor, "image_processor", None)
-    sides = [getattr(processor, name, None) for name in ("patch_size", "merge_size")]
-    factor = math.prod(side for side in sides if isinstance(side, int)) if all(sides) else _QWENS_FACTOR
-    areas = [(math.prod(image.resized), math.prod(image.stored)) for image in images]
-    shrunk = [area for area, stored in areas if area < _ROUNDED * stored]
-    grown = [area for area, stored in areas if _ROUNDED * area > stored]
-    most = template.max_pixels or max(shrunk, default=_UNLIMITED)
-    return PixelLimits(factor, int(min(grown, default=1)), int(most))
-
-
 def check_limits(answered: AnsweredRows, config: Stage2Config, index: int) -> Outcome[None]:
     """The sizes in which both sides saw the same images, and the limits that are written for them."""
     own, theirs = _written_limits(config, index)
@@ -199,19 +177,12 @@ def _written_limits(config: Stage2Config, index: int) -> tuple[int | None, int |
     return config.swift.get("max_pixels"), args.get("max_pixels", args.get("max-pixels"))
 
 
-def _limit_remedy(
-    answered: AnsweredRows, config: Stage2Config, index: int, fitted: float | None = None
-) -> str:
-    """The line that gives both sides one limit. ``fitted``: pixels of the images that the answers are about."""
+def _limit_remedy(answered: AnsweredRows, config: Stage2Config, index: int) -> str:
+    """The line that gives both sides one limit."""
     own, theirs = _written_limits(config, index)
     served = [image.served for image in answered.images if image.served is not None]
-    if fitted is not None and served == [image.resized for image in answered.images]:
-        return (
-            f"write swift.max_pixels: {fitted:.0f}, and the same limit for the server: both see images alike, but the "
-            "checkpoint was trained on images of about so many pixels"
-        )
     if own is None:
-        other = theirs or fitted or max(map(math.prod, served), default=0)
+        other = theirs or max(map(math.prod, served), default=0)
         return f"write swift.max_pixels: {other:.0f}, or take the limit from the server (--max-pixels, MAX_PIXELS)"
     if index < len(config.launch.servers):
         is_ours = config.launch.servers[index].engine is ServerEngine.TRANSFORMERS
@@ -222,7 +193,7 @@ def _limit_remedy(
 
 def check_coordinates(answered: AnsweredRows, config: Stage2Config, index: int) -> Outcome[None]:
     """The verdict on the answers, with the line that mends them."""
-    verdict = fit_coordinates(answered.images, answered.limits)
+    verdict = fit_coordinates(answered.images)
     best = verdict.best
     if verdict.judgement is CoordinateJudgement.CANNOT_TELL:
         return left_out(f"cannot tell: {verdict.reason}")
@@ -241,35 +212,22 @@ def check_coordinates(answered: AnsweredRows, config: Stage2Config, index: int) 
 def _figures(fit: Fit) -> str:
     if not fit.num_pairs:
         return "no answer overlaps with its object"
-    moved = [
-        f", {name} is {axis.scale:.3g} times the truth {axis.offset:+.1%} of the image"
-        for name, axis in zip("xy", fit.axes, strict=True)
-        if axis != Axis()
-    ]
     return (
         f"{fit.num_pairs} pairs, {fit.share:.0%} of the boxes above IoU 0.5, median IoU {fit.median_iou:.2f}, "
-        f"edges off by {fit.residual_px:.1f} pixels{''.join(moved)}"
+        f"edges off by {fit.residual_px:.1f} pixels"
     )
 
 
 def _remedy(fit: Fit, answered: AnsweredRows, config: Stage2Config, index: int) -> str:
-    unit, layout, value = fit.convention.unit, fit.convention.layout, fit.convention.value
+    unit, layout = fit.convention.unit, fit.convention.layout
     if fit.convention.side is Side.DATA:
         return _data_remedy(unit, layout, answered.is_thousandths)
-    if any(abs(axis.offset) > _SHIFTED for axis in fit.axes):
-        return "give both sides the checkpoint's own image processor: one of them pads or crops images"
     if layout is Layout.CORNERS and unit is Unit.THOUSANDTHS:
         return "write swift.norm_bbox: norm1000"
     if layout is Layout.CORNERS and answered.is_thousandths and unit in (Unit.RESIZED, Unit.SERVED):
         return "write swift.norm_bbox: none"
-    if layout is Layout.CORNERS and not answered.is_thousandths:
-        largest = max(math.prod(image.resized) for image in answered.images)
-        fitted = {Unit.SERVED: None, Unit.LIMITED: value, Unit.SCALED: value**2 * largest}
-        if unit in fitted:
-            return _limit_remedy(answered, config, index, fitted[unit])
-        if unit is Unit.RESIZED:
-            factor = f"patch_size * merge_size must be {value:g}, not {answered.limits.factor}"
-            return f"give both sides the checkpoint's own image processor: {factor}"
+    if layout is Layout.CORNERS and unit is Unit.SERVED:
+        return _limit_remedy(answered, config, index)
     return f"start from a checkpoint that was trained with this template, whose boxes are {answered.expected}"
 
 

@@ -240,7 +240,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; ends the process as argparse does when it makes no sense."""
     parser = CommandParser(
         prog="swift-stage2 evaluate",
-        description="Standard detection metrics with 95 % intervals: COCO's AP and AR, precision, recall and F1, by "
+        description="Standard detection metrics: COCO's AP and AR, precision, recall and F1 with 95 % intervals, by "
         "class, number and size of objects, and TIDE's error types. Compares two sets of predictions image by image.",
         exit_statuses="0 every row has a prediction; 1 some have none",
     )

@@ -50,6 +50,7 @@ _HEADLINE = {"eval/ap": "AP", "eval/ap50": "AP50", "eval/ar": "AR", "eval/f1": "
 _RATIOS = ("precision", "recall", "f1", "mean_iou")
 _PARTS = {"objects": "By number of objects in the image", "size": "By size of the object"}
 _MOST_CLASSES = 200
+_OF_F1 = "95 % interval of F1"
 
 
 def evaluation_sections(
@@ -222,17 +223,16 @@ def _classes(scores: DetectionScores, points: Values, bounds: Intervals) -> Iter
                 number(counts[label].true),
                 number(counts[label].predicted),
                 _value(points, f"{part}/ap"),
-                _interval(bounds.get(f"{part}/ap")),
                 *(_value(points, f"{part}/{name}") for name in _RATIOS),
+                _interval(bounds.get(f"{part}/f1")),
             )
         )
-    headings = ("class", "true", "predicted", "AP", "95 % interval", "precision", "recall", "F1", "mean IoU")
+    headings = ("class", "true", "predicted", "AP", "precision", "recall", "F1", "mean IoU", _OF_F1)
     yield Table("", headings, tuple(rows))
 
 
 def _parts(kind: str, title: str, points: Values, bounds: Intervals) -> Table:
     rows = []
-    bounded = ("AP", "F1") if kind == "size" else ("F1",)  # AP of a part of the images has no interval
     for part in parts_of(list(points), kind):
         name = f"{kind}/{part}"
         ap = f"eval/ap_{part}" if kind == "size" else f"{name}/ap"
@@ -241,11 +241,10 @@ def _parts(kind: str, title: str, points: Values, bounds: Intervals) -> Table:
                 part,
                 _value(points, ap),
                 *(_value(points, f"{name}/{each}") for each in _RATIOS),
-                *(_interval(bounds.get(ap if each == "AP" else f"{name}/f1")) for each in bounded),
+                _interval(bounds.get(f"{name}/f1")),
             )
         )
-    headings = (kind, "AP", "precision", "recall", "F1", "mean IoU")
-    return Table(title, (*headings, *(f"95 % interval of {each}" for each in bounded)), tuple(rows))
+    return Table(title, (kind, "AP", "precision", "recall", "F1", "mean IoU", _OF_F1), tuple(rows))
 
 
 def _by_threshold(points: Values, bounds: Intervals) -> Chart:

@@ -117,8 +117,12 @@ def _is_on(text: str) -> bool:
 
 
 def _is_local(place: str) -> bool:
-    """A hub id is ``owner/name`` and names nothing on this machine."""
-    return place.startswith((".", "/", "~")) or place.count("/") != 1 or Path(place).exists()
+    """A hub id is ``owner/name``; its owner is no folder on this machine, and its name no checkpoint's."""
+    owner, slash, name = place.partition("/")
+    is_checkpoint = re.fullmatch(r"(last-|best-)?checkpoint(-\w+)?", name) is not None
+    return (
+        is_checkpoint or place.startswith((".", "/", "~")) or "/" in name or not slash or Path(owner).exists()
+    )
 
 
 def check_checkpoint(argument: str, directory: Path, *, of: str = "swift.") -> None:

@@ -41,15 +41,33 @@ def decode_base64(data: str) -> bytes:
         raise SampleError(f"an image must be base64 of an image file: {error}") from error
 
 
+def refuse_deep_pixels(image: Image.Image) -> None:
+    """The one rule of learner, servers, evaluation, import and data check for pixels that 8 bits do not hold.
+
+    Raises:
+        ValueError: they are 16 or 32 bits or floats, which Pillow would cut at 255 in making RGB of them.
+    """
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(
+            f"its pixels are {image.mode} (16 or 32 bits or floats), which would be cut at 255, to white all over "
+            "mostly; scale it to 8 bits"
+        )
+
+
 def open_image(content: bytes) -> Image.Image:
-    """An image whose header has been read. Raises SampleError: none of ``FORMATS``, or broken."""
+    """An image whose header has been read. Raises SampleError: none of ``FORMATS``, broken, or of deep pixels."""
     try:
-        return Image.open(io.BytesIO(content), formats=FORMATS)
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
     except _UNREADABLE as error:
         got = "none of them" if isinstance(error, UnidentifiedImageError) else _first_line(error)
         raise SampleError(
             f"an image must be {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, got {got}"
         ) from error
+    try:
+        refuse_deep_pixels(image)
+    except ValueError as error:
+        raise SampleError(f"an image must have 8 bits for each colour: {error}") from error
+    return image
 
 
 def decode_image(data: str) -> Image.Image:

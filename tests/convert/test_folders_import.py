@@ -1,4 +1,4 @@
-"""YOLO and VOC in: folders of files, each oddity handled and told."""
+"""YOLO and VOC in: folders of files, each issue handled and told."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from drawn_sources import SIZE, Importer, draw
 
-from swift_stage2.convert.tally import Oddity
+from swift_stage2.convert.import_report import ImportIssue
 from swift_stage2.dataset.fault import Rule
 from swift_stage2.errors import UserError
 
@@ -33,51 +33,54 @@ def test_yolo_shares_become_pixels(tmp_path: Path, run_import: Importer) -> None
     found = run_import("yolo", source)
     assert found.of("a.png") == [("dog", [24, 12, 40, 36]), ("cat", [0, 0, 12.8, 9.6])]
     assert found.of("b.png") == []
-    assert found.counts() == {Oddity.EMPTY.found: 1}
+    assert found.counts() == {ImportIssue.EMPTY.found: 1}
 
 
 @pytest.mark.parametrize(
-    ("line", "oddity", "box"),
+    ("line", "issue", "box"),
     [
-        ("0 0.25 0.5 0.5 0.25 0.75 0.75", Oddity.MASK, [16, 12, 48, 36]),
-        ("0 0.9 0.5 0.4 0.5", Oddity.CLIPPED, [44.8, 12, 64, 36]),
-        ("0 40 12 20 20", Oddity.OUTSIDE, None),
-        ("0 0.5 0.5 0 0.5", Oddity.FLAT, None),
-        ("0 0.5 0.5 0.5", Oddity.NO_BOX, None),
-        ("0 0.5 nan 0.5 0.5", Oddity.NO_BOX, None),
-        ("0 a b c d", Oddity.NO_BOX, None),
-        ("2 0.5 0.5 0.5 0.5", Oddity.NO_CATEGORY, None),
-        ("cat 0.5 0.5 0.5 0.5", Oddity.NO_CATEGORY, None),
+        ("0 0.25 0.5 0.5 0.25 0.75 0.75", ImportIssue.MASK, [16, 12, 48, 36]),
+        ("0 0.9 0.5 0.4 0.5", ImportIssue.CLIPPED, [44.8, 12, 64, 36]),
+        ("0 40 12 20 20", ImportIssue.NOT_SHARES, None),
+        ("0 0.5 0.5 0 0.5", ImportIssue.FLAT, None),
+        ("0 0.5 0.5 0.5", ImportIssue.NO_BOX, None),
+        ("0 0.5 nan 0.5 0.5", ImportIssue.NO_BOX, None),
+        ("0 a b c d", ImportIssue.NO_BOX, None),
+        ("2 0.5 0.5 0.5 0.5", ImportIssue.NO_CLASS, None),
+        ("cat 0.5 0.5 0.5 0.5", ImportIssue.NO_CLASS, None),
     ],
 )
 def test_an_odd_line_of_yolo(
-    tmp_path: Path, run_import: Importer, line: str, oddity: Oddity, box: list[float] | None
+    tmp_path: Path, run_import: Importer, line: str, issue: ImportIssue, box: list[float] | None
 ) -> None:
     found = run_import("yolo", write_yolo(tmp_path, {"a": f"{line}\n1 0.5 0.5 0.25 0.5\n"}))
     assert found.of("a.png") == [*([("cat", box)] if box else []), ("dog", [24, 12, 40, 36])]
-    assert found.counts() == {oddity.found: 1}
+    assert found.counts() == {issue.found: 1}
 
 
 def test_files_of_yolo_that_do_not_belong_together(tmp_path: Path, run_import: Importer) -> None:
     source = write_yolo(
-        tmp_path, {"a": "0 0.5 0.5 0.5 0.5", "gone": "0 0.5 0.5 0.5 0.5", "odd": "", "zeros": "\0" * 40}
+        tmp_path,
+        dict.fromkeys(("a", "b", "gone", "twice"), "0 0.5 0.5 0.5 0.5") | {"odd": "", "zeros": "\0" * 40},
     )
     (tmp_path / "images" / "gone.png").unlink()
-    (source / "odd.txt").write_bytes(b"\xff\xfe")
+    (source / "odd.txt").write_bytes(b"\xff")
+    (source / "twice.TXT").write_text("1 0.5 0.5 0.5 0.5")
     draw(tmp_path / "images" / "unlabelled.png")
-    draw(tmp_path / "images" / "a.jpg")
+    draw(tmp_path / "images" / "b.jpg")
     name = os.fsdecode(b"caf\xe9")
     (source / f"{name}.txt").write_text("0 0.5 0.5 0.5 0.5")
     draw(tmp_path / "images" / f"{name}.png")
     found = run_import("yolo", source)
-    assert found.names == ["a.jpg", "unlabelled.png"]  # a.png has the label file of a.jpg
+    assert found.names == ["a.png", "unlabelled.png"]  # b.png has the label file of b.jpg
     assert found.counts() == {
-        Oddity.ABSENT.found: 1,
-        Oddity.NOT_UTF8.found: 1,
-        Oddity.SECOND.found: 1,
-        Oddity.BROKEN_FILE.found: 2,
-        Oddity.NO_LABEL_FILE.found: 1,
-        Oddity.EMPTY.found: 1,
+        ImportIssue.NO_PICTURE.found: 1,
+        ImportIssue.NOT_UTF8.found: 1,
+        ImportIssue.SEVERAL_PICTURES.found: 1,
+        ImportIssue.TWO_CLAIMS.found: 1,
+        ImportIssue.BROKEN_FILE.found: 2,
+        ImportIssue.NO_LABEL_FILE.found: 1,
+        ImportIssue.EMPTY.found: 1,
     }
 
 
@@ -114,7 +117,7 @@ def test_classes_of_yolo_are_found_or_named(
 
 
 def test_key_points_behind_a_box_are_left_out(tmp_path: Path, run_import: Importer) -> None:
-    root = write_yolo(tmp_path, {"a": "0 0.5 0.5 0.5 0.5 0.1 0.1 2 0.9 0.9 2"})
+    root = write_yolo(tmp_path, {"a": "0 0.5 0.5 0.5 0.5 0.1 0.1 2 0.9 0.9 2"}, classes="cat")
     (root / "data.yaml").write_text("names: [cat]\nkpt_shape: [2, 3]\n")
     assert run_import("yolo", root).of("a.png") == [("cat", [16, 12, 48, 36])]
 
@@ -173,23 +176,27 @@ def test_voc_counts_from_1_and_ends_with_the_last_pixel(tmp_path: Path, run_impo
 @pytest.mark.parametrize(
     ("objects", "counts", "box"),
     [
-        (thing((5, 5, 9, 9), more="<difficult>1</difficult>"), {Oddity.DIFFICULT: 1}, [4, 4, 9, 9]),
-        (thing((0, 5, 9, 9)), {Oddity.FROM_ZERO: 1, Oddity.CLIPPED: 1}, [0, 4, 9, 9]),
-        (thing((5, 5, 900, 9)), {Oddity.CLIPPED: 1}, [4, 4, WIDTH, 9]),
-        (thing((9, 9, 5, 5)), {Oddity.FLAT: 1}, None),
-        (thing((1, 2, 3, "x")), {Oddity.NO_BOX: 1}, None),
-        (thing((1, 2, "nan", 3)), {Oddity.NO_BOX: 1}, None),
-        (thing((1, 2, 3, 4), label=" "), {Oddity.NO_LABEL: 1}, None),
-        (thing((1, 2, 3, 4)).replace("<name>cat</name>", ""), {Oddity.NO_LABEL: 1}, None),
-        ("<object><name>cat</name><polygon/></object>", {Oddity.NO_BOX: 1}, None),
+        (thing((5, 5, 9, 9), more="<difficult>1</difficult>"), {ImportIssue.DIFFICULT: 1}, [4, 4, 9, 9]),
+        (thing((0, 5, 9, 9)), {ImportIssue.FROM_ZERO: 1, ImportIssue.CLIPPED: 1}, [0, 4, 9, 9]),
+        (thing((5, 5, 900, 9)), {ImportIssue.CLIPPED: 1}, [4, 4, WIDTH, 9]),
+        (thing((9, 9, 5, 5)), {ImportIssue.SWAPPED: 1}, [4, 4, 9, 9]),
+        (thing((1, 2, 3, "x")), {ImportIssue.NO_BOX: 1}, None),
+        (thing((1, 2, "nan", 3)), {ImportIssue.NO_BOX: 1}, None),
+        (thing((1, 2, 3, 4), label=" "), {ImportIssue.NO_LABEL: 1}, None),
+        (thing((1, 2, 3, 4)).replace("<name>cat</name>", ""), {ImportIssue.NO_LABEL: 1}, None),
+        ("<object><name>cat</name><polygon/></object>", {ImportIssue.NO_BOX: 1}, None),
     ],
 )
 def test_an_odd_object_of_voc(
-    tmp_path: Path, run_import: Importer, objects: str, counts: dict[Oddity, int], box: list[float] | None
+    tmp_path: Path,
+    run_import: Importer,
+    objects: str,
+    counts: dict[ImportIssue, int],
+    box: list[float] | None,
 ) -> None:
     found = run_import("voc", write_voc(tmp_path, objects + DOG))
     assert found.of("a.png") == [*([("cat", box)] if box else []), ("dog", [1, 2, 11, 22])]
-    assert found.counts() == {oddity.found: count for oddity, count in counts.items()}
+    assert found.counts() == {issue.found: count for issue, count in counts.items()}
 
 
 def test_difficult_objects_can_be_dropped_and_are_no_negatives_then(
@@ -198,7 +205,7 @@ def test_difficult_objects_can_be_dropped_and_are_no_negatives_then(
     source = write_voc(tmp_path, thing((5, 5, 9, 9), more="<difficult>1</difficult>") + DOG)
     write_voc(tmp_path, thing((5, 5, 9, 9)), name="b", filename="b.png")
     found = run_import("voc", source, "--skip-difficult", "--per-class", "--negatives", "5")
-    assert found.counts() == {Oddity.SKIPPED.found: 1}
+    assert found.counts() == {ImportIssue.SKIPPED.found: 1}
     asked = [(name, row["messages"][0]["content"]) for name, row in zip(found.names, found.rows, strict=True)]
     assert asked == [
         ("a.png", "<image>Detect every dog."),  # whether it shows no cat is not known
@@ -212,12 +219,18 @@ def test_names_sizes_and_files_of_voc(tmp_path: Path, run_import: Importer) -> N
     write_voc(tmp_path, DOG, name="b", filename="a.png")  # so that a.png has two
     write_voc(tmp_path, DOG, name="c", filename="c.png")
     write_voc(tmp_path, DOG, name="d", filename="d.png")
+    write_voc(tmp_path, DOG, name="f", filename="elsewhere.png")
     (source / "c.xml").write_text("<annotation><filename>")
     (source / "e.xml").write_text('<?xml version="1.0" encoding="nowhere"?><annotation/>')
     draw(tmp_path / "images" / "d.png", size=(99, 99))
     found = run_import("voc", source)
-    assert found.names == ["a.png", "d.png"]
-    assert found.counts() == {Oddity.BROKEN_FILE.found: 2, Oddity.SECOND.found: 1, Oddity.SIZE.found: 1}
+    assert found.names == ["d.png", "f.png"]
+    assert found.counts() == {
+        ImportIssue.BROKEN_FILE.found: 2,
+        ImportIssue.TWO_CLAIMS.found: 1,
+        ImportIssue.OTHER_NAME.found: 2,
+        ImportIssue.SIZE.found: 1,
+    }
 
 
 def test_xml_that_declares_entities_is_not_read(tmp_path: Path, run_import: Importer) -> None:
@@ -228,7 +241,7 @@ def test_xml_that_declares_entities_is_not_read(tmp_path: Path, run_import: Impo
     write_voc(tmp_path, DOG, name="b", filename="b.png")
     found = run_import("voc", source)
     assert found.names == ["b.png"]
-    assert found.counts() == {Oddity.BROKEN_FILE.found: 1}
+    assert found.counts() == {ImportIssue.BROKEN_FILE.found: 1}
     assert "must declare no entities" in found.told
 
 

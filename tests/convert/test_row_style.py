@@ -11,7 +11,7 @@ import pytest
 from drawn_sources import Importer, annotation, draw, write_coco
 
 from swift_stage2.convert import import_command
-from swift_stage2.convert.tally import Oddity
+from swift_stage2.convert.import_report import ImportIssue
 from swift_stage2.dataset.survey import survey
 from swift_stage2.errors import UserError
 
@@ -42,7 +42,7 @@ def test_questions_per_class_and_negatives(tmp_path: Path, run_import: Importer)
         ("<image>Where is a dog? cat, dog, bird, cow", ["dog"]),
         ("<image>Where is a cat? cat, dog, bird, cow", ["cat"]),
     ]
-    assert found.counts() == {Oddity.EMPTY.found: 1, Oddity.UNASKED.found: 1}
+    assert found.counts() == {ImportIssue.EMPTY.found: 1, ImportIssue.UNASKED.found: 1}
     again = [run_import("coco", source, "--per-class", "--negatives", "2", "--seed", seed) for seed in "112"]
     assert again[0].rows == again[1].rows != again[2].rows
     per_image = [
@@ -102,7 +102,7 @@ def test_dialects_and_the_place_of_the_image(tmp_path: Path, run_import: Importe
 def test_images_with_too_many_objects_are_left_out(tmp_path: Path, run_import: Importer) -> None:
     found = run_import("coco", some_images(tmp_path, 5), "--max-objects", "2")
     assert found.names == ["00.png", "01.png", "02.png"]
-    assert found.counts() == {Oddity.EMPTY.found: 1, Oddity.TOO_MANY.found: 2}
+    assert found.counts() == {ImportIssue.EMPTY.found: 1, ImportIssue.TOO_MANY.found: 2}
 
 
 def test_the_split_is_by_image_and_an_image_stays_on_its_side(tmp_path: Path, run_import: Importer) -> None:

@@ -6,15 +6,25 @@ The known convention is the oracle; nothing of the package's own conversions is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from swift_stage2.compat import declare_operators
-from swift_stage2.dataset.conventions import AnsweredImage, PixelLimits
+from swift_stage2.dataset.conventions import AnsweredImage
 
 declare_operators()  # before torchvision is imported
 
 from qwen_vl_utils.vision_process import smart_resize  # noqa: E402
+
+
+class PixelLimits(NamedTuple):
+    """How Qwen's processors resize an image."""
+
+    factor: int
+    min_pixels: int
+    max_pixels: int
+
 
 LIMITS = PixelLimits(28, 4 * 28 * 28, 1024 * 28 * 28)
 LABELS = ("car", "person", "dog", "sign")
@@ -61,14 +71,6 @@ def y_first(write: Write) -> Write:
         return y1, x1, y2, x2
 
     return swapped
-
-
-def centre(write: Write) -> Write:
-    def centred(box: Numbers, size: tuple[int, int]) -> Numbers:
-        x1, y1, x2, y2 = write(box, size)
-        return (x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1
-
-    return centred
 
 
 def corner_size(write: Write) -> Write:

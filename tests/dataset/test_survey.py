@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from row_files import ANSWER, make_image, make_row, write_rows
 
 from swift_stage2.channel_b.dialects import OBJECT_LIST, OBJECT_MAP
 from swift_stage2.dataset.fault import Rule
+from swift_stage2.dataset.files import local_files
 from swift_stage2.dataset.survey import MOST_KEPT, survey
+from swift_stage2.errors import DatasetError
 
 NUM_GOOD = 12
 MAP_ANSWER = '{"object_1": {"desc": "<ref-object>", "bbox_2d": <bbox>}}'
@@ -40,6 +43,13 @@ def image(tmp_path: Path) -> str:
         ({"answer": ANSWER.replace("<ref-object>", "dog")}, Rule.ANSWER, "objects in their order"),
         ({"answer": f"```json\n{ANSWER}\n```"}, Rule.FORMAT, 'where 12 rows write \'[{"bbox_2d"'),
         ({"answer": '[{"label": "<ref-object>", "bbox_2d": <bbox>}]'}, Rule.FORMAT, "written alike"),
+        (
+            {"labels": ["<|im_end|>"]},
+            Rule.OBJECTS,
+            "got a special token in label='<|im_end|>', image",
+        ),
+        ({"labels": ["cafe\u0301"]}, Rule.LABEL, "label='cafe\\u0301', image"),
+        ({"labels": ["c\u200bat"]}, Rule.LABEL, "label='c\\u200bat', image"),
         ({"answer": MAP_ANSWER}, Rule.FORMAT, '\'{"object_1": {"desc": '),
         ({"prompt": "<image>Where is <ref-object>?"}, Rule.PROMPT, "must not hold <ref-object>"),
         ({"prompt": "<image><image>Detect."}, Rule.PROMPT, "num_tags=2 num_images=1"),
@@ -85,6 +95,40 @@ def test_all_faults_of_all_files_are_listed_at_once(tmp_path: Path, image: str) 
         (second, 2, Rule.ANSWER),
     ]
     assert found.num_bad_rows == 3
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda text: b"\xef\xbb\xbf" + text, "a byte order mark"),
+        (lambda text: text.decode().encode("utf-16"), "as UTF-16 has"),
+        (lambda text: b"[" + text, "rows stand alone"),
+        (lambda text: text.rstrip() + b",", "rows stand alone"),
+        (lambda text: text.decode().encode("latin-1"), "a line must be UTF-8 text"),
+    ],
+)
+def test_a_file_in_another_form_is_told_by_its_name(
+    tmp_path: Path, image: str, spoil: Callable[[bytes], bytes], words: str
+) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [make_row(image, labels=["café"])])
+    row = json.loads(file.read_bytes())
+    file.write_bytes(spoil(json.dumps(row, ensure_ascii=False).encode()))
+    assert words in survey([file]).faults[0].reason
+
+
+def test_videos_beside_objects_are_told(tmp_path: Path, image: str) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [make_row(image), {**make_row(image), "videos": ["a.mp4"]}])
+    (fault,) = survey([file]).faults
+    assert (fault.rule, fault.place.line) == (Rule.OBJECTS, 2)
+    assert "about images alone, got videos=['a.mp4'] beside objects" in fault.reason
+    assert survey([file], judge_answers=False).num_faults == 0
+
+
+def test_a_path_with_a_number_sign_is_a_path(tmp_path: Path, image: str) -> None:
+    file = write_rows(tmp_path / "rows#2.jsonl", [make_row(image)])
+    assert local_files({"dataset": [str(file), f"{file}#1"]})["dataset"] == [file]
+    with pytest.raises(DatasetError, match="must name files that exist"):
+        local_files({"dataset": [str(tmp_path / "gone#2.jsonl")]})
 
 
 def test_what_is_found_depends_on_the_rows_alone(tmp_path: Path, image: str) -> None:
@@ -168,7 +212,8 @@ def test_a_picture_that_is_not_all_there_is_told(tmp_path: Path, suffix: str, sh
     cut = tmp_path / f"cut.{suffix}"
     cut.write_bytes(whole[: int(len(whole) * share)])
     found = survey([write_rows(tmp_path / "rows.jsonl", [make_row(str(cut))])])
-    assert found.counts == ({} if share == 1 else {Rule.IMAGE: 1})
+    palette = {Rule.COLOURS: 1} if suffix == "gif" else {}
+    assert found.counts == (palette if share == 1 else {Rule.IMAGE: 1})
 
 
 def test_damage_in_the_middle_shows_once_everything_is_decoded(tmp_path: Path) -> None:

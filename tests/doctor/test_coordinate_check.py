@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from live_server import RunningServer
 from PIL import Image
 
 from swift_stage2.config import load_config
-from swift_stage2.dataset.conventions import PixelLimits
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.doctor.coordinates import AnsweredRows, check_coordinates, check_limits
@@ -122,7 +120,6 @@ def test_a_model_that_finds_nothing_leaves_it_open(
 # --- the line to change ------------------------------------------------------------------------------
 
 QUARTER = 256 * 28 * 28
-SHRUNK = resized(PixelLimits(28, LIMITS.min_pixels, QUARTER))
 CHECKPOINT = "start from a checkpoint that was trained with this template, whose boxes are "
 
 
@@ -137,12 +134,6 @@ CHECKPOINT = "start from a checkpoint that was trained with this template, whose
             f"{CHECKPOINT}pixels of the image as the learner resizes it",
         ),
         ({"answers": y_first(share(1000)), "thousandths": True}, {}, f"{CHECKPOINT}thousandths of the image"),
-        (
-            {"answers": SHRUNK},
-            {"max_pixels": LIMITS.max_pixels},
-            f"restart the server with swift.max_pixels: --max-pixels {LIMITS.max_pixels} "
-            f"(swift rollout: --max_pixels {LIMITS.max_pixels})",
-        ),
         (
             {"answers": resized(), "data": corner_size(stored)},
             {},
@@ -161,20 +152,9 @@ def test_every_fault_has_its_line(
     config = load_config(
         configure("http://127.0.0.1:1", **{f"swift__{name}": value for name, value in swift.items()})
     )
-    rows = AnsweredRows(tuple(draw(0, **drawn)), LIMITS, drawn.get("thousandths", False))
+    rows = AnsweredRows(tuple(draw(0, **drawn)), drawn.get("thousandths", False))
     outcome = check_coordinates(rows, config, 0)
     assert (outcome.verdict, outcome.fix) == (Verdict.FAILED, fix)
-
-
-def test_a_checkpoint_of_another_limit_is_told_where_both_sides_see_the_same(configure: Configure) -> None:
-    images = tuple(dataclasses.replace(image, served=image.resized) for image in draw(0, answers=SHRUNK))
-    config = load_config(configure("http://127.0.0.1:1", swift__max_pixels=LIMITS.max_pixels))
-    rows = AnsweredRows(images, LIMITS, is_thousandths=False)
-    assert check_limits(rows, config, 0).verdict is Verdict.OK
-    fix = check_coordinates(rows, config, 0).fix
-    number = int(fix.removeprefix("write swift.max_pixels: ").partition(",")[0])
-    assert number == pytest.approx(QUARTER, rel=0.03)
-    assert "the checkpoint was trained on images of about so many pixels" in fix
 
 
 def test_limits_that_are_written_differently_are_told_where_a_server_reports_no_sizes(
@@ -186,7 +166,7 @@ def test_limits_that_are_written_differently_are_told_where_a_server_reports_no_
         "launch__servers": [{"engine": "transformers", "args": args}],
     }
     config = load_config(configure("http://127.0.0.1:1", **changes))
-    rows = AnsweredRows(tuple(draw(0, answers=resized())), LIMITS, is_thousandths=False)
+    rows = AnsweredRows(tuple(draw(0, answers=resized())), is_thousandths=False)
     outcome = check_limits(rows, config, 0)
     assert outcome.verdict is Verdict.FAILED
     assert outcome.fix == f"write launch.servers[0].args.max-pixels: {LIMITS.max_pixels}, as swift.max_pixels"

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from detection_sets import hand_made, random_data
+from detection_sets import random_data
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from swift_stage2.detections.objects import MOST_DETECTIONS, DetectionData, ObjectArrays
+from swift_stage2.detections.objects import DetectionData, ObjectArrays
 from swift_stage2.detections.scores import DetectionScores
 
 NUM_CASES = 1000
+MOST_DETECTIONS = 100
 TOLERANCE = 1e-6
 
 
@@ -67,7 +68,6 @@ def test_every_curve_of_a_thousand_cases_is_pycocotools_own() -> None:
     assert (curves["precision"].max(axis=(0, 1, 3, 4)) > 0).sum() > NUM_CASES / 2
     for name in ("precision", "recall"):
         assert np.abs(curves[name][..., 0] - scores._coco.eval[name][..., -1]).max() < TOLERANCE
-    # Those of which intervals are made are the same ones, class by class.
     of_cases = curves["precision"][:, :, :, 0, 0].mean(axis=(0, 1))
     mine = [points.get(f"class/{name}/ap", -1.0) for name in data.classes]
     assert np.abs(np.array(mine) - of_cases).max() < TOLERANCE
@@ -78,38 +78,11 @@ def test_every_curve_of_a_thousand_cases_is_pycocotools_own() -> None:
 def test_every_mean_is_pycocotools_own(seed: int) -> None:
     data = random_data(seed, num_images=30, num_classes=4, ties=True)
     oracle, scores = run(pycocotools_of(data)), DetectionScores(data)
-    points, weighed = scores.points(), scores.values(np.ones(data.num_images, dtype=np.int64))
+    points = scores.points()
     names = ["ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large", "ar1", "ar10"]
     names += ["ar", "ar_small", "ar_medium", "ar_large"]
     for name, expected in zip(names, oracle.stats, strict=True):
         assert points[f"eval/{name}"] == pytest.approx(expected, abs=TOLERANCE)
-    for name in names:
-        if name in ("ar1", "ar10"):
-            continue  # have no intervals
-        assert weighed[f"eval/{name}"] == pytest.approx(points[f"eval/{name}"], abs=1e-12)
-
-
-def test_sizes_of_weighed_images_are_pycocotools_own_at_their_borders() -> None:
-    """Boxes of exactly 32 x 32 and 96 x 96 pixels are of two sizes; a free one of another size is nobody's fault."""
-    small, border, medium, large = (0, 0, 20, 20), (0, 0, 32, 32), (100, 100, 196, 196), (200, 0, 380, 180)
-    truth = [[("car", small), ("car", medium)], [("car", border)], [("car", large), ("car", small)]]
-    predicted = [
-        [("car", (0, 0, 20, 19)), ("car", border), ("car", (100, 100, 190, 196))],
-        [("car", (0, 0, 32, 33)), ("car", medium)],
-        [("car", border), ("car", (200, 0, 370, 180))],
-    ]
-    data = hand_made(truth, predicted)
-    stats = run(pycocotools_of(data)).stats
-    weighed = DetectionScores(data).values(np.ones(data.num_images, dtype=np.int64))
-    for place, name in (
-        (3, "ap_small"),
-        (4, "ap_medium"),
-        (5, "ap_large"),
-        (9, "ar_small"),
-        (10, "ar_medium"),
-    ):
-        assert weighed[f"eval/{name}"] == pytest.approx(stats[place], abs=TOLERANCE)
-    assert 0 < weighed["eval/ap_small"] < 1
 
 
 def test_only_the_best_hundred_of_an_image_and_class_count() -> None:
@@ -122,6 +95,6 @@ def test_only_the_best_hundred_of_an_image_and_class_count() -> None:
     )
     data = DetectionData(data.num_images, data.classes, data.truth, crowded)
     oracle, scores = run(pycocotools_of(data)), DetectionScores(data)
-    weighed = scores.values(np.ones(data.num_images, dtype=np.int64))
-    assert weighed["eval/ap"] == pytest.approx(oracle.stats[0], abs=TOLERANCE)
-    assert weighed["eval/ar"] == pytest.approx(oracle.stats[8], abs=TOLERANCE)
+    points = scores.points()
+    assert points["eval/ap"] == pytest.approx(oracle.stats[0], abs=TOLERANCE)
+    assert points["eval/ar"] == pytest.approx(oracle.stats[8], abs=TOLERANCE)

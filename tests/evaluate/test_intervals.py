@@ -34,7 +34,7 @@ def test_an_image_that_weighs_two_is_one_that_is_there_twice(seed: int) -> None:
     expected = DetectionScores(written_out).points()
     found = DetectionScores(data).values(weights)
     assert found == pytest.approx({name: expected[name] for name in found})
-    assert "eval/ap" in found
+    assert "eval/f1" in found
     assert weights.max() > 1
 
 
@@ -47,7 +47,7 @@ def test_the_interval_of_a_share_is_as_wide_as_the_binomial_one() -> None:
     scores = found_or_not(found)
     bounds = intervals(scores.values, 400, 1000)
     half = 1.96 * np.sqrt(found.mean() * (1 - found.mean()) / 400)
-    for name in ("eval/recall", "eval/ar"):
+    for name in ("eval/recall", "iou/0.95/recall"):
         assert bounds[name].high - bounds[name].low == pytest.approx(2 * half, rel=0.12)
         assert bounds[name].low < found.mean() < bounds[name].high
     assert intervals(scores.values, 400, 50) == intervals(scores.values, 400, 50)
@@ -62,7 +62,7 @@ def test_two_sets_are_compared_image_by_image() -> None:
     assert alone[0].high > alone[1].low
     paired = intervals(difference(first, second), 400, 300)["eval/recall"]
     assert paired.low > 0
-    same = intervals(difference(first, first), 400, 50)["eval/ap"]
+    same = intervals(difference(first, first), 400, 50)["eval/f1"]
     assert (same.low, same.high) == (0.0, 0.0)
 
 
@@ -71,4 +71,4 @@ def test_large_sets_are_drawn_less_often() -> None:
     assert affordable_draws(scores, 1000) == 1000
     assert affordable_draws(scores, 10) == 10
     large = DetectionScores(random_data(0, num_images=10, num_classes=4000, per_class=0.1))
-    assert affordable_draws(large, 1000) == 200
+    assert 200 <= affordable_draws(large, 1000) < 1000

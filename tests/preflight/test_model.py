@@ -88,6 +88,18 @@ def test_plugins_of_the_run_are_taken_from_outside_of_the_checkpoint_alone(check
         assert recorded_plugins(checkpoint, "X") == []
 
 
+@pytest.mark.parametrize(
+    "place", ["run/last-checkpoint", "run/checkpoint-120", "run/best-checkpoint", "here/gone", "a/b/c"]
+)
+def test_a_path_that_is_not_there_is_no_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(ConfigError, match=f"must be a directory that exists, got model='{place}'"):
+        check_model({"model": place})
+
+
 def test_a_hub_id_is_not_looked_for() -> None:
     check_model({"model": "Qwen/Qwen2.5-VL-3B-Instruct"})
 
