@@ -1,7 +1,7 @@
 """Runs seeds: ``python -m tests.interleaving --seed N`` runs one again and prints its schedule.
 
-``--scene core`` takes the small scene, ``--seeds 0:20000`` many seeds, ``--failure 3`` one of the mistakes in
-``mutations``. Exit status 1 when an invariant does not hold.
+``--seeds 0:20000`` runs many seeds, ``--failure 3`` one of the mistakes in ``mutations``. Exit status 1 if an invariant
+does not hold.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ def main() -> int:
     from interleaving.mutations import FAILURES
 
     parser = argparse.ArgumentParser(prog="python -m tests.interleaving", description=__doc__)
-    parser.add_argument("--scene", choices=("full", "core"), default="full")
     parser.add_argument(
         "--failure", type=int, choices=sorted(FAILURES), help="of the predecessor, put in again"
     )
@@ -28,30 +27,28 @@ def main() -> int:
     which.add_argument("--seeds", metavar="FIRST:END", help="run all of these and print those that fail")
     options = parser.parse_args()
     if options.seed is not None:
-        return _replay(options.scene, options.seed, options.failure)
+        return _replay(options.seed, options.failure)
     first, _, end = options.seeds.partition(":")
-    return _run_many(options.scene, range(int(first), int(end)), options.failure)
+    return _run_many(range(int(first), int(end)), options.failure)
 
 
-def _runner(scene: str, failure: int | None) -> Any:
+def _runner(failure: int | None) -> Any:
     from functools import partial
 
-    from interleaving.core_scene import CoreParts, run_core_seed
     from interleaving.mutations import FAILURES
     from interleaving.scene import Parts, run_seed
 
-    full, core = FAILURES[failure] if failure is not None else (Parts, CoreParts)
-    return partial(run_seed, parts=full) if scene == "full" else partial(run_core_seed, parts=core)
+    return partial(run_seed, parts=FAILURES[failure] if failure is not None else Parts)
 
 
-def _replay(scene: str, seed: int, failure: int | None) -> int:
+def _replay(seed: int, failure: int | None) -> int:
     from interleaving.scene import virtual_world
     from interleaving.scheduler import Violation
 
     violation = None
     with virtual_world():
         try:
-            counts, scheduler = _runner(scene, failure)(seed, traced=True)
+            counts, scheduler = _runner(failure)(seed, traced=True)
         except Violation as raised:
             violation, counts, scheduler = raised, Counter(), raised.scheduler  # type: ignore[attr-defined]
     for moment, strand, what in scheduler.trace:
@@ -63,11 +60,11 @@ def _replay(scene: str, seed: int, failure: int | None) -> int:
     return 1
 
 
-def _run_many(scene: str, seeds: range, failure: int | None) -> int:
+def _run_many(seeds: range, failure: int | None) -> int:
     from interleaving.scene import virtual_world
     from interleaving.scheduler import Violation
 
-    run, counts, num_failed, num_points = _runner(scene, failure), Counter[str](), 0, 0
+    run, counts, num_failed, num_points = _runner(failure), Counter[str](), 0, 0
     began, began_cpu = time.perf_counter(), time.process_time()
     with virtual_world():
         for seed in seeds:

@@ -8,11 +8,9 @@ further invariants can be broken, too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from interleaving.core_scene import CoreParts, CorePipeline
 from interleaving.scene import Parts, RoundSync
 from interleaving.virtual_threading import TimeNames
 
@@ -41,13 +39,6 @@ class GuardedPipeline(Pipeline):
             super()._ask_for(num_samples)
             while any(lane.in_hand for lane in self.client._lanes.values()):
                 TimeNames.sleep(0.05)
-
-
-class GuardedCorePipeline(CorePipeline):
-    """Failure 2 in the small scene."""
-
-    def preparation(self) -> AbstractContextManager[Any]:
-        return self._client._fence.ticket(_FOR_EVER_S)  # type: ignore[no-any-return]
 
 
 class LateFence(InferFence):
@@ -388,24 +379,8 @@ class CountedPacks(Parts):
     queue = CountingQueue
 
 
-class CoreGuardAroundPreparation(CoreParts):
-    pipeline = GuardedCorePipeline
-
-
-class CoreVersionAfterDoor(CoreParts):
-    fence = LateFence
-
-
-class CoreCountedPacks(CoreParts):
-    queue = CountingQueue
-
-
-FAILURES: dict[int, tuple[type[Parts], type[CoreParts]]] = {
-    2: (GuardAroundPreparation, CoreGuardAroundPreparation),
-    3: (VersionAfterDoor, CoreVersionAfterDoor),
-    4: (CountedPacks, CoreCountedPacks),
-}
-"""The predecessor's failure → the same mistake in the full and in the small scene."""
+FAILURES: dict[int, type[Parts]] = {2: GuardAroundPreparation, 3: VersionAfterDoor, 4: CountedPacks}
+"""The predecessor's failures, put in again."""
 
 OTHERS: tuple[tuple[type[Parts], str], ...] = (
     (ForgottenPosts, "a round begins while"),
