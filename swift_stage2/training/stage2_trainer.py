@@ -86,10 +86,8 @@ class Stage2Trainer(EvaluatedTrainer):
         """Trains, and ends every thread of ours however training ends."""
         self._resume_directory = resume_from_checkpoint or None
         # Also where ms-swift has just made the directory.
-        held = (
-            hold_run_directory(Path(self.args.output_dir)) if self.args.process_index == 0 else nullcontext()
-        )
-        with held, StopOnSignal(self._ask_to_stop):
+        hold = hold_run_directory if self.args.process_index == 0 else nullcontext
+        with hold(Path(self.args.output_dir)), StopOnSignal(self._ask_to_stop):
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
