@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import subprocess
-import sys
-from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -14,6 +11,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
+from builders import BASE, changed, on_vllm, servers_at, sharing
+from commands import run_python
 from golden import Golden, name_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,27 +23,6 @@ from swift_stage2.config.stage2_ab import PrefetchConfig
 from swift_stage2.config.swift_arguments import UNSUPPORTED, as_argv, refuse_unknown_names
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import ConfigError, UserError
-
-BASE: dict[str, Any] = {
-    "swift": {"model": "m", "dataset": ["d.jsonl"], "output_dir": "out", "gradient_accumulation_steps": 4},
-    "stage2_ab": {"schedule": {"b_ratio": 0.25}},
-    "rollout": {"servers": [{"base_url": "http://127.0.0.1:8000", "group_port": 51216}]},
-}
-
-
-def changed(*changes: Mapping[str, Any]) -> dict[str, Any]:
-    """BASE with the values at dotted paths replaced, or removed by ``...``."""
-    data = copy.deepcopy(BASE)
-    for path, value in [item for each in changes for item in each.items()]:
-        section = data
-        *sections, key = path.split(".")
-        for name in sections:
-            section = section.setdefault(name, {})
-        if value is ...:
-            del section[key]
-        else:
-            section[key] = copy.deepcopy(value)
-    return data
 
 
 def load(tmp_path: Path, data: Any) -> Stage2Config:
@@ -140,6 +118,7 @@ WITH_A_REFERENCE = {
     f"{GRPO}.kl_weight": 0.05,
 }
 EVALUATED = {f"{EVALUATION}.every_steps": 50, "swift.dataset": ["t.jsonl"]}
+REWARD_WEIGHTS = "stage2_ab.channel_b.reward.weights"
 WEIGHTS = (
     "structure",
     "matched_label",
@@ -152,32 +131,8 @@ TERMS = ("f1", "iou", "format", "duplicates", "misses")
 BUDGET = f"{PREFETCH}.max_rollouts_per_version"
 
 
-def servers(*base_urls: str, **keys: Any) -> dict[str, Any]:
-    return {SERVERS: [{"base_url": base_url, **keys} for base_url in base_urls]}
-
-
 def launched(*entries: dict[str, Any]) -> dict[str, Any]:
     return {LAUNCHED: list(entries)}
-
-
-def sharing(*entries: dict[str, Any], **launch: Any) -> dict[str, Any]:
-    """Learner and servers on device 0."""
-    return {
-        SERVERS: [
-            {"base_url": f"http://127.0.0.1:{8000 + index}", "group_port": 29600 + index}
-            for index in range(len(entries))
-        ],
-        "launch": {
-            "share_devices": True,
-            "learner": {"devices": [0]},
-            "servers": [{"devices": [0]} | entry for entry in entries],
-        }
-        | launch,
-    }
-
-
-def on_vllm(share: Any, key: str = "vllm_gpu_memory_utilization", **server: Any) -> dict[str, Any]:
-    return {"engine": "vllm", "args": {key: share}} | server
 
 
 REFUSED: list[dict[str, Any]] = [
@@ -231,27 +186,44 @@ REFUSED: list[dict[str, Any]] = [
     {"control_timeout_s": 929},
     {"telemetry.record": True, "telemetry.audit": False},
     {"telemetry.record": True, "swift.model": ...},
+    # the task and its rewards
+    {"stage2_ab.task": "points"},
+    {"stage2_ab.task": "point", f"{TARGET}.dialect": "object_map"},
+    {f"{TARGET}.dialect": "point_list"},
+    {"stage2_ab.task": "point", "stage2_ab.channel_b.matching.max_distance": 0},
+    {f"{REWARD_WEIGHTS}.formats": 1.0},
+    {f"{REWARD_WEIGHTS}.duplicate": 1.0},
+    {f"{REWARD_WEIGHTS}.misses": -0.5},
+    {f"{REWARD_WEIGHTS}.f1": 1e308},
+    {f"{REWARD_WEIGHTS}.f2": 1.0},
+    {f"{REWARD_WEIGHTS}.f1": True},
+    {f"{REWARD_WEIGHTS}.f1": math.nan},
     # servers
     {SERVERS: []},
     {SERVERS: ..., "control_timeout_s": 3},
     {"rollout": ..., **launched({"engine": "swift"})},
     {SERVERS: [{"group_port": 5}]},
-    servers("127.0.0.1:8000"),
-    servers("http://h"),
-    servers("https://h:"),
-    servers("http://h:8000/x"),
-    servers("http://h:99999"),
-    servers("http://h:1", group_port=80),
-    servers("http://h:1024", group_port=1024),
-    servers("http://h:1", group_host="tcp://h"),
-    servers("http://h:1", group_bind="10.0.0.5:7"),
-    servers("http://h:1", "http://h:1"),
-    servers("http://h:1", "http://h:2"),
-    {SERVERS: [*servers("http://h:7001", group_port=7002)[SERVERS], *servers("http://h:7002")[SERVERS]]},
+    servers_at("127.0.0.1:8000"),
+    servers_at("http://h"),
+    servers_at("https://h:"),
+    servers_at("http://h:8000/x"),
+    servers_at("http://h:99999"),
+    servers_at("http://h:1", group_port=80),
+    servers_at("http://h:1024", group_port=1024),
+    servers_at("http://h:1", group_host="tcp://h"),
+    servers_at("http://h:1", group_bind="10.0.0.5:7"),
+    servers_at("http://h:1", "http://h:1"),
+    servers_at("http://h:1", "http://h:2"),
     {
         SERVERS: [
-            *servers("http://localhost:7001", group_port=7002)[SERVERS],
-            *servers("http://127.0.0.1:7001")[SERVERS],
+            *servers_at("http://h:7001", group_port=7002)[SERVERS],
+            *servers_at("http://h:7002")[SERVERS],
+        ]
+    },
+    {
+        SERVERS: [
+            *servers_at("http://localhost:7001", group_port=7002)[SERVERS],
+            *servers_at("http://127.0.0.1:7001")[SERVERS],
         ]
     },
     # what launch starts
@@ -363,7 +335,7 @@ REFUSED: list[dict[str, Any]] = [
     BY_REWARDS | {f"{GRPO}.kl_weight": 0.05},
     BY_REWARDS | {f"{GRPO}.kl_weight": -1},
     BY_REWARDS | {"swift.loss_type": "mine"},
-    BY_REWARDS | {"stage2_ab.channel_b.reward.weights": dict.fromkeys(TERMS, 0)},
+    BY_REWARDS | {REWARD_WEIGHTS: dict.fromkeys(TERMS, 0)},
     BY_REWARDS | WITH_A_REFERENCE | {"swift.init_weights": "pissa"},
     BY_REWARDS | WITH_A_REFERENCE | {"swift.lora_bias": "all"},
     BY_REWARDS | WITH_A_REFERENCE | {"swift.fsdp": "fsdp2"},
@@ -395,7 +367,7 @@ ACCEPTED: list[dict[str, Any]] = [
         )
         for servers_of_ours in (launched({"engine": "vllm"}), launched())
     ),
-    servers("http://h:7001", "http://g:7001"),
+    servers_at("http://h:7001", "http://g:7001"),
     {"swift.packing": False},
     {"swift.streaming": "false"},
     {"swift.sequence_parallel_size": 1},
@@ -837,7 +809,7 @@ def test_an_argument_that_swift_does_not_have_names_the_nearest() -> None:
 def test_importing_the_configuration_loads_no_heavy_package() -> None:
     heavy = ("torch", "swift", "transformers", "numpy")
     code = f"import sys, swift_stage2.config, swift_stage2.cli; sys.exit(str([m for m in {heavy} if m in sys.modules]))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = run_python("-c", code)
     assert result.stderr.strip() == "[]"
 
 
