@@ -1,4 +1,4 @@
-"""Asks a client for a batch and waits for all of it: what many tests want, and no part of the package does."""
+"""A client as tests build it, and a batch that it is asked for and waited for: no part of the package does that."""
 
 from __future__ import annotations
 
@@ -7,9 +7,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swift_stage2.channel_b.rollout_client import RolloutClient, Terms
+from swift_stage2.config import DecodingConfig
+from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Sample
 
 LONGEST_WAIT_S = 60.0
+
+
+def make_client(*urls: str, **changes: Any) -> RolloutClient:
+    """The only rank's client, which has heard of no proof."""
+    settings: dict[str, Any] = {
+        "fence": InferFence(version=3),
+        "decoding": DecodingConfig(),
+        "request_timeout_s": LONGEST_WAIT_S,
+        "run_seed": 1,
+        "rank": 0,
+        "world_size": 1,
+    }
+    return RolloutClient(urls, **settings | changes)
 
 
 def generate(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_command
 
 from swift_stage2 import __version__, cli
 from swift_stage2.config import Stage2Config
@@ -25,13 +26,7 @@ COMMANDS = ("train", "launch", "rollout", "doctor", "demo", "bench", "gpu-check"
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "swift_stage2", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=dict(os.environ) | environment,
-    )
+    return run_command(*arguments, variables=environment)
 
 
 @pytest.fixture
@@ -172,13 +167,7 @@ def test_launch_refuses_missing_inputs_before_it_starts_anything(
     tmp_path: Path, swift: str, told: str
 ) -> None:
     (tmp_path / "run.yaml").write_text(f"swift: {swift}\nstage2_ab: {{schedule: {{b_ratio: 0}}}}\n")
-    result = subprocess.run(
-        [sys.executable, "-m", "swift_stage2", "launch", "run.yaml"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    result = run_command("launch", "run.yaml", cwd=tmp_path)
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1

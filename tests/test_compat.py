@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import run_python
 from real_model import tiny_model
 from transformers.integrations import deepspeed as integration
 
@@ -23,14 +23,7 @@ from swift_stage2.compat import declare_operators, keep_buffers_exact, start_com
 def _run(script: str, *, first_on_path: Path | None = None) -> str:
     path = [str(first_on_path)] if first_on_path else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_python("-c", script, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_command, run_python
 from real_model import STAGE1
 from sft_run import build_trainer, channel_a_alone
 from swift.trainers import mixin
@@ -23,13 +21,7 @@ PLUGIN = Path(swift_stage2.__file__).parent / "trainer.py"
 
 
 def python(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env=dict(os.environ) | environment,
-    )
+    done = run_python("-c", code, variables=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -150,12 +142,7 @@ def test_a_plugin_that_sets_another_trainer_is_one_line(tmp_path: Path, rows_fil
         f"  external_plugins: [{tiny_template.__file__}, {plugin}]}}\n"
         "stage2_ab: {schedule: {b_ratio: 0}}\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "swift_stage2", "train", str(config)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    done = run_command("train", str(config))
     assert done.returncode == 2, done.stderr[-3000:]
     (line,) = [line for line in done.stderr.splitlines() if "swift-stage2 train: error" in line]
     assert (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 PROJECT = Path(__file__).parents[1]
 
@@ -126,14 +126,7 @@ def test_the_number_of_slow_tests_that_were_left_out_is_told(tmp_path: Path) -> 
     )
     told = {}
     for options in ((), ("-m", "slow"), ("-m", "not slow"), ("-m", "not slow", "-n", "2")):
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", *options, tmp_path],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            cwd=tmp_path,
-        )
+        done = run_python("-m", "pytest", "-q", *options, tmp_path, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         told[options] = [line for line in done.stdout.splitlines() if "left out" in line]
     slow = "left out: 1 slow tests: scripts/test --all runs everything"

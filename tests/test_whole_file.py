@@ -6,11 +6,10 @@ import ast
 import os
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import run_python
 from small_disk import SmallDisk
 
 import swift_stage2
@@ -72,13 +71,7 @@ def test_a_file_that_grows_over_its_limit_is_not_half_there(tmp_path: Path) -> N
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "a")],
-        preexec_fn=limit,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python("-c", code, str(tmp_path / "a"), preexec_fn=limit)
     assert "File too large" in done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 from benchmarks import command
 from benchmarks.benches import BENCHES, GONE
@@ -63,7 +62,7 @@ def test_help_is_told_without_loading_torch() -> None:
         "    try:\n        main([name, '--help'])\n    except SystemExit as end:\n        assert end.code == 0\n"
         "sys.exit('torch' if 'torch' in sys.modules else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = run_python("-c", program)
     assert done.returncode == 0, done.stderr
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from commands import run_python
 
 from benchmarks.gpu_check import command, stage_process
 from benchmarks.gpu_check.stage import STAGES, CheckFailed, Status
@@ -223,11 +224,7 @@ def _program(patch: str, options: list[str], **environment: str) -> subprocess.C
         "from swift_stage2.cli import ended\nfrom benchmarks.gpu_check.command import main\n"
         "sys.exit(ended('gpu-check', lambda: main(sys.argv[1:])))"
     )
-    return subprocess.run(
-        [sys.executable, "-c", code, *options],
-        capture_output=True, text=True, timeout=300, check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-    )  # fmt: skip
+    return run_python("-c", code, *options, timeout=300, variables={"PYTHONPATH": str(ROOT)} | environment)
 
 
 def test_a_signal_between_stages_leaves_the_page_and_nothing_else(tmp_path: Path) -> None:

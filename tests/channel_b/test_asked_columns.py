@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from fake_rollout_server import Call, FakeRolloutServer, output, outputs, request
-from rollout_batch import generate
+from rollout_batch import generate, make_client
 
-from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights, Terms
+from swift_stage2.channel_b.rollout_client import ServedWeights, Terms
 from swift_stage2.columns import LOG_PROBS, Column
 from swift_stage2.config import DecodingConfig
-from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
 
 DECODING = DecodingConfig(temperature=0.7, max_new_tokens=64)
@@ -38,17 +37,8 @@ def server() -> Iterator[FakeRolloutServer]:
 
 
 def ask(server: FakeRolloutServer, columns: tuple[Column, ...], terms: Terms | None = None) -> BatchOutcome:
-    client = RolloutClient(
-        [server.url],
-        fence=InferFence(version=3),
-        decoding=DECODING,
-        request_timeout_s=20.0,
-        run_seed=1,
-        rank=0,
-        world_size=1,
-        canary=request("ping"),
-        max_inflight_per_server=4,
-        columns=columns,
+    client = make_client(
+        server.url, decoding=DECODING, canary=request("ping"), max_inflight_per_server=4, columns=columns
     )
     with client:
         client.set_proven({server.url: ServedWeights(None, 3, None)})

@@ -24,6 +24,7 @@ import pytest
 import torch
 from fake_rollout_server import Call, FakeRolloutServer, outputs
 from real_model import PACKING_LENGTH, make_encoder, make_task, read_rows, sample_of
+from rollout_batch import make_client
 
 import swift_stage2
 from swift_stage2.channel_b import preprocessing, preprocessing_worker
@@ -32,10 +33,8 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import ProcessPreprocessor
 from swift_stage2.channel_b.ready_queue import ReadyQueue
-from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.collectives import SingleRank
-from swift_stage2.config import DecodingConfig
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.fence import InferFence
@@ -122,16 +121,7 @@ def run(
     pacer = Pacer(b_ratio=1.0, version_window=2, sync_every_steps=4, target_packs=1, packs_per_b_step=1)
     with FakeRolloutServer(on_infer=partial(_answer, encoder, row)) as server:
         attempts = Attempts()
-        client = RolloutClient(
-            [server.url],
-            fence=fence,
-            decoding=DecodingConfig(),
-            request_timeout_s=PATIENCE_S,
-            run_seed=1,
-            rank=0,
-            world_size=1,
-            events=attempts,
-        )
+        client = make_client(server.url, fence=fence, events=attempts)
         pipeline = Pipeline(
             source=source,
             client=client,

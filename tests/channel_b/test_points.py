@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import combinations, permutations
-from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import config_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +19,7 @@ from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.channel_b.points import PointTask
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import Convert, try_task
-from swift_stage2.config import MatchingConfig, load_config
+from swift_stage2.config import MatchingConfig
 from swift_stage2.errors import ConfigError, SampleError
 from swift_stage2.records import Target
 
@@ -178,46 +178,9 @@ def test_channel_as_answer_is_taken_as_it_is_written_and_no_other() -> None:
         task.check_answer('[{"bbox_2d": [1, 2, 3, 4], "label": "cat"}]', truth)
 
 
-def configured(tmp_path: Path, stage2_ab: dict[str, Any]) -> Any:
-    file = tmp_path / "run.yaml"
-    servers = [{"base_url": "http://127.0.0.1:9"}]
-    content = {
-        "swift": {"model": "m"},
-        "stage2_ab": {"schedule": {"b_ratio": 0.5}, **stage2_ab},
-        "rollout": {"servers": servers},
-    }
-    file.write_text(json.dumps(content))
-    return load_config(file)
-
-
-def test_a_name_in_the_yaml_is_enough(tmp_path: Path) -> None:
-    config = configured(tmp_path, {"task": "point", "channel_b": {"matching": {"max_distance": 0.2}}})
+def test_a_name_in_the_yaml_is_enough() -> None:
+    config = config_of({"stage2_ab.task": "point", "stage2_ab.channel_b.matching.max_distance": 0.2})
     assert config.stage2_ab.dialect == "point_list"
     task = PointTask.from_config(config)
     assert task.answer_format.dialect == POINT_LIST
     assert try_task(task, row(TRUE[:1]), answer([("cat", (100, 10))]), SIZE).quality.num_pairs == 1
-
-
-@pytest.mark.parametrize(
-    ("stage2_ab", "wanted"),
-    [
-        (
-            {"task": "point", "channel_b": {"target": {"dialect": "object_map"}}},
-            "one of task point, got dialect='object_map' of task detection",
-        ),
-        (
-            {"channel_b": {"target": {"dialect": "point_list"}}},
-            "leave it out for object_list, or write task: point",
-        ),
-        (
-            {"task": "point", "channel_b": {"matching": {"max_distance": 0}}},
-            "above 0 and at most 1, got max_distance=0",
-        ),
-        ({"task": "points"}, "did you mean 'point'"),
-    ],
-)
-def test_what_does_not_go_together_is_refused_when_it_is_read(
-    tmp_path: Path, stage2_ab: dict[str, Any], wanted: str
-) -> None:
-    with pytest.raises(ConfigError, match=wanted):
-        configured(tmp_path, stage2_ab)

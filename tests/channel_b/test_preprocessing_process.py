@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from commands import run_python
 from real_model import PACKING_LENGTH, make_encoder, make_task, read_rows, rollout_of, sample_of
 from swift.utils import import_external_file
 
@@ -300,13 +300,12 @@ def test_pixel_limits_that_loading_a_model_sets_hold_there_too(
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
     import_path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), *sys.path)))
-    ended = subprocess.run(
-        (sys.executable, "-c", PROGRAM_WITH_A_PIXEL_LIMIT, str(file)),
-        env={**os.environ, "MAX_PIXELS": str(56 * 56), "PYTHONPATH": import_path},
-        capture_output=True,
-        text=True,
+    ended = run_python(
+        "-c",
+        PROGRAM_WITH_A_PIXEL_LIMIT,
+        str(file),
+        variables={"MAX_PIXELS": str(56 * 56), "PYTHONPATH": import_path},
         timeout=300,
-        check=False,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     *_, tokens, verdict = ended.stdout.splitlines()

@@ -387,17 +387,13 @@ def test_counts_add_up_over_ranks() -> None:
 
 
 def make_client(server: FakeRolloutServer, fence: InferFence, events: Recorder) -> RolloutClient:
-    client = RolloutClient(
-        [server.url],
+    client = rollout_batch.make_client(
+        server.url,
         fence=fence,
         decoding=DECODING,
-        request_timeout_s=PATIENCE_S,
-        run_seed=1,
-        rank=0,
-        world_size=1,
         ticket_timeout_s=0.05,
         max_inflight_per_server=99,
-        events=events,  # type: ignore[arg-type]
+        events=events,
     )
     client.set_proven({server.url: ServedWeights(None, fence.version, None)})
     return client

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rollout_batch
 from fake_rollout_server import (
     Answer,
     Behaviour,
@@ -35,7 +36,7 @@ from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.channel_b.rollout_client.trust import ServerTrust
 from swift_stage2.config import DecodingConfig
-from swift_stage2.errors import ConfigError, TicketTimeout
+from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
 from swift_stage2.servers import protocol
@@ -66,18 +67,16 @@ def background() -> Iterator[ThreadPoolExecutor]:
         yield thread
 
 
-def make_client(*servers: FakeRolloutServer | str, fence: InferFence, **changes: Any) -> RolloutClient:
+def make_client(*servers: FakeRolloutServer | str, **changes: Any) -> RolloutClient:
+    """A client of two ranks, whose servers are proven."""
     urls = [server if isinstance(server, str) else server.url for server in servers]
     settings: dict[str, Any] = {
         "decoding": DecodingConfig(temperature=0.7, max_new_tokens=64),
-        "request_timeout_s": PATIENCE_S,
-        "run_seed": 11,
-        "rank": 0,
         "world_size": 2,
         "ticket_timeout_s": 0.05,
         "max_inflight_per_server": 4096,
     }
-    client = RolloutClient(urls, fence=fence, **settings | changes)
+    client = rollout_batch.make_client(*urls, **settings | changes)
     client.set_proven(dict.fromkeys(urls, UNSTAMPED))
     return client
 
@@ -157,23 +156,23 @@ def test_finish_reasons(server: FakeRolloutServer, fence: InferFence) -> None:
     assert positions(outcome.returned) == [2]
 
 
-def test_every_part_of_a_rollout_is_drawn_anew(server: FakeRolloutServer, fence: InferFence) -> None:
+def test_every_part_of_a_rollout_is_drawn_anew(server: FakeRolloutServer) -> None:
     """A seed's numbers may begin anew in every part, as vLLM's do."""
     server.on_infer = lambda call: outputs([output("x", finish_reason="abort")])
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
         for _ in range(3):
             assert positions(ask(client, 1).returned) == [0]
     assert len({call.config["seed"] for call in server.infer_calls}) == 3
 
 
-def test_a_probe_asks_no_rest(server: FakeRolloutServer, fence: InferFence) -> None:
+def test_a_probe_asks_no_rest(server: FakeRolloutServer) -> None:
     """Of the one token that a probe asks for, the ids of a resumed request would leave none."""
 
     def answer(call: Call) -> Answer:
         return error() if "1" in call.texts else echo(call)
 
     server.on_infer = answer
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
         first, second = make_samples(2)
         resumed = {**request("0"), PREFIX: [5, 6]}
         assert len(generate(client, [first], [resumed]).rollouts) == 1
@@ -182,8 +181,8 @@ def test_a_probe_asks_no_rest(server: FakeRolloutServer, fence: InferFence) -> N
     assert (PREFIX in probe.requests[0], probe.texts, probe.config["max_tokens"]) == (False, ["0"], 1)
 
 
-def test_a_server_that_is_not_proven_is_never_asked(server: FakeRolloutServer, fence: InferFence) -> None:
-    with make_client(server, fence=fence) as client:
+def test_a_server_that_is_not_proven_is_never_asked(server: FakeRolloutServer) -> None:
+    with make_client(server) as client:
         client.set_proven({})
         assert positions(ask(client, 2).returned) == [0, 1]
         assert server.calls == []
@@ -191,15 +190,13 @@ def test_a_server_that_is_not_proven_is_never_asked(server: FakeRolloutServer, f
         assert texts(ask(client, 1)) == ["echo 0"]
 
 
-def test_only_servers_of_the_client_can_be_proven(server: FakeRolloutServer, fence: InferFence) -> None:
-    with make_client(server, fence=fence) as client, pytest.raises(ValueError, match="elsewhere"):
+def test_only_servers_of_the_client_can_be_proven(server: FakeRolloutServer) -> None:
+    with make_client(server) as client, pytest.raises(ValueError, match="elsewhere"):
         client.set_proven({"http://elsewhere:1": UNSTAMPED})
 
 
-def test_a_server_that_is_added_is_asked_once_it_is_proven(
-    server: FakeRolloutServer, fence: InferFence
-) -> None:
-    with FakeRolloutServer() as late, make_client(server, fence=fence) as client:
+def test_a_server_that_is_added_is_asked_once_it_is_proven(server: FakeRolloutServer) -> None:
+    with FakeRolloutServer() as late, make_client(server) as client:
         client.add_server(late.url)
         assert len(ask(client, 4).rollouts) == 4
         assert late.calls == []
@@ -210,19 +207,17 @@ def test_a_server_that_is_added_is_asked_once_it_is_proven(
         )
 
 
-def test_one_request_per_sample(server: FakeRolloutServer, fence: InferFence) -> None:
-    with make_client(server, fence=fence) as client:
+def test_one_request_per_sample(server: FakeRolloutServer) -> None:
+    with make_client(server) as client:
         with pytest.raises(ValueError, match="num_samples=2 num_requests=1"):
             generate(client, make_samples(2), [request("0")])
 
 
-def test_copies_of_a_row_leave_in_different_posts_with_different_seeds(
-    server: FakeRolloutServer, fence: InferFence
-) -> None:
+def test_copies_of_a_row_leave_in_different_posts_with_different_seeds(server: FakeRolloutServer) -> None:
     """A batch has one seed, and a server may give equal requests in it one answer."""
     rows = [7, 7, 7, 8, 8, 8, 9]
     samples = [Sample(SampleKey(0, position, row), row={}) for position, row in enumerate(rows)]
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
         outcome = generate(client, samples, [request(str(row)) for row in rows])
     assert sorted(rollout.sample.key.position for rollout in outcome.rollouts) == list(range(7))
     posts = [call.texts for call in server.infer_calls]
@@ -230,8 +225,8 @@ def test_copies_of_a_row_leave_in_different_posts_with_different_seeds(
     assert len(set(server.seeds)) == 3
 
 
-def test_an_empty_batch_asks_nobody(server: FakeRolloutServer, fence: InferFence) -> None:
-    with make_client(server, fence=fence) as client:
+def test_an_empty_batch_asks_nobody(server: FakeRolloutServer) -> None:
+    with make_client(server) as client:
         assert ask(client, 0) == BatchOutcome()
     assert server.calls == []
 
@@ -239,9 +234,9 @@ def test_an_empty_batch_asks_nobody(server: FakeRolloutServer, fence: InferFence
 # --- error answers -------------------------------------------------------------------------------
 
 
-def test_a_server_that_refuses_batches_larger_than_one(server: FakeRolloutServer, fence: InferFence) -> None:
+def test_a_server_that_refuses_batches_larger_than_one(server: FakeRolloutServer) -> None:
     server.on_infer = lambda call: echo(call) if len(call.requests) == 1 else error()
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
         outcome = ask(client, 4)
     assert texts(outcome) == ["echo 0", "echo 1", "echo 2", "echo 3"]
     assert outcome.quarantined == ()
@@ -249,11 +244,9 @@ def test_a_server_that_refuses_batches_larger_than_one(server: FakeRolloutServer
 
 
 @pytest.mark.parametrize("poisonous", range(8))
-def test_one_poisonous_request_among_eight(
-    server: FakeRolloutServer, fence: InferFence, poisonous: int
-) -> None:
+def test_one_poisonous_request_among_eight(server: FakeRolloutServer, poisonous: int) -> None:
     server.on_infer = failing_on(str(poisonous))
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
         outcome = ask(client, 8)
         assert client.suspects == {}
     assert texts(outcome) == [f"echo {n}" for n in range(8) if n != poisonous]
@@ -263,11 +256,9 @@ def test_one_poisonous_request_among_eight(
     assert server.most_at_once == 1
 
 
-def test_the_last_poisonous_request_is_condemned_by_a_short_probe(
-    server: FakeRolloutServer, fence: InferFence
-) -> None:
+def test_the_last_poisonous_request_is_condemned_by_a_short_probe(server: FakeRolloutServer) -> None:
     server.on_infer = failing_on("1")
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
         ask(client, 2)
     probe = server.infer_calls[-1]
     assert (probe.texts, probe.config["max_tokens"]) == (["0"], 1)
@@ -275,10 +266,10 @@ def test_the_last_poisonous_request_is_condemned_by_a_short_probe(
 
 @pytest.mark.parametrize("canary", [None, request("canary")])
 def test_everything_poisonous_condemns_the_server_and_no_sample(
-    server: FakeRolloutServer, fence: InferFence, canary: dict[str, Any] | None
+    server: FakeRolloutServer, canary: dict[str, Any] | None
 ) -> None:
     server.on_infer = lambda call: error()
-    with make_client(server, fence=fence, canary=canary) as client:
+    with make_client(server, canary=canary) as client:
         outcome = ask(client, 8)
         assert "500" in client.suspects[server.url]
         asked = len(server.infer_calls)
@@ -289,10 +280,8 @@ def test_everything_poisonous_condemns_the_server_and_no_sample(
     assert client.suspects.keys() == {server.url}
 
 
-def test_an_engine_that_died_after_good_answers_condemns_no_sample(
-    server: FakeRolloutServer, fence: InferFence
-) -> None:
-    with make_client(server, fence=fence) as client:
+def test_an_engine_that_died_after_good_answers_condemns_no_sample(server: FakeRolloutServer) -> None:
+    with make_client(server) as client:
         ask(client, 4)
         server.on_infer = lambda call: error()
         outcome = ask(client, 4, first=4)
@@ -300,21 +289,17 @@ def test_an_engine_that_died_after_good_answers_condemns_no_sample(
     assert client.suspects.keys() == {server.url}
 
 
-def test_a_canary_tells_a_poisonous_first_request_from_a_dead_server(
-    server: FakeRolloutServer, fence: InferFence
-) -> None:
+def test_a_canary_tells_a_poisonous_first_request_from_a_dead_server(server: FakeRolloutServer) -> None:
     server.on_infer = failing_on("0")
-    with make_client(server, fence=fence, canary=request("canary")) as client:
+    with make_client(server, canary=request("canary")) as client:
         outcome = ask(client, 1)
     assert [sample.key.position for sample, _ in outcome.quarantined] == [0]
     assert server.infer_calls[-1].texts == ["canary"]
 
 
-def test_one_bad_answer_costs_one_retry_with_another_seed(
-    server: FakeRolloutServer, fence: InferFence
-) -> None:
+def test_one_bad_answer_costs_one_retry_with_another_seed(server: FakeRolloutServer) -> None:
     server.on_infer = lambda call: error() if len(server.infer_calls) == 1 else echo(call)
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
         outcome = ask(client, 3)
     assert len(outcome.rollouts) == 3
     assert server.batch_sizes == [3, 3]
@@ -322,7 +307,7 @@ def test_one_bad_answer_costs_one_retry_with_another_seed(
 
 
 def test_a_server_without_room_is_asked_again_and_condemns_nobody(
-    server: FakeRolloutServer, fence: InferFence, monkeypatch: pytest.MonkeyPatch
+    server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane, "_BUSY_PAUSE_S", 0.01)
     bad = {"1"}
@@ -333,7 +318,7 @@ def test_a_server_without_room_is_asked_again_and_condemns_nobody(
         return failing_on(*bad)(call)
 
     server.on_infer = behave
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
         outcome = ask(client, 3)
         assert client.suspects == {}
     assert [sample.key.position for sample, _ in outcome.quarantined] == [1]
@@ -342,11 +327,11 @@ def test_a_server_without_room_is_asked_again_and_condemns_nobody(
 
 
 def test_samples_of_a_server_that_stays_full_return_and_it_stays_trusted(
-    server: FakeRolloutServer, fence: InferFence, monkeypatch: pytest.MonkeyPatch
+    server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane, "_BUSY_PAUSE_S", 0.01)
     server.on_infer = lambda call: error(429) if "1" in call.texts else echo(call)
-    with make_client(server, fence=fence, request_timeout_s=1.0) as client:
+    with make_client(server, request_timeout_s=1.0) as client:
         assert texts(ask(client, 1)) == ["echo 0"]
         outcome = ask(client, 2, first=1)
         assert (client.suspects, client.num_unsettled) == ({}, 0)
@@ -355,11 +340,9 @@ def test_samples_of_a_server_that_stays_full_return_and_it_stays_trusted(
     assert set(server.batch_sizes[1:]) == {2}, "it is asked for the same, and not bisected"
 
 
-def test_two_requests_answered_by_one_output_name_both_numbers(
-    server: FakeRolloutServer, fence: InferFence
-) -> None:
+def test_two_requests_answered_by_one_output_name_both_numbers(server: FakeRolloutServer) -> None:
     server.on_infer = lambda call: outputs([output("only one")])
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
         outcome = ask(client, 2)
     assert "num_outputs=1 num_requests=2" in outcome.failures[0].reason
     assert outcome.failures[0].end is PostEnd.ERROR_ANSWER
@@ -379,11 +362,9 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("body", GARBAGE, ids=lambda body: repr(body[:12]))
-def test_a_body_that_is_no_reply_condemns_its_request(
-    server: FakeRolloutServer, fence: InferFence, body: bytes
-) -> None:
+def test_a_body_that_is_no_reply_condemns_its_request(server: FakeRolloutServer, body: bytes) -> None:
     server.on_infer = lambda call: Answer(body=body) if "1" in call.texts else echo(call)
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
         outcome = ask(client, 3)
         assert client.suspects == {}
     assert [sample.key.position for sample, _ in outcome.quarantined] == [1]
@@ -396,17 +377,17 @@ def naming(*places: Any) -> Answer:
 
 @pytest.mark.parametrize("places", [[99], [-1], [True], ["0"], [None], [{}], []])
 def test_a_name_that_is_no_place_of_the_post_is_not_believed(
-    server: FakeRolloutServer, fence: InferFence, places: list[Any]
+    server: FakeRolloutServer, places: list[Any]
 ) -> None:
     server.on_infer = lambda call: naming(*places) if "2" in call.texts else echo(call)
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
         outcome = ask(client, 4)
     assert server.batch_sizes[:3] == [4, 4, 2]  # asked again, then bisected
     assert [sample.key.position for sample, _ in outcome.quarantined] == [2]
 
 
 def test_a_request_that_the_server_names_is_condemned_only_after_another_succeeded(
-    server: FakeRolloutServer, fence: InferFence
+    server: FakeRolloutServer,
 ) -> None:
     """It is named, fails alone, and then the engine dies: nothing speaks against the request any more."""
 
@@ -414,7 +395,7 @@ def test_a_request_that_the_server_names_is_condemned_only_after_another_succeed
         return naming(1) if len(server.infer_calls) == 1 else naming(0)
 
     server.on_infer = engine
-    with make_client(server, fence=fence, canary=request("canary")) as client:
+    with make_client(server, canary=request("canary")) as client:
         outcome = ask(client, 4)
     assert positions(outcome.returned) == [0, 1, 2, 3]
     assert (outcome.quarantined, client.suspects.keys()) == ((), {server.url})
@@ -424,11 +405,9 @@ def test_a_request_that_the_server_names_is_condemned_only_after_another_succeed
 
 
 @pytest.mark.parametrize("status", [401, 403, 409])
-def test_a_refusal_is_the_servers_and_is_not_argued_with(
-    server: FakeRolloutServer, fence: InferFence, status: int
-) -> None:
+def test_a_refusal_is_the_servers_and_is_not_argued_with(server: FakeRolloutServer, status: int) -> None:
     server.on_infer = lambda call: error(status, "no entry")
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
         outcome = ask(client, 4)
     assert positions(outcome.returned) == [0, 1, 2, 3]
     assert (outcome.num_posts, outcome.quarantined) == (1, ())
@@ -437,11 +416,11 @@ def test_a_refusal_is_the_servers_and_is_not_argued_with(
 
 
 def test_the_key_is_sent_and_shown_nowhere(
-    server: FakeRolloutServer, fence: InferFence, caplog: pytest.LogCaptureFixture
+    server: FakeRolloutServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     server.on_infer = lambda call: error(500, f"you sent {call.headers['Authorization']}" + "x" * 245 + KEY)
-    with make_client(server, fence=fence, api_key=KEY) as client:
+    with make_client(server, api_key=KEY) as client:
         outcome = ask(client, 2)
         shown = [repr(client), str(vars(client)), repr(outcome), str(client.suspects), caplog.text]
     assert server.infer_calls[0].headers["Authorization"] == f"Bearer {KEY}"
@@ -449,33 +428,15 @@ def test_the_key_is_sent_and_shown_nowhere(
     assert not [text for text in shown if KEY[:12] in text]
 
 
-@pytest.mark.parametrize("key", ["two words", "line\nbreak", "schlüssel"])
-def test_a_key_that_no_header_can_carry_is_refused_unseen(fence: InferFence, key: str) -> None:
-    with pytest.raises(ConfigError, match="API key") as refusal:
-        make_client("http://127.0.0.1:1", fence=fence, api_key=key)
-    assert key not in str(refusal.value)
-
-
-def test_proxies_of_the_environment_are_ignored(
-    server: FakeRolloutServer, fence: InferFence, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, closed_port())
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    with make_client(server, fence=fence) as client:
-        assert texts(ask(client, 1)) == ["echo 0"]
-
-
 # --- connections ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cut", [{"cut_after_bytes": 5}, {"cut_after_bytes": 0}, {"drop": True}], ids=str)
 def test_a_connection_lost_during_a_post_ends_all_trust(
-    server: FakeRolloutServer, fence: InferFence, cut: dict[str, Any]
+    server: FakeRolloutServer, cut: dict[str, Any]
 ) -> None:
     server.on_infer = lambda call: echo(call, **cut)
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
         outcome = ask(client, 4)
         assert client.num_unsettled == 0
     assert positions(outcome.returned) == [0, 1, 2, 3]
@@ -484,30 +445,26 @@ def test_a_connection_lost_during_a_post_ends_all_trust(
     assert len(server.calls) == 1  # nothing is tried again there
 
 
-def test_a_connection_that_closes_between_posts_is_no_loss(
-    server: FakeRolloutServer, fence: InferFence
-) -> None:
+def test_a_connection_that_closes_between_posts_is_no_loss(server: FakeRolloutServer) -> None:
     # The stand-in closes every connection after its reply without having said so.
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
         for first in range(5):
             outcome = ask(client, 1, first=first)
             assert (len(outcome.rollouts), outcome.num_posts, outcome.failures) == (1, 1, ())
 
 
-def test_a_server_that_is_gone_is_asked_twice_and_suspected(fence: InferFence) -> None:
+def test_a_server_that_is_gone_is_asked_twice_and_suspected() -> None:
     url = closed_port()
-    with make_client(url, fence=fence) as client:
+    with make_client(url) as client:
         outcome = ask(client, 4)
     assert positions(outcome.returned) == [0, 1, 2, 3]
     assert [failure.end for failure in outcome.failures] == [PostEnd.UNREACHABLE] * 2
     assert list(client.suspects) == [url]
 
 
-def test_of_two_servers_the_dead_one_costs_its_share_once(
-    server: FakeRolloutServer, fence: InferFence
-) -> None:
+def test_of_two_servers_the_dead_one_costs_its_share_once(server: FakeRolloutServer) -> None:
     dead = closed_port()
-    with make_client(server, dead, fence=fence, max_inflight_per_server=3) as client:
+    with make_client(server, dead, max_inflight_per_server=3) as client:
         first = ask(client, 5)
         second = ask(client, 5)
         assert client.proven == (server.url,)
@@ -517,9 +474,9 @@ def test_of_two_servers_the_dead_one_costs_its_share_once(
     assert len(second.rollouts) == 5
 
 
-def test_two_servers_share_a_batch(server: FakeRolloutServer, fence: InferFence) -> None:
+def test_two_servers_share_a_batch(server: FakeRolloutServer) -> None:
     few = {"max_inflight_per_server": 4}
-    with FakeRolloutServer() as other, make_client(server, other, fence=fence, **few) as client:
+    with FakeRolloutServer() as other, make_client(server, other, **few) as client:
         assert texts(ask(client, 7)) == [f"echo {n}" for n in range(7)]
         assert sorted(server.batch_sizes + other.batch_sizes) == [3, 4]
         for _ in range(2):  # to whom depends on how fast they were; test_placement says how
@@ -564,9 +521,9 @@ def test_a_server_that_takes_batches_gets_one_post_at_a_time(
     ],
 )
 def test_an_answer_of_other_weights_is_discarded_and_its_server_suspect(
-    server: FakeRolloutServer, fence: InferFence, stamp: dict[str, Any], named: str
+    server: FakeRolloutServer, stamp: dict[str, Any], named: str
 ) -> None:
-    with make_client(server, fence=fence, run_id="run") as client:
+    with make_client(server, run_id="run") as client:
         client.set_proven({server.url: by("a")})
         server.on_infer = stamped(weight_version=3, round_id="run-1", incarnation="a", run_id="run")
         assert len(ask(client, 2).rollouts) == 2
@@ -578,7 +535,7 @@ def test_an_answer_of_other_weights_is_discarded_and_its_server_suspect(
 
 
 def test_an_answer_to_another_row_is_no_answer_though_its_prompt_ids_are_the_same(
-    server: FakeRolloutServer, fence: InferFence
+    server: FakeRolloutServer,
 ) -> None:
     def swapped(call: Call) -> Answer:
         ids = [request[protocol.REQUEST_ID] for request in call.requests]
@@ -591,7 +548,7 @@ def test_an_answer_to_another_row_is_no_answer_though_its_prompt_ids_are_the_sam
             ]
         )
 
-    with make_client(server, fence=fence, run_id="run") as client:
+    with make_client(server, run_id="run") as client:
         client.set_proven({server.url: by("a")})
         server.on_infer = swapped
         outcome = ask(client, 2)
@@ -599,17 +556,15 @@ def test_an_answer_to_another_row_is_no_answer_though_its_prompt_ids_are_the_sam
     assert "of the request in its place" in outcome.failures[0].reason
 
 
-def test_a_server_that_was_proven_as_a_stock_one_must_not_stamp(
-    server: FakeRolloutServer, fence: InferFence
-) -> None:
+def test_a_server_that_was_proven_as_a_stock_one_must_not_stamp(server: FakeRolloutServer) -> None:
     server.on_infer = stamped(weight_version=3, round_id="run-1", incarnation="a")
-    with make_client(server, fence=fence) as client:
+    with make_client(server) as client:
         ask(client, 1)
         assert "incarnation='a' instead of None" in client.suspects[server.url]
 
 
-def test_a_proven_round_ends_the_suspicion(server: FakeRolloutServer, fence: InferFence) -> None:
-    with make_client(server, fence=fence) as client:
+def test_a_proven_round_ends_the_suspicion(server: FakeRolloutServer) -> None:
+    with make_client(server) as client:
         client.set_proven({server.url: by("a")})
         server.on_infer = stamped(weight_version=3, round_id="run-1", incarnation="b")
         ask(client, 1)
@@ -628,9 +583,9 @@ def stamp(round_id: str | None, version: int, **changes: Any) -> Behaviour:
 
 
 @pytest.fixture
-def staged(server: FakeRolloutServer, fence: InferFence) -> Iterator[RolloutClient]:
+def staged(server: FakeRolloutServer) -> Iterator[RolloutClient]:
     """A client whose server was proven by run-1, of version 3, and gets run-2, of version 4, while it answers."""
-    with make_client(server, fence=fence, run_id="run") as client:
+    with make_client(server, run_id="run") as client:
         client.set_proven({server.url: by("a")})
         client.expect_round("run-2", 4)
         yield client
@@ -713,11 +668,11 @@ def test_an_answer_is_of_what_the_server_served_since_the_post_left(
 
 
 def test_a_post_that_left_before_the_round_began_may_be_answered_by_it(
-    server: FakeRolloutServer, fence: InferFence, background: ThreadPoolExecutor
+    server: FakeRolloutServer, background: ThreadPoolExecutor
 ) -> None:
     installed = threading.Event()
     server.on_infer = lambda call: replace(stamp("run-2", 4)(call), after=installed)
-    with make_client(server, fence=fence, run_id="run") as client:
+    with make_client(server, run_id="run") as client:
         client.set_proven({server.url: by("a")})
         future = start_and_wait_for_a_post(client, server, background)
         client.expect_round("run-2", 4)
@@ -804,10 +759,8 @@ def test_a_stock_servers_answer_is_of_the_ticket_and_needs_no_confirmation(
 # --- deadlines -----------------------------------------------------------------------------------
 
 
-def test_what_was_agreed_with_a_server_is_forgotten_when_it_returns(
-    server: FakeRolloutServer, fence: InferFence
-) -> None:
-    with make_client(server.url, fence=fence) as client:
+def test_what_was_agreed_with_a_server_is_forgotten_when_it_returns(server: FakeRolloutServer) -> None:
+    with make_client(server.url) as client:
         client.set_proven({server.url: UNSTAMPED})
         assert client.note_agreement([]) == frozenset()
         assert client.note_agreement([server.url]) == {server.url}
@@ -819,10 +772,10 @@ def test_what_was_agreed_with_a_server_is_forgotten_when_it_returns(
 
 
 def test_a_timeout_is_not_asked_again_at_the_same_size(
-    server: FakeRolloutServer, fence: InferFence, forever: threading.Event
+    server: FakeRolloutServer, forever: threading.Event
 ) -> None:
     server.on_infer = lambda call: echo(call, after=forever if len(call.requests) > 1 else None)
-    with make_client(server, fence=fence, request_timeout_s=2.0) as client:
+    with make_client(server, request_timeout_s=2.0) as client:
         outcome = ask(client, 2)
         assert client.num_unsettled == 0
     assert texts(outcome) == ["echo 0", "echo 1"]
@@ -833,10 +786,10 @@ def test_a_timeout_is_not_asked_again_at_the_same_size(
 
 
 def test_a_single_request_that_never_answers_returns_after_one_post(
-    server: FakeRolloutServer, fence: InferFence, forever: threading.Event
+    server: FakeRolloutServer, forever: threading.Event
 ) -> None:
     server.on_infer = lambda call: echo(call, after=forever)
-    with make_client(server, fence=fence, request_timeout_s=0.6) as client:
+    with make_client(server, request_timeout_s=0.6) as client:
         outcome = ask(client, 1)
         await_settled(client)
         assert (client.num_unsettled, client.suspects) == (0, {})
@@ -846,11 +799,9 @@ def test_a_single_request_that_never_answers_returns_after_one_post(
     assert len(server.reset_calls) == 1
 
 
-def test_the_budget_of_a_batch_is_two_timeouts(
-    server: FakeRolloutServer, fence: InferFence, forever: threading.Event
-) -> None:
+def test_the_budget_of_a_batch_is_two_timeouts(server: FakeRolloutServer, forever: threading.Event) -> None:
     server.on_infer = lambda call: echo(call, after=forever)
-    with make_client(server, fence=fence, request_timeout_s=1.5) as client:
+    with make_client(server, request_timeout_s=1.5) as client:
         outcome = ask(client, 8)
         # The second POST gets what the first one and its settling have left, and nothing is left for a third.
         assert server.batch_sizes == [8, 4]
@@ -880,9 +831,9 @@ def test_waiting_for_a_ticket_costs_no_budget_and_is_no_failure(server: FakeRoll
     assert outcome.rollouts[0].version == 4
 
 
-def test_a_server_that_trickles_meets_the_same_deadline(server: FakeRolloutServer, fence: InferFence) -> None:
+def test_a_server_that_trickles_meets_the_same_deadline(server: FakeRolloutServer) -> None:
     server.on_infer = lambda call: Answer(trickle=True)
-    with make_client(server, fence=fence, request_timeout_s=0.3) as client:
+    with make_client(server, request_timeout_s=0.3) as client:
         outcome = ask(client, 1)
     assert [failure.end for failure in outcome.failures] == [PostEnd.TIMED_OUT]
 
@@ -925,10 +876,10 @@ def test_the_server_stays_busy_until_the_ordered_call_answers(
 
 
 def test_a_server_that_does_not_settle_becomes_suspect_and_is_busy_no_more(
-    server: FakeRolloutServer, fence: InferFence, forever: threading.Event
+    server: FakeRolloutServer, forever: threading.Event
 ) -> None:
     server.on_infer = server.on_reset = lambda call: Answer(after=forever)
-    with make_client(server, fence=fence, request_timeout_s=0.2) as client:
+    with make_client(server, request_timeout_s=0.2) as client:
         ask(client, 1)
         await_settled(client)
         assert (client.num_unsettled, client.proven) == (0, ())
@@ -937,7 +888,7 @@ def test_a_server_that_does_not_settle_becomes_suspect_and_is_busy_no_more(
 
 
 def test_a_batch_whose_budget_ends_does_not_cut_the_settling_short(
-    server: FakeRolloutServer, fence: InferFence, forever: threading.Event
+    server: FakeRolloutServer, forever: threading.Event
 ) -> None:
     answer_reset, good_reset = threading.Event(), server.on_reset
 
@@ -949,7 +900,7 @@ def test_a_batch_whose_budget_ends_does_not_cut_the_settling_short(
 
     server.on_infer = fail_late_then_hang
     server.on_reset = lambda call: Answer(body=good_reset(call).body, after=answer_reset)
-    with make_client(server, fence=fence, request_timeout_s=2.0) as client:
+    with make_client(server, request_timeout_s=2.0) as client:
         outcome = ask(client, 2)
         assert (client.suspects, client.num_unsettled) == ({}, 1)
         answer_reset.set()
@@ -964,11 +915,11 @@ def test_a_batch_whose_budget_ends_does_not_cut_the_settling_short(
     [(error(), "500"), (Answer(body=b'{"message": "cache reset, status: False"}'), "status=False")],
 )
 def test_an_ordered_call_that_fails_is_tried_once_more(
-    server: FakeRolloutServer, fence: InferFence, forever: threading.Event, answer: Answer, named: str
+    server: FakeRolloutServer, forever: threading.Event, answer: Answer, named: str
 ) -> None:
     server.on_infer = lambda call: echo(call, after=forever)
     server.on_reset = lambda call: answer
-    with make_client(server, fence=fence, request_timeout_s=1.5) as client:
+    with make_client(server, request_timeout_s=1.5) as client:
         ask(client, 1)
         await_settled(client)
         assert named in client.suspects[server.url]
@@ -1096,10 +1047,10 @@ def test_a_shut_down_fence_ends_all_that_waits_for_it(
 
 
 def test_close_leaves_no_thread_even_with_a_post_in_flight(
-    server: FakeRolloutServer, fence: InferFence, forever: threading.Event, background: ThreadPoolExecutor
+    server: FakeRolloutServer, forever: threading.Event, background: ThreadPoolExecutor
 ) -> None:
     server.on_infer = lambda call: echo(call, after=forever)
-    client = make_client(server, fence=fence, request_timeout_s=3600.0)
+    client = make_client(server, request_timeout_s=3600.0)
     outcome = start_and_wait_for_a_post(client, server, background)
     lanes = [thread for thread in threading.enumerate() if thread.name.startswith("rollout-lane")]
     client.close()
@@ -1114,10 +1065,8 @@ def test_close_leaves_no_thread_even_with_a_post_in_flight(
 # --- seeds ---------------------------------------------------------------------------------------
 
 
-def test_a_sample_that_comes_back_is_asked_with_another_seed(
-    server: FakeRolloutServer, fence: InferFence
-) -> None:
-    with make_client(server, fence=fence) as client:
+def test_a_sample_that_comes_back_is_asked_with_another_seed(server: FakeRolloutServer) -> None:
+    with make_client(server) as client:
         server.on_infer = lambda call: echo(call, drop=True)
         assert positions(ask(client, 2).returned) == [0, 1]
         client.set_proven({server.url: UNSTAMPED})
@@ -1126,20 +1075,18 @@ def test_a_sample_that_comes_back_is_asked_with_another_seed(
     assert len(set(server.seeds)) == 2
 
 
-def test_the_same_place_of_the_stream_gets_the_same_seed_in_every_process(
-    server: FakeRolloutServer, fence: InferFence
-) -> None:
+def test_the_same_place_of_the_stream_gets_the_same_seed_in_every_process(server: FakeRolloutServer) -> None:
     for _ in range(2):
-        with make_client(server, fence=fence) as client:
+        with make_client(server) as client:
             for _ in range(2):  # what is resolved leaves no count behind
                 ask(client, 3, first=5)
     assert len(server.seeds) == 4
     assert len(set(server.seeds)) == 1
 
 
-def test_two_ranks_never_send_a_common_seed(server: FakeRolloutServer, fence: InferFence) -> None:
+def test_two_ranks_never_send_a_common_seed(server: FakeRolloutServer) -> None:
     for rank in (0, 1):
-        with make_client(server, fence=fence, rank=rank) as client:
+        with make_client(server, rank=rank) as client:
             for first in range(40):
                 ask(client, 1, first=first)
     assert len(set(server.seeds)) == 80
@@ -1150,11 +1097,11 @@ def test_two_ranks_never_send_a_common_seed(server: FakeRolloutServer, fence: In
 
 
 def test_every_post_is_told_with_its_samples_its_seed_and_how_it_ended(
-    server: FakeRolloutServer, fence: InferFence, tmp_path: Path
+    server: FakeRolloutServer, tmp_path: Path
 ) -> None:
     server.on_infer = failing_on("2")
     path = tmp_path / "rank0.jsonl"
-    with make_client(server, fence=fence, events=Ledger(AuditLog(path))) as client:
+    with make_client(server, events=Ledger(AuditLog(path))) as client:
         outcome = ask(client, 4)
     told = read_ledger(path)
     sent, finished = told[::2], told[1::2]
@@ -1178,11 +1125,11 @@ def test_every_post_is_told_with_its_samples_its_seed_and_how_it_ended(
 
 
 def test_a_share_that_ends_after_its_lane_was_closed_is_returned(
-    server: FakeRolloutServer, fence: InferFence, forever: threading.Event, background: ThreadPoolExecutor
+    server: FakeRolloutServer, forever: threading.Event, background: ThreadPoolExecutor
 ) -> None:
     """Its POST was abandoned, and it would have that settled on a thread that takes nothing any more."""
     # A loaded machine must connect within it
-    client = make_client(server, fence=fence, request_timeout_s=2.0)
+    client = make_client(server, request_timeout_s=2.0)
     (lane,) = client._lanes.values()
     decides, go_on = threading.Event(), threading.Event()
     is_set = client._stop.is_set

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import run_command
 from drawn_sources import Importer, annotation, draw, write_coco
 
 from swift_stage2.convert import import_command
@@ -166,27 +165,13 @@ def test_the_command_as_its_users_call_it(tmp_path: Path) -> None:
     """From another directory's point of view, with a relative folder of images."""
     some_images(tmp_path, 3)
     words = "import coco coco.json --images images --output new/train.jsonl"
-    done = subprocess.run(
-        [sys.executable, "-m", "swift_stage2", *words.split()],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    done = run_command(*words.split(), cwd=tmp_path, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-2:] == [
         "new/train.jsonl: 3 rows of 3 images with 3 objects",
         "check it with: swift-stage2 data check new/train.jsonl",
     ]
-    again = subprocess.run(
-        [sys.executable, "-m", "swift_stage2", *words.split()],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    again = run_command(*words.split(), cwd=tmp_path, timeout=PATIENCE_S)
     assert again.returncode == 2
     assert again.stderr.startswith("swift-stage2 import: error: --output must be a new file")
     assert again.stderr.count("\n") == 1

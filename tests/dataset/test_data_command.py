@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import run_command, run_python
 from row_files import make_image, make_row, write_rows
 
 from swift_stage2.dataset.command import main
@@ -28,13 +29,7 @@ def bad(tmp_path: Path) -> Path:
 
 
 def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "swift_stage2", "data", "check", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    return run_command("data", "check", *map(str, arguments), timeout=PATIENCE_S)
 
 
 def test_a_clean_file_ends_with_0_and_a_verdict(good: Path) -> None:
@@ -155,13 +150,7 @@ def test_nothing_slow_is_imported(good: Path) -> None:
         "import sys; from swift_stage2.cli import main; status = main(['data', 'check', sys.argv[1]]);"
         "print({'torch', 'numpy', 'transformers', 'swift'} & set(sys.modules), status)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(good)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
+    done = run_python("-c", code, str(good), timeout=PATIENCE_S, check=True)
     assert done.stdout.splitlines()[-1] == "set() 0"
 
 

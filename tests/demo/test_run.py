@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commands import run_python
 from rich.console import Console
 from telemetry.run_facts import pack, round_outcome, step
 
@@ -66,9 +67,7 @@ def test_help_is_told_without_loading_torch() -> None:
         "except SystemExit as end:\n    sys.exit('torch' if 'torch' in sys.modules else end.code)\n"
     )
     for command in (["demo"], ["rollout"], ["merge"], ["doctor"]):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *command], capture_output=True, text=True, timeout=60
-        )
+        done = run_python("-c", program, *command)
         assert done.returncode == 0, (command, done.stderr)
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from builders import config_of, on_vllm, sharing
 from doctor_run import Report
 from live_server import MODEL, free_port
 from safetensors.torch import load_file
 
 from swift_stage2.config import Stage2Config
-from swift_stage2.config.binding import bind
 from swift_stage2.doctor.examination import Verdict
 from swift_stage2.doctor.memory import (
     ModelMemory,
@@ -59,32 +58,13 @@ def test_the_stage_is_read_from_a_file_of_settings(tmp_path: Path) -> None:
     assert estimate_memory({"deepspeed": str(file)}, SHAPES, 2, 5).on_rank == 1_000_000
 
 
-def sharing(
+def shared(
     *servers: dict[str, Any], transport: str = "auto", devices: tuple[int, ...] = (0,)
 ) -> Stage2Config:
-    return bind(
-        Stage2Config,
-        {
-            "stage2_ab": {"schedule": {"b_ratio": 0.25}},
-            "rollout": {
-                "servers": [
-                    {"base_url": f"http://127.0.0.1:{8000 + index}", "group_port": 29600 + index}
-                    for index in range(len(servers))
-                ],
-                "sync": {"transport": transport}
-                | ({"disk_directory": "/weights"} if transport == "disk" else {}),
-            },
-            "launch": {
-                "share_devices": True,
-                "learner": {"devices": list(devices)},
-                "servers": copy.deepcopy(list(servers)),
-            },
-        },
-    )
-
-
-def on_vllm(share: float, *devices: int) -> dict[str, Any]:
-    return {"engine": "vllm", "devices": list(devices), "args": {"vllm_gpu_memory_utilization": share}}
+    """The learner on some devices, and servers beside it."""
+    directory = {"rollout.sync.disk_directory": "/weights"} if transport == "disk" else {}
+    change = sharing(*servers, learner={"devices": list(devices)})
+    return config_of(change, {"rollout.sync.transport": transport}, directory)
 
 
 ON_TRANSFORMERS = {"engine": "transformers", "devices": [0]}
@@ -93,19 +73,19 @@ ON_TRANSFORMERS = {"engine": "transformers", "devices": [0]}
 @pytest.mark.parametrize(
     ("servers", "training_gb", "verdict", "left"),
     [
-        ([on_vllm(0.4, 0)], 20, Verdict.OK, "48 GB of 80 GB"),
-        ([on_vllm(0.4, 0)], 50, Verdict.WARNING, "48 GB of 80 GB"),
-        ([on_vllm(0.4, 0), on_vllm(0.4, 0)], 5, Verdict.OK, "16 GB of 80 GB"),
-        ([on_vllm(0.4, 0), on_vllm(0.55, 0)], 5, Verdict.FAILED, "4 GB of 80 GB"),
-        ([on_vllm(0.4, 0), on_vllm(0.9, 1)], 20, Verdict.OK, "48 GB of 80 GB"),
-        ([on_vllm(0.4, 0), ON_TRANSFORMERS], 20, Verdict.OK, "42 GB of 80 GB"),
+        ([on_vllm(0.4, devices=[0])], 20, Verdict.OK, "48 GB of 80 GB"),
+        ([on_vllm(0.4, devices=[0])], 50, Verdict.WARNING, "48 GB of 80 GB"),
+        ([on_vllm(0.4, devices=[0]), on_vllm(0.4, devices=[0])], 5, Verdict.OK, "16 GB of 80 GB"),
+        ([on_vllm(0.4, devices=[0]), on_vllm(0.55, devices=[0])], 5, Verdict.FAILED, "4 GB of 80 GB"),
+        ([on_vllm(0.4, devices=[0]), on_vllm(0.9, devices=[1])], 20, Verdict.OK, "48 GB of 80 GB"),
+        ([on_vllm(0.4, devices=[0]), ON_TRANSFORMERS], 20, Verdict.OK, "42 GB of 80 GB"),
     ],
 )
 def test_what_servers_leave_of_a_device_is_held_against_the_learners_need(
     servers: list[dict[str, Any]], training_gb: int, verdict: Verdict, left: str
 ) -> None:
     model = ModelMemory(weights=6 * GB, on_rank=6.0 * GB, training=training_gb * GB)
-    outcome = check_device_memory(sharing(*servers), model, 80 * GB)
+    outcome = check_device_memory(shared(*servers), model, 80 * GB)
     assert outcome.verdict is verdict, outcome.found
     assert (
         f"servers leave {left} on device 0; the learner needs an estimated {6 + training_gb} GB"
@@ -115,7 +95,9 @@ def test_what_servers_leave_of_a_device_is_held_against_the_learners_need(
 
 def test_the_fullest_of_the_learners_devices_counts() -> None:
     model = ModelMemory(weights=GB, on_rank=GB, training=GB)
-    outcome = check_device_memory(sharing(on_vllm(0.4, 0), on_vllm(0.6, 1), devices=(0, 1)), model, 80 * GB)
+    outcome = check_device_memory(
+        shared(on_vllm(0.4, devices=[0]), on_vllm(0.6, devices=[1]), devices=(0, 1)), model, 80 * GB
+    )
     assert "32 GB of 80 GB on device 1" in outcome.found
 
 
@@ -135,7 +117,7 @@ def test_shared_memory_costs_servers_none_of_their_own(
 ) -> None:
     """Two ranks of 1.3 GB, the copy of 6, a courier of 0.25, two servers of 0.7; weights and training on the device."""
     model = ModelMemory(weights=6 * GB, on_rank=6.0 * GB, training=1.0 * GB)
-    config = sharing(on_vllm(0.4, 0), ON_TRANSFORMERS, transport=transport)
+    config = shared(on_vllm(0.4, devices=[0]), ON_TRANSFORMERS, transport=transport)
     outcome = check_main_memory(config, model, 2, available_gb * GB)
     assert (outcome.verdict, told in outcome.found) == (verdict, True), outcome.found
     assert ("write rollout.sync.transport: auto" in outcome.fix) == (
@@ -179,6 +161,6 @@ def test_a_gpu_is_shown_with_its_own_size(
     monkeypatch.setattr("swift_stage2.doctor.memory.torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     servers = [{"base_url": f"http://127.0.0.1:{free_port()}", "group_port": free_port()}]
-    launch = {"share_devices": True, "learner": {"devices": [0]}, "servers": [on_vllm(0.4, 0)]}
+    launch = {"share_devices": True, "learner": {"devices": [0]}, "servers": [on_vllm(0.4, devices=[0])]}
     row = doctor(configure(rollout__servers=servers, launch=launch)).row("device memory")
     assert "servers leave 48 GB of 80 GB on device 0" in row["found"]

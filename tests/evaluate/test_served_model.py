@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from commands import run_python
 from detection_sets import write_rows
 from real_model import STAGE1
 
@@ -94,14 +93,7 @@ def test_an_unreachable_server_is_told_before_anything_heavy_is_loaded(data: Pat
         f"import sys; from swift_stage2.cli import main; status = main({words!r}); "
         'sys.exit(f\'{status} {sorted({"torch", "swift", "transformers"} & set(sys.modules))}\')'
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=data.parent,
-        check=False,
-    )
+    ended = run_python("-c", script, cwd=data.parent)
     error, status = ended.stderr.splitlines()
     assert error.startswith("swift-stage2 evaluate: error: --server must be a rollout server that answers")
     assert status == "2 []"

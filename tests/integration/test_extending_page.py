@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from commands import run_python
 from real_model import (
     PACKING_LENGTH,
     STAGE1,
@@ -179,14 +180,7 @@ def test_a_users_task_works_in_the_preprocessing_process(load: Any, tmp_path: Pa
 
 
 def test_a_task_is_tried_without_a_model(files: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "try_counting.py"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=files,
-        env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)},
-    )
+    done = run_python("try_counting.py", cwd=files, variables={"PYTHONPATH": str(PACKAGE.parent)})
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == BLOCKS["try_counting.py"]["code"].strip().rpartition("# ")[2]
 
@@ -431,13 +425,6 @@ def test_a_metric_is_two_lines_in_two_files(tmp_path: Path) -> None:
         "telemetry.close()\n"
         "print(values['stage2_ab/parse/empty'])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )
+    done = run_python("-c", code, cwd=tmp_path, variables={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split()[-1] == "1.0"

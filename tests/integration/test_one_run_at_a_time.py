@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from commands import run_command
 from torchrun_job import ENVIRONMENT, free_port, run_learner, write_config
 
 from swift_stage2.run_directory.checkpoints import checkpoint_step, why_not_whole
@@ -50,14 +51,7 @@ def test_a_killed_torchrun_takes_its_ranks_along_and_the_run_goes_on_by_resume(
         ranks = psutil.Process(torchrun.pid).children()
         assert len(ranks) == 2
         for words in (["train", str(config)], ["train", "--resume", str(config)], ["launch", str(config)]):
-            second = subprocess.run(
-                [sys.executable, "-m", "swift_stage2", *words],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=_DEADLINE_S,
-                check=False,
-            )
+            second = run_command(*words, env=environment, timeout=_DEADLINE_S)
             assert (second.returncode, second.stderr.count("\n")) == (2, 1), second.stderr[-3000:]
             assert "a run directory has one run at a time" in second.stderr
             assert any(f"process {rank.pid} on" in second.stderr for rank in ranks)
@@ -91,14 +85,7 @@ def test_a_killed_torchrun_takes_its_ranks_along_and_the_run_goes_on_by_resume(
 
 def test_a_launch_shows_its_own_lines_and_a_mistake_once(tmp_path: Path, rows_file: Path) -> None:
     config = write_config(tmp_path / "run", rows_file, None, b_ratio=0, swift={"learning_rat": 1})
-    ended = subprocess.run(
-        [sys.executable, "-m", "swift_stage2", "launch", str(config)],
-        env=os.environ | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=_DEADLINE_S,
-        check=False,
-    )
+    ended = run_command("launch", str(config), variables=ENVIRONMENT, timeout=_DEADLINE_S)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     told = ended.stdout.splitlines()
     assert all(line.startswith("[launch] ") or line.endswith(" s") for line in told), ended.stdout

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import run_python
 from interleaving.exhaustive import run_all
 from interleaving.scene import run_seed, virtual_world
 from interleaving.scheduler import Scheduler, Violation, seeded_chooser
@@ -157,13 +156,6 @@ def test_a_seed_is_one_schedule_traced_or_not_in_any_process() -> None:
     )
     tests = Path(__file__).resolve().parents[1]
     path = os.pathsep.join([str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    other = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "4711"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
+    other = run_python("-c", program, variables={"PYTHONPATH": path, "PYTHONHASHSEED": "4711"}, check=True)
     mine = [digest(seed, traced=True) for seed in seeds]
     assert other.stdout.splitlines() == [str(entry) for entry in mine]

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from builders import config_of
 from real_model import rollout_of
 
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.channel_b.task import TASKS
 from swift_stage2.config import Objective, Stage2Config
-from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError
 from swift_stage2.preflight.channel_b_parts import CheckedParts, make_task, merge_lengths, run_ahead_budget
 from swift_stage2.preflight.samples import Excess, RowLengths
@@ -24,8 +24,8 @@ SHIFTED = (0, 0, 40, 20)  # half of the box
 
 
 def configured(**stage2_ab: Any) -> Stage2Config:
-    servers = {"servers": [{"base_url": "http://127.0.0.1:9"}]}
-    return bind(Stage2Config, {"stage2_ab": {"schedule": {"b_ratio": 0}, **stage2_ab}, "rollout": servers})
+    without = {"stage2_ab.schedule.b_ratio": 0, "swift": {}}
+    return config_of(without, {f"stage2_ab.{key}": value for key, value in stage2_ab.items()})
 
 
 def corrected(config: Stage2Config, label: str) -> Target:

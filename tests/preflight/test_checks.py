@@ -5,22 +5,30 @@ from __future__ import annotations
 import importlib.util
 import logging
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import config_of, servers_at
 
 from swift_stage2.config import Stage2Config
-from swift_stage2.config.binding import bind
-from swift_stage2.config.stage2_ab import Stage2AbConfig
 from swift_stage2.errors import ConfigError, DatasetError, UserError
 from swift_stage2.preflight.checks import CHECKS, Found, Known, due_checks, run_checks
 
 
 def config(**swift: Any) -> Stage2Config:
-    data = {"swift": {"model": "org/model", **swift}, "stage2_ab": {"schedule": {"b_ratio": 0}}}
-    return bind(Stage2Config, data)
+    """A run without channel B."""
+    return config_of({"stage2_ab.schedule.b_ratio": 0, "swift": {"model": "org/model", **swift}})
+
+
+def found_by(name: str, run: Stage2Config, known: Known) -> Found | None:
+    """What one check of the list finds."""
+    (check,) = (check for check in CHECKS if check.name == name)
+    return check.find(run, known)
+
+
+FILES = Known(files=True)
 
 
 def test_every_need_is_a_field_that_is_asked_for_and_every_name_is_its_own() -> None:
@@ -53,13 +61,11 @@ def test_the_first_error_ends_the_list() -> None:
 
 
 def served(url: str) -> Stage2Config:
-    data = {"stage2_ab": {"schedule": {"b_ratio": 0.5}}, "rollout": {"servers": [{"base_url": url}]}}
-    return bind(Stage2Config, data)
+    return config_of(servers_at(url))
 
 
 def key_of(run: Stage2Config) -> Found | None:
-    (check,) = (check for check in CHECKS if check.name == "API key")
-    return check.find(run, Known(addresses=True))
+    return found_by("API key", run, Known(addresses=True))
 
 
 def test_a_key_is_said_to_be_set_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,10 +96,11 @@ def test_a_key_is_said_to_be_set_and_never_shown(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_evaluation_settings_that_do_nothing_are_told(section: dict[str, int], told: str | None) -> None:
-    data = {"schedule": {"b_ratio": 0.5}, "evaluation": section}
-    run = replace(served("http://127.0.0.1:8000"), stage2_ab=bind(Stage2AbConfig, data))
-    (check,) = (check for check in CHECKS if check.name == "evaluation settings")
-    found = check.find(run, Known(files=True))
+    found = found_by(
+        "evaluation settings",
+        config_of({"stage2_ab.evaluation": section, "swift.val_dataset": ["v.jsonl"]}),
+        FILES,
+    )
     assert (found is None) is (told is None)
     if found is not None and told is not None:
         (advice,) = found.advice
@@ -151,17 +158,13 @@ ON_TARGETS = "only objective: mixed, or target_in_group: true, trains by stage2_
 def test_keys_that_the_objective_does_not_train_by_are_told(
     objective: str, channel: dict[str, Any], told: list[str]
 ) -> None:
-    compared = {"num_generations": 4, "decoding": {"temperature": 1.0}}
-    servers = {"servers": [{"base_url": "http://127.0.0.1:8000"}]}
-    data: dict[str, Any] = {
-        "stage2_ab": {"schedule": {"b_ratio": 0.5}, "objective": objective, "channel_b": channel},
-        "rollout": servers if objective == "corrected_target" else servers | compared,
-    }
-    (check,) = (check for check in CHECKS if check.name == "objective settings")
-    found = check.find(bind(Stage2Config, data), Known(files=True))
+    compared = {"rollout.num_generations": 4, "rollout.decoding.temperature": 1.0}
+    changes = {"stage2_ab.objective": objective, "stage2_ab.channel_b": channel, "swift": {}}
+    changes |= {} if objective == "corrected_target" else compared
+    found = found_by("objective settings", config_of(changes), FILES)
     assert list(found.advice if found is not None else ()) == told
-    data["stage2_ab"]["schedule"]["b_ratio"] = 0
-    assert check.find(bind(Stage2Config, data), Known(files=True)) is None, "nothing of channel B is trained"
+    without = config_of(changes, {"stage2_ab.schedule.b_ratio": 0})
+    assert found_by("objective settings", without, FILES) is None, "nothing of channel B is trained"
 
 
 def test_no_key_for_a_server_that_others_reach_is_told() -> None:
@@ -187,15 +190,9 @@ def test_memory_that_must_be_shared_is_refused_to_a_server_elsewhere(
     transport: str, known: Known, nnodes: int, is_refused: bool
 ) -> None:
     def find(host: str) -> Found | None:
-        learner = {"nnodes": nnodes, "rdzv_endpoint": "192.0.2.9:29400"}
-        sync = {"transport": transport}
-        data = {
-            "stage2_ab": {"schedule": {"b_ratio": 0.5}},
-            "rollout": {"servers": [{"base_url": f"http://{host}:8000"}], "sync": sync},
-            "launch": {"learner": learner if nnodes > 1 else {}},
-        }
-        (check,) = (check for check in CHECKS if check.name == "shared memory")
-        return check.find(bind(Stage2Config, data), known)
+        learner = {"nnodes": nnodes, "rdzv_endpoint": "192.0.2.9:29400"} if nnodes > 1 else {}
+        changes = {"rollout.sync.transport": transport, "launch.learner": learner}
+        return found_by("shared memory", config_of(servers_at(f"http://{host}:8000"), changes), known)
 
     assert (find("127.0.0.1") is not None) == is_refused
     assert find("nowhere.invalid") is None  # a name without an address is for other checks
@@ -210,14 +207,13 @@ def test_memory_that_must_be_shared_is_refused_to_a_server_elsewhere(
 def test_deepspeed_that_is_configured_and_not_installed_is_told_before_anything_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (check,) = (check for check in CHECKS if check.name == "DeepSpeed")
     installed: dict[str, object] = {}
     monkeypatch.setattr(importlib.util, "find_spec", installed.get)
     with pytest.raises(ConfigError, match=r"got deepspeed='zero3' and no such package; install the extra .*"):
-        check.find(config(deepspeed="zero3"), Known(files=True))
-    assert check.find(config(), Known(files=True)) is None
+        found_by("DeepSpeed", config(deepspeed="zero3"), FILES)
+    assert found_by("DeepSpeed", config(), FILES) is None
     installed["deepspeed"] = object()
-    assert check.find(config(deepspeed="zero3"), Known(files=True)) == Found("DeepSpeed is installed")
+    assert found_by("DeepSpeed", config(deepspeed="zero3"), FILES) == Found("DeepSpeed is installed")
 
 
 @pytest.mark.parametrize(
@@ -231,8 +227,7 @@ def test_deepspeed_that_is_configured_and_not_installed_is_told_before_anything_
     ],
 )
 def test_checkpoints_that_cannot_be_resumed_are_warned_of(swift: dict[str, Any], is_told: bool) -> None:
-    (check,) = (check for check in CHECKS if check.name == "resume")
-    found = check.find(config(**swift), Known(files=True))
+    found = found_by("resume", config(**swift), FILES)
     assert (found is not None) == is_told
     if found is not None:
         assert found.text == "the run saves checkpoints"
@@ -240,29 +235,19 @@ def test_checkpoints_that_cannot_be_resumed_are_warned_of(swift: dict[str, Any],
 
 
 def test_a_plugin_that_is_not_there_is_told_with_its_key(tmp_path: Path) -> None:
-    (check,) = (check for check in CHECKS if check.name == "plugins")
     with pytest.raises(
         ConfigError, match=r"swift\.external_plugins must name Python files, got '.*nowhere\.py'"
     ):
-        check.find(config(external_plugins=[str(tmp_path / "nowhere.py")]), Known(files=True))
-    assert check.find(config(), Known(files=True)) is None
+        found_by("plugins", config(external_plugins=[str(tmp_path / "nowhere.py")]), FILES)
+    assert found_by("plugins", config(), FILES) is None
 
 
 def test_a_disk_directory_that_the_learner_cannot_write_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (check,) = (check for check in CHECKS if check.name == "disk directory")
-
     def find(directory: Path) -> Found | None:
-        data = {
-            "swift": {"model": "org/model"},
-            "stage2_ab": {"schedule": {"b_ratio": 0.25}},
-            "rollout": {
-                "servers": [{"base_url": "http://127.0.0.1:8000"}],
-                "sync": {"transport": "disk", "disk_directory": str(directory)},
-            },
-        }
-        return check.find(bind(Stage2Config, data), Known(files=True))
+        sync = {"transport": "disk", "disk_directory": str(directory)}
+        return found_by("disk directory", config_of({"rollout.sync": sync}), FILES)
 
     assert find(tmp_path) == Found(f"weights travel by {tmp_path}, which can be written")
     with pytest.raises(
@@ -271,7 +256,7 @@ def test_a_disk_directory_that_the_learner_cannot_write_is_told(
         find(tmp_path / "none")
     monkeypatch.setenv("RANK", "1")
     assert find(tmp_path / "none") is None, "rank 0 alone writes"
-    assert check.find(config(), Known(files=True)) is None
+    assert found_by("disk directory", config(), FILES) is None
 
 
 def test_half_a_rank_environment_is_refused() -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from builders import config_of
+from golden import Golden, name_of
 from PIL import Image
 
-from swift_stage2.config import load_config
 from swift_stage2.dataset.survey import survey
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.preflight.dataset import check_data
@@ -41,16 +40,8 @@ def _write(directory: Path, *lines: Any) -> Path:
 
 def check_datasets(swift: dict[str, Any], **channel_b: Any) -> None:
     """As a run with channel B checks them; a configuration without a data set is refused before."""
-    content = {
-        "swift": swift,
-        "stage2_ab": {"schedule": {"b_ratio": 0.5}, "channel_b": channel_b},
-        "rollout": {"servers": [{"base_url": "http://127.0.0.1:9", "group_port": 51216}]},
-    }
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "config.yaml"
-        path.write_text(yaml.safe_dump(content))
-        config = load_config(path)
-    check_data(config)
+    rows = {f"stage2_ab.channel_b.{key}": value for key, value in channel_b.items()}
+    check_data(config_of({"swift": swift}, rows))
 
 
 def check_jsonl(path: Path) -> None:
@@ -63,59 +54,67 @@ def _refusal(path: Path) -> str:
     message = str(caught.value).removeprefix("swift.dataset: ")
     assert "\n" not in message
     assert message.count(str(path)) >= 1
-    return message
+    return message.replace(f"{path.parent}/", "")
 
 
 def test_a_good_file_passes_blank_lines_included(tmp_path: Path, row: dict[str, Any]) -> None:
     check_jsonl(_write(tmp_path, row, "", row))
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"messages": [', ":2: every line must be one JSON object: Expecting value at character 16;"),
-        ("not json", ":2: every line must be one JSON object"),
-        ("[1]", ":2: a row is an object with messages="),
-        ("{}", ":2: a row is an object with messages="),
-        ('{"messages": []}', ":2: a row is an object with messages="),
-        ('{"messages": "hello"}', ":2: a row is an object with messages="),
-        (
-            '{"messages": [{"role": "user", "content": "Detect."}]}',
-            ":2: the last of a row's messages must be the",
-        ),
-        ('{"messages": ["hello"]}', ":2: the last of a row's messages must be the"),
-    ],
-)
-def test_a_malformed_line_is_named(tmp_path: Path, row: dict[str, Any], line: str, message: str) -> None:
-    path = _write(tmp_path, row, line)
-    assert _refusal(path).startswith(f"{path}{message}")
+def objects(refs: list[str], boxes: list[Any]) -> dict[str, Any]:
+    return {"objects": {"ref": refs, "bbox": boxes}}
 
 
-def test_a_malformed_line_has_its_remedy(tmp_path: Path, row: dict[str, Any]) -> None:
-    assert _refusal(_write(tmp_path, row, "{")).endswith("; mend or remove the line")
+BAD_LINES = [
+    '{"messages": [',
+    "not json",
+    "[1]",
+    "{}",
+    '{"messages": []}',
+    '{"messages": "hello"}',
+    '{"messages": [{"role": "user", "content": "Detect."}]}',
+    '{"messages": ["hello"]}',
+]
+BAD_ROWS = [
+    {"objects": None},
+    objects(["cat", "dog"], [[1, 2, 3, 4]]),
+    objects(["cat"], [[1, 2, 3]]),
+    objects(["cat"], [7]),
+    objects(["cat"], [[5, 2, 3, 4]]),
+    objects([""], [[1, 2, 3, 4]]),
+    objects(["cat"], []),
+    objects([], []),
+    objects(["cat"], [[0, 0, 40.5, 30]]),
+    objects(["cat"], [[0, 0, 40, 31]]),
+    objects(["cat"], [[50, 0, 60, 10]]),
+    {"images": ["/nowhere/b.png"]},
+    {"images": [7]},
+    {"images": [None]},
+    {"images": [""]},
+    {"images": [{"bytes": "x"}]},
+    {"images": [["nested"]]},
+]
+EMPTY = {"nothing": "", "blank lines": "\n\n  \n"}
+MESSAGES = Golden(__file__, [*BAD_LINES, *map(name_of, BAD_ROWS), *EMPTY])
 
 
-@pytest.mark.parametrize(
-    ("objects", "message"),
-    [
-        (None, "a row needs objects={'ref': [...], 'bbox': [...]}, got none"),
-        ({"ref": ["cat", "dog"], "bbox": [[1, 2, 3, 4]]}, "got num_ref=2 num_bbox=1"),
-        ({"ref": ["cat"], "bbox": [[1, 2, 3]]}, "got bbox=[1, 2, 3]"),
-        ({"ref": ["cat"], "bbox": [7]}, "got bbox=7"),
-        ({"ref": ["cat"], "bbox": [[5, 2, 3, 4]]}, "0 <= x1 <= x2"),
-        ({"ref": [""], "bbox": [[1, 2, 3, 4]]}, "non-empty text"),
-        ({"ref": ["cat"], "bbox": []}, "got num_ref=1 num_bbox=0"),
-        ({"ref": [], "bbox": []}, "got num_bbox=1 num_ref_object=1 num_objects=0"),
-    ],
-)
-def test_objects_that_cannot_be_matched_are_refused(
-    tmp_path: Path, row: dict[str, Any], objects: Any, message: str
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_malformed_line_is_named(tmp_path: Path, row: dict[str, Any], line: str) -> None:
+    MESSAGES.check(line, _refusal(_write(tmp_path, row, line)))
+
+
+@pytest.mark.parametrize("changes", BAD_ROWS, ids=name_of)
+def test_a_row_that_cannot_be_used_is_named(
+    tmp_path: Path, row: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    path = _write(tmp_path, row, row | {"objects": objects})
-    refusal = _refusal(path)
-    assert refusal.startswith(f"{path}:2: ")
-    assert message in refusal
-    assert "; " in refusal  # a remedy
+    MESSAGES.check(name_of(changes), _refusal(_write(tmp_path, row, row | changes)))
+
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_an_empty_file_is_refused(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(EMPTY[case])
+    MESSAGES.check(case, _refusal(path))
 
 
 def test_rows_without_objects_are_legal_with_an_empty_answer_or_where_they_are_allowed(
@@ -132,21 +131,8 @@ def test_rows_without_objects_are_legal_with_an_empty_answer_or_where_they_are_a
         check_datasets({"dataset": str(bad)}, rows_without_objects="channel_a_only")
 
 
-@pytest.mark.parametrize(
-    ("box", "refused"),
-    [([0, 0, 40, 30], False), ([0, 0, 40.5, 30], True), ([0, 0, 40, 31], True), ([50, 0, 60, 10], True)],
-)
-def test_a_box_must_lie_inside_its_image(
-    tmp_path: Path, row: dict[str, Any], box: list[float], refused: bool
-) -> None:
-    path = _write(tmp_path, row | {"objects": {"ref": ["cat"], "bbox": [box]}})
-    if not refused:
-        check_jsonl(path)
-        return
-    refusal = _refusal(path)
-    assert refusal.startswith(f"{path}:1: a box must lie inside its image, got bbox=")
-    assert "width=40 height=30, image " in refusal
-    assert refusal.endswith("; mend the annotation")
+def test_a_box_may_fill_its_image(tmp_path: Path, row: dict[str, Any]) -> None:
+    check_jsonl(_write(tmp_path, row | objects(["cat"], [[0, 0, 40, 30]])))
 
 
 def test_boxes_that_are_no_pixels_are_left_to_the_template(tmp_path: Path, row: dict[str, Any]) -> None:
@@ -154,19 +140,11 @@ def test_boxes_that_are_no_pixels_are_left_to_the_template(tmp_path: Path, row: 
     check_jsonl(_write(tmp_path, row | {"objects": objects}))
 
 
-def test_a_missing_image_is_named_with_the_remedy(tmp_path: Path, row: dict[str, Any]) -> None:
-    path = _write(tmp_path, row, row, row | {"images": ["/nowhere/b.png"]})
-    refusal = _refusal(path)
-    assert refusal.startswith(f"{path}:3: an image must be a readable picture, got /nowhere/b.png: ")
-    assert "No such file" in refusal
-    assert "ROOT_IMAGE_DIR" in refusal
-
-
 @pytest.mark.parametrize("content", [b"", b"GIF", b"this is no picture", b"\x89PNG\r\n\x1a\n"])
 def test_an_unreadable_image_is_named(tmp_path: Path, row: dict[str, Any], content: bytes) -> None:
     (tmp_path / "b.png").write_bytes(content)
     path = _write(tmp_path, row | {"images": [str(tmp_path / "b.png")]})
-    assert f"{path}:1: an image must be a readable picture, got {tmp_path / 'b.png'}: " in _refusal(path)
+    assert "rows.jsonl:1: an image must be a readable picture, got b.png: " in _refusal(path)
 
 
 def test_a_picture_that_is_too_large_to_be_meant_is_refused(
@@ -177,12 +155,6 @@ def test_a_picture_that_is_too_large_to_be_meant_is_refused(
     assert "an image must be a readable picture" in refusal
 
 
-@pytest.mark.parametrize("image", [7, None, "", {"bytes": "x"}, ["nested"]])
-def test_an_image_that_is_no_path_is_refused(tmp_path: Path, row: dict[str, Any], image: Any) -> None:
-    refusal = _refusal(_write(tmp_path, row | {"images": [image]}))
-    assert "an image must be the path of a file, got" in refusal
-
-
 def test_images_may_be_one_path_or_records_and_relative(
     tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,20 +163,13 @@ def test_images_may_be_one_path_or_records_and_relative(
     path = _write(tmp_path, row | {"images": row["images"][0]}, row | {"images": [{"path": "a.png"}]})
     check_jsonl(path)
     monkeypatch.delenv("ROOT_IMAGE_DIR")
-    assert _refusal(path).startswith(f"{path}:2: ")
+    assert _refusal(path).startswith("rows.jsonl:2: ")
 
 
 def test_a_row_without_images_needs_no_bounds(tmp_path: Path, row: dict[str, Any]) -> None:
     without = {name: value for name, value in row.items() if name != "images"}
     messages = [{"role": "user", "content": "Detect."}, row["messages"][1]]
     check_jsonl(_write(tmp_path, without | {"messages": messages}))
-
-
-@pytest.mark.parametrize("content", ["", "\n\n  \n"])
-def test_an_empty_file_is_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(content)
-    assert _refusal(path) == f"a data set must hold rows, got none in {path}; write one JSON object per line"
 
 
 def test_a_file_that_cannot_be_read_and_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:

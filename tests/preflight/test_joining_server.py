@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from builders import config_of, servers_at
 from fake_rollout_server import Answer, FakeRolloutServer
 from fake_staging_server import FakeStagingServer
 from free_port import free_port
 
 from swift_stage2.config import ServerConfig, Stage2Config
-from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError, ServerFault, ServerUnavailable
 from swift_stage2.learner.server_requests import AddedServer
 from swift_stage2.preflight import joining_server, servers
@@ -34,15 +34,8 @@ def short(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(**rollout: Any) -> Stage2Config:
     """Of a run whose launch starts its servers, which says nothing of those that join."""
-    return bind(
-        Stage2Config,
-        {
-            "swift": {"model": "m"},
-            "stage2_ab": {"schedule": {"b_ratio": 0.5}},
-            "rollout": {"servers": [{"base_url": FIRST, "group_port": 29700}], **rollout},
-            "launch": {"servers": [{"engine": "vllm"}]},
-        },
-    )
+    changes = servers_at(FIRST, group_port=29700) | {"launch.servers": [{"engine": "vllm"}]}
+    return config_of(changes, {f"rollout.{key}": value for key, value in rollout.items()})
 
 
 def at(url: str, **address: Any) -> ServerConfig:

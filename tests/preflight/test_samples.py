@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from builders import config_of
 from detection_task import make_task
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ from real_model import make_encoder, make_template, sample_of
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.sample_source import RowOrigins
-from swift_stage2.config import Stage2Config, load_config
+from swift_stage2.config import Stage2Config
 from swift_stage2.config.rules import Inequality
 from swift_stage2.preflight.channel_b_parts import step_sizes
 from swift_stage2.preflight.samples import Excess, RowLengths, measure_lengths
@@ -60,20 +60,9 @@ def mixed_rows(tmp_path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _config(tmp_path: Path, packing_length: int, max_new_tokens: int) -> Stage2Config:
-    path = tmp_path / "config.yaml"
-    content = {
-        "stage2_ab": {
-            "schedule": {"b_ratio": 0.5},
-            "channel_b": {"packing": {"packing_length": packing_length}},
-        },
-        "rollout": {
-            "servers": [{"base_url": "http://127.0.0.1:9", "group_port": 51216}],
-            "decoding": {"max_new_tokens": max_new_tokens},
-        },
-    }
-    path.write_text(yaml.safe_dump(content))
-    return load_config(path)
+def _config(packing_length: int, max_new_tokens: int) -> Stage2Config:
+    packing = {"stage2_ab.channel_b.packing.packing_length": packing_length}
+    return config_of(packing, {"rollout.decoding.max_new_tokens": max_new_tokens})
 
 
 def _true_lengths(rows: list[dict[str, Any]], encoder: Encoder) -> list[tuple[int, int]]:
@@ -93,7 +82,7 @@ def test_every_row_is_as_long_as_the_template_makes_it(
     expected = _true_lengths(mixed_rows, encoder)
     for number, (prompt, answer) in enumerate(expected):
         lengths = measure_lengths(
-            _config(tmp_path, 4096, 512), mixed_rows, range(number + 1), encoder, make_task(), RowOrigins()
+            _config(4096, 512), mixed_rows, range(number + 1), encoder, make_task(), RowOrigins()
         )
         assert lengths.segments.longest == max(sum(each) for each in expected[: number + 1])
         assert lengths.answers.longest == max(each[1] for each in expected[: number + 1])
@@ -109,7 +98,7 @@ def test_rows_that_the_task_refuses_are_counted_and_one_is_named(
         rows[number]["objects"] = {"ref": ["a"], "bbox": []}
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-    config, origins = _config(tmp_path, 4096, 512), RowOrigins([file])
+    config, origins = _config(4096, 512), RowOrigins([file])
     shares = [
         measure_lengths(config, rows, range(rank, 15, 2), encoder, make_task(), origins).to_note()
         for rank in range(2)
@@ -131,7 +120,7 @@ def test_rows_that_never_fit_are_counted_and_the_longest_is_named(
     expected = _true_lengths(mixed_rows, encoder)
     totals, answers = [sum(each) for each in expected], [answer for _, answer in expected]
     packing, new = sorted(totals)[9], sorted(answers)[11]
-    config = _config(tmp_path, packing, new)
+    config = _config(packing, new)
     origins = RowOrigins([file])
     lengths = measure_lengths(config, mixed_rows, range(15), encoder, make_task(), origins)
     assert (lengths.num_rows, lengths.segments.num_rows) == (15, sum(total > packing for total in totals))
@@ -159,9 +148,7 @@ def test_a_row_that_cannot_be_read_is_not_measured(
 ) -> None:
     rows = [{**mixed_rows[0], "images": ["/nowhere.png"]}, {**mixed_rows[1], "objects": None}, mixed_rows[2]]
     rows += [{**mixed_rows[0], "messages": messages} for messages in ([], None, [7], [{}])]
-    lengths = measure_lengths(
-        _config(tmp_path, 4096, 512), rows, range(7), encoder, make_task(), RowOrigins()
-    )
+    lengths = measure_lengths(_config(4096, 512), rows, range(7), encoder, make_task(), RowOrigins())
     assert (lengths.num_rows, lengths.num_unusable) == (1, 6)
 
 
@@ -182,15 +169,15 @@ def _lengths(num_rows: int, mean: int, prompt: int, answer: int) -> RowLengths:
     return RowLengths(num_rows, segments, answers, 0, "", prompt, prompt, num_rows * mean)
 
 
-def _sizes(tmp_path: Path, lengths: RowLengths, num_packs: int, **changes: Any) -> Inequality:
-    config = _config(tmp_path, changes.pop("packing_length", 4096), changes.pop("max_new_tokens", 1024))
+def _sizes(lengths: RowLengths, num_packs: int, **changes: Any) -> Inequality:
+    config = _config(changes.pop("packing_length", 4096), changes.pop("max_new_tokens", 1024))
     found = step_sizes(replace(config, swift={**config.swift, **changes}), lengths, num_packs)
     assert found is not None
     return found
 
 
 def test_a_b_step_of_more_than_sixteen_a_steps_is_advised_against(tmp_path: Path) -> None:
-    told = _sizes(tmp_path, _lengths(36, 64, 40, 60), 4)
+    told = _sizes(_lengths(36, 64, 40, 60), 4)
     assert told.is_advice
     assert not told.holds
     assert told.message == (
@@ -216,9 +203,7 @@ def test_the_sizes_of_steps_follow_from_the_rows(
     tmp_path: Path, mean: int, longest: int, batch: int, ratio: str, advice: str
 ) -> None:
     for num_packs in (1, 8):  # both channels have as many micro steps
-        told = _sizes(
-            tmp_path, _lengths(500, mean, longest - 50, 50), num_packs, per_device_train_batch_size=batch
-        )
+        told = _sizes(_lengths(500, mean, longest - 50, 50), num_packs, per_device_train_batch_size=batch)
         assert f"as many rows as {ratio}" in told.numbers
         assert told.holds is (not advice)
         assert not advice or advice in told.remedy
@@ -228,10 +213,10 @@ def test_the_sizes_of_steps_follow_from_the_rows(
     mean=st.integers(1, 300), answer=st.integers(1, 100), prompt=st.integers(1, 500), batch=st.integers(1, 8)
 )
 def test_the_length_that_is_advised_is_one_that_a_run_takes(
-    tmp_path_factory: pytest.TempPathFactory, mean: int, answer: int, prompt: int, batch: int
+    mean: int, answer: int, prompt: int, batch: int
 ) -> None:
     lengths = _lengths(50, mean, prompt, answer)
-    told = _sizes(tmp_path_factory.mktemp("run"), lengths, 4, per_device_train_batch_size=batch)
+    told = _sizes(lengths, 4, per_device_train_batch_size=batch)
     if told.holds:
         return
     found = re.search(r"packing_length: (\d+), .*?(?:max_new_tokens: (\d+)|$)", told.remedy)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import config_of, servers_at
 from free_port import free_port
 
 from swift_stage2.config import Stage2Config
-from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError
 from swift_stage2.launch import launcher
 from swift_stage2.launch.launcher import launch
@@ -30,15 +30,7 @@ from swift_stage2.process import route
 
 def started(*servers: dict[str, Any]) -> Stage2Config:
     """Servers that launch starts."""
-    return bind(
-        Stage2Config,
-        {
-            "swift": {"model": "m"},
-            "stage2_ab": {"schedule": {"b_ratio": 0.5}},
-            "rollout": {"servers": list(servers)},
-            "launch": {"servers": [{} for _ in servers]},
-        },
-    )
+    return config_of({"rollout.servers": list(servers), "launch.servers": [{} for _ in servers]})
 
 
 def here(port: int, group_port: int, host: str = "127.0.0.1") -> dict[str, Any]:
@@ -119,16 +111,10 @@ def test_a_learner_of_several_hosts_needs_addresses_that_lead_elsewhere(
     server: dict[str, str], is_started: bool, message: str
 ) -> None:
     learner = {"nnodes": 2, "rdzv_endpoint": "neighbour:29400"}
-    data = {
-        "swift": {"model": "m"},
-        "stage2_ab": {"schedule": {"b_ratio": 0.5}},
-        "rollout": {"servers": [server]},
-        "launch": {"servers": [{}] if is_started else []},
-    }
-    refuse_lone_addresses(bind(Stage2Config, data))
-    several = bind(Stage2Config, data | {"launch": data["launch"] | {"learner": learner}})
+    alone = {"rollout.servers": [server], "launch.servers": [{}] if is_started else []}
+    refuse_lone_addresses(config_of(alone))
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        refuse_lone_addresses(several)
+        refuse_lone_addresses(config_of(alone, {"launch.learner": learner}))
 
 
 @pytest.mark.parametrize(("key", "open_hosts"), [("", ["0.0.0.0"]), ("hush", [])])
@@ -161,15 +147,7 @@ def test_a_resolver_that_hangs_does_not_hold_up_the_check_for_a_key(monkeypatch:
     released = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(20.0))
     monkeypatch.setattr(route, "_RESOLVE_TIMEOUT_S", 0.05)
-    server = {"base_url": "http://slow.host:8000", "group_port": 29600}
-    config = bind(
-        Stage2Config,
-        {
-            "swift": {"model": "m"},
-            "stage2_ab": {"schedule": {"b_ratio": 0.5}},
-            "rollout": {"servers": [server]},
-        },
-    )
+    config = config_of(servers_at("http://slow.host:8000", group_port=29600))
     try:
         (told,) = warn_of_open_servers(config)
     finally:

@@ -10,6 +10,7 @@ import sys
 
 import psutil
 import pytest
+from commands import run_python
 
 GONE_S = 60.0
 # A server with a child in a session of its own that ignores SIGTERM, and a grandchild; then it waits.
@@ -67,12 +68,5 @@ def test_what_the_server_starts_is_not_forked_from_it() -> None:
         "with ServerChildren():\n    print(os.environ['VLLM_WORKER_MULTIPROC_METHOD'])"
     )
     environment = dict(os.environ) | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=GONE_S,
-        check=True,
-    )
+    done = run_python("-c", program, env=environment, timeout=GONE_S, check=True)
     assert done.stdout.strip() == "spawn"

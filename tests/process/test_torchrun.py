@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commands import run_python
 
 from swift_stage2.errors import UserError
 from swift_stage2.process.torchrun import AgentWatch, check_gloo_address, check_rank_environment
@@ -152,27 +153,19 @@ def test_a_torchrun_of_one_machine_listens_on_loopback_alone(tmp_path: Path) -> 
         "distributed.barrier()\n"
     )
     command = ["-m", "swift_stage2.process.loopback_torchrun", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=_DEADLINE_S, check=True
-    )
+    done = run_python(*command, timeout=_DEADLINE_S, check=True)
     assert done.stdout.split() == ["127.0.0.1"]
 
 
 def test_a_rank_knows_its_agent_before_anything_slow_is_imported() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _AT_FIRST_SLOW_IMPORT],
-        env=os.environ | {"TORCHELASTIC_RUN_ID": "none"},
-        capture_output=True,
-        text=True,
-        timeout=_DEADLINE_S,
+    done = run_python(
+        "-c", _AT_FIRST_SLOW_IMPORT, variables={"TORCHELASTIC_RUN_ID": "none"}, timeout=_DEADLINE_S
     )
     assert f"Pid:\t{os.getpid()}" in done.stdout.splitlines()
 
 
 def test_a_rank_whose_agent_ended_while_it_looked_for_it_ends_too() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _AGENT_ENDS_FIRST], capture_output=True, text=True, timeout=_DEADLINE_S
-    )
+    done = run_python("-c", _AGENT_ENDS_FIRST, timeout=_DEADLINE_S)
     assert done.stdout.startswith("a rank ends with its torchrun"), done.stdout + done.stderr
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import run_command
 
 from swift_stage2.errors import UserError
 from swift_stage2.process.visible_devices import (
@@ -59,12 +57,11 @@ def test_an_accelerator_that_is_not_cuda_is_refused(tmp_path: Path, words: list[
         f"swift: {{model: {STAGE1}, output_dir: {tmp_path / 'out'}}}\nstage2_ab: {{schedule: {{b_ratio: 0}}}}\n"
     )
     rollout = [str(STAGE1), "--port", "0", "--model-type", "stage2_tiny_vl", "--template", "stage2_tiny_vl"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "swift_stage2", *words, *([str(config)] if words == ["train"] else rollout)],
-        capture_output=True,
-        text=True,
+    ended = run_command(
+        *words,
+        *([str(config)] if words == ["train"] else rollout),
         timeout=200,
-        env=os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+        variables={"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
     )
     assert ended.returncode == 2, ended.stderr
     last = ended.stderr.splitlines()[-1]
@@ -76,12 +73,13 @@ def test_an_accelerator_that_is_not_cuda_is_refused(tmp_path: Path, words: list[
 def test_a_server_on_a_gpu_that_is_not_there_does_not_serve_from_the_cpu() -> None:
     options = ["--port", "0", "--model-type", "stage2_tiny_vl", "--template", "stage2_tiny_vl"]
     plugin = ["--external-plugins", str(STAGE1.parent / "tiny_template.py")]
-    ended = subprocess.run(
-        [sys.executable, "-m", "swift_stage2", "rollout", str(STAGE1), *options, *plugin],
-        capture_output=True,
-        text=True,
+    ended = run_command(
+        "rollout",
+        str(STAGE1),
+        *options,
+        *plugin,
         timeout=200,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "901"},
+        variables={"CUDA_VISIBLE_DEVICES": "901"},
     )
     assert ended.returncode == 2, ended.stderr
     assert "CUDA_VISIBLE_DEVICES=901 and 0 device(s)" in ended.stderr
@@ -93,13 +91,7 @@ def test_a_learner_on_a_gpu_that_is_not_there_does_not_train_on_the_cpu(tmp_path
     config.write_text(
         f"swift: {{model: {STAGE1}, output_dir: {tmp_path / 'out'}}}\nstage2_ab: {{schedule: {{b_ratio: 0}}}}\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-m", "swift_stage2", "train", str(config)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "901"},
-    )
+    ended = run_command("train", str(config), timeout=200, variables={"CUDA_VISIBLE_DEVICES": "901"})
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.splitlines()[-1].startswith(
         "swift-stage2 train: error: every device that is named must exist"

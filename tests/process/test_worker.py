@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from commands import run_python
 
 from swift_stage2.process.worker import describe_end, start_worker
 
@@ -142,14 +143,7 @@ def test_the_kernel_ends_it_with_its_rank_although_another_process_holds_the_ran
 
 def test_a_process_whose_rank_is_gone_already_does_not_begin() -> None:
     code = "from swift_stage2.process.worker import serve_rank\nwith serve_rank(0, 1): print('began')\n"
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    ended = run_python("-c", code, timeout=PATIENCE_S, variables={"PYTHONPATH": os.pathsep.join(sys.path)})
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr == "the rank that started this process is gone\n"
 

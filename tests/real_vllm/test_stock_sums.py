@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from commands import run_python
 from live_server import free_port, train_a_little
 from stock_server import ServerProcess, start_stock
 from test_stock_sync import Learner, _FlipsOneElement, _SendsTheFirstRoundAgain
@@ -184,13 +183,13 @@ def run_grpo(
         "benchmarks.swift_program",
     )
     place = {DIRECTORY_VARIABLE: str(arm.directory), "SWIFT_STAGE2_WEIGHT_PROOF": mode}
-    finished = subprocess.run(
-        [sys.executable, "-m", *program, "rlhf", *as_argv(arguments)],
-        capture_output=True,
-        text=True,
+    finished = run_python(
+        "-m",
+        *program,
+        "rlhf",
+        *as_argv(arguments),
         timeout=_GRPO_S,
-        check=False,
-        env=os.environ | CHILD_ENVIRONMENT | place,
+        variables=CHILD_ENVIRONMENT | place,
     )
     return finished.returncode, finished.stdout + finished.stderr
 

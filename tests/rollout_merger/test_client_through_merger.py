@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import rollout_batch
 from fake_rollout_server import Answer, Call, FakeRolloutServer, await_settled, echo, request
 from live_merger import LONGEST_WAIT_S, LiveMerger, live_merger
 from rollout_batch import generate
@@ -18,7 +19,6 @@ from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import ServerFault
-from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
@@ -26,16 +26,13 @@ from swift_stage2.servers.session import Deadline, ServerSession
 
 def make_client(merger: LiveMerger, rank: int, **changes: Any) -> RolloutClient:
     settings: dict[str, Any] = {
-        "fence": InferFence(version=3),
         "decoding": DecodingConfig(temperature=0.7),
-        "request_timeout_s": LONGEST_WAIT_S,
-        "run_seed": 11,
         "rank": rank,
         "world_size": 2,
         "ticket_timeout_s": 0.05,
         "max_inflight_per_server": 16,
     }
-    client = RolloutClient([merger.url], **settings | changes)
+    client = rollout_batch.make_client(merger.url, **settings | changes)
     client.set_proven({merger.url: ServedWeights(None, 3, None)})
     return client
 

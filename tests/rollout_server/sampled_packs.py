@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from as_sampled import AsSampled
-from live_server import CALL_TIMEOUT_S, RunningServer
+from live_server import RunningServer
 from real_model import make_encoder, sample_of
-from rollout_batch import generate
+from rollout_batch import generate, make_client
 
 from swift_stage2.channel_b.preprocessing import make_pack, make_segment
-from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
+from swift_stage2.channel_b.rollout_client import ServedWeights
 from swift_stage2.columns import LOG_PROBS
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
@@ -28,14 +28,11 @@ def sample_answers(
 ) -> list[Rollout]:
     """One rollout of each row by the learner's client, which asks for log-probabilities."""
     encoder, samples = make_encoder(), [sample_of(row, number) for number, row in enumerate(rows)]
-    client = RolloutClient(
-        [server.base_url],
+    client = make_client(
+        server.base_url,
         fence=InferFence(version=proof.weight_version),
         decoding=DecodingConfig(**decoding),
-        request_timeout_s=CALL_TIMEOUT_S,
         run_seed=5,
-        rank=0,
-        world_size=1,
         run_id="run-1",
         max_inflight_per_server=len(rows),
         columns=(LOG_PROBS,),

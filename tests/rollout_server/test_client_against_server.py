@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import rollout_batch
 from fake_rollout_server import await_settled
 from live_server import (
     CALL_TIMEOUT_S,
@@ -39,14 +40,10 @@ def make_client(server: RunningServer, proof: RoundProof, **changes: Any) -> Rol
     settings: dict[str, Any] = {
         "fence": InferFence(version=proof.weight_version),
         "decoding": DecodingConfig(temperature=1.0, max_new_tokens=4),
-        "request_timeout_s": CALL_TIMEOUT_S,
-        "run_seed": 5,
-        "rank": 0,
-        "world_size": 1,
         "run_id": "run-1",
         "max_inflight_per_server": 16,
     }
-    client = RolloutClient([server.base_url], **settings | changes)
+    client = rollout_batch.make_client(server.base_url, **settings | changes)
     client.set_proven({server.base_url: served(proof)})
     return client
 

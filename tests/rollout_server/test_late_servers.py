@@ -8,14 +8,12 @@ from dataclasses import replace
 import pytest
 from live_server import RunningServer, free_port, load_learner, train_a_little
 from test_weight_sync import GenerateCanary
+from weight_rounds import make_sync
 
-from swift_stage2.collectives import SingleRank
 from swift_stage2.records import RoundOutcome
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.servers.protocol import Completion
 from swift_stage2.weights.courier import ThreadCourier
-from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, StreamTransport
 
 
@@ -26,15 +24,11 @@ class Learner:
         self.server = server
         self.module = load_learner(seed=1)
         self.canary = GenerateCanary(self.module)
-        self.sync = WeightSync(
-            control=SingleRank(),
-            export=WeightExport(self.module),
+        self.sync = make_sync(
+            self.module,
+            ThreadCourier([ServerEndpoint(server.base_url, free_port())], lambda info: StreamTransport()),
             canary=self.canary,
-            courier=ThreadCourier(
-                [ServerEndpoint(server.base_url, free_port())], lambda info: StreamTransport()
-            ),
             run_id="run-1",
-            bucket_mib=1,
             timeout_s=30.0,
             canary_every_rounds=8,
         )

@@ -12,12 +12,13 @@ from unittest.mock import Mock
 import pytest
 from cut_rollouts import GREEDY_LIVELY, MEDIA_IDS, Oracle, Scene, draw_scenes, resume
 from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, load_learner
+from rollout_batch import make_client
 from test_answer_prefix import abort, held_before
 from waiting import wait_for
 
 from swift_stage2.channel_b.attempts import Attempts
 from swift_stage2.channel_b.partial_rollouts import PartialRollouts
-from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
+from swift_stage2.channel_b.rollout_client import ServedWeights
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey
@@ -34,14 +35,10 @@ class Asker:
         self.clock = VersionClock(round_.version)
         self.attempts = Attempts()
         self.ends: Any = Mock()
-        self.client = RolloutClient(
-            [server.base_url],
+        self.client = make_client(
+            server.base_url,
             fence=InferFence(version=round_.version),
             decoding=DecodingConfig(temperature=0.0, repetition_penalty=penalty, max_new_tokens=64),
-            request_timeout_s=CALL_TIMEOUT_S,
-            run_seed=1,
-            rank=0,
-            world_size=1,
             run_id=round_.run_id,
             max_inflight_per_server=4,
             events=self.attempts,

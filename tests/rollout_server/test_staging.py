@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run_python
 
 from swift_stage2.rollout_server.staging import SharedStaging, StagingBuffers, open_staged
 from swift_stage2.weights.tensors import checksum_tensor
@@ -39,9 +38,7 @@ def test_another_process_reads_what_was_put_in() -> None:
     staging = SharedStaging()
     staged = staging.stage(weights)
     argument = json.dumps([staged.path, staged.num_bytes, staged.layout])
-    reply = subprocess.run(
-        [sys.executable, "-c", READER, argument], capture_output=True, text=True, timeout=60, check=True
-    )
+    reply = run_python("-c", READER, argument, check=True)
     expected = {name: [list(t.shape), checksum_tensor(t)] for name, t in weights.items()}
     assert json.loads(reply.stdout) == expected
     staging.close()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from commands import run_python
 
 _UTILS = """
 import logging
@@ -29,13 +28,14 @@ def test_the_token_reaches_the_server_and_neither_the_list_of_processes_nor_the_
     package.mkdir()
     for name, source in (("__init__", ""), ("utils", _UTILS), ("pipelines", _PIPELINES)):
         (package / f"{name}.py").write_text(source)
-    ended = subprocess.run(
-        [sys.executable, "-m", "swift_stage2.rollout_server.stock_program", "THE_KEY", "--model", "m"],
+    ended = run_python(
+        "-m",
+        "swift_stage2.rollout_server.stock_program",
+        "THE_KEY",
+        "--model",
+        "m",
         cwd=tmp_path,
-        env=os.environ | {"THE_KEY": "hush-hush", "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
+        variables={"THE_KEY": "hush-hush", "PYTHONPATH": str(tmp_path)},
     )
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "got").read_text().split() == ["--model", "m", "--api_key", "hush-hush"]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from live_server import MODEL, RunningServer, free_port, image_request, load_learner, train_a_little
+from weight_rounds import make_sync
 
-from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Proof
 from swift_stage2.errors import WeightSyncError
 from swift_stage2.rollout_server.engine import InstallFault
@@ -72,14 +72,8 @@ class Learner:
     def make_sync(self, **options: Any) -> WeightSync:
         endpoints = [ServerEndpoint(self._server.base_url, free_port())]
         self.courier = ThreadCourier(endpoints, lambda info: self._make_transport())
-        return WeightSync(
-            control=SingleRank(),
-            export=WeightExport(self.module),
-            canary=self.canary,
-            courier=self.courier,
-            run_id="run-1",
-            bucket_mib=1,
-            **{"timeout_s": 30.0, **options},
+        return make_sync(
+            self.module, self.courier, canary=self.canary, run_id="run-1", **{"timeout_s": 30.0, **options}
         )
 
     def round(self) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from commands import run_command
 from safetensors.numpy import save_file
 from telemetry.run_facts import step as step_facts
 
@@ -288,14 +289,7 @@ def test_a_second_start_is_one_line_and_changes_nothing(
     swift = {"model": str(model), "dataset": [str(rows_file)], "output_dir": "run", "add_version": False}
     path.write_text(yaml.safe_dump({"swift": swift, "stage2_ab": {"schedule": {"b_ratio": 0}}}))
     before = _files(run_dir)
-    result = subprocess.run(
-        [sys.executable, "-m", "swift_stage2", command, str(path)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    result = run_command(command, str(path), cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1
     assert "checkpoint-10; go on with that run by --resume, or name another output_dir" in result.stderr

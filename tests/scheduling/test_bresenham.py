@@ -30,12 +30,6 @@ def test_worked_schedules(b_ratio: float, wanted: list[int]) -> None:
     assert [step for step in range(20) if wants_channel_b(step, b_ratio)] == wanted
 
 
-@pytest.mark.parametrize(("b_ratio", "steps", "count"), [(0.85, 1000, 850), (0.875, 1024, 896), (0.1, 10, 1)])
-def test_exact_counts_by_counting(b_ratio: float, steps: int, count: int) -> None:
-    assert sum(wants_channel_b(step, b_ratio) for step in range(steps)) == count
-    assert wanted_count(steps, b_ratio) == count
-
-
 @given(ratio=ratios, step=steps)
 def test_follows_the_definition_in_fractions(ratio: float, step: int) -> None:
     exact = Fraction(str(ratio))

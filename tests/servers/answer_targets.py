@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import httpx
+from rollout_batch import make_client
 
 from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import ProtocolError, ServerFault
-from swift_stage2.fence import InferFence
 from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.rollout_merger.dispatcher import Dispatcher, Upstream
@@ -168,16 +168,7 @@ def serving(url: str, failures: BackgroundFailures) -> Iterator[AnswerTargets]:
     probe = SuspectProbe(rank=0, api_key=None, interval_s=_PROBE_INTERVAL_S, failures=failures)
     probe.start()
     probe.watch([url])
-    client = RolloutClient(
-        [url],
-        fence=InferFence(version=3),
-        decoding=_DECODING,
-        request_timeout_s=_TARGET_CALL_S,
-        run_seed=1,
-        rank=0,
-        world_size=1,
-        run_id="run",
-    )
+    client = make_client(url, decoding=_DECODING, request_timeout_s=_TARGET_CALL_S, run_id="run")
     targets = AnswerTargets(url, f"http://127.0.0.1:{listener.getsockname()[1]}", client, probe)
     try:
         with client, targets.listening():

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from stand_in_canary import StandInCanary
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
+from weight_rounds import make_sync
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.compat import declare_operators
@@ -31,7 +31,6 @@ from swift_stage2.weights.courier import PushEnd
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import RoundOrder
 from swift_stage2.weights.snapshot import CastMemory, Snapshot, snapshot_bytes
-from swift_stage2.weights.sync_round import WeightSync
 
 Weights = dict[str, torch.Tensor]
 Step = Callable[[], object]
@@ -127,14 +126,11 @@ class Learner:
         self.copies = LateCopies()
         self.courier = AtOnceCourier()
         self.export = WeightExport(self.module)
-        self.sync = WeightSync(
+        self.sync = make_sync(
+            self.export,
+            self.courier,
             control=control or SingleRank(),
-            export=self.export,
-            canary=StandInCanary(),
-            courier=self.courier,
-            run_id="run",
             timeout_s=20.0,
-            bucket_mib=1,
             copy_stream=self.copies,
         )
 
@@ -462,15 +458,7 @@ class WatchedBy(sync_round.RoundWatch):
 def test_on_a_cpu_nothing_is_hooked() -> None:
     module = nn.Linear(2, 2)
     assert WeightExport(module).gpu is None
-    sync = WeightSync(
-        control=SingleRank(),
-        export=WeightExport(module),
-        canary=StandInCanary(),
-        courier=AtOnceCourier(),
-        run_id="run",
-        timeout_s=20.0,
-        bucket_mib=1,
-    )
+    sync = make_sync(module, AtOnceCourier(), timeout_s=20.0)
     assert not torch_optimizer._global_optimizer_pre_hooks
     sync.close()
 

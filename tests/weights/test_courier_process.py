@@ -23,17 +23,16 @@ from fake_staging_server import FakeStagingServer
 from stand_in_canary import StandInCanary
 from stopped_process import stop_process
 from waiting import wait_for
+from weight_rounds import courier_setup, make_sync
 
-from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Transport
 from swift_stage2.records import RoundOutcome, ServerReport
 from swift_stage2.servers import protocol
 from swift_stage2.weights import courier, courier_process, disk_rounds, sync_round
 from swift_stage2.weights.courier import PushEnd
 from swift_stage2.weights.courier_process import ProcessCourier
-from swift_stage2.weights.courier_worker import CourierSetup, CourierWorker, Ended, Lost
+from swift_stage2.weights.courier_worker import CourierWorker, Ended, Lost
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.tensors import checksum_tensor
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
@@ -64,11 +63,9 @@ class Learner:
         self.servers = [FakeStagingServer(export.manifest()) for _ in range(2)]
         self.intervals: list[tuple[str, int, int, str]] = []
         self.ours: set[str] = set()
-        setup = CourierSetup(
-            endpoints=tuple(ServerEndpoint(server.url, 51216) for server in self.servers),
+        setup = courier_setup(
+            *[ServerEndpoint(server.url, 51216) for server in self.servers],
             api_key=KEY,
-            ours=frozenset(),
-            device=torch.device("cpu"),
             transport=Transport.AUTO,
             is_traced=True,
         )
@@ -76,15 +73,7 @@ class Learner:
             setup, ours=self.ours, record=lambda *interval: self.intervals.append(interval)
         )
         self.canary = JudgingCanary()
-        self.sync = WeightSync(
-            control=SingleRank(),
-            export=export,
-            canary=self.canary,
-            courier=self.courier,
-            run_id="run",
-            timeout_s=LONGEST_WAIT_S,
-            bucket_mib=1,
-        )
+        self.sync = make_sync(export, self.courier, canary=self.canary, timeout_s=LONGEST_WAIT_S)
         self.version = 0
 
     def begin(self, *, staged: bool = True, held: bool = False) -> None:
