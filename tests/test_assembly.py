@@ -132,13 +132,13 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_without_any_server_does_not_start(configure: Callable[..., Stage2Config]) -> None:
-    missing = _closed_port()
-    config = configure(_closed_port(), missing, start_timeout_s=1.5)
+    missing = [_closed_port(), _closed_port()]
+    config = configure(*missing, start_timeout_s=1.5)
     with pytest.raises(ServerUnavailable) as caught:
         wait_for_servers(config, SingleRank())
     message = str(caught.value)
     assert "rollout.start_timeout_s=1.5" in message
-    assert missing in message
+    assert any(url in message for url in missing)
     assert message.endswith("with a --host that this machine reaches, or correct rollout.servers")
     assert message.count("; ") == 1
 
@@ -147,11 +147,11 @@ def test_a_server_that_is_absent_is_told_of_once_and_the_others_are_found(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer
 ) -> None:
     missing, warnings = _closed_port(), list[str]()
-    config = configure(missing, server.url, start_timeout_s=1.5, sync={"on_pending": "wait"})
+    config = configure(missing, server.url, start_timeout_s=8.0, sync={"on_pending": "wait"})
     found = wait_for_servers(config, SingleRank(), warnings.append)
     assert set(found.absent) == {missing}
     (warning,) = warnings
-    assert warning.startswith("1 of 2 servers did not answer within rollout.start_timeout_s=1.5")
+    assert warning.startswith("1 of 2 servers did not answer within rollout.start_timeout_s=8")
     assert warning.endswith(missing)
 
 

@@ -268,7 +268,9 @@ def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
     """One slice of the wait for one server, at most until ``end``, a moment of ``time.monotonic``."""
     told: dict[str, Any] = {"answers": False, "ours": False, "can_abort": False, "missing": "", "refused": ""}
     told |= {"chat_model": None, "incarnation": None, "refuses_key": False}
-    slice_ends = min(end, time.monotonic() + _WAIT_SLICE_S)
+    # One that is absent leaves each of the others time to answer.
+    slice_s = min(_WAIT_SLICE_S, config.rollout.start_timeout_s / max(1, len(config.rollout.servers)))
+    slice_ends = min(end, time.monotonic() + slice_s)
     said: ServerFault | None = None
     with ServerSession(base_url, config.rollout.api_key()) as session:
         while True:
