@@ -56,7 +56,6 @@ _AUDIT_KINDS = {
     "step": "the plan of a step, why B was skipped, versions, packs and the main thread's time",
     "round": "a sync round ended: per server proof, error and seconds by phase",
     "catch_up": "a server that came late took the last round's weights",
-    "server_added": "a server joined the run",
     "loss": "the loss as ms-swift logs it",
     "batch": "completions that came back, and requests that failed, since the last one",
     "evaluation": "an evaluation ended: how, with which counts and ratios",

@@ -44,9 +44,8 @@ from swift_stage2.preflight.channel_b_parts import (
     run_ahead_budget,
 )
 from swift_stage2.preflight.checks import refuse_differing_settings
-from swift_stage2.preflight.joining_server import requests_of
 from swift_stage2.preflight.packing_isolation import PackedLoss, empty_rollout
-from swift_stage2.preflight.servers import FoundServers, wait_for_servers
+from swift_stage2.preflight.servers import FoundServers, examine, wait_for_servers
 from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.process.watches import ProgressWatch, Standing
 from swift_stage2.records import Sample
@@ -103,7 +102,7 @@ def start_run(
     Raises:
         ConfigError, DatasetError: a setting does not fit the template, the tokenizer, the data or the model.
         UserError: that is so on another rank.
-        ServerUnavailable: a server did not answer within ``rollout.start_timeout_s``; on every rank.
+        ServerUnavailable: no server has answered within ``rollout.start_timeout_s``; on every rank.
     """
     control = join_control_group(config.control_timeout_s)
     settings = config.without_secrets()
@@ -352,6 +351,7 @@ def _build_channel_b(
             backoff_steps=rollout.sync.backoff_steps,
             max_backoff_steps=rollout.sync.max_backoff_steps,
             staging=(index for index, url in enumerate(base_urls) if url in ours and may_stage),
+            absent=(index for index, url in enumerate(base_urls) if url in servers.absent),
         ),
         sync=sync,
         probe=SuspectProbe(
@@ -363,6 +363,8 @@ def _build_channel_b(
                 _note_of_loss(base_urls[server], clock.current), "lost"
             ),
             ours=ours,
+            absent=servers.absent,
+            examine=partial(examine, config, servers, may_stage=may_stage),
             failures=failures,
         ),
         abort=PendingAbort(
@@ -382,10 +384,7 @@ def _build_channel_b(
         final_evaluation_s=config.stage2_ab.evaluation.final_timeout_s,
         answer_spelling=parts.task.spelling,
         objective=config.stage2_ab.objective,
-        may_stage=may_stage,
         longest_fill_s=config.control_timeout_s - rollout.sync.timeout_s if is_inline else None,
-        courier=courier,
-        requests=requests_of(config, run_directory, control.rank, WeightExport(module).manifest(), failures),
     )
 
 

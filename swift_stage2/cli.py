@@ -59,10 +59,6 @@ _OWN_PARSER = {
     ),
     "init": ("starter_config", "write the YAML of a job for data, model and GPUs"),
     "completion": ("terminal.completion", "print a script that completes commands in a shell"),
-    "servers": (
-        "run_directory.servers_command",
-        "add a rollout server to a run that goes on, or tell how its servers stand",
-    ),
     "replay": ("replay.command", "take the steps of a recorded run again, without servers"),
 }
 # Commands of a checkout alone: package that is run as a program, what it is for.
@@ -103,6 +99,11 @@ def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in _OWN_PARSER:
         module, _ = _OWN_PARSER[arguments[0]]
         return int(importlib.import_module(f"swift_stage2.{module}").main(arguments[1:]))
+    if arguments and arguments[0] == "servers":
+        raise UserError(
+            "servers is retired: list every server in rollout.servers; one that is absent at the start joins when it "
+            "answers"
+        )
     options = parser().parse_args(arguments)
     if options.command == "launch":
         from swift_stage2.launch.launcher import launch

@@ -16,7 +16,6 @@ from typing import Any, Protocol, TypeVar
 from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.learner import ChannelB, StepDecision
-from swift_stage2.learner.server_requests import AddedServer
 from swift_stage2.process.watches import ProgressWatch
 from swift_stage2.records import EvaluationRecord
 from swift_stage2.scheduling.watches import StarvationWatch
@@ -150,10 +149,6 @@ class Stage2Run:
             self._tell_objective(state["learner"].get("objective"), self.channel_b.objective)
             while self.channel_b.clock.current < state["learner"]["version"]:
                 self.channel_b.clock.advance()
-            for server in map(AddedServer.from_json, state["learner"].get("added_servers", ())):
-                # By now the configuration may name it
-                if server.address.base_url not in self.channel_b.base_urls:
-                    self.channel_b.add(server)
             if self.channel_b.evaluation is not None:
                 self.channel_b.evaluation.schedule.resume(state["learner"].get("unfinished_evaluation"))
 

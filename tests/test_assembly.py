@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 from swift_stage2.learner import Learner
 from swift_stage2.preflight import checks, servers
 from swift_stage2.preflight.samples import check_samples, usable_samples
-from swift_stage2.preflight.servers import wait_for_servers
+from swift_stage2.preflight.servers import FoundServers, examine, wait_for_servers
 from swift_stage2.run import SWITCH_INTERVAL_S, Stage2Run
 from swift_stage2.servers import protocol, vllm_serve
+from swift_stage2.servers.probe import JoiningServer
 
 
 @pytest.fixture
@@ -129,17 +131,72 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- servers -----------------------------------------------------------------------------------------
 
 
-def test_a_missing_server_is_named(configure: Callable[..., Stage2Config], server: FakeRolloutServer) -> None:
-    missing = _closed_port()
-    config = configure(server.url, missing, start_timeout_s=1.5)
+def test_a_run_without_any_server_does_not_start(configure: Callable[..., Stage2Config]) -> None:
+    missing = [_closed_port(), _closed_port()]
+    config = configure(*missing, start_timeout_s=1.5)
     with pytest.raises(ServerUnavailable) as caught:
         wait_for_servers(config, SingleRank())
     message = str(caught.value)
     assert "rollout.start_timeout_s=1.5" in message
-    assert missing in message
-    assert server.url not in message
+    assert any(url in message for url in missing)
     assert message.endswith("with a --host that this machine reaches, or correct rollout.servers")
     assert message.count("; ") == 1
+
+
+def test_a_server_that_is_absent_is_told_of_once_and_the_others_are_found(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+) -> None:
+    missing, warnings = _closed_port(), list[str]()
+    config = configure(missing, server.url, start_timeout_s=8.0, sync={"on_pending": "wait"})
+    found = wait_for_servers(config, SingleRank(), warnings.append)
+    assert set(found.absent) == {missing}
+    (warning,) = warnings
+    assert warning.startswith("1 of 2 servers did not answer within rollout.start_timeout_s=8")
+    assert warning.endswith(missing)
+
+
+def test_one_server_that_refuses_the_key_keeps_the_run_from_starting(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+) -> None:
+    with FakeRolloutServer(on_get=lambda call: Answer(status=401, body=b"send the key")) as locked:
+        with pytest.raises(ServerUnavailable, match=f"{locked.url}.*status 401"):
+            wait_for_servers(configure(server.url, locked.url, start_timeout_s=3600.0), SingleRank())
+
+
+def _ours(**facts: Any) -> Callable[[Any], Answer]:
+    info = protocol.ServerInfo(stock=False, **{"state": "serving", "incarnation": "one", **facts})
+    return lambda call: Answer(body=json.dumps(info.to_json()).encode())
+
+
+@pytest.mark.parametrize("may_stage", [True, False])
+def test_an_absent_server_of_ours_joins_as_one(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer, may_stage: bool
+) -> None:
+    server.on_get = _ours()
+    found = FoundServers(absent={server.url: "ConnectError"})
+    joining = examine(configure(server.url), found, server.url, may_stage=may_stage)
+    assert joining == JoiningServer(server.url, may_stage, None)
+    assert found.ours == {server.url}
+
+
+def test_an_absent_server_must_pass_the_checks_of_a_start(
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "_JOIN_S", 0.5)
+    stock, found = server.on_get, FoundServers(names={"one": "http://127.0.0.1:1"})
+    look = partial(examine, found=found, base_url=server.url, may_stage=True)
+    server.on_get = lambda call: Answer(status=503, body=b"loading")
+    assert look(configure(server.url)) is None, "it is asked again"
+    server.on_get = _ours()
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:1 by another name"):
+        look(configure(server.url))
+    with pytest.raises(ConfigError, match="on_pending: resume needs servers"):
+        look(configure(server.url, sync={"on_pending": "resume"}))
+    server.on_get = stock
+    monkeypatch.setattr(servers, "vllm_is_installed", lambda: False)
+    with pytest.raises(ConfigError, match="vLLM must be installed beside the learner"):
+        look(configure(server.url))
+    assert found == FoundServers(names={"one": "http://127.0.0.1:1"})
 
 
 def test_a_server_that_errs_until_the_time_is_over_is_missing(
@@ -162,8 +219,7 @@ def test_a_wrong_key_is_told_at_once_with_the_place_to_set_it(
 def test_a_server_that_still_loads_its_model_is_waited_for(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer
 ) -> None:
-    loading = protocol.ServerInfo(stock=False, incarnation="one", state="loading")
-    server.on_get = lambda call: Answer(body=json.dumps(loading.to_json()).encode())
+    server.on_get = _ours(state="loading")
     with pytest.raises(ServerUnavailable, match="engine must be ready, got state=loading"):
         wait_for_servers(configure(server.url, start_timeout_s=2.0), SingleRank())
 
@@ -223,17 +279,14 @@ def test_another_program_is_no_stock_server(
 def test_one_odd_answer_makes_no_server_a_stock_one(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer
 ) -> None:
-    info = protocol.ServerInfo(stock=False, incarnation="one", state="serving")
-    body = json.dumps(info.to_json()).encode()
-    server.on_get = lambda call: Answer(status=404) if len(server.calls) < 2 else Answer(body=body)
+    server.on_get = lambda call: Answer(status=404) if len(server.calls) < 2 else _ours()(call)
     assert wait_for_servers(configure(server.url), SingleRank()).ours == {server.url}
 
 
 def test_a_server_that_is_named_twice_is_refused(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer
 ) -> None:
-    info = protocol.ServerInfo(stock=False, incarnation="one", state="serving")
-    server.on_get = lambda call: Answer(body=json.dumps(info.to_json()).encode())
+    server.on_get = _ours()
     name = server.url.replace("127.0.0.1", "127.1")
     with pytest.raises(ConfigError, match=f"got base_url='{name}', which is {server.url} by another name"):
         wait_for_servers(configure(server.url, name), SingleRank())
@@ -249,8 +302,7 @@ def test_a_server_that_cannot_abort_is_warned_of_where_it_should(
     (warning,) = warnings
     assert warning.startswith(f"{server.url} cannot abort rollouts")
     assert "rollout.sync.on_pending: abort needs swift-stage2 rollout" in warning
-    info = protocol.ServerInfo(stock=False, incarnation="one", state="serving", can_abort=True)
-    server.on_get = lambda call: Answer(body=json.dumps(info.to_json()).encode())
+    server.on_get = _ours(can_abort=True)
     wait_for_servers(configure(server.url, sync={"on_pending": "abort"}), SingleRank(), warnings.append)
     assert len(warnings) == 1
 
@@ -273,8 +325,7 @@ def test_a_server_that_cannot_resume_is_refused_where_it_must(
     told: str | None,
 ) -> None:
     if info is not None:
-        said = protocol.ServerInfo(stock=False, incarnation="one", state="serving", **info).to_json()
-        server.on_get = lambda call: Answer(body=json.dumps(said).encode())
+        server.on_get = _ours(**info)
     config = configure(server.url, sync={"on_pending": "resume"})
     if told is None:
         assert wait_for_servers(config, SingleRank()).ours == {server.url}
@@ -331,7 +382,8 @@ def test_other_ranks_ask_nobody_and_learn_of_the_same_error(configure: Callable[
 
         def broadcast(self, message: Any) -> Any:
             assert message is None
-            return {"answers": False, "missing": "http://node7:8000: ConnectError", "refused": ""}
+            missing = "http://node7:8000: ConnectError"
+            return {"answers": False, "missing": missing, "refused": "", "refuses_key": False}
 
     with pytest.raises(ServerUnavailable, match="http://node7:8000: ConnectError"):
         wait_for_servers(configure("http://127.0.0.1:9"), OtherRank())

@@ -13,7 +13,6 @@ from PIL import Image
 from rich.text import Text
 
 from swift_stage2.cli import main
-from swift_stage2.run_directory.server_board import take_requests
 from swift_stage2.terminal.console import SafeConsole
 from swift_stage2.whole_file import MOST_BYTES, open_regular, read_regular, regular_lines
 
@@ -118,16 +117,6 @@ def test_every_command_tells_of_what_is_no_regular_file(
     assert "not a regular file" in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("spoil", [pipe, endless])
-def test_a_request_that_is_no_regular_file_keeps_no_other_from_being_taken(
-    tmp_path: Path, spoil: Callable[[Path], Path]
-) -> None:
-    spoil(tmp_path / "servers" / "add-0.json")
-    (tmp_path / "servers" / "add-1.json").write_text('{"base_url": "http://127.0.0.1:1"}')
-    assert [name for name, _ in take_requests(tmp_path)] == ["add-0.json", "add-1.json"]
-    assert [path.name for path in (tmp_path / "servers").iterdir()] == ["add-0.json"]
-
-
 @pytest.mark.parametrize("spoil", [pipe, endless, sparse])
 def test_what_is_no_file_or_too_large_is_an_os_error(tmp_path: Path, spoil: Callable[[Path], Path]) -> None:
     path = spoil(tmp_path / "a")
@@ -151,7 +140,7 @@ def test_aliases_of_a_foreign_yaml_are_refused(tmp_path: Path, capsys: pytest.Ca
 OBEYED = "\x1b[2J\x9b5m\u202e\x07"
 
 
-def test_no_command_has_a_terminal_obey_a_path_a_label_or_a_server(
+def test_no_command_has_a_terminal_obey_a_path_or_a_label(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each of them comes in table, line and error."""
@@ -172,7 +161,6 @@ def test_no_command_has_a_terminal_obey_a_path_a_label_or_a_server(
         ["evaluate", "--predictions", str(answers), "--data", str(rows)],
         ["report", str(folder)],
         ["rollouts", str(folder)],
-        ["servers", "list", str(folder)],
         ["rollouts", str(folder), f"--x{OBEYED}"],
     ):
         with suppress(SystemExit):

@@ -187,20 +187,21 @@ def test_a_staged_round_waits_for_no_rollout_and_leaves_the_fence_open(results: 
         assert scenario["rounds"] == [[0, 1, [0]], [4, 2, [0]]]
 
 
-def test_a_server_that_rank_zero_was_asked_to_add_joins_on_both_ranks_and_is_caught_up(
+def test_servers_that_were_absent_at_the_start_join_on_both_ranks_as_what_rank_zero_finds(
     results: list[dict[str, Any]],
 ) -> None:
-    first, late = "http://127.0.0.1:9", "http://127.0.0.1:8"
-    alone, suspect, both = ["proven"], ["proven", "suspect"], ["proven", "proven"]
-    for rank, result in enumerate(results):
+    """The one that stages takes the last round's weights; the stock one makes a round due, which takes in all."""
+    first, ours, plain = (f"http://127.0.0.1:{port}" for port in (9, 8, 7))
+    absent, caught_up = ["proven", "suspect", "suspect"], ["proven", "proven", "suspect"]
+    for result in results:
         scenario = result["server_joins"]
-        assert scenario["added"] == [[2, 1, late]]
-        assert scenario["states"] == [alone, alone, suspect, suspect, suspect, suspect, both]
-        assert scenario["standings"] == (scenario["states"] if rank == 0 else [[]] * 7)
-        assert (scenario["lanes"], scenario["proven"]) == ([late], [first, late])
-        assert scenario["watched"] == [[], [], [late], [late], [late], [late], []]
-        assert scenario["rounds"] == [[0, 1, [0]], [6, 1, [1]]], "no second round"
-        assert scenario["resumed"] == [[[7, 1, late]], [first, late], suspect]
+        assert scenario["states"] == [absent] * 4 + [caught_up, ["proven"] * 3]
+        assert scenario["watched"] == [[ours, plain]] * 4 + [[plain], []]
+        assert scenario["catching_up"] == [False, False, False, True, False, False]
+        assert scenario["chat_models"] == {plain: "tiny"}
+        assert scenario["proven"] == [first, ours, plain]
+        assert scenario["rounds"] == [[0, 1, [0]], [4, 1, [1]], [5, 2, [0, 1, 2]]]
+        assert scenario["can_stage"] == [True, True, False]
 
 
 def test_a_stop_asked_on_one_rank_is_taken_by_both_at_the_same_step(results: list[dict[str, Any]]) -> None:

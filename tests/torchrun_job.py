@@ -58,8 +58,8 @@ class Server:
         self.process.wait(timeout=60)
 
 
-def start_server(directory: Path, *, torch_dtype: str = "float32") -> Server:
-    port, group_port = free_port(), free_port()
+def start_server(directory: Path, *, torch_dtype: str = "float32", port: int | None = None) -> Server:
+    port, group_port = port or free_port(), free_port()
     log = directory / f"server{port}.log"
     command = [
         sys.executable, "-m", "swift_stage2", "rollout", str(MODEL), "--model-type", "stage2_tiny_vl",

@@ -10,11 +10,9 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -25,22 +23,18 @@ from stand_in_canary import StandInCanary
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.collectives import join_control_group, together
-from swift_stage2.config import ServerConfig
 from swift_stage2.errors import ConfigError, ServerFault, Stage2Error
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
-from swift_stage2.learner.server_requests import AddedServer, ServerRequests
-from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.records import EvaluationCounts, ServerReport
-from swift_stage2.run_directory.server_board import clear_requests, leave_request
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers import protocol
 from swift_stage2.servers.pending_abort import PendingAbort
-from swift_stage2.servers.probe import SuspectProbe
+from swift_stage2.servers.probe import JoiningServer, SuspectProbe
 from swift_stage2.weights import push as server_push
 from swift_stage2.weights import sync_round
 from swift_stage2.weights.courier import ThreadCourier
@@ -81,10 +75,10 @@ class StandInClient:
     suspects: dict[str, str] = field(default_factory=dict)
     num_unsettled: int = 0
     proven: list[str] = field(default_factory=list)
-    added: list[str] = field(default_factory=list)
+    chat_models: dict[str, str] = field(default_factory=dict)
 
-    def add_server(self, base_url: str, chat_model: str | None) -> None:
-        self.added.append(base_url)
+    def learn_chat_model(self, base_url: str, chat_model: str) -> None:
+        self.chat_models[base_url] = chat_model
 
     def set_proven(self, servers: Any, *, drained: bool) -> None:
         self.proven = list(servers)
@@ -129,7 +123,6 @@ class Events:
         self.steps: list[tuple[Any, ...]] = []
         self.in_transfer: list[bool] = []
         self.rounds: list[tuple[Any, ...]] = []
-        self.added: list[tuple[Any, ...]] = []
         self.warnings: list[str] = []
 
     def activity(self, name: str) -> Any:
@@ -141,9 +134,6 @@ class Events:
 
     def record_round(self, step: int, outcome: Any, pending_seconds: float) -> None:
         self.rounds.append((step, outcome.version, list(outcome.proven)))
-
-    def record_added_server(self, step: int, server: int, base_url: str) -> None:
-        self.added.append((step, server, base_url))
 
     def record_warning(self, message: str) -> None:
         self.warnings.append(message)
@@ -197,6 +187,7 @@ def build(
     transport: Any = None,
     is_staging: bool = False,
     final_evaluation_s: float = 0.0,
+    absent: Sequence[str] = (),
     **sync_parts: Any,
 ) -> Any:
     control = join_control_group(30.0)
@@ -207,7 +198,9 @@ def build(
     sync_parts = {
         "export": WeightExport(module),
         "canary": StandInCanary(),
-        "courier": ThreadCourier([ServerEndpoint(URL, 10)], lambda info: transport or OpenTransport()),
+        "courier": ThreadCourier(
+            [ServerEndpoint(url, 10) for url in (URL, *absent)], lambda info: transport or OpenTransport()
+        ),
         **sync_parts,
     }
     sync = ProvingSync(
@@ -231,15 +224,18 @@ def build(
         clock=VersionClock(),
         guard=TruncationGuard(1.0),
         rounds=RoundSchedule(
-            1, sync_every, backoff_steps=1, max_backoff_steps=64, staging=[0] if is_staging else ()
+            1 + len(absent),
+            sync_every,
+            backoff_steps=1,
+            max_backoff_steps=64,
+            staging=[0] if is_staging else (),
+            absent=range(1, 1 + len(absent)),
         ),
         sync=sync,
-        courier=sync_parts["courier"],
-        requests=ServerRequests(Path("unused"), admit, rank=RANK, failures=BackgroundFailures()),
         probe=SuspectProbe(rank=RANK, api_key=None),
         abort=PendingAbort(enabled=False, rank=RANK, api_key=None, run_id="run"),
         run_id="run",
-        base_urls=[URL],
+        base_urls=[URL, *absent],
         max_inflight_per_server=8,
         min_ready_tokens=0,
         continue_on_failure=continue_on_failure,
@@ -255,10 +251,6 @@ def build(
         channel_b=channel_b,
     )
     return learner, channel_b, events, module
-
-
-def admit(server: ServerConfig, others: Any) -> AddedServer:
-    return AddedServer(address=server, is_ours=True)
 
 
 def uneven_queues() -> dict[str, Any]:
@@ -673,45 +665,36 @@ def staged_round_beside_a_rollout() -> dict[str, Any]:
 
 
 def server_joins() -> dict[str, Any]:
-    """Rank 0 finds a request before step 2, and its probe an answer before step 4. Nobody else knows of either."""
-    late = "http://127.0.0.1:8"
+    """Two servers were absent at the start. Rank 0 finds before step 2 that both answer; nobody else knows of it."""
+    ours, plain = "http://127.0.0.1:8", "http://127.0.0.1:7"
     let_go = threading.Event()
     let_go.set()
-    learner, b, events, _ = build(packs=0, is_staging=True, transport=HeldTransport(let_go))
-    states, standings, watched = [], [], []
-    with stock_sessions(), TemporaryDirectory() as run_dir:
-        if RANK == 0:
-            b.requests.run_dir = Path(run_dir)
-            clear_requests(Path(run_dir))
-        for step in range(7):
+    learner, b, events, _ = build(
+        packs=0, is_staging=True, transport=HeldTransport(let_go), absent=[ours, plain]
+    )
+    states, watched, catching_up = [], [], []
+    with stock_sessions():
+        for step in range(6):
             if step == 2 and RANK == 0:
-                leave_request(Path(run_dir), ServerConfig(base_url=late))
-                b.requests._look()
-            if step == 4 and RANK == 0:
                 let_go.clear()
-                b.probe._answering = frozenset([late])
-            if step == 6 and RANK == 0:
+                b.probe._joining = [JoiningServer(ours, True, None), JoiningServer(plain, False, "tiny")]
+                b.probe._answering = frozenset([ours])
+            if step == 4 and RANK == 0:
                 let_go.set()
                 b.sync._courier.wait(20.0)
+                b.probe._answering = frozenset([plain])
             learner.begin_step(step, 1)
             states.append([str(state) for state in b.rounds.states()])
             watched.append(list(b.probe._watched))
-            standings.append([standing.state for standing in b.requests._board.servers])
-        known = learner.checkpoint(step=7, save_id="s")["added_servers"]
-    other_learner, other, other_events, _ = build(packs=0, is_staging=True)
-    for entry in known:
-        other.add(AddedServer.from_json(entry))
-    with stock_sessions():
-        other_learner.begin_step(7, 1)
+            catching_up.append(b.rounds.catching_up)
     return {
-        "added": events.added,
         "states": states,
-        "standings": standings,
-        "lanes": b.client.added,
+        "watched": watched,
+        "catching_up": catching_up,
+        "chat_models": b.client.chat_models,
         "proven": b.client.proven,
         "rounds": events.rounds,
-        "watched": watched,
-        "resumed": [other_events.added, other.base_urls, [str(state) for state in other.rounds.states()]],
+        "can_stage": [b.rounds.are_staging([server]) for server in range(3)],
     }
 
 

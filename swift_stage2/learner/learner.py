@@ -78,8 +78,6 @@ class Learner:
         self.failures.watch()
         if self.channel_b is not None:
             self.channel_b.probe.start()
-            if self.channel_b.requests is not None:
-                self.channel_b.requests.start()
             self.channel_b.pipeline.start()
 
     def request_stop(self) -> None:
@@ -116,7 +114,8 @@ class Learner:
             self._rounds.take_in_suspects(step, outcome.servers_suspect, outcome.servers_answer_again)
             if heard is not None:  # after this step's packs were taken, so that none ages between the two
                 self._rounds.take_in(step, heard)
-            self._rounds.take_in_servers(step, joins=outcome.server_joins)
+            if outcome.server_joins:
+                self._rounds.take_in_joining()
         self._publish(step, outcome, wants_b=wants_b, reserved=reservation is not None)
         self.events.record_step(replace(facts, plan_seconds=seconds))
         self._raise_failures(outcome)
@@ -169,7 +168,6 @@ class Learner:
             "unfinished_evaluation": unfinished,
             "answer_spelling": list(self.channel_b.answer_spelling),
             "objective": str(self.channel_b.objective),
-            "added_servers": [server.to_json() for server in self.channel_b.added],
         }
 
     def close(self) -> None:
@@ -178,8 +176,6 @@ class Learner:
         b = self.channel_b
         if b is None:
             return
-        if b.requests is not None:
-            b.requests.stop()
         b.pipeline.stop(0.0)  # first, so that what the others refuse it from now on is no failure
         b.client.request_stop()
         b.fence.shutdown()
@@ -203,9 +199,10 @@ class Learner:
         self._rounds.take_in_suspects(step, outcome.servers_suspect, outcome.servers_answer_again)
         if heard is not None:
             self._rounds.take_in(step, heard)
+        if outcome.server_joins:
+            self._rounds.take_in_joining()
         if evaluation.schedule.running is None and not outcome.stop_requested:
             self._rounds.begin_if_due(step)
-        self._rounds.take_in_servers(step, joins=False)
         self._publish(step, outcome, wants_b=False, reserved=False)
         is_lost = not (b.rounds.proven or b.rounds.pending or b.rounds.in_transfer)
         return (
@@ -238,6 +235,7 @@ class Learner:
         num_servers = 0
         if self.channel_b is not None:
             b, num_servers = self.channel_b, len(self.channel_b.base_urls)
+            # Before it is asked who joins: of one that answers all ranks must know who it is.
             answering, suspects, lost = b.probe.answering(), b.client.suspects, b.probe.lost()
             facts = replace(
                 facts,
@@ -245,7 +243,7 @@ class Learner:
                 truncation_guard=b.guard.paused,
                 evaluation_wanted=b.evaluation is not None and b.evaluation.wanted,
                 round_news=b.sync.has_news,
-                server_joins=b.requests is not None and b.requests.has_one,
+                server_joins=b.probe.has_joining,
                 pace=b.pipeline.production_pace or INSTANT,
                 # A server that a round or the probe lost is suspect as well, though no rollout client may know.
                 servers_suspect=tuple(

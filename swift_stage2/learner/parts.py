@@ -12,15 +12,12 @@ from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import Objective
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
-from swift_stage2.learner.server_requests import AddedServer, ServerRequests
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
-from swift_stage2.weights.courier import Courier
 from swift_stage2.weights.sync_round import WeightSync
-from swift_stage2.weights.transport import endpoint_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +37,7 @@ class ChannelB:
     abort: PendingAbort
     run_id: str
     base_urls: list[str]
-    """Of the servers: in the order of the configuration, then as they were added."""
+    """Of the servers, in the order of the configuration."""
     max_inflight_per_server: int
     min_ready_tokens: int
     continue_on_failure: bool
@@ -51,30 +48,5 @@ class ChannelB:
     """The spelling of targets: code fence, separators, escapes. A resumed run must have the same."""
     objective: Objective = Objective.CORRECTED_TARGET
     """A resumed run may have another one that its stream allows."""
-    may_stage: bool = True
-    """False with ``sync.fenced: always`` and in mode inline: then ranks ask no server during a round."""
     longest_fill_s: float | None = None
     """In mode inline, how long a B step waits for its packs at most. None: they are made beside training."""
-    courier: Courier | None = None
-    """Of ``sync``; with ``requests``, for servers that join the run."""
-    requests: ServerRequests | None = None
-
-    @property
-    def added(self) -> Sequence[AddedServer]:
-        """Servers that joined since the run began, or in the run that it resumes."""
-        return self.requests.added if self.requests is not None else ()
-
-    def add(self, server: AddedServer) -> None:
-        """Makes ``server`` the last one; on all ranks at the same step, or before the first one.
-
-        It is suspect, so that nobody asks it or waits for it before it has answered rank 0's probe and been proven.
-        """
-        assert self.requests is not None
-        assert self.courier is not None
-        base_url = server.address.base_url
-        self.requests.added.append(server)
-        self.base_urls.append(base_url)
-        self.rounds.add(staging=server.is_ours and self.may_stage)
-        self.courier.add(endpoint_of(server.address), is_ours=server.is_ours)
-        self.client.add_server(base_url, server.chat_model)
-        self.probe.watch([self.base_urls[index] for index in self.rounds.suspects])

@@ -8,17 +8,19 @@ same at the same step.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from swift_stage2.channel_b.rollout_client import ServedWeights
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.learner.parts import ChannelB
-from swift_stage2.learner.server_requests import AddedServer
 from swift_stage2.records import RoundOutcome
-from swift_stage2.run_directory.server_board import ServerStanding
-from swift_stage2.scheduling.round_schedule import ServerState
+from swift_stage2.servers.probe import JoiningServer
 from swift_stage2.telemetry.facade import Telemetry
+
+logger = logging.getLogger(__name__)
 
 
 class LearnerRounds:
@@ -31,8 +33,6 @@ class LearnerRounds:
         self._pending_since: float | None = None  # moment at which the pending round fell due
         self._pending_seconds = 0.0  # of the round in transfer
         self._served: dict[int, ServedWeights] = {}  # by server, as last proven
-        self._faults: dict[int, str] = {}  # by server, of its last round
-        self._num_told = 0  # added servers that telemetry knows
 
     @property
     def holds_production(self) -> bool:
@@ -110,7 +110,6 @@ class LearnerRounds:
             ended=outcome.ended,
         )
         self._is_proven |= bool(proven)
-        self._faults |= {server: str(outcome.reports[server].error or "") for server in outcome.news}
         if proven and b.clock.current < outcome.version:
             b.clock.advance()
         for server in proven:
@@ -136,7 +135,6 @@ class LearnerRounds:
             return
         lost = [b.base_urls[index] for index in lost_servers]
         b.sync.distrust(lost_servers)
-        self._faults |= dict.fromkeys(lost_servers, "lost, or a rank has found a fault in its answers")
         # Only withdrawn, never re-proven here: this rank may meanwhile suspect another server.
         b.client.withdraw(lost)
         b.probe.watch([b.base_urls[index] for index in b.rounds.suspects])
@@ -146,40 +144,18 @@ class LearnerRounds:
             f"suspect until a sync round proves it again: {', '.join(lost)}",
         )
 
-    def take_in_servers(self, step: int, *, joins: bool) -> None:
-        """Adds the server that rank 0 was asked to add, if one ``joins`` (a collective); shows how all stand."""
-        b, requests = self._b, self._b.requests
-        if requests is None:
-            return
-        if joins:
-            told = requests.take().to_json() if self._control.rank == 0 else None
-            b.add(AddedServer.from_json(self._control.broadcast(told)))
-        for server in requests.added[self._num_told :]:
-            url = server.address.base_url
-            self._events.record_added_server(step, b.base_urls.index(url), url)
-        self._num_told = len(requests.added)
-        if self._control.rank == 0:
-            requests.show(self._standings())
-
-    def _standings(self) -> tuple[ServerStanding, ...]:
+    def take_in_joining(self) -> None:
+        """Tells all ranks the kinds of servers that were absent at the start and have answered; a collective."""
         b = self._b
-        num_configured, suspicions = len(b.base_urls) - len(b.added), b.client.suspects
-        return tuple(
-            ServerStanding(
-                url,
-                str(state),
-                is_added=index >= num_configured,
-                proof=self._proof_of(index) if state is ServerState.PROVEN else "",
-                fault=""
-                if state is ServerState.PROVEN
-                else suspicions.get(url) or self._faults.get(index, ""),
-            )
-            for index, (url, state) in enumerate(zip(b.base_urls, b.rounds.states(), strict=True))
-        )
-
-    def _proof_of(self, server: int) -> str:
-        served = self._served[server]
-        return f"version {served.version} of round {served.round_id}, proven by step {served.heard_step}"
+        joining = b.probe.take_joining() if self._control.rank == 0 else ()
+        for told in self._control.broadcast([asdict(server) for server in joining]):
+            server = JoiningServer(**told)
+            if server.stages:
+                b.rounds.let_stage(b.base_urls.index(server.base_url))
+            if server.chat_model is not None:
+                b.client.learn_chat_model(server.base_url, server.chat_model)
+            if self._control.rank == 0:
+                logger.info("%s answers; a catch-up or a round brings it weights", server.base_url)
 
     def _catch_up_if_possible(self, step: int) -> None:
         b = self._b

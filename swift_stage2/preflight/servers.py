@@ -1,4 +1,4 @@
-"""Rollout servers before a run: addresses that lead there, ports that are free, and the wait until all have answered.
+"""Rollout servers before a run: addresses that lead there, ports that are free, and the wait for their answers.
 
 A stock server would silently take the next free port, and an old server that still holds one would answer in its place.
 Imports no torch.
@@ -10,7 +10,7 @@ import importlib.util
 import ipaddress
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from swift_stage2.errors import ConfigError, FaultKind, ServerFault, ServerUnava
 from swift_stage2.process.ports import ANY_ADDRESS, is_here, refuse_busy
 from swift_stage2.process.route import addresses_of
 from swift_stage2.servers import vllm_serve
+from swift_stage2.servers.probe import JoiningServer
 from swift_stage2.servers.protocol import ServerInfo
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_turns_option, ask_world_size
@@ -158,15 +159,39 @@ def _lone_address(host: str) -> str:
 _POLL_S = 0.5
 _WAIT_SLICE_S = 10.0
 _LOOK_S = 5.0
+_JOIN_S = 2.0  # for an absent server, which has just answered the probe
 
 
 @dataclass(frozen=True, slots=True)
 class FoundServers:
-    """The kinds of a run's servers, by base URL; a stock one is in neither."""
+    """The kinds of a run's servers, by base URL; a stock one is in neither of the first two."""
 
     ours: set[str] = field(default_factory=set)
     chat_models: dict[str, str] = field(default_factory=dict)
     """Names of the models of plain ``vllm serve``s."""
+    absent: dict[str, str] = field(default_factory=dict)
+    """Servers that did not answer, and how that showed."""
+    names: dict[str, str] = field(default_factory=dict)
+    """By incarnation of a server of ours: its base URL."""
+
+    def take(self, base_url: str, told: Mapping[str, Any]) -> None:
+        """Notes what ``look_for`` told of a server that answers.
+
+        Raises:
+            ConfigError: it cannot be given weights from here, or is named twice.
+        """
+        if told["refused"]:
+            raise ConfigError(told["refused"])
+        if told["ours"]:
+            # Two pushes of a round to one process end each other.
+            if (name := self.names.setdefault(told["incarnation"], base_url)) != base_url:
+                raise ConfigError(
+                    f"every server must be named once, got base_url={base_url!r}, which is {name} by another name; "
+                    "remove one of them from rollout.servers"
+                )
+            self.ours.add(base_url)
+        if told["chat_model"]:
+            self.chat_models[base_url] = told["chat_model"]
 
 
 def wait_for_servers(
@@ -174,63 +199,78 @@ def wait_for_servers(
     control: ControlGroup,
     warn: Callable[[str], None] = lambda message: None,
 ) -> FoundServers:
-    """Returns once every server answers and can be given weights.
+    """Returns once every server answers and can be given weights, or ``rollout.start_timeout_s`` is over.
 
-    ``warn`` is told on rank 0 of a server that cannot abort although ``sync.on_pending`` asks for it.
+    ``warn`` is told on rank 0 of servers that are absent, and of one that cannot abort although ``sync.on_pending``
+    asks for it.
 
     Raises:
         ConfigError: a server cannot be given weights from here, or is named twice; on every rank.
-        ServerUnavailable: one did not answer within ``rollout.start_timeout_s``; on every rank.
+        ServerUnavailable: none has answered in time, or one refuses the key; on every rank.
     """
     end = time.monotonic() + config.rollout.start_timeout_s
     waiting = [server.base_url for server in config.rollout.servers]
     with going_on("train", lambda: f"waiting for {', '.join(waiting)} to answer"):
-        return _find_servers(config, control, warn, waiting, end)
+        found = _find_servers(config, control, warn, waiting, end)
+    if found.absent and control.rank == 0:
+        warn(
+            f"{len(found.absent)} of {len(config.rollout.servers)} servers did not answer within rollout."
+            f"start_timeout_s={config.rollout.start_timeout_s:g} and join when they do: {', '.join(found.absent)}"
+        )
+    return found
 
 
 def _find_servers(
     config: Stage2Config, control: ControlGroup, warn: Callable[[str], None], waiting: list[str], end: float
 ) -> FoundServers:
     found = FoundServers()
-    names: dict[str, str] = {}
     while waiting:
         # In slices, each with a broadcast: no rank waits in one collective for as long as a server may take.
         told = control.broadcast(look_for(config, waiting[0], end) if control.rank == 0 else None)
-        if told["refused"]:
-            raise ConfigError(told["refused"])
-        if told["missing"]:
-            missing, remedy = cut_remedy(told["missing"])
-            raise ServerUnavailable(
-                f"every rollout server must answer within rollout.start_timeout_s={config.rollout.start_timeout_s:g}, "
-                f"got no answer: {missing}; {remedy or 'start it'}, or correct rollout.servers"
-            )
         base_url = waiting.pop(0)
-        if not told["answers"]:
-            waiting.append(base_url)  # the others may answer meanwhile
-        if told["answers"]:
-            if told["ours"]:
-                if (name := names.setdefault(told["incarnation"], base_url)) != base_url:
-                    raise ConfigError(
-                        f"every server must be named once, got base_url={base_url!r}, which is {name} by another name; "
-                        "remove one of them from rollout.servers"
-                    )
-                found.ours.add(base_url)
-            if told["chat_model"]:
-                found.chat_models[base_url] = told["chat_model"]
+        if told["answers"] or told["refused"]:
+            found.take(base_url, told)
             wants_abort = control.rank == 0 and config.rollout.sync.on_pending is OnPending.ABORT
             if wants_abort and not told["can_abort"]:
                 warn(
                     f"{base_url} cannot abort rollouts, so that a pending round waits for those in flight there; "
                     "rollout.sync.on_pending: abort needs swift-stage2 rollout"
                 )
+        elif told["missing"]:
+            found.absent[base_url] = told["missing"]
+        else:
+            waiting.append(base_url)  # the others may answer meanwhile
+        if told["refuses_key"] or len(found.absent) == len(config.rollout.servers):
+            missing, remedy = cut_remedy(told["missing"])
+            raise ServerUnavailable(
+                f"a rollout server must answer within rollout.start_timeout_s={config.rollout.start_timeout_s:g}, "
+                f"got no answer: {missing}; {remedy or 'start it'}, or correct rollout.servers"
+            )
     return found
+
+
+def examine(
+    config: Stage2Config, found: FoundServers, base_url: str, *, may_stage: bool
+) -> JoiningServer | None:
+    """Who a server that was absent at the start is, by the checks of a start; None while it does not answer in full.
+
+    Raises:
+        ConfigError: the run cannot have it.
+    """
+    told = look_for(config, base_url, time.monotonic() + _JOIN_S)
+    if not (told["answers"] or told["refused"]):
+        return None
+    found.take(base_url, told)
+    return JoiningServer(base_url, told["ours"] and may_stage, told["chat_model"])
 
 
 def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
     """One slice of the wait for one server, at most until ``end``, a moment of ``time.monotonic``."""
     told: dict[str, Any] = {"answers": False, "ours": False, "can_abort": False, "missing": "", "refused": ""}
-    told |= {"chat_model": None, "incarnation": None}
-    slice_ends = min(end, time.monotonic() + _WAIT_SLICE_S)
+    told |= {"chat_model": None, "incarnation": None, "refuses_key": False}
+    # One that is absent leaves each of the others time to answer.
+    slice_s = min(_WAIT_SLICE_S, config.rollout.start_timeout_s / max(1, len(config.rollout.servers)))
+    slice_ends = min(end, time.monotonic() + slice_s)
     said: ServerFault | None = None
     with ServerSession(base_url, config.rollout.api_key()) as session:
         while True:
@@ -245,8 +285,7 @@ def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
                     turns = several_turns(session, deadline)
             except ServerFault as fault:
                 if fault.refuses_key:
-                    told["missing"] = str(fault)
-                    return told
+                    return told | {"missing": str(fault), "refuses_key": True}
                 # The last look has next to no time: an answer from before says more.
                 said = said if said is not None and fault.kind is FaultKind.LATE else fault
                 if time.monotonic() >= slice_ends:  # until then it may be one odd answer

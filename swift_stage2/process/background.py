@@ -72,12 +72,17 @@ class BackgroundFailures:
 
     def note(self, thread: str, error: BaseException) -> None:
         text = f"the background thread {thread!r} failed: {type(error).__name__}: {error}"
+        if self.tell(text):
+            logger.error("%s", text, exc_info=error)
+
+    def tell(self, text: str) -> bool:
+        """Notes a sentence of its own; False if it was noted before."""
         with self._lock:
             if text in self._known:
-                return
+                return False
             self._known.add(text)
             self._news.append(text)
-        logger.error("%s", text, exc_info=error)
+            return True
 
     def take(self) -> tuple[str, ...]:
         """The failures noted since the last call."""

@@ -95,7 +95,6 @@ def _rounds(summary: RunSummary) -> Table | None:
     facts = {"committed": number(summary.num_rounds_committed), "failed": number(summary.num_rounds_failed)}
     if summary.num_caught_up:
         facts["servers caught up between rounds"] = number(summary.num_caught_up)
-    facts |= {f"server added: {url}": f"at step {step}" for url, step in summary.added_servers.items()}
     facts |= {f"servers proven by {proof}": number(count) for proof, count in summary.proofs.items()}
     facts |= {f"weights carried by {name}": number(count) for name, count in summary.transports.items()}
     facts |= {f"server failed: {error}": number(count) for error, count in summary.server_errors.items()}

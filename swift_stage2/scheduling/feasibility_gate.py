@@ -35,11 +35,11 @@ class RankFacts:
     round_news: bool = False
     """Rank 0's: of the round in transfer there is something to hear."""
     server_joins: bool = False
-    """Rank 0's: it was asked to add a server to the run."""
+    """Rank 0's: a server that was absent at the start has answered, and passed the checks of a start."""
     pace: ProductionPace = INSTANT
     """Of this rank's productions; in the outcome the slowest rank's, which paces all."""
     servers_suspect: tuple[bool, ...] = ()
-    """Per server, in the order of the configuration; added ones behind."""
+    """Per server, in the order of the configuration."""
     servers_answer_again: tuple[bool, ...] = ()
     """Per suspect server, what rank 0's probe found; same order and length."""
 

@@ -48,12 +48,18 @@ class RoundSchedule:
         backoff_steps: int,
         max_backoff_steps: int,
         staging: Iterable[int] = (),
+        absent: Iterable[int] = (),
     ) -> None:
-        """``staging``: servers that take new weights beside the old ones while they answer."""
+        """``staging``: servers that take new weights beside the old ones while they answer.
+
+        ``absent``: servers that have not answered at the start. They are suspect, so that nobody waits for them.
+        """
         self._sync_every_steps = sync_every_steps
         self._first_backoff_steps = backoff_steps
         self._max_backoff_steps = max_backoff_steps
         self._states = [ServerState.UNPROVEN] * num_servers
+        for server in absent:
+            self._states[server] = ServerState.SUSPECT
         self._backoff_steps = [backoff_steps] * num_servers
         self._retry_step = [0] * num_servers
         self._answers_again = [False] * num_servers
@@ -75,7 +81,7 @@ class RoundSchedule:
 
     @property
     def suspects(self) -> tuple[int, ...]:
-        """Servers that failed, or were added, and wait for a round or a catch-up to prove them."""
+        """Servers that failed, or were absent at the start, and wait for a round or a catch-up to prove them."""
         return self._in_state(ServerState.SUSPECT)
 
     @property
@@ -92,17 +98,12 @@ class RoundSchedule:
         return not self._has_finished_one
 
     def states(self) -> tuple[ServerState, ...]:
-        """The state of every server: in the order of the configuration, then as they were added."""
+        """The state of every server, in the order of the configuration."""
         return tuple(self._states)
 
-    def add(self, *, staging: bool) -> None:
-        """One more server, behind the others: suspect, so that nobody waits for it, and due once it answers."""
-        if staging:
-            self._staging |= {len(self._states)}
-        self._states.append(ServerState.SUSPECT)
-        self._backoff_steps.append(self._first_backoff_steps)
-        self._retry_step.append(0)
-        self._answers_again.append(False)
+    def let_stage(self, server: int) -> None:
+        """A server that was absent at the start takes new weights beside the old ones."""
+        self._staging |= {server}
 
     def observe(self, step: int, *, suspect: Iterable[bool], answers_again: Iterable[bool]) -> None:
         """Takes in what all ranks agreed on at ``step``; a round it triggers is due at the next step."""

@@ -1,18 +1,19 @@
 """Asks, in the background and only on rank 0, whether suspect servers answer again and trusted ones were lost.
 
 An answer proves nothing; it only makes a catch-up or a sync round due, once all ranks have agreed on it in
-the step's vector. A loss travels there too. Never asks while a round runs. Owned by the learner.
+the step's vector. A loss travels there too. A server that was absent at the start has to pass the checks of a start
+first. Never asks while a round runs. Owned by the learner.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from swift_stage2.errors import ServerFault
+from swift_stage2.errors import ConfigError, ServerFault
 from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
@@ -23,14 +24,27 @@ _STOP_TIMEOUT_S = 5.0
 _LOCK_TIMEOUT_S = 2 * _DEADLINE_S
 
 
+@dataclass(frozen=True, slots=True)
+class JoiningServer:
+    """A server that was absent at the start, as all ranks learn of it once it answers."""
+
+    base_url: str
+    stages: bool
+    """Whether it takes new weights beside the old ones."""
+    chat_model: str | None
+    """The name that a plain ``vllm serve`` answers to."""
+
+
 @dataclass(eq=False, kw_only=True)
 class SuspectProbe:
     """Polls the watched servers every ``interval_s`` seconds. On other ranks than 0 it does nothing.
 
     ``find_lost`` names servers, by index, that what is kept of the last round has lost: a stock server that was
     restarted between two calls has no other sign. It must return within a few seconds. ``on_lost`` gets each of them,
-    once between two rounds, on the probe's thread. ``ours`` are servers that must not answer as stock ones do. What
-    goes wrong on the thread is noted in ``failures``, and the next look is taken all the same.
+    once between two rounds, on the probe's thread. ``ours`` are servers that must not answer as stock ones do.
+    ``absent`` are servers that have not answered at the start: once one does, ``examine`` says who it is, or None if
+    that cannot be told yet, and raises ConfigError for one that the run cannot have. What goes wrong on the thread is
+    noted in ``failures``, and the next look is taken all the same.
     """
 
     rank: int
@@ -39,6 +53,8 @@ class SuspectProbe:
     find_lost: Callable[[], Sequence[int]] = tuple
     on_lost: Callable[[int], None] = lambda server: None
     ours: Container[str] = ()
+    absent: Collection[str] = ()
+    examine: Callable[[str], JoiningServer | None] = lambda base_url: None
     failures: BackgroundFailures = field(default_factory=BackgroundFailures)
 
     def __post_init__(self) -> None:
@@ -46,6 +62,8 @@ class SuspectProbe:
         self._watched: tuple[str, ...] = ()
         self._answering: frozenset[str] = frozenset()
         self._lost: frozenset[int] = frozenset()
+        self._unknown = set(self.absent)
+        self._joining: list[JoiningServer] = []
         self._asking = threading.Lock()
         self._is_paused = False
         self._num_cut = 0  # looks that a round did not wait for
@@ -78,6 +96,17 @@ class SuspectProbe:
         """Servers, by index, found lost since the last round."""
         with self._changed:
             return self._lost
+
+    @property
+    def has_joining(self) -> bool:
+        """True while ``take_joining`` would return a server."""
+        return bool(self._joining)
+
+    def take_joining(self) -> Sequence[JoiningServer]:
+        """Servers that were absent at the start and may be brought weights now; each is returned once."""
+        with self._changed:
+            joining, self._joining = self._joining, []
+            return joining
 
     def pause(self) -> None:
         """Keeps the probe from asking until ``go_on``.
@@ -139,11 +168,27 @@ class SuspectProbe:
 
     def _ask(self, url: str) -> None:
         with self._turn() as turn:
-            if turn is None or not self._answers(url, turn):
+            if turn is None or not self._answers(url, turn) or not self._is_known(url):
                 return
             with self._changed:  # before a round may begin, because the round forgets it
                 if url in self._watched and turn == self._num_cut:
                     self._answering = self._answering | {url}
+
+    def _is_known(self, url: str) -> bool:
+        """False for a server that was absent at the start and has not passed the checks of a start."""
+        if url not in self._unknown:
+            return True
+        try:
+            server = self.examine(url)
+        except ConfigError as refusal:
+            self.failures.tell(f"{url} may not join the run: {refusal}")
+            return False
+        if server is None:
+            return False
+        with self._changed:
+            self._unknown.remove(url)
+            self._joining.append(server)
+        return True
 
     def _look_for_lost(self) -> None:
         with self._turn() as turn:
@@ -174,5 +219,7 @@ class SuspectProbe:
                     require_workers(session, deadline)
                 # A copy that hangs outlives its round; another round would bring its weights for nothing.
                 return info.state != protocol.INSTALLING_STATE
-        except ServerFault:
+        except ServerFault as fault:
+            if fault.refuses_key:  # no waiting mends it
+                self.failures.tell(str(fault))
             return False

@@ -177,14 +177,6 @@ class Telemetry:
                     f"did not prove a server: {report.error}",
                 )
 
-    def record_added_server(self, step: int, server: int, base_url: str) -> None:
-        """Write down that a server joined the run at ``step``, on every rank; ``server`` is its number in rounds."""
-        self._tell("server_added", step=step, server=server, base_url=base_url)
-        if self._rank == 0:
-            logger.info(
-                "%s joins the run as server %d; a round or a catch-up brings it weights", base_url, server
-            )
-
     def record_evaluation(self, facts: EvaluationRecord) -> None:
         """Write down an evaluation that has ended, on every rank; its points stand at the step at which it began."""
         run, counts = facts.run, facts.counts

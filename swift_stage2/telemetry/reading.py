@@ -35,8 +35,6 @@ class RankRecords:
     steps: dict[int, Record] = field(default_factory=dict)
     rounds: list[Record] = field(default_factory=list)
     catch_ups: list[Record] = field(default_factory=list)
-    added_servers: list[Record] = field(default_factory=list)
-    """Servers that joined; told again by a process that resumes with them."""
     metrics: list[Record] = field(default_factory=list)
     evaluations: list[Record] = field(default_factory=list)
     starts: list[Record] = field(default_factory=list)
@@ -66,8 +64,6 @@ class RankRecords:
                 self.rounds.append(record)
             case "catch_up":
                 self.catch_ups.append(record)
-            case "server_added":
-                self.added_servers.append(record)
             case "metrics":
                 self.metrics.append(record)
                 self.has_ended = record["step"] is None
@@ -89,13 +85,7 @@ class RankRecords:
         self.rounds = [record for record in self.rounds if record["step"] < step]
         if lost:
             self.void.append((min(lost), start["time"]))
-            for records in (
-                self.catch_ups,
-                self.added_servers,
-                self.metrics,
-                self.evaluations,
-                self.quarantines,
-            ):
+            for records in (self.catch_ups, self.metrics, self.evaluations, self.quarantines):
                 records[:] = [record for record in records if record["time"] < min(lost)]
 
 

@@ -194,7 +194,6 @@ AUDIT_FORMS: Forms = {
         seconds=_Number,
         servers=dict[str, _SERVER],  # type: ignore[valid-type]
     ),
-    "server_added": _kept(step=_Count, server=_Count, base_url=str),
     "batch": _kept(num_rollouts=_Count),
     "metrics": _kept(
         {"epoch": _Number, "pipeline_ns": _Seconds, "pipeline_wall_ns": _Number},

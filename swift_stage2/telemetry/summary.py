@@ -61,8 +61,6 @@ class RunSummary:
     num_rounds_failed: int
     num_caught_up: int
     """Servers that were proven between two rounds, once each time."""
-    added_servers: Mapping[str, int]
-    """Base URL of a server that joined → the step at which it first did."""
     round_seconds: Sequence[float]
     phase_seconds: Mapping[str, Sequence[float]]
     """By phase of a sync round; one duration per server and round."""
@@ -121,7 +119,6 @@ def summary_of(ranks: Sequence[RankRecords]) -> RunSummary:
         num_caught_up=sum(
             server["proven"] for record in first.catch_ups for server in record["servers"].values()
         ),
-        added_servers={record["base_url"]: record["step"] for record in reversed(first.added_servers)},
         round_seconds=[record["seconds"] for record in first.rounds],
         phase_seconds=_phases(first.rounds, servers),
         proofs=_count(server["proof"] for server in servers if server["proven"]),

@@ -106,9 +106,6 @@ class Courier(Protocol):
     def distrust(self, servers: Iterable[int]) -> None:
         """Connections to these servers are not used again: they may come back as other processes."""
 
-    def add(self, endpoint: ServerEndpoint, *, is_ours: bool) -> None:
-        """One more server, behind the others, for the rounds to come."""
-
     def is_lost(self, server: int) -> bool:
         """Whether what is kept of this server from the round now shows that it has gone."""
 
@@ -235,17 +232,12 @@ class ThreadCourier:
     def distrust(self, servers: Iterable[int]) -> None:
         self._distrusted.update(servers)
 
-    def add(self, endpoint: ServerEndpoint, *, is_ours: bool) -> None:
-        self.endpoints = (*self.endpoints, endpoint)
-        if is_ours:
-            self.ours.add(endpoint.base_url)
-
     def is_lost(self, server: int) -> bool:
         kept = self._transports.get(server)
         return kept is not None and kept.is_lost()
 
     def is_ours(self, server: int) -> bool:
-        """True if the server with this number has shown in a round, or when it joined, that it runs our program."""
+        """True if the server with this number has shown in a round, or at the start, that it runs our program."""
         return self.endpoints[server].base_url in self.ours
 
     def lost_servers(self) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from swift_stage2.weights.courier import PushEnd, longest_close_s
 from swift_stage2.weights.courier_worker import CourierSetup, Ended, Errand, Judgement, Lost, Question
 from swift_stage2.weights.proof import Canary, RoundOrder
 from swift_stage2.weights.snapshot import Snapshot
-from swift_stage2.weights.transport import ServerEndpoint, endpoints_of
+from swift_stage2.weights.transport import endpoints_of
 
 logger = logging.getLogger(__name__)
 
@@ -137,15 +137,6 @@ class ProcessCourier:
 
     def distrust(self, servers: Iterable[int]) -> None:
         self._worker.send(methodcaller("distrust", tuple(servers)))
-
-    def add(self, endpoint: ServerEndpoint, *, is_ours: bool) -> None:
-        """As ``Courier.add``: the process that carries now is told, the next one begins with it."""
-        setup = self._setup
-        if is_ours:
-            self._ours.add(endpoint.base_url)
-            setup = replace(setup, ours=setup.ours | {endpoint.base_url})
-        self._setup = replace(setup, endpoints=(*setup.endpoints, endpoint))
-        self._worker.send(methodcaller("add", endpoint, is_ours=is_ours))
 
     def is_lost(self, server: int) -> bool:
         """As ``Courier.is_lost``, as far as the process has found it out; it looks every second."""

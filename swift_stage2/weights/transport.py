@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from swift_stage2.config import RolloutConfig, ServerConfig
+from swift_stage2.config import RolloutConfig
 from swift_stage2.errors import ServerFault
 from swift_stage2.process.route import group_remedy
 from swift_stage2.servers import protocol
@@ -44,12 +44,10 @@ class ServerEndpoint:
 
 def endpoints_of(rollout: RolloutConfig) -> tuple[ServerEndpoint, ...]:
     """The addresses at which each of ``rollout.servers`` answers and takes weights."""
-    return tuple(map(endpoint_of, rollout.servers))
-
-
-def endpoint_of(server: ServerConfig) -> ServerEndpoint:
-    """The addresses at which ``server`` answers and takes weights."""
-    return ServerEndpoint(server.base_url, server.group_port, server.group_host, server.group_bind)
+    return tuple(
+        ServerEndpoint(server.base_url, server.group_port, server.group_host, server.group_bind)
+        for server in rollout.servers
+    )
 
 
 def not_formed(session: ServerSession, host: str, port: int, error: Exception, remedy: str) -> ServerFault:

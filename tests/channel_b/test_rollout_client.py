@@ -195,18 +195,6 @@ def test_only_servers_of_the_client_can_be_proven(server: FakeRolloutServer) -> 
         client.set_proven({"http://elsewhere:1": UNSTAMPED})
 
 
-def test_a_server_that_is_added_is_asked_once_it_is_proven(server: FakeRolloutServer) -> None:
-    with FakeRolloutServer() as late, make_client(server) as client:
-        client.add_server(late.url)
-        assert len(ask(client, 4).rollouts) == 4
-        assert late.calls == []
-        client.set_proven(dict.fromkeys([server.url, late.url], UNSTAMPED))
-        rollouts = ask(client, 4).rollouts
-        assert [rollout.server for rollout in rollouts] == [late.url] * 4, (
-            "one without history is as fast as any"
-        )
-
-
 def test_one_request_per_sample(server: FakeRolloutServer) -> None:
     with make_client(server) as client:
         with pytest.raises(ValueError, match="num_samples=2 num_requests=1"):

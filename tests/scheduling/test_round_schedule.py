@@ -204,16 +204,14 @@ def test_a_suspicion_before_the_proof_is_cleared_by_it_and_a_failure_backs_off_f
     assert schedule.targets(13) == (0, 1)
 
 
-def test_a_server_that_is_added_makes_nothing_due_before_it_answers_and_stands_behind_the_others() -> None:
-    schedule = _begun(1, every=4)
-    schedule.add(staging=False)
-    assert schedule.states() == (ServerState.PROVEN, ServerState.SUSPECT)
+def test_a_stock_server_that_was_absent_at_the_start_makes_a_round_due_once_it_answers() -> None:
+    schedule = RoundSchedule(2, 4, backoff_steps=1, max_backoff_steps=64, absent=[1])
+    assert schedule.states() == (ServerState.UNPROVEN, ServerState.SUSPECT)
+    assert (schedule.is_due(0), schedule.targets(0)) == (True, (0,)), "nobody waits for it"
+    _run(schedule, 0, proven=[0], failed=())
     assert [schedule.is_due(step) for step in (1, 2)] == [False, False]
-    assert schedule.targets(2) == (0,)
     _observe(schedule, 2, suspect=[1], answers=[1])
-    assert schedule.is_due(3), (
-        "it takes part in a round at once: nothing was tried yet that it would back off from"
-    )
+    assert schedule.is_due(3), "nothing was tried yet that it would back off from"
     assert schedule.targets(3) == (0, 1)
     _run(schedule, 3, proven=[0, 1], failed=())
     assert schedule.proven == (0, 1)

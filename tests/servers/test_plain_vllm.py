@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 from fake_rollout_server import Answer, Call, FakeRolloutServer, request
+from rollout_batch import generate
 
 from swift_stage2.channel_b import detection as detection  # registers the task
+from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
 from swift_stage2.channel_b.rollout_client.chat_connection import ChatConnection, connect
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
-from swift_stage2.config import Proof, Stage2Config
+from swift_stage2.config import DecodingConfig, Proof, Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ProtocolError, ServerFault
+from swift_stage2.fence import InferFence
 from swift_stage2.preflight.servers import look_for
+from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.protocol import TensorSpec, greedy_config
 from swift_stage2.servers.session import Deadline, ServerSession
@@ -372,3 +376,26 @@ def test_a_server_of_another_kind_is_asked_as_before() -> None:
     connection = connect("http://127.0.0.1:9", None, api_key=None, connect_timeout_s=1.0)
     assert not isinstance(connection, ChatConnection)
     connection.close()
+
+
+def test_a_server_that_turns_out_to_be_one_is_asked_its_way(
+    server: FakeRolloutServer, vllm: PlainVllm
+) -> None:
+    fence = InferFence(version=_VERSION.version)
+    absent, keys = "http://127.0.0.1:9", [SampleKey(epoch=0, position=n, index=n) for n in range(2)]
+    with RolloutClient(
+        [absent, server.url],
+        fence=fence,
+        decoding=DecodingConfig(max_new_tokens=8),
+        request_timeout_s=_PATIENCE_S,
+        run_seed=1,
+        rank=0,
+        world_size=1,
+        run_id=_VERSION.run_id,
+    ) as client:
+        client.learn_chat_model(server.url, "tiny")
+        client.set_proven({server.url: ServedWeights(_VERSION.round_id, _VERSION.version, _VERSION.round_id)})
+        asked = [Sample(key, row={}) for key in keys]
+        rollouts = generate(client, asked, [request("a"), request("b")]).rollouts
+    assert sorted(rollout.text for rollout in rollouts) == ["echo a", "echo b"]
+    assert {call.path for call in server.calls if "messages" in (call.body or {})} == {vllm_serve.CHAT}

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from fake_rollout_server import LONGEST_WAIT_S, Answer, Call, FakeRolloutServer
 
+from swift_stage2.errors import ConfigError
+from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.servers import probe as suspect_probe
 from swift_stage2.servers import protocol
-from swift_stage2.servers.probe import SuspectProbe
+from swift_stage2.servers.probe import JoiningServer, SuspectProbe
 
 INTERVAL_S = 0.01
 
@@ -86,6 +88,52 @@ def test_a_server_that_answered_is_asked_no_more(server: FakeRolloutServer, prob
         other.wait_until(lambda: len(other.calls) >= asked + 6)
         assert len(server.calls) == count
         assert probe.answering() == {server.url}
+
+
+def test_a_server_that_was_absent_has_answered_once_it_is_known_who_it_is(
+    server: FakeRolloutServer,
+) -> None:
+    says: list[JoiningServer | None] = [None, JoiningServer(server.url, True, None)]
+    failures = BackgroundFailures()
+
+    def examine(base_url: str) -> JoiningServer | None:
+        if server.on_get is refused:
+            raise ConfigError("it is another one")
+        return says.pop(0)
+
+    def locked(call: Call) -> Answer:
+        return Answer(status=401, body=b"send the key")
+
+    refused, server.on_get = _ours("ready"), locked
+    probe = SuspectProbe(
+        rank=0,
+        api_key=None,
+        interval_s=INTERVAL_S,
+        absent=[server.url],
+        examine=examine,
+        failures=failures,
+    )
+    probe.start()
+    try:
+        probe.watch([server.url])
+        for on_get in (locked, refused):
+            server.on_get = on_get
+            server.calls.clear()
+            server.wait_until(lambda: len(server.calls) >= 4)
+        assert (probe.answering(), probe.has_joining, len(says)) == (frozenset(), False, 2)
+        key, refusal = failures.take()
+        assert "status 401" in key
+        assert refusal == f"{server.url} may not join the run: it is another one"
+        server.on_get = _ours("ready")
+        _wait_for(probe, {server.url})
+        assert says == []
+        assert [probe.has_joining, *probe.take_joining()] == [True, JoiningServer(server.url, True, None)]
+        probe.watch([])
+        probe.watch([server.url])  # it was lost meanwhile: known, it is examined no more
+        _wait_for(probe, {server.url})
+        assert not probe.has_joining
+    finally:
+        probe.stop()
 
 
 def test_nobody_is_asked_who_is_not_watched(server: FakeRolloutServer, probe: SuspectProbe) -> None:

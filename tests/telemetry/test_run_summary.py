@@ -99,14 +99,6 @@ def test_a_catch_up_is_no_round_and_its_servers_are_counted(tmp_path: Path) -> N
     assert warning == "the catch-up with version 1 did not prove a server: refused"
 
 
-def test_a_server_that_joined_is_named_once_with_its_first_step(tmp_path: Path) -> None:
-    telemetry = start(tmp_path)
-    for step_number in (3, 7):  # told again by the process that resumed
-        telemetry.record_added_server(step_number, 1, "http://late:8000")
-    telemetry.close()
-    assert summarise(tmp_path).added_servers == {"http://late:8000": 3}
-
-
 def test_rounds_by_phase(run_dir: Path) -> None:
     summary = summarise(run_dir)
     assert (summary.num_rounds_committed, summary.num_rounds_failed) == (1, 1)

@@ -104,27 +104,6 @@ class Learner:
         assert [server.served for server in self.servers] == [f"run-{self.version}"] * 2
 
 
-@pytest.mark.slow
-def test_a_server_that_is_added_gets_weights_from_this_process_and_from_the_next_one() -> None:
-    learner = Learner()
-    late = FakeStagingServer(learner.sync._export.manifest())
-    with learner.servers[0], learner.servers[1], late, closing(learner.sync):
-        learner.round()
-        learner.courier.add(ServerEndpoint(late.url, 51216), is_ours=True)
-        learner.sync.catch_up([2], round_id="run-1")
-        assert learner.sync.hear().proven == (2,)
-        assert (late.served, late.url in learner.ours) == ("run-1", True)
-        pid = learner.courier.pid
-        kill(pid)
-        learner.sync.catch_up([2], round_id="run-1")  # fails with the process, or meets the next one
-        learner.sync.hear()
-        late.hooks[protocol.SERVER_INFO] = lambda call: Answer(status=404)
-        learner.sync.catch_up([2], round_id="run-1")
-        error = learner.sync.hear().reports[2].error
-        assert learner.courier.pid != pid
-        assert "must stay ours" in str(error)
-
-
 def test_a_process_that_closes_has_the_time_that_its_parts_may_take_one_after_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

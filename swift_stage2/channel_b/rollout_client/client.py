@@ -113,13 +113,12 @@ class RolloutClient:
         )
         return ServerLane(base_url, self._settings, name=f"rollout-lane-{number}", num_places=num_places)
 
-    def add_server(self, base_url: str, chat_model: str | None = None) -> None:
-        """One more server, unproven, on the thread that tells of rounds; ``chat_model`` as in ``__init__``."""
-        if chat_model is not None:
-            models = {**self._settings.chat_models, base_url: chat_model}
-            self._settings = replace(self._settings, chat_models=models)
-        self._paces[base_url] = ServerPace()
-        lane = self._new_lane(base_url, len(self._lanes))
+    def learn_chat_model(self, base_url: str, chat_model: str) -> None:
+        """A server that nobody has asked yet is a plain ``vllm serve``; called on the thread that tells of rounds."""
+        models = {**self._settings.chat_models, base_url: chat_model}
+        self._settings = replace(self._settings, chat_models=models)
+        self._lanes[base_url].close(0.0)
+        lane = self._new_lane(base_url, list(self._lanes).index(base_url))
         self._lanes = {**self._lanes, base_url: lane}  # in one move: other threads go through them
 
     def __enter__(self) -> RolloutClient:
