@@ -163,7 +163,7 @@ def test_commands_run_from_the_wheel_alone(installation: Installation) -> None:
     assert tells("--version") == f"swift-stage2 {__version__}\n"
     assert "launch" in tells("--help")
     assert "benches are in benchmarks/ of a checkout" in tells("bench", "sync", status=2)
-    assert "complete -o default" in tells("completion", "bash")
+    assert "-F _shtab_swift_stage2 swift-stage2" in tells("completion", "bash")
     names = [f"{number}.png" for number in range(20)]
     for name in names:
         draw(folder / "images" / name)
