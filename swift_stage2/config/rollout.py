@@ -203,7 +203,7 @@ class RolloutConfig:
     max_resumes: int | None = field(default=None, metadata={"example": "1"})
     """Times that a rollout may be resumed before it is waited for; by default, and at most, version_window."""
     start_timeout_s: float = 600.0
-    """How long a run waits at its start for every server to answer; one that is absent then joins when it does."""
+    """The longest wait at the start of a run for all servers. A server that is absent then joins when it answers."""
     sync: SyncConfig = field(default_factory=SyncConfig)
 
     def __post_init__(self) -> None:

@@ -47,7 +47,7 @@ _LARGEST = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How well answers and truth agree under a convention."""
+    """The agreement of answers and truth under one convention."""
 
     convention: Convention
     num_pairs: int

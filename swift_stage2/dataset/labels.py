@@ -1,4 +1,4 @@
-"""How a label may be spelt so that an answer can hold it and a tokenizer reads it as text."""
+"""The spelling of labels that an answer can hold and that a tokenizer reads as plain text."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def _visible(character: str) -> str:
 
 
 def has_special_token(label: str) -> bool:
-    """Whether a tokenizer or ms-swift may read a part of ``label`` as something else than text."""
+    """True if ``label`` holds a special token of a tokenizer or a placeholder of ms-swift."""
     return _SPECIAL.search(label) is not None

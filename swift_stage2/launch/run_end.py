@@ -1,4 +1,4 @@
-"""How a run of other processes ended, read from rank 0's audit.
+"""The end of a run, as the launcher reads it from rank 0's audit.
 
 The last line comes from the audit's end: its last ``metrics`` record, which every learner writes when it closes, and
 what it may write after that.

@@ -118,7 +118,7 @@ class Picture:
     name: str
     facts: tuple[str, ...]
     fate: str
-    """What became of it, in a line that stands out."""
+    """The outcome in one bold line."""
     texts: tuple[tuple[str, str], ...]
     """Title and text of what was said and what was true."""
 

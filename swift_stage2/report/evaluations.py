@@ -47,7 +47,7 @@ def evaluations_of(run: RunData) -> list[RowEvaluation]:
 
 
 def _has_boxes(row: RecordedRow) -> bool:
-    """Whether truth and answer are boxes, which a task may not have and a damaged file may not hold."""
+    """True if the row's truth and answer are boxes. Other tasks have none, and a damaged file may hold anything."""
     return row.truth is not None and not row.fault() and not replace(row, objects=row.truth).fault()
 
 

@@ -140,7 +140,7 @@ def fates_of(records: Iterable[Record]) -> dict[Key, str]:
 
 
 def _fate(record: Record) -> str:
-    """How a record ends its samples' draws; nothing if it does not."""
+    """The end that a record gives to its samples' draws, in words; empty if it gives none."""
     match record["kind"]:
         case Entry.RETURNED if record["reason"] == ReturnReason.STOPPED:
             return "not trained, the run ended"
