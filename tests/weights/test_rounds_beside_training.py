@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +25,6 @@ from swift_stage2.telemetry.trace import EnterSpan, untraced
 from swift_stage2.weights import sync_round as weight_sync
 from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.proof import InstallTurns
-from swift_stage2.weights.push import ServerPush
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
@@ -181,28 +178,6 @@ def test_a_server_that_dies_in_the_push_does_not_stop_the_other(servers: list[Fa
     assert [transport.closed for transport in round_.transports] == [False, True]
 
 
-def test_a_push_that_ends_at_once_finds_that_the_others_have_not(
-    servers: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start, is_last = ServerPush.start, []
-
-    def start_and_end(push: ServerPush) -> None:
-        start(push)
-        push.join(LIMIT_S)
-
-    monkeypatch.setattr(ServerPush, "start", start_and_end)
-    round_ = Round(servers, at_once, at_once)
-    sync = round_.sync()
-    courier = ThreadCourier(
-        [ServerEndpoint(server.url, 51216) for server in servers],
-        round_.make_transport,
-        on_end=lambda server, end: is_last.append(courier.wait(0.0)),
-    )
-    monkeypatch.setattr(sync, "_courier", courier)
-    sync.run(1, [0, 1])
-    assert is_last == [False, True]
-
-
 def test_a_slow_server_holds_up_no_other(servers: list[FakeRolloutServer]) -> None:
     """The slow one goes on only when the other has been asked its canary, which has everything by then."""
     other_is_through = threading.Event()
@@ -300,34 +275,6 @@ def test_a_server_that_was_lost_since_its_proof_is_not_trusted(servers: list[Fak
     assert outcome.reports[1].error == "the server was lost after it had proven the weights"
 
 
-def test_of_a_round_that_nobody_began_nothing_is_heard(servers: list[FakeRolloutServer]) -> None:
-    with pytest.raises(RuntimeError, match="a round must begin"):
-        Round(servers, at_once, at_once).sync().hear()
-
-
-class SecondRank(SingleRank):
-    """Hears at the end of the first round what rank 0 says."""
-
-    rank = 1
-
-    def broadcast(self, message: Any) -> Any:
-        assert message is None
-        return {"outcome": RoundOutcome("round", 1).to_json()}
-
-
-def test_a_rank_that_waits_for_rank_0s_first_round_is_not_timed(
-    servers: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Canary, snapshot and pushes have a limit each on rank 0; one for their sum would end a healthy job."""
-    round_, begun = Round(servers, at_once, at_once), []
-    sync = round_.sync()
-    sync._control = SecondRank()
-    monkeypatch.setattr(sync._watch, "begin", lambda *what: begun.append(what))
-    assert sync.run(1, [0, 1]).version == 1
-    assert begun == []
-    assert round_.export.read_names == []
-
-
 # --- staged rounds -----------------------------------------------------------------------------------
 
 
@@ -374,17 +321,6 @@ def test_every_proof_of_a_staged_round_is_heard_when_it_comes(staging: list[Fake
     assert (last.proven, last.news, last.ended) == ((0, 1), (1,), True)
     assert not sync.has_news
     assert [server.served for server in staging] == ["run-1", "run-1"]
-
-
-def test_of_a_fenced_round_nothing_is_heard_before_its_end(staging: list[FakeStagingServer]) -> None:
-    let_go = threading.Event()
-    sync = Round(staging, at_once, lambda number: let_go.wait(LIMIT_S)).sync()
-    sync.begin(1, [0, 1])
-    staging[0].wait_until(lambda: bool(staging[0].proofs))
-    assert not sync.has_news
-    let_go.set()
-    outcome = sync.hear()
-    assert (outcome.proven, outcome.news, outcome.ended) == ((0, 1), (0, 1), True)
 
 
 def test_the_first_proof_leaves_the_others_so_much_time_and_no_more(staging: list[FakeStagingServer]) -> None:
@@ -465,32 +401,6 @@ def test_a_server_that_hangs_in_its_install_takes_no_other_one_with_it(
     assert "0.4 s of the first proof" in str(outcome.reports[hangs].error)
 
 
-def test_servers_that_are_held_take_all_weights_and_install_once_they_may(
-    staging: list[FakeStagingServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_sync, "_SHARE_FOR_HOLD", 10.0)  # without leave the round is given up
-    holds: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    @contextmanager
-    def span(name: str) -> Iterator[None]:
-        if name == "hold":
-            holds.put(name)
-        yield
-
-    round_ = Round(staging, at_once, at_once)
-    sync = round_.sync(span=span)
-    begin_staged(sync, held=True)
-    for _ in staging:
-        holds.get(timeout=LIMIT_S)
-    assert [len(transport.sent) for transport in round_.transports] == [NUM_BUCKETS] * 2
-    assert not sync.has_news
-    assert not any(protocol.PROCESS_WEIGHTS in paths_of(server) for server in staging)
-    sync.let_install()
-    assert hear_all(sync).proven == (0, 1)
-    begin_staged(sync, version=2)
-    assert hear_all(sync).proven == (0, 1), "the next round is held by nobody"
-
-
 def test_a_hold_ends_with_the_rounds_time_or_with_the_round(
     staging: list[FakeStagingServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,15 +414,6 @@ def test_a_hold_ends_with_the_rounds_time_or_with_the_round(
     assert sync._courier.wait(0.4 * LIMIT_S), "nobody waits any more"
     assert hear_all(sync).failed == (0, 1)
     assert not any(paths_of(server).count(protocol.PROCESS_WEIGHTS) > 1 for server in staging)
-
-
-def test_a_turn_is_another_ones_once_it_is_given_back() -> None:
-    turns = InstallTurns()
-    with turns.take(1.0):
-        with turns.take(0.01):  # beside it
-            pass
-        assert turns._lock.locked(), "who had none gives none back"
-    assert not turns._lock.locked()
 
 
 def test_the_learners_own_fault_in_one_push_is_told_although_another_goes_on(
@@ -533,20 +434,3 @@ def test_the_learners_own_fault_in_one_push_is_told_although_another_goes_on(
     let_go.set()
     sync.close()
     assert protocol.PROCESS_WEIGHTS not in paths_of(staging[1])
-
-
-def test_a_busy_server_is_not_asked_again_for_a_round_that_was_given_up(
-    staging: list[FakeStagingServer],
-) -> None:
-    """It would shut its door for a round that nobody ends, or end the next one there."""
-    sync = Round(staging, at_once, at_once).sync()
-
-    def give_up(call: Call) -> Answer:
-        staging[0].hooks.clear()  # idle from now on
-        sync._courier.give_up("late")
-        return Answer(409, b'{"detail": "it still answers somebody", "reason": "busy"}')
-
-    staging[0].hooks[protocol.BEGIN_ROUND] = give_up
-    sync.begin(1, [0])
-    assert sync._courier.wait(LIMIT_S)
-    assert paths_of(staging[0]) == [protocol.SERVER_INFO, protocol.BEGIN_ROUND]
