@@ -11,11 +11,9 @@ import sys
 import torch
 from live_server import load_learner
 from test_weight_sync import GenerateCanary
+from weight_rounds import make_sync
 
-from swift_stage2.collectives import SingleRank
 from swift_stage2.weights.courier import ThreadCourier, transport_for
-from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint
 
 
@@ -26,15 +24,7 @@ def main(timeout_s: float, endpoints: list[ServerEndpoint]) -> None:
         courier = ThreadCourier(
             [endpoint], lambda info: transport_for(info, device=torch.device("cpu"), api_key=None)
         )
-        sync = WeightSync(
-            control=SingleRank(),
-            export=WeightExport(module),
-            canary=GenerateCanary(module),
-            courier=courier,
-            run_id="run",
-            timeout_s=timeout_s,
-            bucket_mib=1,
-        )
+        sync = make_sync(module, courier, canary=GenerateCanary(module), timeout_s=timeout_s)
         report = sync.run(version, [0]).reports[0]
         sync.close()
         told = {
