@@ -173,28 +173,6 @@ def test_a_device_without_memory_for_a_bucket_gives_it_tensor_by_tensor(
         learner.sync._snapshot.take(read_few, list(sums), at_once=True)  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
-def test_a_process_that_is_killed_in_a_catch_up_is_followed_by_one_that_reads_the_same_bytes(
-    learner: Learner,
-) -> None:
-    """Meanwhile the learner trains on; its weights are not what a server that comes late gets."""
-    server, round_id = learner.servers[1], f"run-{learner.version}"
-    of_the_round = server.mapped[-1]
-    with torch.no_grad():
-        learner.module.weight.add_(1.0)
-    pid, num_mapped = learner.courier.pid, len(server.mapped)
-    server.hooks[protocol.PROCESS_WEIGHTS] = once(lambda: kill(pid), Answer(drop=True))
-    learner.sync.catch_up([1], round_id=round_id)
-    wait_for(lambda: learner.sync.has_news)
-    outcome = learner.sync.hear()
-    assert (outcome.failed, outcome.ended, outcome.reports[1].error) == ((1,), True, KILLED)
-    learner.sync.catch_up([1], round_id=round_id)
-    outcome = learner.sync.hear()
-    assert (outcome.proven, outcome.round_id, outcome.version) == ((1,), round_id, learner.version)
-    assert server.mapped[num_mapped:] == [of_the_round] * 2
-    learner.require_another_process_and_a_proof(pid)
-
-
 def test_the_canary_is_judged_by_the_learner(learner: Learner) -> None:
     learner.sync.distrust([0, 1])  # as after a fault: then it is due
     learner.canary.judged.clear()
@@ -264,16 +242,6 @@ def test_a_server_that_was_proven_before_the_process_was_killed_stays_proven(lea
     assert last.reports[1].error == KILLED
     let_go.set()
     learner.servers[1].hooks.clear()
-    learner.require_another_process_and_a_proof(pid)
-
-
-def test_a_process_that_is_killed_after_all_proofs_costs_nothing(learner: Learner) -> None:
-    pid = learner.courier.pid
-    learner.begin()
-    assert learner.courier.wait(LONGEST_WAIT_S)
-    kill(pid)
-    wait_for(lambda: not psutil.pid_exists(pid))
-    assert learner.hear_all().proven == (0, 1)
     learner.require_another_process_and_a_proof(pid)
 
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 from fake_rollout_server import Answer, Call, FakeRolloutServer, outputs
 from fake_staging_server import FakeStagingServer
-from stand_in_canary import StandInCanary
 from torch import nn
+from weight_rounds import make_sync
 
-from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
@@ -93,16 +92,8 @@ class Round:
 
     def sync(self, timeout_s: float = LIMIT_S, span: EnterSpan = untraced, **options: Any) -> WeightSync:
         endpoints = [ServerEndpoint(server.url, 51216) for server in self.servers]
-        return WeightSync(
-            control=SingleRank(),
-            export=self.export,
-            canary=StandInCanary(),
-            courier=ThreadCourier(endpoints, self.make_transport, span=span),
-            run_id="run",
-            timeout_s=timeout_s,
-            bucket_mib=1,
-            **options,
-        )
+        courier = ThreadCourier(endpoints, self.make_transport, span=span)
+        return make_sync(self.export, courier, timeout_s=timeout_s, **options)
 
     def run(self, timeout_s: float = LIMIT_S) -> RoundOutcome:
         return self.sync(timeout_s).run(1, list(range(len(self.servers))))
@@ -176,17 +167,6 @@ def test_a_server_that_dies_in_the_push_does_not_stop_the_other(servers: list[Fa
     assert "was lost while weights were sent" in (outcome.reports[1].error or "")
     assert [len(transport.sent) for transport in round_.transports] == [NUM_BUCKETS, 1]
     assert [transport.closed for transport in round_.transports] == [False, True]
-
-
-def test_a_slow_server_holds_up_no_other(servers: list[FakeRolloutServer]) -> None:
-    """The slow one goes on only when the other has been asked its canary, which has everything by then."""
-    other_is_through = threading.Event()
-    servers[0].on_infer = lambda call: (other_is_through.set(), outputs([ONE_TOKEN]))[1]
-
-    def wait_for_the_other(number: int) -> None:
-        assert other_is_through.wait(LIMIT_S)
-
-    assert Round(servers, at_once, wait_for_the_other).run().proven == (0, 1)
 
 
 @pytest.mark.parametrize("bad", range(NUM_BUCKETS))
@@ -323,24 +303,6 @@ def test_every_proof_of_a_staged_round_is_heard_when_it_comes(staging: list[Fake
     assert [server.served for server in staging] == ["run-1", "run-1"]
 
 
-def test_the_first_proof_leaves_the_others_so_much_time_and_no_more(staging: list[FakeStagingServer]) -> None:
-    """A push that is late sends nothing more, whenever it wakes."""
-    let_go = threading.Event()
-    sync = Round(staging, at_once, lambda number: let_go.wait(LIMIT_S)).sync(straggler_s=0.3)
-    begin_staged(sync)
-    last = hear_all(sync)
-    assert (last.proven, last.failed) == ((0,), (1,))
-    assert (
-        last.reports[1].error
-        == "the server did not take and prove the weights within 0.3 s of the first proof"
-    )
-    (late,) = (thread for thread in threading.enumerate() if thread.name.startswith("push to"))
-    let_go.set()
-    late.join(LIMIT_S)
-    assert not late.is_alive()
-    assert paths_of(staging[1])[-1] == protocol.UPDATE_FLATTENED_PARAMS
-
-
 def test_servers_install_a_staged_round_one_after_another(staging: list[FakeStagingServer]) -> None:
     """The first one to install is held until the other one waits for its turn."""
     asking, both_ask, installs = [], threading.Event(), []
@@ -365,16 +327,6 @@ def test_servers_install_a_staged_round_one_after_another(staging: list[FakeStag
     hear_all(sync)
     assert installs == [[0], [1]], "the second installs what the first has proven"
     assert [server.served for server in staging] == ["run-1", "run-1"]
-
-
-@pytest.mark.parametrize("options", [{"staged": False}, {"staged": True, "rolling": False}])
-def test_or_all_at_once(staging: list[FakeStagingServer], options: dict[str, Any]) -> None:
-    meet = threading.Barrier(2, timeout=LIMIT_S)
-    for server in staging:
-        server.hooks[protocol.PROCESS_WEIGHTS] = lambda call: None if meet.wait() >= 0 else Answer(500)
-    sync = Round(staging, at_once, at_once).sync(rolling=options.get("rolling", True))
-    sync.begin(1, [0, 1], staged=options["staged"])
-    assert hear_all(sync).proven == (0, 1)
 
 
 @pytest.mark.parametrize("hangs", [0, 1])
@@ -414,23 +366,3 @@ def test_a_hold_ends_with_the_rounds_time_or_with_the_round(
     assert sync._courier.wait(0.4 * LIMIT_S), "nobody waits any more"
     assert hear_all(sync).failed == (0, 1)
     assert not any(paths_of(server).count(protocol.PROCESS_WEIGHTS) > 1 for server in staging)
-
-
-def test_the_learners_own_fault_in_one_push_is_told_although_another_goes_on(
-    staging: list[FakeStagingServer],
-) -> None:
-    let_go = threading.Event()
-
-    def fail(number: int) -> None:
-        raise RuntimeError("out of memory")
-
-    sync = Round(staging, lambda number: let_go.wait(LIMIT_S), fail).sync()
-    begin_staged(sync)
-    wait_for_news(sync)
-    with pytest.raises(
-        WeightSyncError, match=r"the push of the learner's weights failed: RuntimeError: out of memory"
-    ):
-        sync.hear()
-    let_go.set()
-    sync.close()
-    assert protocol.PROCESS_WEIGHTS not in paths_of(staging[1])

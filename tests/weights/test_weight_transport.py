@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 import torch
 from fake_rollout_server import LONGEST_WAIT_S, Answer, FakeRolloutServer, outputs
-from stand_in_canary import StandInCanary
+from weight_rounds import make_sync
 
-from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights import courier as weight_courier
 from swift_stage2.weights import stock_transport
 from swift_stage2.weights.courier import ThreadCourier
-from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.stock_transport import StockTransport
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
@@ -67,15 +65,8 @@ def _sync(server: FakeRolloutServer, made: list[Any], make: Any, timeout_s: floa
         made.append(make())
         return made[-1]
 
-    return WeightSync(
-        control=SingleRank(),
-        export=WeightExport(torch.nn.Linear(2, 2)),
-        canary=StandInCanary(),
-        courier=ThreadCourier([ServerEndpoint(server.url, 51216)], make_transport),
-        run_id="run",
-        timeout_s=timeout_s,
-        bucket_mib=1,
-    )
+    courier = ThreadCourier([ServerEndpoint(server.url, 51216)], make_transport)
+    return make_sync(torch.nn.Linear(2, 2), courier, timeout_s=timeout_s)
 
 
 def test_what_connects_to_a_server_that_became_suspect_is_not_used_again(server: FakeRolloutServer) -> None:
