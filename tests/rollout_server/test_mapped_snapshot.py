@@ -17,7 +17,6 @@ from live_server import SharedFile
 
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
-from swift_stage2.rollout_server.staging import open_staged
 from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry
 from swift_stage2.servers.protocol import LearnerMemory, TensorSpec
 
@@ -77,20 +76,6 @@ def test_a_bucket_outside_of_the_file_is_refused(
     with pytest.raises(RoundFailed, match=f"must lie in the 24 bytes .* offset={offset}"):
         snapshot.expect(bucket("a", num_floats, offset))
     snapshot.close()
-
-
-def test_what_is_lent_outlives_the_round_and_is_the_same_file(file: SharedFile) -> None:
-    snapshot = MappedSnapshot(file.offer)
-    snapshot.expect(bucket("first", 4, 0))
-    snapshot.expect(bucket("last", 2, 16))
-    staged, held = snapshot.lend(["last"])
-    snapshot.close()
-    snapshot.join(0.0)
-    (name,) = opened = open_staged(staged.path, staged.num_bytes, staged.layout)
-    assert (name, opened["last"].tolist()) == ("last", [4.0, 5.0])
-    held.close()
-    with pytest.raises(OSError, match="No such file"):
-        open_staged(staged.path, staged.num_bytes, staged.layout)
 
 
 @contextmanager

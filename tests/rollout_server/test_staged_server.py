@@ -189,18 +189,6 @@ def test_those_that_waited_hear_that_the_weights_are_unproven(server: RunningSer
     assert (refused.status_code, refused.json()["reason"]) == (409, "unproven")
 
 
-def test_those_that_wait_hear_of_a_learner_that_died_though_nobody_else_calls(server: RunningServer) -> None:
-    round_ = staged_round(server, 49)
-    assert round_.load().status_code == 200
-    held = server.service.rounds._round
-    assert held is not None
-    with closing(call_and_wait(server, protocol.INFER, QUESTION)) as waiting:
-        wait_for(lambda: num_waiting(server) == 1)
-        held.end = server.service.rounds._clock()  # its time is over
-        assert status_of(waiting) == 409
-    round_.close()
-
-
 def test_what_does_not_end_in_time_keeps_the_old_weights(server: RunningServer) -> None:
     LearnerRound(server, load_learner(seed=51)).run()
     stamp = server.engine.stamp
@@ -223,23 +211,6 @@ def test_what_does_not_end_in_time_keeps_the_old_weights(server: RunningServer) 
     assert {answer.round_id for answer in answers} == {stamp.round_id}
     assert server.engine.stamp == stamp
     assert round_.finish().json()["reason"] == "no_round"
-
-
-def test_a_learner_that_leaves_its_install_leaves_the_old_weights_serving(server: RunningServer) -> None:
-    LearnerRound(server, load_learner(seed=53)).run()
-    stamp = server.engine.stamp
-    round_ = staged_round(server, 54)
-    _, release = block_engine(server)
-    with ThreadPoolExecutor(2) as callers:
-        running = callers.submit(server.infer, [text_request()])
-        wait_until_queued(server, 1)
-        with closing(call_and_wait(server, protocol.PROCESS_WEIGHTS)):
-            wait_for(lambda: is_shut(server))
-        wait_for(lambda: server.state() == "serving")
-        release.set()
-        running.result(CALL_TIMEOUT_S)
-    assert server.infer([text_request()])[0].round_id == stamp.round_id
-    round_.close()
 
 
 def test_two_learners_of_a_run_that_was_frozen_do_not_mix(server: RunningServer) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -207,47 +205,7 @@ class Client:
         self.worker.record.take_adapter(lora_params)
 
 
-def client_hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The plugin's module for clients; ms-swift's own, which need vLLM's packages, are met in tests/real_vllm."""
-    ms_swifts = {"vllm_client": {"VLLMClient": Client}, "utils": {"FlattenedTensorBucket": object}}
-    for name, holds in ms_swifts.items():
-        monkeypatch.setitem(sys.modules, f"swift.rlhf_trainers.{name}", SimpleNamespace(**holds))  # type: ignore[arg-type]
-    return importlib.import_module("swift_stage2.stock_proof.sums_client")
-
-
-def guarded(monkeypatch: pytest.MonkeyPatch, mode: str | None = None) -> type[Client]:
-    sums_client = client_hooks(monkeypatch)
-    guarded_class = type("Guarded", (Client,), {})
-    monkeypatch.setattr(sums_client, "VLLMClient", guarded_class)
-    if mode is not None:
-        monkeypatch.setenv(sums_client.VARIABLE, mode)
-    sums_client.register_client()
-    return guarded_class
-
-
 def push(client: Client, weights: dict[str, torch.Tensor]) -> None:
     for name, tensor in weights.items():
         client.update_named_param(name, tensor)
     client.process_weights_after_loading()
-
-
-def test_ms_swifts_client_compares_after_every_push(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums_client = client_hooks(monkeypatch)
-    told: list[str] = []
-    monkeypatch.setattr(sums_client.logger, "info", told.append)
-    worker, weights = Worker(), make_weights()
-    with stock_with_sums(worker) as server:
-        client = guarded(monkeypatch)(server.url, worker)
-        push(client, weights)
-        worker.loader = lambda given: None
-        with pytest.raises(
-            ServerFault, match=r"columns \(4 in all\) arrived and was not seen whole in the model"
-        ):
-            push(client, weights)
-        worker.loader = worker.model.load_weights
-        push(client, weights)
-        client.update_adapter_param({}, {"q.lora_A": weights["q"]})
-    assert told == [
-        f"4 tensors arrived and are resident as they were sent at {server.url}",
-        f"1 tensors of an adapter, which is not traced in vLLM's memory, arrived as they were sent at {server.url}",
-    ]

@@ -14,7 +14,6 @@ from weight_rounds import make_sync
 from swift_stage2.config import Proof
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.servers import protocol as rollout_protocol
-from swift_stage2.servers.session import Deadline
 from swift_stage2.weights.courier import ThreadCourier, transport_for
 from swift_stage2.weights.snapshot_memory import SnapshotMemory
 from swift_stage2.weights.sync_round import WeightSync
@@ -168,17 +167,3 @@ def test_a_dead_server_is_its_own_fault_and_noticed_at_once(server: RunningServe
     assert outcome.failed == (0,)
     assert outcome.learner_fault is None
     assert "ConnectError" in str(outcome.reports[0].error)
-
-
-class _DyingTransport(StreamTransport):
-    """Loses the connection after the first bucket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._num_sent = 0
-
-    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
-        if self._num_sent == 1:
-            self.close(deadline)
-        self._num_sent += 1
-        super().send(flat, deadline)

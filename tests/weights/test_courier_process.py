@@ -24,7 +24,6 @@ from weight_rounds import courier_setup, make_sync
 from swift_stage2.config import Transport
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
-from swift_stage2.weights import sync_round
 from swift_stage2.weights.courier_process import ProcessCourier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.tensors import checksum_tensor
@@ -212,20 +211,6 @@ def test_a_process_that_is_killed_in_a_push_or_an_install_fails_what_was_not_pro
     assert {outcome.reports[server].error for server in outcome.failed} == {KILLED}
     assert learner.servers[1].served == f"run-{learner.version - 1}"
     learner.require_another_process_and_a_proof(pid)
-
-
-def test_servers_install_once_the_rank_lets_them(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_round, "_SHARE_FOR_HOLD", 10.0)  # without leave the round is given up
-    for server in learner.servers:
-        server.calls.clear()
-    learner.begin(held=True)
-    for server in learner.servers:
-        server.wait_until(lambda: protocol.UPDATE_FLATTENED_PARAMS in [call.path for call in server.calls])  # noqa: B023
-    assert not learner.courier.wait(0.3)
-    for server in learner.servers:
-        assert [call.path for call in server.calls][-1] == protocol.UPDATE_FLATTENED_PARAMS
-    learner.sync.let_install()
-    assert learner.hear_all().proven == (0, 1)
 
 
 def test_a_server_that_was_proven_before_the_process_was_killed_stays_proven(learner: Learner) -> None:

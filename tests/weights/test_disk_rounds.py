@@ -92,14 +92,6 @@ def test_a_round_without_a_proof_goes_when_its_last_push_has_ended(disk: DiskRou
     assert names(tmp_path) == {"run-1"}
 
 
-def test_a_round_that_the_end_of_a_process_meets_is_no_version(disk: DiskRounds, tmp_path: Path) -> None:
-    prove(disk, 1)
-    store(disk, 2)
-    disk.close()
-    disk.close()
-    assert names(tmp_path) == {"run-1"}
-
-
 def test_a_catch_up_of_the_next_process_that_fails_leaves_the_version(
     disk: DiskRounds, tmp_path: Path
 ) -> None:
@@ -133,30 +125,6 @@ def test_a_version_whose_manifest_is_anothers_does_not_count(disk: DiskRounds, t
     mark_proven(tmp_path / "run-8", 8)
     newest = proven_versions(tmp_path, "run")[0]
     assert newest.directory == tmp_path / "run-1"
-
-
-@pytest.mark.parametrize("left", [0, 8192])
-def test_a_full_disk_is_told_in_one_line_and_nothing_is_left_on_it(small_disk: SmallDisk, left: int) -> None:
-    disk = DiskRounds(small_disk.path, keep=2)
-    prove(disk, 1)
-    small_disk.fill(leaving_bytes=left)
-    before = names(small_disk.path)
-    round_ = begin(disk, 2, num_pushes=2)
-    for _ in range(2):
-        with pytest.raises(ServerFault) as caught:
-            disk.store(round_, Deadline(WAIT_S))
-        told = str(caught.value)
-        assert "\n" not in told
-        assert "rollout.sync.disk_directory must take" in told
-        assert f"got {small_disk.path}" in told
-        assert "No space left on device" in told
-        assert "free room there, or lower rollout.sync.disk_keep" in told
-        assert names(small_disk.path) == before
-        disk.push_ended(round_, proven=False)
-    small_disk.make_room()
-    prove(disk, 3)
-    newest = proven_versions(small_disk.path, "run")[0]
-    assert newest.manifest.version == 3
 
 
 def test_a_directory_that_cannot_be_written_is_told(small_disk: SmallDisk) -> None:
