@@ -10,14 +10,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from fake_rollout_server import FakeRolloutServer
-from stand_in_canary import StandInCanary
+from weight_rounds import make_sync
 
-from swift_stage2.collectives import SingleRank
 from swift_stage2.weights import stock_transport
 from swift_stage2.weights import transport as weight_transport
 from swift_stage2.weights.courier import ThreadCourier
-from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 LINEAR = torch.nn.Linear(2, 2)
@@ -49,16 +46,8 @@ def a_round_at_a_dropping_port(
     for module in (weight_transport, stock_transport):
         monkeypatch.setattr(module, "JOIN_TIMEOUT_S", 1.0)
     with fake as server, dropping_port() as port:
-        sync = WeightSync(
-            control=SingleRank(),
-            export=WeightExport(LINEAR),
-            canary=StandInCanary(),
-            courier=ThreadCourier([ServerEndpoint(server.url, port)], lambda info: transport()),
-            run_id="run",
-            timeout_s=300.0,
-            bucket_mib=1,
-        )
-        outcome = sync.run(1, [0])
+        courier = ThreadCourier([ServerEndpoint(server.url, port)], lambda info: transport())
+        outcome = make_sync(LINEAR, courier, timeout_s=300.0).run(1, [0])
     assert outcome.failed == (0,)
     error = str(outcome.reports[0].error)
     assert f"the weight group did not form at 127.0.0.1:{port}: " in error

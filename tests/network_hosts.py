@@ -52,10 +52,6 @@ class Host:
         """Processes that run there."""
         return _processes(self.namespace)
 
-    def answer_nothing_to(self, address: str) -> None:
-        """As a firewall that drops: who connects from there hears nothing."""
-        _ip("-n", self.namespace, "route", "add", "blackhole", f"{address}/32")
-
     @contextlib.contextmanager
     def slow(self, kbit_per_s: int) -> Iterator[None]:
         """What other hosts send to it arrives at this rate meanwhile."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from swift_stage2.learner import Learner
 from swift_stage2.preflight import checks, servers
 from swift_stage2.preflight.samples import check_samples, usable_samples
 from swift_stage2.preflight.servers import FoundServers, examine, wait_for_servers
-from swift_stage2.run import SWITCH_INTERVAL_S, Stage2Run
+from swift_stage2.run import Stage2Run
 from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.probe import JoiningServer
 
@@ -155,14 +153,6 @@ def test_a_server_that_is_absent_is_told_of_once_and_the_others_are_found(
     assert warning.endswith(missing)
 
 
-def test_one_server_that_refuses_the_key_keeps_the_run_from_starting(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer
-) -> None:
-    with FakeRolloutServer(on_get=lambda call: Answer(status=401, body=b"send the key")) as locked:
-        with pytest.raises(ServerUnavailable, match=f"{locked.url}.*status 401"):
-            wait_for_servers(configure(server.url, locked.url, start_timeout_s=3600.0), SingleRank())
-
-
 def _ours(**facts: Any) -> Callable[[Any], Answer]:
     info = protocol.ServerInfo(stock=False, **{"state": "serving", "incarnation": "one", **facts})
     return lambda call: Answer(body=json.dumps(info.to_json()).encode())
@@ -199,14 +189,6 @@ def test_an_absent_server_must_pass_the_checks_of_a_start(
     assert found == FoundServers(names={"one": "http://127.0.0.1:1"})
 
 
-def test_a_server_that_errs_until_the_time_is_over_is_missing(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer
-) -> None:
-    server.on_get = lambda call: Answer(status=503, body=b"loading")
-    with pytest.raises(ServerUnavailable, match="status 503: loading"):
-        wait_for_servers(configure(server.url, start_timeout_s=2.0), SingleRank())
-
-
 def test_a_wrong_key_is_told_at_once_with_the_place_to_set_it(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer
 ) -> None:
@@ -216,57 +198,6 @@ def test_a_wrong_key_is_told_at_once_with_the_place_to_set_it(
     assert len(server.calls) == 1  # no waiting mends it
 
 
-def test_a_server_that_still_loads_its_model_is_waited_for(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer
-) -> None:
-    server.on_get = _ours(state="loading")
-    with pytest.raises(ServerUnavailable, match="engine must be ready, got state=loading"):
-        wait_for_servers(configure(server.url, start_timeout_s=2.0), SingleRank())
-
-
-def test_a_server_that_comes_up_late_is_waited_for(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer
-) -> None:
-    stock = server.on_get
-    server.on_get = lambda call: Answer(status=503) if len(server.calls) < 2 else stock(call)
-    wait_for_servers(configure(server.url, start_timeout_s=60.0), SingleRank())
-    # That a server is stock is asked twice.
-    assert [call.path for call in server.calls] == [
-        protocol.SERVER_INFO,
-        *[protocol.SERVER_INFO, vllm_serve.WEIGHT_INFO] * 2,
-        protocol.WORLD_SIZE,
-        protocol.ENGINE_TYPE,
-    ]
-
-
-def test_a_server_that_is_silent_is_told_of_until_it_answers_and_holds_up_no_other_look(
-    configure: Callable[..., Stage2Config],
-    server: FakeRolloutServer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(servers, "_WAIT_SLICE_S", 0.1)
-    said: list[str] = []
-
-    @contextmanager
-    def going_on(command: str, what: Callable[[], str]) -> Iterator[None]:
-        say.append(what)
-        yield
-
-    say: list[Callable[[], str]] = []
-    monkeypatch.setattr(servers, "going_on", going_on)
-    with FakeRolloutServer() as late:
-        stock = late.on_get
-
-        def answer(call: Any) -> Answer:
-            said.append(say[0]())
-            return stock(call) if server.calls else Answer(status=503)
-
-        late.on_get = answer
-        wait_for_servers(configure(late.url, server.url, start_timeout_s=60.0), SingleRank())
-    assert said[0] == f"waiting for {late.url}, {server.url} to answer"
-    assert said[-1] == f"waiting for {late.url} to answer"
-
-
 def test_another_program_is_no_stock_server(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,13 +205,6 @@ def test_another_program_is_no_stock_server(
     server.on_get = lambda call: Answer(status=404, body=b"<html>nothing here</html>")
     with pytest.raises(ConfigError, match="must be a rollout server, got an answer of another program"):
         wait_for_servers(configure(server.url, start_timeout_s=3600.0), SingleRank())
-
-
-def test_one_odd_answer_makes_no_server_a_stock_one(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer
-) -> None:
-    server.on_get = lambda call: Answer(status=404) if len(server.calls) < 2 else _ours()(call)
-    assert wait_for_servers(configure(server.url), SingleRank()).ours == {server.url}
 
 
 def test_a_server_that_is_named_twice_is_refused(
@@ -374,36 +298,6 @@ def test_vllm_without_the_routes_of_a_round_is_refused_with_the_line_to_start_it
     )
     with pytest.raises(ConfigError, match="VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"):
         wait_for_servers(configure(server.url), SingleRank())
-
-
-def test_other_ranks_ask_nobody_and_learn_of_the_same_error(configure: Callable[..., Stage2Config]) -> None:
-    class OtherRank(SingleRank):
-        rank = 1
-
-        def broadcast(self, message: Any) -> Any:
-            assert message is None
-            missing = "http://node7:8000: ConnectError"
-            return {"answers": False, "missing": missing, "refused": "", "refuses_key": False}
-
-    with pytest.raises(ServerUnavailable, match="http://node7:8000: ConnectError"):
-        wait_for_servers(configure("http://127.0.0.1:9"), OtherRank())
-
-
-def test_a_run_whose_other_host_has_another_file_does_not_start(
-    configure: Callable[..., Stage2Config],
-    rows: list[dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class OneOfTwo(SingleRank):
-        def gather(self, text: str) -> tuple[str, ...]:
-            return text, json.dumps(json.loads(text) | {"control_timeout_s": "7.0"})
-
-    monkeypatch.setattr(assembly, "join_control_group", lambda timeout_s: OneOfTwo())
-    with pytest.raises(
-        ConfigError, match=r"got control_timeout_s=1800\.0 on rank 0 and 7\.0 on rank 1; give every"
-    ):
-        _start(configure(_closed_port(), start_timeout_s=0.2), rows, tmp_path, _token_count)
 
 
 def test_a_fault_that_needs_no_server_is_told_while_servers_load(
@@ -595,79 +489,9 @@ def test_a_run_resumes_with_answers_written_as_before_only(
             again.close()
 
 
-def test_a_run_resumes_with_another_objective_that_has_the_same_stream(
-    configure: Callable[..., Stage2Config],
-    server: FakeRolloutServer,
-    rows: list[dict[str, Any]],
-    tmp_path: Path,
-    channel_bs: list[Any],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """``test_groups`` has what refuses corrected targets: their stream has one rollout of a row."""
-    runs = []
-    try:
-        for objective in ("grpo", "mixed"):
-            decoding = {"max_new_tokens": 100, "temperature": 1.0}
-            config = configure(server.url, objective=objective, num_generations=4, decoding=decoding)
-            runs.append(_start(config, rows, tmp_path / objective, _token_count))
-        first, again = runs
-        outstanding = channel_bs[0].source.draw(6)
-        of_first = first.checkpoint(step=7)
-        again.resume(lambda: of_first)
-        (told,) = (text for text in capsys.readouterr().err.splitlines() if "stage2_ab.objective" in text)
-        assert told.endswith("stage2_ab.objective: mixed from here on; until this checkpoint it was grpo")
-        of_again = again.checkpoint(step=8)
-        again.resume(lambda: of_again)
-        assert channel_bs[1].source.draw(6) == outstanding
-        assert "stage2_ab.objective" not in capsys.readouterr().err
-    finally:
-        for run in runs:
-            run.close()
-
-
-def test_rows_without_objects_are_channel_as_alone_where_asked_for(
-    configure: Callable[..., Stage2Config],
-    server: FakeRolloutServer,
-    rows: list[dict[str, Any]],
-    tmp_path: Path,
-    channel_bs: list[Any],
-) -> None:
-    config = configure(server.url, rows_without_objects="channel_a_only")
-    mixed = [row if number in (2, 5) else {**row, "objects": None} for number, row in enumerate(rows)]
-    run = _start(config, mixed, tmp_path / "run", _token_count, validation_rows=mixed)
-    try:
-        (channel_b,) = channel_bs
-        assert {key.index for key in channel_b.source.draw(6)} == {2, 5}
-        assert channel_b.source.state_dict()["num_rows"] == 2
-    finally:
-        run.close()
-    none = [{**row, "objects": None} for row in rows]
-    with pytest.raises(DatasetError, match=r"num_rows=0 \(of 12; the others list no objects\) world_size=1"):
-        _start(config, none, tmp_path / "none", _token_count)
-
-
 def _with_answer(row: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     answer = {"role": "assistant", "content": change(row["messages"][-1]["content"])}
     return {**row, "messages": [*row["messages"][:-1], answer]}
-
-
-@pytest.mark.slow
-def test_threads_give_the_interpreter_back_sooner_while_channel_b_runs(
-    configure: Callable[..., Stage2Config],
-    server: FakeRolloutServer,
-    rows: list[dict[str, Any]],
-    tmp_path: Path,
-) -> None:
-    before = sys.getswitchinterval()
-    run = _start(configure(server.url), rows, tmp_path, _token_count)
-    try:
-        assert sys.getswitchinterval() == before, "nothing runs in the background yet"
-        run.start()
-        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
-        assert before > SWITCH_INTERVAL_S
-    finally:
-        run.close()
-    assert sys.getswitchinterval() == before
 
 
 @pytest.mark.slow

@@ -179,15 +179,6 @@ def test_columns_change_no_loss_and_reach_it_beside_their_labels_in_their_own_dt
     assert torch.equal(column[kept], labels[kept] * -0.001)
 
 
-def test_the_number_of_items_is_that_of_supervised_tokens(
-    trainer: Stage2Trainer, segments: list[Segment]
-) -> None:
-    encoder = make_encoder(trainer.template)
-    batches = [encoder.collate(segments[:2]), encoder.collate(segments[2:])]
-    num_items = trainer._get_num_items_in_batch(batches, torch.device("cpu"))
-    assert int(num_items) == sum(segment.num_supervised_tokens for segment in segments)
-
-
 def test_the_loss_is_the_weighted_cross_entropy_over_the_number_of_items(
     trainer: Stage2Trainer, segments: list[Segment]
 ) -> None:

@@ -6,12 +6,11 @@ import datetime
 from contextlib import suppress
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from gloo_pair import DEADLINE_S, join_job, run_pair
 from torch.distributed.distributed_c10d import _get_default_store
 
-from swift_stage2.collectives import GlooControlGroup, NoteBoard, SingleRank, join_control_group
+from swift_stage2.collectives import GlooControlGroup, SingleRank, join_control_group
 
 
 def reduce_and_broadcast(rank: int, port: int) -> Any:
@@ -69,18 +68,3 @@ def test_a_single_process_needs_no_group() -> None:
     assert group.broadcast(message) == message
     assert group.broadcast(message) is not message
     group.close()
-
-
-class SilentStore:
-    """A job's store that answers nobody."""
-
-    def check(self, keys: list[str]) -> bool:
-        raise RuntimeError("no answer")
-
-
-def test_a_note_that_cannot_be_read_is_neither_there_nor_an_error_where_the_caller_says_so() -> None:
-    notes = NoteBoard(SilentStore())
-    assert notes.has("lost", otherwise=True)
-    assert not notes.has("lost", otherwise=False)
-    with pytest.raises(RuntimeError):
-        notes.read("lost")

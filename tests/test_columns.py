@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.task import TASKS, Task, correct_by, needed_columns, register_task, try_task
 from swift_stage2.columns import COLUMNS, LOG_PROBS, Column, Per, asked_by, register_column
-from swift_stage2.config import DecodingConfig, Stage2Config
+from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError, ProtocolError, SampleError, TaskError
 from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, Target, VersionSpan
 from swift_stage2.servers import protocol
-from swift_stage2.telemetry.ledger import completion_of
 
 DECODING = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1}
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -75,18 +74,6 @@ def rollout(log_probs: tuple[float, ...] | None = None) -> Rollout:
     sample = Sample(SampleKey(0, 1, 2), {})
     spans = (VersionSpan(4, 0, 2),)
     return Rollout(sample, "ab", (7, 8), (1,), False, 3, "http://s", spans, log_probs)
-
-
-def test_a_record_without_columns_has_the_bytes_that_it_had() -> None:
-    line = {
-        "sample": [0, 1, 2, 0],
-        "text": "ab",
-        "token_ids": (7, 8),
-        "truncated": False,
-        "spans": [[4, 0, 2]],
-    }
-    assert json.dumps(completion_of(rollout())) == json.dumps(line)
-    assert completion_of(rollout((-0.5, 0.0))) == line | {"log_probs": (-0.5, 0.0)}
 
 
 @pytest.fixture
@@ -161,8 +148,3 @@ def test_a_rollout_that_lacks_a_column_costs_its_sample() -> None:
 def test_log_probs_are_kept_in_the_record() -> None:
     with pytest.raises(ConfigError, match=r"got log_probs=true record=false; write telemetry.record: true"):
         configured("detection", log_probs=True)
-
-
-def test_decoding_holds_the_rest_of_a_request() -> None:
-    """The client gives a request the settings of ``rollout.decoding`` by their names."""
-    assert set(DECODING) == set(DecodingConfig.__slots__)

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from commands import run_python
 from real_model import tiny_model
 from transformers.integrations import deepspeed as integration
 
-from swift_stage2.compat import declare_operators, keep_buffers_exact, start_communication
+from swift_stage2.compat import keep_buffers_exact, start_communication
 
 
 def _run(script: str, *, first_on_path: Path | None = None) -> str:
@@ -64,13 +63,6 @@ print(hasattr(torch.ops.torchvision, "nms"))
     assert declared == str(not fits)
 
 
-def test_nothing_happens_without_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.delattr(torch.library, "Library")  # nothing is declared
-    declare_operators()
-
-
 class DeepSpeedConfig:
     """As Hugging Face's own, of which it asks no more than this."""
 
@@ -97,16 +89,6 @@ def test_zero3_keeps_the_rotary_frequencies_in_float32() -> None:
     (pattern, _) = kept(DeepSpeedConfig(3))
     names = [name for name, _ in tiny_model()[0].named_buffers() if pattern in name]
     assert {name.partition(".rotary")[0] for name in names} == {"model.visual", "model.language_model"}
-
-
-def test_what_the_user_keeps_stays() -> None:
-    assert kept(DeepSpeedConfig(3, data_types={"keep_in_fp32_modules": ["bias"]})) == ["bias"]
-
-
-def test_without_zero3_nothing_is_set() -> None:
-    assert kept(DeepSpeedConfig(2)) is None
-    integration.unset_hf_deepspeed_config()
-    keep_buffers_exact()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swift_stage2.errors import FenceShutDown, TicketTimeout
+from swift_stage2.errors import FenceShutDown
 from swift_stage2.fence import InferFence
 
 LONG_S = 60.0  # a deadline that no passing test reaches
@@ -60,21 +60,6 @@ def version_of_next_ticket(fence: InferFence) -> int:
         return ticket.version
 
 
-def test_an_open_fence_gives_tickets_of_its_version() -> None:
-    fence = InferFence(version=7)
-    with fence.ticket(timeout_s=0) as first, fence.ticket(timeout_s=0) as second:
-        assert (first.version, second.version) == (7, 7)
-        assert fence.in_flight == 2
-    assert fence.in_flight == 0
-
-
-def test_a_ticket_is_returned_when_its_call_raises() -> None:
-    fence = InferFence()
-    with pytest.raises(ZeroDivisionError), fence.ticket(timeout_s=0):
-        raise ZeroDivisionError
-    assert fence.close()
-
-
 def test_newcomers_wait_for_the_drain_and_get_the_new_version(background: Callable[..., Future[Any]]) -> None:
     fence = WatchedFence(version=1)
     with post_in_flight(fence) as end_post:
@@ -90,30 +75,12 @@ def test_newcomers_wait_for_the_drain_and_get_the_new_version(background: Callab
     assert newcomer.result(timeout=LONG_S) == 2
 
 
-def test_close_never_waits_and_a_ticket_tells_how_long_it_waited() -> None:
-    fence = WatchedFence()
-    with post_in_flight(fence):
-        assert fence.close() is False
-        assert not fence.waiting.acquire(blocking=False)
-        with pytest.raises(TicketTimeout, match=r"timeout_s=0\.01"):
-            fence.ticket(timeout_s=0.01).__enter__()
-
-
 def test_a_fence_may_reopen_while_a_post_is_still_running() -> None:
     fence = InferFence(version=3)
     with post_in_flight(fence):
         assert not fence.close()
         fence.reopen(3)
         assert version_of_next_ticket(fence) == 3
-
-
-def test_a_fence_may_start_closed() -> None:
-    fence = InferFence(start_closed=True)
-    assert not fence.is_open
-    with pytest.raises(TicketTimeout):
-        fence.ticket(timeout_s=0).__enter__()
-    fence.reopen(0)
-    assert version_of_next_ticket(fence) == 0
 
 
 def test_shutdown_wakes_every_waiter(background: Callable[..., Future[Any]]) -> None:
@@ -138,12 +105,6 @@ def test_after_shutdown_nothing_opens_again() -> None:
     with pytest.raises(FenceShutDown):
         fence.reopen(1)
     assert fence.close() is True
-
-
-def test_a_holder_that_never_entered_leaves_nothing_behind() -> None:
-    fence = InferFence()
-    fence.ticket(timeout_s=LONG_S)
-    assert fence.in_flight == 0
 
 
 @pytest.mark.parametrize("timeout_s", [None, -1.0, math.inf, math.nan])

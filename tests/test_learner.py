@@ -140,16 +140,6 @@ def test_a_loss_that_the_probe_of_rank_zero_finds_withdraws_the_server_on_both(
         assert scenario["targets"] == []  # suspect, until it answers again
 
 
-def test_a_server_that_became_suspect_since_the_last_step_is_not_pushed_to(
-    results: list[dict[str, Any]],
-) -> None:
-    for result in results:
-        scenario = result["suspect_when_due"]
-        assert [step for step, _, _ in scenario["rounds"]] == [0]
-        assert (scenario["open"], scenario["proven"], scenario["pending"]) == (False, [], False)
-        assert scenario["distrusted"] == [0]
-
-
 def test_a_start_that_fails_on_one_rank_fails_on_both(results: list[dict[str, Any]]) -> None:
     assert [result["start_fails"]["results"] for result in results] == [[0], [1]]
     mine, others = results[1]["start_fails"]["error"], results[0]["start_fails"]["error"]
@@ -227,14 +217,6 @@ def test_an_evaluation_is_cut_short_where_a_round_can_wait_no_longer(results: li
         assert scenario["rounds"] == [0, 7], "due at 5, two steps later at most"
 
 
-def test_a_cut_evaluation_counts_what_is_matched_after_the_round(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        scenario = result["evaluation_matches_late"]
-        assert scenario["rounds"] == [0, 7], "matching delays no round"
-        assert scenario["evaluations"] == [[4, 4, 9, 1, "round_due", 6]]
-        assert scenario["versions"] == [1, 2], "the one that fell due at 8 begins after it"
-
-
 def test_an_evaluation_holds_only_the_install_of_a_staged_round(results: list[dict[str, Any]]) -> None:
     for result in results:
         scenario = result["evaluation_beside_a_round"]
@@ -242,26 +224,6 @@ def test_an_evaluation_holds_only_the_install_of_a_staged_round(results: list[di
         assert scenario["evaluations"] == [[4, 4, 7, 1, "complete", 7]]
         assert scenario["rounds"] == [0, 8], "servers installed once the evaluation had ended"
         assert scenario["versions"] == [1, 2], "the one that fell due at 8 has the new version"
-
-
-def test_an_evaluation_is_cut_short_where_an_install_can_wait_no_longer(
-    results: list[dict[str, Any]],
-) -> None:
-    for result in results:
-        scenario = result["evaluation_is_cut_beside_a_round"]
-        assert scenario["in_transfer"] == [5, 6, 7, 8]
-        assert scenario["evaluations"] == [[4, 4, 8, 1, "round_due", 5]]
-        assert scenario["rounds"] == [0, 8], "due at 5, two steps later servers installed"
-
-
-def test_an_evaluation_that_outlives_the_hold_is_cut_once_all_hear_of_the_proof(
-    results: list[dict[str, Any]],
-) -> None:
-    for result in results:
-        scenario = result["evaluation_outlives_its_hold"]
-        assert scenario["rounds"] == [0, 6]
-        assert scenario["evaluations"] == [[4, 4, 7, 1, "round_due", 4]], "not of two versions"
-        assert scenario["versions"] == [1, 2]
 
 
 def test_an_evaluation_ends_with_the_last_server_and_begins_with_none(results: list[dict[str, Any]]) -> None:
@@ -272,36 +234,12 @@ def test_an_evaluation_ends_with_the_last_server_and_begins_with_none(results: l
         assert scenario["unfinished"] == 8
 
 
-def test_an_evaluation_ends_with_a_pipeline_and_none_begins_after_it(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        scenario = result["evaluation_without_pipeline"]
-        assert scenario["evaluations"] == [[4, 4, 6, 1, "pipeline_failed", 4]]
-        assert scenario["versions"] == [1]
-
-
-def test_an_evaluation_that_falls_into_a_pending_round_waits_for_its_end(
-    results: list[dict[str, Any]],
-) -> None:
-    for result in results:
-        scenario = result["evaluation_deferred"]
-        assert scenario["rounds"] == [0, 6], "due at 3; until 6 rank 1 is busy"
-        assert scenario["evaluations"] == [[4, 6, 7, 2, "complete", 7]]
-
-
 def test_an_evaluation_ends_with_training(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["evaluation_stopped"]["evaluations"] == [[4, 4, 6, 1, "training_ends", 4]]
         assert result["evaluation_stopped"]["unfinished"] == 4, "the run that resumes begins it again"
         assert result["evaluation_at_the_end"]["evaluations"] == [[4, 4, 8, 1, "training_ends", 4]]
         assert result["evaluation_at_the_end"]["versions"] == [1]
-
-
-def test_a_checkpoint_knows_of_the_evaluation_that_runs(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        assert (result["evaluation_running"]["evaluations"], result["evaluation_running"]["unfinished"]) == (
-            [],
-            4,
-        )
 
 
 # --- the final evaluation: six steps, an evaluation at 4 and a round at 3; the last one trains at 5 ------
@@ -315,8 +253,6 @@ def test_the_final_weights_are_proven_and_evaluated_once_and_nothing_is_produced
         assert scenario["rounds"] == [[0, 1], [3, 2], [6, 3]]
         assert scenario["evaluations"] == [[4, 4, 5, 2, "training_ends", 0], [6, 6, 6, 3, "complete", 8]]
         assert (scenario["demanded"], scenario["warnings"], scenario["was_once"]) == ([0], [], True)
-        assert result["final_off"]["rounds"] == [[0, 1], [3, 2]]
-        assert result["final_off"]["versions"] == [2]
 
 
 def test_what_runs_when_training_ends_early_is_cut_for_the_final_weights(
@@ -326,15 +262,6 @@ def test_what_runs_when_training_ends_early_is_cut_for_the_final_weights(
         scenario = result["final_after_an_early_end"]
         assert scenario["evaluations"] == [[4, 4, 5, 2, "training_ends", 0], [5, 5, 5, 3, "complete", 8]]
         assert scenario["rounds"] == [[0, 1], [3, 2], [5, 3]]
-
-
-def test_a_round_that_is_in_transfer_when_training_ends_is_not_the_final_one(
-    results: list[dict[str, Any]],
-) -> None:
-    for result in results:
-        scenario = result["final_behind_a_staged_round"]
-        assert scenario["rounds"] == [[0, 1], [6, 2], [6, 3]]
-        assert scenario["versions"] == [1, 3]
 
 
 def test_without_a_server_the_final_weights_are_a_warning(results: list[dict[str, Any]]) -> None:
@@ -355,5 +282,3 @@ def test_a_final_evaluation_that_is_too_slow_or_stopped_on_one_rank_ends_on_both
         assert "got training_ends within 0.5 s and 1 proven" in result["final_too_slow"]["warnings"][0]
         assert result["final_stopped"]["versions"][:1] == [2]
         assert result["final_stopped"]["warnings"] == [], "nobody is to blame"
-        stopped = result["final_stopped_before"]
-        assert (stopped["rounds"][-1][0] < 6, stopped["warnings"]) == (True, []), "no round is begun any more"

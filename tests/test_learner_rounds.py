@@ -16,7 +16,6 @@ from swift_stage2.learner import Learner
 from swift_stage2.learner.rounds import LearnerRounds
 from swift_stage2.process.watches import Standing
 from swift_stage2.records import RoundOutcome, ServerReport
-from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 from swift_stage2.scheduling.version_clock import VersionClock
@@ -106,20 +105,6 @@ def test_an_evaluation_holds_back_a_fenced_round_and_only_the_install_of_a_stage
     assert parts.sync.is_held
 
 
-def test_in_mode_inline_training_waits_for_every_round(parts: Any) -> None:
-    events: Any = SimpleNamespace(
-        activity=lambda name: nullcontext(), record_round=ignore, record_warning=ignore
-    )
-    rounds = LearnerRounds(parts, SingleRank(), events)
-    rounds.begin_if_due(0)
-    rounds.begin_if_due(4)
-    assert parts.rounds.in_transfer
-    rounds.take_in(4, rounds.hear())
-    parts.longest_fill_s = 60.0
-    rounds.begin_if_due(8)
-    assert (len(parts.sync.begun), parts.rounds.in_transfer, parts.clock.current) == (3, False, 3)
-
-
 def test_a_pending_round_that_is_left_with_servers_of_ours_holds_no_rollout_any_more(parts: Any) -> None:
     events: Any = SimpleNamespace(
         activity=lambda name: nullcontext(), record_round=ignore, record_warning=ignore
@@ -136,71 +121,6 @@ def test_a_pending_round_that_is_left_with_servers_of_ours_holds_no_rollout_any_
         assert parts.fence.is_open, "the servers of a staged round are asked on"
     rounds.take_in(6, rounds.hear())
     assert (parts.fence.version, parts.clock.current) == (2, 2)
-
-
-def test_a_server_that_comes_late_is_asked_again_at_the_same_version_without_a_round(parts: Any) -> None:
-    told: dict[str, list[Any]] = {"proven": [], "forgiven": [], "records": []}
-    parts.rounds = RoundSchedule(1, 8, backoff_steps=1, max_backoff_steps=8, staging=[OURS])
-    parts.base_urls = ("http://ours",)
-    parts.client.set_proven = lambda served, *, drained: told["proven"].append((served, drained))
-    parts.client.forgive = told["forgiven"].append
-    events: Any = SimpleNamespace(
-        activity=lambda name: nullcontext(),
-        record_round=lambda step, outcome, pending: told["records"].append((step, outcome.is_catch_up)),
-        record_warning=ignore,
-    )
-    rounds = LearnerRounds(parts, SingleRank(), events)
-    rounds.begin_if_due(0)
-    parts.probe.pause = lambda: pytest.fail("training waits for no probe")
-    rounds.take_in_suspects(1, [True], [False])
-    assert not parts.fence.is_open
-    rounds.take_in_suspects(2, [True], [True])
-    rounds.begin_if_due(3)
-    assert (parts.sync.begun, parts.sync.caught_up) == ([((OURS,), False)], [(OURS,)])
-    assert told["forgiven"] == [["http://ours"]]
-    assert (rounds.holds_production, rounds.awaits_version) == (False, False), (
-        "production waits for nothing new"
-    )
-    assert not parts.fence.is_open
-    rounds.begin_if_due(4)
-    assert parts.sync.num_hurried == 0, "no round falls due before a server is proven"
-    rounds.take_in(4, rounds.hear())
-    assert (parts.fence.is_open, parts.fence.version, parts.clock.current) == (True, 1, 1)
-    (served, drained) = told["proven"][-1]
-    weights = served["http://ours"]
-    assert (weights.round_id, weights.version, weights.incarnation, drained) == ("run-0", 1, "two", False)
-    assert weights.heard_step == 4, "a proof of its own, also of weights that were proven before"
-    assert told["records"] == [(0, False), (4, True)]
-    assert [step for step in range(5, 10) if parts.rounds.falls_due(step)] == [8, 9]
-
-
-def test_an_evaluation_that_begins_while_a_round_waits_for_a_catch_up_holds_it_no_longer_than_any_other(
-    parts: Any,
-) -> None:
-    delay_steps = 2
-    parts.rounds = RoundSchedule(2, 4, backoff_steps=1, max_backoff_steps=8, staging=[0, 1])
-    schedule = EvaluationSchedule(every_steps=5, max_round_delay_steps=delay_steps, last_step=100)
-    events: Any = SimpleNamespace(
-        activity=lambda name: nullcontext(), record_round=ignore, record_warning=ignore
-    )
-    rounds = LearnerRounds(parts, SingleRank(), events)
-    rounds.begin_if_due(0)
-    rounds.take_in_suspects(1, [False, True], [False, False])
-    rounds.take_in_suspects(2, [False, True], [False, True])
-    rounds.begin_if_due(3)
-    assert parts.rounds.catching_up
-    assert parts.rounds.waits_for_catch_up(5)
-    begun = schedule.begin_if_due(5, 1, may_begin=not (parts.rounds.pending or parts.rounds.in_transfer))
-    assert begun is not None, "the round waits anyway"
-    parts.evaluation = schedule
-    first = 6 + 2 * delay_steps
-    for step in range(6, first):
-        rounds.begin_if_due(step)
-    assert parts.sync.num_hurried == 2 * delay_steps
-    rounds.take_in(first, rounds.hear())
-    rounds.begin_if_due(first)
-    assert (parts.rounds.in_transfer, parts.sync.is_held) == (True, True)
-    assert [schedule.holds_round(first + waited) for waited in range(delay_steps + 1)] == [True, True, False]
 
 
 @pytest.mark.parametrize(("seconds", "is_told"), [(95.0, True), (5.0, False)])

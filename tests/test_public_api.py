@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import run_command, run_python
+from commands import run_python
 from real_model import STAGE1
 from sft_run import build_trainer, channel_a_alone
-from swift.trainers import mixin
 
 import swift_stage2
 from swift_stage2 import Stage2Trainer
@@ -100,51 +99,3 @@ def test_the_configuration_is_an_argument_and_the_variable_only_its_fallback(
     monkeypatch.delenv(CONFIG_VARIABLE)
     with pytest.raises(ConfigError, match=f"needs a configuration, got none; .*{CONFIG_VARIABLE}"):
         build_trainer(rows_file, tmp_path, trainer=Stage2Trainer)
-
-
-def test_no_hub_is_asked_whether_the_model_on_disk_is_the_latest(
-    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As ms-swift's default has it, for 7 s and more on every rank where none answers."""
-    asked: list[object] = []
-    monkeypatch.setattr(mixin, "check_local_model_is_latest", lambda *_, **__: asked.append(1))
-    given = {"stage2": channel_a_alone()}
-    build_trainer(rows_file, tmp_path, trainer=Stage2Trainer, given=given, check_model=True)
-    assert asked == []
-
-
-@pytest.mark.slow
-def test_no_counter_is_told_of_a_data_set_on_disk(tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text("swift: {no_such_key: 1}\nstage2_ab: {schedule: {b_ratio: 0}}\n")
-    told = python(
-        "from swift_stage2.config import load_config\n"
-        "from swift_stage2.training import sft\n"
-        f"try: sft.train(load_config({str(config)!r}))\n"
-        "except Exception as error: print(type(error).__name__)\n"
-        "import datasets\n"
-        "print(datasets.config.HF_UPDATE_DOWNLOAD_COUNTS)\n"
-    )
-    assert told.split()[-2:] == ["ConfigError", "False"]
-
-
-@pytest.mark.slow
-def test_a_plugin_that_sets_another_trainer_is_one_line(tmp_path: Path, rows_file: Path) -> None:
-    plugin = tmp_path / "other.py"
-    plugin.write_text(
-        "from swift.trainers import TrainerFactory\n"
-        "TrainerFactory.TRAINER_MAPPING['causal_lm'] = 'swift.trainers.Seq2SeqTrainer'\n"
-    )
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        f"swift: {{model: {STAGE1}, model_type: stage2_tiny_vl, template: stage2_tiny_vl, use_cpu: true,\n"
-        f"  dataset: [{rows_file}], output_dir: {tmp_path / 'out'}, add_version: false,\n"
-        f"  external_plugins: [{tiny_template.__file__}, {plugin}]}}\n"
-        "stage2_ab: {schedule: {b_ratio: 0}}\n"
-    )
-    done = run_command("train", str(config))
-    assert done.returncode == 2, done.stderr[-3000:]
-    (line,) = [line for line in done.stderr.splitlines() if "swift-stage2 train: error" in line]
-    assert (
-        "must be Stage2Trainer or derived from it, got swift.trainers.seq2seq_trainer.Seq2SeqTrainer" in line
-    )

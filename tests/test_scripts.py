@@ -61,21 +61,6 @@ def test_a_misspelt_option_is_refused_before_anything_is_installed(tmp_path: Pat
     assert not (tmp_path / "asked").exists()
 
 
-def test_pytests_arguments_reach_it_wherever_they_stand(tmp_path: Path) -> None:
-    _write_stand_ins(tmp_path)
-    words = ["tests/fence", "-k", "a name", "--assert=plain", "-vv", "-n", "0", "--version"]
-    assert _run(tmp_path, *words, "--vllm").returncode == 0
-    assert (tmp_path / "asked").read_text().splitlines()[-1].endswith(" ".join(["tests/real_vllm", *words]))
-
-
-def test_asking_for_tests_of_one_kind_only_is_no_failure_of_all(tmp_path: Path) -> None:
-    _write_stand_ins(tmp_path, status=5)
-    assert _run(tmp_path, "--all", "tests/fence").returncode == 5, "none is left for vLLM either"
-    asked = (tmp_path / "asked").read_text().splitlines()
-    assert [line for line in asked if "pytest" in line][-1].endswith(" tests/real_vllm tests/fence")
-    assert _run(tmp_path, "--all").returncode == 5, "nothing was collected at all"
-
-
 def _write_stand_ins(
     folder: Path, *, has_browser: bool = True, has_namespaces: bool = True, status: int = 0
 ) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ast
 import os
-import resource
-import signal
 from pathlib import Path
 
 import pytest
-from commands import run_python
 from small_disk import SmallDisk
 
 import swift_stage2
@@ -58,22 +55,6 @@ def test_a_read_only_disk_is_one_error(small_disk: SmallDisk) -> None:
     small_disk.make_read_only()
     with pytest.raises(OSError, match="Read-only file system"):
         write_whole(small_disk.path / "a.json", "x")
-
-
-def test_a_file_that_grows_over_its_limit_is_not_half_there(tmp_path: Path) -> None:
-    """In a process whose files may hold 4 KiB."""
-    code = (
-        "import sys; from pathlib import Path; from swift_stage2.whole_file import write_whole; "
-        "write_whole(Path(sys.argv[1]), 'x' * 10_000)"
-    )
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-
-    done = run_python("-c", code, str(tmp_path / "a"), preexec_fn=limit)
-    assert "File too large" in done.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_else_in_the_package_replaces_a_file() -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from stand_in_canary import StandInCanary
 from two_rank_learner import RANK, URL, GatheredExport, OpenTransport, StockSession
+from weight_rounds import make_sync
 
 from swift_stage2.collectives import join_control_group
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
@@ -24,7 +25,6 @@ from swift_stage2.weights import push as server_push
 from swift_stage2.weights import sync_round as weight_sync
 from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint
 
 TIMEOUT_S = 4.0
@@ -60,14 +60,12 @@ def main(scenario: str) -> int:
     exports = {"gather": FailsInAGather, "canary": GatheredExport, "main_thread": BlocksInACall}
     server_push.ServerSession = StockSession  # type: ignore[misc]
     weight_sync.ROUND_MARGIN_S = 1.0
-    sync = WeightSync(
+    sync = make_sync(
+        exports[scenario](module),
+        ThreadCourier([ServerEndpoint(URL, 10)], lambda info: OpenTransport()),  # type: ignore[arg-type,return-value]
         control=join_control_group(COLLECTIVES_S),
-        export=exports[scenario](module),
         canary=FailsInTheCanary() if scenario == "canary" else StandInCanary(),
-        courier=ThreadCourier([ServerEndpoint(URL, 10)], lambda info: OpenTransport()),  # type: ignore[arg-type,return-value]
-        run_id="run",
         timeout_s=TIMEOUT_S,
-        bucket_mib=1,
     )
     try:
         sync.run(1, [0])

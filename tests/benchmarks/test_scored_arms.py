@@ -8,23 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.learning import LearningArm, learning_table, plan_jobs
+from benchmarks.learning import plan_jobs
 from benchmarks.plugins.lagging import FIRST_VERSION_VARIABLE, LAG_VARIABLE, DelayedQueue
-from benchmarks.staleness import StaleArm, plan_arms, staleness_table
+from benchmarks.staleness import plan_arms
 from swift_stage2.config import load_config
 from swift_stage2.demo.demo_config import STAGE1, write_config
-from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.scheduling.version_clock import require_fresh
-
-
-def _score(f1: float) -> DetectionScore:
-    return DetectionScore(precision=f1, recall=f1, f1=f1, mean_iou=0.5, num_images=128)
-
-
-def _arm(name: str, seed: int, f1: float) -> LearningArm:
-    return LearningArm(
-        name=name, seed=seed, num_b_wanted=30, num_b_run=29, train_seconds=60.0, score=_score(f1)
-    )
 
 
 def test_arms_differ_in_nothing_but_the_share_of_b_and_its_objective(tmp_path: Path) -> None:
@@ -51,16 +40,6 @@ def test_arms_differ_in_nothing_but_the_share_of_b_and_its_objective(tmp_path: P
     first, second = (tmp_path / f"seed{seed}" / "held_out" for seed in (0, 1))
     for image in first.glob("*.png"):
         assert image.read_bytes() == (second / image.name).read_bytes()
-
-
-def test_gains_are_taken_seed_by_seed_and_shown_with_their_range() -> None:
-    arms = [_arm("A only", 0, 0.5), _arm("B", 0, 0.625), _arm("A only", 1, 0.25), _arm("B", 1, 0.5)]
-    table = learning_table(_score(0.2), arms, 100)
-    start, alone, b = table.rows
-    gain, f1 = (table.columns.index(name) for name in ("F1 over A only of the same seed", "F1"))
-    assert (start[f1], alone[gain], b[1]) == ("0.200", "", "58 of 60")
-    assert b[gain] == "+0.188 (+0.125..+0.250)"
-    assert b[f1] == "0.562 (0.500..0.625)"
 
 
 @dataclass
@@ -114,17 +93,3 @@ def test_arms_of_a_lag_differ_in_the_lag_alone(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert len({job.directory for _, job in arms}) == 6
     assert len({job.rows for _, job in arms[:3]}) == 1
-
-
-def test_the_table_has_a_row_per_lag_beside_the_first() -> None:
-    def arm(lag: int | None, f1: float) -> StaleArm:
-        mean_lag = None if lag is None else lag + 0.5
-        return StaleArm(lag=lag, seed=0, num_b_steps=3, mean_lag=mean_lag, score=_score(f1))
-
-    table = staleness_table(_score(0.1), [arm(None, 0.375), arm(2, 0.25), arm(8, 0.125)], 50)
-    assert [(row[0], row[2], row[3]) for row in table.rows] == [
-        ("stage 1, before", "", ""),
-        ("A only", "", "+0.125"),
-        ("lag 2", "2.5", ""),
-        ("lag 8", "8.5", "-0.125"),
-    ]

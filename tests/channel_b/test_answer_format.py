@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -168,13 +166,6 @@ def test_weights_fall_on_what_they_are_for() -> None:
     ]
 
 
-def test_coordinate_tokens_weigh_as_coordinates() -> None:
-    text = '[{"bbox_2d": [<|coord_1|>, <|coord_2|>, <|coord_3|>, <|coord_4|>], "label": "a"}]'
-    target = render_target([A], [True], learn_format([text], LIST))
-    (span,) = [span for span in target.spans if span.group == "matched_coordinates"]
-    assert target.text[span.start : span.end] == "<|coord_1|>, <|coord_2|>, <|coord_3|>, <|coord_4|>"
-
-
 @pytest.mark.parametrize("dialect", list(DIALECTS.values()))
 def test_without_answers_a_dialect_has_its_standard(dialect: Dialect) -> None:
     assert learn_format([], dialect) == standard_format(dialect)
@@ -187,16 +178,6 @@ def test_what_no_answer_shows_follows_from_the_rest() -> None:
     assert one.write([]) == "```json\n[]\n```"
     assert "separator" not in one.seen
     assert "empty" not in one.seen
-
-
-def test_an_empty_answer_is_learned_as_it_stands() -> None:
-    learned = learn_format([FENCED, "[]"], LIST)
-    assert (learned.write([A, B]), learned.write([])) == (FENCED, "[]")
-    target = render_target([], [], learned)
-    assert [(span.start, span.end, str(span.group)) for span in target.spans] == [
-        (0, 1, "structure"),
-        (1, 2, "closure"),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -249,17 +230,6 @@ def test_two_ways_of_writing_are_refused_with_both_texts() -> None:
     assert "\n" not in message
 
 
-def test_a_difference_far_inside_is_what_the_message_shows() -> None:
-    many = [A] * 100
-    text = standard_format(LIST).write(many)
-    with pytest.raises(DatasetError) as caught:
-        learn_format([text, text, text[:-1] + "\n]"], LIST)
-    message = str(caught.value)
-    assert r"\n]" in message
-    assert len(message) < 800
-    assert "(from character " in message
-
-
 def test_formats_are_counted_by_how_many_answers_show_them() -> None:
     plain = standard_format(LIST).write([A, B])
     fenced, bare = read_format(FENCED, LIST), read_format(plain, LIST)
@@ -274,11 +244,3 @@ def test_placeholders_are_filled_in_turn() -> None:
     assert fill_placeholders(text, [("a", (1.4, 2.6, 3, 4)), B]) == (
         '{"bbox_2d": [1, 3, 3, 4], "label": "a"}, {"bbox_2d": [5, 6, 7, 8], "label": "b"} <bbox>'
     )
-
-
-def test_formats_are_learned_without_torch() -> None:
-    code = (
-        "import sys, swift_stage2.channel_b.answer_format, swift_stage2.channel_b.parsing;"
-        "assert not {'torch', 'numpy', 'swift', 'transformers'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -145,23 +145,6 @@ def test_every_row_has_its_positions_one_after_another_in_the_order_of_the_plain
         ]
 
 
-def test_a_group_has_the_samples_that_were_drawn_and_are_not_settled() -> None:
-    source = source_of(3)
-    first, second = source.draw(2)
-    assert (source.members_of((0, 0)), source.num_to_whole_group) == ([first, second], 1)
-    assert not source.is_drawn((0, 0))
-    (third,) = source.draw(1)
-    assert (source.members_of((0, 0)), source.num_to_whole_group) == ([first, second, third], 0)
-    assert source.is_drawn((0, 0))
-    source.give_back([second], ReturnReason.STALE)
-    source.settle_unused([third], UnusedReason.DROPPED)
-    assert source.members_of((0, 0)) == [first, replace(second, attempt=1)]
-    last = source.draw(3 * NUM_ROWS - 2)[-1]  # the returned one first
-    assert last.position == 3 * NUM_ROWS - 1
-    assert source.is_drawn((0, NUM_ROWS - 1)), "the epoch's last"
-    assert not source.is_drawn((1, 0))
-
-
 def test_a_checkpoint_of_other_groups_is_refused() -> None:
     state = source_of(3).state_dict()
     with pytest.raises(DatasetError, match="num_generations=2, checkpoint num_generations=3"):

@@ -148,12 +148,6 @@ def test_the_loss_bounds_the_probability_of_the_set_over_all_orders(num_found: i
     assert min(losses) < of_set < max(losses)
 
 
-def test_one_missed_object_has_the_plain_loss() -> None:
-    form = standard_format(DIALECTS["object_list"])
-    _, offsets = characters(form.write(ROWS))
-    assert TokensInstead(ROWS, form, offsets, characters).alternatives(len(ROWS) - 1) == ()
-
-
 def test_the_gradient_is_that_of_the_summed_probability() -> None:
     logits = torch.randn(1, 4, 9, dtype=torch.float64, requires_grad=True)
     labels, scale = torch.tensor([[-100, 3, 1, 4]]), torch.tensor([1.0, 0.5, 2.0, 0.0], dtype=torch.float64)

@@ -16,7 +16,7 @@ from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
 from swift_stage2.channel_b.packing import select_pack
 from swift_stage2.channel_b.preprocessing import make_pack
 from swift_stage2.channel_b.preprocessing_worker import read_batch, write_batch
-from swift_stage2.columns import COLUMNS, LOG_PROBS, Column, Per, register_column
+from swift_stage2.columns import COLUMNS, Column, Per, register_column
 from swift_stage2.records import MatchQuality, Sample, Segment, Target
 
 CAPACITY = 600
@@ -123,16 +123,3 @@ def test_every_value_stays_with_its_token(
     shared = read_batch(*write_batch(batch))
     assert all(torch.equal(shared[name], batch[name]) for name in present)
     assert all(shared[name].dtype == batch[name].dtype for name in present)
-
-
-def test_a_pack_without_columns_has_the_entries_and_bytes_that_it_had(
-    encoder: Encoder, prompts: list[tuple[Sample, PromptEncoding]]
-) -> None:
-    plain = Answer(0, (300, 301), (1.0, 1.0), {})
-    before = encoder.collate([segment_of(plain, prompts, encoder)])
-    asked = Answer(0, (300, 301), (1.0, 1.0), {LOG_PROBS.name: (-1.0, -2.0)})
-    after = encoder.collate([segment_of(asked, prompts, encoder)])
-    assert after.keys() - before.keys() == {LOG_PROBS.name}
-    assert COLUMNS.keys().isdisjoint(before)
-    for name, value in before.items():
-        assert torch.equal(torch.as_tensor(value), torch.as_tensor(after[name])), name

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from swift_stage2.channel_b.attempts import AttemptState
 from swift_stage2.channel_b.partial_rollouts import join
-from swift_stage2.errors import SampleError, StaleSample
+from swift_stage2.errors import StaleSample
 from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.scheduling.version_clock import require_fresh
 from swift_stage2.telemetry.ledger import Entry
@@ -127,23 +127,6 @@ def test_an_aborted_rollout_goes_on_behind_its_ids_before_anything_new(scene: Sc
     assert (account.num_cut, account.returned.get("aborted")) == (2, None)
 
 
-def test_the_pacer_sees_a_partial_rollout_with_its_oldest_version_and_its_time_so_far(scene: Scene) -> None:
-    scene.client.answer = scene.aborting(7, seconds=100.0)
-    scene.ask(1)
-    scene.ask(1)
-    scene.clock.advance()
-    (attempt,) = scene.pipeline.attempts.open().values()
-    assert attempt.oldest_version == 0
-    (key,) = scene.asked(since=1)
-    before_s = attempt.sent_s
-    scene.pipeline.attempts.sent([key], server="http://s", seed=1, version=1)
-    attempt = scene.pipeline.attempts.open()[key]
-    assert (attempt.version, attempt.oldest_version, attempt.state) == (1, 0, AttemptState.IN_FLIGHT)
-    assert before_s is not None
-    assert attempt.sent_s is not None
-    assert attempt.sent_s < before_s - 90, "as if it had left as much earlier as it had taken"
-
-
 def test_it_is_resumed_as_often_as_allowed_and_then_waited_for(scene: Scene) -> None:
     scene.pipeline._partial.version_window = 99  # its age shall not forbid it
     scene.client.answer = scene.aborting(7)
@@ -167,12 +150,6 @@ def test_one_whose_next_resume_would_be_stale_is_waited_for(
     scene.ask(1)
     (key,) = set(scene.asked())
     assert scene.client.protected[1] == ({key} if is_protected else set())
-
-
-def test_with_a_window_of_no_version_nothing_may_be_aborted(scene: Scene) -> None:
-    scene.pipeline._partial.version_window = 0
-    scene.ask(2)
-    assert scene.client.protected == [set(scene.asked())]
 
 
 def test_one_that_became_stale_meanwhile_is_not_resumed(scene: Scene) -> None:
@@ -235,80 +212,6 @@ def test_a_rest_that_does_not_come_in_time_uses_up_the_attempt(scene: Scene) -> 
     assert scene.asked()[-1] == replace(scene.asked()[0], attempt=1)
     assert len(scene.events.partial_dropped_rollouts) == 1
     assert scene.account().returned["timed_out"] == 1
-
-
-def test_a_server_that_refuses_the_rest_condemns_nobody(scene: Scene) -> None:
-    """Ids that stand for media may be sampled, and never given back."""
-    scene.client.answer = scene.aborting(7)
-    scene.ask(1)
-    scene.ask(1)
-    scene.client.answer = lambda samples: BatchOutcome(quarantined=tuple((each, "no") for each in samples))
-    scene.ask(1)
-    scene.ask(1)
-    (key,) = set(scene.asked())
-    assert scene.client.prefixes == [[[]], [[7]], [[]]]
-    assert scene.events.quarantines == []
-    assert len(scene.events.partial_dropped_rollouts) == 1
-    assert key in scene.pipeline.attempts.open()
-
-
-def test_parts_that_answer_two_prompts_are_no_rollout(scene: Scene) -> None:
-    scene.client.answer = scene.aborting(7, prompt_token_ids=(4, 4))
-    scene.ask(1)
-    scene.ask(1)
-    scene.client.answer = scene.finishing(8)
-    scene.ask(1)
-    scene.ask(1)
-    assert scene.events.rollouts == []
-    assert scene.client.prefixes == [[[]], [[7]], [[]]]
-    assert scene.account().returned["failed"] == 1
-
-
-def test_one_that_was_aborted_before_it_began_loses_nothing(scene: Scene) -> None:
-    scene.client.answer = scene.aborting(prompt_token_ids=(), text="")
-    scene.ask(1)
-    scene.ask(1)  # nothing came of it
-    scene.ask(1)
-    scene.clock.advance()
-    scene.client.answer = scene.finishing(8)
-    scene.ask(0)
-    assert (scene.whole.token_ids, scene.whole.spans) == ((8,), (VersionSpan(1, 0, 1),))
-    assert scene.account().num_cut >= 1
-
-
-def test_a_picture_that_is_gone_by_then_ends_the_sample(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scene.client.answer = scene.aborting(7)
-    scene.ask(1)
-    (key,) = scene.asked()
-
-    def gone(sample: Sample) -> dict[str, Any]:
-        raise SampleError("the picture is gone")
-
-    monkeypatch.setattr(scene.pipeline, "make_request", gone)
-    scene.ask(1)
-    assert scene.events.quarantines[0] == (key, "bad_sample", "the picture is gone")
-    assert key not in scene.pipeline.attempts.open()
-
-
-def test_what_waits_for_a_server_is_asked_of_nobody_and_holds_no_pack_back(scene: Scene) -> None:
-    scene.client.answer = lambda samples: BatchOutcome(
-        rollouts=(scene.part(samples[0], 8),),
-        returned=tuple(samples[1:]),
-        aborted=tuple(scene.part(sample, 7) for sample in samples[1:]),
-    )
-    scene.pipeline._segments_per_pack = 3.0
-    scene.ask(3)
-    scene.pipeline._rest()
-    assert scene.pipeline.standing is not None
-    assert "asks servers for 3 rollouts" in scene.pipeline.standing.what
-    scene.client.is_closed = True  # no server is proven any more
-    scene.ask(0)
-    assert len(scene.events.packs) == 1, "a starving queue takes what there is"
-    scene.pipeline._rest()
-    assert scene.pipeline.standing is None
-    assert len(scene.pipeline.attempts) == 2
 
 
 def test_the_end_of_a_run_gives_back_what_is_partial(scene: Scene) -> None:

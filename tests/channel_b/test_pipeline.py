@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ import torch
 from channel_b.test_rank_evaluation import Recorder as EvaluationRecorder
 from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
-from swift_stage2.channel_b.attempts import MANY_GIVEN_UP, AttemptEnds, Attempts, AttemptState
+from swift_stage2.channel_b.attempts import AttemptEnds, Attempts
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.pipeline import Pipeline
@@ -413,10 +412,6 @@ def make_bench(
         assert bench.pipeline.stop(PATIENCE_S)
 
 
-def _raise(error: BaseException) -> BatchOutcome:
-    raise error
-
-
 # --- the way of a good sample ------------------------------------------------------------------------
 
 
@@ -462,19 +457,6 @@ def test_a_pack_is_as_old_as_its_oldest_segment(make_bench: Callable[..., Bench]
     assert (len(pack.keys), pack.version) == (2, 1)
 
 
-def test_nothing_is_asked_before_the_first_step_nor_without_a_server(
-    make_bench: Callable[..., Bench],
-) -> None:
-    bench = make_bench()
-    assert not bench.work()
-    bench.observe(max_prompts=0)
-    assert not bench.work()
-    assert bench.client.calls == []
-    bench.observe(max_prompts=1)
-    assert bench.work()
-    assert [len(keys) for keys in bench.client.calls] == [1]
-
-
 def test_the_target_ends_production_and_training_renews_it(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     bench.observe()
@@ -487,20 +469,6 @@ def test_the_target_ends_production_and_training_renews_it(make_bench: Callable[
     bench.observe(step=1)
     assert bench.work()
     assert len(bench.client.calls) == count + 1
-
-
-def test_segments_wait_for_a_fuller_pack_while_the_queue_is_not_starving(
-    make_bench: Callable[..., Bench],
-) -> None:
-    bench = make_bench(packing_min_fill_ratio=1.0, target_packs=3)
-    bench.observe(max_prompts=1)
-    assert bench.work()
-    assert len(bench.events.packs) == 1, "a starving queue takes what there is"
-    while len(bench.client.calls) < 3:
-        assert bench.work()
-    assert len(bench.events.packs) == 1
-    assert len(bench.events.segments) == 3
-    assert len(bench.source.state_dict()["outstanding"]) == 3, "what waits is not lost"
 
 
 # --- run-ahead -------------------------------------------------------------------------------------------
@@ -527,15 +495,6 @@ def test_a_used_up_budget_ends_asking_until_training_gives_shares_back(
     assert bench.pipeline.failure is None
 
 
-def test_a_version_has_a_budget_of_its_own(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(target_packs=4, max_rollouts_per_version=2)
-    bench.observe(max_prompts=4)
-    assert ask_until_nothing_more_is_asked(bench) == 2
-    bench.clock.advance()
-    bench.observe(step=1, max_prompts=4)
-    assert ask_until_nothing_more_is_asked(bench) == 4
-
-
 @pytest.mark.parametrize("end", ["failed", "aborted", "timed_out", "quarantined"])
 def test_a_rollout_that_ends_without_being_packed_gives_its_share_back(
     make_bench: Callable[..., Bench], end: str
@@ -560,97 +519,10 @@ def test_a_rollout_that_ends_without_being_packed_gives_its_share_back(
     assert ask_until_nothing_more_is_asked(bench) == 8
 
 
-def test_an_evaluation_is_outside_the_budget(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(max_rollouts_per_version=1)
-    bench.observe()
-    assert ask_until_nothing_more_is_asked(bench) == 1
-    bench.evaluation.begin(0)
-    assert ask_until_nothing_more_is_asked(bench) == 1
-    assert bench.evaluation.end().num_answered == 5
-
-
-def test_samples_that_condemned_their_server_take_no_share_that_is_not_there(
-    make_bench: Callable[..., Bench],
-) -> None:
-    bench = make_bench(max_rollouts_per_version=1)
-    bench.client.answer = _misread
-    bench.observe()
-    for _ in range(3):
-        bench.work()
-    assert [len(call) for call in bench.client.calls] == [1, 1, 1]
-
-
 # --- one by one ------------------------------------------------------------------------------------------
 
 
-def test_places_are_taken_again_before_what_came_is_prepared(
-    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = make_bench(target_packs=4)
-    order: list[str] = []
-    submit, prepare = bench.client.submit, bench.pipeline.preprocessor.prepare
-
-    def told_submit(*asked: Any) -> None:
-        order.append("ask")
-        submit(*asked)
-
-    def told_prepare(rollouts: Sequence[Rollout]) -> Any:
-        order.append("prepare")
-        return prepare(rollouts)
-
-    monkeypatch.setattr(bench.client, "submit", told_submit)
-    monkeypatch.setattr(bench.pipeline.preprocessor, "prepare", told_prepare)
-    bench.observe(max_prompts=2)
-    for _ in range(2):
-        bench.pipeline._turn(0.0)
-    assert order == ["ask", "ask", "prepare"]
-
-
-def test_what_is_in_hand_is_not_asked_for_again(make_bench: Callable[..., Bench]) -> None:
-    """Pending and in flight, each as many packs as it makes."""
-    bench = make_bench(target_packs=4)
-    bench.observe()
-    bench.client.next_finished = lambda timeout_s: None  # type: ignore[assignment, method-assign]
-    for _ in range(3):
-        bench.pipeline._turn(0.0)
-    assert [len(keys) for keys in bench.client.calls] == [4], "one rollout a pack is what a new rank expects"
-    pending = bench.pipeline.attempts.open()
-    assert {attempt.state for attempt in pending.values()} == {AttemptState.PENDING}
-    first, *_ = keys = bench.client.calls[0]
-    bench.pipeline.attempts.sent([first], server="http://s", seed=1, version=0)
-    states = [attempt.state for attempt in bench.pipeline.attempts.open().values()]
-    assert states == [AttemptState.IN_FLIGHT, *[AttemptState.PENDING] * (len(keys) - 1)]
-    bench.pipeline._turn(0.0)
-    assert len(bench.client.calls) == 1
-    del bench.client.next_finished
-
-
-def test_nothing_is_asked_in_the_turn_in_which_nothing_came_of_anything(
-    make_bench: Callable[..., Bench],
-) -> None:
-    bench = make_bench()
-    bench.client.answer = lambda samples: BatchOutcome(returned=tuple(samples))
-    bench.observe()
-    for num_calls in (1, 1, 2, 2, 3):  # it asks, they return, it waits, it asks …
-        bench.pipeline._turn(0.0)
-        assert len(bench.client.calls) == num_calls
-
-
 # --- what comes back ---------------------------------------------------------------------------------
-
-
-def test_returned_samples_are_asked_first_and_their_attempts_do_not_count(
-    make_bench: Callable[..., Bench],
-) -> None:
-    bench = make_bench()
-    bench.client.answer = lambda samples: BatchOutcome(returned=tuple(samples))
-    bench.observe()
-    assert not bench.work(), "a server that returns everything is not asked without a pause"
-    assert not bench.work()
-    first, second = bench.client.calls
-    assert first == second
-    assert {key.attempt for key in second} == {0}
-    assert bench.events.quarantines == []
 
 
 def test_an_aborted_sample_is_asked_again_first_and_is_not_aborted_twice(
@@ -728,22 +600,6 @@ def test_a_segment_that_went_stale_is_asked_again_and_its_attempt_counts(
     assert len(bench.source.state_dict()["outstanding"]) == 0
 
 
-def test_a_segment_at_the_edge_of_the_window_is_packed(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench()
-
-    def answer_late(samples: Sequence[Sample]) -> BatchOutcome:
-        outcome = bench.client.answer_all(samples)
-        for _ in range(WINDOW):
-            bench.clock.advance()
-        return outcome
-
-    bench.client.answer = answer_late
-    bench.observe()
-    assert bench.work()
-    assert {pack.version for pack in bench.events.packs} == {0}
-    assert bench.events.stale == []
-
-
 @pytest.mark.parametrize("redraw", [True, False])
 def test_the_samples_of_a_dropped_pack_return_or_are_quarantined(
     make_bench: Callable[..., Bench], redraw: bool
@@ -770,21 +626,6 @@ def test_the_samples_of_a_dropped_pack_return_or_are_quarantined(
 
 
 # --- what is quarantined -----------------------------------------------------------------------------
-
-
-def test_a_poisonous_request_is_quarantined_and_the_others_train(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench()
-
-    def poison_the_second(samples: Sequence[Sample]) -> BatchOutcome:
-        good = bench.client.answer_all([*samples[:1], *samples[2:]])
-        return replace(good, quarantined=((samples[1], "the server refuses it"),))
-
-    bench.client.answer = poison_the_second
-    bench.observe()
-    assert bench.work()
-    asked = bench.client.calls[0]
-    assert bench.events.quarantines == [(asked[1], QuarantineReason.ROLLOUT, "the server refuses it")]
-    assert {segment.key for segment in bench.events.segments} == {asked[0], *asked[2:]}
 
 
 def test_a_bad_picture_met_while_running_is_quarantined_and_the_run_goes_on(
@@ -866,22 +707,6 @@ def test_one_prompt_that_differs_where_others_agree_is_the_samples_fault(
     assert (key, reason) == (bench.client.calls[0][0], "prompt_mismatch")
     assert "num_server_tokens=3" in message
     assert bench.client.distrusted == []
-
-
-def test_a_server_that_misreads_many_samples_beside_others_is_told_once(
-    make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
-) -> None:
-    """As with other pixel limits, which differ on large images only."""
-    bench = make_bench()
-
-    bench.client.agreeing = {"http://127.0.0.1:1"}
-    bench.client.answer = _misread
-    bench.observe()
-    while len(bench.events.quarantines) < 2 * MANY_GIVEN_UP:
-        assert bench.work()
-    (told,) = [r.getMessage() for r in caplog.records if "compare max_pixels" in r.getMessage()]
-    assert told.startswith("http://127.0.0.1:1: ")
-    assert "num_server_tokens=3 num_learner_tokens=" in told
 
 
 @pytest.mark.parametrize("num_bad", [1, 2, 3])
@@ -972,33 +797,6 @@ def test_a_rollout_that_is_ahead_waits_for_its_servers_proof_and_for_the_clock(
     assert bench.events.num_unconfirmed == 0
 
 
-def test_what_is_held_is_not_asked_for_again(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench()
-    bench.client.answer = bench.client.answer_ahead
-    bench.observe()
-    while bench.work():
-        assert len(bench.client.calls) < 10, "one production after the other while nothing is heard"
-    num_held = sum(len(keys) for keys in bench.client.calls)
-    for step in range(1, 4):
-        bench.observe(step=step)
-        assert not bench.work()
-    assert (
-        len(bench.source.state_dict()["outstanding"])
-        == num_held
-        == sum(len(keys) for keys in bench.client.calls)
-    )
-
-
-def test_an_evaluation_has_what_is_left_while_rollouts_are_held(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench()
-    bench.client.answer = bench.client.answer_ahead
-    bench.evaluation.begin(0)
-    bench.observe()
-    while not bench.client.evaluated:
-        assert bench.work()
-    assert bench.events.segments == []
-
-
 @pytest.mark.parametrize("clock_moves", [True, False])
 def test_a_rollout_whose_round_does_not_prove_its_server_is_asked_again(
     make_bench: Callable[..., Bench], clock_moves: bool
@@ -1018,23 +816,6 @@ def test_a_rollout_whose_round_does_not_prove_its_server_is_asked_again(
     assert bench.events.num_unconfirmed == len(first)
     assert [segment.key for segment in bench.events.segments] == list(second)
     assert bench.events.quarantines == []
-
-
-def test_of_two_rounds_of_one_version_each_has_its_own_verdict(make_bench: Callable[..., Bench]) -> None:
-    """A version whose round failed is the next round's."""
-    bench = make_bench(target_packs=4)
-    bench.client.answer = bench.client.answer_ahead
-    bench.observe(max_prompts=1)
-    assert bench.work()
-    bench.client.round_id = "run-3"
-    assert bench.work()
-    bench.client.verdicts |= {"run-2": False, "run-3": True}
-    bench.clock.advance()
-    bench.observe(step=1, max_prompts=0)
-    bench.work()
-    (failed,), (proven,) = bench.client.calls
-    assert [segment.key for segment in bench.events.segments] == [proven]
-    assert bench.source.draw(1) == [failed]
 
 
 def test_a_stop_gives_back_what_is_held_and_a_checkpoint_has_it(
@@ -1072,32 +853,6 @@ def test_rollouts_whose_preparation_a_stop_interrupts_return(
     assert bench.pipeline.stop(PATIENCE_S)
     assert bench.pipeline.failure is None
     assert bench.source.draw(1) == list(bench.client.calls[0])
-
-
-def test_a_step_wakes_the_thread_for_what_it_holds(
-    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("swift_stage2.channel_b.pipeline._IDLE_SLICE_S", 2 * PATIENCE_S)
-    bench = make_bench()
-    bench.client.answer = bench.client.answer_ahead
-    waits = threading.Event()
-    enter = bench.events.enter
-
-    def tell(activity: PipelineActivity) -> None:
-        enter(activity)
-        # Before anything is asked, and once all of it is held.
-        if bench.events.activities.count(PipelineActivity.IDLE) == 2 and bench.client.num_fruitful:
-            waits.set()
-
-    monkeypatch.setattr(bench.events, "enter", tell)
-    bench.observe()
-    bench.pipeline.start()
-    assert waits.wait(PATIENCE_S)
-    assert bench.events.segments == []
-    bench.client.verdicts["run-2"] = True
-    bench.clock.advance()
-    bench.observe(step=1)
-    bench.events.wait_until(lambda: bool(bench.events.packs))
 
 
 # --- evaluation --------------------------------------------------------------------------------------
@@ -1144,55 +899,7 @@ def test_nothing_of_an_evaluation_reaches_what_trains(make_bench: Callable[..., 
     assert (bench.events.num_batches, bench.pipeline.production_pace) == (batches, pace)
 
 
-def test_an_evaluation_goes_on_while_channel_b_pauses_and_not_without_a_server(
-    make_bench: Callable[..., Bench],
-) -> None:
-    bench = make_bench()
-    bench.observe(paused=True, max_prompts=3)
-    assert bench.work(), "one batch of each version shows whether it is over"
-    bench.evaluation.begin(0)
-    bench.observe(paused=True, max_prompts=0)
-    assert not bench.work()
-    bench.observe(paused=True, max_prompts=3)
-    assert bench.work()
-    assert (len(bench.client.calls), bench.client.evaluated) == (1, [(0, 1, 2)])
-
-
 # --- pausing and ending ------------------------------------------------------------------------------
-
-
-def test_packs_that_will_be_stale_at_the_next_step_keep_no_fresh_one_out(
-    make_bench: Callable[..., Bench],
-) -> None:
-    bench = make_bench(target_packs=2, limit=2)
-    bench.observe()
-    while bench.queue.depth < 2:
-        assert bench.work()
-    for _ in range(WINDOW):
-        bench.clock.advance()
-    bench.observe(step=7, last_commit_step=4)  # the next round comes before the next step
-    while bench.queue.peek_versions() != (WINDOW, WINDOW):
-        assert bench.work()
-    bench.clock.advance()
-    assert len(bench.train()) == 1
-
-
-def test_segments_of_which_no_two_fit_a_pack_do_not_have_others_asked_for_ever(
-    make_bench: Callable[..., Bench],
-) -> None:
-    """Each alone is a thin pack, which is made when a step lacks it."""
-    lengths = make_bench()
-    lengths.observe()
-    assert lengths.work()
-    shortest = min(segment.num_tokens for segment in lengths.events.segments)
-    bench = make_bench(packing_length=2 * shortest - 1, packing_min_fill_ratio=1.0, target_packs=4, limit=8)
-    for step in range(12):
-        bench.observe(step=step, last_commit_step=step)
-        for _ in range(4):
-            bench.work()
-        bench.train()
-    assert len(bench.source.state_dict()["outstanding"]) <= 6
-    assert bench.events.dropped_packs == []
 
 
 def test_while_paused_each_version_is_asked_once(make_bench: Callable[..., Bench]) -> None:
@@ -1210,23 +917,6 @@ def test_while_paused_each_version_is_asked_once(make_bench: Callable[..., Bench
             assert not bench.work()
         assert len(bench.client.calls) == version
         bench.clock.advance()
-
-
-def test_truncated_rollouts_reach_the_guard(make_bench: Callable[..., Bench]) -> None:
-    guard = TruncationGuard(0.0)
-    bench = make_bench(guard=guard, target_packs=4, limit=8)
-    bench.client.answer = lambda samples: BatchOutcome(
-        rollouts=tuple(replace(bench.client.rollout(sample), truncated=True) for sample in samples)
-    )
-    for step in range(40):
-        bench.observe(step=step)
-        bench.work()
-        if guard.paused:
-            break
-        if bench.queue.depth:
-            bench.train()
-    assert guard.paused
-    assert guard.truncated_ratio == 1.0
 
 
 def test_an_exception_in_the_source_becomes_the_pipelines_failure(make_bench: Callable[..., Bench]) -> None:
@@ -1256,35 +946,6 @@ def test_a_step_that_waits_gets_its_packs_and_leaves_nothing_out(make_bench: Cal
     assert bench.client.num_fruitful == num_asked, "nothing is made that no step demands"
 
 
-def test_a_step_that_waits_goes_on_where_nothing_can_be_made(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench()
-    bench.pipeline.start()
-    bench.client.proven = ()
-    bench.fill(3, max_prompts=0)
-    bench.client.proven = ("http://server",)
-    bench.fill(3, paused=True)
-    assert bench.client.num_fruitful == 1, "one batch a version tells whether rollouts are still cut off"
-    bench.fill(3, paused=True)
-    assert bench.client.num_fruitful == 1
-    bench.queue.close()
-    bench.fill(3)
-
-
-def test_a_step_that_waits_takes_a_pack_that_nothing_could_fill_better(
-    make_bench: Callable[..., Bench],
-) -> None:
-    """No two segments fit into one pack, and one alone is below the ratio."""
-    lengths = make_bench()
-    lengths.pipeline.start()
-    lengths.fill(1)
-    (pack,) = lengths.train()
-    num_tokens = pack.num_tokens // len(pack.keys)
-    bench = make_bench(packing_length=2 * num_tokens - 10, packing_min_fill_ratio=0.9)
-    bench.pipeline.start()
-    bench.fill(2)
-    assert bench.queue.num_fresh(bench.clock.current) >= 2
-
-
 def test_a_step_that_waits_trains_a_pack_that_expires_after_it(make_bench: Callable[..., Bench]) -> None:
     """A round is due before the next step. What is made beyond this step's need pushes out nothing that it trains."""
     bench = make_bench(limit=3, packing_length=80, packing_min_fill_ratio=0.1)  # one row each
@@ -1297,38 +958,6 @@ def test_a_step_that_waits_trains_a_pack_that_expires_after_it(make_bench: Calla
     bench.fill(3, step=3)
     assert bench.events.dropped_packs == []
     assert [pack.version for pack in bench.train(3)] == [0, WINDOW, WINDOW]
-
-
-def test_a_step_does_not_wait_for_a_budget_that_is_used_up(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(max_rollouts_per_version=1)
-    bench.pipeline.start()
-    bench.fill(1)
-    assert bench.queue.num_fresh(bench.clock.current) == 1, "of what there is"
-    bench.fill(3)
-    assert bench.client.num_fruitful == 1
-
-
-def test_a_step_that_waits_hears_of_a_stop(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench()  # its thread never starts
-    pacing = PacingState(step=0, last_commit_step=0, current_version=0)
-    stopping = threading.Event()
-    threading.Timer(0.3, stopping.set).start()
-    began = time.monotonic()
-    bench.pipeline.fill(StepView(pacing, began, 10.0, 6, False, 1), PATIENCE_S, stopping.is_set)
-    assert time.monotonic() - began < PATIENCE_S
-
-
-def test_the_end_of_the_queue_is_no_failure(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench()
-    bench.queue.close()
-    bench.pipeline.start()
-    bench.observe()
-    bench.pipeline._thread.join(PATIENCE_S)
-    assert not bench.pipeline._thread.is_alive()
-    assert bench.pipeline.failure is None
-    asked = {(key.epoch, key.position) for keys in bench.client.calls for key in keys}
-    left = {(epoch, position) for epoch, position, *_ in bench.source.state_dict()["outstanding"]}
-    assert left == asked, "a resumed run asks them again"
 
 
 def test_stopping_waits_for_the_client_only_as_long_as_told(make_bench: Callable[..., Bench]) -> None:
@@ -1349,38 +978,6 @@ def test_stopping_waits_for_the_client_only_as_long_as_told(make_bench: Callable
     assert bench.pipeline.stop(PATIENCE_S)
     assert len(bench.client.calls) == 1
     assert bench.pipeline.stop(0.0), "it may be asked again"
-
-
-def test_a_pipeline_that_never_started_stops(make_bench: Callable[..., Bench]) -> None:
-    assert make_bench().pipeline.stop(0.0)
-
-
-def test_the_thread_wakes_for_a_new_step_at_once(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench()
-    bench.pipeline.start()
-    bench.observe(max_prompts=0)
-    bench.observe()
-    bench.events.wait_until(lambda: bench.events.num_batches > 0)
-
-
-def test_where_the_thread_stands_is_known_while_it_works(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench()
-    asking: list[str] = []
-
-    def look_around(samples: Sequence[Sample]) -> BatchOutcome:
-        assert bench.pipeline.standing is not None
-        asking.append(bench.pipeline.standing.what)
-        return bench.client.answer_all(samples)
-
-    bench.client.answer = look_around
-    assert bench.pipeline.standing is None
-    bench.observe()
-    bench.pipeline.start()
-    bench.events.wait_until(lambda: bench.events.num_batches > 0)
-    bench.observe(max_prompts=0)
-    assert bench.pipeline.stop(30.0)
-    assert asking[0] == f"channel B's pipeline asks servers for {len(bench.client.calls[0])} rollouts"
-    assert bench.pipeline.standing is None
 
 
 # --- nothing is lost ---------------------------------------------------------------------------------
@@ -1435,7 +1032,7 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
 
     bench.source.draw = remember  # type: ignore[method-assign]
     bench.pipeline.start()
-    for step in range(12):
+    for step in range(200):
         for place, (round_id, verdict) in enumerate(list(bench.client.verdicts.items())):
             if verdict is None:
                 bench.client.verdicts[round_id] = place % 2 == 0
@@ -1460,6 +1057,8 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
                     )
                     bench.trained += pack.keys
         bench.source.checkpoint(step=step + 1, save_id=f"save {step}")
+        if bench.trained and step > 10:
+            break
     assert bench.pipeline.stop(PATIENCE_S)
     assert bench.pipeline.failure is None
     ends = Counter((key.epoch, key.position) for key in bench.trained)
@@ -1475,33 +1074,3 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
     assert (rank.drawn, rank.trained) == (len(drawn), len(bench.trained))
     assert sum(rank.quarantined.values()) == len(bench.events.quarantines)
     assert {"stale", "failed", "timed_out"} <= rank.returned.keys()
-
-
-def test_no_segment_falls_between_two_versions(
-    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class RacingClock:
-        """The main thread commits a version whenever the pipeline looks."""
-
-        def __init__(self) -> None:
-            self._version = WINDOW + 2
-
-        @property
-        def current(self) -> int:
-            self._version += 1
-            return self._version
-
-        def is_fresh(self, version: int, window: int) -> bool:
-            return version >= self.current - window
-
-    bench = make_bench()
-    returned: list[SampleKey] = []
-    segments: Any = [SimpleNamespace(key=SampleKey(0, number, number), version=number) for number in range(9)]
-    monkeypatch.setattr(bench.pipeline, "clock", RacingClock())
-    monkeypatch.setattr(bench.pipeline, "_segments", segments)
-    monkeypatch.setattr(bench.pipeline, "_drop", lambda keys, _: returned.extend(keys))
-    monkeypatch.setattr(bench.events, "stale_segment", lambda segment: None)
-    bench.pipeline._drop_stale_segments()
-    kept = [segment.key for segment in bench.pipeline._segments]
-    assert returned
-    assert sorted([*returned, *kept], key=lambda key: key.index) == [segment.key for segment in segments]

@@ -9,20 +9,16 @@ from typing import Any
 
 import pytest
 from channel_b.test_pipeline import PATIENCE_S, WINDOW, Bench, encoder, make_bench, server_encoder
-from detection_task import make_task
 from real_model import rollout_of
 
-from swift_stage2.channel_b import demand
 from swift_stage2.channel_b.groups import GroupSettings
-from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
-from swift_stage2.columns import LOG_PROBS
 from swift_stage2.config import GrpoConfig, Objective
 from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.telemetry.ledger import Entry
 from swift_stage2.telemetry.ledger_account import account_of
 from swift_stage2.telemetry.reading import read_ledger
 
-__all__ = ["encoder", "make_bench", "server_encoder"]
+__all__ = ["encoder", "make_bench", "server_encoder"]  # fixtures
 
 STRAGGLER_S = 30.0
 
@@ -129,31 +125,6 @@ def test_of_a_group_whose_rewards_are_equal_nothing_is_trained_but_a_corrected_a
 # --- what it asks for --------------------------------------------------------------------------------
 
 
-def test_nothing_is_asked_for_rollouts_that_have_come_and_are_not_matched_yet(make_bench: MakeBench) -> None:
-    """Places are filled before that. One pack is wanted, and one group is in the making."""
-    scene = GroupBench(make_bench, 4, target_packs=1)
-    scene.bench.observe(max_prompts=1)
-    for _ in range(8):
-        scene.bench.pipeline._turn(0.0)
-    assert scene.asked == [0, 1, 2, 3]
-
-
-def test_nothing_is_asked_for_rollouts_that_are_held(make_bench: MakeBench) -> None:
-    scene = GroupBench(make_bench, 4, target_packs=1)
-    bench = scene.bench
-    bench.observe(max_prompts=1)
-    assert bench.work()
-    bench.client.answer = bench.client.answer_ahead
-    scene.work_until_idle()
-    assert scene.asked == [0, 1, 2, 3]
-    assert scene.waiting == {0}
-    bench.client.verdicts["run-2"] = True
-    bench.clock.advance()
-    bench.observe(max_prompts=0)
-    bench.work()
-    assert [len(group) for group in bench.events.compared_groups] == [4]
-
-
 def test_a_sample_that_came_back_is_asked_though_nothing_else_is_wanted(make_bench: MakeBench) -> None:
     scene = GroupBench(make_bench, 4, target_packs=1)
     bench = scene.bench
@@ -164,15 +135,6 @@ def test_a_sample_that_came_back_is_asked_though_nothing_else_is_wanted(make_ben
     assert bench.work()
     assert [len(group) for group in bench.events.compared_groups] == [4]
     assert set(scene.asked) == {0, 1, 2, 3}
-
-
-def test_a_sample_that_comes_back_again_and_again_does_not_keep_the_rest_of_its_group_from_being_drawn(
-    make_bench: MakeBench,
-) -> None:
-    scene = GroupBench(make_bench, 4, target_packs=1)
-    scene.bench.client.answer = scene.all_but(1)
-    scene.bench.observe(max_prompts=4)
-    scene.work_until(lambda: scene.waiting == {0, 2, 3})
 
 
 def test_a_pause_lets_groups_end_and_then_one_batch_of_each_version_shows_whether_it_is_over(
@@ -188,17 +150,6 @@ def test_a_pause_lets_groups_end_and_then_one_batch_of_each_version_shows_whethe
         assert scene.waiting == set()
         assert len(scene.asked) == 3 * (version + 1)
         bench.clock.advance()
-
-
-def test_a_step_that_waits_goes_on_though_a_pause_met_the_middle_of_a_group(make_bench: MakeBench) -> None:
-    scene = GroupBench(make_bench)
-    bench = scene.bench
-    bench.observe(max_prompts=1, num_demanded=1)
-    assert bench.work()
-    bench.clock.advance()
-    bench.pipeline.start()
-    bench.fill(1, paused=True)
-    assert scene.waiting == set()
 
 
 def test_a_step_that_waits_has_its_groups_ended_and_goes_on_where_the_budget_does_not_suffice(
@@ -218,37 +169,6 @@ def test_a_step_that_waits_has_its_groups_ended_and_goes_on_where_the_budget_doe
     short.bench.fill(1)
     assert sorted(short.asked)[:6] == [0, 1, 2, 3, 4, 5]
     assert short.waiting <= {6, 7}
-
-
-def test_a_group_goes_on_under_the_version_whose_budget_has_room(make_bench: MakeBench) -> None:
-    scene = GroupBench(make_bench, 4, target_packs=9, max_rollouts_per_version=5)
-    bench = scene.bench
-    bench.observe()
-    scene.work_until_idle()
-    assert (scene.asked, scene.waiting) == ([0, 1, 2, 3, 4], {4})
-    bench.clock.advance()
-    bench.observe(step=1)
-    scene.work_until_idle()
-    assert [len(group) for group in bench.events.compared_groups] == [4, 4]
-    assert [rollout.version for rollout in bench.events.compared_groups[1]] == [0, 1, 1, 1]
-
-
-def test_a_pack_waits_for_a_group_whose_last_rollout_is_out(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A starving queue takes a pack that is not full only if what is out fills none."""
-    scene = GroupBench(make_bench, 3, packing_min_fill_ratio=1.0)
-    bench = scene.bench
-    monkeypatch.setattr(bench.pipeline._demand, "_segments_per_pack", 6.0)
-    bench.observe(max_prompts=5)
-    bench.pipeline._turn(0.0)
-    bench.client.max_prompts = 1
-    bench.pipeline._turn(0.0)
-    assert (scene.asked, scene.waiting) == ([0, 1, 2, 3, 4, 5], {3, 4})
-    assert bench.events.packs == []
-    bench.client.max_prompts = 0
-    bench.pipeline._turn(0.0)
-    assert set(positions(bench.events.packs[0].keys)) > {0, 1, 2}
 
 
 # --- members that fall out ---------------------------------------------------------------------------
@@ -275,61 +195,6 @@ def test_a_group_does_not_wait_for_stragglers_beyond_its_time_and_what_comes_lat
     scene.work_until(lambda: bench.events.num_unused["too_small"] == 1)
     assert scene.asked[-1] == 2, "it came again first"
     assert bench.events.compared_groups == [group]
-
-
-def test_a_group_whose_rollouts_come_in_waves_is_compared_whole(make_bench: MakeBench) -> None:
-    """One place: each of them is in time after the one before."""
-    scene = GroupBench(make_bench, 4, target_packs=1)
-    scene.bench.observe(max_prompts=1)
-    for _ in range(4):
-        assert scene.bench.work()
-        scene.now_s += STRAGGLER_S / 2
-    assert [len(group) for group in scene.bench.events.compared_groups] == [4]
-
-
-def test_of_a_group_that_cannot_be_drawn_whole_those_that_are_here_are_compared_in_time(
-    make_bench: MakeBench,
-) -> None:
-    scene = GroupBench(make_bench, 4, target_packs=9, max_rollouts_per_version=6)
-    bench = scene.bench
-    bench.observe()
-    scene.work_until_idle()
-    assert (scene.asked, scene.waiting) == ([0, 1, 2, 3, 4, 5], {4, 5})
-    scene.now_s = STRAGGLER_S
-    scene.work_until_idle()
-    assert [len(group) for group in bench.events.compared_groups] == [4, 2]
-
-
-def test_a_task_that_reads_what_servers_tell_rates_the_corrected_answer_too(make_bench: MakeBench) -> None:
-    """No server sampled the corrected answer, so that stand-ins take the place of its log-probabilities."""
-    settings = GroupSettings(Objective.GRPO, GrpoConfig(straggler_s=STRAGGLER_S, target_in_group=True))
-    scene = GroupBench(make_bench, target_packs=1, groups=settings)
-    bench, task = scene.bench, make_task()
-    task.columns = (LOG_PROBS.name,)  # type: ignore[misc]
-    bench.pipeline.preprocessor = ThreadPreprocessor(
-        bench.client._encoder, task, packing_length=bench.pipeline.packing_length
-    )
-    bench.observe(max_prompts=3)
-    scene.work_until(lambda: bool(bench.events.compared_groups))
-    assert bench.events.quarantines == []
-    group = bench.events.compared_groups[0]
-    assert sorted(len(rollout.advantages or ()) for rollout in group) == [1, 1, 2]
-
-
-def test_nothing_is_late_while_no_server_is_asked(make_bench: MakeBench) -> None:
-    """A round that takes longer than a group waits leaves the group whole."""
-    scene = GroupBench(make_bench, 4, target_packs=9, max_rollouts_per_version=6)
-    bench = scene.bench
-    bench.observe()
-    scene.work_until_idle()
-    bench.client.is_open = False
-    scene.now_s = STRAGGLER_S
-    scene.work_until_idle()
-    assert [len(group) for group in bench.events.compared_groups] == [4]
-    bench.client.is_open = True
-    scene.now_s += STRAGGLER_S
-    scene.work_until_idle()
-    assert [len(group) for group in bench.events.compared_groups] == [4, 2]
 
 
 @pytest.mark.parametrize(("num_generations", "left"), [(3, "compared"), (2, "unused")])
@@ -432,23 +297,6 @@ def test_a_row_that_is_misread_at_all_its_positions_condemns_its_server_once(mak
     assert {key.index for key, _, _ in bench.events.quarantines} == bad
 
 
-def test_what_a_server_misreads_while_others_wait_for_it_comes_again(make_bench: MakeBench) -> None:
-    scene = GroupBench(make_bench, target_packs=1)
-    bench = scene.bench
-    bench.observe(max_prompts=1)
-    assert bench.work()
-    bench.client.agreeing.clear()  # another process has its place
-    bench.client.answer = lambda samples: BatchOutcome(
-        rollouts=tuple(rollout_of(sample, "[]", (1, 2, 3)) for sample in samples)
-    )
-    bench.work()
-    assert scene.waiting == {0}
-    bench.client.answer = bench.client.answer_all
-    scene.work_until_idle()
-    assert len(bench.events.compared_groups[0]) == 3
-    assert bench.events.quarantines == []
-
-
 # --- the end -----------------------------------------------------------------------------------------
 
 
@@ -490,83 +338,3 @@ def test_a_resumed_process_compares_what_is_left_of_a_group(make_bench: MakeBenc
 
 
 # --- room in the queue -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("limit", "packing_length"), [(4, 80), (8, 80), (8, 88)])
-def test_segments_wait_for_room_and_for_steps_and_no_pack_is_pushed_out(
-    make_bench: MakeBench, limit: int, packing_length: int
-) -> None:
-    """Each is a pack, a thin one of the first row. A group makes more packs than the queue has room for."""
-    scene = GroupBench(make_bench, 12, target_packs=4, limit=limit, packing_length=packing_length)
-    scene.bad_of = lambda good: good[:-1]
-    bench = scene.bench
-    trained: list[int] = []
-    for step in range(30):
-        bench.observe(step=step, last_commit_step=step, max_prompts=12)
-        for _ in range(3):
-            bench.work()
-        trained += positions(bench.train()[0].keys)
-    assert trained == list(range(30))
-    assert bench.events.dropped_packs == []
-    assert len(scene.asked) == 36
-
-
-def test_a_step_does_not_wait_for_groups_that_teach_nothing(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    most = 4
-    monkeypatch.setattr(demand, "_MOST_BARREN", most)
-    scene = GroupBench(make_bench, 2)
-    scene.is_good = lambda sample: False
-    bench = scene.bench
-    bench.pipeline.start()
-    for num_steps in (1, 2):
-        bench.fill(1)
-        assert len(scene.asked) >= 2 * most * num_steps, "none is given up for groups of the step before"
-        assert len(scene.asked) <= (2 * most + 6) * num_steps
-        assert len(bench.source.state_dict()["outstanding"]) == 0
-    scene.is_good = lambda sample: is_good(sample) and sample.key.position // 2 % most == 0
-    bench.fill(1)
-    assert bench.queue.num_fresh(0) >= 1, "the next that teaches comes in time"
-
-
-def test_late_rollouts_of_a_group_that_has_counted_bring_a_step_no_nearer_to_giving_up(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    most = 8
-    monkeypatch.setattr(demand, "_MOST_BARREN", most)
-    scene = GroupBench(make_bench, 3)
-    scene.is_good = lambda sample: False
-    bench = scene.bench
-
-    def last_ones_late(samples: Sequence[Sample]) -> BatchOutcome:
-        scene.now_s += STRAGGLER_S
-        groups = {s.key.position: bench.source.members_of(bench.source.group_of(s.key)) for s in samples}
-        return scene.all_but(*(p for p, left in groups.items() if p % 3 == 2 and len(left) == 3))(samples)
-
-    bench.client.answer = last_ones_late
-    bench.pipeline.start()
-    bench.fill(1)
-    assert bench.events.num_unused["no_variance"] >= 2 * most
-    assert bench.events.num_unused["too_small"] >= most - 2, (
-        "the last one of each, but of groups that were out"
-    )
-
-
-def test_a_step_does_not_wait_for_groups_that_are_all_too_small(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One rollout of each is given up, so that more rows would bring no more."""
-    monkeypatch.setattr(demand, "_MOST_BARREN", 4)
-    scene = GroupBench(make_bench, 2)
-    bench = scene.bench
-
-    def second_ones_refused(samples: Sequence[Sample]) -> BatchOutcome:
-        refused = [sample for sample in samples if sample.key.position % 2]
-        good = bench.client.answer_all([sample for sample in samples if sample not in refused])
-        return replace(good, quarantined=tuple((sample, "refused") for sample in refused))
-
-    bench.client.answer = second_ones_refused
-    bench.pipeline.start()
-    bench.fill(1)
-    assert bench.events.num_unused.keys() == {"too_small"}

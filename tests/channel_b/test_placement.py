@@ -56,11 +56,6 @@ def test_servers_that_are_about_as_fast_as_the_best_share_evenly() -> None:
     assert slow <= fast / 2
 
 
-def test_ranks_and_shares_take_turns() -> None:
-    chosen = [choose(servers(10, 11, 10.5), [0] * 3, [1] * 3, share=2, turn=turn) for turn in range(6)]
-    assert chosen == [0, 1, 2, 0, 1, 2]
-
-
 def test_a_server_without_history_counts_as_fast_as_the_fastest() -> None:
     assert fill(servers(10, None), 20) == [10, 10]
     assert choose(servers(1, 10, None), [0] * 3, [8] * 3, share=2, turn=2) == 2
@@ -80,11 +75,6 @@ def test_a_pace_follows_the_server_and_an_empty_share_shows_nothing() -> None:
     for _ in range(30):
         pace = pace.after(10, 1.0)
     assert pace.prompts_per_s == pytest.approx(10.0, rel=0.01)
-
-
-def test_a_share_needs_a_server() -> None:
-    with pytest.raises(ValueError, match="num_servers=0"):
-        choose([], [], [], share=1, turn=0)
 
 
 # --- the limit -------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, awai
 from rollout_batch import all_samples, collect
 
 from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights, lane
-from swift_stage2.channel_b.rollout_client.plan import PlaceLimit, PostEnd
-from swift_stage2.channel_b.rollout_client.trust import ServerTrust
+from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Sample
 
@@ -109,48 +107,6 @@ def test_every_place_has_a_post_and_a_ticket_and_what_waits_takes_a_free_one_at_
     assert server.most_at_once == PLACES
 
 
-def test_several_go_together_until_a_prompt_was_the_learners(
-    server: FakeRolloutServer, fence: InferFence
-) -> None:
-    with streaming(server, fence) as client:
-        client.withdraw([server.url])
-        client.set_proven({server.url: by("a")})  # it returns
-        collect(client, submit(client, 3))
-        client.note_agreement([server.url])
-        collect(client, submit(client, 3, first=3))
-    assert server.batch_sizes == [3, 1, 1, 1]
-
-
-def test_requests_go_to_the_server_that_has_less_in_hand(
-    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
-) -> None:
-    with FakeRolloutServer() as other:
-        server.on_infer = other.on_infer = holding(go_on, *map(str, range(8)))
-        with make_client(
-            server, other, fence=fence, run_id="run", world_size=1, max_inflight_per_server=4
-        ) as client:
-            client.set_proven(dict.fromkeys((server.url, other.url), by("a")))
-            client.note_agreement([server.url, other.url])
-            samples = submit(client, 6)
-            for each in (server, other):
-                each.wait_until(lambda each=each: len(each.infer_calls) == 3)  # type: ignore[misc]
-            go_on.set()
-            assert len(collect(client, samples).rollouts) == 6
-
-
-def test_ranks_share_what_a_server_may_be_asked() -> None:
-    shares = []
-    for rank in range(3):
-        with make_client(
-            "http://127.0.0.1:1", "http://127.0.0.1:2", fence=InferFence(), rank=rank, world_size=3,
-            max_inflight_per_server=16,
-        ) as client:  # fmt: skip
-            shares.append([each._num_places for each in client._lanes.values()])
-    assert [sum(places) for places in zip(*shares, strict=True)] == [16, 16]
-    assert max(map(max, shares)) == 6
-    assert len(set(map(tuple, shares))) == 3, "no rank has the larger part everywhere"
-
-
 def test_a_server_without_room_gets_fewer_posts_at_once(
     server: FakeRolloutServer, fence: InferFence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,27 +120,6 @@ def test_a_server_without_room_gets_fewer_posts_at_once(
         for first in range(1, 20):
             collect(client, submit(client, 1, first=first))
         assert only.num_places == PLACES
-
-
-def test_a_limit_is_not_undone_by_an_answer_that_comes_at_the_same_moment() -> None:
-    answers, is_cut = threading.Event(), threading.Event()
-
-    class SlowLimit(PlaceLimit):
-        def within(self, most: int) -> int:
-            if threading.current_thread() is answering:
-                answers.set()
-                is_cut.wait(0.2)
-            return super().within(most)
-
-    limit = SlowLimit()
-    observe = partial(limit.observe, began_s=0.0, ended_s=1.0, most=16)
-    answering = threading.Thread(target=observe, args=(PostEnd.ANSWERED,))
-    answering.start()
-    assert answers.wait(PATIENCE_S)
-    observe(PostEnd.BUSY)
-    is_cut.set()
-    answering.join(PATIENCE_S)
-    assert limit.within(16) == 8
 
 
 # --- trust, with several POSTs out -----------------------------------------------------------------------
@@ -255,63 +190,6 @@ def test_a_post_that_is_about_to_leave_when_its_server_loses_trust_stays(
     assert server.infer_calls == []
 
 
-@pytest.mark.parametrize("drained", [True, False])
-def test_a_post_that_a_withdrawal_cut_says_nothing_of_the_server_that_is_proven_anew(
-    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event, drained: bool
-) -> None:
-    server.on_infer = holding(go_on, "0")
-    was_cut, is_proven = threading.Event(), threading.Event()
-
-    @contextmanager
-    def held_up() -> Iterator[None]:
-        yield
-        was_cut.set()
-        is_proven.wait(PATIENCE_S)
-
-    with streaming(server, fence, request_timeout_s=3600.0, watch_post=held_up) as client:
-        samples = submit(client, 1)
-        server.wait_until(lambda: len(server.infer_calls) == 1)
-        client.withdraw([server.url])
-        assert was_cut.wait(PATIENCE_S)
-        client.forgive([server.url])
-        client.set_proven({server.url: ServedWeights("run-2", 4, "a")}, drained=drained)
-        is_proven.set()
-        outcome = collect(client, samples)
-        assert positions(outcome.returned) == [0]
-        assert (client.proven, client.suspects) == ((server.url,), {})
-
-
-def test_an_ordered_call_that_a_withdrawal_cut_says_nothing_of_the_server(
-    server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
-) -> None:
-    server.on_infer, server.on_reset = lambda call: error(504), lambda call: Answer(after=go_on)
-    with streaming(server, fence, request_timeout_s=3600.0) as client:
-        (only,) = client._lanes.values()
-        outcome = collect(client, submit(client, 1))
-        server.wait_until(lambda: len(server.reset_calls) == 1)
-        client.withdraw([server.url])
-        for place in list(only._places.values()):
-            place.join(PATIENCE_S)
-        assert (positions(outcome.timed_out), client.suspects, client.num_unsettled) == ([0], {}, 0)
-
-
-def test_an_ordered_call_settles_what_left_before_it_and_nothing_else() -> None:
-    trust = ServerTrust()
-    trust.prove(ServedWeights("run-1", 3, "a"), drained=True)
-    first, second = trust.begin_post(), trust.begin_post()
-    assert first is not None
-    assert second is not None
-    trust.end_post(first, settle_by=5.0)
-    covered = trust.abandoned()  # here the ordered call leaves
-    trust.end_post(second, settle_by=7.0)
-    assert trust.settle_by == 7.0
-    trust.settle(covered)
-    assert (trust.settle_by, trust.abandoned()) == (7.0, {second})
-    trust.suspect("it cannot")
-    assert (trust.settle_by, trust.begin_post()) == (None, None)
-    assert not trust.end_post(second), "out no more"
-
-
 def test_one_that_does_not_end_in_time_is_settled_and_the_others_come(
     server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
 ) -> None:
@@ -362,15 +240,6 @@ def test_a_stop_ends_every_place(
     client.close()
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name.startswith("rollout-lane")]
-
-
-def test_whoever_waits_is_woken(server: FakeRolloutServer, fence: InferFence) -> None:
-    with streaming(server, fence) as client:
-        waiting = threading.Thread(target=client.next_finished, args=(3600.0,))
-        waiting.start()
-        client.wake()
-        waiting.join(PATIENCE_S)
-        assert not waiting.is_alive()
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -10,7 +10,6 @@ from itertools import combinations, permutations
 from typing import Any
 
 import pytest
-from builders import config_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -176,11 +175,3 @@ def test_channel_as_answer_is_taken_as_it_is_written_and_no_other() -> None:
         task.check_answer(answer(TRUE[:2]), truth)
     with pytest.raises(ConfigError, match="dialect=point_list"):
         task.check_answer('[{"bbox_2d": [1, 2, 3, 4], "label": "cat"}]', truth)
-
-
-def test_a_name_in_the_yaml_is_enough() -> None:
-    config = config_of({"stage2_ab.task": "point", "stage2_ab.channel_b.matching.max_distance": 0.2})
-    assert config.stage2_ab.dialect == "point_list"
-    task = PointTask.from_config(config)
-    assert task.answer_format.dialect == POINT_LIST
-    assert try_task(task, row(TRUE[:1]), answer([("cat", (100, 10))]), SIZE).quality.num_pairs == 1

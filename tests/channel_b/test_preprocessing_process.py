@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from commands import run_python
 from real_model import PACKING_LENGTH, make_encoder, make_task, read_rows, rollout_of, sample_of
 from swift.utils import import_external_file
 
@@ -25,7 +22,7 @@ from swift_stage2.channel_b.preprocessing import Judged, Prepared, ProcessPrepro
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ConfigError, PreprocessorLost
-from swift_stage2.records import Rollout, SampleKey
+from swift_stage2.records import Rollout
 from swift_stage2.telemetry.trace import Trace
 
 
@@ -142,35 +139,6 @@ def test_evaluation_judges_alike(
             assert "the server's prompt must equal" in str(found)
 
 
-def test_a_prompt_that_is_kept_is_that_of_the_row(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
-    """At every position, in every epoch and attempt; an evaluation's row of the same number is another one."""
-    first, second = rollouts_of(encoder, rows)[:2]
-    keys = [
-        SampleKey(0, 0, 0),
-        SampleKey(0, 1, 0),
-        SampleKey(3, 5, 0, 2),
-        SampleKey(0, 2, 1),
-        SampleKey(4, 9, 0),
-    ]
-    asked = [
-        replace(each, sample=replace(each.sample, key=key))
-        for key in keys
-        for each in ((first, second)[key.index],)
-    ]
-    of_evaluation = replace(second, sample=replace(second.sample, key=SampleKey(0, 0, 0)))
-    keeping = ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH)
-    for rollout in asked:
-        (judged,) = keeping.judge([of_evaluation])
-        assert isinstance(judged, Judged)
-        (found,) = prepared_by(keeping, [rollout])
-        (expected,) = prepared_by(
-            ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH), [rollout]
-        )
-        (prompt, own) = (each.segment.encodings[0] for each in (found, expected))
-        assert torch.equal(prompt["pixel_values"], own["pixel_values"])
-        assert (prompt["input_ids"], found.target) == (own["input_ids"], expected.target)
-
-
 def test_a_bad_sample_is_refused_and_costs_no_other(
     shared: ProcessPreprocessor, encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:
@@ -214,18 +182,6 @@ def test_memory_of_packs_goes_with_their_tensors(
     assert psutil.Process().num_fds() == descriptors
 
 
-def test_stages_are_on_the_rank_s_trace(
-    shared: ProcessPreprocessor, encoder: Encoder, rows: list[dict[str, Any]], trace: Trace
-) -> None:
-    started = trace.now_ns()
-    prepared_by(shared, rollouts_of(encoder, rows)[:2])  # the prompt of one row may be known
-    ended = trace.now_ns()
-    spans = [span for span in trace.spans if span.start_ns >= started]
-    assert {span.name for span in spans} == {"encode", "parse", "match", "target"}
-    assert {span.track for span in spans} == {"preprocessing"}
-    assert all(started <= span.start_ns <= span.end_ns <= ended for span in spans)
-
-
 @pytest.mark.slow
 def test_its_death_names_the_rows_that_it_worked_on(
     own: ProcessPreprocessor, encoder: Encoder, rows: list[dict[str, Any]]
@@ -257,61 +213,6 @@ def test_signals_to_the_whole_group_leave_it_to_its_rank(
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(shared.pid, number)
     assert prepared_by(shared, rollouts_of(encoder, rows)[:1])
-
-
-def test_of_the_users_files_only_that_is_imported_there_which_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]
-) -> None:
-    parts, _ = (import_parts(tmp_path / f"{name}.py", monkeypatch) for name in ("needed", "unused"))
-    with closing(ProcessPreprocessor(parts, parts, packing_length=1, trace=Trace(False))) as there:
-        there.await_ready()
-        (refusal,) = there.prepare([rollout_of(sample_of(rows[0]), "", ())])
-    assert str(refusal) == "refused by a user's class"
-    assert (tmp_path / "needed.imports").read_text() == "once once "
-    assert (tmp_path / "unused.imports").read_text() == "once "
-
-
-PROGRAM_WITH_A_PIXEL_LIMIT = """
-import sys
-from pathlib import Path
-from real_model import PACKING_LENGTH, make_encoder, make_task, read_rows, sample_of
-from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
-from swift_stage2.channel_b.preprocessing import ProcessPreprocessor
-from swift_stage2.preflight.packing_isolation import empty_rollout
-from swift_stage2.preflight.channel_b_parts import check_preprocessing
-from swift_stage2.telemetry.trace import Trace
-
-encoder = make_encoder()
-rollouts = [empty_rollout(sample_of(row, n), encoder) for n, row in enumerate(read_rows(Path(sys.argv[1])))]
-print("tokens", len(rollouts[0].prompt_token_ids))
-process = ProcessPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH, trace=Trace(False))
-process.await_ready()
-check_preprocessing(process, ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH), rollouts)
-process.close()
-print("alike")
-"""
-
-
-@pytest.mark.slow
-def test_pixel_limits_that_loading_a_model_sets_hold_there_too(
-    rows: list[dict[str, Any]], encoder: Encoder, tmp_path: Path
-) -> None:
-    """ms-swift puts MAX_PIXELS into a library when it loads a model, which nothing in the worker would do by itself."""
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
-    import_path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), *sys.path)))
-    ended = run_python(
-        "-c",
-        PROGRAM_WITH_A_PIXEL_LIMIT,
-        str(file),
-        variables={"MAX_PIXELS": str(56 * 56), "PYTHONPATH": import_path},
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    *_, tokens, verdict = ended.stdout.splitlines()
-    assert verdict == "alike"
-    without_limit = len(encoder.encode_prompt(sample_of(rows[0])).token_ids)
-    assert int(tokens.split()[1]) < without_limit, "the limit binds"
 
 
 def test_what_cannot_be_sent_is_refused_with_the_remedy(encoder: Encoder) -> None:

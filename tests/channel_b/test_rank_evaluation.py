@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import rollout_batch
 from as_sampled import AsSampled
-from fake_rollout_server import Answer, Call, FakeRolloutServer, echo
+from fake_rollout_server import FakeRolloutServer
 from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
@@ -174,37 +173,6 @@ def test_an_evaluation_asks_for_the_columns_without_which_its_task_corrects_noth
         assert (counts.num_answered, counts.num_failed) == ((0, 2) if log_probs is None else (2, 0))
 
 
-def test_every_evaluation_asks_the_same_rows_anew(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
-    scene = Scene(encoder, rows)
-    for version in (5, 6):
-        scene.client.version = version
-        scene.part.begin(version)
-        assert scene.ask(99)
-        assert scene.part.end().num_answered == 5
-    assert scene.client.asked == [[0, 2, 4, 6, 8]] * 2
-
-
-def test_nothing_is_asked_before_it_begins_nor_after_it_has_ended(
-    encoder: Encoder, rows: list[dict[str, Any]]
-) -> None:
-    scene = Scene(encoder, rows)
-    assert not scene.ask(3)
-    assert scene.part.is_finished
-    scene.part.begin(5)
-    assert not scene.part.is_finished
-    scene.part.end()
-    assert not scene.ask(3)
-    assert scene.client.asked == []
-
-
-def test_a_rank_without_rows_is_finished_at_once(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
-    scene = Scene(encoder, rows, rank=1, num_samples=1)
-    scene.part.begin(5)
-    assert scene.part.is_finished
-    assert not scene.ask(3)
-    assert scene.part.end() == EvaluationCounts()
-
-
 # --- what is counted ---------------------------------------------------------------------------------
 
 
@@ -242,21 +210,6 @@ def test_every_answer_that_is_counted_leaves_its_row_and_so_does_every_failure(
             assert found == pytest.approx(true, abs=0.002 * max(line["width"], line["height"]) + 1)
 
 
-def test_the_same_rows_at_even_distances_are_drawn_on_whichever_rank_they_are(
-    encoder: Encoder, rows: list[dict[str, Any]]
-) -> None:
-    for num_pictures, expected in ((3, {0, 3, 6}), (0, set()), (99, set(range(NUM_SAMPLES)))):
-        found = set()
-        for rank in (0, 1):
-            scene = Scene(encoder, rows, rank=rank, num_pictures=num_pictures)
-            scene.part.begin(5)
-            scene.ask(99)
-            scene.part.end()
-            lines = map(json.loads, scene.part.lines.splitlines())
-            found |= {line["row"] for line in lines if "drawing" in line}
-        assert found == expected
-
-
 def test_an_answer_of_another_version_is_not_counted_and_asked_again(
     encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:
@@ -268,25 +221,6 @@ def test_an_answer_of_another_version_is_not_counted_and_asked_again(
     assert scene.ask(99)
     assert scene.client.asked == [[0, 2], [4, 6, 8, 0, 2]], "again comes last"
     assert scene.part.end().num_answered == 5
-
-
-def test_an_answer_that_comes_after_the_end_is_of_no_evaluation(
-    encoder: Encoder, rows: list[dict[str, Any]]
-) -> None:
-    scene = Scene(encoder, rows)
-    ended: list[EvaluationCounts] = []
-
-    def end_meanwhile(samples: Sequence[Sample]) -> BatchOutcome:
-        ended.append(scene.part.end())
-        scene.part.begin(5)
-        return scene.client.answer_all(samples)
-
-    scene.part.begin(5)
-    assert scene.ask(2)
-    scene.client.answer = end_meanwhile
-    scene.ask(99)
-    assert [counts.num_answered for counts in ended] == [2]
-    assert scene.part.end() == EvaluationCounts(num_wanted=5)
 
 
 def test_what_is_in_flight_counts_although_no_more_may_be_asked(
@@ -326,16 +260,6 @@ def test_what_is_not_answered_is_asked_again_and_fails_after_so_many_requests(
     assert scene.part.is_finished
     assert scene.part.end() == EvaluationCounts(num_wanted=5, num_failed=5)
     assert scene.events.given_up_rows == dict.fromkeys((0, 2, 4, 6, 8), "no answer to 3 requests")
-
-
-def test_where_nobody_was_asked_no_request_was_used_up(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
-    scene = Scene(encoder, rows)
-    scene.client.answer = lambda samples: BatchOutcome(returned=tuple(samples))
-    scene.part.begin(5)
-    assert not any(scene.ask(99) for _ in range(2 * MAX_ASKS))
-    scene.client.answer = scene.client.answer_all
-    assert scene.ask(99)
-    assert scene.part.end().num_answered == 5
 
 
 def test_rows_that_cannot_be_used_fail_and_the_others_count(
@@ -417,53 +341,3 @@ def test_posts_of_an_evaluation_are_greedy_and_told_apart_from_those_of_training
         rollout_batch.generate(client, [sample], [encoder.request(sample)])
         assert server.calls[-1].config["temperature"] == DECODING.temperature
         assert (len(scene.events.posts), training.posts) == (1, [(server.url, 5)])
-
-
-def test_a_round_that_comes_while_a_ticket_is_waited_for_leaves_nothing_to_ask(
-    encoder: Encoder, rows: list[dict[str, Any]]
-) -> None:
-    fence = InferFence(version=5)
-    with FakeRolloutServer() as server, make_client(server, fence, Recorder()) as client:
-        scene = Scene(encoder, rows, client=client)
-        scene.part.begin(5)
-        fence.close()
-        asking = threading.Thread(target=scene.ask, args=(2,))
-        asking.start()
-        fence.reopen(6)
-        asking.join(PATIENCE_S)
-        assert not asking.is_alive()
-        assert server.calls == []
-        assert scene.part.end().num_failed == 0
-
-
-def test_the_end_of_the_run_cuts_what_is_in_flight(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
-    forever = threading.Event()
-    with FakeRolloutServer(on_infer=lambda call: echo(call, after=forever)) as server:
-        with make_client(server, InferFence(version=5), Recorder()) as client:
-            scene = Scene(encoder, rows, client=client)
-            scene.part.begin(5)
-            asking = threading.Thread(target=scene.ask, args=(2,))
-            asking.start()
-            server.wait_until(lambda: len(server.calls) == 1)
-            client.request_stop()
-            asking.join(PATIENCE_S)
-            assert not asking.is_alive()
-        forever.set()
-    assert scene.events.ends == ["stopped"]
-    assert scene.part.end() == EvaluationCounts(num_wanted=5)
-
-
-def test_a_batch_in_flight_is_bounded_by_what_may_be_in_flight(
-    encoder: Encoder, rows: list[dict[str, Any]]
-) -> None:
-    def count(call: Call) -> Answer:
-        assert len(call.requests) <= 2
-        return echo(call)
-
-    with FakeRolloutServer(on_infer=count) as server:
-        with make_client(server, InferFence(version=5), Recorder()) as client:
-            scene = Scene(encoder, rows, client=client)
-            scene.part.begin(5)
-            while scene.ask(2):
-                pass
-        assert [len(call.requests) for call in server.calls] == [2, 2, 1]

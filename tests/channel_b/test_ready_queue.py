@@ -50,52 +50,6 @@ def names(packs: list[Pack]) -> list[int]:
     return [pack.name for pack in packs]
 
 
-def test_overflow_drops_the_oldest_and_keeps_the_order() -> None:
-    queue, drops = filled(1, 1, 1, 1, limit=3)
-    assert queue.depth == 3
-    assert drops == [(0, "dropped_oldest")]
-    assert names(reserved(queue, 3).take()) == [1, 2, 3]
-
-
-def test_reserve_purges_every_stale_pack_first() -> None:
-    queue, drops = filled(1, 2, 3, 1)
-    reservation = reserved(queue, 2, version=3)
-    assert [pack.version for pack in reservation.take()] == [2, 3]
-    assert drops == [(0, "dropped_stale"), (3, "dropped_stale")]
-
-
-def test_a_reserve_that_fails_purges_but_takes_nothing() -> None:
-    queue, drops = filled(1, 3)
-    assert queue.reserve(2, current_version=3) is None
-    assert drops == [(0, "dropped_stale")]
-    assert queue.peek_versions() == (3,)
-
-
-def test_window_zero_keeps_the_current_version_only() -> None:
-    queue, _ = filled(window=0)
-    for version in (1, 2, 3):
-        queue.offer(Pack(version), current_version=3)
-    assert queue.peek_versions() == (3,)
-
-
-def test_an_offer_purges_stale_packs_before_it_counts_the_overflow() -> None:
-    queue, drops = filled(1, 4, 4, limit=3)
-    queue.offer(Pack(4, name=3), current_version=4)
-    assert drops == [(0, "dropped_stale")]
-
-
-def test_a_stale_offer_is_dropped_and_displaces_nobody() -> None:
-    queue, drops = filled(3, 3, limit=2)
-    queue.offer(Pack(1, name=9), current_version=3)
-    assert drops == [(9, "dropped_stale")]
-    assert queue.depth == 2
-
-
-def test_packs_ahead_of_the_caller_are_fresh() -> None:
-    queue, _ = filled(7)
-    assert names(reserved(queue, 1, version=1).take()) == [0]
-
-
 def test_a_reservation_survives_overflow_and_any_version() -> None:
     queue, drops = filled(1, 1, 1, limit=3)
     reservation = reserved(queue, 2)
@@ -119,34 +73,6 @@ def test_there_is_room_for_a_pack_that_pushes_no_young_one_out_now_or_when_packs
     if is_taken:
         queue.offer(Pack(2), current_version=2)
     assert (drops, queue.has_room(1)) == ([], False)
-
-
-def test_released_packs_return_to_the_front_and_are_judged_again() -> None:
-    queue, drops = filled(1, 2, 3)
-    reservation = reserved(queue, 2)
-    reservation.release()
-    assert queue.peek_versions() == (1, 2, 3)
-    assert [pack.version for pack in reserved(queue, 2, version=3).take()] == [2, 3]
-    assert drops == [(0, "dropped_stale")]
-
-
-def test_release_over_the_limit_drops_from_the_front() -> None:
-    queue, drops = filled(1, 1, 1, limit=3)
-    reservation = reserved(queue, 2)
-    queue.offer(Pack(1, 3), current_version=1)
-    queue.offer(Pack(1, 4), current_version=1)
-    assert queue.depth == 3
-    reservation.release()
-    assert drops == [(0, "dropped_oldest"), (1, "dropped_oldest")]
-    assert names(reserved(queue, 3).take()) == [2, 3, 4]
-
-
-def test_a_second_release_does_nothing() -> None:
-    queue, _ = filled(1, 1)
-    reservation = reserved(queue, 2)
-    reservation.release()
-    reservation.release()
-    assert queue.depth == 2
 
 
 @pytest.mark.parametrize(("first", "second"), [("take", "take"), ("take", "release"), ("release", "take")])

@@ -142,14 +142,6 @@ def test_a_dead_server_that_names_requests_is_found_out_at_once(size: int, at_mo
     assert len(server.asked) <= 6
 
 
-def test_an_error_is_asked_again_once_as_it_was() -> None:
-    plan = RequestPlan(3)
-    whole = plan.next_piece()
-    assert whole == Piece((0, 1, 2))
-    plan.record(whole, PostEnd.ERROR_ANSWER)
-    assert plan.next_piece() == Piece((0, 1, 2), is_retry=True)
-
-
 @given(st.integers(min_value=1, max_value=32))
 def test_a_timeout_is_never_asked_again_at_the_same_size(size: int) -> None:
     plan = RequestPlan(size)
@@ -161,17 +153,6 @@ def test_a_timeout_is_never_asked_again_at_the_same_size(size: int) -> None:
     assert plan.timed_out == list(range(size))
     assert plan.quarantined == {}
     assert plan.server_fault is None
-
-
-def test_halves_that_follow_a_timeout_are_asked_in_order() -> None:
-    plan = RequestPlan(3)
-    whole = plan.next_piece()
-    assert whole is not None
-    plan.record(whole, PostEnd.TIMED_OUT)
-    first = plan.next_piece()
-    assert first == Piece((0, 1))
-    plan.record(first, PostEnd.ANSWERED)
-    assert plan.next_piece() == Piece((2,))
 
 
 def test_a_server_that_cannot_be_reached_twice_is_at_fault() -> None:
@@ -206,21 +187,3 @@ def test_a_probe_that_times_out_proves_nothing_either_way() -> None:
     plan.record(probe, PostEnd.TIMED_OUT)
     assert plan.next_piece() is None
     assert (plan.quarantined, plan.server_fault, tuple(plan.accused)) == ({}, None, (0,))
-
-
-def test_every_probe_has_a_retry_of_its_own() -> None:
-    plan = RequestPlan(2)
-    ends = {
-        Piece((0,), is_retry=True): PostEnd.ERROR_ANSWER,
-        Piece((), is_retry=True): PostEnd.ANSWERED,
-    }
-    asked: list[Piece] = []
-    while (piece := plan.next_piece()) is not None:
-        asked.append(piece)
-        plan.record(piece, ends.get(piece, PostEnd.ERROR_ANSWER), "failed")
-    assert [piece.is_retry for piece in asked if piece.is_probe] == [False, True, False, True]
-    assert plan.quarantined == {0: "failed", 1: "failed"}
-
-
-def test_an_empty_batch_asks_nothing() -> None:
-    assert RequestPlan(0).next_piece() is None

@@ -67,11 +67,6 @@ def test_within_a_rank_no_position_attempt_or_redraw_repeats_a_seed(world_size: 
     assert len(set(seeds)) == len(seeds)
 
 
-def test_a_sample_keeps_drawing_new_seeds_through_a_long_outage() -> None:
-    seeds = [request_seed(**FIRST | {"draw": draw}) for draw in range(2_000)]
-    assert len(set(seeds)) == len(seeds)
-
-
 @pytest.mark.parametrize("name", ["run_seed", "epoch", "position", "attempt", "draw", "rank"])
 def test_each_part_of_the_place_changes_the_seed(name: str) -> None:
     assert request_seed(**FIRST) == request_seed(**FIRST)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,9 +30,7 @@ from free_port import free_port
 from rollout_batch import generate
 
 from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights, Terms, lane
-from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
-from swift_stage2.channel_b.rollout_client.trust import ServerTrust
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
@@ -156,15 +152,6 @@ def test_finish_reasons(server: FakeRolloutServer, fence: InferFence) -> None:
     assert positions(outcome.returned) == [2]
 
 
-def test_every_part_of_a_rollout_is_drawn_anew(server: FakeRolloutServer) -> None:
-    """A seed's numbers may begin anew in every part, as vLLM's do."""
-    server.on_infer = lambda call: outputs([output("x", finish_reason="abort")])
-    with make_client(server) as client:
-        for _ in range(3):
-            assert positions(ask(client, 1).returned) == [0]
-    assert len({call.config["seed"] for call in server.infer_calls}) == 3
-
-
 def test_a_probe_asks_no_rest(server: FakeRolloutServer) -> None:
     """Of the one token that a probe asks for, the ids of a resumed request would leave none."""
 
@@ -190,17 +177,6 @@ def test_a_server_that_is_not_proven_is_never_asked(server: FakeRolloutServer) -
         assert texts(ask(client, 1)) == ["echo 0"]
 
 
-def test_only_servers_of_the_client_can_be_proven(server: FakeRolloutServer) -> None:
-    with make_client(server) as client, pytest.raises(ValueError, match="elsewhere"):
-        client.set_proven({"http://elsewhere:1": UNSTAMPED})
-
-
-def test_one_request_per_sample(server: FakeRolloutServer) -> None:
-    with make_client(server) as client:
-        with pytest.raises(ValueError, match="num_samples=2 num_requests=1"):
-            generate(client, make_samples(2), [request("0")])
-
-
 def test_copies_of_a_row_leave_in_different_posts_with_different_seeds(server: FakeRolloutServer) -> None:
     """A batch has one seed, and a server may give equal requests in it one answer."""
     rows = [7, 7, 7, 8, 8, 8, 9]
@@ -213,22 +189,7 @@ def test_copies_of_a_row_leave_in_different_posts_with_different_seeds(server: F
     assert len(set(server.seeds)) == 3
 
 
-def test_an_empty_batch_asks_nobody(server: FakeRolloutServer) -> None:
-    with make_client(server) as client:
-        assert ask(client, 0) == BatchOutcome()
-    assert server.calls == []
-
-
 # --- error answers -------------------------------------------------------------------------------
-
-
-def test_a_server_that_refuses_batches_larger_than_one(server: FakeRolloutServer) -> None:
-    server.on_infer = lambda call: echo(call) if len(call.requests) == 1 else error()
-    with make_client(server) as client:
-        outcome = ask(client, 4)
-    assert texts(outcome) == ["echo 0", "echo 1", "echo 2", "echo 3"]
-    assert outcome.quarantined == ()
-    assert server.most_at_once == 1
 
 
 @pytest.mark.parametrize("poisonous", range(8))
@@ -242,14 +203,6 @@ def test_one_poisonous_request_among_eight(server: FakeRolloutServer, poisonous:
     assert sample.key.position == poisonous
     assert "500" in reason
     assert server.most_at_once == 1
-
-
-def test_the_last_poisonous_request_is_condemned_by_a_short_probe(server: FakeRolloutServer) -> None:
-    server.on_infer = failing_on("1")
-    with make_client(server) as client:
-        ask(client, 2)
-    probe = server.infer_calls[-1]
-    assert (probe.texts, probe.config["max_tokens"]) == (["0"], 1)
 
 
 @pytest.mark.parametrize("canary", [None, request("canary")])
@@ -268,30 +221,12 @@ def test_everything_poisonous_condemns_the_server_and_no_sample(
     assert client.suspects.keys() == {server.url}
 
 
-def test_an_engine_that_died_after_good_answers_condemns_no_sample(server: FakeRolloutServer) -> None:
-    with make_client(server) as client:
-        ask(client, 4)
-        server.on_infer = lambda call: error()
-        outcome = ask(client, 4, first=4)
-    assert positions(outcome.returned) == [4, 5, 6, 7]
-    assert client.suspects.keys() == {server.url}
-
-
 def test_a_canary_tells_a_poisonous_first_request_from_a_dead_server(server: FakeRolloutServer) -> None:
     server.on_infer = failing_on("0")
     with make_client(server, canary=request("canary")) as client:
         outcome = ask(client, 1)
     assert [sample.key.position for sample, _ in outcome.quarantined] == [0]
     assert server.infer_calls[-1].texts == ["canary"]
-
-
-def test_one_bad_answer_costs_one_retry_with_another_seed(server: FakeRolloutServer) -> None:
-    server.on_infer = lambda call: error() if len(server.infer_calls) == 1 else echo(call)
-    with make_client(server) as client:
-        outcome = ask(client, 3)
-    assert len(outcome.rollouts) == 3
-    assert server.batch_sizes == [3, 3]
-    assert server.seeds[0] != server.seeds[1]
 
 
 def test_a_server_without_room_is_asked_again_and_condemns_nobody(
@@ -326,67 +261,6 @@ def test_samples_of_a_server_that_stays_full_return_and_it_stays_trusted(
     assert (positions(outcome.returned), outcome.timed_out) == ([1, 2], ())
     assert {failure.end for failure in outcome.failures} == {PostEnd.BUSY}
     assert set(server.batch_sizes[1:]) == {2}, "it is asked for the same, and not bisected"
-
-
-def test_two_requests_answered_by_one_output_name_both_numbers(server: FakeRolloutServer) -> None:
-    server.on_infer = lambda call: outputs([output("only one")])
-    with make_client(server) as client:
-        outcome = ask(client, 2)
-    assert "num_outputs=1 num_requests=2" in outcome.failures[0].reason
-    assert outcome.failures[0].end is PostEnd.ERROR_ANSWER
-    assert len(outcome.rollouts) == 2  # each alone is answered by one output
-
-
-GARBAGE = [
-    b'[{"response": {"cho',
-    b"",
-    b"<html>",
-    b"[" * 100_000,
-    b"\xff\xfe",
-    b'{"a": 1}',
-    b"[null]",
-    b"[{}]",
-]
-
-
-@pytest.mark.parametrize("body", GARBAGE, ids=lambda body: repr(body[:12]))
-def test_a_body_that_is_no_reply_condemns_its_request(server: FakeRolloutServer, body: bytes) -> None:
-    server.on_infer = lambda call: Answer(body=body) if "1" in call.texts else echo(call)
-    with make_client(server) as client:
-        outcome = ask(client, 3)
-        assert client.suspects == {}
-    assert [sample.key.position for sample, _ in outcome.quarantined] == [1]
-    assert texts(outcome) == ["echo 0", "echo 2"]
-
-
-def naming(*places: Any) -> Answer:
-    return error(text=json.dumps({"detail": "no", "failures": [{"index": place} for place in places]}))
-
-
-@pytest.mark.parametrize("places", [[99], [-1], [True], ["0"], [None], [{}], []])
-def test_a_name_that_is_no_place_of_the_post_is_not_believed(
-    server: FakeRolloutServer, places: list[Any]
-) -> None:
-    server.on_infer = lambda call: naming(*places) if "2" in call.texts else echo(call)
-    with make_client(server) as client:
-        outcome = ask(client, 4)
-    assert server.batch_sizes[:3] == [4, 4, 2]  # asked again, then bisected
-    assert [sample.key.position for sample, _ in outcome.quarantined] == [2]
-
-
-def test_a_request_that_the_server_names_is_condemned_only_after_another_succeeded(
-    server: FakeRolloutServer,
-) -> None:
-    """It is named, fails alone, and then the engine dies: nothing speaks against the request any more."""
-
-    def engine(call: Call) -> Answer:
-        return naming(1) if len(server.infer_calls) == 1 else naming(0)
-
-    server.on_infer = engine
-    with make_client(server, canary=request("canary")) as client:
-        outcome = ask(client, 4)
-    assert positions(outcome.returned) == [0, 1, 2, 3]
-    assert (outcome.quarantined, client.suspects.keys()) == ((), {server.url})
 
 
 # --- who may be asked ----------------------------------------------------------------------------
@@ -433,14 +307,6 @@ def test_a_connection_lost_during_a_post_ends_all_trust(
     assert len(server.calls) == 1  # nothing is tried again there
 
 
-def test_a_connection_that_closes_between_posts_is_no_loss(server: FakeRolloutServer) -> None:
-    # The stand-in closes every connection after its reply without having said so.
-    with make_client(server) as client:
-        for first in range(5):
-            outcome = ask(client, 1, first=first)
-            assert (len(outcome.rollouts), outcome.num_posts, outcome.failures) == (1, 1, ())
-
-
 def test_a_server_that_is_gone_is_asked_twice_and_suspected() -> None:
     url = closed_port()
     with make_client(url) as client:
@@ -448,28 +314,6 @@ def test_a_server_that_is_gone_is_asked_twice_and_suspected() -> None:
     assert positions(outcome.returned) == [0, 1, 2, 3]
     assert [failure.end for failure in outcome.failures] == [PostEnd.UNREACHABLE] * 2
     assert list(client.suspects) == [url]
-
-
-def test_of_two_servers_the_dead_one_costs_its_share_once(server: FakeRolloutServer) -> None:
-    dead = closed_port()
-    with make_client(server, dead, max_inflight_per_server=3) as client:
-        first = ask(client, 5)
-        second = ask(client, 5)
-        assert client.proven == (server.url,)
-    assert texts(first) == ["echo 0", "echo 1", "echo 2"]
-    assert positions(first.returned) == [3, 4]
-    assert list(client.suspects) == [dead]
-    assert len(second.rollouts) == 5
-
-
-def test_two_servers_share_a_batch(server: FakeRolloutServer) -> None:
-    few = {"max_inflight_per_server": 4}
-    with FakeRolloutServer() as other, make_client(server, other, **few) as client:
-        assert texts(ask(client, 7)) == [f"echo {n}" for n in range(7)]
-        assert sorted(server.batch_sizes + other.batch_sizes) == [3, 4]
-        for _ in range(2):  # to whom depends on how fast they were; test_placement says how
-            ask(client, 1)
-        assert len(server.calls) + len(other.calls) == 4
 
 
 def test_a_server_that_takes_batches_gets_one_post_at_a_time(
@@ -542,23 +386,6 @@ def test_an_answer_to_another_row_is_no_answer_though_its_prompt_ids_are_the_sam
         outcome = ask(client, 2)
     assert [failure.end for failure in outcome.failures][:1] == [PostEnd.ERROR_ANSWER]
     assert "of the request in its place" in outcome.failures[0].reason
-
-
-def test_a_server_that_was_proven_as_a_stock_one_must_not_stamp(server: FakeRolloutServer) -> None:
-    server.on_infer = stamped(weight_version=3, round_id="run-1", incarnation="a")
-    with make_client(server) as client:
-        ask(client, 1)
-        assert "incarnation='a' instead of None" in client.suspects[server.url]
-
-
-def test_a_proven_round_ends_the_suspicion(server: FakeRolloutServer) -> None:
-    with make_client(server) as client:
-        client.set_proven({server.url: by("a")})
-        server.on_infer = stamped(weight_version=3, round_id="run-1", incarnation="b")
-        ask(client, 1)
-        client.set_proven({server.url: by("b")})
-        assert client.suspects == {}
-        assert len(ask(client, 1).rollouts) == 1
 
 
 # --- staged rounds -------------------------------------------------------------------------------
@@ -655,19 +482,6 @@ def test_an_answer_is_of_what_the_server_served_since_the_post_left(
     assert staged.suspects.keys() == {server.url}, "the next one left after the proof"
 
 
-def test_a_post_that_left_before_the_round_began_may_be_answered_by_it(
-    server: FakeRolloutServer, background: ThreadPoolExecutor
-) -> None:
-    installed = threading.Event()
-    server.on_infer = lambda call: replace(stamp("run-2", 4)(call), after=installed)
-    with make_client(server, run_id="run") as client:
-        client.set_proven({server.url: by("a")})
-        future = start_and_wait_for_a_post(client, server, background)
-        client.expect_round("run-2", 4)
-        installed.set()
-        assert {each.version for each in future.result(timeout=PATIENCE_S).rollouts} == {4}
-
-
 def test_a_server_behind_the_ticket_answers_with_its_own_version(
     staged: RolloutClient, server: FakeRolloutServer, fence: InferFence
 ) -> None:
@@ -716,61 +530,7 @@ def test_a_catch_up_brings_back_a_server_with_the_weights_that_it_had_unless_it_
     assert staged.proven == (server.url,)
 
 
-def test_a_server_that_no_proof_names_is_withdrawn(staged: RolloutClient, server: FakeRolloutServer) -> None:
-    staged.set_proven({}, drained=False)
-    assert positions(ask(staged, 1).returned) == [0]
-    assert (server.calls, dict(staged.suspects)) == ([], {})
-
-
-def test_a_staged_proof_does_not_settle_an_abandoned_post() -> None:
-    trust = ServerTrust()
-    trust.prove(ServedWeights("run-1", 3, "a"), drained=True)
-    post = trust.begin_post()
-    assert post is not None
-    assert trust.end_post(post, settle_by=1.0)
-    trust.prove(ServedWeights("run-2", 4, "a"), drained=False)
-    assert trust.settle_by == 1.0
-    trust.prove(ServedWeights("run-3", 5, "a"), drained=True)
-    assert trust.settle_by is None
-
-
-def test_a_stock_servers_answer_is_of_the_ticket_and_needs_no_confirmation(
-    server: FakeRolloutServer, fence: InferFence
-) -> None:
-    with make_client(server, fence=fence) as client:
-        client.set_proven({server.url: ServedWeights("run-1", 3, None)})
-        fence.reopen(5)
-        (rollout,) = ask(client, 1).rollouts
-        assert (rollout.version, rollout.round_id, client.confirms(rollout)) == (5, None, True)
-
-
 # --- deadlines -----------------------------------------------------------------------------------
-
-
-def test_what_was_agreed_with_a_server_is_forgotten_when_it_returns(server: FakeRolloutServer) -> None:
-    with make_client(server.url) as client:
-        client.set_proven({server.url: UNSTAMPED})
-        assert client.note_agreement([]) == frozenset()
-        assert client.note_agreement([server.url]) == {server.url}
-        client.set_proven({server.url: UNSTAMPED})
-        assert client.note_agreement([]) == {server.url}
-        client.withdraw([server.url])
-        client.set_proven({server.url: UNSTAMPED})
-        assert client.note_agreement([]) == frozenset()
-
-
-def test_a_timeout_is_not_asked_again_at_the_same_size(
-    server: FakeRolloutServer, forever: threading.Event
-) -> None:
-    server.on_infer = lambda call: echo(call, after=forever if len(call.requests) > 1 else None)
-    with make_client(server, request_timeout_s=2.0) as client:
-        outcome = ask(client, 2)
-        assert client.num_unsettled == 0
-    assert texts(outcome) == ["echo 0", "echo 1"]
-    assert server.batch_sizes == [2, 1, 1]
-    assert [failure.end for failure in outcome.failures] == [PostEnd.TIMED_OUT]
-    # The abandoned POST is over before the next one begins.
-    assert [call.path for call in server.calls][:3] == ["/infer/", "/reset_prefix_cache/", "/infer/"]
 
 
 def test_a_single_request_that_never_answers_returns_after_one_post(
@@ -785,16 +545,6 @@ def test_a_single_request_that_never_answers_returns_after_one_post(
     assert server.batch_sizes == [1]
     assert [failure.end for failure in outcome.failures] == [PostEnd.TIMED_OUT]
     assert len(server.reset_calls) == 1
-
-
-def test_the_budget_of_a_batch_is_two_timeouts(server: FakeRolloutServer, forever: threading.Event) -> None:
-    server.on_infer = lambda call: echo(call, after=forever)
-    with make_client(server, request_timeout_s=1.5) as client:
-        outcome = ask(client, 8)
-        # The second POST gets what the first one and its settling have left, and nothing is left for a third.
-        assert server.batch_sizes == [8, 4]
-        assert [failure.end for failure in outcome.failures] == [PostEnd.TIMED_OUT] * 2
-    assert positions(outcome.returned) == list(range(8))
 
 
 class PatientFence(InferFence):
@@ -819,33 +569,7 @@ def test_waiting_for_a_ticket_costs_no_budget_and_is_no_failure(server: FakeRoll
     assert outcome.rollouts[0].version == 4
 
 
-def test_a_server_that_trickles_meets_the_same_deadline(server: FakeRolloutServer) -> None:
-    server.on_infer = lambda call: Answer(trickle=True)
-    with make_client(server, request_timeout_s=0.3) as client:
-        outcome = ask(client, 1)
-    assert [failure.end for failure in outcome.failures] == [PostEnd.TIMED_OUT]
-
-
 # --- abandoned POSTs -----------------------------------------------------------------------------
-
-
-def test_a_post_is_unsettled_before_its_ticket_goes_back(
-    server: FakeRolloutServer, forever: threading.Event
-) -> None:
-    seen: list[tuple[int, int]] = []
-    server.on_infer = lambda call: echo(call, after=forever)
-
-    class WatchedFence(InferFence):
-        @contextmanager
-        def ticket(self, timeout_s: float) -> Iterator[InferTicket]:
-            with super().ticket(timeout_s) as ticket:
-                yield ticket
-                seen.append((self.in_flight, client.num_unsettled))
-
-    client: RolloutClient = make_client(server, fence=WatchedFence(version=3), request_timeout_s=0.2)
-    with client:
-        ask(client, 1)
-    assert seen == [(1, 1)]
 
 
 def test_the_server_stays_busy_until_the_ordered_call_answers(
@@ -873,29 +597,6 @@ def test_a_server_that_does_not_settle_becomes_suspect_and_is_busy_no_more(
         assert (client.num_unsettled, client.proven) == (0, ())
         assert "could not be settled" in client.suspects[server.url]
     assert len(server.reset_calls) == 1
-
-
-def test_a_batch_whose_budget_ends_does_not_cut_the_settling_short(
-    server: FakeRolloutServer, forever: threading.Event
-) -> None:
-    answer_reset, good_reset = threading.Event(), server.on_reset
-
-    def fail_late_then_hang(call: Call) -> Answer:
-        if len(server.infer_calls) > 1:
-            return echo(call, after=forever)
-        forever.wait(1.2)  # a slow server: most of the first of two timeouts
-        return error()
-
-    server.on_infer = fail_late_then_hang
-    server.on_reset = lambda call: Answer(body=good_reset(call).body, after=answer_reset)
-    with make_client(server, request_timeout_s=2.0) as client:
-        outcome = ask(client, 2)
-        assert (client.suspects, client.num_unsettled) == ({}, 1)
-        answer_reset.set()
-        await_settled(client)
-        assert client.suspects == {}
-    assert positions(outcome.returned) == [0, 1]
-    assert server.batch_sizes == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -1014,26 +715,6 @@ def test_a_stop_cuts_the_post_in_flight_and_condemns_nobody(
     assert fence.in_flight == 0
 
 
-def test_a_connection_that_was_ended_sends_nothing_more(server: FakeRolloutServer) -> None:
-    connection = ServerConnection(server.url, api_key=None, connect_timeout_s=1.0)
-    connection.end()
-    assert connection.infer([request("0")], {"max_tokens": 1}, timeout_s=PATIENCE_S).end is PostEnd.STOPPED
-    connection.close()
-    assert server.calls == []
-
-
-def test_a_shut_down_fence_ends_all_that_waits_for_it(
-    server: FakeRolloutServer, background: ThreadPoolExecutor
-) -> None:
-    fence = WatchedFence()
-    with make_client(server, fence=fence) as client:
-        outcome = background.submit(ask, client, 2)
-        assert fence.someone_waits.wait(PATIENCE_S)
-        fence.shutdown()
-        assert positions(outcome.result(timeout=PATIENCE_S).returned) == [0, 1]
-        assert client.free_places == 0, "nothing more can be asked"
-
-
 def test_close_leaves_no_thread_even_with_a_post_in_flight(
     server: FakeRolloutServer, forever: threading.Event, background: ThreadPoolExecutor
 ) -> None:
@@ -1051,34 +732,6 @@ def test_close_leaves_no_thread_even_with_a_post_in_flight(
 
 
 # --- seeds ---------------------------------------------------------------------------------------
-
-
-def test_a_sample_that_comes_back_is_asked_with_another_seed(server: FakeRolloutServer) -> None:
-    with make_client(server) as client:
-        server.on_infer = lambda call: echo(call, drop=True)
-        assert positions(ask(client, 2).returned) == [0, 1]
-        client.set_proven({server.url: UNSTAMPED})
-        server.on_infer = echo
-        assert len(ask(client, 2).rollouts) == 2
-    assert len(set(server.seeds)) == 2
-
-
-def test_the_same_place_of_the_stream_gets_the_same_seed_in_every_process(server: FakeRolloutServer) -> None:
-    for _ in range(2):
-        with make_client(server) as client:
-            for _ in range(2):  # what is resolved leaves no count behind
-                ask(client, 3, first=5)
-    assert len(server.seeds) == 4
-    assert len(set(server.seeds)) == 1
-
-
-def test_two_ranks_never_send_a_common_seed(server: FakeRolloutServer) -> None:
-    for rank in (0, 1):
-        with make_client(server, rank=rank) as client:
-            for first in range(40):
-                ask(client, 1, first=first)
-    assert len(set(server.seeds)) == 80
-    assert 0 not in server.seeds
 
 
 # --- what is told ------------------------------------------------------------------------------------
@@ -1110,33 +763,3 @@ def test_every_post_is_told_with_its_samples_its_seed_and_how_it_ended(
     )
     assert answered == sorted(rollout.sample.key.position for rollout in outcome.rollouts) == [0, 1, 3]
     assert {record["end"] for record in finished} == {"answered", "error_answer"}
-
-
-def test_a_share_that_ends_after_its_lane_was_closed_is_returned(
-    server: FakeRolloutServer, forever: threading.Event, background: ThreadPoolExecutor
-) -> None:
-    """Its POST was abandoned, and it would have that settled on a thread that takes nothing any more."""
-    # A loaded machine must connect within it
-    client = make_client(server, request_timeout_s=2.0)
-    (lane,) = client._lanes.values()
-    decides, go_on = threading.Event(), threading.Event()
-    is_set = client._stop.is_set
-
-    def at_the_end() -> bool:
-        is_stopped = is_set()
-        if sys._getframe(1).f_code.co_name == "_serve":
-            decides.set()
-            assert go_on.wait(PATIENCE_S)
-        return is_stopped
-
-    client._stop.is_set = at_the_end  # type: ignore[method-assign]
-    server.on_infer = lambda call: Answer(drop=forever.wait(PATIENCE_S))
-    # One request, whose time-out ends the share: behind two the first would be settled before the second is asked.
-    asked = background.submit(ask, client, 1)
-    assert decides.wait(PATIENCE_S)
-    client._stop.set()
-    assert not lane.close(timeout_s=0.0)
-    go_on.set()
-    assert positions(asked.result(PATIENCE_S).returned) == [0]
-    assert lane.close(PATIENCE_S)
-    client.close()

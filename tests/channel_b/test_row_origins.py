@@ -70,20 +70,6 @@ def test_what_is_in_no_file_is_told_without_a_line(files: list[Path]) -> None:
     assert RowOrigins([files[0].with_name("absent.jsonl")]).find({}).line is None
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {},
-        {"images": True},
-        {"images": "a.png"},
-        {"messages": 7, "objects": 7, "images": None},
-        {"messages": [7], "images": [[]]},
-    ],
-)
-def test_no_row_ends_the_search(files: list[Path], row: dict[str, Any]) -> None:
-    assert RowOrigins(files).find(row).file is None
-
-
 def test_lines_that_are_no_rows_move_no_number(tmp_path: Path) -> None:
     rows = [json.dumps(_row(number, "/a.png")) for number in range(3)]
     path = tmp_path / "a.jsonl"

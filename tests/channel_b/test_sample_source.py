@@ -99,10 +99,6 @@ def test_too_few_rows_with_objects_are_refused_with_both_numbers() -> None:
         SampleSource(_rows(7), make_task(), rank=0, world_size=3, seed=0, usable=(1, 4))
 
 
-def test_by_default_every_row_may_be_drawn() -> None:
-    assert usable_rows([{}, {}], make_task(), RowsWithoutObjects.REFUSE) == range(2)
-
-
 def test_epochs_differ_in_order_and_runs_with_one_seed_do_not() -> None:
     source, again, other = _source(50), _source(50), _source(50, seed=4)
     first, second = _epoch(source, 0), _epoch(source, 1)
@@ -110,29 +106,6 @@ def test_epochs_differ_in_order_and_runs_with_one_seed_do_not() -> None:
     assert first != sorted(first)
     assert [_epoch(again, 0), _epoch(again, 1)] == [first, second]
     assert _epoch(other, 0) != first
-
-
-def test_a_draw_may_cross_epochs() -> None:
-    keys = _source(3).draw(7)
-    assert [(key.epoch, key.position) for key in keys] == [
-        (0, 0),
-        (0, 1),
-        (0, 2),
-        (1, 0),
-        (1, 1),
-        (1, 2),
-        (2, 0),
-    ]
-
-
-def test_a_sample_carries_its_row_labels_and_boxes() -> None:
-    source = _source()
-    (key,) = source.draw(1)
-    sample, number = source.read(key), key.index
-    assert sample.row["id"] == number
-    assert sample.truth.labels == (f"label {number}",)
-    assert sample.truth.boxes == ((0.0, 0.0, float(number), float(number)),)
-    assert sample.key == key
 
 
 def test_what_comes_back_is_drawn_first_and_in_order() -> None:
@@ -232,12 +205,6 @@ def test_channel_b_draws_another_stream_than_channel_a(count: int, world_size: i
                     pairs = zip(a_rows[max(shift, 0) :], b_rows[max(-shift, 0) :], strict=False)
                     # Independent orders: Poisson with mean 1 or less
                     assert sum(a == b for a, b in pairs) <= 12
-
-
-def test_no_seed_repeats_the_next_seeds_epochs() -> None:
-    source, other = _source(50, seed=3), _source(50, seed=4)
-    epochs = [_epoch(source, 0), _epoch(source, 1), _epoch(other, 0), _epoch(other, 1)]
-    assert len({tuple(rows) for rows in epochs}) == 4
 
 
 class Stream(RuleBasedStateMachine):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from swift_stage2.channel_b.answer_format import standard_format
 from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST, Dialect
-from swift_stage2.channel_b.matching import match_objects
 from swift_stage2.channel_b.parsing import PredictedObject, parse_rollout
 from swift_stage2.channel_b.targets import (
     TargetText,
@@ -44,19 +43,6 @@ MAP_AB = (
 )
 def test_order(pairs: tuple[tuple[int, int], ...], num_ground_truth: int, expected: tuple[int, ...]) -> None:
     assert order_ground_truth(pairs, num_ground_truth) == expected
-
-
-def test_order_follows_a_real_match() -> None:
-    boxes = [[0, 0, 10, 10], [20, 20, 30, 30], [50, 50, 60, 60]]
-    match = match_objects(
-        [boxes[2], [90, 90, 99, 99], boxes[0]],
-        boxes,
-        iou_threshold=0.3,
-        top_k=10,
-        unmatched_prediction_cost=1.0,
-        unmatched_ground_truth_cost=1.0,
-    )
-    assert order_ground_truth(match.pairs, 3) == (2, 0, 1)
 
 
 @pytest.mark.parametrize("pairs", [((0, 3),), ((0, 1), (1, 1)), ((0, -1),)])

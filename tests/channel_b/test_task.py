@@ -86,14 +86,6 @@ def test_the_same_label_is_asked_for_only_when_it_is_configured() -> None:
     assert _correct(make_task(same_label=True), "").quality.num_pairs == 0
 
 
-def test_settings_reach_the_match() -> None:
-    text = _answer(("cat", (0, 0, 40, 20)))  # half of the first truth
-    assert _correct(make_task(iou_threshold=0.5), text).quality.num_pairs == 1
-    assert _correct(make_task(iou_threshold=0.51), text).quality.num_pairs == 0
-    dear = make_task(unmatched_prediction_cost=0.2, unmatched_ground_truth_cost=0.2)
-    assert _correct(dear, text).quality.num_pairs == 0
-
-
 def test_each_token_has_the_weight_of_its_group() -> None:
     weights = {group: float(number) for number, group in enumerate(TokenGroup, start=1)}
     task = make_task(weights=weights)
@@ -111,13 +103,6 @@ def test_each_token_has_the_weight_of_its_group() -> None:
     assert by_group[TokenGroup.MISSED_COORDINATES] == "0, 0, 40, 4050, 50, 90, 90"
     assert by_group[TokenGroup.CLOSURE] == "}]"
     assert task.closing_weight == weights[TokenGroup.CLOSURE]
-
-
-def test_the_map_dialect_numbers_anew() -> None:
-    text = '{"object_7": {"desc": "owl", "bbox_2d": [10, 60, 30, 100]}}'
-    target = _correct(make_task("object_map"), text)
-    assert target.text.startswith('{"object_1": {"desc": "owl", "bbox_2d": [10, 60, 30, 100]}, "object_2"')
-    assert [label for label, _ in _objects(target, "object_map")] == ["owl", "cat", "dog"]
 
 
 # --- the format of channel A's answers -------------------------------------------------------------

@@ -23,7 +23,6 @@ from commands import run_python
 from real_model import (
     PACKING_LENGTH,
     STAGE1,
-    boxes_of,
     make_encoder,
     read_rows,
     rollout_of,
@@ -34,7 +33,6 @@ from torchrun_job import RECORDER, TEMPLATE, LearnerRun, Server, run_learner, wr
 
 import swift_stage2
 from swift_stage2 import try_task
-from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.channel_b.preprocessing import (
@@ -43,7 +41,7 @@ from swift_stage2.channel_b.preprocessing import (
     ThreadPreprocessor,
     make_target,
 )
-from swift_stage2.channel_b.task import TASKS, Task, needed_columns
+from swift_stage2.channel_b.task import TASKS, needed_columns
 from swift_stage2.columns import COLUMNS, LOG_PROBS
 from swift_stage2.config import load_config
 from swift_stage2.errors import ConfigError
@@ -197,34 +195,6 @@ def test_a_users_reward_has_its_terms_and_weights(load: Any, tmp_path: Path) -> 
         ConfigError, match=r"reward\.weights must be exact or near, got .*; did you mean 'near'"
     ):
         task_of(_configured(tmp_path, settings))
-
-
-def test_a_task_that_nobody_registered_is_one_line_with_the_nearest(load: Any, tmp_path: Path) -> None:
-    load("counting.py")
-    settings = {"swift": SETTINGS[1]["swift"], "stage2_ab": {"task": "count"}}
-    with pytest.raises(ConfigError, match="got task='count'; did you mean 'counting'"):
-        task_of(_configured(tmp_path, settings))
-    with pytest.raises(ConfigError, match="every task needs a name of its own, got 'counting' for"):
-        load("counting.py").register_task("counting")(Task)
-
-
-def test_coordinates_of_a_users_task_are_the_templates(load: Any, tmp_path: Path, rows_file: Path) -> None:
-    load("pointing.py")
-    settings = {"swift": {"external_plugins": ["pointing.py"]}, "stage2_ab": {"task": "pointing"}}
-    task, encoder, sample = (
-        task_of(_configured(tmp_path, settings)),
-        make_encoder(),
-        sample_of(read_rows(rows_file)[0]),
-    )
-    assert isinstance(task, DetectionTask)
-    squares = task.to_space(sample.truth, encoder.encode_prompt(sample).convert)
-    for (label, square), name, box in zip(
-        squares, sample.truth.labels, boxes_of(encoder, sample), strict=True
-    ):
-        assert label == name
-        for low, high, begin, end in ((0, 2, box[0], box[2]), (1, 3, box[1], box[3])):
-            assert abs(square[high] - 8 - (begin + end) / 2) <= 1, "the image is resized, and so is the point"
-            assert square[low] == max(0, square[high] - 16)
 
 
 def test_a_users_settings_are_checked_and_reach_the_task(load: Any, tmp_path: Path, rows_file: Path) -> None:

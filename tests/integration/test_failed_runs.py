@@ -122,20 +122,6 @@ def test_a_model_that_was_cut_is_told_in_one_line_by_every_start(tmp_path: Path,
     assert said[-2].strip().startswith("traceback : swift.model must hold whole weights")
 
 
-def test_what_ms_swift_raises_is_named_last(tmp_path: Path, rows_file: Path) -> None:
-    """A scheduler that deepspeed or transformers refuse is met long after the configuration was read."""
-    config = write_run(tmp_path / "c", rows_file, tmp_path / "run", max_steps=1)
-    settings = yaml.safe_load(config.read_text())
-    settings["swift"]["lr_scheduler_type"] = "cosine_with_min_lr"  # wants arguments that are not there
-    config.write_text(yaml.safe_dump(settings))
-    done = launch(config)
-    assert done.returncode != 0
-    assert "Traceback" in (tmp_path / "run" / "logs" / "learner.log").read_text()
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith("swift-stage2 launch: error: ")
-    assert len(last) < 1100
-
-
 @pytest.mark.parametrize("action", ["warn", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_run_whose_rounds_prove_nothing_says_so_in_its_last_line(
     tmp_path: Path, rows_file: Path, server: Server, action: str

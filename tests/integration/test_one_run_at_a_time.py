@@ -81,14 +81,3 @@ def test_a_killed_torchrun_takes_its_ranks_along_and_the_run_goes_on_by_resume(
     assert f"resuming from {saved}" in resumed.output
     steps = [json.loads(line)["step"] for line in audit.read_text().splitlines() if '"kind":"step"' in line]
     assert steps == list(range(step + 2)), "a step was lost or trained twice"
-
-
-def test_a_launch_shows_its_own_lines_and_a_mistake_once(tmp_path: Path, rows_file: Path) -> None:
-    config = write_config(tmp_path / "run", rows_file, None, b_ratio=0, swift={"learning_rat": 1})
-    ended = run_command("launch", str(config), variables=ENVIRONMENT, timeout=_DEADLINE_S)
-    assert ended.returncode == 2, ended.stdout + ended.stderr
-    told = ended.stdout.splitlines()
-    assert all(line.startswith("[launch] ") or line.endswith(" s") for line in told), ended.stdout
-    assert ended.stderr.count("\n") == 1
-    assert "did you mean 'learning_rate'?" in ended.stderr
-    assert "learning_rat" in (tmp_path / "run" / "logs" / "learner.log").read_text()

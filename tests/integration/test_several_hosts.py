@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,6 @@ from torchrun_job import write_config
 pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(1800)]
 
 RENDEZVOUS_PORT = 29400
-
-
-def rounds(
-    learner: Host, log: Path, endpoints: Sequence[dict[str, Any]], timeout_s: float = 60.0
-) -> list[Any]:
-    """How one round to each endpoint ended, run by a learner's process on its host."""
-    words = [TESTS / "one_round.py", str(timeout_s), *(json.dumps(endpoint) for endpoint in endpoints)]
-    status, output = ended(start(learner, log, words), log)
-    assert status == 0, output[-3000:]
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 def test_both_sides_of_a_weight_group_over_gloo_bind_an_address_of_their_own(tmp_path: Path) -> None:
@@ -132,28 +121,3 @@ def _learner_over(nodes: Sequence[Host], logs: Path, config: Path, **environment
         running.append((start(node, log, words, **environment), log))
     told = [ended(process, log) for process, log in running]
     return max(abs(status) for status, _ in told), "".join(output for _, output in told)
-
-
-def test_a_message_tells_name_route_port_and_firewall_apart(tmp_path: Path) -> None:
-    with network_hosts("server", "learner") as (server, learner):
-        server.answer_nothing_to(learner.second_address)
-        with our_server(server, tmp_path / "server.log") as address:
-            endpoint = {"base_url": address.base_url, "group_port": GROUP_PORT}
-            wrong = {
-                "nowhere.invalid": "write rollout.servers[].group_host",
-                "10.99.0.1": "this machine has no route there",
-                "localhost": "nothing listens there: group_bind must be the address that group_host leads to",
-                server.second_address: "open group_port in every firewall between the two machines",
-            }
-            hosts = [*wrong, server.name]
-            told = rounds(
-                learner,
-                tmp_path / "rounds.log",
-                [endpoint | {"group_host": host} for host in hosts],
-                timeout_s=20.0,
-            )
-    for (host, remedy), report in zip(wrong.items(), told[:-1], strict=True):
-        assert not report["proven"]
-        assert f"the weight group did not form at {host}:{GROUP_PORT}" in report["error"]
-        assert remedy in report["error"], report["error"]
-    assert told[-1]["proven"], told[-1]["error"]

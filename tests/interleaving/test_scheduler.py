@@ -12,7 +12,7 @@ from commands import run_python
 from interleaving.exhaustive import run_all
 from interleaving.scene import run_seed, virtual_world
 from interleaving.scheduler import Scheduler, Violation, seeded_chooser
-from interleaving.virtual_threading import Condition, Event, Lock, Thread, TimeNames, active, running
+from interleaving.virtual_threading import Event, Lock, active, running
 
 
 def run(work: Callable[[], None], seed: int = 0) -> Scheduler:
@@ -82,44 +82,6 @@ def test_a_loop_that_no_time_passes_in_is_found() -> None:
 
     with pytest.raises(Violation, match="somebody spins"):
         run(spin)
-
-
-def test_time_passes_only_when_nobody_can_run() -> None:
-    def work() -> None:
-        def busy() -> None:
-            for _ in range(100):
-                active().point("busy")
-            assert active().now == 0.0
-
-        thread = Thread(busy)
-        thread.start()
-        TimeNames.sleep(5.0)
-        assert active().now == 5.0
-        assert not thread.is_alive()
-
-    for seed in range(20):
-        run(work, seed)
-
-
-def test_a_condition_wakes_whoever_waits_and_times_out_otherwise() -> None:
-    def work() -> None:
-        changed, woken = Condition(), []
-
-        def wait() -> None:
-            with changed:
-                woken.append(changed.wait(10.0))
-
-        active().spawn(wait, "waiter")
-        TimeNames.sleep(1.0)
-        with changed:
-            changed.notify_all()
-        TimeNames.sleep(1.0)
-        active().spawn(wait, "late waiter")
-        TimeNames.sleep(20.0)
-        assert woken == [True, False]
-
-    for seed in range(20):
-        run(work, seed)
 
 
 def test_every_schedule_is_run_once() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,13 +11,11 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from live_server import CALL_TIMEOUT_S, RunningServer
+from live_server import RunningServer, serve
 from stock_server import ENVIRONMENT, MODEL, START_S, TEMPLATE, ServerProcess, start
 
 from swift_stage2.rollout_server.command_line import parse_command
-from swift_stage2.rollout_server.routes import RolloutService, create_app
 from swift_stage2.servers import protocol as rollout_protocol
-from swift_stage2.servers.http_app import HttpServer, bind
 
 
 def our_arguments(port: int, model: Path = MODEL, torch_dtype: str = "float32") -> list[str]:
@@ -62,28 +59,13 @@ def engine_here(weights_root: Path | None = None, *, torch_dtype: str = "float32
         try:
             assert engine.wait_loaded(START_S)
             assert engine.status().state == "ready", engine.status().detail
-            with _routes(engine, weights_root) as server:
+            with serve(engine, weights_root=weights_root) as server:
                 yield server
         finally:
             children = set(psutil.Process().children(recursive=True)) - others
             engine.close(timeout_s=20.0)
             _, left = psutil.wait_procs([each for each in children if is_vllm(each)], timeout=10.0)
             assert not left
-
-
-@contextmanager
-def _routes(engine: object, weights_root: Path | None) -> Iterator[RunningServer]:
-    service = RolloutService(engine, weights_root=weights_root)  # type: ignore[arg-type]
-    listener = bind("127.0.0.1", 0)
-    base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    uvicorn_server = HttpServer(create_app(service, None), service.end_work)
-    thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    with httpx.Client(base_url=base_url, timeout=CALL_TIMEOUT_S, trust_env=False) as http:
-        yield RunningServer(engine, service, http, base_url)
-    uvicorn_server.should_exit = True
-    thread.join(15.0)
-    assert not thread.is_alive()
 
 
 def is_vllm(process: psutil.Process) -> bool:

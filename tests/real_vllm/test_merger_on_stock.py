@@ -105,26 +105,3 @@ def test_a_picture_that_the_server_refuses_fails_its_own_caller_only(
         )
     assert [completion.seed for completion in completions(good, 2)] == [1000, 1001]
     assert bad.status_code == 500
-
-
-def test_control_calls_pass_in_their_turn(stock: ServerProcess, merger: LiveMerger) -> None:
-    assert merger.get(protocol.SERVER_INFO).status_code == 404
-    assert merger.get(protocol.WORLD_SIZE).json() == {"world_size": 1}
-    with ThreadPoolExecutor(2) as threads:
-        with stock.held():
-            call = threads.submit(post, merger.url, [image_request()], seed=5)
-            merger.wait_until(lambda state: state["running"] is not None)
-            reset = threads.submit(merger.post, protocol.RESET_PREFIX_CACHE, {})
-            merger.wait_until_queued(0, num_control=1)
-        assert protocol.parse_cache_reset(reset.result(_CALL_S).json())
-        assert call.done() or call.result(1.0).status_code == 200
-
-
-def test_health_answers_at_once_while_the_server_is_busy(stock: ServerProcess, merger: LiveMerger) -> None:
-    with ThreadPoolExecutor(1) as threads:
-        with stock.held():
-            call = threads.submit(post, merger.url, [image_request()] * 32, seed=5)
-            merger.wait_until(lambda state: state["running"] is not None)
-            body = merger.get(protocol.HEALTH).json()
-            assert body["running"] == {"path": protocol.INFER, "num_requests": 32}
-        assert call.result(_CALL_S).status_code == 200

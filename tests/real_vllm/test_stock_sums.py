@@ -13,7 +13,7 @@ import torch
 from commands import run_python
 from live_server import free_port, train_a_little
 from stock_server import ServerProcess, start_stock
-from test_stock_sync import Learner, _FlipsOneElement, _SendsTheFirstRoundAgain
+from test_stock_sync import Learner, _FlipsOneElement
 
 from benchmarks.clocks import DIRECTORY_VARIABLE
 from benchmarks.learner_job import Arm, grpo_arguments
@@ -92,26 +92,12 @@ def test_rounds_are_proven_by_checksums_of_every_tensor(
     assert sum("can show every tensor's checksum" in record.message for record in caplog.records) == 1
 
 
-def test_checksums_alone_are_enough_for_a_server_that_shows_them(learner: Learner) -> None:
-    learner.sync._proof = Proof.CHECKSUM
-    outcome = learner.round()
-    assert outcome.proven == (0,), outcome.reports[0].error
-    assert outcome.reports[0].proof == "checksums"
-
-
 def test_a_server_without_the_plugin_has_the_canary_alone(stock: ServerProcess) -> None:
     learner = Learner(stock)
     assert learner.round().reports[0].proof == "canary"
     learner.sync._proof = Proof.CHECKSUM
     assert "no checksums" in error_of(learner.round())
     learner.sync.close()
-
-
-def test_it_is_still_a_stock_server(summed: ServerProcess) -> None:
-    info = httpx.get(f"{summed.base_url}{protocol.SERVER_INFO}", trust_env=False, timeout=60)
-    assert info.status_code == 404
-    about = httpx.get(f"{summed.base_url}{protocol.WEIGHT_SUMS}", trust_env=False, timeout=60).json()
-    assert about == {"incarnation": sums_of(summed).incarnation}
 
 
 @pytest.mark.parametrize("name", [FIRST, K_PROJ])
@@ -144,17 +130,6 @@ def test_a_failure_of_the_worker_that_ms_swift_only_logs_is_told(learner: Learne
     assert "update_flattened_params: ValueError: a loader that fails" in error
     fault.unlink()
     assert learner.round().proven == (0,)
-
-
-def test_weights_of_another_round_are_named(summed: ServerProcess) -> None:
-    learner = Learner(summed, transport=_SendsTheFirstRoundAgain)
-    assert learner.round().proven == (0,)
-    transport = learner.courier._transports[0]
-    assert isinstance(transport, _SendsTheFirstRoundAgain)
-    transport.again = True
-    train_a_little(learner.module)
-    assert "arrived checksum of" in error_of(learner.round())
-    learner.sync.close()
 
 
 _GRPO_S = 800.0

@@ -28,9 +28,9 @@ from waiting import wait_for
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.engine import InstallFault, WeightStamp
 from swift_stage2.servers import protocol as rollout_protocol
-from swift_stage2.servers.protocol import AbortRequest, Completion, parse_cache_reset, protect_from_abort
+from swift_stage2.servers.protocol import AbortRequest, Completion, protect_from_abort
 from swift_stage2.weights.disk_rounds import DiskRounds
-from swift_stage2.weights.transport import DiskTransport, StreamTransport
+from swift_stage2.weights.transport import DiskTransport
 
 DEADLINE_S = 120.0
 # At this temperature the tiny model never ends its turn before the limit.
@@ -93,14 +93,6 @@ def test_calls_of_several_callers_are_in_the_running_batch_together(server: Runn
         answers = [reply.result(DEADLINE_S) for reply in replies]
     assert {len(answer) for answer in answers} == {16}
     assert health(server)["num_running"] == 0
-
-
-def test_a_request_answered_among_others_says_what_it_says_alone(server: RunningServer) -> None:
-    requests = [image_request(shade) for shade in (30, 90, 150, 210)]
-    alone = [server.infer([request])[0].token_ids for request in requests]
-    with ThreadPoolExecutor(4) as pool:
-        calls = [pool.submit(server.infer, [request, text_request()]) for request in requests]
-        assert [call.result(DEADLINE_S)[0].token_ids for call in calls] == alone
 
 
 BROKEN_IMAGE = {"messages": [{"role": "user", "content": "<image>find"}], "images": ["bm90IGFuIGltYWdl"]}
@@ -204,47 +196,6 @@ def test_unchanged_and_wrong_weights_are_caught_by_checksums(
     assert learner.round().proven == (0,)
 
 
-class _DyingTransport(StreamTransport):
-    """Loses the connection after the first bucket."""
-
-    num_sent = 0
-
-    def send(self, flat: torch.Tensor, deadline: Any) -> None:
-        if self.num_sent == 1:
-            self.close(deadline)
-        self.num_sent += 1
-        super().send(flat, deadline)
-
-
-def test_a_push_cut_in_the_middle_leaves_the_old_weights_serving(
-    server: RunningServer, learner: Learner
-) -> None:
-    before = learner.round()
-    old = server.infer([learner.canary.request], max_tokens=12)
-    train_a_little(learner.module)
-    learner.courier.make_transport = lambda info: _DyingTransport()
-    cut = learner.round()
-    assert cut.failed == (0,)
-    given_up = server.post(rollout_protocol.FINISH_ROUND, {"round_id": cut.round_id, "commit": False})
-    assert given_up.json()["state"] == "serving"
-    again = server.infer([learner.canary.request], max_tokens=12)
-    assert [c.token_ids for c in again] == [c.token_ids for c in old]
-    assert again[0].weight_version == before.version
-    learner.courier.make_transport = lambda info: StreamTransport()
-    assert learner.round().proven == (0,)  # and the next round repairs everything
-
-
-def test_an_error_of_vllms_own_loader_is_in_the_answer(server: RunningServer) -> None:
-    weights = {"no.such.tensor": torch.zeros(3)}
-    with pytest.raises(RoundFailed, match="no module or parameter named 'no'") as caught:
-        server.engine.install(weights, WeightStamp(7, "run-1"), 30.0)
-    assert caught.value.torn
-    some = {name: p.detach() for name, p in list(load_learner().named_parameters())[:3]}
-    with pytest.raises(RoundFailed, match="every parameter of the engine"):
-        server.engine.install(some, WeightStamp(7, "run-1"), 30.0)
-    LearnerRound(server, load_learner()).run()
-
-
 def test_weights_wait_for_the_completions_in_the_making_and_give_up_in_time(server: RunningServer) -> None:
     weights = {name: p.detach() for name, p in load_learner(seed=9).named_parameters()}
     stamp = server.engine.stamp
@@ -340,13 +291,3 @@ def test_workers_load_what_the_server_has_read_from_a_directory(
     (new,) = server.infer([text_request()])
     assert new.round_id == outcome.round_id
     assert list(new.token_ids) == hugging_face_answer(learner.module, new.prompt_token_ids, 8)
-
-
-def test_each_cache_reset_says_that_it_succeeded(server: RunningServer) -> None:
-    server.infer([image_request()])
-    for path in (
-        rollout_protocol.RESET_PREFIX_CACHE,
-        rollout_protocol.RESET_ENCODER_CACHE,
-        rollout_protocol.RESET_MM_CACHE,
-    ):
-        assert parse_cache_reset(server.post(path).json()) is True

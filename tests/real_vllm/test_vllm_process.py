@@ -227,17 +227,6 @@ def test_a_server_killed_while_it_loads_leaves_nothing(tmp_path: Path) -> None:
         server.end()
 
 
-def test_arguments_that_ms_swift_refuses_are_one_line_and_status_2(tmp_path: Path) -> None:
-    server = start_ours(tmp_path, free_port(), ["--vllm_no_such_option", "1"])
-    try:
-        assert server.process.wait(START_S) == 2
-        last = server.log.read_text(errors="replace").strip().splitlines()[-1]
-        assert last.startswith("swift-stage2 rollout: error: ")
-        assert "vllm_no_such_option" in last
-    finally:
-        server.end()
-
-
 @contextmanager
 def _in_the_making(
     pool: ThreadPoolExecutor, server: ServerProcess, requests: Sequence[dict[str, Any]]

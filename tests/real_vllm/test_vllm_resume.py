@@ -12,7 +12,6 @@ import torch
 from cut_rollouts import (
     BATCH,
     MEDIA_IDS,
-    REFUSED,
     Comparison,
     Oracle,
     Scene,
@@ -23,19 +22,17 @@ from cut_rollouts import (
     draw_scenes,
     log_probs_agree,
     require_learners_log_probs,
-    require_refusal,
     resume,
 )
-from live_server import LearnerRound, RunningServer, load_learner, text_request
+from live_server import LearnerRound, RunningServer, load_learner
 from our_server import engine_here
 from sampled_packs import TOLERANCE as LOG_PROB_TOLERANCE
 from sampled_packs import packed_gaps, sample_answers
-from test_vllm_engine import DEADLINE_S, health
+from test_vllm_engine import DEADLINE_S
 from waiting import wait_for
 
 from swift_stage2.rollout_server.engine import CacheKind
-from swift_stage2.servers import protocol
-from swift_stage2.servers.protocol import PREFIX, Completion, ServerInfo
+from swift_stage2.servers.protocol import Completion
 
 
 @pytest.fixture(scope="module")
@@ -155,27 +152,3 @@ def test_a_packs_log_probs_are_the_learners(
     print(f"temperature {temperature}: {len(gaps)} tokens, at most {float(gaps.max()):.1e} nats")
     assert len(gaps) > 60
     assert float(gaps.max()) < LOG_PROB_TOLERANCE
-
-
-def test_a_resumed_call_draws_by_its_seed(server: RunningServer) -> None:
-    def draw(seed: int) -> tuple[int, ...]:
-        request = {**text_request(), PREFIX: [270, 271]}
-        return server.infer([request], temperature=2.0, seed=seed, max_tokens=14)[0].token_ids
-
-    assert draw(3) == draw(3)
-    assert draw(3) != draw(4)
-
-
-@pytest.mark.parametrize(
-    ("prefix", "options", "cause"),
-    [*REFUSED, ([270] * 1020, {"max_tokens": 2000}, "maximum context length is 1024")],
-)
-def test_a_prefix_that_no_answer_has_is_refused_with_its_index(
-    server: RunningServer, prefix: Any, options: dict[str, Any], cause: str
-) -> None:
-    require_refusal(server, prefix, options, cause)
-    assert health(server)["status"] == "ok"
-
-
-def test_it_says_that_it_resumes(server: RunningServer) -> None:
-    assert ServerInfo.from_json(server.http.get(protocol.SERVER_INFO).json()).resume

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from doctor_run import check_live_twice
-from doctor_run import write_config as write_doctor_config
 from live_server import free_port, image_request, load_learner, train_a_little
 from our_server import engine_here
 from plain_vllm import is_paused, start_plain, wait_until_it_serves, weight_version
@@ -18,9 +16,9 @@ from rollout_batch import generate
 from stock_server import ServerProcess
 from test_weight_sync import GenerateCanary
 from torchrun_job import run_learner, write_config
+from weight_rounds import make_sync
 
 from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
-from swift_stage2.collectives import SingleRank
 from swift_stage2.config import DecodingConfig
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
@@ -30,9 +28,7 @@ from swift_stage2.records import BatchOutcome, RoundOutcome, Sample, SampleKey
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.courier import ThreadCourier
-from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot import PackedBucket
-from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.weights.vllm_transport import VllmTransport
 
@@ -63,15 +59,7 @@ class Learner:
         self.courier = ThreadCourier(
             [ServerEndpoint(server.base_url, free_port())], lambda info: self.transport(_CPU)
         )
-        self.sync = WeightSync(
-            control=SingleRank(),
-            export=WeightExport(self.module),
-            canary=self.canary,
-            courier=self.courier,
-            run_id="run",
-            timeout_s=60.0,
-            bucket_mib=1,
-        )
+        self.sync = make_sync(self.module, self.courier, canary=self.canary)
         self._versions = count(1)
         self.fence = InferFence(start_closed=True)
         with ServerSession(server.base_url) as session:
@@ -122,15 +110,8 @@ def _tokens(outcome: BatchOutcome) -> list[tuple[int, ...]]:
 def test_rounds_bring_new_weights_and_rollouts_are_those_of_our_engine(learner: Learner) -> None:
     """Greedy tokens and prompts of images equal those of our vLLM engine after a round with the same weights."""
     with engine_here() as ours:
-        our_sync = WeightSync(
-            control=SingleRank(),
-            export=WeightExport(learner.module),
-            canary=learner.canary,
-            courier=ThreadCourier([ServerEndpoint(ours.base_url, free_port())], _stream),
-            run_id="run",
-            timeout_s=60.0,
-            bucket_mib=1,
-        )
+        courier = ThreadCourier([ServerEndpoint(ours.base_url, free_port())], _stream)
+        our_sync = make_sync(learner.module, courier, canary=learner.canary)
         answers = []
         for version in range(1, 4):
             outcome = learner.round()
@@ -165,13 +146,6 @@ def _stream(info: Any) -> Any:
     return StreamTransport()
 
 
-class _SendsHalf(VllmTransport):
-    """Announces every bucket honestly and sends half of every number."""
-
-    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
-        super().send(flat / 2, deadline)
-
-
 class _LeavesOneOut(VllmTransport):
     """Neither announces nor sends one bias of the vision tower, which changes few answers."""
 
@@ -203,14 +177,6 @@ def test_parameters_that_no_tensor_reached_are_named(plain: ServerProcess) -> No
     learner.close()
 
 
-def test_the_canary_catches_weights_that_are_grossly_wrong(plain: ServerProcess) -> None:
-    learner = Learner(plain, transport=_SendsHalf)
-    outcome = learner.round()
-    learner.close()
-    assert outcome.failed == (0,)
-    assert "canary" in str(outcome.reports[0].error)
-
-
 def test_a_round_that_breaks_off_leaves_the_server_suspect_and_the_next_one_mends_it(
     plain: ServerProcess,
 ) -> None:
@@ -233,20 +199,6 @@ def test_a_request_that_it_refuses_is_given_up_alone(learner: Learner) -> None:
     outcome = learner.rollouts([_REQUESTS[0], broken])
     assert [rollout.sample.key.index for rollout in outcome.rollouts] == [0]
     assert [sample.key.index for sample, _ in outcome.quarantined] == [1]
-
-
-def test_the_doctor_finds_nothing_wrong_twice_in_a_row(
-    plain: ServerProcess,
-    tmp_path: Path,
-    rows_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    servers = [{"base_url": plain.base_url, "group_port": plain.group_port}]
-    changes = {"rollout__servers": servers}
-    config = write_doctor_config(tmp_path / "run.yaml", rows_file, tmp_path / "out", (), changes)
-    check_live_twice(config, capsys, {"who answers": "vllm serve, asked for "})
 
 
 def test_two_ranks_train_both_channels_and_every_round_is_proven(

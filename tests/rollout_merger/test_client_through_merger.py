@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import rollout_batch
-from fake_rollout_server import Answer, Call, FakeRolloutServer, await_settled, echo, request
+from fake_rollout_server import Answer, FakeRolloutServer, await_settled, echo, request
 from live_merger import LONGEST_WAIT_S, LiveMerger, live_merger
 from rollout_batch import generate
 
@@ -18,10 +18,7 @@ from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
-from swift_stage2.errors import ServerFault
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
-from swift_stage2.servers import protocol
-from swift_stage2.servers.session import Deadline, ServerSession
 
 
 def make_client(merger: LiveMerger, rank: int, **changes: Any) -> RolloutClient:
@@ -119,33 +116,3 @@ def test_a_merger_that_gives_up_waiting_leaves_a_post_abandoned_not_failed(
         await_settled(client)
         assert client.suspects == {}
         assert len(upstream.reset_calls) >= 1
-
-
-def test_a_poisonous_request_is_quarantined_by_its_own_rank_alone(
-    upstream: FakeRolloutServer,
-    merger: LiveMerger,
-    ranks: tuple[RolloutClient, RolloutClient],
-    callers: ThreadPoolExecutor,
-) -> None:
-    def behave(call: Call) -> Answer:
-        return Answer(status=500, body=b"no image") if "bad" in call.texts else echo(call)
-
-    upstream.on_infer = behave
-    futures = [
-        callers.submit(ask, ranks[0], "a", "b"),
-        callers.submit(ask, ranks[1], "c", "bad", "d", "e"),
-    ]
-    good, mixed = (future.result(LONGEST_WAIT_S) for future in futures)
-    assert (len(good.rollouts), good.failures) == (2, ())
-    assert [rollout.text for rollout in mixed.rollouts] == ["echo c", "echo d", "echo e"]
-    assert [sample.key.position for sample, _ in mixed.quarantined] == [1]
-
-
-def test_control_calls_of_a_round_hear_of_a_lost_server(
-    upstream: FakeRolloutServer, merger: LiveMerger
-) -> None:
-    upstream.on_reset = lambda call: Answer(drop=True)
-    with ServerSession(merger.url) as session:
-        assert session.info(Deadline(LONGEST_WAIT_S)).stock
-        with pytest.raises(ServerFault, match="502"):
-            session.post(protocol.INIT_COMMUNICATOR, {}, Deadline(LONGEST_WAIT_S))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,7 +12,6 @@ from swift_stage2.rollout_merger.dispatcher import Dispatcher
 from swift_stage2.rollout_merger.merged_post import InferBody, SeedLayout, mergeable
 from swift_stage2.servers import protocol
 from swift_stage2.servers.call import Answer
-from swift_stage2.servers.http_app import bearer_check
 
 WAIT_S = 60.0
 OK = Answer(200, b"{}")
@@ -69,43 +66,6 @@ def part(text: str = "a") -> InferBody:
     return body
 
 
-def test_what_goes_wrong_in_a_control_call_is_its_callers_and_the_thread_lives(
-    upstream: ScriptedUpstream, dispatchers: list[Dispatcher]
-) -> None:
-    dispatcher = start(upstream, dispatchers)
-
-    def break_down(path: str) -> Answer:
-        raise RuntimeError("can't start new thread")
-
-    upstream.behave = break_down
-    first = dispatcher.control("POST", protocol.RESET_PREFIX_CACHE, b"")
-    assert isinstance(first.future.exception(WAIT_S), RuntimeError)
-    upstream.behave = lambda path: OK
-    assert dispatcher.control("POST", protocol.RESET_PREFIX_CACHE, b"").future.result(WAIT_S) == OK
-
-
-def test_the_mergers_own_refusal_leaves_a_rounds_calls_in_the_queue(
-    upstream: ScriptedUpstream, dispatchers: list[Dispatcher]
-) -> None:
-    dispatcher = start(upstream, dispatchers, needs_weights=True)
-    busy, go_on = threading.Event(), threading.Event()
-
-    def hold(path: str) -> Answer:
-        busy.set()
-        assert go_on.wait(WAIT_S)
-        return OK
-
-    upstream.behave = hold
-    dispatcher.control("GET", protocol.WORLD_SIZE, b"")
-    assert busy.wait(WAIT_S)
-    refused = dispatcher.control("POST", protocol.INFER, b"{}")  # one that cannot be merged
-    of_the_round = dispatcher.control("POST", protocol.INIT_COMMUNICATOR, b"")
-    go_on.set()
-    assert isinstance(refused.future.exception(WAIT_S), UpstreamLost)
-    assert of_the_round.future.result(WAIT_S) == OK
-    assert upstream.paths == [protocol.WORLD_SIZE, protocol.INIT_COMMUNICATOR]
-
-
 def test_a_server_that_was_started_again_is_not_believed_before_it_has_weights(
     upstream: ScriptedUpstream, dispatchers: list[Dispatcher]
 ) -> None:
@@ -119,8 +79,3 @@ def test_a_server_that_was_started_again_is_not_believed_before_it_has_weights(
     asked = dispatcher.infer(part())
     assert asked.future.result(WAIT_S).status == 500  # the answer of this server is none
     assert upstream.paths[-1] == protocol.INFER
-
-
-def test_the_key_is_looked_at_in_the_order_of_arrival() -> None:
-    """FastAPI runs a coroutine on the event loop and anything else in a pool, whose threads end in any order."""
-    assert inspect.iscoroutinefunction(bearer_check("key"))

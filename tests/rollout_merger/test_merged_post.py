@@ -62,13 +62,6 @@ def test_what_may_share_a_post() -> None:
     assert json.loads(merge([tqdm]))["use_tqdm"] is False
 
 
-def test_without_a_seed_none_is_sent_and_none_is_claimed() -> None:
-    body = parsed("a", seed=None)
-    assert "seed" not in json.loads(merge([body]))["request_config"]
-    (reply,) = split(json.dumps([output("a")]).encode(), [body], SeedLayout())
-    assert json.loads(reply) == [output("a")]
-
-
 @pytest.mark.parametrize(
     "raw",
     [b"[]", b"1", b'{"infer_requests": []}', b'{"infer_requests": {}}',

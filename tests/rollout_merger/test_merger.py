@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from fake_rollout_server import Answer, Call, FakeRolloutServer, echo, error, output
+from fake_rollout_server import Answer, Call, FakeRolloutServer, echo, error
 from live_merger import (
     LONGEST_WAIT_S,
     LiveMerger,
@@ -150,13 +149,6 @@ def test_only_the_caller_with_the_poisonous_request_hears_of_it(
     assert seeds_of(late.result(0)) == [300]  # alone, with its own seed
 
 
-def test_a_reply_with_too_few_outputs_is_no_answer(upstream: FakeRolloutServer, merger: LiveMerger) -> None:
-    upstream.on_infer = lambda call: Answer(body=json.dumps([output("one")]).encode())
-    reply = merger.infer("a", "b")
-    assert reply.status_code == 500
-    assert "2 outputs" in reply.text
-
-
 @pytest.mark.parametrize("fault", [{"drop": True}, {"cut_after_bytes": 10}], ids=["dropped", "cut"])
 def test_a_lost_server_is_lost_for_all_that_waited_for_it_and_is_not_asked_again(
     upstream: FakeRolloutServer,
@@ -194,31 +186,6 @@ def test_a_lost_server_is_lost_for_all_that_waited_for_it_and_is_not_asked_again
     assert merger.post(protocol.PROCESS_WEIGHTS, {}).status_code == 200
     assert texts_of(merger.infer("after")) == ["echo after"]
     assert merger.get(protocol.HEALTH).status_code == 200
-
-
-def test_a_server_that_is_lost_while_parts_are_asked_one_by_one(
-    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor, gate: threading.Event
-) -> None:
-    def behave(call: Call) -> Answer:
-        match len(upstream.infer_calls):
-            case 1:
-                return echo(call, after=gate)
-            case 2:
-                return error()
-            case 3:
-                return echo(call)
-            case _:
-                return Answer(drop=True)
-
-    upstream.on_infer = behave
-    occupy(upstream, merger, callers)
-    parts = []
-    for number in range(3):
-        parts.append(callers.submit(merger.infer, str(number)))
-        merger.wait_until_queued(number + 1)
-    gate.set()
-    assert [part.result(LONGEST_WAIT_S).status_code for part in parts] == [200, 502, 502]
-    assert upstream.batch_sizes == [1, 3, 1, 1]
 
 
 def test_a_server_that_is_not_there_yet_is_asked_again_when_it_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -272,111 +239,6 @@ def test_what_an_abandoned_caller_left_never_starts_after_an_ordered_call_answer
     assert [call.texts for call in upstream.infer_calls] == [["first"], ["later"]]
 
 
-def test_an_ordered_call_waits_for_what_its_caller_abandoned_while_it_ran(
-    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor, gate: threading.Event
-) -> None:
-    hold_first(upstream, gate)
-    abandoned = merger.abandoned_call(protocol.INFER, infer_body("abandoned"))
-    upstream.wait_until(lambda: len(upstream.infer_calls) == 1)
-    abandoned.close()
-    reset = callers.submit(merger.post, protocol.RESET_PREFIX_CACHE, {})
-    merger.wait_until_queued(0, 1)
-    assert upstream.reset_calls == []
-    gate.set()
-    assert reset.result(LONGEST_WAIT_S).status_code == 200
-    assert len(upstream.reset_calls) == 1
-
-
-def test_an_ordered_call_waits_for_a_call_that_began_to_arrive_before_it(
-    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor
-) -> None:
-    raw = json.dumps(infer_body("slow to arrive")).encode()
-    arriving = merger.half_call(protocol.INFER, raw, 10)
-    merger.get("/nowhere/")  # the loop has seen the first half: it answers in turn
-    reset = callers.submit(merger.post, protocol.RESET_PREFIX_CACHE, {})
-    with pytest.raises(TimeoutError):
-        reset.result(0.3)
-    arriving.sendall(raw[10:])
-    assert reset.result(LONGEST_WAIT_S).status_code == 200
-    assert [call.path for call in upstream.calls] == [protocol.INFER, protocol.RESET_PREFIX_CACHE]
-    arriving.close()
-
-
-def test_an_ordered_call_does_not_wait_for_a_call_that_broke_off_while_it_arrived(
-    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor
-) -> None:
-    raw = json.dumps(infer_body("never whole")).encode()
-    arriving = merger.half_call(protocol.INFER, raw, 10)
-    merger.get("/nowhere/")
-    reset = callers.submit(merger.post, protocol.RESET_PREFIX_CACHE, {})
-    arriving.close()
-    assert reset.result(LONGEST_WAIT_S).status_code == 200
-    assert upstream.infer_calls == []
-
-
-def test_a_part_whose_caller_left_is_not_asked_alone_either(
-    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor, gate: threading.Event
-) -> None:
-    second = threading.Event()
-
-    def behave(call: Call) -> Answer:
-        match len(upstream.infer_calls):
-            case 1:
-                return echo(call, after=gate)
-            case 2:
-                return Answer(status=500, after=second)
-            case _:
-                return echo(call)
-
-    upstream.on_infer = behave
-    occupy(upstream, merger, callers)
-    stays = callers.submit(merger.infer, "stays")
-    merger.wait_until_queued(1)
-    leaves = merger.abandoned_call(protocol.INFER, infer_body("leaves"))
-    merger.wait_until_queued(2)
-    gate.set()
-    upstream.wait_until(lambda: len(upstream.infer_calls) == 2)
-    forgotten = threading.Event()
-    forget = merger.dispatcher.forget
-    merger.dispatcher.forget = lambda item, path: (forget(item, path), forgotten.set())  # type: ignore[method-assign, assignment, func-returns-value]
-    leaves.close()
-    assert forgotten.wait(LONGEST_WAIT_S)
-    second.set()
-    assert texts_of(stays.result(LONGEST_WAIT_S)) == ["echo stays"]
-    assert merger.post(protocol.RESET_PREFIX_CACHE, {}).status_code == 200
-    assert [call.texts for call in upstream.infer_calls] == [["first"], ["stays", "leaves"], ["stays"]]
-
-
-def test_of_the_control_calls_only_a_close_is_made_for_a_caller_that_left(
-    upstream: FakeRolloutServer, merger: LiveMerger, callers: ThreadPoolExecutor, gate: threading.Event
-) -> None:
-    hold_first(upstream, gate)
-    occupy(upstream, merger, callers)
-    left = []
-    for number, path in enumerate((protocol.UPDATE_FLATTENED_PARAMS, protocol.CLOSE_COMMUNICATOR)):
-        left.append(merger.abandoned_call(path, {}))
-        merger.wait_until_queued(0, number + 1)
-    forgotten: list[str] = []
-    both = threading.Event()
-    forget = merger.dispatcher.forget
-
-    def note(item: Any, path: str) -> None:
-        forget(item, path)
-        forgotten.append(path)
-        if len(forgotten) == 2:
-            both.set()
-
-    merger.dispatcher.forget = note  # type: ignore[method-assign]
-    for connection in left:
-        connection.close()
-    assert both.wait(LONGEST_WAIT_S)
-    gate.set()
-    assert merger.post(protocol.RESET_PREFIX_CACHE, {}).status_code == 200
-    assert [call.path for call in upstream.calls] == [
-        protocol.INFER, protocol.CLOSE_COMMUNICATOR, protocol.RESET_PREFIX_CACHE,
-    ]  # fmt: skip
-
-
 # --- drop-in -------------------------------------------------------------------------------------
 
 
@@ -395,14 +257,6 @@ def test_it_is_a_stock_server_to_its_callers(upstream: FakeRolloutServer, merger
         (protocol.UPDATE_FLATTENED_PARAMS, update),
         (protocol.INFER, {"infer_requests": "nonsense"}),
     ]
-
-
-def test_it_calls_the_server_for_nobody_but_its_callers(
-    upstream: FakeRolloutServer, merger: LiveMerger
-) -> None:
-    assert merger.get(protocol.HEALTH).json()["status"] == "untried"
-    assert merger.get("/health").status_code == 200
-    assert upstream.calls == []
 
 
 def test_health_answers_while_the_server_is_busy_and_tells_what_waits(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -39,28 +38,6 @@ def test_a_mistake_is_one_line_and_status_2(
     error = capsys.readouterr().err
     assert names in error
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--max-batch-size", "5000"],
-        ["--max-batch-size", "x"],
-        ["--upstream-timeout-s", "inf"],
-        ["--max-images", "x"],
-    ],
-)
-def test_values_out_of_range_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["merge", "--upstream", "http://127.0.0.1:8000", *arguments])
-    assert "must be" in capsys.readouterr().err
-
-
-def test_a_busy_port_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        port = holder.getsockname()[1]
-        assert main(["merge", "--upstream", "http://127.0.0.1:8000", "--port", str(port)]) == 2
-    assert str(port) in capsys.readouterr().err
 
 
 def test_the_process_tells_its_callers_and_ends_soon_after_sigterm(
@@ -131,28 +108,3 @@ def test_the_watch_warns_at_each_moment_and_then_no_more() -> None:
     assert (
         "; start the server there, with a --host that this machine reaches, or correct --upstream" in said[1]
     )
-
-
-def test_a_server_that_listens_is_no_reason_to_warn() -> None:
-    said: list[str] = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        with SilenceWatch(url, said.append, moments_s=(0.0, 3600.0)) as watch:
-            assert watch.wait(LONGEST_WAIT_S)
-    assert said == []
-
-
-def test_a_server_that_comes_ends_the_warnings() -> None:
-    port = free_port()
-    said: queue.Queue[str] = queue.Queue()
-    with SilenceWatch(f"http://127.0.0.1:{port}", said.put, moments_s=(0.0, 3600.0)) as watch:
-        said.get(timeout=LONGEST_WAIT_S)
-        with socket.create_server(("127.0.0.1", port)):
-            assert watch.wait(LONGEST_WAIT_S)
-    assert said.empty()
-
-
-def test_the_watch_ends_with_the_merger() -> None:
-    with SilenceWatch(f"http://127.0.0.1:{free_port()}", pytest.fail, moments_s=(3600.0,)) as watch:
-        pass
-    assert watch.wait(0.0)

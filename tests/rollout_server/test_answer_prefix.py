@@ -39,7 +39,6 @@ from live_server import (
     text_request,
 )
 from test_infer import HOT, block_engine, wait_until_queued
-from waiting import wait_for
 
 from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
@@ -149,41 +148,6 @@ def test_answers_of_every_family_go_on_behind_their_images(family: str) -> None:
     prefixes = [whole[: rng.randrange(len(whole))] for whole in wholes]
     assert [(*prefix, *rest) for prefix, rest in zip(prefixes, answers(prefixes), strict=True)] == wholes
     assert len(set(wholes)) > len(scenes) // 2
-
-
-def test_an_install_hands_over_what_there_is_and_the_rest_is_that_of_the_new_weights(
-    server: RunningServer,
-) -> None:
-    """Nothing that was computed with the old weights may be left in what the rest is computed from."""
-    old = LearnerRound(server, load_learner(seed=61))
-    old.run()
-    learner = load_learner(seed=62)
-    round_ = LearnerRound(server, learner, staged=True)
-    scenes = draw_scenes(4, random.Random(8))
-    with held_before(server, 12) as (stopped, go_on), ThreadPoolExecutor(2) as callers:
-        call = callers.submit(resume, server, scenes, [()] * len(scenes), max_tokens=400)
-        assert stopped.wait(CALL_TIMEOUT_S)
-        assert round_.begin().status_code == 200
-        round_.push()
-        loading = callers.submit(round_.load, on_pending="resume")
-        wait_for(lambda: all(job.aborted for job in server.engine._book.open_jobs()))
-        go_on.set()
-        answers = call.result(CALL_TIMEOUT_S)
-        assert loading.result(CALL_TIMEOUT_S).status_code == 200
-    round_.close()
-    assert round_.finish().status_code == 200
-    rests = resume(
-        server, scenes, [answer.token_ids for answer in answers], max_tokens=24, repetition_penalty=1.0
-    )
-    oracle = Oracle(learner)
-    for scene, answer, rest in zip(scenes, answers, rests, strict=True):
-        assert (answer.finish_reason, len(answer.token_ids), bool(answer.text)) == ("abort", 12, True)
-        assert (answer.round_id, rest.round_id) == (old.round_id, round_.round_id)
-        assert answer.incarnation == rest.incarnation == server.service.incarnation
-        logits = oracle.logits(scene, rest.prompt_token_ids, (*answer.token_ids, *rest.token_ids))
-        best = logits[len(answer.token_ids) : -1].argmax(-1).tolist()
-        assert best == list(rest.token_ids)
-        assert len(answer.token_ids) + len(rest.token_ids) == 24 or rest.finish_reason == "stop"
 
 
 def test_a_request_that_waited_when_it_was_aborted_begins_anew(server: RunningServer) -> None:

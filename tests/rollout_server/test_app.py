@@ -18,31 +18,22 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from live_server import CALL_TIMEOUT_S, MODEL, free_port, text_request
+from live_server import CALL_TIMEOUT_S, MODEL, free_port, serve, text_request
 from stopped_process import stop_process
 
 from swift_stage2 import demo
 from swift_stage2.cli import main
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.command_line import parse_command
-from swift_stage2.rollout_server.routes import RolloutService, create_app
+from swift_stage2.rollout_server.routes import RolloutService
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.servers import protocol as rollout_protocol
-from swift_stage2.servers.http_app import HttpServer, bind, refuse_open, warn_when_open
+from swift_stage2.servers.http_app import bind, refuse_open
 from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.tensors import num_bytes
 
 KEY = "a key of this test"
 START_TIMEOUT_S = 240.0
-
-
-def test_a_busy_port_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        port = holder.getsockname()[1]
-        assert main(["rollout", str(MODEL), "--port", str(port)]) == 2
-    error = capsys.readouterr().err
-    assert str(port) in error
-    assert error.count("\n") == 1
 
 
 def test_the_port_bound_is_the_port_asked_for() -> None:
@@ -51,19 +42,6 @@ def test_the_port_bound_is_the_port_asked_for() -> None:
         assert listener.getsockname()[1] == port
         with pytest.raises(UserError, match=str(port)):
             bind("127.0.0.1", port)
-
-
-def test_a_missing_model_or_plugin_is_one_line_and_status_2(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    for arguments in (
-        [str(tmp_path / "nowhere")],
-        [str(MODEL), "--external-plugins", str(tmp_path / "no.py")],
-    ):
-        assert main(["rollout", *arguments, "--port", "0"]) == 2
-        error = capsys.readouterr().err
-        assert str(tmp_path) in error
-        assert error.count("\n") == 1
 
 
 def test_a_listener_that_others_reach_without_a_key_is_refused(
@@ -79,28 +57,14 @@ def test_a_listener_that_others_reach_without_a_key_is_refused(
     assert command.is_insecure
 
 
-def test_a_listener_that_others_reach_without_a_key_is_warned_about(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for host, key, warned in [("0.0.0.0", None, True), ("0.0.0.0", KEY, False), ("127.0.0.1", None, False)]:
-        caplog.clear()
-        warn_when_open(host, key)
-        assert bool(caplog.records) == warned
-
-
 @pytest.fixture
 def guarded(loaded_engine: TransformersRolloutEngine) -> Iterator[httpx.Client]:
     """A second server on the same engine that wants a key."""
-    listener = bind("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    server = HttpServer(create_app(RolloutService(loaded_engine), KEY), loaded_engine.abort)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=CALL_TIMEOUT_S, trust_env=False) as http:
+    with (
+        serve(loaded_engine, KEY) as server,
+        httpx.Client(base_url=server.base_url, timeout=CALL_TIMEOUT_S, trust_env=False) as http,
+    ):
         yield http
-    server.should_exit = True
-    thread.join(15.0)
-    assert not thread.is_alive()
 
 
 def test_every_route_but_health_wants_the_key(guarded: httpx.Client) -> None:
@@ -266,14 +230,3 @@ def wait_until_healthy(http: httpx.Client, process: subprocess.Popen[bytes], log
             pass  # not listening yet
         pause.wait(0.2)
     raise AssertionError(log.read_text())
-
-
-def test_the_server_names_its_directory_so_that_others_find_it_and_a_hub_id_as_it_is(
-    loaded_engine: TransformersRolloutEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = RolloutService(loaded_engine)
-    monkeypatch.chdir(MODEL.parent)
-    monkeypatch.setattr(loaded_engine, "model", MODEL.name)
-    assert service.info().model == str(MODEL)
-    monkeypatch.setattr(loaded_engine, "model", "some/model")
-    assert service.info().model == "some/model"

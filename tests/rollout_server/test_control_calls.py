@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from typing import Any
+from contextlib import ExitStack, closing
 
 import pytest
 from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, load_learner
@@ -70,56 +66,3 @@ def test_a_load_whose_caller_has_gone_ends_and_loads_nothing(
     wait_for(lambda: server.state() == "serving")
     assert server.engine.stamp == before
     half_pushed.close()
-
-
-@contextmanager
-def all_control_threads_busy(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Aborts that the engine does not answer before the context ends."""
-    entered, go_on = threading.Semaphore(0), threading.Event()
-
-    def hold(jobs: Any) -> int:
-        entered.release()
-        assert go_on.wait(CALL_TIMEOUT_S)
-        return 0
-
-    stamp = server.engine.stamp
-    with monkeypatch.context() as patch, ExitStack() as stack:
-        patch.setattr(server.engine, "abort", hold)
-        body = f'{{"run_id": "{stamp.run_id}", "version": {stamp.version}}}'.encode()
-        for _ in range(_CONTROL_THREADS):
-            stack.enter_context(closing(call_and_wait(server, protocol.ABORT, body)))
-        for _ in range(_CONTROL_THREADS):
-            assert entered.acquire(timeout=CALL_TIMEOUT_S)
-        try:
-            yield
-        finally:
-            go_on.set()
-
-
-def test_a_call_whose_caller_left_before_its_turn_is_never_begun(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    LearnerRound(server, load_learner(seed=32)).run()  # aborts name the weights
-    begun: list[str] = []
-    begin = server.service.rounds.begin
-
-    def noted(request: protocol.RoundRequest) -> None:
-        begun.append(request.round_id)
-        begin(request)
-
-    monkeypatch.setattr(server.service.rounds, "begin", noted)
-    with all_control_threads_busy(server, monkeypatch):
-        manifest = LearnerRound(server, load_learner()).export.manifest()
-        leaver = protocol.RoundRequest("behind my back", "run-1", 1, manifest)
-        with closing(
-            call_and_wait(server, protocol.BEGIN_ROUND, json.dumps(leaver.to_json()).encode())
-        ) as connection:
-            assert server.state() == "serving"  # the call has been read, and waits for its turn
-            connection.shutdown(socket.SHUT_WR)
-            assert connection.recv(1) == b""  # the server has noticed
-            for _ in range(10):  # each gives the event loop, which has noticed, some turns to tell the call
-                assert server.state() == "serving"
-    last = LearnerRound(server, load_learner(seed=33))
-    last.run()
-    assert begun == [last.round_id]
-    assert server.state() == "serving"

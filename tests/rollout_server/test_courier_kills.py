@@ -16,17 +16,12 @@ from contextlib import closing
 import pytest
 import torch
 from live_server import LearnerRound, RunningServer, free_port, load_learner, text_request
-from stand_in_canary import UnaskedCanary
 from waiting import wait_for
+from weight_rounds import courier_setup, make_sync_by_checksums
 
-from swift_stage2.collectives import SingleRank
-from swift_stage2.config import Proof, Transport
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers.protocol import Completion, FinishRequest, RoundProof, parse_infer_reply
 from swift_stage2.weights.courier_process import ProcessCourier
-from swift_stage2.weights.courier_worker import CourierSetup
-from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint
 
 RUN = "killed-run"
@@ -40,26 +35,8 @@ class Learner:
     def __init__(self, server: RunningServer) -> None:
         self._module = load_learner(seed=1)
         self._generator = torch.Generator().manual_seed(2)
-        self.courier = ProcessCourier(
-            CourierSetup(
-                endpoints=(ServerEndpoint(server.base_url, free_port()),),
-                api_key=None,
-                ours=frozenset(),
-                device=torch.device("cpu"),
-                transport=Transport.SHARED_MEMORY,
-                is_traced=False,
-            )
-        )
-        self.sync = WeightSync(
-            control=SingleRank(),
-            export=WeightExport(self._module),
-            canary=UnaskedCanary(),
-            courier=self.courier,
-            run_id=RUN,
-            timeout_s=PATIENCE_S,
-            bucket_mib=1,
-            proof=Proof.CHECKSUM,
-        )
+        self.courier = ProcessCourier(courier_setup(ServerEndpoint(server.base_url, free_port())))
+        self.sync = make_sync_by_checksums(self._module, self.courier, run_id=RUN)
         self._versions = server.versions
         self.num_rounds = 0
 

@@ -73,16 +73,6 @@ def abort(server: RunningServer) -> int:
     return int(reply.json()["aborted"])
 
 
-def test_small_and_control_calls_do_not_wait_for_large_bodies(
-    server: RunningServer, decoding: Decoding
-) -> None:
-    LearnerRound(server, load_learner()).run()  # aborts name the weights
-    with large_bodies_held(server, decoding):
-        assert server.infer([text_request("small")])[0].token_ids
-        assert server.post(protocol.FINISH_ROUND, {"round_id": "none"}).status_code == 409
-        assert abort(server) == 0
-
-
 def test_an_abort_meets_what_arrived_before_it_and_is_decoded_after_it(
     server: RunningServer, decoding: Decoding
 ) -> None:
@@ -94,19 +84,6 @@ def test_an_abort_meets_what_arrived_before_it_and_is_decoded_after_it(
         decoding.go_on.set()
         (completion,) = rollout.result(CALL_TIMEOUT_S)
     assert completion.finish_reason == "abort"
-
-
-def test_a_body_whose_caller_has_gone_is_not_decoded(server: RunningServer, decoding: Decoding) -> None:
-    with large_bodies_held(server, decoding):
-        leaver = call_and_wait(server, protocol.INFER, infer_body("left"))
-        assert server.state() == "serving"  # the body has been read, and waits for its turn
-        leaver.shutdown(socket.SHUT_WR)
-        assert leaver.recv(1) == b""  # the server has noticed
-        leaver.close()
-        for _ in range(10):  # each gives the event loop, which has noticed, some turns to tell the call
-            assert server.state() == "serving"
-    assert server.infer([text_request("after")])
-    assert "left" not in decoding.begun
 
 
 def test_bodies_beyond_the_room_for_them_are_refused_with_429(loaded_engine: Any, decoding: Decoding) -> None:
@@ -125,30 +102,3 @@ def test_bodies_beyond_the_room_for_them_are_refused_with_429(loaded_engine: Any
             assert server.infer([text_request("small")])
         assert {each.result(CALL_TIMEOUT_S).status_code for each in asked} == {200, 429}
         assert ask().status_code == 200  # there is room again
-
-
-@pytest.mark.parametrize("path", [protocol.RESET_PREFIX_CACHE, protocol.BEGIN_ROUND])
-def test_resets_and_rounds_come_after_the_rollouts_that_arrived_before_them(
-    server: RunningServer, decoding: Decoding, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    order: list[str] = []
-
-    def note(owner: Any, name: str) -> None:
-        call = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *given: (order.append(name), call(*given))[1])
-
-    note(server.engine, "submit")
-    note(server.engine, "reset_cache")
-    note(server.service.rounds, "begin")
-    round_ = LearnerRound(server, load_learner())
-    wanted = protocol.RoundRequest(round_.round_id, round_.run_id, round_.version, round_.export.manifest())
-    body = json.dumps(wanted.to_json()).encode()
-    with closing(call_and_wait(server, protocol.INFER, infer_body("held"))) as rollout:
-        wait_for(lambda: decoding.begun == ["held"])
-        with closing(call_and_wait(server, path, body)) as later:
-            assert server.state() == "serving"  # the later call has been read
-            assert not order
-            decoding.go_on.set()
-            assert status_of(rollout) == 200
-            assert status_of(later) == (200 if path == protocol.RESET_PREFIX_CACHE else 409)
-    assert order == ["submit", "reset_cache" if path == protocol.RESET_PREFIX_CACHE else "begin"]

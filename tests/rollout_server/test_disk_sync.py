@@ -14,24 +14,22 @@ import pytest
 import torch
 from live_server import MODEL, LearnerRound, RunningServer, free_port, load_learner, serve, text_request
 from small_disk import SmallDisk
-from stand_in_canary import UnaskedCanary
 from test_courier_kills import KILLED
 from test_disk_weights import change_manifest, cut, flip
 from waiting import wait_for
+from weight_rounds import courier_setup, make_sync_by_checksums
 
-from swift_stage2.collectives import SingleRank
-from swift_stage2.config import Proof, Transport
+from swift_stage2.config import Transport
 from swift_stage2.records import RoundOutcome
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.servers.protocol import RefusalReason
 from swift_stage2.weights.courier_process import ProcessCourier
-from swift_stage2.weights.courier_worker import CourierSetup
 from swift_stage2.weights.disk_manifest import is_proven, proven_versions
-from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint
 
 RUN = "diskrun"
+
+pytestmark = pytest.mark.usefixtures("checkpoints_weights_again")
 
 
 @pytest.fixture(scope="module")
@@ -59,27 +57,14 @@ class Learner:
     def __init__(self, servers: list[RunningServer], directory: Path) -> None:
         self.module = load_learner(seed=1)
         self.courier = ProcessCourier(
-            CourierSetup(
-                endpoints=tuple(ServerEndpoint(server.base_url, free_port()) for server in servers),
-                api_key=None,
-                ours=frozenset(),
-                device=torch.device("cpu"),
+            courier_setup(
+                *[ServerEndpoint(server.base_url, free_port()) for server in servers],
                 transport=Transport.DISK,
-                is_traced=False,
                 disk_directory=str(directory),
                 disk_keep=2,
             )
         )
-        self.sync = WeightSync(
-            control=SingleRank(),
-            export=WeightExport(self.module),
-            canary=UnaskedCanary(),
-            courier=self.courier,
-            run_id=RUN,
-            timeout_s=60.0,
-            bucket_mib=1,
-            proof=Proof.CHECKSUM,
-        )
+        self.sync = make_sync_by_checksums(self.module, self.courier, run_id=RUN)
         self._servers = servers
         self._versions = servers[0].versions
         self.num_rounds = 0
@@ -322,15 +307,4 @@ def test_a_server_that_reads_no_directory_is_told_how_to_start_it(
     reply = round_.post("/init_communicator/", {"backend": "disk", "directory": round_.round_id})
     assert (reply.status_code, reply.json()["reason"]) == (409, RefusalReason.WRONG_ORDER)
     assert "--weights-root" in reply.json()["detail"]
-    assert round_.finish(commit=False).status_code == 200
-
-
-def test_a_round_has_one_way_for_its_weights(reader: RunningServer) -> None:
-    round_ = LearnerRound(reader, load_learner())
-    assert round_.begin().status_code == 200
-    round_.connect()
-    reply = round_.post("/init_communicator/", {"backend": "disk", "directory": round_.round_id})
-    assert (reply.status_code, reply.json()["reason"]) == (409, RefusalReason.WRONG_ORDER)
-    assert round_.post("/init_communicator/", {"backend": "disk"}).status_code == 422
-    round_.close()
     assert round_.finish(commit=False).status_code == 200

@@ -14,7 +14,6 @@ from swift_stage2.rollout_server.engine import (
     EngineState,
     GenerationJob,
     GenerationRequest,
-    JobBook,
     Sampling,
 )
 
@@ -119,33 +118,3 @@ def test_what_broke_first_stays_told(error: Exception, told: str) -> None:
     assert state_of(engine) == (EngineState.BROKEN, told)
     engine.close(WAIT_S)
     assert state_of(engine) == (EngineState.BROKEN, told)
-
-
-def test_an_engine_that_was_closed_while_it_loaded_does_not_become_ready() -> None:
-    may_load = threading.Event()
-    engine = SmallEngine(lambda: assert_set(may_load))
-    engine.close(WAIT_S)
-    may_load.set()
-    assert engine.wait_loaded(WAIT_S)
-    assert engine.status().state is EngineState.CLOSED
-
-
-def test_a_failure_that_is_its_own_cause_is_told_without_frames() -> None:
-    """Its frames hold pictures, and the job that holds it."""
-
-    def fail() -> ValueError:
-        try:
-            try:
-                raise ValueError("inner")
-            except ValueError as error:
-                raise error from error
-        except ValueError as error:
-            return error
-
-    failure = fail()
-    assert failure.__cause__ is failure
-    book, job = JobBook(), GenerationJob(GenerationRequest({}, Sampling()))
-    book.add([job])
-    book.fail(job, failure)
-    assert job.future.exception(timeout=0) is failure
-    assert failure.__traceback__ is None

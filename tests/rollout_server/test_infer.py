@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import gc
 import json
 import socket
 import threading
@@ -115,12 +114,6 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(server: Run
     assert draw(11) != draw(12)
 
 
-def test_rows_of_one_call_draw_differently(server: RunningServer) -> None:
-    answers = server.infer([image_request(shade) for shade in (10, 90, 170)], max_tokens=8, **HOT)
-    assert len({answer.prompt_token_ids for answer in answers}) == 1
-    assert len({answer.token_ids for answer in answers}) == 3
-
-
 def test_length_is_said_only_of_an_answer_that_was_cut(server: RunningServer) -> None:
     stop_ids = set(server.engine.generator._stop_ids())
     requests = [text_request(str(n)) for n in range(8)]
@@ -134,13 +127,6 @@ def test_length_is_said_only_of_an_answer_that_was_cut(server: RunningServer) ->
             else:
                 assert (answer.finish_reason, len(answer.token_ids)) == ("length", max_tokens)
     assert reasons == {"stop", "length"}
-
-
-def test_log_probs_are_given_when_asked_for(server: RunningServer) -> None:
-    (completion,) = server.infer([text_request()], logprobs=True, temperature=1.0, seed=2)
-    assert completion.log_probs is not None
-    assert len(completion.log_probs) == len(completion.token_ids)
-    assert all(value <= 0 for value in completion.log_probs)
 
 
 def test_calls_of_several_callers_share_one_batch_and_keep_their_own_answers(server: RunningServer) -> None:
@@ -176,39 +162,6 @@ def test_one_poisonous_image_fails_its_own_call_and_no_other(server: RunningServ
     assert [failure["index"] for failure in reply.json()["failures"]] == [5]
     assert "image" in reply.json()["detail"]
     assert len(server.infer([*poisoned[:5], *poisoned[6:]])) == 7
-
-
-def test_requests_that_fail_beside_the_first_one_leave_no_traceback_in_the_log(
-    server: RunningServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(3):
-        assert server.post_infer([BROKEN] * 8).status_code == 500
-    assert len(server.infer([text_request("a")])) == 1  # the event loop has gone on
-    gc.collect()
-    assert "never retrieved" not in caplog.text
-
-
-def test_a_row_that_generation_refuses_fails_alone(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = server.engine.generator
-    generate_rows = generator.generate_rows
-
-    def picky(rows: Any, *arguments: Any, **options: Any) -> Any:
-        if any(len(row.prompt_token_ids) > 200 for row in rows):
-            raise RuntimeError("too long for this test")
-        return generate_rows(rows, *arguments, **options)
-
-    monkeypatch.setattr(generator, "generate_rows", picky)
-    _, release = block_engine(server)
-    with ThreadPoolExecutor(2) as callers:
-        good = callers.submit(server.infer, [text_request("a"), text_request("b")])
-        bad = callers.submit(server.post_infer, [text_request("long " * 100)])
-        wait_until_queued(server, 3)
-        release.set()
-        assert len(good.result(CALL_TIMEOUT_S)) == 2
-        assert bad.result(CALL_TIMEOUT_S).status_code == 500
-    assert "too long for this test" in bad.result(0).json()["detail"]
 
 
 @pytest.mark.parametrize(
@@ -257,14 +210,6 @@ def test_a_call_that_makes_no_sense_is_refused_in_one_line(
     assert reply.status_code == 422
     assert word in reply.json()["detail"]
     assert "\n" not in reply.json()["detail"]
-
-
-def test_fields_that_swifts_own_client_always_sends_are_taken_while_they_are_null(
-    server: RunningServer,
-) -> None:
-    body = {"infer_requests": [text_request()], "request_config": {"max_tokens": 1}, "use_tqdm": None}
-    reply = server.post(rollout_protocol.INFER, body | {"metrics": None, "adapter_request": None})
-    assert reply.status_code == 200, reply.text
 
 
 def test_health_answers_while_the_engine_is_busy(server: RunningServer) -> None:

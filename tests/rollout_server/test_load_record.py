@@ -50,12 +50,6 @@ def test_a_push_is_held_as_it_was_sent_and_the_next_one_too() -> None:
         assert told.incarnation == "process"
 
 
-def test_tensors_that_are_sent_one_by_one_are_told_like_buckets() -> None:
-    worker, weights = Worker(), make_weights()
-    worker.push(weights, bucket=1)
-    assert sums([worker]).problems(arrived(weights)) == []
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_workers_that_hold_parts_answer_together(ranks: int) -> None:
     engines = [[Worker(ranks, rank) for rank in range(ranks)] for _ in range(2)]
@@ -95,15 +89,6 @@ def test_a_tensor_that_is_dropped_is_named(name: str) -> None:
     )
 
 
-def test_one_engine_of_two_that_drops_a_tensor_is_enough() -> None:
-    workers, weights = [Worker(), Worker()], make_weights()
-    workers[1].loader = dropping(workers[1].model, "k")
-    for worker in workers:
-        worker.push(weights)
-    (problem,) = sums([workers[0]], [workers[1]]).problems(arrived(weights))
-    assert problem.startswith("k (1 in all) arrived")
-
-
 def test_one_element_is_named_wherever_it_flips() -> None:
     worker, weights = Worker(), make_weights()
     worker.push(weights)
@@ -140,15 +125,6 @@ def test_a_failure_is_told_until_the_next_push() -> None:
     assert sums([worker]).problems(arrived(weights)) == []
 
 
-def test_a_failure_before_the_first_tensor_was_there_is_not_forgotten_with_the_next_bucket() -> None:
-    worker, weights = Worker(), make_weights()
-    worker.push(weights)
-    with worker.record.loading("update_flattened_params"):
-        raise MemoryError("no room for the bucket")
-    worker.push(weights)
-    assert "MemoryError: no room for the bucket" in sums([worker]).problems(arrived(weights))[0]
-
-
 def test_a_worker_that_does_not_answer_is_no_proof() -> None:
     worker, weights = Worker(), make_weights()
     worker.push(weights)
@@ -163,12 +139,6 @@ def test_an_answer_to_an_earlier_question_is_none() -> None:
     engines = [[worker.report(), worker.report("earlier")], [worker.report(), None]]
     told = combine("process", "?", engines, 4)
     assert told.problems(arrived(weights)) == ["2 of 4 workers answered; the server's log says why"]
-
-
-def test_a_server_that_was_sent_nothing_holds_nothing() -> None:
-    assert sums([Worker()]).problems(arrived(make_weights())) == [
-        "arrived checksum of columns differs (4 in all)"
-    ]
 
 
 def test_a_parameter_that_no_tensor_reached_is_named() -> None:

@@ -15,9 +15,8 @@ import pytest
 import torch
 from live_server import SharedFile
 
-from swift_stage2.errors import ProtocolError, RoundFailed
+from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
-from swift_stage2.rollout_server.staging import open_staged
 from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry
 from swift_stage2.servers.protocol import LearnerMemory, TensorSpec
 
@@ -77,31 +76,6 @@ def test_a_bucket_outside_of_the_file_is_refused(
     with pytest.raises(RoundFailed, match=f"must lie in the 24 bytes .* offset={offset}"):
         snapshot.expect(bucket("a", num_floats, offset))
     snapshot.close()
-
-
-def test_a_tensor_that_begins_between_two_items_is_read_all_the_same(file: SharedFile) -> None:
-    os.pwrite(file.fd, torch.tensor([1.5, 2.5]).numpy().tobytes(), 3)
-    snapshot = MappedSnapshot(file.offer)
-    snapshot.expect(bucket("odd", 2, 3))
-    assert snapshot.collect(0.0, NOBODY_LEAVES).tensors["odd"].tolist() == [1.5, 2.5]
-    staged, held = snapshot.lend(["odd"])
-    assert open_staged(staged.path, staged.num_bytes, staged.layout)["odd"].tolist() == [1.5, 2.5]
-    held.close()
-    snapshot.close()
-
-
-def test_what_is_lent_outlives_the_round_and_is_the_same_file(file: SharedFile) -> None:
-    snapshot = MappedSnapshot(file.offer)
-    snapshot.expect(bucket("first", 4, 0))
-    snapshot.expect(bucket("last", 2, 16))
-    staged, held = snapshot.lend(["last"])
-    snapshot.close()
-    snapshot.join(0.0)
-    (name,) = opened = open_staged(staged.path, staged.num_bytes, staged.layout)
-    assert (name, opened["last"].tolist()) == ("last", [4.0, 5.0])
-    held.close()
-    with pytest.raises(OSError, match="No such file"):
-        open_staged(staged.path, staged.num_bytes, staged.layout)
 
 
 @contextmanager
@@ -187,19 +161,6 @@ def test_a_descriptor_of_anything_else_is_not_opened(tmp_path: Path, monkeypatch
         os.close(fd)
 
 
-def test_a_file_that_stands_in_a_directory_is_no_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One in the root directory could be named as memory files are."""
-    (tmp_path / "named").write_bytes(bytes(24))
-    monkeypatch.setattr(os, "readlink", lambda _: "/memfd:swift-stage2-x (deleted)")
-    with (
-        (tmp_path / "named").open("rb") as held,
-        pytest.raises(OSError, match="must be a learner's memory file"),
-    ):
-        MappedSnapshot(LearnerMemory(f"/proc/{os.getpid()}/fd/{held.fileno()}", 24, "00" * 16))
-
-
 def test_size_token_and_owner_must_be_right(file: SharedFile, monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     for num_bytes in (file.num_bytes - 1, file.num_bytes + 1, 2**62):
@@ -216,20 +177,3 @@ def test_size_token_and_owner_must_be_right(file: SharedFile, monkeypatch: pytes
         MappedSnapshot(file.offer)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     MappedSnapshot(file.offer).close()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"token": "0" * 31},
-        {"token": "g" * 32},
-        {"token": 5},
-        {"num_bytes": 15},
-        {"num_bytes": -1},
-        {"num_bytes": "24"},
-        {"path": None},
-    ],
-)
-def test_a_malformed_offer_is_a_protocol_error(file: SharedFile, change: dict[str, object]) -> None:
-    with pytest.raises(ProtocolError):
-        LearnerMemory.from_json({**file.offer.to_json(), **change})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -17,7 +16,6 @@ from live_server import (
     GREEDY,
     LearnerRound,
     RunningServer,
-    SharedFile,
     load_learner,
     serve,
     text_request,
@@ -165,20 +163,6 @@ def test_an_install_may_abort_what_runs_but_not_what_must_not_be_aborted(server:
     finish(round_)
 
 
-def test_without_being_told_to_an_install_aborts_nothing(server: RunningServer) -> None:
-    round_ = staged_round(server, 47)
-    _, release = block_engine(server)
-    with ThreadPoolExecutor(2) as callers:
-        running = callers.submit(server.infer, [text_request()])
-        wait_until_queued(server, 1)
-        loading = callers.submit(server.http.post, protocol.PROCESS_WEIGHTS)  # nor does an empty body
-        wait_for(lambda: is_shut(server))
-        release.set()
-        assert running.result(CALL_TIMEOUT_S)[0].finish_reason != "abort"
-        assert loading.result(CALL_TIMEOUT_S).status_code == 200
-    finish(round_)
-
-
 def test_calls_that_wait_hold_no_threads_and_are_all_answered(server: RunningServer) -> None:
     round_ = staged_round(server, 48)
     assert round_.load().status_code == 200
@@ -205,38 +189,6 @@ def test_those_that_waited_hear_that_the_weights_are_unproven(server: RunningSer
     assert (refused.status_code, refused.json()["reason"]) == (409, "unproven")
 
 
-def test_those_that_wait_hear_of_a_learner_that_died_though_nobody_else_calls(server: RunningServer) -> None:
-    round_ = staged_round(server, 49)
-    assert round_.load().status_code == 200
-    held = server.service.rounds._round
-    assert held is not None
-    with closing(call_and_wait(server, protocol.INFER, QUESTION)) as waiting:
-        wait_for(lambda: num_waiting(server) == 1)
-        held.end = server.service.rounds._clock()  # its time is over
-        assert status_of(waiting) == 409
-    round_.close()
-
-
-def test_a_caller_that_leaves_the_door_is_not_answered(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    round_ = staged_round(server, 50)
-    assert round_.load().status_code == 200
-    submitted: list[Any] = []
-    submit = server.engine.submit
-    monkeypatch.setattr(
-        server.engine, "submit", lambda requests: submitted.extend(requests) or submit(requests)
-    )
-    with closing(call_and_wait(server, protocol.INFER, QUESTION)) as leaver:
-        wait_for(lambda: num_waiting(server) == 1)
-        leaver.shutdown(socket.SHUT_WR)
-        assert leaver.recv(1) == b""  # the server has noticed
-    finish(round_)
-    server.infer([text_request("another")])
-    (asked,) = submitted
-    assert asked.conversation["messages"][0]["content"] == "another"
-
-
 def test_what_does_not_end_in_time_keeps_the_old_weights(server: RunningServer) -> None:
     LearnerRound(server, load_learner(seed=51)).run()
     stamp = server.engine.stamp
@@ -259,23 +211,6 @@ def test_what_does_not_end_in_time_keeps_the_old_weights(server: RunningServer) 
     assert {answer.round_id for answer in answers} == {stamp.round_id}
     assert server.engine.stamp == stamp
     assert round_.finish().json()["reason"] == "no_round"
-
-
-def test_a_learner_that_leaves_its_install_leaves_the_old_weights_serving(server: RunningServer) -> None:
-    LearnerRound(server, load_learner(seed=53)).run()
-    stamp = server.engine.stamp
-    round_ = staged_round(server, 54)
-    _, release = block_engine(server)
-    with ThreadPoolExecutor(2) as callers:
-        running = callers.submit(server.infer, [text_request()])
-        wait_until_queued(server, 1)
-        with closing(call_and_wait(server, protocol.PROCESS_WEIGHTS)):
-            wait_for(lambda: is_shut(server))
-        wait_for(lambda: server.state() == "serving")
-        release.set()
-        running.result(CALL_TIMEOUT_S)
-    assert server.infer([text_request()])[0].round_id == stamp.round_id
-    round_.close()
 
 
 def test_two_learners_of_a_run_that_was_frozen_do_not_mix(server: RunningServer) -> None:
@@ -304,23 +239,6 @@ def test_two_learners_of_a_run_that_was_frozen_do_not_mix(server: RunningServer)
     assert second.load().status_code == 200
     finish(second)
     assert server.infer([text_request()])[0].round_id == second.round_id
-
-
-def test_nothing_is_mapped_that_is_no_learners_memory_and_a_stream_is_left(server: RunningServer) -> None:
-    round_ = LearnerRound(server, load_learner(seed=57), staged=True)
-    assert round_.begin().status_code == 200
-    other = SharedFile(b"secret" * 10, name="another-program's")
-    refused = round_.share(other)
-    other.close()
-    assert refused.status_code == 200
-    assert refused.json()["mapped"] is False
-    body = {"backend": protocol.SHARED_MEMORY, "path": "/etc/passwd", "num_bytes": 99, "token": "0" * 32}
-    assert round_.post(protocol.INIT_COMMUNICATOR, body).json()["mapped"] is False
-    malformed = round_.post(protocol.INIT_COMMUNICATOR, {**body, "token": 5})
-    assert malformed.status_code == 422
-    round_.push()
-    assert round_.load().status_code == 200
-    finish(round_)
 
 
 @pytest.mark.parametrize("ending", ["proven", "given up", "torn"])
@@ -388,12 +306,3 @@ def test_a_server_that_ends_lets_those_that_wait_go(loaded_engine: TransformersR
         server.service.end_work()
         assert waiting.result(CALL_TIMEOUT_S).status_code == 503
         round_.close()
-
-
-def test_a_malformed_install_changes_nothing(server: RunningServer) -> None:
-    round_ = staged_round(server, 60, shared=True)
-    assert round_.load(on_pending="perhaps").status_code == 422
-    assert round_.load(on_pending=["abort"]).status_code == 422
-    assert not is_shut(server)
-    assert round_.load().status_code == 200
-    finish(round_)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +17,13 @@ from test_load_record import Worker
 from test_vllm_weights import arrived, make_weights
 
 from swift_stage2.config import Proof
-from swift_stage2.errors import ServerFault, UserError
+from swift_stage2.errors import ServerFault
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_sums_incarnation
 from swift_stage2.servers.weight_sums import WeightSums
 from swift_stage2.stock_proof.load_record import combine
-from swift_stage2.stock_proof.sums_server import WORKER_EXTENSION, register_server
+from swift_stage2.stock_proof.sums_server import register_server
 from swift_stage2.weights.proof import RoundOrder, prove_server
 
 
@@ -92,14 +90,6 @@ def make_engine(program: Any, worker: Worker | None) -> Any:
     return engine
 
 
-def test_the_extension_takes_the_place_of_ms_swifts() -> None:
-    program = make_program()
-    register_server(program)
-    engine = make_engine(program, Worker())
-    assert engine.engine_kwargs == {"worker_extension_cls": WORKER_EXTENSION, "seed": 1}
-    assert type(engine).__name__ == "GRPOVllmEngine"
-
-
 def test_the_route_asks_every_engine_and_leaves_the_others_alone() -> None:
     program, weights = make_program(), make_weights()
     register_server(program)
@@ -115,16 +105,6 @@ def test_the_route_asks_every_engine_and_leaves_the_others_alone() -> None:
         assert told.problems(arrived(weights)) == []
 
 
-def test_an_engine_whose_worker_has_died_is_told_as_an_error() -> None:
-    program, weights, worker = make_program(), make_weights(), Worker()
-    register_server(program)
-    worker.push(weights)
-    pipes = [Pipe(make_engine(program, worker)), Pipe(make_engine(program, None))]
-    with TestClient(program.SwiftRolloutDeploy(pipes, 2).app) as http:
-        told = WeightSums.from_json(http.post(protocol.WEIGHT_SUMS).json())
-    assert told.errors == ("1 of 2 workers answered; the server's log says why",)
-
-
 def test_an_engine_that_never_answers_ends_the_call_by_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swift_stage2.stock_proof.sums_server._ANSWER_S", 0.1)
     program = make_program()
@@ -136,14 +116,6 @@ def test_an_engine_that_never_answers_ends_the_call_by_a_deadline(monkeypatch: p
         503,
         "an engine does not answer; start the server again",
     )
-
-
-@pytest.mark.parametrize("name", ["GRPOVllmEngine", "SwiftRolloutDeploy"])
-def test_another_release_of_ms_swift_is_refused(name: str) -> None:
-    program = make_program()
-    delattr(program, name)
-    with pytest.raises(RuntimeError, match="got another release"):
-        register_server(program)
 
 
 def stock_with_sums(
@@ -233,70 +205,7 @@ class Client:
         self.worker.record.take_adapter(lora_params)
 
 
-def client_hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The plugin's module for clients; ms-swift's own, which need vLLM's packages, are met in tests/real_vllm."""
-    ms_swifts = {"vllm_client": {"VLLMClient": Client}, "utils": {"FlattenedTensorBucket": object}}
-    for name, holds in ms_swifts.items():
-        monkeypatch.setitem(sys.modules, f"swift.rlhf_trainers.{name}", SimpleNamespace(**holds))  # type: ignore[arg-type]
-    return importlib.import_module("swift_stage2.stock_proof.sums_client")
-
-
-def guarded(monkeypatch: pytest.MonkeyPatch, mode: str | None = None) -> type[Client]:
-    sums_client = client_hooks(monkeypatch)
-    guarded_class = type("Guarded", (Client,), {})
-    monkeypatch.setattr(sums_client, "VLLMClient", guarded_class)
-    if mode is not None:
-        monkeypatch.setenv(sums_client.VARIABLE, mode)
-    sums_client.register_client()
-    return guarded_class
-
-
 def push(client: Client, weights: dict[str, torch.Tensor]) -> None:
     for name, tensor in weights.items():
         client.update_named_param(name, tensor)
     client.process_weights_after_loading()
-
-
-def test_ms_swifts_client_compares_after_every_push(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums_client = client_hooks(monkeypatch)
-    told: list[str] = []
-    monkeypatch.setattr(sums_client.logger, "info", told.append)
-    worker, weights = Worker(), make_weights()
-    with stock_with_sums(worker) as server:
-        client = guarded(monkeypatch)(server.url, worker)
-        push(client, weights)
-        worker.loader = lambda given: None
-        with pytest.raises(
-            ServerFault, match=r"columns \(4 in all\) arrived and was not seen whole in the model"
-        ):
-            push(client, weights)
-        worker.loader = worker.model.load_weights
-        push(client, weights)
-        client.update_adapter_param({}, {"q.lora_A": weights["q"]})
-    assert told == [
-        f"4 tensors arrived and are resident as they were sent at {server.url}",
-        f"1 tensors of an adapter, which is not traced in vLLM's memory, arrived as they were sent at {server.url}",
-    ]
-
-
-def test_a_difference_can_be_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker = Worker()
-    worker.loader = lambda given: None
-    with stock_with_sums(worker) as server:
-        client = guarded(monkeypatch, "warn")(server.url, worker)
-        push(client, make_weights())
-    assert "does not hold the weights it was sent" in caplog.text
-
-
-def test_a_server_without_the_plugin_is_told_before_the_first_push(monkeypatch: pytest.MonkeyPatch) -> None:
-    with FakeRolloutServer() as server:
-        client = guarded(monkeypatch)(server.url, Worker())
-        with pytest.raises(ServerFault, match="must show its weights, got status 404"):
-            push(client, make_weights())
-
-
-def test_a_mode_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="must be raise or warn, got 'perhaps'"):
-        guarded(monkeypatch, "perhaps")

@@ -83,11 +83,6 @@ def test_a_row_draws_the_same_alone_and_among_others() -> None:
     assert torch.equal(draw_uniforms([7], 3, CPU)[0], alone[0, :3])
 
 
-def test_without_a_seed_two_rows_differ() -> None:
-    first, second = draw_uniforms([None, None], 8, CPU)
-    assert not torch.equal(first, second)
-
-
 def test_warpers_act_before_the_draw() -> None:
     warpers = [TemperatureLogitsWarper(0.5), TopKLogitsWarper(1)]
     uniforms = torch.tensor([[0.999]], dtype=torch.float64)
@@ -143,12 +138,3 @@ def test_an_aborted_row_keeps_what_it_had_and_others_go_on() -> None:
     tokens = torch.full((2, 4), 1)
     assert book(tokens, torch.empty(0)).tolist() == [True, False]
     assert book.ends() == [(2, RowEnd.ABORT), (2, RowEnd.RUNNING)]
-
-
-def test_a_row_that_had_ended_is_not_aborted_afterwards() -> None:
-    flags = [False]
-    book = ledger([1], flags)
-    feed(book, [1])
-    flags[0] = True
-    book(torch.full((1, 4), 1), torch.empty(0))
-    assert book.ends() == [(1, RowEnd.LENGTH)]

@@ -97,14 +97,6 @@ def test_memory_of_loads_that_timed_out_is_kept_until_one_succeeds(
     assert engine.stamp == WeightStamp(2, "run")
 
 
-def test_nothing_of_it_is_left_when_the_engine_is_closed(
-    engine: VllmRolloutEngine, generator: SlowGenerator
-) -> None:
-    time_out(engine, generator, 1)
-    engine.close(WAIT_S)
-    assert num_memory_files() == 0
-
-
 @pytest.fixture
 def mapped() -> ReceivedWeights:
     """What a learner shares; only the server's mapping holds its file."""
@@ -157,14 +149,3 @@ def test_workers_that_cannot_open_it_are_told_and_the_old_weights_are_whole_if_n
     assert caught.value.torn == bool(num_readers)
     assert engine.stamp == WeightStamp()
     end_round(mapped)
-
-
-def test_a_round_that_has_ended_gives_workers_nothing(
-    engine: VllmRolloutEngine, generator: SlowGenerator, mapped: ReceivedWeights
-) -> None:
-    assert mapped.snapshot is not None
-    mapped.snapshot.close()
-    with pytest.raises(RoundFailed, match="has ended") as caught:
-        engine.install(mapped.tensors, WeightStamp(1, "run"), WAIT_S, None, mapped.snapshot)
-    assert not caught.value.torn
-    assert generator.read == []

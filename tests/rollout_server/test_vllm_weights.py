@@ -101,26 +101,6 @@ def test_one_changed_element_is_seen_in_its_own_tensor(ranks: int) -> None:
     assert {name for name, checksum in arrived(weights).items() if resident.get(name) != checksum} == {"k"}
 
 
-def test_what_is_overwritten_by_another_tensor_is_seen() -> None:
-    weights = make_weights()
-
-    def overwrite(model: FusedModel) -> None:
-        model.fused.data[:4] = model.fused.data[4:]
-
-    resident = load([FusedModel()], weights, after=overwrite)
-    assert resident["q"] == checksum_tensor(weights["k"])
-
-
-def test_a_parameter_that_was_replaced_after_the_load_does_not_count_as_loaded() -> None:
-    weights = make_weights()
-
-    def replace(model: FusedModel) -> None:
-        model.norm = torch.nn.Parameter(torch.zeros(3))
-
-    resident = load([FusedModel()], weights, after=replace)
-    assert resident.keys() == {"q", "k", "columns"}
-
-
 def test_parameters_that_nothing_was_copied_into_are_named() -> None:
     weights = make_weights()
     model = FusedModel()

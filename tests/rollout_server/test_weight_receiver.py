@@ -76,19 +76,6 @@ def test_tensors_of_all_dtypes_arrive_bit_by_bit(ends: tuple[WeightReceiver, Wei
     assert received.non_finite == ("nan",)
 
 
-def test_a_learner_lost_between_two_buckets_is_named(ends: tuple[WeightReceiver, WeightStream]) -> None:
-    receiver, learner = ends
-    flat, layout = bucket({"a": torch.ones(8)})
-    receiver.expect(layout)
-    learner.send(flat, TIMEOUT_S)
-    receiver.expect(bucket({"b": torch.ones(8)})[1])
-    learner.close()
-    with pytest.raises(RoundFailed, match="1 of 2 buckets"):
-        receiver.collect(TIMEOUT_S, NOBODY_LEAVES)
-    with pytest.raises(RoundFailed):
-        receiver.expect(layout)
-
-
 def test_collecting_has_a_deadline(ends: tuple[WeightReceiver, WeightStream]) -> None:
     receiver, _ = ends
     receiver.expect(bucket({"a": torch.ones(8)})[1])
@@ -96,28 +83,7 @@ def test_collecting_has_a_deadline(ends: tuple[WeightReceiver, WeightStream]) ->
         receiver.collect(0.05, NOBODY_LEAVES)
 
 
-def test_closing_ends_a_receiver_that_no_learner_ever_joined(staging: StagingBuffers) -> None:
-    port = free_port()
-    receiver = WeightReceiver("127.0.0.1", port, 60.0, staging)
-    receiver.start()
-    receiver.close()
-    assert receiver.join(TIMEOUT_S)
-    socket.create_server(("127.0.0.1", port)).close()
-
-
-def test_a_learner_that_never_comes_is_a_failure(staging: StagingBuffers) -> None:
-    receiver = WeightReceiver("127.0.0.1", free_port(), 0.3, staging)
-    receiver.start()
-    assert receiver.join(TIMEOUT_S)
-    assert receiver.failed
-
-
 @pytest.mark.parametrize(("start", "end"), [(1, 5), (0, 5), (0, 3), (-4, 0)])
 def test_a_layout_that_does_not_fit_is_refused(start: int, end: int) -> None:
     with pytest.raises(ProtocolError, match="byte by byte"):
         Bucket.from_entries([BucketEntry(TensorSpec("a", (1,), "float32"), start, end)])
-
-
-def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="float31"):
-        Bucket.from_entries([BucketEntry(TensorSpec("a", (1,), "float31"), 0, 4)])

@@ -85,33 +85,6 @@ def enter(rounds: WeightRounds, round_id: str | None = None) -> None:
         pass
 
 
-def test_a_fresh_server_serves(rounds: WeightRounds) -> None:
-    assert rounds.state is RoundState.SERVING
-    enter(rounds)
-    assert refusal(enter, rounds, "r1") is RefusalReason.NO_ROUND
-
-
-def test_an_open_round_admits_its_own_requests_only(rounds: WeightRounds) -> None:
-    rounds.begin(request())
-    assert rounds.state is RoundState.ROUND_OPEN
-    enter(rounds, "r1")
-    assert refusal(enter, rounds) is RefusalReason.ROUND_OPEN
-    assert refusal(enter, rounds, "r0") is RefusalReason.ROUND_OPEN
-
-
-def test_a_round_does_not_begin_while_anything_runs(rounds: WeightRounds) -> None:
-    with rounds.admission(None):
-        assert refusal(rounds.begin, request()) is RefusalReason.BUSY
-        assert rounds.state is RoundState.SERVING
-    rounds.begin(request())
-
-
-def test_admission_ends_also_when_the_request_fails(rounds: WeightRounds) -> None:
-    with pytest.raises(KeyError), rounds.admission(None):
-        raise KeyError
-    rounds.begin(request())
-
-
 def test_another_runs_round_is_respected_until_its_learner_is_silent(
     rounds: WeightRounds, clock: Clock
 ) -> None:
@@ -120,13 +93,6 @@ def test_another_runs_round_is_respected_until_its_learner_is_silent(
     assert refusal(rounds.begin, request("r2", "other")) is RefusalReason.ROUND_OPEN
     clock.now = 31.0
     rounds.begin(request("r2", "other"))
-    enter(rounds, "r2")
-
-
-def test_the_same_run_may_begin_anew_at_once(rounds: WeightRounds) -> None:
-    rounds.begin(request("r1"))
-    rounds.begin(request("r2"))
-    assert refusal(enter, rounds, "r1") is RefusalReason.ROUND_OPEN
     enter(rounds, "r2")
 
 
@@ -155,26 +121,6 @@ def test_giving_up_before_the_load_changes_nothing(rounds: WeightRounds) -> None
         assert rounds.state is RoundState.SERVING
     rounds.begin(request("r2"))
     assert refusal(rounds.finish, FinishRequest("r1", commit=False)) is RefusalReason.NO_ROUND
-
-
-@pytest.mark.parametrize("spec", [("a", (3,), "float32"), ("a", (2,), "float16"), ("c", (2,), "float32")])
-def test_a_differing_manifest_is_refused(
-    rounds: WeightRounds, spec: tuple[str, tuple[int, ...], str]
-) -> None:
-    wrong = RoundRequest("r1", "run", 1, (TensorSpec(*spec), MANIFEST[1]))
-    assert refusal(rounds.begin, wrong) is RefusalReason.MANIFEST_DIFFERS
-    assert rounds.state is RoundState.SERVING
-
-
-def test_a_port_that_is_taken_fails_the_round_with_the_address(rounds: WeightRounds) -> None:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        port = holder.getsockname()[1]
-        rounds.begin(request())
-        with pytest.raises(RoundFailed, match=f"127.0.0.1:{port}"):
-            rounds.open_receiver(port, 5.0)
-    rounds.begin(request("r2", "other"))  # a failed round holds nobody up
 
 
 class SlowLoad(EngineStandIn):
@@ -240,43 +186,3 @@ def test_a_round_that_runs_out_of_time_while_it_loads_lets_nobody_in(
         assert isinstance(loading.exception(20.0), RoundFailed if error else type(None))
     assert (during, reason) == (RoundState.INSTALLING, RefusalReason.UNPROVEN)
     assert rounds.state is afterwards
-
-
-def test_a_round_that_begins_while_a_load_runs_on_receives_into_other_memory(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(receivers, "WeightReceiver", ArrivedWeights)
-    engine = SlowLoad()
-    rounds = WeightRounds(engine, "incarnation", clock)  # type: ignore[arg-type]
-    rounds.begin(request())
-    rounds.open_receiver(1, 1.0)
-    being_read = engine.staging
-    with ThreadPoolExecutor(1) as learner:
-        loading = learner.submit(rounds.load, NOBODY_LEAVES)
-        assert engine.loads.wait(20.0)
-        rounds.begin(request())
-        rounds.open_receiver(1, 1.0)
-        assert engine.staging is not being_read
-        engine.go_on.set()
-        loading.exception(20.0)
-    being_read = engine.staging
-    rounds.begin(request())
-    rounds.open_receiver(1, 1.0)
-    assert engine.staging is being_read, "nothing loads any more"
-
-
-def test_weights_whose_learner_has_gone_are_not_installed(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Everything had come, and the learner went while the sums were taken."""
-    monkeypatch.setattr(receivers, "WeightReceiver", ArrivedWeights)
-    engine = EngineStandIn()
-    rounds = WeightRounds(engine, "incarnation", clock)  # type: ignore[arg-type]
-    rounds.begin(request())
-    rounds.open_receiver(1, 1.0)
-    gone = threading.Event()
-    gone.set()
-    with pytest.raises(RoundFailed, match="the caller has gone"):
-        rounds.load(gone)
-    assert engine.stamp == WeightStamp()
-    assert rounds.state is RoundState.SERVING

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from swift_stage2.scheduling.round_schedule import RoundSchedule, ServerState
+from swift_stage2.scheduling.round_schedule import RoundSchedule
 
 NUM_SERVERS = 3
 
@@ -55,66 +55,10 @@ def test_a_suspect_that_answers_again_takes_the_last_rounds_weights_and_no_round
     assert [step for step in range(5, 12) if schedule.is_due(step)] == [10, 11], "the cadence has not moved"
 
 
-def test_the_only_server_takes_them_too() -> None:
-    schedule = _returned(_returned(_begun()), 0)
-    assert schedule.proven == ()
-    assert not schedule.is_due(3)
-    assert schedule.begin_catch_up(3) == (0, 1)
-
-
-def test_nothing_is_brought_before_the_probe_has_an_answer_or_in_the_back_off() -> None:
-    schedule = _begun()
-    _observe(schedule, 1, suspect=[1])
-    assert schedule.begin_catch_up(3) == ()
-    _observe(schedule, 3, answers=[1])
-    assert schedule.begin_catch_up(4) == (1,)
-    schedule.finish(5, proven=(), failed=[1])
-    _observe(schedule, 5, answers=[1])
-    assert [schedule.begin_catch_up(step) for step in (6, 7)] == [(), (1,)]
-
-
-def test_a_round_that_proved_nobody_leaves_nothing_to_bring() -> None:
-    schedule = _begun(proven=())
-    _observe(schedule, 2, answers=[1])
-    assert schedule.begin_catch_up(3) == ()
-    assert schedule.is_due(3)
-
-
-def test_a_round_that_has_begun_takes_the_weights_away() -> None:
-    schedule = _begun()
-    assert schedule.is_due(10)
-    schedule.begin(10, staged=True)
-    schedule.finish(12, proven=(), failed=[0, 1])
-    _observe(schedule, 13, answers=[1])
-    assert schedule.begin_catch_up(20) == ()
-    assert schedule.is_due(20)
-
-
-def test_a_round_in_transfer_is_waited_for_and_its_weights_are_brought() -> None:
-    schedule = _begun()
-    _observe(schedule, 1, suspect=[1])
-    schedule.is_due(10)
-    schedule.begin(10, staged=True)
-    _observe(schedule, 11, answers=[1])
-    assert schedule.begin_catch_up(12) == ()
-    schedule.finish(13, proven=[0], failed=())
-    assert not schedule.is_due(14)
-    assert (schedule.begin_catch_up(14), schedule.kept_round_id("run")) == ((1,), "run-1")
-
-
 def test_a_round_that_is_due_takes_the_server_along() -> None:
     schedule = _returned(_begun(every=3))
     assert schedule.is_due(3)
     assert schedule.targets(3) == (0, 1)
-
-
-def test_an_overdue_round_comes_first_when_no_server_was_left() -> None:
-    schedule = _begun(every=3)
-    _observe(schedule, 1, suspect=[0, 1])
-    assert not any(schedule.is_due(step) for step in range(2, 9))
-    _observe(schedule, 8, answers=[1])
-    assert schedule.is_due(9)
-    assert schedule.targets(9) == (1,)
 
 
 def test_a_stock_server_waits_for_a_round_and_so_does_who_returns_beside_one() -> None:
@@ -132,14 +76,6 @@ def test_a_round_that_falls_due_waits_for_the_catch_up() -> None:
     schedule.finish(6, proven=[1], failed=())
     assert schedule.is_due(7)
     assert schedule.targets(7) == (0, 1)
-
-
-def test_it_lifts_no_suspicion_of_another_server() -> None:
-    schedule = _returned(_begun())
-    schedule.begin_catch_up(3)
-    _observe(schedule, 4, suspect=[0])
-    assert schedule.finish(4, proven=[1], failed=()) == (1,)
-    assert schedule.states() == (ServerState.SUSPECT, ServerState.PROVEN)
 
 
 class Run(RuleBasedStateMachine):

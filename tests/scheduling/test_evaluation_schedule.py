@@ -39,19 +39,6 @@ def test_one_falls_due_at_every_positive_multiple() -> None:
     assert [running.due_step for running in begun(make(), range(15, 35))] == [20, 30], "also after a resume"
 
 
-def test_it_waits_for_the_end_of_a_pending_round() -> None:
-    schedule = make()
-    assert [schedule.begin_if_due(step, 3, may_begin=False) for step in range(10, 14)] == [None] * 4
-    assert schedule.begin_if_due(14, 4, may_begin=True) == RunningEvaluation(10, 14, 4)
-
-
-def test_of_several_that_could_not_begin_one_does() -> None:
-    schedule = make()
-    for step in range(35):
-        schedule.begin_if_due(step, 3, may_begin=False)
-    assert begun(schedule, range(35, 40)) == [RunningEvaluation(30, 35, 7)]
-
-
 def test_it_holds_a_round_for_so_many_steps_and_is_then_cut() -> None:
     schedule = make(delay=3)
     assert not schedule.holds_round(9), "nothing runs"
@@ -71,18 +58,6 @@ def test_without_delay_a_round_is_never_held() -> None:
     schedule.begin_if_due(10, 1, may_begin=True)
     assert not schedule.holds_round(11)
     assert schedule.reason_to_end(11, **WELL) is None, "the round waits for what is in flight"
-    assert schedule.reason_to_end(12, **(WELL | {"wanted": False})) is EvaluationEnd.ROUND_DUE
-
-
-def test_it_is_cut_for_good_once_the_clock_has_moved() -> None:
-    schedule = make(delay=3)
-    schedule.observe_version(7)
-    assert not schedule.is_cut, "nothing runs"
-    schedule.begin_if_due(10, 7, may_begin=True)
-    schedule.observe_version(7)
-    assert schedule.holds_round(11)
-    schedule.observe_version(8)
-    assert not schedule.holds_round(12), "its servers have installed"
     assert schedule.reason_to_end(12, **(WELL | {"wanted": False})) is EvaluationEnd.ROUND_DUE
 
 
@@ -140,22 +115,6 @@ def test_what_had_not_ended_begins_again_after_a_resume() -> None:
     assert resumed.begin_if_due(13, 2, may_begin=True) == RunningEvaluation(10, 13, 2)
     schedule.end()
     assert schedule.unfinished is None
-
-
-def test_what_a_stop_ends_is_due_again_unless_a_newer_one_is() -> None:
-    schedule = make()
-    schedule.begin_if_due(10, 1, may_begin=True)
-    schedule.end(again=True)
-    assert schedule.unfinished == 10
-    schedule.begin_if_due(13, 1, may_begin=True)
-    schedule.begin_if_due(20, 1, may_begin=True)
-    schedule.end(again=True)
-    assert schedule.unfinished == 20
-
-
-def test_only_what_runs_can_end() -> None:
-    with pytest.raises(ValueError, match="only an evaluation that runs can end"):
-        make().end()
 
 
 class Run(RuleBasedStateMachine):

@@ -60,13 +60,6 @@ def test_the_length_depends_on_the_number_of_servers_only(facts: RankFacts) -> N
     assert all(type(entry) is int and entry >= 0 for entry in vector)
 
 
-def test_ranks_with_five_and_three_packs_both_run_a() -> None:
-    outcome = gate(RankFacts(), RankFacts(not_reserved=True))
-    plan = outcome.plan(wants_b=True)
-    assert (plan.channel, plan.skip_reason) == (Channel.A, SkipReason.NOT_ENOUGH_PACKS)
-    assert gate(RankFacts(), RankFacts()).plan(wants_b=True).channel is Channel.B
-
-
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
@@ -91,12 +84,6 @@ def test_one_proven_server_left_blames_the_queue() -> None:
     facts = RankFacts(not_reserved=True, servers_suspect=(True, False), servers_answer_again=(False, False))
     outcome = gate(facts, num_servers=2)
     assert outcome.skip_reason is SkipReason.NOT_ENOUGH_PACKS
-
-
-def test_the_slowest_rank_paces_all() -> None:
-    slow, fast = ProductionPace(3.25, 2.0), ProductionPace(0.5, 0.5)
-    assert gate(RankFacts(pace=slow), RankFacts(pace=fast), RankFacts()).pace == slow
-    assert gate(RankFacts(pace=fast)).pace == fast
 
 
 def test_a_vector_for_other_servers_is_refused() -> None:
@@ -128,7 +115,3 @@ def test_a_cause_is_told_only_when_b_is_skipped() -> None:
     paused = gate(RankFacts(truncation_guard=True))
     assert paused.plan(wants_b=True).skip_reason is SkipReason.TRUNCATION_GUARD
     assert paused.plan(wants_b=False).skip_reason is None
-
-
-def test_reasons_and_channels_read_as_plain_words() -> None:
-    assert f"{SkipReason.NOT_ENOUGH_PACKS} {Channel.B}" == "not_enough_packs B"

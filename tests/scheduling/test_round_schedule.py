@@ -51,13 +51,6 @@ def test_the_first_round_is_due_before_the_first_step_and_asks_every_server() ->
     assert schedule.states() == (ServerState.UNPROVEN,) * 3
 
 
-def test_the_first_round_after_a_resume_is_due_at_the_step_it_resumes_at() -> None:
-    schedule = _new(1, 4)
-    assert schedule.is_due(1234)
-    _run(schedule, 1234, proven=[0], failed=())
-    assert [step for step in range(1235, 1240) if schedule.is_due(step)] == [1238, 1239]
-
-
 def test_a_round_is_due_every_so_many_steps_after_the_last_commit() -> None:
     schedule = _begun(every=4)
     rounds = []
@@ -102,14 +95,6 @@ def test_a_server_that_fails_a_round_leaves_the_set_and_does_not_delay_the_rest(
     assert schedule.targets(4) == (0,)
 
 
-def test_a_server_that_ranks_suspect_is_asked_no_more_but_triggers_no_round() -> None:
-    schedule = _begun(every=4)
-    _observe(schedule, 1, suspect=[1])
-    assert schedule.proven == (0,)
-    assert not schedule.is_due(2)
-    assert schedule.targets(2) == (0,)
-
-
 def test_only_an_answer_makes_a_retry_due_and_it_includes_the_proven_ones() -> None:
     schedule = _begun(every=100)
     _observe(schedule, 1, suspect=[1])
@@ -120,23 +105,6 @@ def test_only_an_answer_makes_a_retry_due_and_it_includes_the_proven_ones() -> N
     _run(schedule, 51, proven=(0, 1), failed=())
     assert schedule.proven == (0, 1)
     assert not schedule.is_due(52)
-
-
-def test_an_answer_before_the_suspicion_counts_for_nothing() -> None:
-    schedule = _begun(every=100)
-    _observe(schedule, 1, answers=[1])
-    _observe(schedule, 2, suspect=[1])
-    assert not schedule.is_due(3)
-
-
-def test_a_round_that_proves_nothing_ends_and_leaves_nothing_pending() -> None:
-    schedule = _begun(every=4)
-    assert schedule.is_due(4)
-    _run(schedule, 4, proven=(), failed=(0, 1))
-    assert not schedule.pending
-    assert not any(schedule.is_due(step) for step in range(5, 200))
-    assert schedule.targets(10) == ()
-    assert schedule.last_commit_step == 0, "nothing was committed"
 
 
 def test_the_back_off_doubles_up_to_its_limit_and_a_proof_resets_it() -> None:
@@ -159,26 +127,6 @@ def test_the_back_off_doubles_up_to_its_limit_and_a_proof_resets_it() -> None:
     assert [schedule.is_due(step + 9 + later) for later in (1, 2)] == [False, True]
 
 
-def test_a_retry_during_the_back_off_is_not_taken_along_by_another_round() -> None:
-    schedule = _begun(2, every=4, backoff_steps=10)
-    _observe(schedule, 1, suspect=[1])
-    _observe(schedule, 2, answers=[1])
-    assert schedule.is_due(4)
-    assert schedule.targets(4) == (0,)
-    _run(schedule, 4, proven=(0,), failed=())
-    assert schedule.is_due(11), "the retry is due by itself once the back-off has passed"
-    assert schedule.targets(11) == (0, 1)
-
-
-def test_a_suspicion_takes_back_that_the_server_answered() -> None:
-    schedule = _begun(1, every=100)
-    _observe(schedule, 1, suspect=[0])
-    _observe(schedule, 2, answers=[0])
-    schedule.is_due(3)
-    _run(schedule, 3, proven=(), failed=(0,))
-    assert not any(schedule.is_due(step) for step in range(4, 100))
-
-
 def test_while_a_round_is_in_transfer_none_falls_due_and_the_next_counts_from_its_end() -> None:
     schedule = _begun(1, every=4)
     assert schedule.is_due(4)
@@ -192,18 +140,6 @@ def test_while_a_round_is_in_transfer_none_falls_due_and_the_next_counts_from_it
     )
 
 
-def test_a_suspicion_before_the_proof_is_cleared_by_it_and_a_failure_backs_off_from_its_end() -> None:
-    schedule = _begun(2, every=4, backoff_steps=3)
-    schedule.is_due(4)
-    schedule.begin(0)
-    _observe(schedule, 5, suspect=[0, 1])
-    schedule.finish(7, proven=[0], failed=[1])
-    assert schedule.states() == (ServerState.PROVEN, ServerState.SUSPECT)
-    _observe(schedule, 8, answers=[1])
-    assert schedule.targets(12) == (0,), "it failed twice: six steps from 7"
-    assert schedule.targets(13) == (0, 1)
-
-
 def test_a_stock_server_that_was_absent_at_the_start_makes_a_round_due_once_it_answers() -> None:
     schedule = RoundSchedule(2, 4, backoff_steps=1, max_backoff_steps=64, absent=[1])
     assert schedule.states() == (ServerState.UNPROVEN, ServerState.SUSPECT)
@@ -215,13 +151,6 @@ def test_a_stock_server_that_was_absent_at_the_start_makes_a_round_due_once_it_a
     assert schedule.targets(3) == (0, 1)
     _run(schedule, 3, proven=[0, 1], failed=())
     assert schedule.proven == (0, 1)
-
-
-def test_only_the_first_round_is_the_first() -> None:
-    schedule = _new(1, 4)
-    assert schedule.is_first
-    _run(schedule, 0, proven=(), failed=[0])
-    assert not schedule.is_first
 
 
 def test_facts_must_cover_every_server() -> None:

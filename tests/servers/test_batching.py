@@ -33,25 +33,6 @@ def take_in_thread(queue: BatchQueue[Ask]) -> tuple[threading.Thread, list[Any]]
     return thread, taken
 
 
-def test_jobs_of_several_callers_leave_in_one_batch_and_other_keys_wait() -> None:
-    queue = make_queue()
-    for ask in (Ask("a", 0), Ask("b", 1), Ask("a", 2)):
-        queue.put(ask)
-    assert queue.take() == [Ask("a", 0), Ask("a", 2)]
-    assert queue.take() == [Ask("b", 1)]
-
-
-def test_a_batch_holds_no_more_than_allowed() -> None:
-    queue = make_queue(max_batch_size=2)
-    for number in range(5):
-        queue.put(Ask("a", number))
-    assert [queue.take() for _ in range(3)] == [
-        [Ask("a", 0), Ask("a", 1)],
-        [Ask("a", 2), Ask("a", 3)],
-        [Ask("a", 4)],
-    ]
-
-
 @given(keys=st.lists(st.sampled_from("abc"), max_size=20), size=st.integers(1, 6))
 def test_batches_partition_the_jobs_in_order(keys: list[str], size: int) -> None:
     queue = make_queue(max_batch_size=size)
@@ -84,16 +65,6 @@ def test_a_batch_waits_for_jobs_that_are_being_prepared() -> None:
     assert taken == [[Ask("a", 0), Ask("a", 1)]]
 
 
-def test_a_batch_does_not_wait_for_a_job_that_was_withdrawn() -> None:
-    queue = BatchQueue[Ask](max_batch_size=4, gather_s=0.0, max_gather_s=DEADLINE_S)
-    queue.expect(2)
-    queue.put(Ask("a", 0), expected=True)
-    thread, taken = take_in_thread(queue)
-    queue.withdraw()
-    thread.join(DEADLINE_S)
-    assert taken == [[Ask("a", 0)]]
-
-
 def test_a_task_leaves_alone_and_in_its_turn() -> None:
     queue = make_queue()
     queue.put(Ask("a", 0))
@@ -106,26 +77,6 @@ def test_a_task_leaves_alone_and_in_its_turn() -> None:
     assert queued.future.result(timeout=0) == "done"
 
 
-def test_a_task_hands_over_its_failure_and_is_not_run_once_cancelled() -> None:
-    queue = make_queue()
-    failing, cancelled = queue.put_task(lambda: 1 // 0), queue.put_task(lambda: 1 // 0)
-    cancelled.future.cancel()
-    failing.run()
-    cancelled.run()
-    assert isinstance(failing.future.exception(timeout=0), ZeroDivisionError)
-    assert cancelled.future.cancelled()
-
-
-def test_a_removed_job_is_never_taken() -> None:
-    queue = make_queue()
-    first, second = Ask("a", 0), Ask("a", 1)
-    queue.put(first)
-    queue.put(second)
-    assert queue.remove(first)
-    assert not queue.remove(first)
-    assert queue.take() == [second]
-
-
 def test_closing_wakes_the_taker_and_refuses_what_comes_later() -> None:
     queue = make_queue()
     thread, taken = take_in_thread(queue)
@@ -135,22 +86,6 @@ def test_closing_wakes_the_taker_and_refuses_what_comes_later() -> None:
     for call in (lambda: queue.put(Ask("a")), lambda: queue.expect(1), lambda: queue.put_task(int)):
         with pytest.raises(EngineUnavailable):
             call()
-
-
-def test_closing_returns_what_nobody_will_run() -> None:
-    queue = make_queue()
-    queue.put(Ask("a"))
-    assert queue.close() == [Ask("a")]
-
-
-def test_no_job_overtakes_a_task() -> None:
-    queue = make_queue()
-    queue.put(Ask("a", 0))
-    queue.put_task(int)
-    queue.put(Ask("a", 1))
-    assert queue.take() == [Ask("a", 0)]
-    assert isinstance(queue.take(), ExclusiveTask)
-    assert queue.take() == [Ask("a", 1)]
 
 
 def test_jobs_of_other_sizes_fill_a_batch_and_one_too_large_leaves_alone() -> None:
@@ -170,12 +105,3 @@ def test_a_batch_waits_for_as_many_jobs_as_are_enough_and_no_longer() -> None:
     queue.put(Ask("a", 2))
     thread.join(DEADLINE_S / 2)
     assert taken == [[Ask("a", 0), Ask("a", 1), Ask("a", 2)]]
-
-
-def test_clearing_returns_what_waits_and_the_queue_goes_on() -> None:
-    queue = make_queue()
-    queue.put(Ask("a", 0))
-    queue.put_task(int)
-    assert [type(item) for item in queue.clear()] == [Ask, ExclusiveTask]
-    queue.put(Ask("a", 1))
-    assert queue.take() == [Ask("a", 1)]

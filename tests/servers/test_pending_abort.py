@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,24 +48,6 @@ def test_it_names_the_run_and_the_version_whose_rollouts_are_to_end(
     server.wait_until(lambda: bool(_aborts(server)))
     assert _aborts(server) == [{"run_id": "run", "version": 7}]
     assert server.calls[-1].headers["Authorization"] == "Bearer sk-key"
-
-
-def test_while_an_ask_is_on_its_way_another_one_is_not_made(
-    server: FakeRolloutServer, make: Callable[..., PendingAbort]
-) -> None:
-    let_go = threading.Event()
-    server.on_reset = lambda call: Answer(body=b"{}", after=let_go)
-    abort = make()
-    abort.ask([server.url], version=1)
-    server.wait_until(lambda: len(_aborts(server)) == 1)
-    abort.ask([server.url], version=1)
-    let_go.set()
-    assert abort._asking is not None
-    abort._asking.result(20)
-    abort.ask([server.url], version=1)
-    server.wait_until(lambda: len(_aborts(server)) == 2)
-    abort._asking.result(20)
-    assert len(_aborts(server)) == 2
 
 
 def test_a_stock_server_is_not_asked_and_a_dead_one_is_no_error(

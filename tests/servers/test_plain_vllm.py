@@ -15,22 +15,19 @@ from rollout_batch import generate
 
 from swift_stage2.channel_b import detection as detection  # registers the task
 from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
-from swift_stage2.channel_b.rollout_client.chat_connection import ChatConnection, connect
+from swift_stage2.channel_b.rollout_client.chat_connection import connect
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
-from swift_stage2.config import DecodingConfig, Proof, Stage2Config
+from swift_stage2.config import DecodingConfig, Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.fence import InferFence
 from swift_stage2.preflight.servers import look_for
 from swift_stage2.records import Sample, SampleKey
-from swift_stage2.servers import protocol, vllm_serve
-from swift_stage2.servers.protocol import TensorSpec, greedy_config
+from swift_stage2.servers import vllm_serve
+from swift_stage2.servers.protocol import greedy_config
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.servers.vllm_serve import WeightVersion, chat_body, parse_chat_reply
-from swift_stage2.weights.proof import InstallTurns, RoundOrder
-from swift_stage2.weights.push import ServerPush
-from swift_stage2.weights.snapshot import WeightBucket
+from swift_stage2.servers.vllm_serve import WeightVersion, chat_body
 from swift_stage2.weights.tensors import checksum_tensors
 from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.weights.vllm_transport import VllmTransport, unreached
@@ -164,14 +161,6 @@ def test_a_share_is_one_call_a_request_in_order_and_names_its_weights(
     )
 
 
-def test_answers_of_a_process_that_took_no_round_name_no_weights(
-    vllm: PlainVllm, connection: ServerConnection
-) -> None:
-    vllm.version = "default"
-    (completion,) = connection.infer([request("a")], greedy_config(1), timeout_s=_PATIENCE_S).completions
-    assert (completion.incarnation, completion.weight_version) == (None, None)
-
-
 def test_requests_that_vllm_refuses_are_named(connection: ServerConnection) -> None:
     requests = [request(text) for text in ("a", "bad", "b", "bad")]
     result = connection.infer(requests, greedy_config(1), timeout_s=_PATIENCE_S)
@@ -194,55 +183,6 @@ def test_what_was_cut_is_aborted_by_name_before_it_counts_as_settled(
     assert connection.reset_prefix_cache(timeout_s=_PATIENCE_S).end is PostEnd.ANSWERED
     # An abort that names none would end everybody's
     assert _asked(server).count(vllm_serve.ABORT_REQUESTS) == 1
-
-
-def test_what_another_place_is_asking_is_not_aborted_with_it_and_is_when_it_is_cut_later(
-    server: FakeRolloutServer, connection: ServerConnection
-) -> None:
-    """All places of a lane have one connection, and one settles while others are at work."""
-    ends: list[PostEnd] = []
-    place = threading.Thread(
-        target=lambda: ends.append(
-            connection.infer([request("slow")], greedy_config(1), timeout_s=_PATIENCE_S).end
-        )
-    )
-    place.start()
-    server.wait_until(lambda: vllm_serve.CHAT in _asked(server))
-    assert connection.reset_prefix_cache(timeout_s=_PATIENCE_S).end is PostEnd.ANSWERED
-    assert vllm_serve.ABORT_REQUESTS not in _asked(server)
-    connection.give_up()
-    place.join(_PATIENCE_S)
-    assert ends == [PostEnd.LOST]
-    assert connection.reset_prefix_cache(timeout_s=_PATIENCE_S).end is PostEnd.ANSWERED
-    (asked,) = [call for call in server.calls if call.path == vllm_serve.CHAT]
-    (abort,) = [call for call in server.calls if call.path == vllm_serve.ABORT_REQUESTS]
-    assert abort.body["request_ids"] == [f"chatcmpl-{asked.body['request_id']}"]
-
-
-def test_an_end_cuts_all_calls_of_a_share(server: FakeRolloutServer, connection: ServerConnection) -> None:
-    ends: list[PostEnd] = []
-    requests = [request("slow") for _ in range(4)]
-    asking = threading.Thread(
-        target=lambda: ends.append(connection.infer(requests, greedy_config(1), timeout_s=600.0).end)
-    )
-    asking.start()
-    server.wait_until(lambda: len(server.calls) == 4)
-    connection.end()
-    asking.join(_PATIENCE_S)
-    assert ends == [PostEnd.STOPPED]
-
-
-def test_calls_of_a_share_that_nobody_wants_any_more_do_not_leave(
-    server: FakeRolloutServer, connection: ServerConnection
-) -> None:
-    wanted = iter([True, True])
-    result = connection.infer(
-        [request(text) for text in "abcd"],
-        greedy_config(1),
-        timeout_s=_PATIENCE_S,
-        is_wanted=lambda: next(wanted, False),
-    )
-    assert (result.end, _asked(server)) == (PostEnd.LOST, [vllm_serve.CHAT] * 2)
 
 
 def test_every_engine_answers_the_canary(server: FakeRolloutServer) -> None:
@@ -276,12 +216,6 @@ def test_a_weight_version_that_no_learner_wrote_names_no_round(said: str) -> Non
     assert WeightVersion.parse(str(_VERSION)) == _VERSION
 
 
-@pytest.mark.parametrize("reply", [[], {"choices": []}, {"choices": [{"message": {}}]}, {"choices": [1]}])
-def test_a_reply_without_token_ids_is_none(reply: Any) -> None:
-    with pytest.raises(ProtocolError):
-        parse_chat_reply(reply, "a")
-
-
 def test_parameters_that_stayed_zeros_are_named_unless_zeros_were_sent() -> None:
     full, zeros = checksum_tensors([torch.ones(4), torch.zeros(4)])
     blank = {f"dp0:{name}": "00" for name in ("a.qkv_proj.weight", "b.bias", "c.bias", "odd")}
@@ -306,76 +240,6 @@ def test_a_server_that_cannot_begin_is_refused_before_anybody_waits_for_its_work
         transport.open(session, ServerEndpoint(server.url, 29600), Deadline(_PATIENCE_S))
     assert vllm_serve.INIT_TRANSFER not in _asked(server)
     assert vllm_serve.RESUME not in _asked(server)
-
-
-class JoinedTransport(VllmTransport):
-    """As if the workers had joined; notes the numbers that they are sent."""
-
-    def __init__(self, taken: threading.Event) -> None:
-        super().__init__(torch.device("cpu"))
-        self._taken = taken
-        self.sent: list[list[float]] = []
-
-    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> str:
-        return "gloo"
-
-    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
-        self.sent.append(flat.tolist())
-        self._taken.set()
-
-
-class WrappedTransport:
-    """As a plugin's trainer may put in the place of another one."""
-
-    def __init__(self, real: VllmTransport) -> None:
-        self._real = real
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-
-def test_a_transport_that_is_wrapped_carries_to_it_as_the_bare_one_does(
-    server: FakeRolloutServer, vllm: PlainVllm
-) -> None:
-    transport = JoinedTransport(vllm.taken)
-    bias = torch.arange(3.0)
-    bucket = WeightBucket([("bias", bias)], bias.view(torch.uint8))
-    order = RoundOrder(
-        round_id=_VERSION.round_id,
-        run_id=_VERSION.run_id,
-        version=_VERSION.version,
-        manifest=(TensorSpec("bias", (3,), "float32"),),
-        canary=None,
-        proof=Proof.CANARY,
-        deadline=Deadline(_PATIENCE_S),
-    )
-    ServerPush(
-        0,
-        ServerEndpoint(server.url, 29600),
-        order,
-        [bucket],
-        {},
-        lambda info: WrappedTransport(transport),  # type: ignore[arg-type, return-value]
-        turns=InstallTurns(),
-        api_key=None,
-        given_up=threading.Event(),
-        distrusted=False,
-        ours=set(),
-    ).run()
-    assert transport.sent == [bias.tolist()]
-    asked, first = _asked(server), _asked(server).index(vllm_serve.UPDATE_WEIGHTS)
-    assert asked[first : first + 3] == [
-        vllm_serve.UPDATE_WEIGHTS,
-        vllm_serve.FINISH_UPDATE,
-        vllm_serve.RESUME,
-    ]
-    assert protocol.UPDATE_FLATTENED_PARAMS not in asked
-
-
-def test_a_server_of_another_kind_is_asked_as_before() -> None:
-    connection = connect("http://127.0.0.1:9", None, api_key=None, connect_timeout_s=1.0)
-    assert not isinstance(connection, ChatConnection)
-    connection.close()
 
 
 def test_a_server_that_turns_out_to_be_one_is_asked_its_way(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
-import httpx
 import pytest
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 
@@ -70,10 +69,6 @@ def test_info_of_our_own_server(server: FakeRolloutServer, session: ServerSessio
     assert [call.path for call in server.calls] == [protocol.SERVER_INFO]
 
 
-def test_a_server_without_our_paths_is_a_stock_one(session: ServerSession) -> None:
-    assert session.info(Deadline(AMPLE_S)) == protocol.ServerInfo(stock=True)
-
-
 def test_a_post_carries_body_key_and_round(server: FakeRolloutServer, session: ServerSession) -> None:
     server.on_reset = _says({"fine": True})
     reply = session.post(protocol.BEGIN_ROUND, {"a": [1]}, Deadline(AMPLE_S))
@@ -87,13 +82,6 @@ def test_a_post_carries_body_key_and_round(server: FakeRolloutServer, session: S
     assert later.headers[protocol.ROUND_HEADER] == "r7"
 
 
-def test_without_a_key_none_is_sent(server: FakeRolloutServer) -> None:
-    server.on_get = _says({"world_size": 1})
-    with ServerSession(server.url + "/") as session:
-        assert session.get(protocol.WORLD_SIZE, Deadline(AMPLE_S)) == {"world_size": 1}
-    assert "Authorization" not in server.calls[0].headers
-
-
 def test_proxies_of_the_environment_are_ignored(
     server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,15 +90,6 @@ def test_proxies_of_the_environment_are_ignored(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with ServerSession(server.url) as session:
         assert session.get(protocol.WORLD_SIZE, Deadline(AMPLE_S)) == {}
-
-
-@pytest.mark.parametrize(
-    ("url", "host"),
-    [("http://127.0.0.1:8000", "127.0.0.1"), ("http://[::1]:8000", "::1"), ("https://node7", "node7")],
-)
-def test_the_host_is_what_a_weight_group_meets_at(url: str, host: str) -> None:
-    with ServerSession(url) as session:
-        assert session.host == host
 
 
 # --- faults ------------------------------------------------------------------------------------------
@@ -140,20 +119,6 @@ def test_whatever_is_wrong_with_a_reply_is_the_servers_fault(
         assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("body", [[], {}, {"incarnation": 7}, {"incarnation": "a", "manifest": 3}])
-def test_an_info_that_the_wire_does_not_allow_is_the_servers_fault(
-    server: FakeRolloutServer, session: ServerSession, body: Any
-) -> None:
-    server.on_get = _says(body)
-    with pytest.raises(ServerFault, match=protocol.SERVER_INFO):
-        session.info(Deadline(AMPLE_S))
-
-
-def test_only_info_takes_a_missing_path_for_a_stock_server(session: ServerSession) -> None:
-    with pytest.raises(ServerFault, match="status 404"):
-        session.get(protocol.STATE_KEYS, Deadline(AMPLE_S))
-
-
 def test_nobody_listens() -> None:
     with closing(socket.socket()) as unused:
         unused.bind(("127.0.0.1", 0))
@@ -171,25 +136,6 @@ def test_a_server_that_never_answers_is_left_at_the_deadline(
     for call in _calls(session, SHORT_S):
         with pytest.raises(ServerFault, match="no whole answer in time, got timeout_s="):
             call()
-
-
-@pytest.mark.timeout(120)
-def test_a_server_that_trickles_is_left_at_the_deadline_too(
-    server: FakeRolloutServer, session: ServerSession
-) -> None:
-    """Each byte comes in time, so only a limit on the whole call ends it."""
-    _set(server, lambda call: Answer(trickle=True))
-    for call in _calls(session, SHORT_S):
-        with pytest.raises(ServerFault):
-            call()
-
-
-def test_the_session_works_again_after_a_fault(server: FakeRolloutServer, session: ServerSession) -> None:
-    server.on_get = lambda call: Answer(drop=True)
-    with pytest.raises(ServerFault):
-        session.get(protocol.WORLD_SIZE, Deadline(AMPLE_S))
-    server.on_get = _says({"world_size": 1})
-    assert session.get(protocol.WORLD_SIZE, Deadline(AMPLE_S)) == {"world_size": 1}
 
 
 # --- the key -----------------------------------------------------------------------------------------
@@ -218,34 +164,3 @@ def test_a_key_that_no_header_can_carry_is_refused_without_being_shown(key: str)
 
 
 # --- deadlines ---------------------------------------------------------------------------------------
-
-
-def test_a_deadline_counts_down_and_stays_a_valid_timeout() -> None:
-    now = [100.0]
-    deadline = Deadline(5.0, clock=lambda: now[0])
-    assert deadline.remaining_s() == 5.0
-    now[0] = 104.5
-    assert deadline.remaining_s() == pytest.approx(0.5)
-    now[0] = 1000.0
-    assert 0 < deadline.remaining_s() <= 0.1
-
-
-def test_closing_twice_is_closing_once(server: FakeRolloutServer) -> None:
-    session = ServerSession(server.url)
-    session.close()
-    session.close()
-
-
-@pytest.mark.parametrize(("scheme", "checks"), [("https", True), ("http", False)])
-def test_certificates_are_checked_wherever_there_are_any(
-    monkeypatch: pytest.MonkeyPatch, scheme: str, checks: bool
-) -> None:
-    real, verify = httpx.HTTPTransport, []
-
-    def transport(**settings: Any) -> httpx.HTTPTransport:
-        verify.append(settings["verify"])
-        return real(**settings)
-
-    monkeypatch.setattr(httpx, "HTTPTransport", transport)
-    ServerSession(f"{scheme}://127.0.0.1:1", KEY).close()
-    assert verify == [checks]

@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +20,11 @@ import torch
 from dropping_port import LINEAR, a_round_at_a_dropping_port, dropping_port
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 from stalled_peer import BUCKET_BYTES, SECRET
-from stand_in_canary import StandInCanary
 from stopped_process import stop_process
 from torch.distributed import TCPStore
 from torchrun_job import free_port
+from weight_rounds import make_sync
 
-from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
@@ -68,15 +67,8 @@ def answering_as_ours(manifest: tuple[protocol.TensorSpec, ...]) -> FakeRolloutS
 
 
 def sync_of(export: WeightExport, server: FakeRolloutServer, port: int) -> WeightSync:
-    return WeightSync(
-        control=SingleRank(),
-        export=export,
-        canary=StandInCanary(),
-        courier=ThreadCourier([ServerEndpoint(server.url, port)], lambda info: StreamTransport()),
-        run_id="run",
-        timeout_s=T,
-        bucket_mib=1,
-    )
+    courier = ThreadCourier([ServerEndpoint(server.url, port)], lambda info: StreamTransport())
+    return make_sync(export, courier, timeout_s=T)
 
 
 @pytest.mark.slow
@@ -93,18 +85,6 @@ def test_a_server_that_freezes_late_in_a_push_is_its_own_fault_within_the_calls_
     assert "lost while weights were sent" in str(outcome.reports[0].error)
 
 
-@pytest.mark.parametrize("dtype", ["no_such_dtype", "nn", "quint8"])
-def test_a_dtype_that_no_tensor_can_have_is_the_servers_fault(dtype: str) -> None:
-    export = WeightExport(torch.nn.Linear(2, 2))
-    weight, bias = export.manifest()
-    nonsense = (weight, protocol.TensorSpec(bias.name, bias.shape, dtype))
-    with answering_as_ours(nonsense) as server:
-        outcome = sync_of(export, server, free_port()).run(1, [0])
-    assert outcome.failed == (0,)
-    assert outcome.learner_fault is None
-    assert f"bias: learner float32 server {dtype}" in str(outcome.reports[0].error)
-
-
 def test_a_server_that_was_ours_and_answers_404_once_is_suspect_and_the_run_goes_on() -> None:
     """Taken for a stock one it would be sent weights over vLLM's group, which may not even be installed here."""
     export = WeightExport(torch.nn.Linear(2, 2))
@@ -115,26 +95,6 @@ def test_a_server_that_was_ours_and_answers_404_once_is_suspect_and_the_run_goes
         outcome = sync.run(1, [0])
     assert (outcome.failed, outcome.learner_fault) == ((0,), None)
     assert "a server that was ours in this run must stay ours" in str(outcome.reports[0].error)
-
-
-class NoMemory(torch.Tensor):
-    """The error of a copy to another device there."""
-
-    def to(self, *_: Any, **__: Any) -> torch.Tensor:
-        raise RuntimeError("out of memory")
-
-
-def test_a_copy_that_the_learner_cannot_make_is_not_the_servers_fault(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    flat, transport = (
-        torch.zeros(4, dtype=torch.uint8).as_subclass(NoMemory),
-        StockTransport(torch.device("cuda")),
-    )
-    transport._communicator, transport._stream = object(), object()
-    with pytest.raises(RuntimeError, match="out of memory"):
-        transport.send(flat, Deadline(5.0))
 
 
 def kept(port: str) -> tuple[StockTransport, TCPStore]:
@@ -257,16 +217,8 @@ def test_a_group_that_never_forms_at_a_server_that_answers_no_more_ends_with_the
         return Answer(body=body, after=never if asked_to_join else None)
 
     with FakeRolloutServer(on_reset=joined_and_deaf) as fake, dropping_port() as port:
-        sync = WeightSync(
-            control=SingleRank(),
-            export=WeightExport(LINEAR),
-            canary=StandInCanary(),
-            courier=ThreadCourier([ServerEndpoint(fake.url, port)], lambda info: StockTransport(CPU)),
-            run_id="run",
-            timeout_s=4.0,
-            bucket_mib=1,
-        )
-        outcome = sync.run(1, [0])
+        courier = ThreadCourier([ServerEndpoint(fake.url, port)], lambda info: StockTransport(CPU))
+        outcome = make_sync(LINEAR, courier, timeout_s=4.0).run(1, [0])
         never.set()
     assert outcome.failed == (0,)
     assert "the weight group did not form" in str(outcome.reports[0].error)
@@ -277,37 +229,3 @@ def test_a_group_port_behind_a_firewall_costs_a_round_the_joining_time_and_no_mo
 ) -> None:
     server = answering_as_ours(WeightExport(LINEAR).manifest())
     a_round_at_a_dropping_port(monkeypatch, server, StreamTransport)
-
-
-class StuckTransfer:
-    """``torch.cuda.Event`` of a transfer that ends only once its group is aborted, if then."""
-
-    def __init__(self, communicator: Any) -> None:
-        self._communicator = communicator
-
-    def record(self, stream: Any) -> None: ...
-
-    def query(self) -> bool:
-        return bool(self._communicator.num_aborts)
-
-
-def test_a_transfer_that_the_server_never_takes_has_left_the_device_when_send_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """No GPU here: stand-ins for stream and event. What a returned push leaves there would stop training later."""
-    communicator: Any = SimpleNamespace(rank=1, num_aborts=0, broadcast=lambda flat, src, stream: None)
-
-    def destroy() -> None:
-        communicator.num_aborts += 1
-
-    communicator.destroy = destroy
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: StuckTransfer(communicator))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    transport = StockTransport(torch.device("cuda"))
-    transport._communicator = communicator
-    with pytest.raises(ServerFault, match="did not take the weights by the deadline"):
-        transport._send_on_stream(torch.zeros(4, dtype=torch.uint8), Deadline(0.0))
-    assert communicator.num_aborts == 1

@@ -135,16 +135,3 @@ def test_names_are_compared_before_weights_are_sent(
     assert push.report is not None
     assert push.report.error == "no group here"
     assert [warning in record.getMessage() for record in caplog.records] == ([True] if warning else [])
-
-
-def test_a_server_without_the_route_for_names_is_told_and_gets_weights(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with FakeRolloutServer() as server, caplog.at_level(logging.WARNING):
-        report = pushed_to(server, "model.a.weight").report
-        with ServerSession(server.url) as session:
-            require_workers(session, Deadline(AMPLE_S))
-    assert report is not None
-    assert report.error == "no group here"
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert "/get_model_state_keys/: no such route" in told

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 from channel_b.test_rollout_client import ask, make_client, positions, texts
-from fake_rollout_server import LONGEST_WAIT_S, FakeRolloutServer, stamped
+from fake_rollout_server import LONGEST_WAIT_S, FakeRolloutServer
 from test_stalled_server import KILLED_BY_S, kept, peer
 from torch.distributed import TCPStore
 
@@ -36,16 +36,6 @@ def lost_by(board: NoteBoard) -> Callable[[str, int], bool]:
 def restarted(old: FakeRolloutServer) -> FakeRolloutServer:
     """Another process at the same address; a stock one says nothing that tells it from the old one."""
     return FakeRolloutServer(port=int(old.url.rpartition(":")[2]))
-
-
-def test_a_stock_server_restarted_while_idle_is_believed_by_nobody_who_looks_only_at_its_answers() -> None:
-    """Why a note is needed: no POST was cut, no answer is stamped."""
-    with FakeRolloutServer() as old, make_client(old, fence=InferFence(version=VERSION)) as client:
-        assert texts(ask(client, 1)) == ["echo 0"]
-        old.__exit__(None, None, None)
-        with restarted(old):
-            assert texts(ask(client, 1, first=1)) == ["echo 1"]  # weights of the checkpoint, called version 3
-            assert client.suspects == {}
 
 
 def test_a_loss_that_rank_zero_finds_between_two_posts_of_another_rank_is_known_there_at_its_next_answer(
@@ -85,18 +75,6 @@ def test_a_loss_that_rank_zero_finds_between_two_posts_of_another_rank_is_known_
             probe.stop()
 
 
-def test_a_loss_is_told_once_between_two_rounds() -> None:
-    told: list[int] = []
-    probe = SuspectProbe(rank=0, api_key=None, find_lost=lambda: (1,), on_lost=told.append)
-    probe._look_for_lost()
-    probe._look_for_lost()
-    assert told == [1]
-    probe.pause()
-    probe.go_on()
-    probe._look_for_lost()
-    assert told == [1, 1]
-
-
 def test_a_later_version_of_the_same_server_is_believed_again(boards: tuple[NoteBoard, NoteBoard]) -> None:
     rank_0, rank_1 = boards
     fence = InferFence(version=VERSION)
@@ -107,14 +85,3 @@ def test_a_later_version_of_the_same_server_is_believed_again(boards: tuple[Note
         client.set_proven({server.url: ServedWeights(None, VERSION + 1, None)})
         fence.reopen(VERSION + 1)
         assert texts(ask(client, 1)) == ["echo 0"]
-
-
-def test_answers_that_carry_an_incarnation_need_no_note() -> None:
-    def fail(url: str, version: int) -> bool:
-        raise AssertionError("asked")
-
-    stamp = {"incarnation": "one", "weight_version": VERSION, "round_id": "run-1"}
-    with FakeRolloutServer(on_infer=stamped(**stamp)) as server:
-        with make_client(server, fence=InferFence(version=VERSION), is_lost=fail) as client:
-            client.set_proven({server.url: ServedWeights("run-1", VERSION, "one")})
-            assert texts(ask(client, 1)) == ["echo 0"]

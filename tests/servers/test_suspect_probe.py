@@ -70,15 +70,6 @@ def _wait_for(probe: SuspectProbe, urls: set[str]) -> None:
     _wait_until(lambda: probe.answering() == urls)
 
 
-def test_a_suspect_that_answers_is_told(server: FakeRolloutServer, probe: SuspectProbe) -> None:
-    assert probe.answering() == frozenset()
-    probe.watch([server.url])
-    _wait_for(probe, {server.url})
-    assert probe.answering() == {server.url}
-    assert server.calls[0].path == protocol.SERVER_INFO
-    assert server.calls[0].headers["Authorization"] == "Bearer sk-key"
-
-
 def test_a_server_that_answered_is_asked_no_more(server: FakeRolloutServer, probe: SuspectProbe) -> None:
     with FakeRolloutServer(on_get=_silent) as other:  # its workers say nothing: it does not answer
         probe.watch([server.url, other.url])
@@ -136,13 +127,6 @@ def test_a_server_that_was_absent_has_answered_once_it_is_known_who_it_is(
         probe.stop()
 
 
-def test_nobody_is_asked_who_is_not_watched(server: FakeRolloutServer, probe: SuspectProbe) -> None:
-    with FakeRolloutServer(on_get=_silent) as other:
-        probe.watch([other.url])
-        other.wait_until(lambda: len(other.calls) >= 4)
-    assert server.calls == []
-
-
 @pytest.mark.parametrize("state", ["loading", "broken", "closed", "installing"])
 def test_an_engine_that_is_not_ready_is_no_answer(
     server: FakeRolloutServer, probe: SuspectProbe, state: str
@@ -170,35 +154,6 @@ def test_a_stock_server_whose_worker_is_wedged_does_not_answer_again(probe: Susp
         assert probe.answering() == frozenset()
         keys.append("model.embed_tokens.weight")
         _wait_for(probe, {server.url})
-
-
-def test_a_stock_server_of_an_older_ms_swift_answers_again(probe: SuspectProbe) -> None:
-    """It has no route that names its parameters."""
-    with FakeRolloutServer() as server:
-        probe.watch([server.url])
-        _wait_for(probe, {server.url})
-
-
-def test_what_was_heard_of_a_server_that_is_no_longer_watched_is_forgotten(
-    server: FakeRolloutServer, probe: SuspectProbe
-) -> None:
-    probe.watch([server.url])
-    _wait_for(probe, {server.url})
-    probe.watch([])
-    assert probe.answering() == frozenset()
-
-
-def test_an_answer_that_comes_after_the_watch_ended_counts_for_nothing(
-    server: FakeRolloutServer, probe: SuspectProbe
-) -> None:
-    go_on = threading.Event()
-    server.on_get = lambda call: _json(json.loads(_ours("ready")(call).body), after=go_on)
-    probe.watch([server.url])
-    server.wait_until(lambda: len(server.calls) == 1)
-    probe.watch([])
-    go_on.set()
-    with paused(probe):  # waits for the question that is under way
-        assert probe.answering() == frozenset()
 
 
 def test_nothing_is_asked_while_a_round_runs(
@@ -244,26 +199,6 @@ def test_a_round_waits_for_the_question_under_way_and_forgets_its_answer(
     assert probe.answering() == frozenset()
 
 
-def test_a_question_that_outlasts_the_wait_for_it_goes_on_in_no_round(
-    server: FakeRolloutServer, probe: SuspectProbe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(suspect_probe, "_LOCK_TIMEOUT_S", 0.0)
-    monkeypatch.setattr(suspect_probe, "_DEADLINE_S", LONGEST_WAIT_S)
-    go_on = threading.Event()
-    server.on_get = lambda call: _json(json.loads(_ours("ready")(call).body), after=go_on)
-    ended: list[str] = []
-    ask = probe._ask
-    monkeypatch.setattr(probe, "_ask", lambda url: (ask(url), ended.append(url)))
-    probe.watch([server.url])
-    server.wait_until(lambda: len(server.calls) == 1)
-    with paused(probe):
-        _wait_until(lambda: len(ended) >= 3)
-        assert len(server.calls) == 1, "cut, and none was begun"
-        assert probe.answering() == frozenset()
-    go_on.set()
-    _wait_for(probe, {server.url})
-
-
 def test_a_loss_that_is_found_within_a_round_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is of what the round has replaced."""
     monkeypatch.setattr(suspect_probe, "_LOCK_TIMEOUT_S", 0.0)
@@ -302,24 +237,6 @@ def test_a_trusted_server_that_was_lost_is_told_until_a_round_ran(server: FakeRo
         assert probe.lost() == {1}
     assert probe.lost() == frozenset()
     probe.stop()
-
-
-def test_nothing_is_looked_for_while_a_round_runs(
-    probe: SuspectProbe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    turned_away: list[bool] = []
-    look = probe._look_for_lost
-
-    def counted() -> None:
-        look()
-        turned_away.append(True)
-
-    with paused(probe):
-        monkeypatch.setattr(probe, "_look_for_lost", counted)
-        monkeypatch.setattr(probe, "find_lost", lambda: (0,))
-        _wait_until(lambda: len(turned_away) >= 3)
-        assert probe.lost() == frozenset()
-    _wait_until(lambda: probe.lost() == {0})
 
 
 def test_other_ranks_ask_nobody(server: FakeRolloutServer) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from sft_run import build_trainer, channel_a_alone
-from transformers.integrations.integration_utils import WandbCallback
 
 from swift_stage2.learner import Learner
 from swift_stage2.records import EvaluationCounts, EvaluationRecord
@@ -188,33 +187,3 @@ def test_an_evaluation_that_was_cut_chooses_nothing(
     trainer = train(rows_file, tmp_path, {1: cut}, monkeypatch, max_steps=3, early_stop_interval=1)
     assert (trainer.state.global_step, trainer.state.best_metric) == (3, None)
     assert any("eval_f1" in entry for entry in trainer.state.log_history)
-
-
-def test_where_pictures_are_reported_the_last_ones_come_before_training_ends(
-    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[int] = []
-    callback = WandbCallback.__new__(WandbCallback)
-    callback._wandb = None  # it does nothing
-    monkeypatch.setattr(Stage2Run, "tell_evaluations", lambda run: told.append(trainer.state.global_step))
-    for callbacks in ([], [callback]):
-        trainer = build_trainer(
-            rows_file,
-            tmp_path / str(len(callbacks)),
-            trainer=Stage2Trainer,
-            given={"stage2": channel_a_alone()},
-            max_steps=2,
-        )
-        for each in callbacks:
-            trainer.add_callback(each)
-        trainer.train()
-        assert set(told) == {2} if callbacks else not told
-
-
-def test_another_metric_is_left_to_ms_swift(
-    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = train(
-        rows_file, tmp_path, {1: evaluation(1, 90)}, monkeypatch, max_steps=2, metric_for_best_model="loss"
-    )
-    assert trainer.state.best_metric is None

@@ -49,10 +49,6 @@ def test_an_id_that_no_tokenizer_takes_is_another_token(token_id: int) -> None:
     assert not answer.agrees((1, token_id, 5), text_of, END)
 
 
-def test_before_the_first_answer_nothing_agrees() -> None:
-    assert not CanaryAnswer().agrees((1,), str, END)
-
-
 # A round with some of three servers: True where checksums proved it, False where anything else happened; or a server
 # that was lost between rounds.
 EVENTS = st.lists(

@@ -25,7 +25,7 @@ from swift_stage2.errors import WeightSyncError
 from swift_stage2.records import ServerReport
 from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.servers.session import Deadline
-from swift_stage2.weights import copy_stream, sync_round
+from swift_stage2.weights import copy_stream
 from swift_stage2.weights.copy_stream import Copy, CudaCopyStream
 from swift_stage2.weights.courier import PushEnd
 from swift_stage2.weights.export import WeightExport
@@ -307,17 +307,6 @@ def test_without_the_hook_a_step_writes_into_the_copy(
     assert not same(learner.courier.carried[-1], weights)
 
 
-def test_the_courier_begins_in_the_step_that_finds_the_copy_done(learner: Learner) -> None:
-    step = first_round_and_step(learner, plain)
-    weights = learner.weights()
-    learner.sync.begin(2, [0], staged=True)
-    learner.copies.finish()
-    assert len(learner.courier.carried) == 1
-    step()
-    assert len(learner.courier.carried) == 2
-    assert same(learner.courier.carried[-1], weights)
-
-
 def test_servers_may_install_before_the_courier_has_begun(learner: Learner) -> None:
     step = first_round_and_step(learner, plain)
     learner.sync.begin(2, [0], staged=True, held=True)
@@ -426,33 +415,6 @@ def test_a_run_that_ends_waits_for_its_copy_and_leaves_no_hook(learner: Learner)
     step()
     assert learner.copies.num_waits_before_write == 0
     assert len(learner.courier.carried) == 1
-
-
-def test_a_copy_beside_training_is_watched(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched: list[tuple[str, Callable[[], bool]]] = []
-    learner.sync._watch = WatchedBy(watched)
-    step = first_round_and_step(learner, plain)
-    learner.sync.begin(2, [0])
-    step()
-    what, is_over = watched[-1]
-    assert what == "the copy of the weights"
-    assert not is_over()
-    learner.copies.finish()
-    assert is_over()
-
-
-class WatchedBy(sync_round.RoundWatch):
-    """Notes what it is told to watch, after the part of a round that the main thread waited for."""
-
-    def __init__(self, watched: list[tuple[str, Callable[[], bool]]]) -> None:
-        super().__init__(20.0, lambda hang: hang)
-        self._watched = watched
-
-    def begin(self, what: str, is_over: Callable[[], bool] = lambda: False) -> None:
-        self._watched.append((what, is_over))
-
-    def __exit__(self, *_: Any) -> None:
-        self._watched.append(("nothing", lambda: True))
 
 
 def test_on_a_cpu_nothing_is_hooked() -> None:
@@ -599,21 +561,6 @@ def test_without_room_training_waits_until_the_weights_have_left(
     assert cuda.calls == ["side waits", "copied recorded", "training waits for copied", "copied synchronized"]
 
 
-def test_room_that_others_have_taken_costs_a_wait_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch, free=2 * NUM_BYTES)
-    flatten = copy_stream._flattened
-
-    def for_floats(tensors: list[torch.Tensor]) -> torch.Tensor:
-        if tensors[0].dtype == torch.half:
-            raise torch.OutOfMemoryError("no memory")
-        return flatten(tensors)
-
-    monkeypatch.setattr(copy_stream, "_flattened", for_floats)
-    _, arrived = copied()
-    assert same(arrived, WEIGHTS)
-    assert cuda.calls == ["side waits", "copied recorded", "training waits for copied", "copied synchronized"]
-
-
 @pytest.mark.parametrize("at_once", [1, 40, 1 << 20])
 def test_what_is_staged_is_no_view_of_the_weights(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     """However many tensors are staged together: the optimizer writes before anything has left."""
@@ -630,11 +577,3 @@ def test_what_is_staged_is_no_view_of_the_weights(monkeypatch: pytest.MonkeyPatc
     for target, source in queued:
         target.copy_(source)
     assert same(snapshot._tensors, WEIGHTS)
-
-
-def test_on_a_device_that_servers_share_nothing_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch, free=10 * NUM_BYTES)
-    stream = CudaCopyStream(torch.device("cuda", 0), NUM_BYTES, stages=False)
-    stream.copy(partial(Snapshot(MANIFEST).put, WEIGHTS.items()))
-    stream.wait_before_write()
-    assert cuda.calls[-1] == "training waits for copied"

@@ -5,15 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from multiprocessing.connection import Connection
-from typing import Any
 
 import psutil
 import pytest
@@ -26,15 +22,12 @@ from waiting import wait_for
 from weight_rounds import courier_setup, make_sync
 
 from swift_stage2.config import Transport
-from swift_stage2.records import RoundOutcome, ServerReport
+from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
-from swift_stage2.weights import courier, courier_process, disk_rounds, sync_round
-from swift_stage2.weights.courier import PushEnd
 from swift_stage2.weights.courier_process import ProcessCourier
-from swift_stage2.weights.courier_worker import CourierWorker, Ended, Lost
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.tensors import checksum_tensor
-from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
+from swift_stage2.weights.transport import ServerEndpoint
 
 KEY = "s3cret-of-the-servers"
 KILLED = "the process that carries weights was killed by SIGKILL; another one takes its place"
@@ -102,20 +95,6 @@ class Learner:
         assert self.courier.pid != pid
         assert not psutil.pid_exists(pid)
         assert [server.served for server in self.servers] == [f"run-{self.version}"] * 2
-
-
-def test_a_process_that_closes_has_the_time_that_its_parts_may_take_one_after_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else it is killed before it has left its groups and cleared its directory."""
-    learner, patience = Learner(), []
-    with closing(learner.sync):
-        end = learner.courier._worker.end
-        monkeypatch.setattr(learner.courier._worker, "end", lambda s: (patience.append(s), end(s)))
-        learner.sync.close()
-    num_kept = len(learner.servers)
-    parts = [*[courier._CLOSE_TIMEOUT_S] * num_kept, courier._LAST_CALL_S, *[disk_rounds._PATIENCE_S] * 2]
-    assert patience[0] >= sum(parts)
 
 
 @pytest.fixture(scope="module")
@@ -193,41 +172,6 @@ def test_a_device_without_memory_for_a_bucket_gives_it_tensor_by_tensor(
         learner.sync._snapshot.take(read_few, list(sums), at_once=True)  # type: ignore[union-attr]
 
 
-def test_phases_arrive_with_the_clock_of_the_rank(learner: Learner) -> None:
-    learner.intervals.clear()
-    before = time.perf_counter_ns()
-    learner.round()
-    after = time.perf_counter_ns()
-    phases = ["begin", "connect", "pack", "push", "turn", "acknowledge", "prove"]
-    for server in learner.servers:
-        mine = [each for each in learner.intervals if each[3] == f"push to {server.url}"]
-        assert [name for name, *_ in mine] == phases
-        times = [moment for _, start, end, _ in mine for moment in (start, end)]
-        assert [before, *times, after] == sorted([before, *times, after])
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_in_a_catch_up_is_followed_by_one_that_reads_the_same_bytes(
-    learner: Learner,
-) -> None:
-    """Meanwhile the learner trains on; its weights are not what a server that comes late gets."""
-    server, round_id = learner.servers[1], f"run-{learner.version}"
-    of_the_round = server.mapped[-1]
-    with torch.no_grad():
-        learner.module.weight.add_(1.0)
-    pid, num_mapped = learner.courier.pid, len(server.mapped)
-    server.hooks[protocol.PROCESS_WEIGHTS] = once(lambda: kill(pid), Answer(drop=True))
-    learner.sync.catch_up([1], round_id=round_id)
-    wait_for(lambda: learner.sync.has_news)
-    outcome = learner.sync.hear()
-    assert (outcome.failed, outcome.ended, outcome.reports[1].error) == ((1,), True, KILLED)
-    learner.sync.catch_up([1], round_id=round_id)
-    outcome = learner.sync.hear()
-    assert (outcome.proven, outcome.round_id, outcome.version) == ((1,), round_id, learner.version)
-    assert server.mapped[num_mapped:] == [of_the_round] * 2
-    learner.require_another_process_and_a_proof(pid)
-
-
 def test_the_canary_is_judged_by_the_learner(learner: Learner) -> None:
     learner.sync.distrust([0, 1])  # as after a fault: then it is due
     learner.canary.judged.clear()
@@ -238,22 +182,6 @@ def test_the_canary_is_judged_by_the_learner(learner: Learner) -> None:
     outcome = learner.round()
     assert outcome.failed == (0, 1)
     assert "answers the canary with other tokens than the learner" in str(outcome.reports[1].error)
-
-
-def test_a_message_that_cannot_be_taken_costs_one_round_and_its_process(
-    learner: Learner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pid = learner.courier.pid
-
-    def fail(token_ids: Sequence[int]) -> bool:
-        raise OverflowError("number too small to fit in target type")
-
-    learner.sync.distrust([0, 1])  # so that the canary is due
-    with monkeypatch.context() as patched:
-        patched.setattr(learner.canary, "agrees", fail)
-        outcome = learner.round()
-    assert {report.error for report in outcome.reports.values()} == {KILLED}
-    learner.require_another_process_and_a_proof(pid)
 
 
 def test_a_process_that_is_killed_before_it_reads_its_errand_fails_every_target(learner: Learner) -> None:
@@ -285,20 +213,6 @@ def test_a_process_that_is_killed_in_a_push_or_an_install_fails_what_was_not_pro
     learner.require_another_process_and_a_proof(pid)
 
 
-def test_servers_install_once_the_rank_lets_them(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_round, "_SHARE_FOR_HOLD", 10.0)  # without leave the round is given up
-    for server in learner.servers:
-        server.calls.clear()
-    learner.begin(held=True)
-    for server in learner.servers:
-        server.wait_until(lambda: protocol.UPDATE_FLATTENED_PARAMS in [call.path for call in server.calls])  # noqa: B023
-    assert not learner.courier.wait(0.3)
-    for server in learner.servers:
-        assert [call.path for call in server.calls][-1] == protocol.UPDATE_FLATTENED_PARAMS
-    learner.sync.let_install()
-    assert learner.hear_all().proven == (0, 1)
-
-
 def test_a_server_that_was_proven_before_the_process_was_killed_stays_proven(learner: Learner) -> None:
     pid, let_go = learner.courier.pid, threading.Event()
     learner.servers[1].hooks[protocol.UPDATE_FLATTENED_PARAMS] = lambda call: Answer(after=let_go)
@@ -313,16 +227,6 @@ def test_a_server_that_was_proven_before_the_process_was_killed_stays_proven(lea
     assert last.reports[1].error == KILLED
     let_go.set()
     learner.servers[1].hooks.clear()
-    learner.require_another_process_and_a_proof(pid)
-
-
-def test_a_process_that_is_killed_after_all_proofs_costs_nothing(learner: Learner) -> None:
-    pid = learner.courier.pid
-    learner.begin()
-    assert learner.courier.wait(LONGEST_WAIT_S)
-    kill(pid)
-    wait_for(lambda: not psutil.pid_exists(pid))
-    assert learner.hear_all().proven == (0, 1)
     learner.require_another_process_and_a_proof(pid)
 
 
@@ -342,22 +246,6 @@ def test_a_process_that_has_died_is_replaced_at_the_next_step_and_not_when_a_rou
     learner.require_another_process_and_a_proof(successor)
 
 
-def test_a_process_that_dies_in_a_round_is_replaced_before_that_is_heard(learner: Learner) -> None:
-    pid, let_go = learner.courier.pid, threading.Event()
-    learner.servers[1].hooks[protocol.UPDATE_FLATTENED_PARAMS] = lambda call: Answer(after=let_go)
-    learner.begin()
-    wait_for(lambda: 0 in learner.courier.ends())
-    kill(pid)
-    wait_for(lambda: learner.courier._worker.is_mourned)
-    assert learner.sync.has_news
-    assert learner.courier.pid != pid
-    last = learner.sync.hear()
-    assert (last.proven, last.reports[1].error, last.ended) == ((0,), KILLED, True)
-    let_go.set()
-    learner.servers[1].hooks.clear()
-    assert learner.round().proven == (0, 1)
-
-
 def test_a_stock_server_is_lost_with_the_process_that_kept_its_group(learner: Learner) -> None:
     """Nobody watches it any more: it may come back as another process, and its answers bear no name."""
     learner.ours.discard(learner.servers[1].url)
@@ -366,81 +254,6 @@ def test_a_stock_server_is_lost_with_the_process_that_kept_its_group(learner: Le
     wait_for(lambda: learner.courier.lost_servers() == (1,))
     learner.require_another_process_and_a_proof(pid)
     assert learner.courier.lost_servers() == ()
-
-
-def test_a_loss_that_was_found_before_a_round_says_nothing_of_it(learner: Learner) -> None:
-    learner.courier._take(Lost(f"run-{learner.version - 1}", (0,)))
-    assert learner.courier.lost_servers() == ()
-    learner.courier._take(Lost(f"run-{learner.version}", (0,)))
-    assert learner.courier.lost_servers() == (0,)
-
-
-def test_a_server_that_is_known_by_its_round_is_not_taken_for_one_of_ours(learner: Learner) -> None:
-    """As a plain ``vllm serve`` is; the probe would ask it as ours for ever."""
-    learner.ours.clear()
-    report = ServerReport(True, None, "canary", 0, {}, incarnation="run-1")
-    end = Ended(f"run-{learner.version}", 0, PushEnd(report), is_ours=False, intervals=())
-    learner.courier._take(end)
-    assert learner.ours == set()
-
-
-def test_a_round_that_begins_while_the_last_process_is_mourned_has_another_one(learner: Learner) -> None:
-    """Its thread still tells of the end when the next round begins; what it says is of the last round alone."""
-    worker, told, go_on = learner.courier._worker, threading.Event(), threading.Event()
-    on_end = worker._on_end
-
-    def linger(how: str) -> None:
-        on_end(how)
-        told.set()
-        go_on.wait(0.5)
-        on_end(how)
-
-    worker._on_end = linger
-    learner.servers[0].hooks[protocol.BEGIN_ROUND] = once(lambda: kill(worker.process.pid), Answer(drop=True))
-    assert 0 in learner.round().failed
-    assert told.wait(LONGEST_WAIT_S)
-    learner.require_another_process_and_a_proof(worker.process.pid)
-
-
-def test_a_process_that_dies_just_before_it_gets_its_errand_fails_every_target(
-    learner: Learner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its end is told while the courier still knows the last round's targets."""
-    worker, changed = learner.courier._worker, learner.courier._changed
-
-    class DiesFirst:
-        def __enter__(self) -> object:
-            monkeypatch.setattr(learner.courier, "_changed", changed)
-            kill(worker.process.pid)
-            wait_for(lambda: worker.is_mourned)
-            return changed.__enter__()
-
-        def __exit__(self, *how: Any) -> None:
-            changed.__exit__(*how)
-
-    monkeypatch.setattr(learner.courier, "_changed", DiesFirst())
-    learner.begin()
-    assert worker.is_mourned
-    assert learner.courier.wait(0.0)
-    outcome = learner.hear_all()
-    assert outcome.failed == (0, 1)
-    learner.require_another_process_and_a_proof(worker.process.pid)
-
-
-def test_what_a_process_still_says_of_losses_does_not_undo_its_end(
-    learner: Learner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner.ours.discard(learner.servers[1].url)
-    worker, end, pid = learner.courier._worker, learner.courier._worker.end, learner.courier.pid
-
-    def end_late(timeout_s: float) -> None:
-        learner.courier._take(Lost(learner.courier._round_id, ()))
-        end(timeout_s)
-
-    monkeypatch.setattr(worker, "end", end_late)
-    learner.courier.give_up("the round is over")
-    assert learner.courier.lost_servers() == (1,)
-    learner.require_another_process_and_a_proof(pid)
 
 
 def test_a_process_that_stands_still_is_killed_and_reaped_before_anything_else_begins(
@@ -463,17 +276,6 @@ def ask_with_a_picture(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> Non
     """An errand is then larger than what a socket takes unread, as that of many tensors is."""
     monkeypatch.setitem(learner.canary.request, "images", ["A" * (4 << 20)])
     learner.sync.distrust([0, 1])  # so that the canary is due
-
-
-def test_an_errand_waits_for_a_process_that_does_not_read_yet(
-    learner: Learner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one that takes the place of another, and is still starting."""
-    ask_with_a_picture(learner, monkeypatch)
-    stop_process(learner.courier.pid)
-    learner.begin()
-    os.kill(learner.courier.pid, signal.SIGCONT)
-    assert learner.hear_all().proven == (0, 1)
 
 
 def test_an_errand_that_a_process_never_reads_holds_up_nobody(
@@ -566,66 +368,3 @@ def test_the_process_ends_with_a_rank_that_is_killed() -> None:
         rank.kill()
     psutil.wait_procs([process], timeout=LONGEST_WAIT_S)
     assert not process.is_running()
-
-
-class InAThread:
-    """Stands in for the process, so that a test reaches the courier inside: only a stock server is ever lost."""
-
-    pid = 0
-    returncode: int | None = None
-    worker: CourierWorker
-
-    def __init__(self, socket_: socket.socket) -> None:
-        self._connection = Connection(socket_.detach())
-        self._thread = threading.Thread(target=self._run, name="courier-worker")
-        self._thread.start()
-
-    def _run(self) -> None:
-        with self._connection:
-            self._connection.recv()  # the rank's import path
-            self.worker = CourierWorker(self._connection, self._connection.recv())
-            self.worker.serve()
-
-    def wait(self, timeout: float) -> int:
-        self._thread.join(timeout)
-        self.returncode = None if self._thread.is_alive() else 0
-        return 0
-
-
-class KeptTransport(WeightTransport):
-    """What a stock server's push keeps."""
-
-    is_gone = False
-
-    def open(self, session: Any, endpoint: Any, deadline: Any) -> None: ...
-
-    def send(self, flat: Any, deadline: Any) -> None: ...
-
-    def is_lost(self) -> bool:
-        return self.is_gone
-
-    def close(self, deadline: Any) -> None: ...
-
-
-def test_a_server_that_is_lost_between_two_rounds_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[InAThread] = []
-
-    def start(module: str, environment: Any) -> tuple[Any, socket.socket]:
-        ours, theirs = socket.socketpair()
-        started.append(InAThread(theirs))
-        return started[-1], ours
-
-    monkeypatch.setattr(courier_process, "start_worker", start)
-    learner = Learner()
-    with learner.servers[0], learner.servers[1], closing(learner.sync):
-        assert learner.round().proven == (0, 1)
-        assert learner.courier.lost_servers() == ()
-        kept = KeptTransport()
-        started[0].worker._courier._transports[1] = kept
-        kept.is_gone = True
-        wait_for(lambda: learner.courier.lost_servers() == (1,))
-        assert learner.courier.is_lost(1)
-        assert not learner.courier.is_lost(0)
-        learner.begin()
-        assert learner.courier.lost_servers() == ()
-        learner.hear_all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +13,9 @@ import pytest
 import torch
 from fake_rollout_server import Answer, Call, FakeRolloutServer, outputs
 from fake_staging_server import FakeStagingServer
-from stand_in_canary import StandInCanary
 from torch import nn
+from weight_rounds import make_sync
 
-from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
@@ -26,8 +24,6 @@ from swift_stage2.telemetry.trace import EnterSpan, untraced
 from swift_stage2.weights import sync_round as weight_sync
 from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.proof import InstallTurns
-from swift_stage2.weights.push import ServerPush
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
@@ -96,16 +92,8 @@ class Round:
 
     def sync(self, timeout_s: float = LIMIT_S, span: EnterSpan = untraced, **options: Any) -> WeightSync:
         endpoints = [ServerEndpoint(server.url, 51216) for server in self.servers]
-        return WeightSync(
-            control=SingleRank(),
-            export=self.export,
-            canary=StandInCanary(),
-            courier=ThreadCourier(endpoints, self.make_transport, span=span),
-            run_id="run",
-            timeout_s=timeout_s,
-            bucket_mib=1,
-            **options,
-        )
+        courier = ThreadCourier(endpoints, self.make_transport, span=span)
+        return make_sync(self.export, courier, timeout_s=timeout_s, **options)
 
     def run(self, timeout_s: float = LIMIT_S) -> RoundOutcome:
         return self.sync(timeout_s).run(1, list(range(len(self.servers))))
@@ -179,39 +167,6 @@ def test_a_server_that_dies_in_the_push_does_not_stop_the_other(servers: list[Fa
     assert "was lost while weights were sent" in (outcome.reports[1].error or "")
     assert [len(transport.sent) for transport in round_.transports] == [NUM_BUCKETS, 1]
     assert [transport.closed for transport in round_.transports] == [False, True]
-
-
-def test_a_push_that_ends_at_once_finds_that_the_others_have_not(
-    servers: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start, is_last = ServerPush.start, []
-
-    def start_and_end(push: ServerPush) -> None:
-        start(push)
-        push.join(LIMIT_S)
-
-    monkeypatch.setattr(ServerPush, "start", start_and_end)
-    round_ = Round(servers, at_once, at_once)
-    sync = round_.sync()
-    courier = ThreadCourier(
-        [ServerEndpoint(server.url, 51216) for server in servers],
-        round_.make_transport,
-        on_end=lambda server, end: is_last.append(courier.wait(0.0)),
-    )
-    monkeypatch.setattr(sync, "_courier", courier)
-    sync.run(1, [0, 1])
-    assert is_last == [False, True]
-
-
-def test_a_slow_server_holds_up_no_other(servers: list[FakeRolloutServer]) -> None:
-    """The slow one goes on only when the other has been asked its canary, which has everything by then."""
-    other_is_through = threading.Event()
-    servers[0].on_infer = lambda call: (other_is_through.set(), outputs([ONE_TOKEN]))[1]
-
-    def wait_for_the_other(number: int) -> None:
-        assert other_is_through.wait(LIMIT_S)
-
-    assert Round(servers, at_once, wait_for_the_other).run().proven == (0, 1)
 
 
 @pytest.mark.parametrize("bad", range(NUM_BUCKETS))
@@ -300,34 +255,6 @@ def test_a_server_that_was_lost_since_its_proof_is_not_trusted(servers: list[Fak
     assert outcome.reports[1].error == "the server was lost after it had proven the weights"
 
 
-def test_of_a_round_that_nobody_began_nothing_is_heard(servers: list[FakeRolloutServer]) -> None:
-    with pytest.raises(RuntimeError, match="a round must begin"):
-        Round(servers, at_once, at_once).sync().hear()
-
-
-class SecondRank(SingleRank):
-    """Hears at the end of the first round what rank 0 says."""
-
-    rank = 1
-
-    def broadcast(self, message: Any) -> Any:
-        assert message is None
-        return {"outcome": RoundOutcome("round", 1).to_json()}
-
-
-def test_a_rank_that_waits_for_rank_0s_first_round_is_not_timed(
-    servers: list[FakeRolloutServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Canary, snapshot and pushes have a limit each on rank 0; one for their sum would end a healthy job."""
-    round_, begun = Round(servers, at_once, at_once), []
-    sync = round_.sync()
-    sync._control = SecondRank()
-    monkeypatch.setattr(sync._watch, "begin", lambda *what: begun.append(what))
-    assert sync.run(1, [0, 1]).version == 1
-    assert begun == []
-    assert round_.export.read_names == []
-
-
 # --- staged rounds -----------------------------------------------------------------------------------
 
 
@@ -376,35 +303,6 @@ def test_every_proof_of_a_staged_round_is_heard_when_it_comes(staging: list[Fake
     assert [server.served for server in staging] == ["run-1", "run-1"]
 
 
-def test_of_a_fenced_round_nothing_is_heard_before_its_end(staging: list[FakeStagingServer]) -> None:
-    let_go = threading.Event()
-    sync = Round(staging, at_once, lambda number: let_go.wait(LIMIT_S)).sync()
-    sync.begin(1, [0, 1])
-    staging[0].wait_until(lambda: bool(staging[0].proofs))
-    assert not sync.has_news
-    let_go.set()
-    outcome = sync.hear()
-    assert (outcome.proven, outcome.news, outcome.ended) == ((0, 1), (0, 1), True)
-
-
-def test_the_first_proof_leaves_the_others_so_much_time_and_no_more(staging: list[FakeStagingServer]) -> None:
-    """A push that is late sends nothing more, whenever it wakes."""
-    let_go = threading.Event()
-    sync = Round(staging, at_once, lambda number: let_go.wait(LIMIT_S)).sync(straggler_s=0.3)
-    begin_staged(sync)
-    last = hear_all(sync)
-    assert (last.proven, last.failed) == ((0,), (1,))
-    assert (
-        last.reports[1].error
-        == "the server did not take and prove the weights within 0.3 s of the first proof"
-    )
-    (late,) = (thread for thread in threading.enumerate() if thread.name.startswith("push to"))
-    let_go.set()
-    late.join(LIMIT_S)
-    assert not late.is_alive()
-    assert paths_of(staging[1])[-1] == protocol.UPDATE_FLATTENED_PARAMS
-
-
 def test_servers_install_a_staged_round_one_after_another(staging: list[FakeStagingServer]) -> None:
     """The first one to install is held until the other one waits for its turn."""
     asking, both_ask, installs = [], threading.Event(), []
@@ -431,16 +329,6 @@ def test_servers_install_a_staged_round_one_after_another(staging: list[FakeStag
     assert [server.served for server in staging] == ["run-1", "run-1"]
 
 
-@pytest.mark.parametrize("options", [{"staged": False}, {"staged": True, "rolling": False}])
-def test_or_all_at_once(staging: list[FakeStagingServer], options: dict[str, Any]) -> None:
-    meet = threading.Barrier(2, timeout=LIMIT_S)
-    for server in staging:
-        server.hooks[protocol.PROCESS_WEIGHTS] = lambda call: None if meet.wait() >= 0 else Answer(500)
-    sync = Round(staging, at_once, at_once).sync(rolling=options.get("rolling", True))
-    sync.begin(1, [0, 1], staged=options["staged"])
-    assert hear_all(sync).proven == (0, 1)
-
-
 @pytest.mark.parametrize("hangs", [0, 1])
 def test_a_server_that_hangs_in_its_install_takes_no_other_one_with_it(
     staging: list[FakeStagingServer], hangs: int
@@ -465,32 +353,6 @@ def test_a_server_that_hangs_in_its_install_takes_no_other_one_with_it(
     assert "0.4 s of the first proof" in str(outcome.reports[hangs].error)
 
 
-def test_servers_that_are_held_take_all_weights_and_install_once_they_may(
-    staging: list[FakeStagingServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_sync, "_SHARE_FOR_HOLD", 10.0)  # without leave the round is given up
-    holds: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    @contextmanager
-    def span(name: str) -> Iterator[None]:
-        if name == "hold":
-            holds.put(name)
-        yield
-
-    round_ = Round(staging, at_once, at_once)
-    sync = round_.sync(span=span)
-    begin_staged(sync, held=True)
-    for _ in staging:
-        holds.get(timeout=LIMIT_S)
-    assert [len(transport.sent) for transport in round_.transports] == [NUM_BUCKETS] * 2
-    assert not sync.has_news
-    assert not any(protocol.PROCESS_WEIGHTS in paths_of(server) for server in staging)
-    sync.let_install()
-    assert hear_all(sync).proven == (0, 1)
-    begin_staged(sync, version=2)
-    assert hear_all(sync).proven == (0, 1), "the next round is held by nobody"
-
-
 def test_a_hold_ends_with_the_rounds_time_or_with_the_round(
     staging: list[FakeStagingServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,49 +366,3 @@ def test_a_hold_ends_with_the_rounds_time_or_with_the_round(
     assert sync._courier.wait(0.4 * LIMIT_S), "nobody waits any more"
     assert hear_all(sync).failed == (0, 1)
     assert not any(paths_of(server).count(protocol.PROCESS_WEIGHTS) > 1 for server in staging)
-
-
-def test_a_turn_is_another_ones_once_it_is_given_back() -> None:
-    turns = InstallTurns()
-    with turns.take(1.0):
-        with turns.take(0.01):  # beside it
-            pass
-        assert turns._lock.locked(), "who had none gives none back"
-    assert not turns._lock.locked()
-
-
-def test_the_learners_own_fault_in_one_push_is_told_although_another_goes_on(
-    staging: list[FakeStagingServer],
-) -> None:
-    let_go = threading.Event()
-
-    def fail(number: int) -> None:
-        raise RuntimeError("out of memory")
-
-    sync = Round(staging, lambda number: let_go.wait(LIMIT_S), fail).sync()
-    begin_staged(sync)
-    wait_for_news(sync)
-    with pytest.raises(
-        WeightSyncError, match=r"the push of the learner's weights failed: RuntimeError: out of memory"
-    ):
-        sync.hear()
-    let_go.set()
-    sync.close()
-    assert protocol.PROCESS_WEIGHTS not in paths_of(staging[1])
-
-
-def test_a_busy_server_is_not_asked_again_for_a_round_that_was_given_up(
-    staging: list[FakeStagingServer],
-) -> None:
-    """It would shut its door for a round that nobody ends, or end the next one there."""
-    sync = Round(staging, at_once, at_once).sync()
-
-    def give_up(call: Call) -> Answer:
-        staging[0].hooks.clear()  # idle from now on
-        sync._courier.give_up("late")
-        return Answer(409, b'{"detail": "it still answers somebody", "reason": "busy"}')
-
-    staging[0].hooks[protocol.BEGIN_ROUND] = give_up
-    sync.begin(1, [0])
-    assert sync._courier.wait(LIMIT_S)
-    assert paths_of(staging[0]) == [protocol.SERVER_INFO, protocol.BEGIN_ROUND]

@@ -85,14 +85,6 @@ def test_another_process_reads_every_rounds_bytes_and_the_token_in_place(memory:
         assert other.wait(60) == 0
 
 
-def test_two_memories_have_two_tokens() -> None:
-    with closing(SnapshotMemory()) as one, closing(SnapshotMemory()) as other:
-        Snapshot(MANIFEST, one)
-        Snapshot(MANIFEST, other)
-        assert one.where.token != other.where.token
-        assert one.where.path != other.where.path
-
-
 def test_no_room_is_told_with_both_numbers_before_anything_is_allocated(
     memory: SnapshotMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

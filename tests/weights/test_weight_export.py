@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from flat_bucket import flatten
 from real_model import tiny_model
 from torch import nn
 
@@ -111,13 +110,6 @@ def test_modules_that_are_trained_in_full_beside_lora_leave_as_trained(model: An
         torch.testing.assert_close(exported[name], expected[name], rtol=0, atol=1e-6, msg=name)
 
 
-def test_a_rank_stabilised_adapter_leaves_with_its_own_scale(model: Any) -> None:
-    adapted = _adapted(model, use_rslora=True)
-    expected = _state(copy.deepcopy(adapted).merge_and_unload())
-    for name, tensor in _exported(adapted).items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6, msg=name)
-
-
 @pytest.mark.parametrize("variant", ["use_dora", "lora_bias"])
 def test_adapters_that_are_no_plain_difference_are_refused(variant: str) -> None:
     model = nn.Sequential()
@@ -148,17 +140,6 @@ def test_weights_that_are_not_finite_are_refused_by_name(model: Any, value: floa
         _pack(_snapshot_of(model))
 
 
-def test_an_adapter_that_is_not_finite_is_found_in_the_merged_weight(model: Any) -> None:
-    adapted = _adapted(model)
-    with torch.no_grad():
-        layer = adapted.base_model.model.model.language_model.layers[1].self_attn.q_proj
-        layer.lora_B["default"].weight[0, 0] = float("nan")
-    with pytest.raises(
-        WeightSyncError, match=r"tensor=model\.language_model\.layers\.1\.self_attn\.q_proj\.weight"
-    ):
-        _pack(_snapshot_of(adapted))
-
-
 def test_a_snapshot_keeps_what_training_changes_afterwards(model: Any) -> None:
     before = {name: tensor.clone() for name, tensor in _state(model).items()}
     snapshot = _snapshot_of(model)
@@ -183,17 +164,6 @@ def test_tensors_are_cast_to_the_servers_dtypes(model: Any) -> None:
         torch.float32
     }
     assert packed.checksums == {name: checksum_tensor(tensor) for name, tensor in arrived.items()}
-
-
-def test_servers_with_the_learners_dtypes_are_sent_the_snapshot_itself(model: Any) -> None:
-    bucket = _snapshot_of(model).buckets(1 << 18)[0]
-    own = bucket.pack({}, CastMemory())
-    again = bucket.pack(dict.fromkeys(own.checksums, "float32"), CastMemory())
-    assert again.flat.data_ptr() == own.flat.data_ptr()
-    assert again.checksums is own.checksums, "summed once"
-    half = bucket.pack(dict.fromkeys(own.checksums, "bfloat16"), CastMemory())
-    assert half.flat.numel() * 2 == own.flat.numel()
-    assert half.checksums != own.checksums
 
 
 # --- buckets -----------------------------------------------------------------------------------------
@@ -235,39 +205,6 @@ def _read(flat: torch.Tensor, metadata: list[dict[str, Any]]) -> dict[str, torch
         flat_piece = torch.frombuffer(piece, dtype=dtype) if piece else torch.empty(0, dtype=dtype)
         tensors[entry["name"]] = flat_piece.reshape(entry["shape"])
     return tensors
-
-
-def test_a_bucket_is_read_back_from_its_bytes() -> None:
-    bucket = [
-        ("a", torch.randn(3, 5)),
-        ("b", torch.randn(3, 1).bfloat16()),
-        ("c", torch.tensor(7, dtype=torch.int64)),
-        ("d", torch.randn(4, 6).t().contiguous()),
-    ]
-    flat, metadata = flatten(bucket)
-    assert flat.dtype == torch.uint8
-    assert flat.numel() == 60 + 6 + 8 + 96
-    assert all(
-        set(entry) == {"name", "shape", "dtype", "start_idx", "end_idx", "numel"} for entry in metadata
-    )
-    read = _read(flat, metadata)
-    assert list(read) == ["a", "b", "c", "d"]
-    for name, tensor in bucket:
-        assert read[name].dtype == tensor.dtype
-        assert torch.equal(read[name], tensor), name
-
-
-def test_every_tensor_of_the_model_survives_the_way_through_buckets(model: Any) -> None:
-    arrived: dict[str, torch.Tensor] = {}
-    packed = _pack(_snapshot_of(model))
-    for each in packed:
-        arrived |= _read(each.flat, each.metadata)
-    sizes = [(len(each.metadata), each.flat.numel()) for each in packed]
-    assert len(sizes) > 5
-    assert all(num_bytes <= 1 << 18 or count == 1 for count, num_bytes in sizes)
-    state = _state(model)
-    assert arrived.keys() == state.keys()
-    assert all(torch.equal(arrived[name], tensor) for name, tensor in state.items())
 
 
 def test_tensors_of_all_item_sizes_lie_where_their_views_may_begin() -> None:

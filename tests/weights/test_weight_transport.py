@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import types
 from collections.abc import Iterator
@@ -12,16 +11,14 @@ from typing import Any
 import pytest
 import torch
 from fake_rollout_server import LONGEST_WAIT_S, Answer, FakeRolloutServer, outputs
-from stand_in_canary import StandInCanary
+from weight_rounds import make_sync
 
-from swift_stage2.collectives import SingleRank
-from swift_stage2.errors import ServerFault, WeightSyncError
+from swift_stage2.errors import ServerFault
 from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights import courier as weight_courier
 from swift_stage2.weights import stock_transport
 from swift_stage2.weights.courier import ThreadCourier
-from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.stock_transport import StockTransport
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
@@ -68,15 +65,8 @@ def _sync(server: FakeRolloutServer, made: list[Any], make: Any, timeout_s: floa
         made.append(make())
         return made[-1]
 
-    return WeightSync(
-        control=SingleRank(),
-        export=WeightExport(torch.nn.Linear(2, 2)),
-        canary=StandInCanary(),
-        courier=ThreadCourier([ServerEndpoint(server.url, 51216)], make_transport),
-        run_id="run",
-        timeout_s=timeout_s,
-        bucket_mib=1,
-    )
+    courier = ThreadCourier([ServerEndpoint(server.url, 51216)], make_transport)
+    return make_sync(torch.nn.Linear(2, 2), courier, timeout_s=timeout_s)
 
 
 def test_what_connects_to_a_server_that_became_suspect_is_not_used_again(server: FakeRolloutServer) -> None:
@@ -132,47 +122,6 @@ def test_a_transport_that_a_hung_push_is_inside_of_is_left_alone(
         let_go.set()
 
 
-def test_a_push_that_was_given_up_leaves_alone_what_the_next_round_has_opened(
-    server: FakeRolloutServer,
-) -> None:
-    let_go = threading.Event()
-    made: list[RecordedTransport] = []
-    sync = _sync(server, made, lambda: RecordedTransport(server, None if made else let_go), timeout_s=3.0)
-    before = set(threading.enumerate())
-    assert sync.run(1, [0]).failed == (0,)
-    (given_up,) = (each for each in set(threading.enumerate()) - before if each.name.startswith("push to"))
-    try:
-        assert sync.run(2, [0]).proven == (0,)
-    finally:
-        let_go.set()
-    given_up.join(20)
-    assert not given_up.is_alive()
-    assert made[1].closed_by is None
-    sync.close()
-
-
-def test_the_servers_communicator_is_closed_although_the_session_that_opened_it_has_ended(
-    server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    utils: Any = types.ModuleType("vllm.distributed.utils")
-    utils.StatelessProcessGroup = types.SimpleNamespace(create=lambda **_: object())
-    monkeypatch.setitem(sys.modules, utils.__name__, utils)
-    for package in ("vllm", "vllm.distributed"):
-        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
-    members = types.SimpleNamespace(destroy=lambda: None)
-    monkeypatch.setattr(stock_transport, "GlooCommunicator", lambda group, timeout_s: members)
-    server.on_get = lambda call: Answer(body=b'{"world_size": 1}')
-    transport = StockTransport(torch.device("cpu"), api_key="key")
-    with ServerSession(server.url, "key") as session:
-        transport.open(session, ServerEndpoint(server.url, 51216), Deadline(5.0))
-    transport.close(Deadline(5.0))
-    last = server.calls[-1]
-    assert last.path == protocol.CLOSE_COMMUNICATOR
-    assert last.headers["Authorization"] == "Bearer key"
-    transport.close(Deadline(5.0))
-    assert server.calls[-1] is last
-
-
 class Broadcasting:
     """NCCL's communicator, whose transfer never ends unless it is destroyed."""
 
@@ -217,38 +166,6 @@ def test_a_server_that_is_lost_in_a_transfer_is_noticed_long_before_the_deadline
         transport._send_on_stream(torch.zeros(1), deadline)
     assert not deadline.expired
     assert communicator.num_destroyed == 1
-
-
-def test_a_communicator_that_is_dropped_is_destroyed_first() -> None:
-    """NCCL's keeps its memory on the device; gloo's its connections."""
-    transport, communicator = StockTransport(torch.device("cuda")), Broadcasting(None)
-    transport._communicator = communicator
-    transport.close(Deadline(1.0))
-    transport.close(Deadline(1.0))
-    assert communicator.num_destroyed == 1
-    assert transport._communicator is None
-
-
-def test_a_communicator_that_sends_nothing_is_the_learners_fault(
-    server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's is switched off by VLLM_DISABLE_PYNCCL, and where it finds no NCCL, without an error."""
-    utils: Any = types.ModuleType("vllm.distributed.utils")
-    utils.StatelessProcessGroup = types.SimpleNamespace(create=lambda **_: object())
-    pynccl: Any = types.ModuleType("vllm.distributed.device_communicators.pynccl")
-    pynccl.PyNcclCommunicator = lambda group, device: types.SimpleNamespace(disabled=True)
-    for module in (utils, pynccl):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    for package in ("vllm", "vllm.distributed", "vllm.distributed.device_communicators"):
-        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
-    server.on_get = lambda call: Answer(body=b'{"world_size": 1}')
-    transport = StockTransport(torch.device("cuda", 0))
-    with (
-        ServerSession(server.url, None) as session,
-        pytest.raises(WeightSyncError, match="unset VLLM_DISABLE_PYNCCL"),
-    ):
-        transport.open(session, ServerEndpoint(server.url, 51216), Deadline(5.0))
-    transport.close(Deadline(5.0))
 
 
 @pytest.mark.parametrize("size", ["true", "100000000000", "0"])
