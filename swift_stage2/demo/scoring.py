@@ -16,7 +16,7 @@ from typing import Any
 
 from swift_stage2.channel_b.parsing import TrueObjects, parse_rollout
 from swift_stage2.demo.scenes import Box
-from swift_stage2.detections.objects import ScoreConvention, detection_data
+from swift_stage2.detections.objects import detection_data
 from swift_stage2.detections.prediction import LabelledBoxes, Prediction
 from swift_stage2.detections.scores import Counts, DetectionScores
 from swift_stage2.whole_file import write_whole
@@ -53,7 +53,6 @@ def score_detections(predictions: Sequence[Detections], truth: Sequence[Detectio
                 Prediction(image="", width=1, height=1, objects=LabelledBoxes(*_columns(objects)))
                 for objects in predictions
             ],
-            ScoreConvention.ONE,
         )
     )
     points, counts = found.points(), found.counts("objects")

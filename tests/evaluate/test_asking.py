@@ -109,7 +109,7 @@ def test_the_tiny_model_is_evaluated_on_our_own_server(
             "--output",
             str(tmp_path / "out"),
         ]
-        assert main(["evaluate", "--data", str(rows_file), *options, "--bootstrap", "20"]) == 0
+        assert main(["evaluate", "--data", str(rows_file), *options]) == 0
     predictions = tmp_path / "out" / "predictions.jsonl"
     found = read_predictions(predictions, read_rows(rows_file))
     assert {each and (each.width, each.height) for each in found} == {(WIDTH, HEIGHT)}

@@ -37,7 +37,7 @@ def predictions(data: Path, tmp_path: Path) -> Path:
 
 
 def evaluate(*arguments: object) -> int:
-    return main(["evaluate", *map(str, arguments), "--bootstrap", "60"])
+    return main(["evaluate", *map(str, arguments)])
 
 
 def test_table_json_and_page_tell_the_same(
@@ -56,7 +56,7 @@ def test_table_json_and_page_tell_the_same(
     assert f"{f1['low']:.3f} … {f1['high']:.3f}" in told
     assert "low" not in metrics["eval/ap"]
     assert facts["errors"]["Cls"]["count"] == facts["errors"]["Bkg"]["count"] == 1
-    assert (facts["score_convention"], facts["num_images"], facts["draws"]) == ("one", 3, 60)
+    assert (facts["num_images"], facts["draws"]) == (3, 1000)
     page = (output / "evaluation.html").read_text(encoding="utf-8")
     text = html.unescape(page)
     for name in ("eval/ap", "eval/ar", "eval/f1", "eval/mean_iou"):
@@ -178,7 +178,7 @@ def test_another_program_at_the_servers_address_is_told_at_once(
     assert "end what listens there, or correct --server, or name --model alone" in error
 
 
-@pytest.mark.parametrize("option", ["--bootstrap", "--timeout-s", "--in-flight"])
+@pytest.mark.parametrize("option", ["--timeout-s", "--in-flight"])
 @pytest.mark.parametrize("digits", [7, 5000])
 def test_numbers_that_nobody_could_wait_for_are_refused(
     data: Path, predictions: Path, option: str, digits: int, capsys: pytest.CaptureFixture[str]
@@ -186,6 +186,18 @@ def test_numbers_that_nobody_could_wait_for_are_refused(
     with pytest.raises(SystemExit) as end:
         evaluate("--data", data, "--predictions", predictions, option, "9" * digits)
     assert (end.value.code, option in capsys.readouterr().err) == (2, True)
+
+
+@pytest.mark.parametrize("option", ["--bootstrap", "--score-convention=order"])
+def test_a_retired_option_is_told_with_what_to_do(
+    data: Path, predictions: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        evaluate("--data", data, "--predictions", predictions, option)
+    assert (end.value.code, f"{option.partition('=')[0]} is retired: " in capsys.readouterr().err) == (
+        2,
+        True,
+    )
 
 
 def test_exactly_one_source_is_named(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,15 +11,10 @@ from detection_sets import hand_made, random_data
 from swift_stage2.channel_b.matching import iou_matrix, match_objects, paired_ious
 from swift_stage2.config import MatchingConfig
 from swift_stage2.detections.objects import DetectionData
-from swift_stage2.detections.overlaps import THRESHOLDS
-from swift_stage2.detections.scores import DetectionScores
+from swift_stage2.detections.scores import THRESHOLDS, DetectionScores
 from swift_stage2.records import match_ratios
 
 CAR, DOG = (10, 10, 110, 110), (200, 200, 260, 260)
-
-
-def ones(scores: DetectionScores) -> dict[str, float]:
-    return scores.values(np.ones(scores.data.num_images, dtype=np.int64))
 
 
 def matched_one_by_one(data: DetectionData, threshold: float) -> dict[str, float]:
@@ -45,15 +40,14 @@ def matched_one_by_one(data: DetectionData, threshold: float) -> dict[str, float
 @pytest.mark.parametrize("seed", range(5))
 def test_precision_recall_and_f1_are_those_of_training_at_every_threshold(seed: int) -> None:
     data = random_data(seed, num_images=30, num_classes=2, per_class=8.0)
-    found = ones(DetectionScores(data))
-    means = {"precision": 0.0, "recall": 0.0, "f1": 0.0}
-    for threshold in THRESHOLDS:
-        expected = matched_one_by_one(data, float(threshold))
-        for name, value in expected.items():
-            assert found[f"iou/{threshold:.2f}/{name}"] == pytest.approx(value, abs=1e-12)
-        means = {name: mean + expected[name] / len(THRESHOLDS) for name, mean in means.items()}
-    assert found["eval/f1"] == found["iou/0.50/f1"]
-    assert {name: found[f"eval/{name}_50_95"] for name in means} == pytest.approx(means)
+    scores = DetectionScores(data)
+    found, by_threshold = scores.points(), [matched_one_by_one(data, float(each)) for each in THRESHOLDS]
+    for threshold, pairs, expected in zip(THRESHOLDS, scores.pairs, by_threshold, strict=True):
+        assert len(pairs) / len(data.truth) == pytest.approx(expected["recall"], abs=1e-12), threshold
+    assert {name: found[f"eval/{name}"] for name in by_threshold[0]} == pytest.approx(by_threshold[0])
+    for name in ("precision", "recall", "f1"):
+        mean = np.mean([each[name] for each in by_threshold])
+        assert found[f"eval/{name}_50_95"] == pytest.approx(mean)
 
 
 def test_ious_of_pairs_are_those_of_the_matrix() -> None:
@@ -94,8 +88,8 @@ def test_every_kind_of_error_is_told_by_its_type() -> None:
 
 def test_a_metric_of_zero_is_told_and_one_of_nothing_is_not() -> None:
     found = DetectionScores(hand_made([[("car", CAR)], []], [[("car", DOG)], []])).points()
-    assert found["eval/ap"] == found["objects/1/ap"] == 0.0
-    assert "objects/0/ap" not in found
+    assert found["eval/ap"] == found["objects/1/f1"] == 0.0
+    assert "objects/0/recall" not in found
 
 
 def test_parts_by_class_number_and_size_add_up() -> None:
@@ -107,7 +101,6 @@ def test_parts_by_class_number_and_size_add_up() -> None:
     assert found["objects/0/precision"] == 0.0
     assert "objects/0/recall" not in found
     assert found["objects/1/f1"] == 1.0
-    assert found["objects/1/ap"] == pytest.approx(1.0)
     assert found["objects/2-3/recall"] == 0.5
     assert found["size/small/f1"] == 1.0  # the box is medium, its true object small
     assert found["size/large/recall"] == 0.5
