@@ -7,13 +7,11 @@ checks that nothing is left running.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,15 +24,17 @@ from rich.text import Text
 from swift_stage2.config import ServerEngine
 from swift_stage2.demo.demo_config import (
     CHILD_ENVIRONMENT,
+    SCORES,
     STAGE1,
     DemoJob,
+    evaluation_command,
     held_ports,
+    read_scores,
     server_entry,
     write_config,
 )
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.launcher import launch
@@ -99,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return status
     _say("scoring the stage-1 checkpoint and the new one on held-out scenes")
     try:
-        before, after = _score(scenes.held_out, directory / "scores.json", (STAGE1, job.checkpoint))
+        before = _score(scenes.held_out, STAGE1, directory / "before")
+        after = _score(scenes.held_out, job.checkpoint, directory / "after")
     except ChildFailed as error:
         print_error("demo", error)
         return _FAILED
@@ -173,19 +174,18 @@ def _deadline(seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-def _score(held_out: Path, out: Path, checkpoints: Sequence[Path]) -> list[DetectionScore]:
-    """Scores checkpoints alike, in one process that ends with this one.
+def _score(held_out: Path, checkpoint: Path, output: Path) -> dict[str, float]:
+    """Runs ``swift-stage2 evaluate`` in a process that ends with this one.
 
     Raises:
         ChildFailed: it did not end well, or not by its deadline; names cause and log.
         KeyboardInterrupt: a signal asked for the end.
     """
-    files = ("--rows", str(held_out), "--out", str(out), *map(str, checkpoints))
-    argv = (sys.executable, "-m", "swift_stage2.demo.scoring", *files)
-    log_dir, end = out.parent / "logs", time.monotonic() + _SCORING_DEADLINE_S
+    log_dir, end = output.parent / "logs", time.monotonic() + _SCORING_DEADLINE_S
     log_dir.mkdir(exist_ok=True)
     with StopSignals() as signals, Job(log_dir, signals, lambda line: None) as job:
-        tree = job.start(Command("evaluation", argv, dict(os.environ), _SCORING_GRACE_S))
+        argv = evaluation_command(held_out, checkpoint, output)
+        tree = job.start(Command(f"evaluation-{output.name}", argv, dict(os.environ), _SCORING_GRACE_S))
         while tree.poll() is None and signals.received is None and time.monotonic() < end:
             job.step()
         status = tree.poll()
@@ -197,7 +197,7 @@ def _score(held_out: Path, out: Path, checkpoints: Sequence[Path]) -> list[Detec
         raise ChildFailed(
             f"scoring ended with status {status}: {last_cause(tree.log_path)}; see {tree.log_path}"
         )
-    return [DetectionScore(**found) for found in json.loads(out.read_text(encoding="utf-8"))]
+    return read_scores(output)
 
 
 def remaining_children() -> list[str]:
@@ -220,8 +220,8 @@ def _say(text: str) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOutcome:
     summary: RunSummary
-    before: DetectionScore
-    after: DetectionScore
+    before: Mapping[str, float]
+    after: Mapping[str, float]
     num_steps_wanted: int
     left_processes: tuple[str, ...]
     held_ports: tuple[int, ...]
@@ -239,14 +239,13 @@ def outcome_view(outcome: DemoOutcome) -> RenderableType:
 
 
 def score_table(outcome: DemoOutcome) -> Table:
-    scenes = outcome.before.num_images
-    table = Table(title=f"Held-out detection, {scenes} scenes, greedy, IoU 0.5", title_justify="left")
+    title = f"Held-out detection, {outcome.before['num_images']} scenes, greedy, IoU 0.5"
+    table = Table(title=title, title_justify="left")
     table.add_column("")
-    for heading in ("F1", "precision", "recall", "mean IoU"):
-        table.add_column(heading, justify="right")
+    for name in SCORES:
+        table.add_column(name, justify="right")
     for name, found in (("before (stage 1)", outcome.before), ("after", outcome.after)):
-        values = (found.f1, found.precision, found.recall, found.mean_iou)
-        table.add_row(name, *(f"{value:.3f}" for value in values))
+        table.add_row(name, *(f"{found[score]:.3f}" for score in SCORES))
     return table
 
 

@@ -12,13 +12,12 @@ from benchmarks.learning import LearningArm, learning_table, plan_jobs
 from benchmarks.plugins.lagging import FIRST_VERSION_VARIABLE, LAG_VARIABLE, DelayedQueue
 from benchmarks.staleness import StaleArm, plan_arms, staleness_table
 from swift_stage2.config import load_config
-from swift_stage2.demo.demo_config import STAGE1, write_config
-from swift_stage2.demo.scoring import DetectionScore
+from swift_stage2.demo.demo_config import SCORES, STAGE1, write_config
 from swift_stage2.scheduling.version_clock import require_fresh
 
 
-def _score(f1: float) -> DetectionScore:
-    return DetectionScore(precision=f1, recall=f1, f1=f1, mean_iou=0.5, num_images=128)
+def _score(f1: float) -> dict[str, float]:
+    return dict.fromkeys(SCORES, f1) | {"num_images": 128}
 
 
 def _arm(name: str, seed: int, f1: float) -> LearningArm:

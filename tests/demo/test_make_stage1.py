@@ -33,9 +33,7 @@ def test_a_batch_is_what_the_template_encodes(stage1: Stage1, template: Any) -> 
 def test_the_checkpoint_finds_objects_and_leaves_room(stage1_directory: Path) -> None:
     # 0.44 and 0.48 on 256 scenes; 32 scatter by about 0.1 around that.
     for kind in SceneKind:
-        score = evaluate(stage1_directory, kind, 32)
-        assert score.num_images == 32
-        assert 0.25 < score.f1 < 0.7
+        assert 0.25 < evaluate(stage1_directory, kind, 32)["eval/f1"] < 0.7
 
 
 def test_training_scenes_are_fixed_and_mixed() -> None:

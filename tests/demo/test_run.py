@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import json
 import re
 import subprocess
 import sys
@@ -19,9 +18,8 @@ from telemetry.run_facts import pack, round_outcome, step
 
 from swift_stage2.cli import main as command_line
 from swift_stage2.config import load_config
-from swift_stage2.demo.demo_config import held_ports
+from swift_stage2.demo.demo_config import SCORES, held_ports, read_scores
 from swift_stage2.demo.run import DemoOutcome, outcome_view, problems_of
-from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 from swift_stage2.telemetry.facade import Telemetry
@@ -114,7 +112,8 @@ def test_what_it_leaves_is_a_run_that_can_be_looked_at_and_repeated(
     config = load_config(directory / "config.yaml")
     assert config.swift["max_steps"] == NUM_STEPS
     assert (directory / "run" / f"checkpoint-{NUM_STEPS}" / "model.safetensors").is_file()
-    assert len(json.loads((directory / "scores.json").read_text())) == 2
+    for name in ("before", "after"):
+        assert read_scores(directory / name)["num_images"] == 128
     assert list((directory / "run" / "runs").glob("events.out.tfevents.*"))
 
 
@@ -133,8 +132,7 @@ def _mentions(process: psutil.Process, text: str) -> bool:
     return any(text in word for word in process.info["cmdline"] or ())
 
 
-BEFORE = DetectionScore(precision=0.25, recall=0.25, f1=0.25, mean_iou=0.6, num_images=128)
-AFTER = DetectionScore(precision=0.5, recall=0.5, f1=0.5, mean_iou=0.7, num_images=128)
+BEFORE, AFTER = (dict.fromkeys(SCORES, value) | {"num_images": 128} for value in (0.25, 0.5))
 STEPS_OF_SUMMARY = 100
 
 
