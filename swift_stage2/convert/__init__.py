@@ -10,6 +10,5 @@ voc_folder        Pascal VOC's XML in
 placement         boxes on the picture that is there: clipped, or left out
 row_style         prompts, answers and orders; the rows of a picture
 import_command    ``swift-stage2 import``
-coco_export       rows or predictions as COCO's JSON
-export_command    ``swift-stage2 export``
+export_command    ``swift-stage2 export``: rows or predictions as COCO's JSON
 """

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from swift_stage2.channel_b.answer_format import fill_placeholders, read_format
 from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST, Dialect
 from swift_stage2.channel_b.parsing import TrueObjects, read_ground_truth
-from swift_stage2.dataset.picture import UNREADABLE, look_at
+from swift_stage2.dataset.picture import UNREADABLE, images_of, look_at, path_of
 from swift_stage2.detections.prediction import FAILED, Prediction
 from swift_stage2.errors import ConfigError, DatasetError, SampleError, UserError, cut_remedy
 from swift_stage2.whole_file import regular_lines, write_whole
@@ -45,47 +45,58 @@ def read_rows(path: Path) -> list[TrueRow]:
     """Every row of a JSONL data set.
 
     Raises:
-        DatasetError: the file cannot be read, or a row has no image or no list of objects in pixels.
+        DatasetError: the file cannot be read, or a line is none that ``read_row`` reads.
     """
-    rows: list[TrueRow] = []
-    for number, line in _lines(path, "a data set"):
-        try:
-            row = json.loads(line)
-            images = row.get("images") or []
-            image = images[0] if isinstance(images, list) and images else images
-            image = image.get("path") if isinstance(image, Mapping) else image
-            messages = row.get("messages")
-            if not isinstance(image, str) or not messages:
-                raise SampleError("a row needs messages and images=[PATH], got none")
-            if not isinstance(messages, list) or not isinstance(messages[-1], Mapping):
-                raise SampleError(f"messages must be a list of objects, got {str(messages)[:80]}")
-            if (units := (row.get("objects") or {}).get("bbox_type", "real")) != "real":
-                raise SampleError(f"boxes must be in pixels of the stored image, got bbox_type={units!r}")
-            refuse_points(row, f"{path}:{number}")
-            truth = read_ground_truth(row)
-            "".join((image, *truth.labels)).encode()  # half of a surrogate pair is no text
-            rows.append(TrueRow(len(rows), image, truth, row))
-        except (ValueError, AttributeError, RecursionError, SampleError) as error:
-            found = cut_remedy(str(error))[0]
-            raise DatasetError(
-                f"{path}:{number}: {found}; mend the row, swift-stage2 data check shows all such rows"
-            ) from error
+    rows = [
+        read_row(line, number, f"{path}:{place}")
+        for number, (place, line) in enumerate(numbered_lines(path, "a data set"))
+    ]
     if not rows:
         raise DatasetError(f"a data set must hold rows, got none in {path}; name another file")
     return rows
 
 
-def refuse_points(row: Mapping[str, Any], place: str) -> None:
-    """Raises DatasetError: the row's objects are points, which have no AP."""
-    boxes = row["objects"].get("bbox") if row.get("objects") else None
-    points = (
-        [box for box in boxes if isinstance(box, list) and len(box) == 2] if isinstance(boxes, list) else []
-    )
-    if points:
+def read_row(line: str, number: int, where: str) -> TrueRow:
+    """Raises DatasetError: the line has no image or no list of boxes in pixels; names ``where`` it stands."""
+    try:
+        row = json.loads(line)
+        image = path_of(next(iter(images_of(row)), None))
+        messages = row.get("messages")
+        if not isinstance(image, str) or not messages:
+            raise SampleError("a row needs messages and images=[PATH], got none")
+        if not isinstance(messages, list) or not isinstance(messages[-1], Mapping):
+            raise SampleError(f"messages must be a list of objects, got {str(messages)[:80]}")
+        objects = row.get("objects") or {}
+        if (units := objects.get("bbox_type", "real")) != "real":
+            raise SampleError(f"boxes must be in pixels of the stored image, got bbox_type={units!r}")
+        if points := [box for box in objects.get("bbox") or () if isinstance(box, list) and len(box) == 2]:
+            raise SampleError(
+                f"evaluate measures boxes, got the point bbox={points[0]}; a run tells precision, recall, F1 and "
+                "mean distance of points: set stage2_ab.evaluation.every_steps"
+            )
+        truth = read_ground_truth(row)
+        "".join((image, *truth.labels)).encode()  # half of a surrogate pair is no text
+        return TrueRow(number, image, truth, row)
+    except (ValueError, AttributeError, TypeError, RecursionError, SampleError) as error:
+        found = cut_remedy(str(error))[0]
         raise DatasetError(
-            f"{place}: evaluate measures boxes, got the point bbox={points[0]}; a run tells precision, recall, F1 and "
-            "mean distance of points: set stage2_ab.evaluation.every_steps"
-        )
+            f"{where}: {found}; mend the row, swift-stage2 data check shows all such rows"
+        ) from error
+
+
+def read_prediction(line: str, where: str) -> Prediction:
+    """Raises DatasetError: the line is no prediction; names ``where`` it stands."""
+    try:
+        prediction = _FORM.validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        member = ".".join(map(str, first["loc"])) or "the line"
+        raise DatasetError(
+            f"{where}: {member}: {first['msg']}; write it as docs/design/formats.md says"
+        ) from error
+    if fault := prediction.fault():
+        raise DatasetError(f"{where}: {fault}; mend the line")
+    return prediction
 
 
 def read_predictions(path: Path, rows: Sequence[TrueRow]) -> list[Prediction | None]:
@@ -100,17 +111,8 @@ def read_predictions(path: Path, rows: Sequence[TrueRow]) -> list[Prediction | N
         waiting[row.image].append(row.number)
     found: list[Prediction | None] = [None] * len(rows)
     scored, places = set(), dict[int, int]()
-    for number, line in _lines(path, "predictions"):
-        try:
-            prediction = _FORM.validate_json(line)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the line"
-            raise DatasetError(
-                f"{path}:{number}: {where}: {first['msg']}; write it as docs/design/formats.md says"
-            ) from error
-        if fault := prediction.fault():
-            raise DatasetError(f"{path}:{number}: {fault}; mend the line")
+    for number, line in numbered_lines(path, "predictions"):
+        prediction = read_prediction(line, f"{path}:{number}")
         if not waiting[prediction.image]:
             raise DatasetError(
                 f"{path}:{number}: every line must answer a row of the data, got image={prediction.image!r} that no "
@@ -197,7 +199,8 @@ def write_file(path: Path, text: str) -> None:
         ) from error
 
 
-def _lines(path: Path, what: str) -> Iterator[tuple[int, str]]:
+def numbered_lines(path: Path, what: str) -> Iterator[tuple[int, str]]:
+    """Lines that are not blank, counted from 1. Raises DatasetError: ``what`` is no file that can be read."""
     try:
         for number, line in enumerate(regular_lines(path), start=1):
             if line.strip():
