@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.convert.annotated_image import AnnotatedImage, AnnotatedObject, LabelSpelling, in_order
-from swift_stage2.convert.image_folder import ImageFolder
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
 from swift_stage2.convert.source_text import flag, numbers, read_text, whole
+from swift_stage2.convert.sources import AnnotatedImage, AnnotatedObject, ImageFolder, LabelSpelling, in_order
 from swift_stage2.errors import DatasetError
 from swift_stage2.records import Box
 

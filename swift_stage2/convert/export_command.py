@@ -15,6 +15,7 @@ from typing import Any
 
 from swift_stage2.convert.coco_file import CocoFile
 from swift_stage2.convert.import_report import ImportReport
+from swift_stage2.convert.sources import short
 from swift_stage2.dataset.picture import UNREADABLE, look_at
 from swift_stage2.detections.prediction import LabelledBoxes, Prediction
 from swift_stage2.detections.prediction_files import numbered_lines, read_prediction, read_row
@@ -23,8 +24,6 @@ from swift_stage2.terminal.output import check_new_file, say
 from swift_stage2.terminal.parser import CommandParser
 from swift_stage2.terminal.progress import progress_bar
 from swift_stage2.whole_file import whole_file
-
-_DIGITS = 6  # of a pixel
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,7 +105,7 @@ class CocoExport:
             elif label not in self._category_ids:
                 self.num_unknown += 1
                 continue
-            box = [_short(each) for each in (x, y, x2 - x, y2 - y)]
+            box = [short(each) for each in (x, y, x2 - x, y2 - y)]
             members = {"image_id": image_id, "category_id": self._category_ids[label], "bbox": box}
             if self._truth is None:
                 members |= {"id": len(self.annotations) + 1, "area": box[2] * box[3], "iscrowd": 0}
@@ -144,12 +143,6 @@ def _as_prediction(line: str, where: str) -> Prediction:
     boxes = tuple((x1, y1, x2, y2) for x1, y1, x2, y2 in row.truth.boxes)
     objects = LabelledBoxes(row.truth.labels, boxes)
     return Prediction(image=row.image, width=picture.width, height=picture.height, objects=objects)
-
-
-def _short(length: float) -> float:
-    """Without the last bits of a difference: 0.3 - 0.1 is 0.2."""
-    rounded = round(length, _DIGITS)
-    return int(rounded) if rounded == int(rounded) else rounded
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -14,10 +14,17 @@ from typing import NoReturn
 from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
 
-from swift_stage2.convert.annotated_image import AnnotatedImage, AnnotatedObject, LabelSpelling, in_order
-from swift_stage2.convert.image_folder import ImageFolder, files_below, stem_of
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
 from swift_stage2.convert.source_text import flag, numbers, whole
+from swift_stage2.convert.sources import (
+    AnnotatedImage,
+    AnnotatedObject,
+    ImageFolder,
+    LabelSpelling,
+    files_below,
+    in_order,
+    stem_of,
+)
 from swift_stage2.records import Box
 from swift_stage2.whole_file import read_regular
 

@@ -16,10 +16,16 @@ from typing import Any
 
 import yaml
 
-from swift_stage2.convert.annotated_image import AnnotatedImage, AnnotatedObject, LabelSpelling
-from swift_stage2.convert.image_folder import ImageFolder, files_below, stem_of
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
 from swift_stage2.convert.source_text import lines_of, numbers, read_text, whole
+from swift_stage2.convert.sources import (
+    AnnotatedImage,
+    AnnotatedObject,
+    ImageFolder,
+    LabelSpelling,
+    files_below,
+    stem_of,
+)
 from swift_stage2.errors import DatasetError
 from swift_stage2.records import Box
 

@@ -1,4 +1,4 @@
-"""Prompts, dialects, orders, questions per class and the split: the choices of whoever imports."""
+"""Prompts, dialects, questions per class and the split: the choices of whoever imports."""
 
 from __future__ import annotations
 
@@ -63,27 +63,6 @@ def test_a_class_of_a_crowd_or_a_dropped_box_is_no_negative(tmp_path: Path, run_
     source = write_coco(tmp_path, objects, categories=CATEGORIES)
     found = run_import("coco", source, "--per-class", "--negatives", "9")
     assert [row["messages"][0]["content"] for row in found.rows] == ["<image>Detect every bird."]
-
-
-def test_orders(tmp_path: Path, run_import: Importer) -> None:
-    source = some_images(tmp_path, 9)
-    given = run_import("coco", source)
-    assert [label for label, _ in given.of("04.png")] == ["cow", "bird", "dog", "cat"]
-    reading = run_import("coco", source, "--order", "reading")
-    assert [label for label, _ in reading.of("04.png")] == ["cat", "dog", "bird", "cow"]
-    shuffled = [run_import("coco", source, "--order", "random", "--seed", seed) for seed in "112"]
-    assert shuffled[0].rows == shuffled[1].rows != shuffled[2].rows
-    assert sorted(shuffled[0].of("04.png")) == sorted(given.of("04.png"))
-    assert len({str(shuffled[0].of(f"{n:02d}.png")) for n in range(4, 9)}) > 1
-
-
-def test_reading_order_goes_by_the_upper_edge_first(tmp_path: Path, run_import: Importer) -> None:
-    corners = [(30, 5), (2, 20), (1, 5), (0, 30)]
-    objects = [
-        annotation(number, category_id=0, bbox=[*corner, 9, 9]) for number, corner in enumerate(corners)
-    ]
-    found = run_import("coco", write_coco(tmp_path, objects, categories=CATEGORIES), "--order", "reading")
-    assert [tuple(box[:2]) for _, box in found.of("a.png")] == [(1, 5), (30, 5), (2, 20), (0, 30)]
 
 
 def test_dialects_and_the_place_of_the_image(tmp_path: Path, run_import: Importer) -> None:

@@ -1,52 +1,95 @@
-"""The pictures of a folder by the names that sources give them, in an order that does not depend on the disk."""
+"""What sources share: pictures as they describe them, the names of their classes, the files that they stand for."""
 
 from __future__ import annotations
 
 import os
 import unicodedata
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple, Protocol
 from urllib.parse import unquote
 
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
+from swift_stage2.dataset.labels import spell_label
 from swift_stage2.errors import DatasetError
+from swift_stage2.records import Box
 
-# Those that are read, then others that people have: they are looked at, too, and told.
-IMAGE_SUFFIXES = (
-    *(
-        ".avif",
-        ".bmp",
-        ".dib",
-        ".gif",
-        ".j2k",
-        ".jfif",
-        ".jp2",
-        ".jpe",
-        ".jpeg",
-        ".jpg",
-        ".pbm",
-        ".pgm",
-        ".png",
-    ),
-    *(".pnm", ".ppm", ".tif", ".tiff", ".webp"),
-    *(
-        ".arw",
-        ".cr2",
-        ".dng",
-        ".exr",
-        ".hdr",
-        ".heic",
-        ".heif",
-        ".ico",
-        ".jxl",
-        ".nef",
-        ".psd",
-        ".svg",
-        ".tga",
-    ),
+_READ = "avif bmp dib gif j2k jfif jp2 jpe jpeg jpg pbm pgm png pnm ppm tif tiff webp"
+_TOLD = (
+    "arw cr2 dng exr hdr heic heif ico jxl nef psd svg tga"  # others that people have: looked at, and told
 )
+IMAGE_SUFFIXES = tuple(f".{each}" for each in f"{_READ} {_TOLD}".split())
+
+
+class AnnotatedObject(NamedTuple):
+    """``box`` is x1, y1, x2, y2; None of one that was left out: nobody may say that the picture shows none of it."""
+
+    label: str
+    box: Box | None
+    where: str
+    """File and line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnotatedImage:
+    """``name`` is relative to the folder of images, and of a file there if any fits what the source says."""
+
+    name: str
+    objects: Sequence[AnnotatedObject]
+    is_share: bool = False
+    """True if the source gives boxes as shares of the image's width and height, False if in pixels."""
+    size: tuple[int, int] | None = None
+    """Width and height, where the source says them."""
+
+
+class Source(Protocol):
+    """A data set of another program."""
+
+    def labels(self) -> Sequence[str]:
+        """All classes, in the source's order."""
+
+    def __len__(self) -> int:
+        """The source yields at most this many images."""
+
+    def __iter__(self) -> Iterator[AnnotatedImage]: ...
+
+
+class LabelSpelling:
+    """Labels of classes as rows spell them. Two classes that get one label are told."""
+
+    def __init__(self, report: ImportReport) -> None:
+        self._report = report
+        self._labels: dict[str, str] = {}
+        self._class_of: dict[str, str] = {}
+
+    def spell(self, name: str, of: str = "") -> str:
+        """The label of the class ``name``, whose id is ``of`` if it has one. It may be empty."""
+        shown = f"{of} {name!r}".strip()
+        if shown not in self._labels:
+            label = self._labels[shown] = spell_label(name)
+            if label != name.strip(" "):
+                self._report.add(ImportIssue.RESPELT, f"{name} → {label}")
+            other = self._class_of.setdefault(label, shown)
+            if label and other != shown:
+                self._report.add(ImportIssue.MERGED, f"{other} and {shown} → {label}")
+        return self._labels[shown]
+
+
+def in_order(box: Sequence[float], where: str, report: ImportReport) -> Box:
+    """``box`` with its smaller edges first; told if they were not."""
+    x1, y1, x2, y2 = box
+    if x1 > x2 or y1 > y2:
+        report.add(ImportIssue.SWAPPED, where)
+    return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
+
+
+def short(value: float) -> float:
+    """To a millionth of a pixel, without the last bits of a sum or a difference: 0.1 + 0.2 is 0.3."""
+    rounded = round(value, 6)
+    return int(rounded) if rounded == int(rounded) else rounded
 
 
 def files_below(folder: Path, suffixes: tuple[str, ...], option: str) -> list[str]:

@@ -1,19 +1,32 @@
-"""Puts a source's boxes on the picture that is there, as large as it is: every box inside, and with an area."""
+"""A picture's rows: its boxes, put on the picture that is there, and the question and answer about them.
+
+Every box lies inside its picture, as large as that is, and has an area. A row asks about all classes, or about one.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+import random
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
+from swift_stage2.channel_b.answer_format import standard_format
+from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.channel_b.image_files import UPRIGHT
-from swift_stage2.convert.annotated_image import AnnotatedImage, AnnotatedObject
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
+from swift_stage2.convert.sources import AnnotatedImage, AnnotatedObject, short
 from swift_stage2.dataset.picture import PLAIN_MODES, UNREADABLE, DrawnOn, StoredPicture, look_at
+from swift_stage2.dataset.row_check import BOX_MARK, LABEL_MARK
+from swift_stage2.errors import UserError
 from swift_stage2.records import Box
 
-_DIGITS = 6  # of a pixel
+_IMAGE_MARK = "<image>"
+LABEL, LABELS = "{label}", "{labels}"
+_PLACEHOLDER = re.compile(r"\{\s*labels?\s*\}", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +108,7 @@ class ImagePlacer:
 
     def _inside(self, box: Box, size: tuple[int, int], where: str) -> Box | None:
         """The part of a box that lies on the picture, as whole numbers where it has them; None if it has no area."""
-        box = _rounded(box)
-        x1, y1, x2, y2 = box
+        x1, y1, x2, y2 = box = tuple(map(short, box))  # type: ignore[assignment]
         inside = max(x1, 0), max(y1, 0), min(x2, size[0]), min(y2, size[1])
         if x1 >= x2 or y1 >= y2:
             self.report.add(ImportIssue.FLAT, where)
@@ -109,14 +121,84 @@ class ImagePlacer:
         return None
 
 
-def _rounded(box: Box) -> Box:
-    """Without the last bits of a sum: 0.1 + 0.2 ends at 0.3."""
-    x1, y1, x2, y2 = (
-        int(value) if value == int(value) else value for value in (round(each, _DIGITS) for each in box)
-    )
-    return x1, y1, x2, y2
-
-
 def _pixels(shares: Box, size: tuple[int, int]) -> Box:
     x1, y1, x2, y2 = shares
     return x1 * size[0], y1 * size[1], x2 * size[0], y2 * size[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowStyle:
+    """``prompt`` may hold ``{labels}``, all classes, and with ``per_class`` holds ``{label}``.
+
+    Raises:
+        UserError: a prompt that no row can have, or that does not ask what it should.
+    """
+
+    prompt: str
+    dialect: Dialect
+    seed: int = 0
+    per_class: bool = False
+    negatives: int = 0
+    """Questions per picture for classes that it does not show; with ``per_class``."""
+    max_objects: int | None = None
+    labels: Sequence[str] = ()
+    """All classes, for ``{labels}`` and negatives."""
+
+    def __post_init__(self) -> None:
+        if (LABEL in self.prompt) != self.per_class:
+            raise UserError(
+                f"--per-class and {LABEL} in --prompt go together, got prompt={self.prompt!r}; "
+                + (
+                    f"write --prompt 'Detect every {LABEL}.'"
+                    if self.per_class
+                    else "add --per-class, or take it out"
+                )
+            )
+        if LABEL_MARK in self.prompt or BOX_MARK in self.prompt or self.prompt.count(_IMAGE_MARK) > 1:
+            raise UserError(
+                f"--prompt may hold {_IMAGE_MARK} once, and neither {LABEL_MARK} nor {BOX_MARK}, got "
+                f"prompt={self.prompt!r}; take them out"
+            )
+        if not self.prompt.strip():
+            raise UserError("--prompt must ask something, got an empty one; write the question")
+        if near := set(_PLACEHOLDER.findall(self.prompt)) - {LABEL, LABELS}:
+            raise UserError(f"--prompt knows {LABELS} and {LABEL}, got {min(near)}; correct it")
+        if self.prompt.encode("utf-8", "replace").decode() != self.prompt:
+            raise UserError(f"--prompt must be UTF-8 text, got prompt={self.prompt!a}; write it so")
+
+    def rows(self, image: PlacedImage, report: ImportReport) -> Iterator[str]:
+        """One line for each question about a picture, with its line break."""
+        objects = image.objects
+        if self.max_objects is not None and len(objects) > self.max_objects:
+            # Objects that a row leaves out are objects that the model is taught to leave out.
+            report.add(ImportIssue.TOO_MANY, image.name)
+            return
+        if not self.per_class:
+            yield self._row(image.path, self.prompt, objects)
+            return
+        shown = dict.fromkeys(label for label, _ in objects)
+        absent = [label for label in self.labels if label not in shown and label not in image.hidden]
+        chance = random.Random(f"{self.seed}:{image.name}")
+        asked = [*shown, *chance.sample(absent, min(self.negatives, len(absent)))]
+        if not asked:
+            report.add(ImportIssue.UNASKED, image.name)
+        for label in asked:
+            of_class = [each for each in objects if each[0] == label]
+            yield self._row(image.path, self.prompt.replace(LABEL, label), of_class)
+
+    def _row(self, path: str, prompt: str, objects: Sequence[tuple[str, Box]]) -> str:
+        prompt = prompt.replace(LABELS, ", ".join(self.labels))
+        messages = [
+            {"role": "user", "content": prompt if _IMAGE_MARK in prompt else _IMAGE_MARK + prompt},
+            {"role": "assistant", "content": _answer(self.dialect, len(objects))},
+        ]
+        labels, boxes = [label for label, _ in objects], [box for _, box in objects]
+        row = {"messages": messages, "images": [path], "objects": {"ref": labels, "bbox": boxes}}
+        return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+@lru_cache(1024)
+def _answer(dialect: Dialect, num_objects: int) -> str:
+    """With a mark for each label and box, which ms-swift fills."""
+    answer = standard_format(dialect).write([(LABEL_MARK, (0, 0, 0, 0))] * num_objects)
+    return answer.replace("[0, 0, 0, 0]", BOX_MARK)
