@@ -40,8 +40,6 @@ class CheckedRow:
 
     faults: tuple[Fault, ...]
     answer_format: AnswerFormat | None = None
-    num_objects: int = 0
-    num_answer_characters: int = 0
     image: str | None = None
     """The first, as the row names it."""
     columns: frozenset[str] = frozenset()
@@ -148,7 +146,7 @@ class _RowCheck:
                 Rule.ANSWER, f"an answer without objects must not hold {LABEL_MARK} or {BOX_MARK}; mend it"
             )
         if num_coordinates is None or not has_objects:
-            return CheckedRow(tuple(self.faults), None, 0, len(answer))
+            return CheckedRow(tuple(self.faults))
         try:
             truth = read_ground_truth(self.row, num_coordinates)
         except (SampleError, OverflowError) as error:
@@ -166,7 +164,7 @@ class _RowCheck:
                     "out, and write rows_without_objects: channel_a_only",
                 )
         shown = self._read_answer(answer, truth.labels, num_coordinates)
-        return CheckedRow(tuple(self.faults), shown, len(truth), len(answer), self.shown_image)
+        return CheckedRow(tuple(self.faults), shown, self.shown_image)
 
     def _read_images(self, images: Sequence[Any]) -> list[StoredPicture | None]:
         if len(images) != 1:
@@ -202,7 +200,7 @@ class _RowCheck:
                 Rule.ROTATED,
                 f"an image should carry no EXIF rotation, got orientation={picture.orientation}: boxes are taken on "
                 f"the stored picture of {picture.width} x {picture.height}, not as viewers turn it; write upright "
-                "images with --apply-exif stored, or upright where boxes were drawn as viewers show it",
+                "images with --apply-exif upright where boxes were drawn as viewers show it",
                 path,
             )
         if picture.mode not in PLAIN_MODES:

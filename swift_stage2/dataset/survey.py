@@ -31,15 +31,6 @@ OnProgress = Callable[[int, int], None]
 """Told after every row: rows so far, bytes of this file so far."""
 
 
-@dataclass(frozen=True, slots=True)
-class Longest:
-    """The row with the longest answer."""
-
-    place: Place
-    num_characters: int
-    num_objects: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """The findings in all files. ``counts`` holds every fault, ``faults`` the first of each rule, in order."""
@@ -50,17 +41,12 @@ class Findings:
     counts: Mapping[Rule, int]
     faults: tuple[Fault, ...]
     answer_format: AnswerFormat | None
-    longest: Longest | None
     seconds: float
 
     @property
     def num_faults(self) -> int:
         """Without advice."""
         return sum(count for rule, count in self.counts.items() if not rule.is_advice)
-
-    @property
-    def rows_per_second(self) -> float:
-        return self.num_rows / self.seconds if self.seconds > 0 else 0.0
 
     def of(self, rule: Rule) -> list[Fault]:
         """Those that were kept."""
@@ -114,7 +100,6 @@ class _Survey:
     num_else_good: Counter[AnswerFormat] = field(default_factory=Counter)
     """Rows with no fault but perhaps this one."""
     first_written: dict[AnswerFormat, list[tuple[Place, str | None]]] = field(default_factory=dict)
-    longest: Longest | None = None
 
     def read(self, file: Path) -> None:
         num_before, num_bytes = self.num_rows, 0
@@ -155,8 +140,6 @@ class _Survey:
             places = self.first_written.setdefault(shown, [])
             if len(places) < MOST_KEPT:
                 places.append((place, row.image))
-        if self.longest is None or row.num_answer_characters > self.longest.num_characters:
-            self.longest = Longest(place, row.num_answer_characters, row.num_objects)
         return row
 
     def _tell(self, fault: Fault) -> None:
@@ -173,7 +156,6 @@ class _Survey:
             counts={rule: self.counts[rule] for rule in Rule if self.counts[rule]},
             faults=tuple(fault for rule in Rule for fault in self.kept[rule]),
             answer_format=learned,
-            longest=self.longest,
             seconds=time.monotonic() - self.started_s,
         )
 

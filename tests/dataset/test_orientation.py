@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
-from row_files import ANSWER, make_image, make_row, write_rows
+from row_files import make_image, make_row, write_rows
 
-from swift_stage2.dataset.picture import DrawnOn, apply_orientation, look_at
+from swift_stage2.dataset.picture import look_at, write_upright
 from swift_stage2.dataset.survey import survey
 from swift_stage2.errors import DatasetError, UserError
 
@@ -39,72 +39,26 @@ def _white_box(image: Image.Image) -> tuple[int, int, int, int] | None:
 
 @pytest.mark.parametrize("orientation", range(2, 9))
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
-def test_boxes_on_the_stored_picture_turn_with_it(tmp_path: Path, orientation: int, suffix: str) -> None:
+def test_boxes_on_the_upright_picture_stay(tmp_path: Path, orientation: int, suffix: str) -> None:
     image = _marked_image(tmp_path / f"a.{suffix}", orientation)
-    source = write_rows(tmp_path / "rows.jsonl", [make_row(image, boxes=[BOX])])
-    output = tmp_path / "new.jsonl"
-    apply_orientation(source, output, DrawnOn.STORED)
-    (row,) = _rows(output)
-    with Image.open(row["images"][0]) as written, Image.open(image) as stored:
-        assert written.getexif().get(0x0112) is None
-        assert _white_box(written) == tuple(row["objects"]["bbox"][0])
-        upright = ImageOps.exif_transpose(stored)
-        assert written.tobytes() == upright.convert("RGB").tobytes()
-    assert survey([output]).counts == {}
-
-
-@pytest.mark.parametrize("orientation", range(2, 9))
-def test_points_on_the_stored_picture_turn_with_it(tmp_path: Path, orientation: int) -> None:
-    image = _marked_image(tmp_path / "a.png", orientation)
-    x1, y1, x2, y2 = BOX
-    corners = [[x1, y1], [x2, y1], [x1, y2], [x2, y2]]
-    source = write_rows(tmp_path / "rows.jsonl", [make_row(image, boxes=corners, labels=["corner"] * 4)])
-    apply_orientation(source, tmp_path / "new.jsonl", DrawnOn.STORED)
-    (row,) = _rows(tmp_path / "new.jsonl")
-    with Image.open(row["images"][0]) as written:
-        found = _white_box(written)
-    assert found is not None
-    assert sorted(row["objects"]["bbox"]) == sorted([x, y] for x in found[::2] for y in found[1::2])
-
-
-@pytest.mark.parametrize("orientation", range(2, 9))
-def test_boxes_on_the_upright_picture_stay(tmp_path: Path, orientation: int) -> None:
-    image = _marked_image(tmp_path / "a.png", orientation)
     with Image.open(image) as stored:
-        seen = _white_box(ImageOps.exif_transpose(stored))
+        upright = ImageOps.exif_transpose(stored)
+        seen = _white_box(upright)
     assert seen is not None
     source = write_rows(tmp_path / "rows.jsonl", [make_row(image, boxes=[seen])])
-    apply_orientation(source, tmp_path / "new.jsonl", DrawnOn.UPRIGHT)
+    write_upright(source, tmp_path / "new.jsonl")
     (row,) = _rows(tmp_path / "new.jsonl")
     assert tuple(row["objects"]["bbox"][0]) == seen
     with Image.open(row["images"][0]) as written:
-        assert _white_box(written) == seen
-
-
-def test_shares_and_images_by_number_turn_as_well(tmp_path: Path) -> None:
-    upright, turned = make_image(tmp_path / "a.png"), make_image(tmp_path / "b.jpg", orientation=6)
-    rows = [
-        make_row(turned, boxes=[[0.1, 0.2, 0.3, 0.6]], bbox_type="norm1"),
-        make_row(
-            [upright, turned],
-            answer=f"[{ANSWER[1:-1]}, {ANSWER[1:-1]}]",
-            labels=["a", "b"],
-            boxes=[[1, 2, 3, 4], [1, 2, 3, 4]],
-            image_id=[0, 1],
-        ),
-    ]
-    apply_orientation(write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "new.jsonl", DrawnOn.STORED)
-    shares, numbered = _rows(tmp_path / "new.jsonl")
-    assert shares["objects"]["bbox"] == [[pytest.approx(0.4), 0.1, pytest.approx(0.8), 0.3]]
-    assert numbered["objects"]["bbox"] == [[1, 2, 3, 4], [30 - 4, 1, 30 - 2, 3]]
-    assert numbered["images"][0] == upright
-    assert numbered["images"][1] == shares["images"][0]
+        assert written.getexif().get(0x0112) is None
+        assert written.tobytes() == upright.convert("RGB").tobytes()
+    assert survey([tmp_path / "new.jsonl"]).counts == {}
 
 
 def test_images_are_named_as_the_rows_name_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [make_row(make_image(path, orientation=6)) for path in (Path("a.jpg"), tmp_path / "b.jpg")]
-    apply_orientation(write_rows(Path("rows.jsonl"), rows), Path("new.jsonl"), DrawnOn.UPRIGHT)
+    write_upright(write_rows(Path("rows.jsonl"), rows), Path("new.jsonl"))
     (relative,), (absolute,) = (row["images"] for row in _rows(Path("new.jsonl")))
     assert relative == "new-images/000000-a.png"
     assert absolute == str(tmp_path / "new-images" / "000001-b.png")
@@ -121,9 +75,9 @@ def test_lines_without_a_turned_image_are_copied_byte_by_byte(tmp_path: Path) ->
         '{"images": ["/nowhere.png", 7]}',
     ]
     source = write_rows(tmp_path / "rows.jsonl", odd)
-    done = apply_orientation(source, tmp_path / "new.jsonl", DrawnOn.UPRIGHT)
+    done = write_upright(source, tmp_path / "new.jsonl")
     assert (tmp_path / "new.jsonl").read_bytes() == source.read_bytes()
-    assert done.num_rows == 0
+    assert done == (0, 0)
     assert not (tmp_path / "new-images").exists()
 
 
@@ -131,13 +85,13 @@ def test_nothing_that_exists_is_written_over(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [make_row(make_image(tmp_path / "a.jpg", orientation=3))])
     before = source.read_bytes()
     with pytest.raises(UserError, match=r"which exists; name another one"):
-        apply_orientation(source, source, DrawnOn.UPRIGHT)
+        write_upright(source, source)
     (tmp_path / "new-images").mkdir()
     with pytest.raises(UserError, match=r"new-images, which exists"):
-        apply_orientation(source, tmp_path / "new.jsonl", DrawnOn.UPRIGHT)
+        write_upright(source, tmp_path / "new.jsonl")
     assert source.read_bytes() == before
     with pytest.raises(DatasetError, match="must be a readable UTF-8 file"):
-        apply_orientation(tmp_path / "absent.jsonl", tmp_path / "other.jsonl", DrawnOn.UPRIGHT)
+        write_upright(tmp_path / "absent.jsonl", tmp_path / "other.jsonl")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jpg", "new-images", "rows.jsonl"]
 
 
@@ -150,7 +104,7 @@ def test_an_image_that_is_damaged_in_its_middle_is_named_and_nothing_is_left(tmp
     assert look_at(damaged) == look_at(whole)
     source = write_rows(tmp_path / "rows.jsonl", [make_row(whole), make_row(damaged)])
     with pytest.raises(DatasetError, match=r"an image must be whole, got .*/b\.jpg: .*; replace the file"):
-        apply_orientation(source, tmp_path / "new.jsonl", DrawnOn.UPRIGHT)
+        write_upright(source, tmp_path / "new.jsonl")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jpg", "b.jpg", "rows.jsonl"]
 
 

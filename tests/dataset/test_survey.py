@@ -239,14 +239,6 @@ def test_a_rotated_picture_is_told_and_its_boxes_are_on_the_stored_one(tmp_path:
     assert f"{file}:1: an image should carry no EXIF rotation, got orientation=6" in str(first)
 
 
-def test_the_longest_answer_is_named(tmp_path: Path, image: str) -> None:
-    many = ", ".join(['{"bbox_2d": <bbox>, "label": "<ref-object>"}'] * 5)
-    long = make_row(image, answer=f"[{many}]", labels=["cat"] * 5, boxes=[[1, 2, 3, 4]] * 5)
-    found = survey([write_rows(tmp_path / "rows.jsonl", [make_row(image), long, make_row(image)])])
-    assert found.longest is not None
-    assert (found.longest.place.line, found.longest.num_objects) == (2, 5)
-
-
 @pytest.mark.parametrize(
     "line",
     [
