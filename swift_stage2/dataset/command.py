@@ -88,32 +88,25 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         exit_statuses=statuses,
         retired={"--json": "the exit status says whether there are faults, and every fault is one line"},
     )
-    check.add_argument("files", nargs="+", metavar="FILE.jsonl")
-    check.add_argument(
-        "--task",
-        default=DEFAULT_TASK,
-        metavar="NAME",
-        help="stage2_ab.task (default %(default)s); of your own task's rows form and images are checked, "
-        "and objects and answers where --dialect says what they are in",
+    add = check.add_argument
+    add("files", nargs="+", metavar="FILE.jsonl")
+    task_help = (
+        "stage2_ab.task (default %(default)s); of your own task's rows form and images are checked, and objects and "
+        "answers where --dialect says what they are in"
     )
-    check.add_argument("--dialect", choices=list(DIALECTS), help="the dialect that answers must be in")
-    check.add_argument(
+    add("--task", default=DEFAULT_TASK, metavar="NAME", help=task_help)
+    add("--dialect", choices=list(DIALECTS), help="the dialect that answers must be in")
+    add(
         "--decode",
         action="store_true",
         help="decode every image to its last pixel (slow), not only its header",
     )
-    check.add_argument(
-        "--rows-without-objects",
-        action="store_true",
-        help="allow rows without objects, as rows_without_objects: channel_a_only does",
-    )
-    check.add_argument("--all", action="store_true", help=f"show up to {MOST_KEPT} faults per rule")
-    check.add_argument(
-        "--apply-exif",
-        choices=[str(drawn_on) for drawn_on in DrawnOn],
-        help="upright: write the data set anew with upright images, on which, as viewers show them, boxes were drawn",
-    )
-    check.add_argument("--output", metavar="NEW.jsonl", help="with --apply-exif: the file to write")
+    without_help = "allow rows without objects, as rows_without_objects: channel_a_only does"
+    add("--rows-without-objects", action="store_true", help=without_help)
+    add("--all", action="store_true", help=f"show up to {MOST_KEPT} faults per rule")
+    exif_help = "upright: write the data set anew with upright images, on which, as viewers show them, boxes were drawn"
+    add("--apply-exif", choices=[str(drawn_on) for drawn_on in DrawnOn], help=exif_help)
+    add("--output", metavar="NEW.jsonl", help="with --apply-exif: the file to write")
     options = parser.parse_args(argv)
     if options.apply_exif == DrawnOn.STORED:
         check.error(

@@ -218,67 +218,26 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
             "--score-convention": "objects without scores all count as 1; write scores into the predictions",
         },
     )
-    parser.add_argument(
-        "--data", required=True, type=Path, metavar="FILE.jsonl", help="rows with their true objects"
-    )
+    add = parser.add_argument
+    add("--data", required=True, type=Path, metavar="FILE.jsonl", help="rows with their true objects")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--predictions", type=Path, metavar="FILE.jsonl", help="a file of predictions")
     source.add_argument("--server", metavar="URL", help="a running rollout server of --model, asked greedily")
-    source.add_argument(
-        "--compare", nargs=2, type=Path, metavar=("A.jsonl", "B.jsonl"), help="two files of predictions"
-    )
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        help="a checkpoint to ask; without --server one of our own serves it while the command runs",
-    )
-    parser.add_argument(
-        "--engine", choices=[str(each) for each in ENGINES], help="of that server (default transformers)"
-    )
-    parser.add_argument(
-        "--swift",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="with --model: an argument of ms-swift, as max_pixels=1003520, or vllm_… of --engine vllm; may be "
-        "repeated",
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help=f"folder for the files (default {_FOLDER})"
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print JSON; page and evaluation.json are then written only with --output",
-    )
-    parser.add_argument(
-        "--gallery",
-        type=whole_number(0),
-        default=50,
-        metavar="N",
-        help="worst images on the page (default %(default)s)",
-    )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=whole_number(1),
-        default=1024,
-        metavar="N",
-        help="per answer (default %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout-s",
-        type=whole_number(1, _MOST_SECONDS),
-        default=300,
-        metavar="S",
-        help="deadline of a call (default %(default)s)",
-    )
-    parser.add_argument(
-        "--in-flight",
-        type=whole_number(1, _MOST_CALLS),
-        default=16,
-        metavar="N",
-        help="rows asked at once (default %(default)s)",
-    )
+    places = ("A.jsonl", "B.jsonl")
+    source.add_argument("--compare", nargs=2, type=Path, metavar=places, help="two files of predictions")
+    model_help = "a checkpoint to ask; without --server one of our own serves it while the command runs"
+    add("--model", metavar="DIR", help=model_help)
+    add("--engine", choices=[str(each) for each in ENGINES], help="of that server (default transformers)")
+    swift_help = "with --model: an argument of ms-swift, as max_pixels=1003520, or vllm_… of --engine vllm"
+    add("--swift", action="append", default=[], metavar="KEY=VALUE", help=swift_help)
+    add("--output", type=Path, metavar="DIR", help=f"folder for the files (default {_FOLDER})")
+    json_help = "print JSON; page and evaluation.json are then written only with --output"
+    add("--json", action="store_true", help=json_help)
+    add("--gallery", type=whole_number(0), default=50, metavar="N", help="worst images shown (default 50)")
+    add("--max-new-tokens", type=whole_number(1), default=1024, metavar="N", help="per answer (default 1024)")
+    seconds, calls = whole_number(1, _MOST_SECONDS), whole_number(1, _MOST_CALLS)
+    add("--timeout-s", type=seconds, default=300, metavar="S", help="deadline of a call (default 300)")
+    add("--in-flight", type=calls, default=16, metavar="N", help="rows asked at once (default 16)")
     options = parser.parse_args(argv)
     if not (options.predictions or options.compare or options.model or options.server):
         parser.error("one of --model, --server, --predictions and --compare is required")
