@@ -217,15 +217,7 @@ def _text(element: Any, member: str) -> str | None:
 
 
 def _box_of_mask(mask: Any) -> list[float] | None:
-    """x, y, width and height around polygons or a run-length mask; None of one that cannot be read."""
-    if isinstance(mask, Mapping):
-        from hotcoco.mask import to_bbox
-
-        try:
-            box: list[float] = to_bbox({"size": mask["size"], "counts": mask["counts"]}).tolist()
-        except (KeyError, TypeError, ValueError, OverflowError):
-            return None
-        return box if box[2] > 0 and box[3] > 0 else None
+    """x, y, width and height around polygons; None of one that cannot be read, and of a run-length mask."""
     parts = [numbers(part) for part in mask] if isinstance(mask, list) else []
     if not parts or any(part is None or len(part) % 2 or not part for part in parts):
         return None

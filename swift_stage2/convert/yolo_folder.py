@@ -156,12 +156,7 @@ def _around_centre(values: Sequence[float]) -> Box:
 
 
 class _TextLoader(yaml.BaseLoader):
-    """All is text, stands where it is meant, and once: ten lines of aliases can stand for any amount of it."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it holds a YAML alias (*name); write the value itself")
-        return super().compose_node(parent, index)
+    """All is text, and stands once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         found = super().construct_mapping(node, deep=True)
