@@ -1,8 +1,7 @@
 """Turns data sets that other programs wrote into rows, and rows into COCO: ``import`` and ``export``.
 
-source_text       encodings, lines, numbers and flags as people's tools write them
 import_report     each issue of a source: how often, and what became of it; the summary
-sources           a picture's name, labels and boxes as a source gives them, and the files that its names stand for
+sources           text, pictures, labels and boxes as people's tools write them, and the files that they mean
 coco_file         COCO's JSON in
 yolo_folder       YOLO's label files in
 voc_folder        Pascal VOC's XML in

@@ -12,8 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
-from swift_stage2.convert.source_text import flag, numbers, read_text, whole
-from swift_stage2.convert.sources import AnnotatedImage, AnnotatedObject, ImageFolder, LabelSpelling, in_order
+from swift_stage2.convert.sources import (
+    AnnotatedImage,
+    AnnotatedObject,
+    ImageFolder,
+    LabelSpelling,
+    flag,
+    in_order,
+    numbers,
+    read_text,
+    whole,
+)
 from swift_stage2.errors import DatasetError
 from swift_stage2.records import Box
 

@@ -17,8 +17,13 @@ from swift_stage2.convert.coco_file import CocoFile
 from swift_stage2.convert.import_report import ImportReport
 from swift_stage2.convert.sources import short
 from swift_stage2.dataset.picture import UNREADABLE, look_at
-from swift_stage2.detections.prediction import LabelledBoxes, Prediction
-from swift_stage2.detections.prediction_files import numbered_lines, read_prediction, read_row
+from swift_stage2.detections.prediction import (
+    LabelledBoxes,
+    Prediction,
+    numbered_lines,
+    read_prediction,
+    read_row,
+)
 from swift_stage2.errors import DatasetError, UserError
 from swift_stage2.terminal.output import check_new_file, say
 from swift_stage2.terminal.parser import CommandParser

@@ -14,15 +14,17 @@ from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
 
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
-from swift_stage2.convert.source_text import flag, numbers, whole
 from swift_stage2.convert.sources import (
     AnnotatedImage,
     AnnotatedObject,
     ImageFolder,
     LabelSpelling,
     files_below,
+    flag,
     in_order,
+    numbers,
     stem_of,
+    whole,
 )
 from swift_stage2.records import Box
 from swift_stage2.whole_file import read_regular

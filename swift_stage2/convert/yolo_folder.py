@@ -17,14 +17,17 @@ from typing import Any
 import yaml
 
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
-from swift_stage2.convert.source_text import lines_of, numbers, read_text, whole
 from swift_stage2.convert.sources import (
     AnnotatedImage,
     AnnotatedObject,
     ImageFolder,
     LabelSpelling,
     files_below,
+    lines_of,
+    numbers,
+    read_text,
     stem_of,
+    whole,
 )
 from swift_stage2.errors import DatasetError
 from swift_stage2.records import Box

@@ -24,7 +24,6 @@ from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.channel_b.task import Rows
 from swift_stage2.dataset.picture import UNREADABLE, look_at
 from swift_stage2.detections.drawing import Drawing, draw, drawing_of
-from swift_stage2.detections.objects import detection_data
 from swift_stage2.detections.prediction import (
     FAILED,
     TRUNCATED,
@@ -34,7 +33,7 @@ from swift_stage2.detections.prediction import (
     as_text,
     in_pixels,
 )
-from swift_stage2.detections.scores import DetectionScores
+from swift_stage2.detections.scores import DetectionScores, detection_data
 from swift_stage2.process.background import BackgroundCall
 from swift_stage2.records import Rollout, image_paths
 from swift_stage2.scheduling.evaluation_schedule import RunningEvaluation

@@ -15,18 +15,20 @@ from typing import Any
 
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.yaml_text import key_values
-from swift_stage2.detections.objects import detection_data
-from swift_stage2.detections.prediction import FAILED, Prediction, answer_flags, dropped_objects
-from swift_stage2.detections.prediction_files import (
+from swift_stage2.detections.prediction import (
+    FAILED,
+    Prediction,
     TrueRow,
     answer_dialect,
+    answer_flags,
     check_folder,
+    dropped_objects,
     read_predictions,
     read_rows,
     write_file,
     write_predictions,
 )
-from swift_stage2.detections.scores import Bounds, DetectionScores
+from swift_stage2.detections.scores import Bounds, DetectionScores, detection_data
 from swift_stage2.errors import UserError
 from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections, worst_images
 from swift_stage2.evaluate.served_model import ENGINES, OwnServer, own_server, require_answer

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from swift_stage2.detections.drawing import Drawing, gallery_image
-from swift_stage2.detections.prediction import LabelledBoxes, Prediction
-from swift_stage2.detections.prediction_files import TrueRow
+from swift_stage2.detections.prediction import LabelledBoxes, Prediction, TrueRow
 from swift_stage2.detections.scores import ERRORS, Bounds, DetectionScores
 from swift_stage2.pages.content import (
     GALLERY_KEY,

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from swift_stage2.channel_b.parsing import TrueObjects
-from swift_stage2.detections.objects import detection_data
 from swift_stage2.detections.recorded import RecordedRow, read_evaluations
-from swift_stage2.detections.scores import DetectionScores
+from swift_stage2.detections.scores import DetectionScores, detection_data
 from swift_stage2.pages.content import Chart, Mark, Section, Sentence, Table, number, series_of
 from swift_stage2.report.run_data import RunData
 

@@ -20,8 +20,14 @@ from swift_stage2.channel_b.matching import match_objects
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.cli import main
 from swift_stage2.demo.demo_config import MODEL_TYPE, TEMPLATE_FILE
-from swift_stage2.detections.prediction import FAILED, Prediction
-from swift_stage2.detections.prediction_files import TrueRow, read_predictions, read_rows, write_predictions
+from swift_stage2.detections.prediction import (
+    FAILED,
+    Prediction,
+    TrueRow,
+    read_predictions,
+    read_rows,
+    write_predictions,
+)
 from swift_stage2.errors import ServerUnavailable, UserError
 from swift_stage2.evaluate.asking import AskingSettings, ask_server
 from swift_stage2.records import match_ratios

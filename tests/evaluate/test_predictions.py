@@ -10,14 +10,17 @@ from detection_sets import line, write_lines, write_rows
 from PIL import Image
 
 from swift_stage2.channel_b.dialects import OBJECT_LIST, OBJECT_MAP
-from swift_stage2.detections.objects import detection_data
-from swift_stage2.detections.prediction import FAILED, LabelledBoxes, Prediction, answer_flags
-from swift_stage2.detections.prediction_files import (
+from swift_stage2.detections.prediction import (
+    FAILED,
+    LabelledBoxes,
+    Prediction,
     answer_dialect,
+    answer_flags,
     read_predictions,
     read_rows,
     write_predictions,
 )
+from swift_stage2.detections.scores import detection_data
 from swift_stage2.errors import DatasetError
 
 CAR = ("car", (1, 2, 30, 40))
