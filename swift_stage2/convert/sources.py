@@ -1,4 +1,4 @@
-"""What sources share: text and numbers as tools write them, pictures, names of classes, and the files that they mean."""
+"""The ground that sources share: text and numbers as tools write them, pictures, classes, and the files they mean."""
 
 from __future__ import annotations
 
