@@ -17,7 +17,7 @@ from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.convert.coco_file import CocoFile
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
 from swift_stage2.convert.rows import LABEL, LABELS, ImagePlacer, RowStyle
-from swift_stage2.convert.sources import ImageFolder, Source
+from swift_stage2.convert.sources import ImageFolder
 from swift_stage2.convert.voc_folder import VocFolder
 from swift_stage2.convert.yolo_folder import YoloFolder
 from swift_stage2.dataset.picture import DrawnOn
@@ -28,6 +28,7 @@ from swift_stage2.terminal.parser import CommandParser, whole_number
 from swift_stage2.terminal.progress import going_on, progress_bar
 from swift_stage2.whole_file import whole_file
 
+Source = CocoFile | YoloFolder | VocFolder
 _EVERY = 50  # images between two movements of the bar
 _PROMPT, _CLASS_PROMPT = "Detect all objects.", f"Detect every {LABEL}."
 _SOURCES = {

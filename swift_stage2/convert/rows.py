@@ -159,12 +159,8 @@ class RowStyle:
                 f"--prompt may hold {_IMAGE_MARK} once, and neither {LABEL_MARK} nor {BOX_MARK}, got "
                 f"prompt={self.prompt!r}; take them out"
             )
-        if not self.prompt.strip():
-            raise UserError("--prompt must ask something, got an empty one; write the question")
         if near := set(_PLACEHOLDER.findall(self.prompt)) - {LABEL, LABELS}:
             raise UserError(f"--prompt knows {LABELS} and {LABEL}, got {min(near)}; correct it")
-        if self.prompt.encode("utf-8", "replace").decode() != self.prompt:
-            raise UserError(f"--prompt must be UTF-8 text, got prompt={self.prompt!a}; write it so")
 
     def rows(self, image: PlacedImage, report: ImportReport) -> Iterator[str]:
         """One line for each question about a picture, with its line break."""

@@ -7,11 +7,11 @@ import os
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
@@ -54,18 +54,6 @@ class AnnotatedImage:
     """True if the source gives boxes as shares of the image's width and height, False if in pixels."""
     size: tuple[int, int] | None = None
     """Width and height, where the source says them."""
-
-
-class Source(Protocol):
-    """A data set of another program."""
-
-    def labels(self) -> Sequence[str]:
-        """All classes, in the source's order."""
-
-    def __len__(self) -> int:
-        """The source yields at most this many images."""
-
-    def __iter__(self) -> Iterator[AnnotatedImage]: ...
 
 
 class LabelSpelling:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -28,7 +28,7 @@ from swift_stage2.channel_b.matching import MAX_COORDINATE
 from swift_stage2.channel_b.parsing import TrueObjects, parse_rollout, read_ground_truth
 from swift_stage2.dataset.picture import UNREADABLE, images_of, look_at, path_of
 from swift_stage2.errors import ConfigError, DatasetError, SampleError, UserError, cut_remedy
-from swift_stage2.records import Box, ObjectDropReason
+from swift_stage2.records import Box
 from swift_stage2.whole_file import regular_lines, write_whole
 
 FAILED = "failed"
@@ -95,15 +95,6 @@ def answer_flags(predictions: Sequence[Prediction | None], dialect: Dialect) -> 
             for each, end in zip(predictions, ends, strict=True)
         ]
     return {name: np.array(values, dtype=np.int64) for name, values in flags.items()}
-
-
-def dropped_objects(predictions: Sequence[Prediction | None], dialect: Dialect) -> dict[str, int] | None:
-    """How many objects of the answers the parser drops, by reason; None where nobody kept the texts."""
-    answers = [each.answer for each in predictions if each and each.answer is not None]
-    found: Counter[ObjectDropReason] = Counter()
-    for answer in answers:
-        found.update(parse_rollout(answer, dialect).dropped)
-    return {str(reason): found[reason] for reason in ObjectDropReason if found[reason]} if answers else None
 
 
 def _is_invalid(answer: str, dialect: Dialect) -> bool:

@@ -22,7 +22,6 @@ from swift_stage2.detections.prediction import (
     answer_dialect,
     answer_flags,
     check_folder,
-    dropped_objects,
     read_predictions,
     read_rows,
     write_file,
@@ -80,7 +79,6 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     scores, num_missing = _score(rows, predictions), _num_missing(predictions)
     points, bounds = scores.points(), scores.intervals(_NUM_DRAWS)
     gallery = worst_images(rows, predictions, scores, options.gallery)
-    dropped = dropped_objects(predictions, answer_dialect(rows))
     has_scores = any(each and each.scores is not None for each in predictions)
     how = (
         "scores as given"
@@ -95,9 +93,8 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
         "num_without_prediction": num_missing,
         "metrics": {name: {"value": value} | _bounds(bounds, name) for name, value in points.items()},
         "errors": scores.errors(),
-        "dropped_objects": dropped,
     }
-    sections = evaluation_sections(scores, points, bounds, remarks, gallery, dropped)
+    sections = evaluation_sections(scores, points, bounds, remarks, gallery)
     return _Told(facts, sections, gallery, num_missing)
 
 

@@ -19,7 +19,6 @@ from swift_stage2.pages.content import (
     Table,
     Tone,
     number,
-    pairs,
 )
 
 Values = Mapping[str, float]
@@ -60,12 +59,8 @@ def evaluation_sections(
     bounds: Intervals,
     remarks: Sequence[Sentence],
     gallery: Gallery,
-    dropped: Mapping[str, int] | None,
 ) -> tuple[Section, ...]:
-    """The whole evaluation; ``points`` and ``bounds`` by name, ``remarks`` say how it was done.
-
-    ``dropped``: objects that the parser dropped, by reason; None where that is not known.
-    """
+    """The whole evaluation; ``points`` and ``bounds`` by name, ``remarks`` say how it was done."""
     errors = scores.errors()
     headline = tuple(
         (
@@ -92,7 +87,7 @@ def evaluation_sections(
     return (
         Section("scores", "Scores", (Headline(headline), *remarks, table)),
         Section("parts", "By class, number and size of objects", tuple(parts)),
-        Section("errors", "Errors by type", (Sentence(told), error_table, *_dropped(dropped))),
+        Section("errors", "Errors by type", (Sentence(told), error_table)),
         Section(GALLERY_KEY, "Worst images", (Sentence(f"{shown}missed or invented first."),)),
     )
 
@@ -130,18 +125,6 @@ def _differences(metrics: Iterable[str], first: Values, second: Values, bounds: 
         )
     headings = ("metric", "A", "B", "difference", "95 % interval", "verdict")
     return Table("", headings, tuple(rows), tones, ends_in_words=True)
-
-
-def _dropped(dropped: Mapping[str, int] | None) -> Iterator[Part]:
-    if dropped is None:
-        yield Sentence("How many objects were dropped is not known: the predictions bring no answers.")
-    elif not dropped:
-        yield Sentence("No object of the answers was dropped.")
-    else:
-        total = number(sum(dropped.values()))
-        yield Sentence(f"{total} object(s) of the answers could not be read and were dropped.", Tone.WARN)
-        counts = {why: number(count) for why, count in dropped.items()}
-        yield pairs("Dropped objects", counts, ("reason", "number"))
 
 
 def _parts(kind: str, scores: DetectionScores, points: Values, bounds: Intervals) -> Iterator[Part]:

@@ -109,8 +109,6 @@ def test_the_split_is_by_image_and_an_image_stays_on_its_side(tmp_path: Path, ru
         (["--per-class", "--prompt", "Where?"], "go together"),
         (["--prompt", "<bbox>"], "neither"),
         (["--prompt", "<image><image>"], "once"),
-        (["--prompt", "\udce9"], "UTF-8"),
-        (["--prompt", " "], "must ask something"),
         (["--prompt", "Find {Labels}."], r"knows \{labels\} and \{label\}, got \{Labels\}"),
         (["--negatives", "2"], "goes with --per-class"),
         (["--split", "0.0001"], "images on both sides"),

@@ -71,37 +71,6 @@ def test_table_json_and_page_tell_the_same(
     assert [path.name for path in output.iterdir() if path.name.startswith(".")] == []
 
 
-def test_objects_that_the_parser_dropped_are_counted_by_reason(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = '{"bbox_2d": [10, 10, 110, 110], "label": "car"}'
-    turned, nameless = good.replace("[10, ", "[210, "), good.replace('"car"', '""')
-    a, b = str(tmp_path / "a.png"), f"{tmp_path}/{EVIL}.png"
-    lines = [
-        line(a, [CAR], answer=f"[{good}, {turned}, {nameless}, {turned}]"),
-        line(b, []),
-        line("c.png", []),
-    ]
-    output = tmp_path / "out"
-    assert (
-        evaluate(
-            "--data", data, "--predictions", write_lines(tmp_path / "p.jsonl", lines), "--output", output
-        )
-        == 0
-    )
-    told = " ".join(capsys.readouterr().out.split())
-    facts = json.loads((output / "evaluation.json").read_text(encoding="utf-8"))
-    page = (output / "evaluation.html").read_text(encoding="utf-8")
-    assert facts["dropped_objects"] == {"invalid_box": 2, "missing_label": 1}
-    for text in (told, page):
-        assert "3 object(s) of the answers could not be read and were dropped." in text
-        assert "invalid_box" in text
-        assert "missing_label" in text
-    silent = write_lines(tmp_path / "silent.jsonl", [line(a, [CAR]), line(b, []), line("c.png", [])])
-    assert evaluate("--data", data, "--predictions", silent, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["dropped_objects"] is None
-
-
 def test_two_sets_are_told_side_by_side(
     data: Path, predictions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
