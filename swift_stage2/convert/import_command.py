@@ -20,7 +20,7 @@ from swift_stage2.convert.rows import LABEL, LABELS, ImagePlacer, RowStyle
 from swift_stage2.convert.sources import ImageFolder
 from swift_stage2.convert.voc_folder import VocFolder
 from swift_stage2.convert.yolo_folder import YoloFolder
-from swift_stage2.dataset.picture import DrawnOn
+from swift_stage2.dataset.picture import TURN
 from swift_stage2.errors import DatasetError, UserError
 from swift_stage2.terminal.console import SafeConsole
 from swift_stage2.terminal.output import check_new_file, say
@@ -31,6 +31,7 @@ from swift_stage2.whole_file import whole_file
 Source = CocoFile | YoloFolder | VocFolder
 _EVERY = 50  # images between two movements of the bar
 _PROMPT, _CLASS_PROMPT = "Detect all objects.", f"Detect every {LABEL}."
+_UPRIGHT = f"turn the pictures themselves, and import them then: {TURN}"
 _SOURCES = {
     "coco": "COCO's JSON, as CVAT, Label Studio and Roboflow write it, too",
     "yolo": "a folder of YOLO's label files, in the folders in which --images has the pictures",
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = _open(options, report, folder)
     if options.negatives or LABELS in options.prompt:
         style = replace(style, labels=source.labels())
-    placer = ImagePlacer(folder.folder, DrawnOn(options.boxes_on or DrawnOn.STORED), report)
+    placer = ImagePlacer(folder.folder, report)
     try:
         written = _write(source, style, placer, options, outputs)
     except OSError as error:
@@ -72,17 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(source, YoloFolder):
         say(f"classes of {source.class_file}: {', '.join(source.labels())}")
     say(*written)
-    if num_rotated := report.counts[ImportIssue.ROTATED]:
-        if options.boxes_on == DrawnOn.STORED:
-            say(
-                f"pictures with an EXIF rotation: {num_rotated}; they are trained as stored, and so boxes fit"
-            )
-        else:
-            say(
-                f"pictures with an EXIF rotation: {num_rotated}; boxes fit the upright picture, but the stored one "
-                "is trained: write upright pictures before training, for each file: swift-stage2 data check "
-                f"{options.output} --apply-exif upright --output NEW.jsonl"
-            )
     say(f"check it with: swift-stage2 data check {' '.join(map(str, outputs))}")
     return 0
 
@@ -136,9 +126,8 @@ def _write(
             raise UserError(
                 "pictures with an EXIF rotation need --boxes-on, got none and "
                 f"{report.counts[ImportIssue.ROTATED]} of them (first {report.first[ImportIssue.ROTATED]}; annotated "
-                f"with the upright size: {report.counts[ImportIssue.UPRIGHT]}); write --boxes-on upright if boxes were "
-                "drawn in a program that shows pictures upright, as most do, or --boxes-on stored if on the pixels as "
-                "they lie in the file"
+                f"with the upright size: {report.counts[ImportIssue.UPRIGHT]}); write --boxes-on stored if boxes were "
+                f"drawn on the pixels as they lie in the file; else, as most programs show pictures, {_UPRIGHT}"
             )
         if empty := [path for path in outputs if not num_rows[path]]:
             raise UserError(
@@ -179,6 +168,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.prompt is None:
         options.prompt = _CLASS_PROMPT if options.per_class else _PROMPT
+    if options.boxes_on == "upright":
+        raise UserError(f"--boxes-on upright is retired: {_UPRIGHT}")
     if options.negatives and not options.per_class:
         raise UserError(
             f"--negatives goes with --per-class, got --negatives {options.negatives} alone; add it"
@@ -210,10 +201,9 @@ def _add_format(formats: Any, name: str, meaning: str) -> Callable[..., Any]:
     add("--split", type=_share, metavar="SHARE", help="write this share of the images to TRAIN.val.jsonl")
     add("--seed", type=int, default=0, metavar="N", help="of --split and --negatives (default 0)")
     boxes_on_help = (
-        "asked for where a picture carries an EXIF rotation: whether boxes were drawn on it upright, as most "
-        "annotation tools and all viewers show it, or on its pixels as they are stored"
+        "where a picture carries an EXIF rotation: boxes were drawn on its pixels as they are stored"
     )
-    add("--boxes-on", choices=[str(drawn_on) for drawn_on in DrawnOn], help=boxes_on_help)
+    add("--boxes-on", choices=("stored", "upright"), help=boxes_on_help)
     add("--force", action="store_true", help="replace TRAIN.jsonl if it exists")
     return add
 

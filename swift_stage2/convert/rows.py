@@ -19,7 +19,7 @@ from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.channel_b.image_files import UPRIGHT
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
 from swift_stage2.convert.sources import AnnotatedImage, AnnotatedObject, short
-from swift_stage2.dataset.picture import PLAIN_MODES, UNREADABLE, DrawnOn, StoredPicture, look_at
+from swift_stage2.dataset.picture import PLAIN_MODES, UNREADABLE, StoredPicture, look_at
 from swift_stage2.dataset.row_check import BOX_MARK, LABEL_MARK
 from swift_stage2.errors import UserError
 from swift_stage2.records import Box
@@ -41,10 +41,9 @@ class PlacedImage:
 
 @dataclass(frozen=True, slots=True)
 class ImagePlacer:
-    """Where pictures lie, and on which picture boxes were drawn: as stored, or as a viewer turns it."""
+    """The folder where pictures lie; boxes are taken on their pixels as they are stored."""
 
     folder: Path
-    boxes_on: DrawnOn
     report: ImportReport
 
     def place(self, image: AnnotatedImage) -> PlacedImage | None:
@@ -58,7 +57,7 @@ class ImagePlacer:
             first = next(each.where for each in image.objects if each.box is not None)
             self.report.add(ImportIssue.SHARES, f"{first}: {path}")
             return None
-        size = picture.upright_size if self.boxes_on is DrawnOn.UPRIGHT else (picture.width, picture.height)
+        size = picture.width, picture.height
         self._compare_sizes(image, picture, size)
         placed: list[tuple[str, Box]] = []
         hidden = {each.label for each in image.objects if each.box is None}

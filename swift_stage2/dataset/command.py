@@ -13,7 +13,7 @@ from pathlib import Path
 from swift_stage2.channel_b.dialects import DIALECTS, coordinates_of
 from swift_stage2.config.stage2_ab import DEFAULT_TASK, SHIPPED_TASKS
 from swift_stage2.dataset.fault import Rule
-from swift_stage2.dataset.picture import DrawnOn, write_upright
+from swift_stage2.dataset.picture import TURN
 from swift_stage2.dataset.survey import MOST_KEPT, Findings, OnProgress, survey
 from swift_stage2.errors import UserError
 from swift_stage2.nearest_word import closest
@@ -37,12 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(
             f"--dialect must be one of task {options.task}, got dialect={options.dialect}; name its task with --task, "
             f"or leave it out for {SHIPPED_TASKS[options.task]}"
-        )
-    if options.apply_exif is not None:
-        (source,), files = files, [output := Path(options.output)]
-        num_rows, num_images = write_upright(source, output)
-        say(
-            f"{output}: all rows; {num_rows} of them name upright images now, {num_images} images were written"
         )
     with ExitStack() as stack:
         findings = survey(
@@ -86,7 +80,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="check every row of JSONL files",
         description="Checks every row of JSONL files and prints all faults, each with its file and line.",
         exit_statuses=statuses,
-        retired={"--json": "the exit status says whether there are faults, and every fault is one line"},
+        retired={
+            "--json": "the exit status says whether there are faults, and every fault is one line",
+            "--apply-exif": f"turn the pictures themselves: {TURN}",
+        },
     )
     add = check.add_argument
     add("files", nargs="+", metavar="FILE.jsonl")
@@ -104,19 +101,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     without_help = "allow rows without objects, as rows_without_objects: channel_a_only does"
     add("--rows-without-objects", action="store_true", help=without_help)
     add("--all", action="store_true", help=f"show up to {MOST_KEPT} faults per rule")
-    exif_help = "upright: write the data set anew with upright images, on which, as viewers show them, boxes were drawn"
-    add("--apply-exif", choices=[str(drawn_on) for drawn_on in DrawnOn], help=exif_help)
-    add("--output", metavar="NEW.jsonl", help="with --apply-exif: the file to write")
-    options = parser.parse_args(argv)
-    if options.apply_exif == DrawnOn.STORED:
-        check.error(
-            "--apply-exif stored is retired: boxes on stored pixels are trained as they stand; leave it out"
-        )
-    if (options.apply_exif is None) != (options.output is None):
-        check.error("--apply-exif and --output go together")
-    if options.apply_exif is not None and len(options.files) != 1:
-        raise UserError(f"--apply-exif takes one file, got {len(options.files)}; rewrite them one by one")
-    return options
+    return parser.parse_args(argv)
 
 
 def lines_of_task(task: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ from swift_stage2.channel_b.parsing import lists_objects, parse_rollout, read_gr
 from swift_stage2.channel_b.targets import AnswerFormat
 from swift_stage2.dataset.fault import Fault, Place, Rule
 from swift_stage2.dataset.labels import has_special_token, spell_label
-from swift_stage2.dataset.picture import PLAIN_MODES, UNREADABLE, StoredPicture, images_of, path_of
+from swift_stage2.dataset.picture import PLAIN_MODES, TURN, UNREADABLE, StoredPicture, images_of, path_of
 from swift_stage2.errors import ConfigError, SampleError
 from swift_stage2.records import Coordinates
 
@@ -199,8 +199,8 @@ class _RowCheck:
             self._tell(
                 Rule.ROTATED,
                 f"an image should carry no EXIF rotation, got orientation={picture.orientation}: boxes are taken on "
-                f"the stored picture of {picture.width} x {picture.height}, not as viewers turn it; write upright "
-                "images with --apply-exif upright where boxes were drawn as viewers show it",
+                f"the stored picture of {picture.width} x {picture.height}, not as viewers turn it; where boxes "
+                f"were drawn as viewers show it, write upright images ({TURN})",
                 path,
             )
         if picture.mode not in PLAIN_MODES:
@@ -281,7 +281,7 @@ class _RowCheck:
                 if picture.orientation != 1 and _is_inside(box, *picture.upright_size):
                     remedy = (
                         f" (it would on the picture turned by its EXIF orientation {picture.orientation}); write "
-                        "upright images with --apply-exif upright"
+                        f"upright images: {TURN}"
                     )
                 self._tell(
                     Rule.BOUNDS,

@@ -83,7 +83,7 @@ def test_files_of_yolo_that_do_not_belong_together(tmp_path: Path, run_import: I
     }
 
 
-def test_a_turned_picture_of_yolo_has_the_shares_of_the_side_that_is_named(
+def test_a_turned_picture_of_yolo_has_the_shares_of_its_stored_sides(
     tmp_path: Path, run_import: Importer
 ) -> None:
     source = write_yolo(tmp_path, {"a": "0 0.5 0.25 0.5 0.5"})
@@ -93,8 +93,8 @@ def test_a_turned_picture_of_yolo_has_the_shares_of_the_side_that_is_named(
     assert run_import("yolo", source, "--boxes-on", "stored", advice=told).of("a.jpg") == [
         ("cat", [16, 0, 48, 24])
     ]
-    upright = run_import("yolo", source, "--boxes-on", "upright", advice=told)
-    assert upright.of("a.jpg") == [("cat", [12, 0, 36, 32])]
+    with pytest.raises(UserError, match="--boxes-on upright is retired: turn the pictures themselves"):
+        run_import("yolo", source, "--boxes-on", "upright")
 
 
 @pytest.mark.parametrize(

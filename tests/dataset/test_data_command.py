@@ -64,13 +64,7 @@ def test_advice_alone_ends_with_0(tmp_path: Path) -> None:
         (["absent.jsonl"], "a data set must be a readable UTF-8 file, got absent.jsonl"),
         (["/"], "a data set must be a readable UTF-8 file, got /"),
         (["a.jsonl", "--dialect", "yaml"], "invalid choice: 'yaml'"),
-        (["a.jsonl", "--apply-exif", "upright"], "--apply-exif and --output go together"),
-        (["a.jsonl", "--output", "b.jsonl"], "--apply-exif and --output go together"),
-        (
-            ["a.jsonl", "b.jsonl", "--apply-exif", "upright", "--output", "c.jsonl"],
-            "--apply-exif takes one file",
-        ),
-        (["a.jsonl", "--apply-exif", "stored", "--output", "c.jsonl"], "--apply-exif stored is retired"),
+        (["a.jsonl", "--apply-exif", "upright"], "--apply-exif is retired: turn the pictures"),
         (["a.jsonl", "--json"], "--json is retired: the exit status says"),
     ],
 )
@@ -138,20 +132,6 @@ def test_nothing_slow_is_imported(good: Path) -> None:
     )
     done = run_python("-c", code, str(good), timeout=PATIENCE_S, check=True)
     assert done.stdout.splitlines()[-1] == "set() 0"
-
-
-def test_apply_exif_writes_a_file_that_is_clean(tmp_path: Path) -> None:
-    image = make_image(tmp_path / "a.jpg", orientation=6)
-    file = write_rows(tmp_path / "rows.jsonl", [make_row(image, boxes=[[0, 0, 30, 40]])])
-    assert _run(file).returncode == 1  # the box lies on the upright picture alone
-    output = tmp_path / "new.jsonl"
-    done = _run(file, "--apply-exif", "upright", "--output", output)
-    assert done.returncode == 0
-    assert "all rows; 1 of them name upright images now, 1 images were written" in done.stdout
-    assert done.stdout.splitlines()[-1].endswith(": no fault")
-    again = _run(file, "--apply-exif", "upright", "--output", output)
-    assert again.returncode == 2
-    assert "which exists; name another one" in again.stderr
 
 
 def test_a_terminal_shows_how_far_it_is(
