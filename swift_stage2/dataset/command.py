@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from swift_stage2.channel_b.dialects import DIALECTS, coordinates_of
 from swift_stage2.config.stage2_ab import DEFAULT_TASK, SHIPPED_TASKS
 from swift_stage2.dataset.fault import Rule
 from swift_stage2.dataset.picture import TURN
-from swift_stage2.dataset.survey import MOST_KEPT, Findings, OnProgress, survey
+from swift_stage2.dataset.survey import MOST_KEPT, Findings, survey
 from swift_stage2.errors import UserError
 from swift_stage2.nearest_word import closest
 from swift_stage2.terminal.output import say
@@ -38,35 +37,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--dialect must be one of task {options.task}, got dialect={options.dialect}; name its task with --task, "
             f"or leave it out for {SHIPPED_TASKS[options.task]}"
         )
-    with ExitStack() as stack:
+    total = sum(file.stat().st_size for file in files if file.is_file())
+    with progress_bar(total, "rows") as move_to:
         findings = survey(
             files,
             dialect=DIALECTS[options.dialect] if options.dialect else None,
             decode=options.decode,
             needs_objects=not options.rows_without_objects,
             num_coordinates=num_coordinates,
-            on_progress=_progress(files, stack),
+            on_progress=lambda num_rows, num_bytes: move_to(num_bytes, f"{num_rows:,} rows"),
         )
     status = EXIT_FAULTS if findings.num_faults else 0
     most_shown = MOST_KEPT if options.all else MOST_SHOWN
     unchecked = "" if num_coordinates else f"objects and answers of task {options.task}"
     say(*lines_of(findings, most_shown, unchecked))
     return status
-
-
-def _progress(files: Sequence[Path], stack: ExitStack) -> OnProgress:
-    total = sum(file.stat().st_size for file in files if file.is_file())
-    move_to = stack.enter_context(progress_bar(total, "rows"))
-    before = last = 0
-
-    def told(num_rows: int, num_bytes: int) -> None:
-        nonlocal before, last
-        if num_bytes < last:  # the next file
-            before += last
-        last = num_bytes
-        move_to(before + num_bytes, f"{num_rows:,} rows")
-
-    return told
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -28,7 +28,7 @@ _FIRST_BLOCK = 10 * 2**20  # bytes by which ms-swift's loader, `datasets`, takes
 _MOST_FORMATS = 1000
 _PICTURES_REMEMBERED = 4096  # rows that ask several things about one image stand near each other
 OnProgress = Callable[[int, int], None]
-"""Told after every row: rows so far, bytes of this file so far."""
+"""Told after every row: rows and bytes so far."""
 
 
 @dataclass(slots=True)
@@ -105,13 +105,15 @@ def survey(
         num_coordinates=num_coordinates,
     )
     started_s, found, formats = time.monotonic(), Findings(files), dict[AnswerFormat, _Format]()
+    num_bytes = 0
     for file in files:
-        num_before, num_bytes, columns = found.num_rows, 0, set[str]()
+        num_before, begin, columns = found.num_rows, num_bytes, set[str]()
         for number, line in enumerate(read_lines(file), start=1):
-            begins, num_bytes = num_bytes, num_bytes + len(line)
+            is_late = num_bytes - begin >= _FIRST_BLOCK
+            num_bytes += len(line)
             if line.strip():
                 row = check(line, Place(file, number))
-                late = sorted(row.columns - columns)[:1] if begins >= _FIRST_BLOCK else []
+                late = sorted(row.columns - columns)[:1] if is_late else []
                 columns |= row.columns
                 _add_row(found, formats, Place(file, number), row, late)
                 on_progress(found.num_rows, num_bytes)
