@@ -1,14 +1,14 @@
 """``swift-stage2 bench learning``: whether channel B pays, on scenes whose truth is known, and which objective does.
 
 Every arm starts from the same stage-1 weights and runs the same number of optimizer steps with the same seed and
-scenes; what share of them trains channel B differs, and by which objective. All checkpoints are scored by one process
-on the same held-out scenes.
+scenes; what share of them trains channel B differs, and by which objective. `swift-stage2 evaluate` scores all
+checkpoints on the same held-out scenes.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from benchmarks.scored_arms import Columns, ScoredArm, first_job, score_table, t
 from swift_stage2.config import Objective
 from swift_stage2.demo.demo_config import DemoJob
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.telemetry.summary import summarise
 
 
@@ -67,7 +66,7 @@ def name_of(job: DemoJob) -> str:
     return f"b_ratio {job.b_ratio:g} {job.objective}" if job.b_ratio else "A only"
 
 
-def learning_table(start: DetectionScore, arms: Sequence[LearningArm], num_steps: int) -> ResultTable:
+def learning_table(start: Mapping[str, float], arms: Sequence[LearningArm], num_steps: int) -> ResultTable:
     groups = grouped(arms, lambda arm: arm.name)
     reference = next(iter(groups))
     columns: Columns[LearningArm] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +11,9 @@ from typing import TypeVar
 from benchmarks.estimates import gain_words, mean_and_range
 from benchmarks.processes import DEADLINE_PER_STEP_S, START_DEADLINE_S, Processes
 from benchmarks.results import ResultTable, say
-from swift_stage2.demo.demo_config import STAGE1, DemoJob, write_config
+from swift_stage2.demo.demo_config import STAGE1, DemoJob, evaluation_command, read_scores, write_config
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.process.ports import free_ports
 
 _NUM_HELD_OUT = 512
@@ -32,7 +30,7 @@ _SCORES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredArm:
     seed: int
-    score: DetectionScore
+    score: Mapping[str, float]
 
 
 ArmT = TypeVar("ArmT", bound=ScoredArm)
@@ -51,7 +49,7 @@ def first_job(directory: Path, num_steps: int, seed: int, b_ratio: float, kind: 
 
 def train_and_score(
     directory: Path, arms: Sequence[tuple[DemoJob, Mapping[str, str]]]
-) -> tuple[DetectionScore, list[DetectionScore]]:
+) -> tuple[Mapping[str, float], list[Mapping[str, float]]]:
     """Trains jobs, each with its environment; scores stage 1 and all of them on seed 0's held-out scenes.
 
     Raises:
@@ -70,21 +68,18 @@ def train_and_score(
                 environment=environment,
             )
         say("scoring every checkpoint on the same held-out scenes")
-        out, rows = directory / "scores.json", directory / "seed0" / "held_out" / "rows.jsonl"
-        checkpoints = [STAGE1, *(job.checkpoint for job, _ in arms)]
-        files = ("--rows", str(rows), "--out", str(out), *map(str, checkpoints))
-        processes.run(
-            "evaluation",
-            (sys.executable, "-m", "swift_stage2.demo.scoring", *files),
-            deadline_s=_SCORE_DEADLINE_S * len(checkpoints),
-        )
-    start, *scores = (DetectionScore(**found) for found in json.loads(out.read_text(encoding="utf-8")))
-    return start, scores
+        rows, scores = directory / "seed0" / "held_out" / "rows.jsonl", list[Mapping[str, float]]()
+        for number, checkpoint in enumerate((STAGE1, *(job.checkpoint for job, _ in arms))):
+            output = directory / "scores" / str(number)
+            command = evaluation_command(rows, checkpoint, output)
+            processes.run(f"evaluation-{number}", command, deadline_s=_SCORE_DEADLINE_S)
+            scores.append(read_scores(output))
+    return scores[0], scores[1:]
 
 
 def score_table(
     num_steps: int,
-    start: DetectionScore,
+    start: Mapping[str, float],
     groups: Collection[Sequence[ArmT]],
     reference: Sequence[ArmT],
     columns: Columns[ArmT],
@@ -94,21 +89,21 @@ def score_table(
 
     ``over`` heads the gain in F1 over the arm of ``reference`` with the same seed; the first column names the group.
     """
-    first = {arm.seed: arm.score.f1 for arm in reference}
+    first = {arm.seed: arm.score["f1"] for arm in reference}
     seeds = {arm.seed for group in groups for arm in group}
     rows = [("stage 1, before", *[""] * len(columns), *_score_cells([start]))]
     for group in groups:
-        gains = [arm.score.f1 - first[arm.seed] for arm in group if arm.seed in first]
+        gains = [arm.score["f1"] - first[arm.seed] for arm in group if arm.seed in first]
         cells = [column(group) for column in columns.values()]
         gained = "" if group is reference else gain_words(gains, "+.3f")
         rows.append((*cells, gained, *_score_cells([arm.score for arm in group])))
     return ResultTable(
-        f"Held-out detection after {num_steps} steps, {start.num_images} scenes, {len(seeds)} seed(s): "
+        f"Held-out detection after {num_steps} steps, {start['num_images']} scenes, {len(seeds)} seed(s): "
         "mean (lowest..highest)",
         (*columns, over, *_SCORES),
         rows,
     )
 
 
-def _score_cells(scores: Sequence[DetectionScore]) -> list[str]:
-    return [mean_and_range([getattr(score, name) for score in scores], ".3f") for name in _SCORES.values()]
+def _score_cells(scores: Sequence[Mapping[str, float]]) -> list[str]:
+    return [mean_and_range([score[name] for score in scores], ".3f") for name in _SCORES.values()]

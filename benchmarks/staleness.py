@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from benchmarks.scored_arms import Columns, ScoredArm, first_job, score_table, t
 from swift_stage2.config import Mode
 from swift_stage2.demo.demo_config import DemoJob
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.reading import read_audit
@@ -84,7 +83,7 @@ def plan_arms(
             yield lag, replace(base, directory=base.directory / f"lag{lag}")
 
 
-def staleness_table(start: DetectionScore, arms: Sequence[StaleArm], num_steps: int) -> ResultTable:
+def staleness_table(start: Mapping[str, float], arms: Sequence[StaleArm], num_steps: int) -> ResultTable:
     """One row per lag, beside the first lag; channel A alone above them."""
     groups = grouped(arms, lambda arm: arm.lag)
     columns: Columns[StaleArm] = {
@@ -106,7 +105,7 @@ def _environment(lag: int | None, longest_lag: int) -> dict[str, str]:
     return {LAG_VARIABLE: str(lag), FIRST_VERSION_VARIABLE: str(1 + longest_lag)}
 
 
-def _arm(lag: int | None, job: DemoJob, score: DetectionScore) -> StaleArm:
+def _arm(lag: int | None, job: DemoJob, score: Mapping[str, float]) -> StaleArm:
     audit = read_audit(audit_path(job.run_dir, 0))
     steps = [record for record in audit if record["kind"] == "step"]
     trained = [step["version"] - pack["version"] for step in steps for pack in step["packs"]]

@@ -28,10 +28,12 @@ from benchmarks.tiny_model import (
     build_tokenizer,
     save_model,
 )
+from swift_stage2.channel_b.parsing import TrueObjects, parse_rollout
 from swift_stage2.demo.grounding_dataset import answer_text, grounding_row
 from swift_stage2.demo.scenes import Scene, SceneKind, Split, make_scene, scene_seed
-from swift_stage2.demo.scoring import DetectionScore, score_checkpoint
-from swift_stage2.demo.tiny_template import load_tiny_model, tiny_template
+from swift_stage2.demo.tiny_template import TINY_VL, load_tiny_model, tiny_template
+from swift_stage2.detections.prediction import Prediction, in_pixels
+from swift_stage2.detections.scores import DetectionScores, detection_data
 
 BATCH_SIZE = 32
 PEAK_LEARNING_RATE = 1.5e-3
@@ -72,13 +74,39 @@ class Stage1:
         return {**inputs, **vision}
 
 
-def evaluate(directory: Path, kind: SceneKind, num_scenes: int) -> DetectionScore:
-    """Scores a checkpoint, labels included and at IoU 0.5, on held-out scenes that are always the same."""
+def evaluate(directory: Path, kind: SceneKind, num_scenes: int) -> dict[str, float]:
+    """What ``swift-stage2 evaluate`` measures, of a checkpoint's greedy answers to scenes that are always the same."""
+    from swift.infer_engine import (  # after torchvision's stand-ins
+        InferRequest,
+        RequestConfig,
+        TransformersEngine,
+    )
+
+    engine = TransformersEngine(
+        str(directory),
+        model_type=TINY_VL,
+        template_type=TINY_VL,
+        torch_dtype=torch.float32,
+        device_map="cpu",
+        max_batch_size=2 * BATCH_SIZE,
+    )
     seeds = [scene_seed(Split.HELD_OUT, index, stream=STAGE1_STREAM) for index in range(num_scenes)]
     scenes = [make_scene(kind, seed) for seed in seeds]
-    rows = [{**grounding_row(scene.objects, ""), "images": [scene.image]} for scene in scenes]
-    requests = [{"messages": row["messages"][:1], "images": row["images"]} for row in rows]
-    return score_checkpoint(directory, requests, [scene.objects for scene in scenes])
+    truths = [TrueObjects(*zip(*scene.objects, strict=True)) for scene in scenes]
+    asked = [grounding_row(scene.objects, "")["messages"][:1] for scene in scenes]
+    replies = engine.infer(
+        [InferRequest(each, images=[scene.image]) for each, scene in zip(asked, scenes, strict=True)],
+        RequestConfig(max_tokens=128, temperature=0.0),
+        use_tqdm=False,
+    )
+    answers = [parse_rollout(reply.choices[0].message.content).counted for reply in replies]
+    found = [
+        Prediction(
+            image="", width=1, height=1, objects=in_pixels([(o.label, o.box) for o in answer], (1, 1), (1, 1))
+        )
+        for answer in answers
+    ]
+    return DetectionScores(detection_data(truths, found)).points()
 
 
 def _ids_around_answers(template: Any) -> tuple[list[int], list[int]]:
@@ -143,12 +171,14 @@ def train(
             directory = out / f"step-{step + 1:05d}"
             save_model(stage1.model, stage1.processor, directory)
             scores = {kind: evaluate(directory, kind, num_eval_scenes) for kind in SceneKind}
-            f1 = {f"f1_{kind}": round(score.f1, 4) for kind, score in scores.items()}
+            f1 = {f"f1_{kind}": round(score.get("eval/f1", 0.0), 4) for kind, score in scores.items()}
             line = json.dumps({"step": step + 1, **f1})
             print(line, flush=True)
             with open(out / "scores.jsonl", "a", encoding="utf-8") as file:
                 file.write(line + "\n")
-            (directory / "README.md").write_text(_readme(step + 1, num_steps, seed, scores), encoding="utf-8")
+            (directory / "README.md").write_text(
+                _readme(step + 1, num_steps, seed, scores, num_eval_scenes), encoding="utf-8"
+            )
 
 
 def _learning_rate_factor(step: int, num_steps: int) -> float:
@@ -156,10 +186,15 @@ def _learning_rate_factor(step: int, num_steps: int) -> float:
     return min(1.0, (step + 1) / WARMUP_STEPS) * max(0.05, 0.5 * (1 + math.cos(math.pi * step / num_steps)))
 
 
-def _readme(step: int, num_steps: int, seed: int, scores: dict[SceneKind, DetectionScore]) -> str:
+def _readme(
+    step: int, num_steps: int, seed: int, scores: dict[SceneKind, dict[str, float]], num_scenes: int
+) -> str:
     rows = "".join(
-        f"| {kind} | {score.num_images} | {score.f1:.3f} | {score.precision:.3f} | {score.recall:.3f} "
-        f"| {score.mean_iou:.3f} |\n"
+        f"| {kind} | {num_scenes} |"
+        + "".join(
+            f" {score.get(f'eval/{name}', 0.0):.3f} |" for name in ("f1", "precision", "recall", "mean_iou")
+        )
+        + "\n"
         for kind, score in scores.items()
     )
     return f"""# Stage-1 checkpoint of the demo

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,8 +10,6 @@ from pathlib import Path
 
 import pytest
 from ledger_run import LedgerRun
-
-from swift_stage2 import cli
 
 CUT = -signal.SIGPIPE
 
@@ -85,24 +82,3 @@ def test_a_run_goes_on_without_a_reader_and_keeps_its_status(tmp_path: Path) -> 
     )
     ended = python_unread("-c", code)
     assert (ended.returncode, ended.stderr) == (7, "")
-
-
-@pytest.mark.parametrize("redirection", [">/dev/full", ">&-"])
-def test_what_is_exported_is_whole_though_its_summary_cannot_be_told(
-    tmp_path: Path, redirection: str
-) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"image": "a.png", "width": 4, "height": 5, "objects": {}}\n')
-    words = f'"{sys.executable}" -m swift_stage2 export coco rows.jsonl --output out.json {redirection}'
-    root = os.fspath(Path(cli.__file__).parents[1])
-    ended = subprocess.run(
-        ["bash", "-c", words],
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=100,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": root},
-    )
-    told = "needs an output that takes it" if redirection == ">/dev/full" else ""
-    assert (ended.returncode, ended.stderr.count("\n")) == ((2, 1) if told else (0, 0))
-    assert told in ended.stderr
-    assert len(json.loads((tmp_path / "out.json").read_text())["images"]) == 1

@@ -10,7 +10,7 @@ import pytest
 from small_disk import SmallDisk
 
 import swift_stage2
-from swift_stage2.detections.prediction_files import write_predictions
+from swift_stage2.detections.prediction import write_predictions
 from swift_stage2.launch.plan import Command
 from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.pages.page import write_page

@@ -11,38 +11,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.convert.annotated_image import AnnotatedImage, AnnotatedObject, LabelSpelling, in_order
-from swift_stage2.convert.image_folder import ImageFolder
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
-from swift_stage2.convert.source_text import flag, numbers, read_text, whole
+from swift_stage2.convert.sources import (
+    AnnotatedImage,
+    AnnotatedObject,
+    ImageFolder,
+    LabelSpelling,
+    flag,
+    in_order,
+    numbers,
+    read_text,
+    whole,
+)
 from swift_stage2.errors import DatasetError
 from swift_stage2.records import Box
 
 
 class CocoFile:
-    """One file, which is read when this is made. Errors call it ``what``; one of ``images_alone`` is enough if that is.
-
-    Without ``folder`` pictures are called as the file calls them.
+    """One file, which is read when this is made; its pictures lie in ``folder``.
 
     Raises:
         DatasetError: it cannot be read, is no COCO file of boxes, or gives two names to one class id.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        report: ImportReport,
-        folder: ImageFolder | None = None,
-        *,
-        what: str = "SOURCE",
-        images_alone: bool = False,
-    ) -> None:
+    def __init__(self, path: Path, report: ImportReport, folder: ImageFolder) -> None:
         self._path, self._report, self._folder = path, report, folder
-        content = _read_json(path, what)
+        content = _read_json(path)
         lists = {key: value for key, value in content.items() if isinstance(value, list)}
-        if "annotations" not in lists and not images_alone:  # else all images would be told to show nothing
+        if "annotations" not in lists:  # else all images would be told to show nothing
             raise DatasetError(
-                f"{what} must be COCO's JSON and list annotations, got {', '.join(sorted(lists))[:80] or 'no list'} "
+                f"SOURCE must be COCO's JSON and list annotations, got {', '.join(sorted(lists))[:80] or 'no list'} "
                 f"in {path}; name the file with the annotations, or write annotations: [] if no image shows an object"
             )
         self._written: dict[tuple[str, str], Any] = {}
@@ -53,7 +51,7 @@ class CocoFile:
         self._read_images(lists.get("images", ()))
         if not self._name_of:
             raise DatasetError(
-                f"{what} must be COCO's JSON and list images with file_name and id, got none in {path}; name another "
+                f"SOURCE must be COCO's JSON and list images with file_name and id, got none in {path}; name another "
                 "file"
             )
         self._objects: defaultdict[str, list[AnnotatedObject]] = defaultdict(list)
@@ -85,7 +83,7 @@ class CocoFile:
             if key is None or written is None:
                 self._report.add(ImportIssue.BROKEN_ENTRY, where)
                 continue
-            name = self._folder.find(written, where, self._report) if self._folder else written
+            name = self._folder.find(written, where, self._report)
             if key in self._name_of and self._name_of[key] != name:
                 self._report.add(
                     ImportIssue.ID_OF_TWO, f"{where}: id {key} of {self._name_of[key]} and {name}"
@@ -158,22 +156,13 @@ class CocoFile:
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def image_ids(self) -> Mapping[str, Any]:
-        """The first id of every image by its name, as it is written."""
-        ids = {name: self._written["images", key] for key, name in reversed(self._name_of.items()) if name}
-        return ids
-
-    def category_ids(self) -> Mapping[str, Any]:
-        """The first id of every label, as it is written."""
-        return {label: self._written["categories", key] for key, label in reversed(self._labels.items())}
-
     def __iter__(self) -> Iterator[AnnotatedImage]:
         for name, size in self._sizes.items():
             if name not in self._ambiguous:
                 yield AnnotatedImage(name=name, objects=self._objects[name], size=size)
 
 
-def _read_json(path: Path, what: str) -> Mapping[str, Any]:
+def _read_json(path: Path) -> Mapping[str, Any]:
     """The object that a file holds, without masks of what has a box.
 
     Raises:
@@ -186,15 +175,15 @@ def _read_json(path: Path, what: str) -> Mapping[str, Any]:
     except json.JSONDecodeError as error:
         hint = ": a comma stands before it" if text[: error.pos].rstrip().endswith(",") else ""
         raise DatasetError(
-            f"{what} must be COCO's JSON, got {path}: {error.msg} at line {error.lineno}, column {error.colno}{hint}; "
+            f"SOURCE must be COCO's JSON, got {path}: {error.msg} at line {error.lineno}, column {error.colno}{hint}; "
             "mend it"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise DatasetError(
-            f"{what} must be a readable file of JSON, got {path}: {error}; check it"
+            f"SOURCE must be a readable file of JSON, got {path}: {error}; check it"
         ) from error
     if not isinstance(content, Mapping):
-        raise DatasetError(f"{what} must be COCO's JSON, one object, got {path}; name another file")
+        raise DatasetError(f"SOURCE must be COCO's JSON, one object, got {path}; name another file")
     return content
 
 
@@ -218,15 +207,7 @@ def _text(element: Any, member: str) -> str | None:
 
 
 def _box_of_mask(mask: Any) -> list[float] | None:
-    """x, y, width and height around polygons or a run-length mask; None of one that cannot be read."""
-    if isinstance(mask, Mapping):
-        from hotcoco.mask import to_bbox
-
-        try:
-            box: list[float] = to_bbox({"size": mask["size"], "counts": mask["counts"]}).tolist()
-        except (KeyError, TypeError, ValueError, OverflowError):
-            return None
-        return box if box[2] > 0 and box[3] > 0 else None
+    """x, y, width and height around polygons; None of one that cannot be read, and of a run-length mask."""
     parts = [numbers(part) for part in mask] if isinstance(mask, list) else []
     if not parts or any(part is None or len(part) % 2 or not part for part in parts):
         return None

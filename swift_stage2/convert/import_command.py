@@ -7,30 +7,31 @@ import hashlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from swift_stage2.channel_b.dialects import DIALECTS
-from swift_stage2.convert.annotated_image import Source
 from swift_stage2.convert.coco_file import CocoFile
-from swift_stage2.convert.image_folder import ImageFolder
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
-from swift_stage2.convert.placement import ImagePlacer
-from swift_stage2.convert.row_style import LABEL, LABELS, Order, RowStyle
+from swift_stage2.convert.rows import LABEL, LABELS, ImagePlacer, RowStyle
+from swift_stage2.convert.sources import ImageFolder
 from swift_stage2.convert.voc_folder import VocFolder
 from swift_stage2.convert.yolo_folder import YoloFolder
-from swift_stage2.dataset.picture import DrawnOn
+from swift_stage2.dataset.picture import TURN
 from swift_stage2.errors import DatasetError, UserError
 from swift_stage2.terminal.console import SafeConsole
-from swift_stage2.terminal.output import check_new_file, needs_stdout, say
+from swift_stage2.terminal.output import check_new_file, say
 from swift_stage2.terminal.parser import CommandParser, whole_number
 from swift_stage2.terminal.progress import going_on, progress_bar
 from swift_stage2.whole_file import whole_file
 
+Source = CocoFile | YoloFolder | VocFolder
 _EVERY = 50  # images between two movements of the bar
 _PROMPT, _CLASS_PROMPT = "Detect all objects.", f"Detect every {LABEL}."
+_UPRIGHT = f"turn the pictures themselves, and import them then: {TURN}"
 _SOURCES = {
     "coco": "COCO's JSON, as CVAT, Label Studio and Roboflow write it, too",
     "yolo": "a folder of YOLO's label files, in the folders in which --images has the pictures",
@@ -51,7 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     style = RowStyle(  # before anything is read: it refuses a wrong prompt
         prompt=options.prompt,
         dialect=DIALECTS[options.dialect],
-        order=Order(options.order),
         seed=options.seed,
         per_class=options.per_class,
         negatives=options.negatives,
@@ -64,28 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = _open(options, report, folder)
     if options.negatives or LABELS in options.prompt:
         style = replace(style, labels=source.labels())
-    placer = ImagePlacer(folder.folder, DrawnOn(options.boxes_on or DrawnOn.STORED), report)
+    placer = ImagePlacer(folder.folder, report)
     try:
         written = _write(source, style, placer, options, outputs)
     except OSError as error:
         raise UserError(f"--output must be a file that can be written, got {error}; name another") from error
-    with needs_stdout("an import's summary"):
-        SafeConsole(soft_wrap=True).print(report.table())
-        if isinstance(source, YoloFolder):
-            say(f"classes of {source.class_file}: {', '.join(source.labels())}")
-        say(*written)
-        if num_rotated := report.counts[ImportIssue.ROTATED]:
-            if options.boxes_on == DrawnOn.STORED:
-                say(
-                    f"pictures with an EXIF rotation: {num_rotated}; they are trained as stored, and so boxes fit"
-                )
-            else:
-                say(
-                    f"pictures with an EXIF rotation: {num_rotated}; boxes fit the upright picture, but the stored one "
-                    "is trained: write upright pictures before training, for each file: swift-stage2 data check "
-                    f"{options.output} --apply-exif upright --output NEW.jsonl"
-                )
-        say(f"check it with: swift-stage2 data check {' '.join(map(str, outputs))}")
+    SafeConsole(soft_wrap=True).print(report.table())
+    if isinstance(source, YoloFolder):
+        say(f"classes of {source.class_file}: {', '.join(source.labels())}")
+    say(*written)
+    say(f"check it with: swift-stage2 data check {' '.join(map(str, outputs))}")
     return 0
 
 
@@ -138,9 +126,8 @@ def _write(
             raise UserError(
                 "pictures with an EXIF rotation need --boxes-on, got none and "
                 f"{report.counts[ImportIssue.ROTATED]} of them (first {report.first[ImportIssue.ROTATED]}; annotated "
-                f"with the upright size: {report.counts[ImportIssue.UPRIGHT]}); write --boxes-on upright if boxes were "
-                "drawn in a program that shows pictures upright, as most do, or --boxes-on stored if on the pixels as "
-                "they lie in the file"
+                f"with the upright size: {report.counts[ImportIssue.UPRIGHT]}); write --boxes-on stored if boxes were "
+                f"drawn on the pixels as they lie in the file; else, as most programs show pictures, {_UPRIGHT}"
             )
         if empty := [path for path in outputs if not num_rows[path]]:
             raise UserError(
@@ -172,30 +159,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="swift-stage2 import", exit_statuses="0 done", description="Turns a labelled data set into rows."
     )
     formats = parser.add_subparsers(dest="format", required=True, metavar="FORMAT")
-    for name, meaning in _SOURCES.items():
-        one = formats.add_parser(
-            name, help=meaning, description=f"SOURCE is {meaning}.", exit_statuses="0 done"
-        )
-        _add_options(one)
-        if name == "yolo":
-            one.add_argument(
-                "--classes",
-                type=Path,
-                metavar="FILE",
-                help="data.yaml or classes.txt, if it is not near SOURCE",
-            )
-        if name == "voc":
-            one.add_argument(
-                "--first-pixel",
-                type=int,
-                choices=(0, 1),
-                default=1,
-                help="where edges count from (default 1)",
-            )
-            one.add_argument("--skip-difficult", action="store_true", help="drop objects marked as difficult")
+    of_format = {name: _add_format(formats, name, meaning) for name, meaning in _SOURCES.items()}
+    classes_help = "data.yaml or classes.txt, if it is not near SOURCE"
+    of_format["yolo"]("--classes", type=Path, metavar="FILE", help=classes_help)
+    first_help = "where edges count from (default 1)"
+    of_format["voc"]("--first-pixel", type=int, choices=(0, 1), default=1, help=first_help)
+    of_format["voc"]("--skip-difficult", action="store_true", help="drop objects marked as difficult")
     options = parser.parse_args(argv)
     if options.prompt is None:
         options.prompt = _CLASS_PROMPT if options.per_class else _PROMPT
+    if options.boxes_on == "upright":
+        raise UserError(f"--boxes-on upright is retired: {_UPRIGHT}")
     if options.negatives and not options.per_class:
         raise UserError(
             f"--negatives goes with --per-class, got --negatives {options.negatives} alone; add it"
@@ -203,47 +177,35 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+def _add_format(formats: Any, name: str, meaning: str) -> Callable[..., Any]:
+    """The options of all formats; returns what adds those of one."""
+    parser = formats.add_parser(
+        name,
+        help=meaning,
+        description=f"SOURCE is {meaning}.",
+        exit_statuses="0 done",
+        retired={"--order": "objects stand as SOURCE lists them; sort them there"},
+    )
+    add: Callable[..., Any] = parser.add_argument
     add("source", type=Path, metavar="SOURCE")
     add("--images", type=Path, required=True, metavar="DIR", help="the folder that images' names start from")
     add("--output", type=Path, required=True, metavar="TRAIN.jsonl", help="the file to write")
-    add(
-        "--prompt",
-        help=f"the question; {LABELS} stands for all classes, {LABEL} for one (default: {_PROMPT} or {_CLASS_PROMPT})",
-    )
+    prompts = f"(default: {_PROMPT} or {_CLASS_PROMPT})"
+    add("--prompt", help=f"the question; {LABELS} stands for all classes, {LABEL} for one {prompts}")
     of_boxes = [name for name, dialect in DIALECTS.items() if dialect.num_coordinates == 4]
     add("--dialect", choices=of_boxes, default=of_boxes[0], help="default: %(default)s")
-    add(
-        "--order",
-        choices=list(map(str, Order)),
-        default="given",
-        help="of a row's objects (default: %(default)s)",
-    )
     add("--per-class", action="store_true", help="ask for one class per row, for each that the image shows")
-    add(
-        "--negatives",
-        type=whole_number(1),
-        default=0,
-        metavar="N",
-        help="with --per-class: ask every image for N classes that it does not show, too",
-    )
+    negatives_help = "with --per-class: ask every image for N classes that it does not show, too"
+    add("--negatives", type=whole_number(1), default=0, metavar="N", help=negatives_help)
     add("--max-objects", type=whole_number(1), metavar="N", help="leave out images with more objects")
     add("--split", type=_share, metavar="SHARE", help="write this share of the images to TRAIN.val.jsonl")
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of --split, --order random and --negatives (default 0)",
+    add("--seed", type=int, default=0, metavar="N", help="of --split and --negatives (default 0)")
+    boxes_on_help = (
+        "where a picture carries an EXIF rotation: boxes were drawn on its pixels as they are stored"
     )
-    add(
-        "--boxes-on",
-        choices=[str(drawn_on) for drawn_on in DrawnOn],
-        help="asked for where a picture carries an EXIF rotation: whether boxes were drawn on it upright, as most "
-        "annotation tools and all viewers show it, or on its pixels as they are stored",
-    )
+    add("--boxes-on", choices=("stored", "upright"), help=boxes_on_help)
     add("--force", action="store_true", help="replace TRAIN.jsonl if it exists")
+    return add
 
 
 def _share(text: str) -> float:

@@ -37,7 +37,7 @@ class ImportIssue(Enum):
     OTHER_NAME = ("picture that its annotation file names otherwise", "taken by the file's own name")
     EMPTY = ("picture without objects", "kept, with empty lists")
     COLOURS = ("picture that is neither RGB nor grey", "kept; read as RGB, transparency left out")
-    ROTATED = ("EXIF rotation", "kept; see below")
+    ROTATED = ("EXIF rotation", "kept; boxes are taken on the stored pixels")
     UPRIGHT = ("annotated with the size of the upright picture", "kept; see --boxes-on")
     SIZE = ("annotated with another size than the picture's", "kept; boxes are taken as its pixels")
     CROWD = ("crowd (iscrowd)", "left out")

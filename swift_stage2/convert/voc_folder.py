@@ -10,14 +10,22 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
 
-from swift_stage2.convert.annotated_image import AnnotatedImage, AnnotatedObject, LabelSpelling, in_order
-from swift_stage2.convert.image_folder import ImageFolder, files_below, stem_of
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
-from swift_stage2.convert.source_text import flag, numbers, whole
+from swift_stage2.convert.sources import (
+    AnnotatedImage,
+    AnnotatedObject,
+    ImageFolder,
+    LabelSpelling,
+    files_below,
+    flag,
+    in_order,
+    numbers,
+    stem_of,
+    whole,
+)
 from swift_stage2.records import Box
 from swift_stage2.whole_file import read_regular
 
@@ -84,24 +92,22 @@ class VocFolder:
     def _object(self, thing: Element, where: str) -> AnnotatedObject:
         self._report.num_annotations += 1
         label = self._spelling.spell((thing.findtext("name") or "").strip())
-        box = self._box(thing, where) if label else None
-        written = thing.findtext("difficult")
-        is_difficult = flag(written)
-        issue = None
+        written, issue, is_kept = thing.findtext("difficult"), None, False
         if not label:
             issue = ImportIssue.NO_LABEL
-        elif box is None:
+        elif (box := self._box(thing, where)) is None:
             issue = ImportIssue.NO_BOX
-        elif is_difficult is None:
-            issue, box = ImportIssue.BAD_FLAG, None
-        elif is_difficult and self._skip_difficult:
-            issue, box = ImportIssue.SKIPPED, None
-        elif is_difficult:
-            issue = ImportIssue.DIFFICULT
+        elif (is_difficult := flag(written)) is None:
+            issue = ImportIssue.BAD_FLAG
+        else:
+            is_kept = not (is_difficult and self._skip_difficult)
+            if is_difficult:
+                issue = ImportIssue.DIFFICULT if is_kept else ImportIssue.SKIPPED
         if issue:
-            shown = f"{where}: difficult={written}" if issue is ImportIssue.BAD_FLAG else where
-            self._report.add(issue, shown)
-        return AnnotatedObject(label, box, where)
+            self._report.add(
+                issue, f"{where}: difficult={written}" if issue is ImportIssue.BAD_FLAG else where
+            )
+        return AnnotatedObject(label, box if is_kept else None, where)
 
     def _box(self, thing: Element, where: str) -> Box | None:
         edges = numbers([(thing.findtext(f"bndbox/{edge}") or "").strip() for edge in _EDGES])
@@ -128,26 +134,13 @@ class VocFolder:
 
 
 def _parse_xml(content: bytes) -> Element:
-    """The root, of text without entities of its own, which could stand for any amount of text.
-
-    Each element has the number of its line as an attribute.
-
-    Raises:
-        expat.ExpatError: it is no XML.
-        ValueError: it declares an entity.
-    """
-
-    def refuse(*declaration: object) -> NoReturn:
-        raise ValueError("a file of annotations must declare no entities")
+    """The root; each element has the number of its line as an attribute. Raises expat.ExpatError: it is no XML."""
 
     def start(tag: str, attributes: dict[str, str]) -> None:
         tree.start(tag, attributes | {_LINE: str(parser.CurrentLineNumber)})
 
-    tree = TreeBuilder()
-    parser = expat.ParserCreate()
-    parser.StartElementHandler = start
-    parser.EndElementHandler = tree.end
+    tree, parser = TreeBuilder(), expat.ParserCreate()
+    parser.StartElementHandler, parser.EndElementHandler = start, tree.end
     parser.CharacterDataHandler = tree.data
-    parser.EntityDeclHandler = refuse
     parser.Parse(content, True)
     return tree.close()

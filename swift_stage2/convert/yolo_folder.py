@@ -16,10 +16,19 @@ from typing import Any
 
 import yaml
 
-from swift_stage2.convert.annotated_image import AnnotatedImage, AnnotatedObject, LabelSpelling
-from swift_stage2.convert.image_folder import ImageFolder, files_below, stem_of
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
-from swift_stage2.convert.source_text import lines_of, numbers, read_text, whole
+from swift_stage2.convert.sources import (
+    AnnotatedImage,
+    AnnotatedObject,
+    ImageFolder,
+    LabelSpelling,
+    files_below,
+    lines_of,
+    numbers,
+    read_text,
+    stem_of,
+    whole,
+)
 from swift_stage2.errors import DatasetError
 from swift_stage2.records import Box
 
@@ -150,12 +159,7 @@ def _around_centre(values: Sequence[float]) -> Box:
 
 
 class _TextLoader(yaml.BaseLoader):
-    """All is text, stands where it is meant, and once: ten lines of aliases can stand for any amount of it."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it holds a YAML alias (*name); write the value itself")
-        return super().compose_node(parent, index)
+    """All is text, and stands once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         found = super().construct_mapping(node, deep=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 
 class Rule(StrEnum):
@@ -57,13 +56,3 @@ class Fault:
             found, mark, remedy = text.rpartition("; ")
             text = f"{found}, image {self.image}{mark}{remedy}" if mark else f"{text}, image {self.image}"
         return text.encode("utf-8", "backslashreplace").decode("utf-8")  # a lone surrogate cannot be printed
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "file": str(self.place.file),
-            "line": self.place.line,
-            "rule": str(self.rule),
-            "is_advice": self.rule.is_advice,
-            "reason": self.reason,
-            "image": self.image,
-        }

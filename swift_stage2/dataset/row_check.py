@@ -20,7 +20,7 @@ from swift_stage2.channel_b.parsing import lists_objects, parse_rollout, read_gr
 from swift_stage2.channel_b.targets import AnswerFormat
 from swift_stage2.dataset.fault import Fault, Place, Rule
 from swift_stage2.dataset.labels import has_special_token, spell_label
-from swift_stage2.dataset.picture import PLAIN_MODES, UNREADABLE, StoredPicture, images_of, path_of
+from swift_stage2.dataset.picture import PLAIN_MODES, TURN, UNREADABLE, StoredPicture, images_of, path_of
 from swift_stage2.errors import ConfigError, SampleError
 from swift_stage2.records import Coordinates
 
@@ -40,8 +40,6 @@ class CheckedRow:
 
     faults: tuple[Fault, ...]
     answer_format: AnswerFormat | None = None
-    num_objects: int = 0
-    num_answer_characters: int = 0
     image: str | None = None
     """The first, as the row names it."""
     columns: frozenset[str] = frozenset()
@@ -148,7 +146,7 @@ class _RowCheck:
                 Rule.ANSWER, f"an answer without objects must not hold {LABEL_MARK} or {BOX_MARK}; mend it"
             )
         if num_coordinates is None or not has_objects:
-            return CheckedRow(tuple(self.faults), None, 0, len(answer))
+            return CheckedRow(tuple(self.faults))
         try:
             truth = read_ground_truth(self.row, num_coordinates)
         except (SampleError, OverflowError) as error:
@@ -166,7 +164,7 @@ class _RowCheck:
                     "out, and write rows_without_objects: channel_a_only",
                 )
         shown = self._read_answer(answer, truth.labels, num_coordinates)
-        return CheckedRow(tuple(self.faults), shown, len(truth), len(answer), self.shown_image)
+        return CheckedRow(tuple(self.faults), shown, self.shown_image)
 
     def _read_images(self, images: Sequence[Any]) -> list[StoredPicture | None]:
         if len(images) != 1:
@@ -201,8 +199,8 @@ class _RowCheck:
             self._tell(
                 Rule.ROTATED,
                 f"an image should carry no EXIF rotation, got orientation={picture.orientation}: boxes are taken on "
-                f"the stored picture of {picture.width} x {picture.height}, not as viewers turn it; write upright "
-                "images with --apply-exif stored, or upright where boxes were drawn as viewers show it",
+                f"the stored picture of {picture.width} x {picture.height}, not as viewers turn it; where boxes "
+                f"were drawn as viewers show it, write upright images ({TURN})",
                 path,
             )
         if picture.mode not in PLAIN_MODES:
@@ -283,7 +281,7 @@ class _RowCheck:
                 if picture.orientation != 1 and _is_inside(box, *picture.upright_size):
                     remedy = (
                         f" (it would on the picture turned by its EXIF orientation {picture.orientation}); write "
-                        "upright images with --apply-exif upright"
+                        f"upright images: {TURN}"
                     )
                 self._tell(
                     Rule.BOUNDS,

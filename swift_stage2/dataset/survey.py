@@ -28,43 +28,55 @@ _FIRST_BLOCK = 10 * 2**20  # bytes by which ms-swift's loader, `datasets`, takes
 _MOST_FORMATS = 1000
 _PICTURES_REMEMBERED = 4096  # rows that ask several things about one image stand near each other
 OnProgress = Callable[[int, int], None]
-"""Told after every row: rows so far, bytes of this file so far."""
+"""Told after every row: rows and bytes so far."""
 
 
-@dataclass(frozen=True, slots=True)
-class Longest:
-    """The row with the longest answer."""
+@dataclass(slots=True)
+class _Format:
+    """One way in which answers are written: how many rows, how many of them have no other fault, the first of them."""
 
-    place: Place
-    num_characters: int
-    num_objects: int
+    num_rows: int = 0
+    num_else_good: int = 0
+    first: list[tuple[Place, str | None]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """The findings in all files. ``counts`` holds every fault, ``faults`` the first of each rule, in order."""
+    """The findings in ``files``. ``counts`` holds every fault by rule, and ``faults`` the first of each, in order."""
 
-    files: tuple[Path, ...]
-    num_rows: int
-    num_bad_rows: int
-    counts: Mapping[Rule, int]
-    faults: tuple[Fault, ...]
-    answer_format: AnswerFormat | None
-    longest: Longest | None
-    seconds: float
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = tuple(files)
+        self.num_rows = self.num_bad_rows = 0
+        self.answer_format: AnswerFormat | None = None
+        self.seconds = 0.0
+        self._counts = Counter[Rule]()
+        self._kept: defaultdict[Rule, list[Fault]] = defaultdict(list)
+
+    @property
+    def counts(self) -> dict[Rule, int]:
+        return {rule: self._counts[rule] for rule in Rule if self._counts[rule]}
+
+    @property
+    def faults(self) -> list[Fault]:
+        return [fault for rule in Rule for fault in self.of(rule)]
 
     @property
     def num_faults(self) -> int:
         """Without advice."""
-        return sum(count for rule, count in self.counts.items() if not rule.is_advice)
-
-    @property
-    def rows_per_second(self) -> float:
-        return self.num_rows / self.seconds if self.seconds > 0 else 0.0
+        return sum(count for rule, count in self._counts.items() if not rule.is_advice)
 
     def of(self, rule: Rule) -> list[Fault]:
-        """Those that were kept."""
-        return [fault for fault in self.faults if fault.rule is rule]
+        """Those that were kept, by their place."""
+        order = {file: number for number, file in enumerate(self.files)}
+        return sorted(self._kept[rule], key=lambda fault: (order[fault.place.file], fault.place.line))
+
+    def count(self, rule: Rule, times: int) -> None:
+        """Counts faults that are not shown."""
+        self._counts[rule] += times
+
+    def add(self, fault: Fault) -> None:
+        self._counts[fault.rule] += 1
+        if len(kept := self._kept[fault.rule]) < MOST_KEPT:
+            kept.append(fault)
 
 
 def survey(
@@ -92,123 +104,85 @@ def survey(
         needs_objects=needs_objects,
         num_coordinates=num_coordinates,
     )
-    run = _Survey(dialect, check, on_progress)
+    started_s, found, formats = time.monotonic(), Findings(files), dict[AnswerFormat, _Format]()
+    num_bytes = 0
     for file in files:
-        run.read(file)
-    return run.finish(tuple(files))
-
-
-@dataclass(slots=True)
-class _Survey:
-    """A survey under way."""
-
-    dialect: Dialect | None
-    check_line: Callable[[bytes, Place], CheckedRow]
-    on_progress: OnProgress
-    started_s: float = field(default_factory=time.monotonic)
-    num_rows: int = 0
-    num_bad_rows: int = 0
-    counts: Counter[Rule] = field(default_factory=Counter)
-    kept: defaultdict[Rule, list[Fault]] = field(default_factory=lambda: defaultdict(list))
-    num_written: Counter[AnswerFormat] = field(default_factory=Counter)
-    num_else_good: Counter[AnswerFormat] = field(default_factory=Counter)
-    """Rows with no fault but perhaps this one."""
-    first_written: dict[AnswerFormat, list[tuple[Place, str | None]]] = field(default_factory=dict)
-    longest: Longest | None = None
-
-    def read(self, file: Path) -> None:
-        num_before, num_bytes = self.num_rows, 0
-        columns: set[str] = set()
+        num_before, begin, columns = found.num_rows, num_bytes, set[str]()
         for number, line in enumerate(read_lines(file), start=1):
-            begins, num_bytes = num_bytes, num_bytes + len(line)
+            is_late = num_bytes - begin >= _FIRST_BLOCK
+            num_bytes += len(line)
             if line.strip():
-                place = Place(file, number)
-                row = self._check(line, place)
-                if begins >= _FIRST_BLOCK and (late := sorted(row.columns - columns)):
-                    self._tell_late(late[0], place, row)
+                row = check(line, Place(file, number))
+                late = sorted(row.columns - columns)[:1] if is_late else []
                 columns |= row.columns
-                self.on_progress(self.num_rows, num_bytes)
-        if self.num_rows == num_before:
+                _add_row(found, formats, Place(file, number), row, late)
+                on_progress(found.num_rows, num_bytes)
+        if found.num_rows == num_before:
             raise DatasetError(
                 f"a data set must hold rows, got none in {file}; write one JSON object per line"
             )
+    if formats:
+        _compare_formats(found, formats, dialect)
+    found.seconds = time.monotonic() - started_s
+    return found
 
-    def _tell_late(self, column: str, place: Place, row: CheckedRow) -> None:
+
+def _add_row(
+    found: Findings, formats: dict[AnswerFormat, _Format], place: Place, row: CheckedRow, late: Sequence[str]
+) -> None:
+    """``late``: the column, if any, that no row before has shown."""
+    faults = list(row.faults)
+    for column in late:
         reason = (
             f"the first {_FIRST_BLOCK >> 20} MiB of a file must show each column that it has, because ms-swift loads "
             f"the rest as these say, got the first {column} after them; move this row to the top of the file"
         )
-        self.num_bad_rows += all(fault.rule.is_advice for fault in row.faults)
-        self._tell(Fault(place, Rule.COLUMNS, reason, row.image))
+        faults.append(Fault(place, Rule.COLUMNS, reason, row.image))
+    for fault in faults:
+        found.add(fault)
+    is_bad = any(not fault.rule.is_advice for fault in faults)
+    found.num_rows += 1
+    found.num_bad_rows += is_bad
+    shown = row.answer_format
+    if shown and (shown in formats or len(formats) < _MOST_FORMATS):
+        written = formats.setdefault(shown, _Format())
+        written.num_rows += 1
+        written.num_else_good += not is_bad
+        if len(written.first) < MOST_KEPT:
+            written.first.append((place, row.image))
 
-    def _check(self, line: bytes, place: Place) -> CheckedRow:
-        row = self.check_line(line, place)
-        self.num_rows += 1
-        is_bad = any(not fault.rule.is_advice for fault in row.faults)
-        self.num_bad_rows += is_bad
-        for fault in row.faults:
-            self._tell(fault)
-        shown = row.answer_format
-        if shown and (shown in self.num_written or len(self.num_written) < _MOST_FORMATS):
-            self.num_written[shown] += 1
-            self.num_else_good[shown] += not is_bad
-            places = self.first_written.setdefault(shown, [])
-            if len(places) < MOST_KEPT:
-                places.append((place, row.image))
-        if self.longest is None or row.num_answer_characters > self.longest.num_characters:
-            self.longest = Longest(place, row.num_answer_characters, row.num_objects)
-        return row
 
-    def _tell(self, fault: Fault) -> None:
-        self.counts[fault.rule] += 1
-        if len(kept := self.kept[fault.rule]) < MOST_KEPT:
-            kept.append(fault)
+def _compare_formats(
+    found: Findings, formats: Mapping[AnswerFormat, _Format], dialect: Dialect | None
+) -> None:
+    """Learns the format that most answers are written in; tells of every answer that is written otherwise."""
+    num_in: Counter[Dialect] = Counter()
+    for shown, written in formats.items():
+        num_in[shown.dialect] += written.num_rows
+    dialect = dialect or num_in.most_common(1)[0][0]
+    of_dialect = {shown: written.num_rows for shown, written in formats.items() if shown.dialect == dialect}
+    learned, others = join_formats(of_dialect, dialect)
+    odd = [*others, *(shown for shown in formats if shown.dialect != dialect)]
+    num_alike = sum(written.num_rows for shown, written in formats.items() if shown not in odd)
+    for shown in odd:
+        written, told = formats[shown], _difference(learned, shown, num_alike)
+        found.num_bad_rows += written.num_else_good
+        for place, image in written.first:
+            found.add(Fault(place, Rule.FORMAT, told, image))
+        found.count(Rule.FORMAT, written.num_rows - len(written.first))
+    found.answer_format = learned
 
-    def finish(self, files: tuple[Path, ...]) -> Findings:
-        learned = self._learn_format()
-        return Findings(
-            files=files,
-            num_rows=self.num_rows,
-            num_bad_rows=self.num_bad_rows,
-            counts={rule: self.counts[rule] for rule in Rule if self.counts[rule]},
-            faults=tuple(fault for rule in Rule for fault in self.kept[rule]),
-            answer_format=learned,
-            longest=self.longest,
-            seconds=time.monotonic() - self.started_s,
-        )
 
-    def _learn_format(self) -> AnswerFormat | None:
-        """The format that most answers are written in; tells of every answer that is written otherwise."""
-        if not self.num_written:
-            return None
-        num_in: Counter[Dialect] = Counter()
-        for shown, count in self.num_written.items():
-            num_in[shown.dialect] += count
-        dialect = self.dialect or num_in.most_common(1)[0][0]
-        learned, others = join_formats(
-            {shown: count for shown, count in self.num_written.items() if shown.dialect == dialect}, dialect
-        )
-        odd = [*others, *(shown for shown in self.num_written if shown.dialect != dialect)]
-        num_alike = self.num_written.total() - sum(self.num_written[shown] for shown in odd)
-        for shown in odd:
-            self.num_bad_rows += self.num_else_good[shown]
-            places = self.first_written[shown]
-            for place, image in places:
-                self._tell(Fault(place, Rule.FORMAT, self._difference(learned, shown, num_alike), image))
-            self.counts[Rule.FORMAT] += self.num_written[shown] - len(places)
-        self.kept[Rule.FORMAT].sort(key=lambda fault: (fault.place.file, fault.place.line))
-        return learned
-
-    def _difference(self, learned: AnswerFormat, shown: AnswerFormat, num_alike: int) -> str:
-        if shown.dialect != learned.dialect and num_alike == 0:
-            return (
-                "an answer must be in the configured dialect, got "
-                f"dialect={shown.dialect}, stage2_ab.channel_b.target.dialect={learned.dialect}; set the other one"
-            )
+def _difference(learned: AnswerFormat, shown: AnswerFormat, num_alike: int) -> str:
+    if shown.dialect != learned.dialect and num_alike == 0:
         return (
-            f"all answers must be written alike, got {_example(shown)!r} where {num_alike:,} rows write "
-            f"{_example(learned)!r}; write it as they do"
+            "an answer must be in the configured dialect, got "
+            f"dialect={shown.dialect}, stage2_ab.channel_b.target.dialect={learned.dialect}; set the other one"
         )
+    return (
+        f"all answers must be written alike, got {_example(shown)!r} where {num_alike:,} rows write "
+        f"{_example(learned)!r}; write it as they do"
+    )
 
 
 def _example(answer_format: AnswerFormat) -> str:

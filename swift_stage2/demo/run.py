@@ -7,20 +7,15 @@ checks that nothing is left running.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from swift_stage2.config import ServerEngine
@@ -28,14 +23,16 @@ from swift_stage2.demo.demo_config import (
     CHILD_ENVIRONMENT,
     STAGE1,
     DemoJob,
+    evaluation_command,
     held_ports,
     server_entry,
     write_config,
 )
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import ChildFailed, UserError
+from swift_stage2.evaluate.command import PREDICTIONS_FILE
+from swift_stage2.evaluate.command import main as evaluate
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.launcher import launch
 from swift_stage2.launch.process_tree import Command, StopSignals
@@ -47,12 +44,11 @@ from swift_stage2.run_directory.next_commands import evaluate_command
 from swift_stage2.telemetry.summary import RunSummary, summarise
 from swift_stage2.terminal.console import SafeConsole
 from swift_stage2.terminal.output import print_error
-from swift_stage2.terminal.parser import CommandParser
+from swift_stage2.terminal.parser import CommandParser, whole_number
 
 DEFAULT_STEPS = 120
 NUM_HELD_OUT = 128
 WANTED_B_SHARE = 0.8
-_CLOCK_TOLERANCE_S = 0.001
 _SCORING_DEADLINE_S = 600.0
 _SCORING_GRACE_S = 10.0
 _START_S = 600.0  # of the job's time, beside _STEP_S for each step
@@ -97,63 +93,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _deadline(_START_S + _STEP_S * job.num_steps):
         if status := launch(str(job.config_path), show=_show_launcher, verbose=False):
             return status
-    _say("scoring the stage-1 checkpoint and the new one on held-out scenes")
+    _say("evaluating the stage-1 checkpoint (A) and the new one (B) on held-out scenes")
+    arms = {"before": STAGE1, "after": job.checkpoint}
     try:
-        before, after = _score(scenes.held_out, directory / "scores.json", (STAGE1, job.checkpoint))
+        places = [
+            _evaluate(scenes.held_out, checkpoint, directory / name) for name, checkpoint in arms.items()
+        ]
     except ChildFailed as error:
         print_error("demo", error)
         return _FAILED
-    outcome = DemoOutcome(
-        summary=summarise(job.run_dir),
-        before=before,
-        after=after,
-        num_steps_wanted=job.num_steps,
-        left_processes=tuple(remaining_children()),
-        held_ports=tuple(held_ports(ports)),
-    )
-    SafeConsole().print(outcome_view(outcome))
+    summary = summarise(job.run_dir)
+    problems = problems_of(summary, job.num_steps, remaining_children(), held_ports(ports))
+    SafeConsole().print(terminal_parts(summary_parts(summary)))
+    words = ("--data", scenes.held_out, "--compare", *places, "--output", directory / "comparison")
+    evaluate(list(map(str, words)))
+    for problem in problems:
+        SafeConsole().print(Text(f"! {problem}", style="bold red"))
+    if not problems:
+        _say("everything ran and ended as it should; no process and no port is left")
     _say(f"took {time.monotonic() - started:.0f} s; configuration, logs and checkpoint are in {directory}")
     _say(f"evaluate it: {evaluate_command(scenes.held_out, job.checkpoint)}")
     _say(f"what it did, as a page: swift-stage2 report {job.run_dir}")
-    return _FAILED if problems_of(outcome) else 0
+    return _FAILED if problems else 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="swift-stage2 demo", description="Train a tiny model on both channels, on this machine."
     )
-    parser.add_argument(
-        "--steps", type=int, default=DEFAULT_STEPS, help="optimizer steps (default %(default)s)"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("runs/demo"),
-        metavar="DIR",
-        help="gets data, YAML, logs and checkpoint (default %(default)s); an earlier demo there is replaced",
-    )
-    parser.add_argument(
-        "--keep", action="store_true", help="keep an earlier demo; take DIR-2, DIR-3, … instead"
-    )
-    parser.add_argument(
-        "--b-ratio", type=float, default=0.3, help="share of steps on channel B (default %(default)s)"
-    )
-    parser.add_argument("--kind", type=SceneKind, choices=list(SceneKind), default=SceneKind.SHAPES)
-    parser.add_argument(
-        "--engine",
-        choices=[engine.value for engine in ServerEngine],
-        default=ServerEngine.TRANSFORMERS.value,
-        help="what serves rollouts: our server on one of two engines, or stock `swift rollout` (default %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--record", action="store_true", help="record the run, so that swift-stage2 replay can take it again"
-    )
+    add = parser.add_argument
+    add("--steps", type=whole_number(1), default=DEFAULT_STEPS, help="optimizer steps (default %(default)s)")
+    output_help = "gets data, YAML, logs and checkpoint; an earlier demo there is replaced"
+    add("--output", type=Path, default=Path("runs/demo"), metavar="DIR", help=output_help)
+    add("--keep", action="store_true", help="keep an earlier demo; take DIR-2, DIR-3, … instead")
+    add("--b-ratio", type=float, default=0.3, help="share of steps on channel B (default %(default)s)")
+    add("--kind", type=SceneKind, choices=list(SceneKind), default=SceneKind.SHAPES)
+    engines = [engine.value for engine in ServerEngine]
+    engine_help = "what serves rollouts: our server on one of two engines, or stock `swift rollout`"
+    add("--engine", choices=engines, default=ServerEngine.TRANSFORMERS.value, help=engine_help)
+    add("--seed", type=whole_number(0), default=0)
+    record_help = "record the run, so that swift-stage2 replay can take it again"
+    add("--record", action="store_true", help=record_help)
     arguments = parser.parse_args(argv)
-    for name, least in (("steps", 1), ("seed", 0)):
-        value = getattr(arguments, name)
-        if value < least:
-            raise UserError(f"--{name} must be at least {least}, got {name}={value}")
     if not 0 <= arguments.b_ratio <= 1:
         raise UserError(
             f"--b-ratio must be in the range 0..1, got b_ratio={arguments.b_ratio:g}; 0 turns B off"
@@ -173,19 +154,18 @@ def _deadline(seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-def _score(held_out: Path, out: Path, checkpoints: Sequence[Path]) -> list[DetectionScore]:
-    """Scores checkpoints alike, in one process that ends with this one.
+def _evaluate(held_out: Path, checkpoint: Path, output: Path) -> Path:
+    """Runs ``swift-stage2 evaluate`` in a process that ends with this one; returns the file of predictions.
 
     Raises:
         ChildFailed: it did not end well, or not by its deadline; names cause and log.
         KeyboardInterrupt: a signal asked for the end.
     """
-    files = ("--rows", str(held_out), "--out", str(out), *map(str, checkpoints))
-    argv = (sys.executable, "-m", "swift_stage2.demo.scoring", *files)
-    log_dir, end = out.parent / "logs", time.monotonic() + _SCORING_DEADLINE_S
+    log_dir, end = output.parent / "logs", time.monotonic() + _SCORING_DEADLINE_S
     log_dir.mkdir(exist_ok=True)
     with StopSignals() as signals, Job(log_dir, signals, lambda line: None) as job:
-        tree = job.start(Command("evaluation", argv, dict(os.environ), _SCORING_GRACE_S))
+        argv = evaluation_command(held_out, checkpoint, output)
+        tree = job.start(Command(f"evaluation-{output.name}", argv, dict(os.environ), _SCORING_GRACE_S))
         while tree.poll() is None and signals.received is None and time.monotonic() < end:
             job.step()
         status = tree.poll()
@@ -197,7 +177,7 @@ def _score(held_out: Path, out: Path, checkpoints: Sequence[Path]) -> list[Detec
         raise ChildFailed(
             f"scoring ended with status {status}: {last_cause(tree.log_path)}; see {tree.log_path}"
         )
-    return [DetectionScore(**found) for found in json.loads(out.read_text(encoding="utf-8"))]
+    return output / PREDICTIONS_FILE
 
 
 def remaining_children() -> list[str]:
@@ -217,58 +197,20 @@ def _say(text: str) -> None:
     print(f"[demo] {text}", flush=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoOutcome:
-    summary: RunSummary
-    before: DetectionScore
-    after: DetectionScore
-    num_steps_wanted: int
-    left_processes: tuple[str, ...]
-    held_ports: tuple[int, ...]
-
-
-def outcome_view(outcome: DemoOutcome) -> RenderableType:
-    """Every table, then what was left behind, then what was not as it should be."""
-    problems = problems_of(outcome)
-    processes, ports = len(outcome.left_processes) or "no", len(outcome.held_ports) or "no"
-    left = Text(f"Left behind: {processes} process, {ports} port.")
-    lines = [left, *(Text(f"! {problem}", style="bold red") for problem in problems)]
-    if not problems:
-        lines.append(Text("Everything ran and ended as it should.", style="green"))
-    return Group(terminal_parts(summary_parts(outcome.summary)), score_table(outcome), *lines)
-
-
-def score_table(outcome: DemoOutcome) -> Table:
-    scenes = outcome.before.num_images
-    table = Table(title=f"Held-out detection, {scenes} scenes, greedy, IoU 0.5", title_justify="left")
-    table.add_column("")
-    for heading in ("F1", "precision", "recall", "mean IoU"):
-        table.add_column(heading, justify="right")
-    for name, found in (("before (stage 1)", outcome.before), ("after", outcome.after)):
-        values = (found.f1, found.precision, found.recall, found.mean_iou)
-        table.add_row(name, *(f"{value:.3f}" for value in values))
-    return table
-
-
-def problems_of(outcome: DemoOutcome) -> tuple[str, ...]:
+def problems_of(
+    summary: RunSummary, num_steps_wanted: int, left_processes: Sequence[str], held_ports: Sequence[int]
+) -> list[str]:
     """The reasons why a demo is no success, one line each."""
     told = []
-    summary = outcome.summary
-    if summary.num_steps != outcome.num_steps_wanted:
-        told.append(f"{summary.num_steps} of {outcome.num_steps_wanted} optimizer steps ran")
+    if summary.num_steps != num_steps_wanted:
+        told.append(f"{summary.num_steps} of {num_steps_wanted} optimizer steps ran")
     if summary.num_b_run < WANTED_B_SHARE * summary.num_b_wanted:
         wanted = f"{WANTED_B_SHARE:.0%} of {summary.num_b_wanted} wanted"
         told.append(f"channel B must run at {wanted} steps at least, it ran at {summary.num_b_run}")
-    if summary.num_disagreements:
-        told.append(f"ranks disagreed about {summary.num_disagreements} steps")
     for error, count in summary.server_errors.items():
         told.append(f"a server failed {count} sync rounds: {error}")
-    for rank in summary.activity:
-        gap_s = abs(sum(rank.seconds.values()) - rank.wall_s)
-        if gap_s > _CLOCK_TOLERANCE_S:
-            told.append(f"rank {rank.rank}'s activities miss its wall time by {gap_s:.3f} s")
-    if outcome.left_processes:
-        told.append(f"processes are left: {', '.join(outcome.left_processes)}")
-    if outcome.held_ports:
-        told.append(f"ports are still held: {', '.join(map(str, outcome.held_ports))}")
-    return tuple(told)
+    if left_processes:
+        told.append(f"processes are left: {', '.join(left_processes)}")
+    if held_ports:
+        told.append(f"ports are still held: {', '.join(map(str, held_ports))}")
+    return told

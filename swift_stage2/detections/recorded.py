@@ -24,7 +24,6 @@ from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.channel_b.task import Rows
 from swift_stage2.dataset.picture import UNREADABLE, look_at
 from swift_stage2.detections.drawing import Drawing, draw, drawing_of
-from swift_stage2.detections.objects import ScoreConvention, detection_data
 from swift_stage2.detections.prediction import (
     FAILED,
     TRUNCATED,
@@ -34,7 +33,7 @@ from swift_stage2.detections.prediction import (
     as_text,
     in_pixels,
 )
-from swift_stage2.detections.scores import DetectionScores
+from swift_stage2.detections.scores import DetectionScores, detection_data
 from swift_stage2.process.background import BackgroundCall
 from swift_stage2.records import Rollout, image_paths
 from swift_stage2.scheduling.evaluation_schedule import RunningEvaluation
@@ -162,9 +161,7 @@ def scores_of(rows: Sequence[RecordedRow], dialect: Dialect) -> dict[str, float]
     truths = [TrueObjects(row.truth.ref, row.truth.bbox) for row in rows if row.truth is not None]
     if not rows or len(truths) < len(rows):
         return {}
-    found = DetectionScores(
-        detection_data(truths, rows, ScoreConvention.ONE), answer_flags(rows, dialect)
-    ).points()
+    found = DetectionScores(detection_data(truths, rows), answer_flags(rows, dialect)).points()
     return {name: found[f"eval/{name}"] for name in SCORES if f"eval/{name}" in found}
 
 

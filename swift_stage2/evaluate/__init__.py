@@ -4,6 +4,6 @@
 
 served_model the server that is asked: a running one, or our own
 asking       its answers as such predictions
-intervals    metrics of images drawn again, of one set or of two on the same draws
-sections     the tables;  gallery  the worst images;  command  options, files, exit status
+sections     the tables, and the worst images
+command      options, files, exit status
 """

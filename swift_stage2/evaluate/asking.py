@@ -26,8 +26,7 @@ from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerC
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig, RolloutConfig
 from swift_stage2.dataset.picture import UNREADABLE, look_at
-from swift_stage2.detections.prediction import FAILED, LabelledBoxes, Prediction, in_pixels
-from swift_stage2.detections.prediction_files import TrueRow
+from swift_stage2.detections.prediction import FAILED, LabelledBoxes, Prediction, TrueRow, in_pixels
 from swift_stage2.errors import SampleError, ServerUnavailable, UserError
 from swift_stage2.evaluate.served_model import CONNECT_TIMEOUT_S, of_server_alone, require_answer
 from swift_stage2.records import Sample, SampleKey

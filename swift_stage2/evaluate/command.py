@@ -7,30 +7,29 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.yaml_text import key_values
-from swift_stage2.detections.objects import ScoreConvention, detection_data
-from swift_stage2.detections.prediction import FAILED, Prediction, answer_flags, dropped_objects
-from swift_stage2.detections.prediction_files import (
+from swift_stage2.detections.prediction import (
+    FAILED,
+    Prediction,
     TrueRow,
     answer_dialect,
+    answer_flags,
     check_folder,
     read_predictions,
     read_rows,
     write_file,
     write_predictions,
 )
-from swift_stage2.detections.scores import DetectionScores
+from swift_stage2.detections.scores import Bounds, DetectionScores, detection_data
 from swift_stage2.errors import UserError
-from swift_stage2.evaluate.gallery import worst_images
-from swift_stage2.evaluate.intervals import DEFAULT_DRAWS, Interval, affordable_draws, difference, intervals
-from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections, told_apart
+from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections, worst_images
 from swift_stage2.evaluate.served_model import ENGINES, OwnServer, own_server, require_answer
 from swift_stage2.pages.content import GALLERY_KEY, Gallery, Section, Sentence, Tone
 from swift_stage2.pages.page import PageContent, page_of, write_page
@@ -44,30 +43,10 @@ from swift_stage2.terminal.progress import going_on, progress_bar
 EXIT_INCOMPLETE = 1
 PREDICTIONS_FILE = "predictions.jsonl"
 _FOLDER = Path("evaluation")
-_MOST_DRAWS = 100_000  # minutes, of the smallest set
+_NUM_DRAWS = 1000
 _MOST_SECONDS = 86_400
 _MOST_CALLS = 1024  # each has a thread
 _MISSING = "{:,} images have no prediction and count as empty answers."
-_CONVENTIONS: dict[str, str] = {
-    "given": "scores as given",
-    ScoreConvention.ONE: "no scores: all count as 1, and COCO's AP takes them in the order of the data "
-    "(--score-convention)",
-    ScoreConvention.ORDER: "no scores: an object's place in its answer counts as one, the first as the surest "
-    "(--score-convention)",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Evaluated:
-    """One set of predictions with its scores. ``convention`` is "given" where the predictions bring scores."""
-
-    predictions: Sequence[Prediction | None]
-    scores: DetectionScores
-    convention: str
-
-    @property
-    def num_missing(self) -> int:
-        return sum(each is None or each.finish_reason == FAILED for each in self.predictions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if _asks(options) or options.output or not options.json:
         check_folder(options.output or _FOLDER)
     told = _compare(rows, options) if options.compare else _evaluate(rows, options)
-    facts = {"data": str(options.data), "num_images": len(rows)} | told.facts
+    facts = {"data": str(options.data), "num_images": len(rows), "draws": _NUM_DRAWS} | told.facts
     with needs_stdout("an evaluation"):
         _tell(replace(told, facts=facts), options)
     return EXIT_INCOMPLETE if told.num_missing else 0
@@ -97,36 +76,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
     predictions = _ask(rows, options) if _asks(options) else read_predictions(options.predictions, rows)
-    found = _score(rows, predictions, options)
-    num_draws = affordable_draws(found.scores, options.bootstrap)
-    points, bounds = found.scores.points(), intervals(found.scores.values, len(rows), num_draws)
-    gallery = worst_images(rows, predictions, found.scores, options.gallery)
-    dropped = dropped_objects(predictions, answer_dialect(rows))
+    scores, num_missing = _score(rows, predictions), _num_missing(predictions)
+    points, bounds = scores.points(), scores.intervals(_NUM_DRAWS)
+    gallery = worst_images(rows, predictions, scores, options.gallery)
+    has_scores = any(each and each.scores is not None for each in predictions)
+    how = (
+        "scores as given"
+        if has_scores
+        else "no scores: all count as 1, and COCO's AP takes them as they stand"
+    )
+    remarks = [Sentence(f"{len(rows):,} images; {how}. Intervals: {_NUM_DRAWS:,} draws of as many images.")]
+    if num_missing:
+        remarks.append(Sentence(_MISSING.format(num_missing), Tone.BAD))
     facts = {
         "source": str(options.server or options.predictions or options.model),
-        "num_without_prediction": found.num_missing,
-        "score_convention": found.convention,
-        "draws": num_draws,
+        "num_without_prediction": num_missing,
         "metrics": {name: {"value": value} | _bounds(bounds, name) for name, value in points.items()},
-        "errors": found.scores.errors(),
-        "dropped_objects": dropped,
+        "errors": scores.errors(),
     }
-    sections = evaluation_sections(
-        found.scores, points, bounds, list(_remarks(found, num_draws)), gallery, dropped
-    )
-    return _Told(facts, sections, gallery, found.num_missing)
+    sections = evaluation_sections(scores, points, bounds, remarks, gallery)
+    return _Told(facts, sections, gallery, num_missing)
 
 
 def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
-    first, second = (_score(rows, read_predictions(path, rows), options) for path in options.compare)
-    num_draws = min(affordable_draws(each.scores, options.bootstrap) for each in (first, second))
-    bounds = intervals(difference(first.scores, second.scores), len(rows), num_draws)
-    before, after = first.scores.points(), second.scores.points()
+    both = [read_predictions(path, rows) for path in options.compare]
+    first, second = (_score(rows, each) for each in both)
+    bounds = second.intervals(_NUM_DRAWS, minus=first)
+    before, after = first.points(), second.points()
+    missing = list(map(_num_missing, both))
+    remarks = [Sentence(f"{name}: {path}") for name, path in zip("AB", options.compare, strict=True)]
+    remarks += [
+        Sentence(f"{path}: {_MISSING.format(num)}", Tone.BAD)
+        for path, num in zip(options.compare, missing, strict=True)
+        if num
+    ]
     facts = {
         **dict(zip(("a", "b"), map(str, options.compare), strict=True)),
-        "num_without_prediction": [first.num_missing, second.num_missing],
-        "score_convention": [first.convention, second.convention],
-        "draws": num_draws,
+        "num_without_prediction": missing,
         "metrics": {
             name: {"a": before[name], "b": after[name], "difference": after[name] - before[name]}
             | _bounds(bounds, name)
@@ -134,38 +120,21 @@ def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
             if name in after
         },
     }
-    missing = [
-        Sentence(f"{path}: {_MISSING.format(found.num_missing)}", Tone.BAD)
-        for path, found in zip(options.compare, (first, second), strict=True)
-        if found.num_missing
-    ]
-    names = told_apart(*map(Path, options.compare))
-    sections = comparison_sections(names, before, after, bounds, num_draws, missing)
-    no_pictures = Gallery(pictures=(), num_matches=0)
-    return _Told(facts, sections, no_pictures, first.num_missing + second.num_missing)
+    sections = comparison_sections(before, after, bounds, remarks)
+    return _Told(facts, sections, Gallery(pictures=(), num_matches=0), sum(missing))
 
 
-def _score(
-    rows: Sequence[TrueRow], predictions: Sequence[Prediction | None], options: argparse.Namespace
-) -> _Evaluated:
-    data = detection_data([row.truth for row in rows], predictions, ScoreConvention(options.score_convention))
-    has_scores = any(each and each.scores is not None for each in predictions)
-    convention = "given" if has_scores else options.score_convention
-    return _Evaluated(
-        predictions, DetectionScores(data, answer_flags(predictions, answer_dialect(rows))), convention
-    )
+def _score(rows: Sequence[TrueRow], predictions: Sequence[Prediction | None]) -> DetectionScores:
+    data = detection_data([row.truth for row in rows], predictions)
+    return DetectionScores(data, answer_flags(predictions, answer_dialect(rows)))
 
 
-def _bounds(bounds: Mapping[str, Interval], name: str) -> dict[str, float]:
-    return asdict(bounds[name]) if name in bounds else {}
+def _num_missing(predictions: Sequence[Prediction | None]) -> int:
+    return sum(each is None or each.finish_reason == FAILED for each in predictions)
 
 
-def _remarks(found: _Evaluated, num_draws: int) -> Iterator[Sentence]:
-    yield Sentence(f"{len(found.predictions):,} images; {_CONVENTIONS[found.convention]}.")
-    if num_draws:
-        yield Sentence(f"Intervals: {num_draws:,} draws of as many images, with replacement.")
-    if found.num_missing:
-        yield Sentence(_MISSING.format(found.num_missing), Tone.BAD)
+def _bounds(bounds: Mapping[str, Bounds], name: str) -> dict[str, float]:
+    return bounds[name]._asdict() if name in bounds else {}
 
 
 def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Prediction]:
@@ -243,81 +212,31 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Standard detection metrics: COCO's AP and AR, precision, recall and F1 with 95 % intervals, by "
         "class, number and size of objects, and TIDE's error types. Compares two sets of predictions image by image.",
         exit_statuses="0 every row has a prediction; 1 some have none",
+        retired={
+            "--bootstrap": "intervals are always of 1,000 draws; leave it out",
+            "--score-convention": "objects without scores all count as 1; write scores into the predictions",
+        },
     )
-    parser.add_argument(
-        "--data", required=True, type=Path, metavar="FILE.jsonl", help="rows with their true objects"
-    )
+    add = parser.add_argument
+    add("--data", required=True, type=Path, metavar="FILE.jsonl", help="rows with their true objects")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--predictions", type=Path, metavar="FILE.jsonl", help="a file of predictions")
     source.add_argument("--server", metavar="URL", help="a running rollout server of --model, asked greedily")
-    source.add_argument(
-        "--compare", nargs=2, type=Path, metavar=("A.jsonl", "B.jsonl"), help="two files of predictions"
-    )
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        help="a checkpoint to ask; without --server one of our own serves it while the command runs",
-    )
-    parser.add_argument(
-        "--engine", choices=[str(each) for each in ENGINES], help="of that server (default transformers)"
-    )
-    parser.add_argument(
-        "--swift",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="with --model: an argument of ms-swift, as max_pixels=1003520, or vllm_… of --engine vllm; may be "
-        "repeated",
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help=f"folder for the files (default {_FOLDER})"
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print JSON; page and evaluation.json are then written only with --output",
-    )
-    parser.add_argument(
-        "--score-convention",
-        choices=[str(each) for each in ScoreConvention],
-        default=str(ScoreConvention.ONE),
-        help="scores of objects that have none (default %(default)s)",
-    )
-    parser.add_argument(
-        "--bootstrap",
-        type=whole_number(0, _MOST_DRAWS),
-        default=DEFAULT_DRAWS,
-        metavar="N",
-        help="draws for the intervals, fewer of very large sets; 0 for none (default %(default)s)",
-    )
-    parser.add_argument(
-        "--gallery",
-        type=whole_number(0),
-        default=50,
-        metavar="N",
-        help="worst images on the page (default %(default)s)",
-    )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=whole_number(1),
-        default=1024,
-        metavar="N",
-        help="per answer (default %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout-s",
-        type=whole_number(1, _MOST_SECONDS),
-        default=300,
-        metavar="S",
-        help="deadline of a call (default %(default)s)",
-    )
-    parser.add_argument(
-        "--in-flight",
-        type=whole_number(1, _MOST_CALLS),
-        default=16,
-        metavar="N",
-        help="rows asked at once (default %(default)s)",
-    )
+    places = ("A.jsonl", "B.jsonl")
+    source.add_argument("--compare", nargs=2, type=Path, metavar=places, help="two files of predictions")
+    model_help = "a checkpoint to ask; without --server one of our own serves it while the command runs"
+    add("--model", metavar="DIR", help=model_help)
+    add("--engine", choices=[str(each) for each in ENGINES], help="of that server (default transformers)")
+    swift_help = "with --model: an argument of ms-swift, as max_pixels=1003520, or vllm_… of --engine vllm"
+    add("--swift", action="append", default=[], metavar="KEY=VALUE", help=swift_help)
+    add("--output", type=Path, metavar="DIR", help=f"folder for the files (default {_FOLDER})")
+    json_help = "print JSON; page and evaluation.json are then written only with --output"
+    add("--json", action="store_true", help=json_help)
+    add("--gallery", type=whole_number(0), default=50, metavar="N", help="worst images shown (default 50)")
+    add("--max-new-tokens", type=whole_number(1), default=1024, metavar="N", help="per answer (default 1024)")
+    seconds, calls = whole_number(1, _MOST_SECONDS), whole_number(1, _MOST_CALLS)
+    add("--timeout-s", type=seconds, default=300, metavar="S", help="deadline of a call (default 300)")
+    add("--in-flight", type=calls, default=16, metavar="N", help="rows asked at once (default 16)")
     options = parser.parse_args(argv)
     if not (options.predictions or options.compare or options.model or options.server):
         parser.error("one of --model, --server, --predictions and --compare is required")

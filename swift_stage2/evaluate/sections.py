@@ -1,31 +1,28 @@
-"""Sections of an evaluation, and of two compared, for the terminal and the page. Pure."""
+"""Sections of an evaluation, and of two compared, for the terminal and the page; the worst images as its pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from swift_stage2.detections.scores import ERRORS, DetectionScores, parts_of
-from swift_stage2.evaluate.intervals import Interval
+from swift_stage2.detections.drawing import Drawing, gallery_image
+from swift_stage2.detections.prediction import LabelledBoxes, Prediction, TrueRow
+from swift_stage2.detections.scores import ERRORS, Bounds, DetectionScores
 from swift_stage2.pages.content import (
     GALLERY_KEY,
-    Chart,
     Gallery,
     Headline,
-    Mark,
     Part,
+    Picture,
     Section,
     Sentence,
-    Series,
     Table,
     Tone,
-    filled,
     number,
-    pairs,
 )
 
 Values = Mapping[str, float]
-Intervals = Mapping[str, Interval]
+Intervals = Mapping[str, Bounds]
 
 MEANINGS = {
     "eval/ap": "COCO's AP, mean over IoU 0.5 to 0.95 and classes",
@@ -48,9 +45,12 @@ MEANINGS = {
 }
 _HEADLINE = {"eval/ap": "AP", "eval/ap50": "AP50", "eval/ar": "AR", "eval/f1": "F1 at IoU 0.5"}
 _RATIOS = ("precision", "recall", "f1", "mean_iou")
-_PARTS = {"objects": "By number of objects in the image", "size": "By size of the object"}
-_MOST_CLASSES = 200
-_OF_F1 = "95 % interval of F1"
+_KINDS = {
+    "class": "By class",
+    "objects": "By number of objects in the image",
+    "size": "By size of the object",
+}
+_MOST_PARTS = 200
 
 
 def evaluation_sections(
@@ -59,224 +59,158 @@ def evaluation_sections(
     bounds: Intervals,
     remarks: Sequence[Sentence],
     gallery: Gallery,
-    dropped: Mapping[str, int] | None,
 ) -> tuple[Section, ...]:
-    """The whole evaluation; ``points`` and ``bounds`` by name, ``remarks`` say how it was done.
-
-    ``dropped``: objects that the parser dropped, by reason; None where that is not known.
-    """
+    """The whole evaluation; ``points`` and ``bounds`` by name, ``remarks`` say how it was done."""
     errors = scores.errors()
-    lost = (
+    headline = tuple(
+        (
+            title,
+            _value(points, name),
+            f"95 % interval {_interval(bounds[name])}" if name in bounds else MEANINGS[name],
+        )
+        for name, title in _HEADLINE.items()
+    )
+    metrics = tuple(
+        (name, _value(points, name), _interval(bounds.get(name)), meaning)
+        for name, meaning in MEANINGS.items()
+        if name in points
+    )
+    lost = tuple(
         (meaning, number(errors[name]["count"]), f"{errors[name]['lost_ap50']:.3f}", name)
         for name, meaning in ERRORS.items()
     )
+    table = Table("", ("metric", "value", "95 % interval", "meaning"), metrics, ends_in_words=True)
+    told = "TIDE's types at IoU 0.5. Lost AP50: how much higher AP50 were without the errors of a type."
+    error_table = Table("", ("error", "number", "lost AP50", "TIDE's name"), lost)
+    shown = f"{number(len(gallery.pictures))} of {number(gallery.num_matches)} images, those with the most objects "
+    parts = (part for kind in _KINDS for part in _parts(kind, scores, points, bounds))
     return (
-        Section(
-            "scores",
-            "Scores",
-            (
-                Headline(tuple(_headline(points, bounds))),
-                *remarks,
-                Table(
-                    "",
-                    ("metric", "value", "95 % interval", "meaning"),
-                    tuple(_metrics(points, bounds)),
-                    ends_in_words=True,
-                ),
-                _by_threshold(points, bounds),
-            ),
-        ),
-        Section("classes", "By class", tuple(_classes(scores, points, bounds))),
-        Section(
-            "parts",
-            "By number and size of objects",
-            filled(_parts(kind, title, points, bounds) for kind, title in _PARTS.items()),
-        ),
-        Section(
-            "errors",
-            "Errors by type",
-            (
-                Sentence(
-                    "TIDE's types at IoU 0.5. Lost AP50: how much higher AP50 were without the errors of a type."
-                ),
-                Table("", ("error", "number", "lost AP50", "TIDE's name"), tuple(lost)),
-                *_dropped(dropped),
-            ),
-        ),
-        Section(
-            GALLERY_KEY,
-            "Worst images",
-            (
-                Sentence(
-                    f"{number(len(gallery.pictures))} of {number(gallery.num_matches)} images, those with the most "
-                    "objects missed or invented first."
-                ),
-            ),
-        ),
+        Section("scores", "Scores", (Headline(headline), *remarks, table)),
+        Section("parts", "By class, number and size of objects", tuple(parts)),
+        Section("errors", "Errors by type", (Sentence(told), error_table)),
+        Section(GALLERY_KEY, "Worst images", (Sentence(f"{shown}missed or invented first."),)),
     )
-
-
-def told_apart(first: Path, second: Path) -> tuple[str, str]:
-    """Their names: as many of the last parts of each path as it takes."""
-    for num_parts in range(1, max(len(first.parts), len(second.parts)) + 1):
-        names = [str(Path(*path.parts[-num_parts:])) for path in (first, second)]
-        if names[0] != names[1]:
-            return names[0], names[1]
-    return f"{first} (first)", f"{second} (second)"
 
 
 def comparison_sections(
-    names: Sequence[str],
-    first: Values,
-    second: Values,
-    bounds: Intervals,
-    num_draws: int,
-    remarks: Sequence[Sentence] = (),
+    first: Values, second: Values, bounds: Intervals, remarks: Sequence[Sentence]
 ) -> tuple[Section, ...]:
-    """Both sets' metrics, their difference, and its interval over the same drawn images. ``names`` of the two sets."""
-    shown = [name for name in MEANINGS if name in first and name in second]
-    classes = [f"class/{name}/{metric}" for name in parts_of(list(first), "class") for metric in ("ap", "f1")]
+    """Both sets' metrics, their difference, and its interval over the same drawn images."""
     told = Sentence(
-        f"The difference is {names[1]} minus {names[0]}, with a 95 % interval over {num_draws} draws of the images, "
-        "the same for both. It is beyond "
+        "The difference is B minus A, with a 95 % interval over draws of the images, the same for both. It is beyond "
         "chance where its interval leaves out 0; of many that are looked at, one in twenty is so by chance."
     )
+    classes = [name for name in first if name.startswith("class/") and name.endswith(("/ap", "/f1"))]
+    metrics, by_class = (_differences(names, first, second, bounds) for names in (MEANINGS, classes))
     return (
-        Section(
-            "comparison", "Comparison", (*remarks, told, _differences(names, shown, first, second, bounds))
-        ),
-        Section("classes", "By class", filled([_differences(names, classes, first, second, bounds)])),
+        Section("comparison", "Comparison", (*remarks, told, metrics)),
+        Section("classes", "By class", (by_class,)),
     )
 
 
-def _differences(
-    names: Sequence[str], metrics: Sequence[str], first: Values, second: Values, bounds: Intervals
-) -> Table:
+def _differences(metrics: Iterable[str], first: Values, second: Values, bounds: Intervals) -> Table:
     rows: list[tuple[str, ...]] = []
     tones: dict[int, Tone] = {}
     for name in metrics:
         if name not in first or name not in second:
             continue
-        found, verdict = bounds.get(name), "within chance"
-        if found is None:
-            verdict = "–"
-        elif found.low > 0 or found.high < 0:
-            more_is_worse = name.endswith(("truncated_ratio", "invalid_ratio", "failed_ratio"))
-            is_gain = (found.low > 0) is not more_is_worse
-            verdict = f"{names[is_gain]} is better"
-            tones[len(rows)] = Tone.GOOD if is_gain else Tone.BAD
-        values = f"{first[name]:.3f}", f"{second[name]:.3f}", f"{second[name] - first[name]:+.3f}"
-        rows.append((name, *values, _interval(found, "+.3f"), verdict))
-    return Table(
-        "",
-        ("metric", *names, "difference", "95 % interval", "verdict"),
-        tuple(rows),
-        tones,
-        ends_in_words=True,
-    )
-
-
-def _dropped(dropped: Mapping[str, int] | None) -> Iterator[Part]:
-    if dropped is None:
-        yield Sentence("How many objects were dropped is not known: the predictions bring no answers.")
-    elif not dropped:
-        yield Sentence("No object of the answers was dropped.")
-    else:
-        total = sum(dropped.values())
-        yield Sentence(
-            f"{number(total)} object(s) of the answers could not be read and were dropped.", Tone.WARN
-        )
-        yield pairs(
-            "Dropped objects", {why: number(count) for why, count in dropped.items()}, ("reason", "number")
-        )
-
-
-def _headline(points: Values, bounds: Intervals) -> Iterator[tuple[str, str, str]]:
-    for name, title in _HEADLINE.items():
-        value = f"{points[name]:.3f}" if name in points else "–"
-        yield title, value, f"95 % interval {_interval(bounds[name])}" if name in bounds else MEANINGS[name]
-
-
-def _metrics(points: Values, bounds: Intervals) -> Iterator[tuple[str, ...]]:
-    for name, meaning in MEANINGS.items():
-        if name in points:
-            yield name, f"{points[name]:.3f}", _interval(bounds.get(name)), meaning
-
-
-def _classes(scores: DetectionScores, points: Values, bounds: Intervals) -> Iterator[Part]:
-    counts = scores.counts("class")
-    order = sorted(counts, key=lambda name: (-counts[name].true, -counts[name].predicted))
-    if unknown := [name for name in order if not counts[name].true]:
-        yield Sentence(
-            f"{len(unknown)} predicted label(s) that no true object has, as {unknown[0]!r}: COCO's AP leaves them "
-            "out, precision and F1 count them as false.",
-            Tone.WARN,
-        )
-    if len(order) > _MOST_CLASSES:
-        yield Sentence(f"The {_MOST_CLASSES} most frequent of {len(order)} classes; the JSON has all.")
-    rows = []
-    for label in order[:_MOST_CLASSES]:
-        part = f"class/{label}"
+        found, verdict = bounds.get(name), "–"
+        if found is not None:
+            verdict = "B is better" if found.low > 0 else "A is better" if found.high < 0 else "within chance"
+        if verdict.endswith("better"):
+            tones[len(rows)] = Tone.GOOD if verdict[0] == "B" else Tone.BAD
+        difference = f"{second[name] - first[name]:+.3f}"
         rows.append(
-            (
-                label,
-                number(counts[label].true),
-                number(counts[label].predicted),
-                _value(points, f"{part}/ap"),
-                *(_value(points, f"{part}/{name}") for name in _RATIOS),
-                _interval(bounds.get(f"{part}/f1")),
-            )
+            (name, _value(first, name), _value(second, name), difference, _interval(found, "+.3f"), verdict)
         )
-    headings = ("class", "true", "predicted", "AP", "precision", "recall", "F1", "mean IoU", _OF_F1)
-    yield Table("", headings, tuple(rows))
+    headings = ("metric", "A", "B", "difference", "95 % interval", "verdict")
+    return Table("", headings, tuple(rows), tones, ends_in_words=True)
 
 
-def _parts(kind: str, title: str, points: Values, bounds: Intervals) -> Table:
+def _parts(kind: str, scores: DetectionScores, points: Values, bounds: Intervals) -> Iterator[Part]:
+    counts = {name: each for name, each in scores.counts(kind).items() if each.true or each.predicted}
+    names = list(counts)
+    if kind == "class":
+        names.sort(key=lambda name: (-counts[name].true, -counts[name].predicted))
+        if unknown := [name for name in names if not counts[name].true]:
+            yield Sentence(
+                f"{len(unknown)} predicted label(s) that no true object has, as {unknown[0]!r}: COCO's AP leaves them "
+                "out, precision and F1 count them as false.",
+                Tone.WARN,
+            )
+        if len(names) > _MOST_PARTS:
+            yield Sentence(f"The {_MOST_PARTS} most frequent of {len(names)} classes; the JSON has all.")
     rows = []
-    for part in parts_of(list(points), kind):
-        name = f"{kind}/{part}"
-        ap = f"eval/ap_{part}" if kind == "size" else f"{name}/ap"
-        rows.append(
-            (
-                part,
-                _value(points, ap),
-                *(_value(points, f"{name}/{each}") for each in _RATIOS),
-                _interval(bounds.get(f"{name}/f1")),
-            )
+    for name in names[:_MOST_PARTS]:
+        values = (
+            _value(points, f"{kind}/{name}/{each}")
+            for each in (*_RATIOS, *(["ap"] if kind == "class" else []))
         )
-    return Table(title, (kind, "AP", "precision", "recall", "F1", "mean IoU", _OF_F1), tuple(rows))
-
-
-def _by_threshold(points: Values, bounds: Intervals) -> Chart:
-    series = []
-    thresholds = parts_of(list(points), "iou")
-    for name in ("precision", "recall", "f1"):
-        found = [(float(iou), f"iou/{iou}/{name}") for iou in thresholds if f"iou/{iou}/{name}" in points]
-        known = [bounds[full] for _, full in found if full in bounds]
-        whole = known if len(known) == len(found) else []
-        series.append(
-            Series(
-                "F1" if name == "f1" else name,
-                Mark.POINTS,
-                tuple(place for place, _ in found),
-                tuple(points[full] for _, full in found),
-                tuple(each.low for each in whole),
-                tuple(each.high for each in whole),
-            )
-        )
-    return Chart(
-        key="iou",
-        title="Precision, recall and F1 by IoU threshold",
-        description="Pairs of one class, matched one to one, need an IoU of at least the threshold.",
-        x_title="IoU threshold",
-        y_title="share",
-        series=tuple(series),
+        sizes = number(counts[name].true), number(counts[name].predicted)
+        rows.append((name, *sizes, *values, _interval(bounds.get(f"{kind}/{name}/f1"))))
+    ap = ("AP",) if kind == "class" else ()
+    headings = (
+        kind,
+        "true",
+        "predicted",
+        "precision",
+        "recall",
+        "F1",
+        "mean IoU",
+        *ap,
+        "95 % interval of F1",
     )
+    yield Table(_KINDS[kind], headings, tuple(rows))
 
 
 def _value(points: Values, name: str) -> str:
     return f"{points[name]:.3f}" if name in points else "–"
 
 
-def _interval(found: Interval | None, form: str = ".3f") -> str:
+def _interval(found: Bounds | None, form: str = ".3f") -> str:
     return f"{found.low:{form}} … {found.high:{form}}" if found else "–"
+
+
+def worst_images(
+    rows: Sequence[TrueRow],
+    predictions: Sequence[Prediction | None],
+    scores: DetectionScores,
+    size: int,
+) -> Gallery:
+    """At most ``size`` images, those with the most objects missed or invented first. Opens their files."""
+    found = [
+        (row, prediction, matched, prediction.objects if prediction else LabelledBoxes())
+        for row, prediction, matched in zip(rows, predictions, scores.matched(), strict=True)
+    ]
+    found.sort(key=lambda each: 2 * len(each[2]) - len(each[0].truth) - len(each[3].ref))
+    pictures = []
+    for row, prediction, matched, objects in found[:size]:
+        truth = tuple(zip(row.truth.labels, row.truth.boxes, strict=True))
+        predicted = tuple(zip(objects.ref, objects.bbox, strict=True))
+        image, trouble = "", "nothing was predicted"
+        if prediction:
+            drawing = Drawing(truth, predicted, matched)
+            image, trouble = gallery_image(drawing, row.image, (prediction.width, prediction.height))
+        pictures.append(
+            Picture(
+                image=image,
+                trouble=trouble,
+                name=Path(row.image).name,
+                facts=(
+                    f"row {row.number} of the data",
+                    f"{len(predicted)} predicted, {len(truth)} true",
+                    f"{len(matched)} matched, {len(truth) - len(matched)} missed, "
+                    f"{len(predicted) - len(matched)} false",
+                ),
+                fate=f"ended by: {prediction.finish_reason or 'not told'}" if prediction else "no answer",
+                texts=(
+                    ("Answer", (prediction.answer if prediction else None) or _listed(predicted)),
+                    ("Truth", _listed(truth)),
+                ),
+            )
+        )
+    return Gallery(pictures=tuple(pictures), num_matches=len(rows))
+
+
+def _listed(objects: Sequence[tuple[str, Sequence[float]]]) -> str:
+    return "\n".join(f"{label}: {', '.join(f'{value:g}' for value in box)}" for label, box in objects)

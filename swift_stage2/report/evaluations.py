@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from swift_stage2.channel_b.parsing import TrueObjects
-from swift_stage2.detections.objects import ScoreConvention, detection_data
 from swift_stage2.detections.recorded import RecordedRow, read_evaluations
-from swift_stage2.detections.scores import DetectionScores
+from swift_stage2.detections.scores import DetectionScores, detection_data
 from swift_stage2.pages.content import Chart, Mark, Section, Sentence, Table, number, series_of
 from swift_stage2.report.run_data import RunData
 
@@ -30,7 +29,7 @@ class RowEvaluation:
         """Of the rows in their order, as ``swift-stage2 evaluate`` has it: equal labels, an IoU of at least 0.5."""
         rows = [self.rows[row] for row in sorted(self.rows)]
         truths = [TrueObjects(row.truth.ref, row.truth.bbox) for row in rows if row.truth is not None]
-        return DetectionScores(detection_data(truths, rows, ScoreConvention.ONE))
+        return DetectionScores(detection_data(truths, rows))
 
 
 def evaluations_of(run: RunData) -> list[RowEvaluation]:

@@ -37,7 +37,7 @@ def next_commands(run_dir: Path, swift: Mapping[str, Any]) -> Iterator[str]:
         return  # they have been moved since
     if not validation:
         return
-    from swift_stage2.detections.prediction_files import why_unmeasured  # loads scipy
+    from swift_stage2.detections.prediction import why_unmeasured  # loads scipy
 
     if reason := why_unmeasured(validation[0]):
         yield (

@@ -1,4 +1,4 @@
-"""Prompts, dialects, orders, questions per class and the split: the choices of whoever imports."""
+"""Prompts, dialects, questions per class and the split: the choices of whoever imports."""
 
 from __future__ import annotations
 
@@ -65,27 +65,6 @@ def test_a_class_of_a_crowd_or_a_dropped_box_is_no_negative(tmp_path: Path, run_
     assert [row["messages"][0]["content"] for row in found.rows] == ["<image>Detect every bird."]
 
 
-def test_orders(tmp_path: Path, run_import: Importer) -> None:
-    source = some_images(tmp_path, 9)
-    given = run_import("coco", source)
-    assert [label for label, _ in given.of("04.png")] == ["cow", "bird", "dog", "cat"]
-    reading = run_import("coco", source, "--order", "reading")
-    assert [label for label, _ in reading.of("04.png")] == ["cat", "dog", "bird", "cow"]
-    shuffled = [run_import("coco", source, "--order", "random", "--seed", seed) for seed in "112"]
-    assert shuffled[0].rows == shuffled[1].rows != shuffled[2].rows
-    assert sorted(shuffled[0].of("04.png")) == sorted(given.of("04.png"))
-    assert len({str(shuffled[0].of(f"{n:02d}.png")) for n in range(4, 9)}) > 1
-
-
-def test_reading_order_goes_by_the_upper_edge_first(tmp_path: Path, run_import: Importer) -> None:
-    corners = [(30, 5), (2, 20), (1, 5), (0, 30)]
-    objects = [
-        annotation(number, category_id=0, bbox=[*corner, 9, 9]) for number, corner in enumerate(corners)
-    ]
-    found = run_import("coco", write_coco(tmp_path, objects, categories=CATEGORIES), "--order", "reading")
-    assert [tuple(box[:2]) for _, box in found.of("a.png")] == [(1, 5), (30, 5), (2, 20), (0, 30)]
-
-
 def test_dialects_and_the_place_of_the_image(tmp_path: Path, run_import: Importer) -> None:
     source = some_images(tmp_path, 3)
     found = run_import("coco", source, "--dialect", "object_map", "--prompt", "Look at <image> and list.")
@@ -130,8 +109,6 @@ def test_the_split_is_by_image_and_an_image_stays_on_its_side(tmp_path: Path, ru
         (["--per-class", "--prompt", "Where?"], "go together"),
         (["--prompt", "<bbox>"], "neither"),
         (["--prompt", "<image><image>"], "once"),
-        (["--prompt", "\udce9"], "UTF-8"),
-        (["--prompt", " "], "must ask something"),
         (["--prompt", "Find {Labels}."], r"knows \{labels\} and \{label\}, got \{Labels\}"),
         (["--negatives", "2"], "goes with --per-class"),
         (["--split", "0.0001"], "images on both sides"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -58,19 +57,6 @@ def test_advice_alone_ends_with_0(tmp_path: Path) -> None:
     assert f"{file}:1: an image should carry no EXIF rotation, got orientation=8" in done.stdout
 
 
-def test_json_holds_the_same_for_a_script(bad: Path) -> None:
-    done = _run(bad, "--json")
-    found = json.loads(done.stdout)
-    assert done.returncode == found["exit_status"] == 1
-    assert (found["num_rows"], found["num_bad_rows"]) == (32, 30)
-    assert found["counts"] == {"answer lists its objects": 30}
-    first = found["faults"][0]
-    assert (first["file"], first["line"], first["is_advice"]) == (str(bad), 3, False)
-    assert first["image"].endswith("b.png")
-    assert found["answer_format"]["dialect"] == "object_list"
-    assert found["rows_per_second"] > 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -78,12 +64,8 @@ def test_json_holds_the_same_for_a_script(bad: Path) -> None:
         (["absent.jsonl"], "a data set must be a readable UTF-8 file, got absent.jsonl"),
         (["/"], "a data set must be a readable UTF-8 file, got /"),
         (["a.jsonl", "--dialect", "yaml"], "invalid choice: 'yaml'"),
-        (["a.jsonl", "--apply-exif", "upright"], "--apply-exif and --output go together"),
-        (["a.jsonl", "--output", "b.jsonl"], "--apply-exif and --output go together"),
-        (
-            ["a.jsonl", "b.jsonl", "--apply-exif", "stored", "--output", "c.jsonl"],
-            "--apply-exif takes one file",
-        ),
+        (["a.jsonl", "--apply-exif", "upright"], "--apply-exif is retired: turn the pictures"),
+        (["a.jsonl", "--json"], "--json is retired: the exit status says"),
     ],
 )
 def test_a_call_that_cannot_be_used_ends_with_2(arguments: list[str], words: str) -> None:
@@ -109,8 +91,6 @@ def test_rows_of_another_task_are_judged_by_form_and_images_alone(tmp_path: Path
     assert done.stderr == "task counting is not looked at here; doctor does\n"
     verdict = ": no fault in form and images; objects and answers of task counting were not checked\n"
     assert done.stdout.endswith(verdict)
-    facts = json.loads(_run(file, "--task", "counting", "--json").stdout)
-    assert facts["unchecked"] == "objects and answers of task counting"
     assert "task points (did you mean point?) is not" in _run(file, "--task", "points").stderr
     (tmp_path / "a.png").unlink()
     done = _run(file, "--task", "counting")
@@ -152,20 +132,6 @@ def test_nothing_slow_is_imported(good: Path) -> None:
     )
     done = run_python("-c", code, str(good), timeout=PATIENCE_S, check=True)
     assert done.stdout.splitlines()[-1] == "set() 0"
-
-
-def test_apply_exif_writes_a_file_that_is_clean(tmp_path: Path) -> None:
-    image = make_image(tmp_path / "a.jpg", orientation=6)
-    file = write_rows(tmp_path / "rows.jsonl", [make_row(image, boxes=[[0, 0, 30, 40]])])
-    assert _run(file).returncode == 1  # the box lies on the upright picture alone
-    output = tmp_path / "new.jsonl"
-    done = _run(file, "--apply-exif", "upright", "--output", output)
-    assert done.returncode == 0
-    assert "all rows; 1 of them name upright images now, 1 images were written" in done.stderr
-    assert done.stdout.splitlines()[-1].endswith(": no fault")
-    again = _run(file, "--apply-exif", "upright", "--output", output)
-    assert again.returncode == 2
-    assert "which exists; name another one" in again.stderr
 
 
 def test_a_terminal_shows_how_far_it_is(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,18 +130,6 @@ def test_a_path_with_a_number_sign_is_a_path(tmp_path: Path, image: str) -> None
         local_files({"dataset": [str(tmp_path / "gone#2.jsonl")]})
 
 
-def test_what_is_found_depends_on_the_rows_alone(tmp_path: Path, image: str) -> None:
-    rows = [make_row(image) for _ in range(20)]
-    rows += [make_row(image, answer="no"), make_row(image, answer=MAP_ANSWER)]
-    told = set()
-    for seed in range(5):
-        random.Random(seed).shuffle(rows)
-        found = survey([write_rows(tmp_path / "rows.jsonl", rows)])
-        told.add(tuple(sorted(fault.reason for fault in found.faults)))
-        assert [json.loads(line) for line in (tmp_path / "rows.jsonl").open()] == rows
-    assert len(told) == 1
-
-
 def test_faults_are_counted_beyond_those_kept(tmp_path: Path, image: str) -> None:
     num = MOST_KEPT + 50
     found = survey([write_rows(tmp_path / "rows.jsonl", [make_row(image, answer="no")] * num)])
@@ -237,14 +224,6 @@ def test_a_rotated_picture_is_told_and_its_boxes_are_on_the_stored_one(tmp_path:
     assert bounds.place.line == 2
     assert "it would on the picture turned by its EXIF orientation 6" in bounds.reason
     assert f"{file}:1: an image should carry no EXIF rotation, got orientation=6" in str(first)
-
-
-def test_the_longest_answer_is_named(tmp_path: Path, image: str) -> None:
-    many = ", ".join(['{"bbox_2d": <bbox>, "label": "<ref-object>"}'] * 5)
-    long = make_row(image, answer=f"[{many}]", labels=["cat"] * 5, boxes=[[1, 2, 3, 4]] * 5)
-    found = survey([write_rows(tmp_path / "rows.jsonl", [make_row(image), long, make_row(image)])])
-    assert found.longest is not None
-    assert (found.longest.place.line, found.longest.num_objects) == (2, 5)
 
 
 @pytest.mark.parametrize(

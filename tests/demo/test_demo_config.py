@@ -64,22 +64,11 @@ def test_a_share_outside_its_range_is_refused(tmp_path: Path) -> None:
         write_config(_job(tmp_path, b_ratio=1.2), (4001, 4002))
 
 
-def test_own_ms_swift_arguments_win(tmp_path: Path) -> None:
-    config = load_config(write_config(_job(tmp_path, swift={"learning_rate": 0.5}), (4001, 4002)))
-    assert config.swift["learning_rate"] == 0.5
-
-
 def test_a_step_of_channel_a_reads_what_the_yaml_says(tmp_path: Path) -> None:
     job = _job(tmp_path, num_ranks=3)
     swift = config_of(job, (4001, 4002))["swift"]
     per_rank = swift["per_device_train_batch_size"] * swift["gradient_accumulation_steps"]
     assert job.samples_per_step == 3 * per_rank
-
-
-def test_free_ports_are_different_and_free() -> None:
-    ports = free_ports(5)
-    assert len(set(ports)) == 5
-    assert held_ports(ports) == []
 
 
 def test_a_port_that_somebody_listens_on_is_held() -> None:

@@ -32,18 +32,6 @@ def test_rows_are_the_scenes(tmp_path: Path, kind: SceneKind) -> None:
             assert image.tobytes() == scene.image.tobytes()
 
 
-def test_another_seed_gives_other_scenes(tmp_path: Path) -> None:
-    first, again, other = (
-        [
-            row["objects"]
-            for row in _rows(write_dataset(tmp_path / name, SceneKind.SHAPES, 3, Split.TRAIN, seed))
-        ]
-        for name, seed in (("first", 0), ("again", 0), ("other", 1))
-    )
-    assert first == again
-    assert first != other
-
-
 def test_the_template_renders_the_object_list_dialect(tmp_path: Path, template: Any) -> None:
     [row] = _rows(write_dataset(tmp_path / "data", SceneKind.SHAPES, 1, Split.TRAIN, 0))
     objects = list(zip(row["objects"]["ref"], map(tuple, row["objects"]["bbox"]), strict=True))
@@ -89,8 +77,3 @@ def test_an_existing_data_set_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not empty"):
         write_dataset(tmp_path / "data", SceneKind.SHAPES, 1, Split.TRAIN, 0)
     assert [path.name for path in tmp_path.rglob("*")] == ["data", "mine"]
-
-
-def test_refuses_to_write_no_samples(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="got num_samples=0"):
-        write_dataset(tmp_path / "data", SceneKind.SHAPES, 0, Split.TRAIN, 0)

@@ -12,7 +12,7 @@ import torch
 from scripts import make_stage1
 from scripts.make_stage1 import Stage1, evaluate, new_stage1, train, training_scenes
 from swift_stage2.demo.grounding_dataset import grounding_row
-from swift_stage2.demo.scenes import DIGIT_LABEL, Scene, SceneKind, make_scene
+from swift_stage2.demo.scenes import Scene, SceneKind, make_scene
 from swift_stage2.demo.tiny_template import load_tiny_model
 
 
@@ -33,27 +33,7 @@ def test_a_batch_is_what_the_template_encodes(stage1: Stage1, template: Any) -> 
 def test_the_checkpoint_finds_objects_and_leaves_room(stage1_directory: Path) -> None:
     # 0.44 and 0.48 on 256 scenes; 32 scatter by about 0.1 around that.
     for kind in SceneKind:
-        score = evaluate(stage1_directory, kind, 32)
-        assert score.num_images == 32
-        assert 0.25 < score.f1 < 0.7
-
-
-def test_training_scenes_are_fixed_and_mixed() -> None:
-    first, again, other = (training_scenes(step, ordered=False) for step in (3, 3, 4))
-    assert [scene.objects for scene in first] == [scene.objects for scene in again]
-    assert [scene.objects for scene in first] != [scene.objects for scene in other]
-    digits = sum(scene.objects[0][0] == DIGIT_LABEL for scene in first)
-    assert digits * make_stage1.DIGITS_EVERY == len(first)
-
-
-def test_reading_order_changes_the_order_and_nothing_else() -> None:
-    shuffled, ordered = training_scenes(0, ordered=False), training_scenes(0, ordered=True)
-    for before, after in zip(shuffled, ordered, strict=True):
-        assert sorted(before.objects) == sorted(after.objects)
-        assert before.image.tobytes() == after.image.tobytes()
-        tops = [box[1] for _, box in after.objects]
-        assert tops == sorted(tops)
-    assert [scene.objects for scene in shuffled] != [scene.objects for scene in ordered]
+        assert 0.25 < evaluate(stage1_directory, kind, 32)["eval/f1"] < 0.7
 
 
 def test_order_is_shuffled_in_the_last_part_of_training(
@@ -87,11 +67,3 @@ def test_training_learns_and_leaves_loadable_checkpoints(
     with torch.no_grad():
         assert last(**batch).loss.item() < before - 1
     assert "--steps 6 --seed 5" in (tmp_path / "step-00006" / "README.md").read_text()
-
-
-def test_learning_rate_warms_up_and_decays_to_a_twentieth() -> None:
-    factors = [make_stage1._learning_rate_factor(step, 1000) for step in range(1000)]
-    assert factors[0] == pytest.approx(0.01)
-    assert max(factors) == pytest.approx(1, abs=0.03)
-    assert factors.index(max(factors)) == make_stage1.WARMUP_STEPS - 1
-    assert min(factors[100:]) == pytest.approx(0.05)

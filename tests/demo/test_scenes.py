@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_stage2.demo.scenes import (
-    DIGIT_LABEL,
     IMAGE_SIZE,
     MAX_OBJECTS,
     Box,
@@ -108,24 +107,6 @@ def test_ground_truth_order_is_not_position() -> None:
     for axis in (0, 1):
         share = sum(first[axis] < second[axis] for first, second in pairs) / len(pairs)
         assert 0.4 < share < 0.6
-
-
-def test_labels_are_the_vocabulary_of_the_kind() -> None:
-    shapes = {label for i in range(300) for label, _ in make_scene(SceneKind.SHAPES, i).objects}
-    digits = {label for i in range(20) for label, _ in make_scene(SceneKind.DIGITS, i).objects}
-    assert len(shapes) == 12
-    assert digits == {DIGIT_LABEL}
-
-
-def test_refuses_an_image_that_the_largest_object_would_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"got image_size=\(44, 112\)"):
-        make_scene(SceneKind.SHAPES, 0, image_size=(44, 112))
-
-
-@pytest.mark.parametrize(("index", "stream"), [(-1, 0), (1 << 24, 0), (0, -1), (0, 1 << 24)])
-def test_refuses_an_index_that_would_run_into_another_stream(index: int, stream: int) -> None:
-    with pytest.raises(ValueError, match=r"got index="):
-        scene_seed(Split.TRAIN, index, stream=stream)
 
 
 GOLDEN_SHAPES = (("yellow circle", (74, 9, 109, 44)), ("blue circle", (38, 54, 67, 94)))

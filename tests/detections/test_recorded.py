@@ -20,8 +20,7 @@ from swift_stage2.channel_b.parsing import read_ground_truth
 from swift_stage2.channel_b.preprocessing import Judged
 from swift_stage2.detections import recorded
 from swift_stage2.detections.drawing import Drawing
-from swift_stage2.detections.prediction import LabelledBoxes
-from swift_stage2.detections.prediction_files import read_predictions, read_rows
+from swift_stage2.detections.prediction import LabelledBoxes, read_predictions, read_rows
 from swift_stage2.detections.recorded import (
     EvaluationKeeper,
     RecordedRow,

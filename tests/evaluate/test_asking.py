@@ -20,8 +20,14 @@ from swift_stage2.channel_b.matching import match_objects
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.cli import main
 from swift_stage2.demo.demo_config import MODEL_TYPE, TEMPLATE_FILE
-from swift_stage2.detections.prediction import FAILED, Prediction
-from swift_stage2.detections.prediction_files import TrueRow, read_predictions, read_rows, write_predictions
+from swift_stage2.detections.prediction import (
+    FAILED,
+    Prediction,
+    TrueRow,
+    read_predictions,
+    read_rows,
+    write_predictions,
+)
 from swift_stage2.errors import ServerUnavailable, UserError
 from swift_stage2.evaluate.asking import AskingSettings, ask_server
 from swift_stage2.records import match_ratios
@@ -109,7 +115,7 @@ def test_the_tiny_model_is_evaluated_on_our_own_server(
             "--output",
             str(tmp_path / "out"),
         ]
-        assert main(["evaluate", "--data", str(rows_file), *options, "--bootstrap", "20"]) == 0
+        assert main(["evaluate", "--data", str(rows_file), *options]) == 0
     predictions = tmp_path / "out" / "predictions.jsonl"
     found = read_predictions(predictions, read_rows(rows_file))
     assert {each and (each.width, each.height) for each in found} == {(WIDTH, HEIGHT)}

@@ -37,7 +37,7 @@ def predictions(data: Path, tmp_path: Path) -> Path:
 
 
 def evaluate(*arguments: object) -> int:
-    return main(["evaluate", *map(str, arguments), "--bootstrap", "60"])
+    return main(["evaluate", *map(str, arguments)])
 
 
 def test_table_json_and_page_tell_the_same(
@@ -56,7 +56,7 @@ def test_table_json_and_page_tell_the_same(
     assert f"{f1['low']:.3f} … {f1['high']:.3f}" in told
     assert "low" not in metrics["eval/ap"]
     assert facts["errors"]["Cls"]["count"] == facts["errors"]["Bkg"]["count"] == 1
-    assert (facts["score_convention"], facts["num_images"], facts["draws"]) == ("one", 3, 60)
+    assert (facts["num_images"], facts["draws"]) == (3, 1000)
     page = (output / "evaluation.html").read_text(encoding="utf-8")
     text = html.unescape(page)
     for name in ("eval/ap", "eval/ar", "eval/f1", "eval/mean_iou"):
@@ -69,37 +69,6 @@ def test_table_json_and_page_tell_the_same(
     assert page.count('<img src="data:image/webp') == 1
     assert page.count("No picture: ") == 2
     assert [path.name for path in output.iterdir() if path.name.startswith(".")] == []
-
-
-def test_objects_that_the_parser_dropped_are_counted_by_reason(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = '{"bbox_2d": [10, 10, 110, 110], "label": "car"}'
-    turned, nameless = good.replace("[10, ", "[210, "), good.replace('"car"', '""')
-    a, b = str(tmp_path / "a.png"), f"{tmp_path}/{EVIL}.png"
-    lines = [
-        line(a, [CAR], answer=f"[{good}, {turned}, {nameless}, {turned}]"),
-        line(b, []),
-        line("c.png", []),
-    ]
-    output = tmp_path / "out"
-    assert (
-        evaluate(
-            "--data", data, "--predictions", write_lines(tmp_path / "p.jsonl", lines), "--output", output
-        )
-        == 0
-    )
-    told = " ".join(capsys.readouterr().out.split())
-    facts = json.loads((output / "evaluation.json").read_text(encoding="utf-8"))
-    page = (output / "evaluation.html").read_text(encoding="utf-8")
-    assert facts["dropped_objects"] == {"invalid_box": 2, "missing_label": 1}
-    for text in (told, page):
-        assert "3 object(s) of the answers could not be read and were dropped." in text
-        assert "invalid_box" in text
-        assert "missing_label" in text
-    silent = write_lines(tmp_path / "silent.jsonl", [line(a, [CAR]), line(b, []), line("c.png", [])])
-    assert evaluate("--data", data, "--predictions", silent, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["dropped_objects"] is None
 
 
 def test_two_sets_are_told_side_by_side(
@@ -178,7 +147,7 @@ def test_another_program_at_the_servers_address_is_told_at_once(
     assert "end what listens there, or correct --server, or name --model alone" in error
 
 
-@pytest.mark.parametrize("option", ["--bootstrap", "--timeout-s", "--in-flight"])
+@pytest.mark.parametrize("option", ["--timeout-s", "--in-flight"])
 @pytest.mark.parametrize("digits", [7, 5000])
 def test_numbers_that_nobody_could_wait_for_are_refused(
     data: Path, predictions: Path, option: str, digits: int, capsys: pytest.CaptureFixture[str]
@@ -186,6 +155,18 @@ def test_numbers_that_nobody_could_wait_for_are_refused(
     with pytest.raises(SystemExit) as end:
         evaluate("--data", data, "--predictions", predictions, option, "9" * digits)
     assert (end.value.code, option in capsys.readouterr().err) == (2, True)
+
+
+@pytest.mark.parametrize("option", ["--bootstrap", "--score-convention=order"])
+def test_a_retired_option_is_told_with_what_to_do(
+    data: Path, predictions: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        evaluate("--data", data, "--predictions", predictions, option)
+    assert (end.value.code, f"{option.partition('=')[0]} is retired: " in capsys.readouterr().err) == (
+        2,
+        True,
+    )
 
 
 def test_exactly_one_source_is_named(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,14 +10,17 @@ from detection_sets import line, write_lines, write_rows
 from PIL import Image
 
 from swift_stage2.channel_b.dialects import OBJECT_LIST, OBJECT_MAP
-from swift_stage2.detections.objects import ScoreConvention, detection_data
-from swift_stage2.detections.prediction import FAILED, LabelledBoxes, Prediction, answer_flags
-from swift_stage2.detections.prediction_files import (
+from swift_stage2.detections.prediction import (
+    FAILED,
+    LabelledBoxes,
+    Prediction,
     answer_dialect,
+    answer_flags,
     read_predictions,
     read_rows,
     write_predictions,
 )
+from swift_stage2.detections.scores import detection_data
 from swift_stage2.errors import DatasetError
 
 CAR = ("car", (1, 2, 30, 40))
@@ -138,20 +141,12 @@ def test_a_row_that_cannot_be_evaluated_is_refused_with_its_place(
     assert told in str(refused.value)
 
 
-def test_scores_by_convention_and_as_given(data: Path) -> None:
-    rows = read_rows(data)
-    boxes = ((0.0, 0.0, 1.0, 1.0),) * 3
-    plain = Prediction(image="a.png", width=9, height=9, objects=LabelledBoxes(("a", "b", "c"), boxes))
-    given = Prediction(image="a.png", width=9, height=9, objects=plain.objects, scores=(0.2, 0.9, 0.1))
-
-    def scores(prediction: Prediction, convention: ScoreConvention) -> list[float]:
-        return detection_data(
-            [row.truth for row in rows], [None, None, prediction], convention
-        ).predicted.scores.tolist()
-
-    assert scores(plain, ScoreConvention.ONE) == [1.0, 1.0, 1.0]
-    assert scores(plain, ScoreConvention.ORDER) == [1.0, 1 / 2, 1 / 3]
-    assert scores(given, ScoreConvention.ORDER) == [0.2, 0.9, 0.1]
+def test_objects_without_scores_count_as_one(data: Path) -> None:
+    truths = [row.truth for row in read_rows(data)]
+    objects = LabelledBoxes(("a", "b", "c"), ((0.0, 0.0, 1.0, 1.0),) * 3)
+    for given, expected in ((None, [1.0, 1.0, 1.0]), ((0.2, 0.9, 0.1), [0.2, 0.9, 0.1])):
+        prediction = Prediction(image="a.png", width=9, height=9, objects=objects, scores=given)
+        assert detection_data(truths, [None, None, prediction]).predicted.scores.tolist() == expected
 
 
 def test_answers_are_told_apart_by_how_they_end(data: Path) -> None:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 from detection_sets import hand_made, random_data
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from swift_stage2.channel_b.matching import iou_matrix, match_objects, paired_ious
 from swift_stage2.config import MatchingConfig
-from swift_stage2.detections.objects import DetectionData
-from swift_stage2.detections.overlaps import THRESHOLDS
-from swift_stage2.detections.scores import DetectionScores
+from swift_stage2.detections.scores import THRESHOLDS, DetectionData, DetectionScores
 from swift_stage2.records import match_ratios
 
 CAR, DOG = (10, 10, 110, 110), (200, 200, 260, 260)
-
-
-def ones(scores: DetectionScores) -> dict[str, float]:
-    return scores.values(np.ones(scores.data.num_images, dtype=np.int64))
 
 
 def matched_one_by_one(data: DetectionData, threshold: float) -> dict[str, float]:
@@ -45,15 +44,53 @@ def matched_one_by_one(data: DetectionData, threshold: float) -> dict[str, float
 @pytest.mark.parametrize("seed", range(5))
 def test_precision_recall_and_f1_are_those_of_training_at_every_threshold(seed: int) -> None:
     data = random_data(seed, num_images=30, num_classes=2, per_class=8.0)
-    found = ones(DetectionScores(data))
-    means = {"precision": 0.0, "recall": 0.0, "f1": 0.0}
-    for threshold in THRESHOLDS:
-        expected = matched_one_by_one(data, float(threshold))
-        for name, value in expected.items():
-            assert found[f"iou/{threshold:.2f}/{name}"] == pytest.approx(value, abs=1e-12)
-        means = {name: mean + expected[name] / len(THRESHOLDS) for name, mean in means.items()}
-    assert found["eval/f1"] == found["iou/0.50/f1"]
-    assert {name: found[f"eval/{name}_50_95"] for name in means} == pytest.approx(means)
+    scores = DetectionScores(data)
+    found, by_threshold = scores.points(), [matched_one_by_one(data, float(each)) for each in THRESHOLDS]
+    for threshold, pairs, expected in zip(THRESHOLDS, scores.pairs, by_threshold, strict=True):
+        assert len(pairs) / len(data.truth) == pytest.approx(expected["recall"], abs=1e-12), threshold
+    assert {name: found[f"eval/{name}"] for name in by_threshold[0]} == pytest.approx(by_threshold[0])
+    for name in ("precision", "recall", "f1"):
+        mean = np.mean([each[name] for each in by_threshold])
+        assert found[f"eval/{name}_50_95"] == pytest.approx(mean)
+
+
+corners = st.tuples(*[st.integers(0, 4)] * 4)
+boxes = corners.map(lambda c: (min(c[0], c[2]), min(c[1], c[3]), max(c[0], c[2]), max(c[1], c[3])))
+objects = st.lists(st.tuples(st.sampled_from("ab"), boxes), max_size=4)
+
+
+def iou_of_cells(*both: tuple[int, ...]) -> Fraction:
+    one, other = ({(x, y) for x in range(c[0], c[2]) for y in range(c[1], c[3])} for c in both)
+    return Fraction(len(one & other), len(one | other)) if one | other else Fraction(0)
+
+
+def best_pairs(predicted: list[Any], true: list[Any]) -> tuple[int, Fraction]:
+    """By trying every one-to-one assignment: most hits, then the largest sum of IoU."""
+    best = (0, Fraction(0))
+    slots = [*range(len(true)), *([None] * len(predicted))]
+    for chosen in set(itertools.permutations(slots, len(predicted))):
+        ious = [
+            iou_of_cells(predicted[i][1], true[j][1])
+            for i, j in enumerate(chosen)
+            if j is not None and predicted[i][0] == true[j][0]
+        ]
+        hits = [iou for iou in ious if iou >= Fraction(1, 2)]
+        best = max(best, (len(hits), sum(hits, Fraction(0))))
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(objects, objects), min_size=1, max_size=2))
+def test_whole_numbers_equal_brute_force(images: list[tuple[list[Any], list[Any]]]) -> None:
+    score = DetectionScores(hand_made([t for _, t in images], [p for p, _ in images])).points()
+    found = [best_pairs(predicted, true) for predicted, true in images]
+    expected = match_ratios(
+        num_predictions=sum(len(predicted) for predicted, _ in images),
+        num_ground_truth=sum(len(true) for _, true in images),
+        num_pairs=sum(hits for hits, _ in found),
+        sum_iou=float(sum((iou for _, iou in found), Fraction(0))),
+    )
+    assert {name: score.get(f"eval/{name}") for name in expected} == pytest.approx(expected)
 
 
 def test_ious_of_pairs_are_those_of_the_matrix() -> None:
@@ -94,8 +131,8 @@ def test_every_kind_of_error_is_told_by_its_type() -> None:
 
 def test_a_metric_of_zero_is_told_and_one_of_nothing_is_not() -> None:
     found = DetectionScores(hand_made([[("car", CAR)], []], [[("car", DOG)], []])).points()
-    assert found["eval/ap"] == found["objects/1/ap"] == 0.0
-    assert "objects/0/ap" not in found
+    assert found["eval/ap"] == found["objects/1/f1"] == 0.0
+    assert "objects/0/recall" not in found
 
 
 def test_parts_by_class_number_and_size_add_up() -> None:
@@ -107,7 +144,6 @@ def test_parts_by_class_number_and_size_add_up() -> None:
     assert found["objects/0/precision"] == 0.0
     assert "objects/0/recall" not in found
     assert found["objects/1/f1"] == 1.0
-    assert found["objects/1/ap"] == pytest.approx(1.0)
     assert found["objects/2-3/recall"] == 0.5
     assert found["size/small/f1"] == 1.0  # the box is medium, its true object small
     assert found["size/large/recall"] == 0.5

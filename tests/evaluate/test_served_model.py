@@ -151,8 +151,6 @@ def test_a_runs_checkpoint_needs_no_further_option(rows_file: Path, tmp_path: Pa
         "use_cpu=true",
         "--output",
         str(output),
-        "--bootstrap",
-        "20",
     ]
     before = psutil.Process().children()  # of other tests' fixtures
     assert main(["evaluate", "--data", str(rows_file), *words, "--max-new-tokens", "64"]) == 0

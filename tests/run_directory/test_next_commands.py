@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swift_stage2.channel_b.dialects import OBJECT_LIST
-from swift_stage2.detections.prediction_files import answer_dialect, read_rows
+from swift_stage2.detections.prediction import answer_dialect, read_rows
 from swift_stage2.evaluate.command import parse_options
 from swift_stage2.run_directory.next_commands import next_commands
 
