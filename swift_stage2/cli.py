@@ -15,16 +15,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from swift_stage2 import __version__
 from swift_stage2.errors import EXIT_USER_MISTAKE, ChannelBStarved, UserError, exit_status_of
-from swift_stage2.terminal.output import let_go, print_error, say
+from swift_stage2.terminal.output import let_go, print_error
 from swift_stage2.terminal.parser import CommandParser, whole_number
-
-if TYPE_CHECKING:
-    from swift_stage2.config import Stage2Config
-    from swift_stage2.process.torchrun import AgentWatch
 
 _HANG = 70
 _INTERRUPTED = 130
@@ -196,13 +192,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _train(config_path: str, *, resume: bool) -> int:
-    from swift_stage2.process.torchrun import AgentWatch
+    from swift_stage2.process.torchrun import end_with_torchrun
 
-    with AgentWatch(os.environ) as agent:  # before the slow imports
-        return _train_watched(config_path, agent, resume=resume)
-
-
-def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
+    end_with_torchrun(os.environ)  # before the slow imports
     from swift_stage2.config import load_config
     from swift_stage2.launch.rank import as_rank, cause_of, train_rank
     from swift_stage2.preflight.checks import Known, run_checks
@@ -211,8 +203,7 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
         # A mistake is told before the slow imports.
         config = load_config(config_path)
         run_checks(config, Known(rank_environment=os.environ, addresses=True, files=True))
-        _warn(config)
-        return train_rank(config, agent, resume=resume)
+        return train_rank(config, resume=resume)
 
     try:
         status = as_rank(work)
@@ -233,15 +224,6 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
-
-
-def _warn(config: Stage2Config) -> None:
-    """Once: on rank 0, and not where the launcher has said it."""
-    from swift_stage2.launch.plan import EXIT_STATUS_FILE
-
-    if EXIT_STATUS_FILE not in os.environ and os.environ.get("RANK", "0") == "0":
-        for warning in config.warnings:
-            say(f"swift-stage2 train: warning: {warning}", is_error=True)
 
 
 def _show(line: str) -> None:

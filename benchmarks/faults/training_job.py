@@ -153,7 +153,7 @@ class TrainingJob:
 
     def processes_of(self, victim: Victim) -> list[psutil.Process]:
         """Those that run now; ranks in order."""
-        below = tree_of(self._tree.pid)[1:]  # the first is the warden, which is the bench's own
+        below = tree_of(self._tree.pid)[1:]  # the first is the supervisor, which is the bench's own
         if victim is Victim.JOB:
             return below
         config = str(self._config.absolute())

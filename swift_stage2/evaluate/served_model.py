@@ -1,6 +1,6 @@
 """The server that is asked: one that runs already, or our own, started for a model and ended with the command.
 
-Our own listens on loopback, in a process tree under a warden: whatever becomes of this process, nothing of it stays.
+Our own listens on loopback, under a supervisor: whatever becomes of this process, nothing of it stays.
 Its log lies in the output folder. It loads while the caller loads the template; every wait has a deadline.
 """
 
@@ -23,15 +23,9 @@ from swift_stage2.errors import ServerFault, ServerUnavailable, UserError
 from swift_stage2.launch.job import last_cause
 from swift_stage2.launch.managed_server import ReadinessProbe
 from swift_stage2.launch.plan import without_rank
-from swift_stage2.launch.process_tree import (
-    WARDEN_MARGIN_S,
-    Command,
-    ProcessTree,
-    adopt_orphans,
-    end_descendants,
-)
 from swift_stage2.preflight.servers import foreign
 from swift_stage2.process.ports import free_ports
+from swift_stage2.process.supervisor import Command, ProcessTree, adopt_orphans, end_descendants
 from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
@@ -148,9 +142,7 @@ def own_server(
         finally:
             probe.close()
     finally:
-        tree.ask_to_end()
-        if not _wait_for_end(tree, _GRACE_S + WARDEN_MARGIN_S):
-            tree.kill_warden()
+        if tree.end(_pause):
             end_descendants(0.0, spare=before)
 
 
@@ -181,8 +173,13 @@ def of_server_alone(swift: Mapping[str, Any]) -> dict[str, Any]:
 def _wait_for_end(tree: ProcessTree, timeout_s: float) -> bool:
     end = time.monotonic() + timeout_s
     while tree.poll() is None and time.monotonic() < end:
-        time.sleep(_POLL_S)
+        _pause()
     return tree.poll() is not None
+
+
+def _pause() -> bool:
+    time.sleep(_POLL_S)
+    return True
 
 
 def _say(text: str) -> None:

@@ -10,13 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from swift_stage2.launch.process_tree import (
-    WARDEN_MARGIN_S,
-    Command,
-    ProcessTree,
-    StopSignals,
-    end_descendants,
-)
+from swift_stage2.process.supervisor import Command, ProcessTree, StopSignals, end_descendants
 from swift_stage2.terminal.progress import SAID
 
 _POLL_S = 0.1
@@ -72,19 +66,17 @@ class Job:
         self._pump()
 
     def end_abandoned(self, tree: ProcessTree, *, at_once: bool = False) -> None:
-        """Ends what a killed warden left: its tree is below the launcher now."""
+        """Ends what a killed supervisor left: its tree is below the launcher now."""
         if tree.was_abandoned:
-            wardens = {other.pid for other in self._trees if other.poll() is None}
+            supervisors = {other.pid for other in self._trees if other.poll() is None}
             patience_s = 0.0 if at_once else min(tree.command.grace_s, _LONGEST_STRAY_PATIENCE_S)
-            end_descendants(patience_s, spare=self._spare | wardens)
+            end_descendants(patience_s, spare=self._spare | supervisors)
 
     def end_late(self, trees: Sequence[ProcessTree]) -> None:
         """Kills those of ``trees`` that were asked to end and have outlived their grace; never waits for the rest."""
         for tree in trees:
-            if tree.is_overdue(WARDEN_MARGIN_S):
-                self.say(f"{tree.command.name} is killed before it has ended in order")
-                tree.kill_warden()
-                self.end_abandoned(tree)
+            if tree.is_overdue:
+                self._end(tree)
 
     def say(self, text: str) -> None:
         """A line of the launcher itself."""
@@ -96,15 +88,13 @@ class Job:
 
     def _end(self, tree: ProcessTree) -> None:
         """Asks, waits for the grace, kills; a second signal cuts the grace short."""
-        tree.ask_to_end()
-        deadline = time.monotonic() + tree.command.grace_s + WARDEN_MARGIN_S
-        while tree.poll() is None:
-            self.step()
-            if time.monotonic() >= deadline or self._signals.wants_haste:
-                self.say(f"{tree.command.name} is killed before it has ended in order")
-                tree.kill_warden()
-                break
+        if tree.end(self._go_on):
+            self.say(f"{tree.command.name} is killed before it has ended in order")
         self.end_abandoned(tree, at_once=self._signals.wants_haste)
+
+    def _go_on(self) -> bool:
+        self.step()
+        return not self._signals.wants_haste
 
 
 _COLOURS = ("\033[36m", "\033[33m", "\033[35m", "\033[32m", "\033[34m")

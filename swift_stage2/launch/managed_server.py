@@ -17,8 +17,8 @@ from swift_stage2.config import RestartConfig, RestartPolicy
 from swift_stage2.errors import ProtocolError, ServerFault, ServerUnavailable
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.plan import PlannedServer
-from swift_stage2.launch.process_tree import Command, ProcessTree
 from swift_stage2.process.ports import Listener, is_quiet, listener_at
+from swift_stage2.process.supervisor import Command, ProcessTree
 from swift_stage2.process.worker import describe_end
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
@@ -120,7 +120,7 @@ class ManagedServer:
     def watch(self, job: Job) -> None:
         """Tells of an end once, and starts it again when that is wanted.
 
-        Waits only where a warden was killed, until its tree has ended: 20 s at most.
+        Waits only where a supervisor was killed, until its tree has ended: 20 s at most.
         """
         now = time.monotonic()
         if self._state in (_State.UP, _State.COMING) and (ended := self.ended()) is not None:

@@ -19,7 +19,7 @@ from swift_stage2.config import (
 from swift_stage2.config.device_shares import Placement, check_devices
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.errors import ConfigError
-from swift_stage2.launch.process_tree import Command
+from swift_stage2.process.supervisor import Command
 from swift_stage2.process.visible_devices import select_devices
 
 EXIT_STATUS_FILE = "SWIFT_STAGE2_EXIT_STATUS_FILE"

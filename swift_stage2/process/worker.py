@@ -8,7 +8,6 @@ asks the rank to end.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import signal
 import socket
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import swift_stage2
+from swift_stage2.process.supervisor import end_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -106,15 +105,8 @@ def serve_rank(descriptor: int, parent: int) -> Iterator[tuple[socket.socket, Co
     """The worker's side: both ends of the pair's other end, of which descriptors come through the first.
 
     Ends quietly when the rank is gone.
-
-    Raises:
-        OSError: the kernel refuses to tie the two.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        sys.exit("the rank that started this process is gone")
+    end_with_parent(parent, signal.SIGKILL)
     os.set_inheritable(descriptor, False)  # whatever is started from here must not keep the socket open
     with socket.socket(fileno=descriptor) as channel, Connection(os.dup(descriptor)) as connection:
         channel.settimeout(None)

@@ -18,7 +18,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,8 @@ from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError
 from swift_stage2.nearest_word import without_list
 from swift_stage2.preflight.model import check_checkpoint, check_hub_id, recorded_plugins
-from swift_stage2.process.children import ServerChildren
 from swift_stage2.process.heap_trim import HeapTrim
+from swift_stage2.process.supervisor import supervise_this_program
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
 from swift_stage2.rollout_server.engine import Engine, EngineState
 from swift_stage2.servers.request_checks import RequestLimits, add_limits, read_limits
@@ -45,6 +44,8 @@ _EXIT_USER_ERROR = 2
 _LOAD_POLL_S = 3600.0
 _ENGINE_POLL_S = 0.2
 _CLOSE_TIMEOUT_S = 15.0
+_GRACE_S = 60.0
+_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 CPU_SUPPORT = "swift_stage2_cpu"
 _PROGRAM = "swift-stage2 rollout"
 _PURPOSE = "Serves rollouts of a model over HTTP."
@@ -107,8 +108,10 @@ def serve(command: ServerCommand) -> int:
             refuse_open(listener, command.api_key)
         configure_logging()
         warn_when_open(command.host, command.api_key)
-        with ServerChildren() if command.has_children else nullcontext():
-            status = _serve(command, listener)
+        if command.has_children:  # none of them may outlive a server that is killed
+            os.environ[_START_METHOD] = "spawn"
+            supervise_this_program(_GRACE_S)
+        status = _serve(command, listener)
     # All is closed. The interpreter would join every thread of a pool, and what vLLM has imported and started takes
     # many seconds to tear down, and may hang in it.
     logging.shutdown()

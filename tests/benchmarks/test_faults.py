@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import benches
 from benchmarks.faults.kills import newest_whole_checkpoint
-from benchmarks.faults.leftovers import Held, kill_all, stopped, tree_of
+from benchmarks.faults.leftovers import stopped
 from benchmarks.faults.server import lasting_port
 from benchmarks.faults.table import FAULTS
 from benchmarks.servers import ServerKind
@@ -58,28 +58,6 @@ def test_a_stopped_process_runs_again_also_when_the_block_raises() -> None:
             assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
             raise ValueError("no luck")
         assert os.WIFCONTINUED(os.waitpid(child.pid, os.WCONTINUED)[1])
-
-
-def test_shared_memory_that_outlives_its_process_is_found() -> None:
-    code = (
-        "from multiprocessing import shared_memory, resource_tracker; import sys\n"
-        "block = shared_memory.SharedMemory(create=True, size=4096)\n"
-        "resource_tracker.unregister(block._name, 'shared_memory')\n"
-        "print(block.name, flush=True); sys.stdin.read()"
-    )
-    held = Held()
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        name = f"/dev/shm/{process.stdout.readline().strip()}"
-        tree = tree_of(process.pid)
-        held.look(tree)
-        assert not kill_all(lambda: tree_of(process.pid)[:1] if process.poll() is None else [], 20)
-    psutil.wait_procs(tree, timeout=60)
-    assert held.left(patience_s=0.0) == (name,)
-    Path(name).unlink()  # opened as shared memory it would leave a tracker process behind
-    assert held.left(patience_s=0.0) == ()
 
 
 @pytest.mark.slow

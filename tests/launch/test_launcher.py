@@ -264,18 +264,18 @@ def test_kill_9_of_the_launcher_leaves_nothing_and_the_learner_still_saves(launc
     assert "checkpoint saved" in (running.log_dir / "learner.log").read_text()
 
 
-@pytest.mark.parametrize("victim", [pytest.param("command", marks=pytest.mark.slow), "warden"])
-def test_kill_9_of_the_learner_or_its_warden_leaves_nothing(launch: Launch, victim: str) -> None:
+@pytest.mark.parametrize("victim", [pytest.param("command", marks=pytest.mark.slow), "supervisor"])
+def test_kill_9_of_the_learner_or_its_supervisor_leaves_nothing(launch: Launch, victim: str) -> None:
     running = launch(learner=["run"])
     learner = psutil.Process(int(running.wait_for(r"learner process (\d+) runs")[1]))
-    warden = learner.parent()
-    assert warden is not None
-    (learner if victim == "command" else warden).kill()
+    supervisor = learner.parent()
+    assert supervisor is not None
+    (learner if victim == "command" else supervisor).kill()
     assert running.finish() == 137
     assert running.alive() == []
 
 
-@pytest.mark.parametrize("victim", [pytest.param("command", marks=pytest.mark.slow), "warden"])
+@pytest.mark.parametrize("victim", [pytest.param("command", marks=pytest.mark.slow), "supervisor"])
 def test_a_server_that_dies_later_is_told_of_once_and_the_learner_runs_on(
     launch: Launch, victim: str
 ) -> None:
@@ -283,13 +283,13 @@ def test_a_server_that_dies_later_is_told_of_once_and_the_learner_runs_on(
     running.wait_for("server0 answers")
     server = psutil.Process(int(running.wait_for(r"server process (\d+)")[1]))
     learner = psutil.Process(int(running.wait_for(r"learner process (\d+) runs")[1]))
-    warden = server.parent()
-    assert warden is not None
+    supervisor = server.parent()
+    assert supervisor is not None
     if victim == "command":
         with suppress(httpx.HTTPError):
             httpx.post(f"http://127.0.0.1:{running.port}/exit/", json={}, timeout=60, trust_env=False)
     else:
-        warden.kill()
+        supervisor.kill()
     running.wait_for("server0 ended with status .* the learner runs on without it; start it on the same port")
     assert learner.is_running()
     assert {process.pid for process in running.alive()} == {

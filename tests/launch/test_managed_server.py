@@ -15,7 +15,7 @@ from swift_stage2.config import RestartConfig, RestartPolicy, ServerConfig
 from swift_stage2.errors import ServerUnavailable
 from swift_stage2.launch.managed_server import ManagedServer, ReadinessProbe, restart_delay_s
 from swift_stage2.launch.plan import PlannedServer
-from swift_stage2.launch.process_tree import Command
+from swift_stage2.process.supervisor import Command
 from swift_stage2.servers import protocol as rollout_protocol
 
 

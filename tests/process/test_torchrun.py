@@ -15,7 +15,7 @@ import pytest
 from commands import run_python
 
 from swift_stage2.errors import UserError
-from swift_stage2.process.torchrun import AgentWatch, check_gloo_address, check_rank_environment
+from swift_stage2.process.torchrun import check_gloo_address, check_rank_environment, end_with_torchrun
 
 WHOLE = {
     "RANK": "1",
@@ -31,26 +31,21 @@ def test_all_of_it_or_none_is_accepted(environment: dict[str, str]) -> None:
     check_rank_environment(environment)
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_what_is_missing_beside_the_others_is_named(name: str) -> None:
-    rest = {other: value for other, value in WHOLE.items() if other != name}
-    with pytest.raises(UserError, match=rf"without {name} in the environment; start ranks with torchrun"):
-        check_rank_environment(rest)
-
-
-def test_a_rank_beyond_the_others_is_refused() -> None:
-    """The others would wait for it, and it for them."""
-    with pytest.raises(UserError, match=r"must be below WORLD_SIZE, got RANK=2 WORLD_SIZE=2"):
-        check_rank_environment(WHOLE | {"RANK": "2"})
-
-
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"])
-@pytest.mark.parametrize("value", ["abc", "-1", ""])
-def test_no_number_is_named(name: str, value: str) -> None:
-    with pytest.raises(
-        UserError, match=rf"{name} in the environment must be a whole number, got {name}='{value}'"
-    ):
-        check_rank_environment(WHOLE | {name: value})
+@pytest.mark.parametrize(
+    "broken",
+    [
+        *({name: None} for name in WHOLE),
+        *({name: value} for name in WHOLE if name != "MASTER_ADDR" for value in ("abc", "-1", "")),
+        {"RANK": "2"},  # the others would wait for it, and it for them
+    ],
+    ids=str,
+)
+def test_half_a_rank_is_refused_with_all_that_was_given(broken: dict[str, str | None]) -> None:
+    environment = {name: value for name, value in (WHOLE | broken).items() if value is not None}
+    with pytest.raises(UserError) as refused:
+        check_rank_environment(environment)
+    for name in WHOLE:
+        assert f"{name}={environment.get(name, '')!r}" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -71,16 +66,17 @@ def test_gloo_needs_an_interface_on_several_hosts_only(environment: dict[str, st
 _DEADLINE_S = 90.0
 _RANK = """
 import os, pathlib, signal, sys, time
-from swift_stage2.process.torchrun import AgentWatch
+from swift_stage2.process import torchrun
 folder, manner, rank = pathlib.Path(sys.argv[1]), sys.argv[2], os.environ["RANK"]
 def save(*_):
     (folder / f"saved{rank}").touch()
     sys.exit(0)
 signal.signal(signal.SIGTERM, save if manner == "saves" else signal.SIG_IGN)
-with AgentWatch(os.environ, 300.0 if manner == "saves" else 0.5):
-    (folder / f"{os.getpid()}.rank").touch()
-    while True:  # pause() would miss a signal that comes right before it
-        time.sleep(0.1)
+torchrun._GRACE_S = 300.0 if manner == "saves" else 0.5
+torchrun.end_with_torchrun(os.environ)
+(folder / f"{os.getpid()}.rank").touch()
+while True:  # pause() would miss a signal that comes right before it
+    time.sleep(0.1)
 """
 
 _AT_FIRST_SLOW_IMPORT = """
@@ -95,25 +91,6 @@ class Look(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Look())
 from swift_stage2 import cli
 cli.main(["train", "none.yaml"])
-"""
-_AGENT_ENDS_FIRST = """
-import os, sys
-from swift_stage2.process import torchrun
-from swift_stage2.errors import UserError
-if not os.fork():
-    agent, open_pidfd = os.getppid(), os.pidfd_open
-    def open_late(pid):
-        opened = open_pidfd(pid)
-        while os.getppid() == agent:
-            pass
-        return opened
-    os.pidfd_open = open_late
-    try:
-        with torchrun.AgentWatch({"TORCHELASTIC_RUN_ID": "none"}, 1.0):
-            print("watched", flush=True)
-    except UserError as error:
-        print(error, flush=True)
-    os._exit(0)
 """
 
 
@@ -164,18 +141,7 @@ def test_a_rank_knows_its_agent_before_anything_slow_is_imported() -> None:
     assert f"Pid:\t{os.getpid()}" in done.stdout.splitlines()
 
 
-def test_a_rank_whose_agent_ended_while_it_looked_for_it_ends_too() -> None:
-    done = run_python("-c", _AGENT_ENDS_FIRST, timeout=_DEADLINE_S)
-    assert done.stdout.startswith("a rank ends with its torchrun"), done.stdout + done.stderr
-
-
 def test_a_process_that_torchrun_did_not_start_is_not_watched() -> None:
     before = threading.active_count()
-    with AgentWatch({"RANK": "0", "MASTER_ADDR": "127.0.0.1"}, 1.0):
-        assert threading.active_count() == before
-
-
-def test_the_watch_ends_with_its_block() -> None:
-    with AgentWatch({"TORCHELASTIC_RUN_ID": "none"}, 1.0):
-        assert any(thread.name == "agent-watch" for thread in threading.enumerate())
-    assert not any(thread.name == "agent-watch" for thread in threading.enumerate())
+    end_with_torchrun({"RANK": "0", "MASTER_ADDR": "127.0.0.1"})
+    assert threading.active_count() == before
