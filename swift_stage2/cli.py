@@ -9,23 +9,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from swift_stage2 import __version__
 from swift_stage2.errors import EXIT_USER_MISTAKE, ChannelBStarved, UserError, exit_status_of
-from swift_stage2.terminal.output import let_go, print_error
+from swift_stage2.terminal.output import exit_at_once, print_error
 from swift_stage2.terminal.parser import CommandParser, whole_number
 
 _HANG = 70
 _INTERRUPTED = 130
-_ONLY_PRINT = ("completion", "data", "export", "import", "init", "report", "rollouts")
-"""Commands that end, as others in a pipe do, when nobody reads them any more; none of them holds a connection."""
 _CHECKOUT = Path(__file__).parents[1]
 _LEARNER_STATUSES = (
     "0 trained to the end; 1 the run failed; 3 channel B starved (stage2_ab.starvation.action); "
@@ -71,8 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else ""
-    if argv is None and command in _ONLY_PRINT:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     return ended(command, lambda: _run(arguments))
 
 
@@ -85,8 +79,9 @@ def ended(command: str, work: Callable[[], int]) -> int:
     except UserError as exc:
         print_error(command, exc)
         return EXIT_USER_MISTAKE
-    finally:
-        let_go()
+    except BrokenPipeError:  # whoever read what is printed has gone, as `head` does
+        _print_no_more()
+        return 1
 
 
 def _run(arguments: list[str]) -> int:
@@ -124,7 +119,6 @@ def _become_benchmarks(command: str, *arguments: str) -> NoReturn:
             f"benches are in benchmarks/ of a checkout and not in the installed package, got {_CHECKOUT}; run "
             f"scripts/setup and .venv/bin/swift-stage2 {command} in a checkout"
         )
-    let_go()
     path = os.pathsep.join(filter(None, (str(_CHECKOUT), os.environ.get("PYTHONPATH"))))
     program, _ = _FROM_CHECKOUT[command]
     # The directory that the user is in may hold a package of that name, too.
@@ -220,16 +214,20 @@ def _train(config_path: str, *, resume: bool) -> int:
         return exit_status_of(error)
     if status == _HANG:
         # A thread is stuck in a transfer; a tidy interpreter shutdown could wait for it for ever.
-        let_go()
-        sys.stderr.flush()
-        os._exit(status)
+        exit_at_once(status)
     return status
 
 
 def _show(line: str) -> None:
     """A closed terminal or pipe ends the show, not the run."""
-    with suppress(OSError):
+    try:
         print(line, flush=True)
+    except OSError:
+        _print_no_more()
+
+
+def _print_no_more() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from swift_stage2.convert.coco_export import CocoExport
 from swift_stage2.errors import UserError
-from swift_stage2.terminal.output import check_new_file, needs_stdout, say
+from swift_stage2.terminal.output import check_new_file, say
 from swift_stage2.terminal.parser import CommandParser
 from swift_stage2.terminal.progress import progress_bar
 from swift_stage2.whole_file import whole_file
@@ -55,10 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             export.write(file, move_to)
     except OSError as error:
         raise UserError(f"--output must be a file that can be written, got {error}; name another") from error
-    with needs_stdout("an export's summary"):
-        say(f"{options.output}: {export.num_objects:,} objects of {export.num_images:,} images")
-        if export.num_unknown:
-            say(
-                f"{export.num_unknown:,} objects have a label that {options.truth} does not know, and were left out"
-            )
+    say(f"{options.output}: {export.num_objects:,} objects of {export.num_images:,} images")
+    if export.num_unknown:
+        say(
+            f"{export.num_unknown:,} objects have a label that {options.truth} does not know, and were left out"
+        )
     return 0

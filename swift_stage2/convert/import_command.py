@@ -24,7 +24,7 @@ from swift_stage2.convert.yolo_folder import YoloFolder
 from swift_stage2.dataset.picture import DrawnOn
 from swift_stage2.errors import DatasetError, UserError
 from swift_stage2.terminal.console import SafeConsole
-from swift_stage2.terminal.output import check_new_file, needs_stdout, say
+from swift_stage2.terminal.output import check_new_file, say
 from swift_stage2.terminal.parser import CommandParser, whole_number
 from swift_stage2.terminal.progress import going_on, progress_bar
 from swift_stage2.whole_file import whole_file
@@ -69,23 +69,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         written = _write(source, style, placer, options, outputs)
     except OSError as error:
         raise UserError(f"--output must be a file that can be written, got {error}; name another") from error
-    with needs_stdout("an import's summary"):
-        SafeConsole(soft_wrap=True).print(report.table())
-        if isinstance(source, YoloFolder):
-            say(f"classes of {source.class_file}: {', '.join(source.labels())}")
-        say(*written)
-        if num_rotated := report.counts[ImportIssue.ROTATED]:
-            if options.boxes_on == DrawnOn.STORED:
-                say(
-                    f"pictures with an EXIF rotation: {num_rotated}; they are trained as stored, and so boxes fit"
-                )
-            else:
-                say(
-                    f"pictures with an EXIF rotation: {num_rotated}; boxes fit the upright picture, but the stored one "
-                    "is trained: write upright pictures before training, for each file: swift-stage2 data check "
-                    f"{options.output} --apply-exif upright --output NEW.jsonl"
-                )
-        say(f"check it with: swift-stage2 data check {' '.join(map(str, outputs))}")
+    SafeConsole(soft_wrap=True).print(report.table())
+    if isinstance(source, YoloFolder):
+        say(f"classes of {source.class_file}: {', '.join(source.labels())}")
+    say(*written)
+    if num_rotated := report.counts[ImportIssue.ROTATED]:
+        if options.boxes_on == DrawnOn.STORED:
+            say(
+                f"pictures with an EXIF rotation: {num_rotated}; they are trained as stored, and so boxes fit"
+            )
+        else:
+            say(
+                f"pictures with an EXIF rotation: {num_rotated}; boxes fit the upright picture, but the stored one "
+                "is trained: write upright pictures before training, for each file: swift-stage2 data check "
+                f"{options.output} --apply-exif upright --output NEW.jsonl"
+            )
+    say(f"check it with: swift-stage2 data check {' '.join(map(str, outputs))}")
     return 0
 
 

@@ -37,7 +37,7 @@ from swift_stage2.pages.page import PageContent, page_of, write_page
 from swift_stage2.pages.terminal import terminal_report
 from swift_stage2.preflight.model import check_hub_ids, check_model, recorded_plugins
 from swift_stage2.terminal.console import SafeConsole
-from swift_stage2.terminal.output import needs_stdout, quieten_libraries, say
+from swift_stage2.terminal.output import quieten_libraries, say
 from swift_stage2.terminal.parser import CommandParser, whole_number
 from swift_stage2.terminal.progress import going_on, progress_bar
 
@@ -90,8 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_folder(options.output or _FOLDER)
     told = _compare(rows, options) if options.compare else _evaluate(rows, options)
     facts = {"data": str(options.data), "num_images": len(rows)} | told.facts
-    with needs_stdout("an evaluation"):
-        _tell(replace(told, facts=facts), options)
+    _tell(replace(told, facts=facts), options)
     return EXIT_INCOMPLETE if told.num_missing else 0
 
 

@@ -15,12 +15,11 @@ import logging
 import os
 import re
 import socket
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError
@@ -31,7 +30,7 @@ from swift_stage2.process.supervisor import supervise_this_program
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
 from swift_stage2.rollout_server.engine import Engine, EngineState
 from swift_stage2.servers.request_checks import RequestLimits, add_limits, read_limits
-from swift_stage2.terminal.output import let_go, print_error
+from swift_stage2.terminal.output import exit_at_once, print_error
 from swift_stage2.terminal.parser import CommandParser, whole_number
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parse_command(argv)
     if command.has_children:
         require_vllm()
-    return serve(command)
+    serve(command)
 
 
 def parse_command(argv: Sequence[str] | None) -> ServerCommand:
@@ -91,7 +90,7 @@ def parse_command(argv: Sequence[str] | None) -> ServerCommand:
     return ENGINES[chosen.engine](rest)
 
 
-def serve(command: ServerCommand) -> int:
+def serve(command: ServerCommand) -> NoReturn:
     """Runs what the command line asked for, and ends this process with the exit status of ``main``.
 
     It returns nothing, so that no thread that still waits for something holds the end up.
@@ -115,9 +114,7 @@ def serve(command: ServerCommand) -> int:
     # All is closed. The interpreter would join every thread of a pool, and what vLLM has imported and started takes
     # many seconds to tear down, and may hang in it.
     logging.shutdown()
-    let_go()
-    sys.stderr.flush()
-    os._exit(status)
+    exit_at_once(status)
 
 
 def _serve(command: ServerCommand, listener: socket.socket) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from swift_stage2.errors import UserError
 
-_STDOUT = 1
 # Controls, lone surrogates, and what turns the direction of a line: a terminal obeys or refuses them.
 _OBEYED = (
     range(0x20),
@@ -31,7 +31,7 @@ def printable(text: str) -> str:
 def say(*lines: object, is_error: bool = False) -> None:
     """Prints each as one line of printable text, on stderr if it ``is_error`` or goes beside what a program reads."""
     for line in lines:
-        print(printable(str(line)), file=sys.stderr if is_error else sys.stdout, flush=is_error)
+        print(printable(str(line)), file=sys.stderr if is_error else sys.stdout, flush=True)
 
 
 def print_error(command: str, message: object) -> None:
@@ -74,32 +74,9 @@ def check_new_file(path: Path, *, force: bool, sources: Iterable[Path]) -> None:
         raise UserError(f"--output must be a file that can be written, got {error}; name another") from error
 
 
-@contextmanager
-def needs_stdout(who: str) -> Iterator[None]:
-    """Writes at its end all that was printed within; ``who`` needs that.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
-        yield
-        if sys.stdout is not None:  # closed from the start: print writes nowhere then
-            sys.stdout.flush()
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        let_go()
-        raise UserError(
-            f"{who} needs an output that takes it, got {error}; send it elsewhere, or make room"
-        ) from error
-
-
-def let_go() -> None:
-    """Writes what is buffered. What nobody takes goes nowhere, so that the interpreter's own flush cannot fail."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, _STDOUT)
-        os.close(nowhere)
+def exit_at_once(status: int) -> NoReturn:
+    """Ends this process, whatever its threads still do; what was printed is written if anybody takes it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, AttributeError):
+            stream.flush()
+    os._exit(status)
