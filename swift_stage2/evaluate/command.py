@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.config import ServerEngine
-from swift_stage2.config.yaml_text import key_values
+from swift_stage2.config.yaml_text import set_values
 from swift_stage2.detections.objects import ScoreConvention, detection_data
 from swift_stage2.detections.prediction import FAILED, Prediction, answer_flags, dropped_objects
 from swift_stage2.detections.prediction_files import (
@@ -172,7 +172,7 @@ def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Predi
         raise UserError("--server needs --model DIR, whose template says what boxes are measured in; give it")
     if options.server:
         require_answer(options.server)  # before anything slow
-    swift, folder = key_values(options.swift), options.output or _FOLDER
+    swift, folder = set_values({}, options.swift, "--swift"), options.output or _FOLDER
     arguments = {**swift, "model": options.model}
     check_model(arguments, of="--")
     check_hub_ids(arguments, of="--")
