@@ -21,7 +21,6 @@ from swift_stage2.run_directory.claim import claim_directory
 from swift_stage2.run_directory.surroundings import ENVIRONMENT_NAMES, installed_versions
 from swift_stage2.terminal.parser import CommandParser
 
-_MARKER = ".swift-stage2-replay"
 _DIFFERS = 1
 
 
@@ -62,7 +61,7 @@ def _be_rank(run_dir: Path, output: Path, *, unfinished: bool) -> int:
 
 
 def _start_ranks(recorded: RecordedRun, output: Path) -> int:
-    claim_directory(output, keep=False, marker=_MARKER)
+    claim_directory(output, keep=False)
     logs = output / "logs"
     status_file = logs / "replay.exit_status"
     outer = {name: text for name, text in without_rank(os.environ).items() if name not in ENVIRONMENT_NAMES}

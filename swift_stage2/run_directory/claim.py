@@ -6,7 +6,6 @@ writes there meanwhile (see ``lock``).
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import shutil
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.run_directory.checkpoints import checkpoints_in, was_saved, why_not_whole
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 _NO = ("false", "f", "no", "n", "0")  # as the parser of ms-swift's command line reads them
 _MARKER = ".swift-stage2"
-_held: list[BinaryIO] = []  # locked markers of this process, until it ends
+_held: list[Any] = []  # locks of this process, until it ends
 
 
 def written_directory(swift: Mapping[str, Any]) -> Path | None:
@@ -77,9 +76,9 @@ def resumed(config: Stage2Config) -> tuple[Stage2Config, tuple[str, ...]]:
         )
     place = _output_dir(config.swift)
     runs = [place] if written_directory(config.swift) else [place, *place.glob("v*-*")]
-    found = [(_begun(run), step, path) for run in runs for step, path in checkpoints_in(run).items()]
-    passed_over: list[str] = []
     # The newest run first: one that was begun anew beside another has fewer steps, but is the last.
+    found = [(run.stat().st_mtime, step, path) for run in runs for step, path in checkpoints_in(run).items()]
+    passed_over: list[str] = []
     for *_, path in sorted(found, reverse=True):
         if not (reason := why_not_whole(path, needs_stage2=config.b_enabled)):
             _require_steps_left(path, config.swift)
@@ -122,8 +121,6 @@ def _number(swift: Mapping[str, Any], key: str, default: float) -> float:
 def _output_dir(swift: Mapping[str, Any]) -> Path:
     # As ms-swift does.
     place = swift.get("output_dir") or f"output/{Path(str(swift.get('model') or '')).name}"
-    if "\0" in str(place):
-        raise ConfigError(f"swift.output_dir must be a path, got output_dir={place!r} with a NUL; remove it")
     if str(place).startswith("$") or "${" in str(place):
         raise ConfigError(
             f"swift.output_dir is taken as it is written, got output_dir={place!r}, whose variable nobody replaces; "
@@ -132,28 +129,15 @@ def _output_dir(swift: Mapping[str, Any]) -> Path:
     return Path(str(place)).expanduser().absolute()
 
 
-def _begun(run_dir: Path) -> float:
-    """When the run in it began, as far as its audit tells; else when it was last written to."""
-    try:
-        first = next(regular_lines(run_dir / "audit" / "rank0.jsonl"), b"")
-        return float(json.loads(first)["time"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return run_dir.stat().st_mtime
-
-
-def claim_directory(path: Path, *, keep: bool, marker: str = _MARKER, option: str = "--output") -> Path:
+def claim_directory(path: Path, *, keep: bool) -> Path:
     """An empty directory: ``path``, cleared of an earlier claim, or with ``keep`` the first free ``path-N``.
 
-    Only what an earlier claim with the same ``marker``, the name of a hidden file, covers is ever cleared, and never
-    while the process that claimed it lives. Errors call the directory ``option``.
+    Only what an earlier claim covers is ever cleared, and never while whoever claimed it, or a run in it, works.
 
     Raises:
-        UserError: the directory is a file, holds something that no claim covers, is another process's, or cannot be
-            written.
+        UserError: the directory holds something that no claim covers, is another process's, or cannot be written.
     """
     directory, number = path.absolute(), 1
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"{option} must be a directory, got {directory}, a file; name another one")
     try:
         while keep:
             with suppress(FileExistsError):
@@ -161,47 +145,41 @@ def claim_directory(path: Path, *, keep: bool, marker: str = _MARKER, option: st
                 break
             number += 1
             directory = directory.with_name(f"{path.name}-{number}")
-        if directory.exists() and any(directory.iterdir()) and not (directory / marker).exists():
-            raise UserError(
-                f"{option} must be a new directory or one that an earlier run of this command made, "
-                f"got {directory} with other files; name another one"
-            )
         directory.mkdir(parents=True, exist_ok=True)
-        _hold(directory / marker, option)
-        _refuse_living_run(directory, option)
+        if any(directory.iterdir()) and not (directory / _MARKER).exists():
+            raise UserError(
+                f"--output must be a new directory or one that an earlier run of such a command made, got {directory} "
+                "with other files; name another one"
+            )
+        (directory / _MARKER).touch()
+        _refuse_living(directory)
         for entry in directory.iterdir():
-            if entry.name != marker:
+            if not entry.name.startswith(_MARKER):
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     except OSError as error:
         raise UserError(
-            f"{option} must be a directory that can be written, got {directory} ({error}); name another one"
+            f"--output must be a directory that can be written, got {directory} ({error}); name another one"
         ) from error
     return directory
 
 
-def _refuse_living_run(directory: Path, option: str) -> None:
-    """Raises UserError: whoever claimed it was killed, and ranks of the run that it started have not ended yet."""
-    from swift_stage2.run_directory.lock import held_below  # loads psutil, as yaml above
+def _refuse_living(directory: Path) -> None:
+    """Holds the directory until this process ends. Raises UserError: another command, or a run in it, still works."""
+    from filelock import FileLock, Timeout  # loads more than a GPU check may have, as yaml above
 
-    for run_dir in held_below(directory):
-        raise UserError(
-            f"{option} must be a directory that no run works in, got {directory} with a run in {run_dir}; wait for "
-            "its end, or name another one"
-        )
+    from swift_stage2.run_directory.lock import held_below
 
-
-def _hold(marker: Path, option: str) -> None:
-    """Locks the file until this process ends, where the file system has locks."""
-    file = marker.open("ab")
+    lock, living = FileLock(directory / f"{_MARKER}.lock", is_singleton=True, thread_local=False), None
     try:
-        # A lock of the process, not of the descriptor: a process may claim twice, and no child inherits it.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        file.close()
+        lock.acquire(timeout=0)
+        _held.append(lock)
+        living = next(held_below(directory), None)
+    except Timeout:
+        living = directory
+    except NotImplementedError:
+        pass  # a file system without locks: nothing tells a live claim from an earlier one
+    if living:
         raise UserError(
-            f"{option} must be a directory that no other command works in, got {marker.parent}; wait for its end, "
-            "or name another one"
-        ) from error
-    except OSError:
-        pass  # a file system without locks, as in ``lock``: nothing tells a live claim from an earlier one
-    _held.append(file)
+            f"--output must be a directory in which nothing works, got {directory} with a command or a run in {living}"
+            "; wait for its end, or name another one"
+        )

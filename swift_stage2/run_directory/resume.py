@@ -98,21 +98,22 @@ def _refuse_another(path: Path, content: dict[str, Any], name: str, now: int) ->
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_regular_text(path))
-    except (OSError, ValueError) as error:
+        is_whole = (
+            content["format"] == _FORMAT
+            and isinstance(content["state"], dict)
+            and isinstance(content["a_batches_in_epoch"], int)
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"a checkpoint needs stage-2 state of every rank, cannot read {path}: {error}; "
+            f"a checkpoint needs stage-2 state of every rank, cannot read {path}: {error!r}; "
             "resume from another checkpoint, or start a new run from its weights"
         ) from error
-    record: dict[str, Any] = content if isinstance(content, dict) else {}
-    if record.get("format") != _FORMAT:
+    if not is_whole:
         raise ConfigError(
-            f"{path} must have format={_FORMAT}, got format={record.get('format')}; resume from another checkpoint"
+            f"{path} must have format={_FORMAT} with state and a_batches_in_epoch, got format={content['format']!r}; "
+            "resume from another checkpoint"
         )
-    for name, kind in (("state", dict), ("a_batches_in_epoch", int)):
-        if not isinstance(record.get(name), kind):
-            raise ConfigError(
-                f"{path} must have {name}, got {name}={record.get(name)!r}; resume from another checkpoint"
-            )
+    record: dict[str, Any] = content
     return record
 
 

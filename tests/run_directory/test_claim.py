@@ -127,15 +127,6 @@ def test_a_run_that_names_its_own_checkpoint_goes_on_and_one_that_names_anothers
 # --- from the last whole checkpoint -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("setting", "value"), [("max_steps", "many"), ("num_train_epochs", [3])])
-def test_a_number_of_steps_that_is_none_is_refused(
-    configured: Configure, tmp_path: Path, setting: str, value: object
-) -> None:
-    write_checkpoint(tmp_path / "run", 10)
-    with pytest.raises(ConfigError, match=rf"^swift\.{setting} must be a number, got {setting}="):
-        resumed(configured(**{setting: value}))
-
-
 def test_a_run_that_is_done_is_not_resumed(configured: Configure, tmp_path: Path) -> None:
     """It would load everything, train nothing, and begin another folder."""
     directory = write_checkpoint(tmp_path / "run", 10)
@@ -145,13 +136,14 @@ def test_a_run_that_is_done_is_not_resumed(configured: Configure, tmp_path: Path
             ConfigError, match=rf"needs steps that are left, got .*{done} of {setting}={number}; "
         ):
             resumed(configured(**{setting: number}))
+        with pytest.raises(ConfigError, match=rf"^swift\.{setting} must be a number, got {setting}="):
+            resumed(configured(**{setting: "many"}))
         assert checkpoint_of(resumed(configured(**{setting: number + 1}))[0]) == directory
 
 
 @pytest.mark.parametrize(
     ("written", "told"),
     [
-        ("run\0", "with a NUL; remove it"),
         ("${HOME}/runs", "whose variable nobody replaces; write the path itself"),
         ("$SCRATCH/runs", "whose variable nobody replaces"),
     ],
@@ -244,26 +236,22 @@ def test_a_run_without_channel_b_needs_no_ranks_files(configured: Configure, tmp
     assert checkpoint_of(resumed(configured(b_ratio=0))[0]) == last
 
 
-def test_where_nothing_was_trained_a_resume_begins_and_says_so(configured: Configure, tmp_path: Path) -> None:
-    config, notes = resumed(configured())
-    assert "resume_from_checkpoint" not in config.swift
-    assert notes == (f"nothing was trained in {tmp_path / 'run'} yet: begins at step 0",)
-
-
-def test_where_steps_were_trained_but_none_saved_a_resume_begins_over_them_and_says_so(
-    configured: Configure, tmp_path: Path
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_where_no_checkpoint_was_saved_a_resume_begins_and_says_so(
+    configured: Configure, tmp_path: Path, is_trained: bool
 ) -> None:
     run_dir = tmp_path / "run"
-    train_one_step(run_dir)
-    config, notes = resumed(configured())
+    if is_trained:
+        train_one_step(run_dir)
+    config, (note,) = resumed(configured())
     assert "resume_from_checkpoint" not in config.swift
-    trained = f"{run_dir} with the steps in audit/rank0.jsonl"
-    assert notes == (f"no checkpoint was saved whole in {trained}: begins at step 0",)
+    trained = f"no checkpoint was saved whole in {run_dir} with the steps in "
+    assert note.startswith(trained if is_trained else f"nothing was trained in {run_dir} yet: ")
+    assert note.endswith(": begins at step 0")
 
 
 def test_of_several_versions_the_run_that_began_last_goes_on(configured: Configure, tmp_path: Path) -> None:
     for name, number in (("v0-20260101-000000", 40), ("v1-20260102-000000", 5)):
-        train_one_step(tmp_path / "run" / name)
         last = write_checkpoint(tmp_path / "run" / name, number)
     assert checkpoint_of(resumed(configured(add_version=True))[0]) == last
 
@@ -302,15 +290,16 @@ def _files(run_dir: Path) -> dict[Path, int]:
     return {each: each.stat().st_mtime_ns for each in files}
 
 
-def test_a_new_directory_is_made_with_its_parents(tmp_path: Path) -> None:
-    assert claim_directory(tmp_path / "a" / "b", keep=False).is_dir()
-
-
-def test_an_earlier_claim_is_replaced(tmp_path: Path) -> None:
-    first = claim_directory(tmp_path / "demo", keep=False)
+def test_a_claim_is_absolute_and_replaces_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = claim_directory(Path("a/demo"), keep=False)
+    assert first == tmp_path / "a" / "demo"
     (first / "old").mkdir()
-    assert claim_directory(tmp_path / "demo", keep=False) == first
-    assert not (first / "old").exists()
+    (first / "result").touch()
+    assert claim_directory(first, keep=False) == first
+    assert not [each for each in first.iterdir() if not each.name.startswith(".swift-stage2")]
 
 
 def test_keep_takes_the_next_free_name(tmp_path: Path) -> None:
@@ -324,42 +313,23 @@ def test_keep_takes_the_next_free_name(tmp_path: Path) -> None:
 
 
 def test_what_somebody_else_wrote_is_never_removed(tmp_path: Path) -> None:
+    assert claim_directory(tmp_path / "empty", keep=False).is_dir()
     (tmp_path / "thesis.tex").write_text("ten years of work")
     with pytest.raises(UserError, match="with other files"):
         claim_directory(tmp_path, keep=False)
     assert (tmp_path / "thesis.tex").read_text() == "ten years of work"
 
 
-def test_an_empty_directory_of_the_user_is_taken(tmp_path: Path) -> None:
-    assert claim_directory(tmp_path, keep=False) == tmp_path
-
-
+@pytest.mark.parametrize("place", ["file", "file/below"])
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_file_is_no_directory(tmp_path: Path, keep: bool) -> None:
+def test_a_file_is_no_directory(tmp_path: Path, place: str, keep: bool) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(
-        UserError, match=r"^--output must be a directory, got .*/file, a file; name another one$"
-    ):
-        claim_directory(tmp_path / "file", keep=keep)
+    if keep and place == "file":
+        assert claim_directory(tmp_path / place, keep=True).name == "file-2"
+        return
+    with pytest.raises(UserError, match=r"^--output must be a directory that can be written, got .*/file"):
+        claim_directory(tmp_path / place, keep=keep)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_nothing_can_be_made_below_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="--output must be a directory that can be written"):
-        claim_directory(tmp_path / "file" / "below", keep=False)
-
-
-def test_another_commands_claim_is_never_cleared(tmp_path: Path) -> None:
-    (claim_directory(tmp_path / "bench", keep=False) / "result").touch()
-    with pytest.raises(UserError, match="with other files"):
-        claim_directory(tmp_path / "bench", keep=False, marker=".other")
-    assert (tmp_path / "bench" / "result").exists()
-
-
-def test_a_relative_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert claim_directory(Path("out"), keep=False) == tmp_path / "out"
 
 
 def test_a_directory_in_which_another_process_works_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -373,7 +343,7 @@ def test_a_directory_in_which_another_process_works_is_refused_and_left_alone(tm
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "claimed\n"
-        with pytest.raises(UserError, match=r"that no other command works in, got .*/demo; wait for its end"):
+        with pytest.raises(UserError, match=r"in which nothing works, got .*/demo with .*; wait for its end"):
             claim_directory(tmp_path / "demo", keep=False)
         assert (tmp_path / "demo" / "result").exists()
         assert claim_directory(tmp_path / "demo", keep=True).name == "demo-2"
@@ -385,9 +355,7 @@ def test_a_directory_in_which_another_process_works_is_refused_and_left_alone(tm
 def test_a_directory_whose_run_outlives_a_killed_command_is_not_cleared(tmp_path: Path) -> None:
     directory = claim_directory(tmp_path / "demo", keep=False)
     with hold_run_directory(directory / "run"):
-        with pytest.raises(
-            UserError, match=r"that no run works in, got .*/demo with a run in .*/demo/run; wait for"
-        ):
+        with pytest.raises(UserError, match=r"got .*/demo with a command or a run in .*/demo/run; wait for"):
             claim_directory(tmp_path / "demo", keep=False)
         assert (directory / "run" / "run.rank0.lock").exists()
     claim_directory(tmp_path / "demo", keep=False)
