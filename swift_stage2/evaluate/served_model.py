@@ -31,7 +31,7 @@ from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
 from swift_stage2.terminal.output import say
-from swift_stage2.terminal.progress import WaitNotice
+from swift_stage2.terminal.progress import going_on
 
 ENGINES = (ServerEngine.TRANSFORMERS, ServerEngine.VLLM)
 _HOST = "127.0.0.1"
@@ -85,17 +85,17 @@ class OwnServer:
         Raises:
             ServerUnavailable: it ended, or did not answer in time.
         """
-        notice, end = WaitNotice(_say), time.monotonic() + self.timeout_s
-        while not self.probe.answered:
-            self.refuse_ended()
-            if self.probe.refusal is not None or time.monotonic() >= end:
-                cause = self.probe.refusal or self.probe.last_error
-                raise ServerUnavailable(
-                    f"the server of --model must answer within {self.timeout_s:g} s, got: {cause}; see "
-                    f"{self.tree.log_path}"
-                )
-            notice.remind("waiting for the server to load", self.timeout_s)
-            time.sleep(_POLL_S)
+        end = time.monotonic() + self.timeout_s
+        with going_on("evaluate", "waiting for the server to load", _say):
+            while not self.probe.answered:
+                self.refuse_ended()
+                if self.probe.refusal is not None or time.monotonic() >= end:
+                    cause = self.probe.refusal or self.probe.last_error
+                    raise ServerUnavailable(
+                        f"the server of --model must answer within {self.timeout_s:g} s, got: {cause}; see "
+                        f"{self.tree.log_path}"
+                    )
+                _pause()
         self.refuse_ended()
 
     def refuse_ended(self) -> None:

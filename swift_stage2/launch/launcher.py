@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import time
@@ -11,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 
 from swift_stage2.config import Stage2Config, load_config
-from swift_stage2.errors import EXIT_STARVED, EXIT_USER_MISTAKE, ConfigError, ServerUnavailable, UserError
+from swift_stage2.errors import EXIT_STARVED, EXIT_USER_MISTAKE, ConfigError, UserError
 from swift_stage2.launch.job import Job, last_cause
-from swift_stage2.launch.managed_server import ManagedServer, ReadinessProbe
+from swift_stage2.launch.managed_server import ManagedServer
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, devices_of, plan_launch
 from swift_stage2.launch.rank import end_left_in, take_room
 from swift_stage2.launch.run_end import describe_end, newest_run
@@ -25,10 +26,11 @@ from swift_stage2.run_directory.claim import resumed
 from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.run_directory.next_commands import next_commands
 from swift_stage2.terminal.output import print_error
-from swift_stage2.terminal.progress import WaitNotice, going_on
+from swift_stage2.terminal.progress import going_on
 
 _NO_SERVER_LEFT = 1
 _SIGNALLED = 128
+_SAY_EVERY_S = 5.0
 
 
 def launch(
@@ -143,26 +145,15 @@ def run_plan(
             f"swift.output_dir must be a writable directory, got {plan.log_dir.parent} ({exc})"
         ) from exc
     adopt_orphans()
-    servers = [ManagedServer(server, plan.restart, start_timeout_s) for server in plan.servers]
+    servers = [ManagedServer(each, plan.restart, start_timeout_s, api_key) for each in plan.servers]
     with StopSignals() as signals, Job(plan.log_dir, signals, show, shows_logs=verbose) as job:
-        learner: ProcessTree | None = None
-        groups = _loading_together(servers)
-        for group in groups:
-            if _start_servers(job, signals, group):
-                if plan.learner is not None and group is groups[-1] and _may_load_beside(plan.learner, group):
-                    learner = job.start(plan.learner)
-                waiting = [(server, _probe(server, api_key, start_timeout_s)) for server in group]
-                _wait_until_answering(job, signals, waiting, start_timeout_s, learner)
-        if signals.received is None and plan.learner is None:
-            _watch_servers(job, signals, servers)
-        elif signals.received is None and plan.learner is not None:
-            learner = learner or job.start(plan.learner)
-            _follow(job, signals, learner, servers)
+        learner = _follow(plan, job, signals, servers)
         if signals.received is not None:
             saves = "; a learner that trains saves a checkpoint first" if learner is not None else ""
             job.say(f"ending everything after signal {signals.received}{saves}; one more kills at once")
             return _SIGNALLED + signals.received
         if learner is None:
+            job.say("no server is left on this machine; see the logs above")
             return _NO_SERVER_LEFT
         status, mistake = _learner_end(learner, plan.exit_status_file)
         if status and not mistake and not verbose:
@@ -170,6 +161,48 @@ def run_plan(
     if mistake and status == EXIT_USER_MISTAKE:
         raise UserError(mistake)  # once more, below torchrun's traceback and everything else
     return status
+
+
+def _follow(
+    plan: LaunchPlan, job: Job, signals: StopSignals, servers: Sequence[ManagedServer]
+) -> ProcessTree | None:
+    """Until the learner, which it returns, has ended, without one every server has, or a signal comes.
+
+    Servers load group by group, the learner beside the last one if it may. A server that ends later is told of, and
+    perhaps started again; the learner runs on.
+
+    Raises:
+        ServerUnavailable: a server did not come up.
+    """
+    groups, learner, began = _loading_together(servers), None, time.monotonic()
+    say_at = began + _SAY_EVERY_S
+    with ExitStack() as closing:
+        for server in servers:
+            closing.callback(server.close)
+        while signals.received is None and (learner is None or learner.poll() is None):
+            loading = next((group for group in groups if not all(server.has_come for server in group)), [])
+            for server in servers:
+                if server.has_started or server in loading:
+                    server.turn(job)
+            is_last = (
+                bool(loading) and loading is groups[-1] and all(server.has_started for server in loading)
+            )
+            if plan.learner is not None and learner is None:
+                if not loading or (is_last and _may_load_beside(plan.learner, loading)):
+                    learner = job.start(plan.learner)
+            elif plan.learner is None and not loading:
+                if say_at < math.inf:
+                    job.say("all servers of this machine are up; Ctrl-C or SIGTERM ends them")
+                if all(server.is_gone for server in servers):
+                    break
+            if not loading:
+                say_at = math.inf
+            elif (now := time.monotonic()) >= say_at:
+                say_at = now + _SAY_EVERY_S
+                names = " and ".join(server.name for server in loading if not server.has_come)
+                job.say(f"waiting for {names} to load, {now - began:.0f} s")
+            job.step()
+    return learner
 
 
 def _loading_together(servers: Sequence[ManagedServer]) -> list[list[ManagedServer]]:
@@ -187,109 +220,6 @@ def _loading_together(servers: Sequence[ManagedServer]) -> list[list[ManagedServ
 def _may_load_beside(learner: Command, servers: Sequence[ManagedServer]) -> bool:
     """True if learner and servers have no device in common: vLLM counts memory that others allocate as its own."""
     return set(devices_of(learner)).isdisjoint(device for each in servers for device in each.planned.devices)
-
-
-def _start_servers(job: Job, signals: StopSignals, servers: Sequence[ManagedServer]) -> bool:
-    """Each as soon as it would take its own port; False when a signal came before all were started."""
-    waiting = list(servers)
-    while signals.received is None:
-        still_waiting = []
-        for server in waiting:
-            if server.may_start(job):
-                server.start(job)
-            else:
-                still_waiting.append(server)
-        waiting = still_waiting
-        if not waiting:
-            return True
-        job.step()
-    return False
-
-
-def _probe(server: ManagedServer, api_key: str | None, start_timeout_s: float) -> ReadinessProbe | None:
-    """None for a stock server, which the learner may be giving weights by then: that it listens is enough."""
-    if server.planned.is_stock:
-        return None
-    return ReadinessProbe(server.name, server.planned.address.base_url, api_key, start_timeout_s)
-
-
-def _watch_servers(job: Job, signals: StopSignals, servers: Sequence[ManagedServer]) -> None:
-    """Until a signal comes, or none of them is left or coming back."""
-    job.say("all servers of this machine are up; Ctrl-C or SIGTERM ends them")
-    while signals.received is None and not all(server.is_gone for server in servers):
-        job.step()
-        for server in servers:
-            server.watch(job)
-    if signals.received is None:
-        job.say("no server is left on this machine; see the logs above")
-
-
-def _wait_until_answering(
-    job: Job,
-    signals: StopSignals,
-    waiting: Sequence[tuple[ManagedServer, ReadinessProbe | None]],
-    start_timeout_s: float,
-    learner: ProcessTree | None,
-) -> None:
-    """Until every server has answered, from the port and the process that were meant, or the learner has ended."""
-    notice, end = WaitNotice(job.say), time.monotonic() + start_timeout_s
-    with ExitStack() as probes:
-        for _, probe in waiting:
-            if probe is not None:
-                probes.callback(probe.close)
-        while waiting and signals.received is None and (learner is None or learner.poll() is None):
-            job.step()
-            still_waiting = []
-            for server, probe in waiting:
-                _refuse_missing(server, probe)
-                answered = probe is not None and probe.answered
-                listens = server.refuse_foreigner(at_once=answered)
-                if answered or (probe is None and listens):
-                    job.say(f"{server.name} answers at {server.planned.address.base_url}")
-                elif time.monotonic() >= end:
-                    _refuse_late(server, probe, start_timeout_s)
-                else:
-                    still_waiting.append((server, probe))
-            waiting = still_waiting
-            if waiting:
-                names = " and ".join(server.name for server, _ in waiting)
-                notice.remind(f"waiting for {names} to load", start_timeout_s)
-        job.step()
-
-
-def _refuse_missing(server: ManagedServer, probe: ReadinessProbe | None) -> None:
-    url = server.planned.address.base_url
-    if (ended := server.ended()) is not None:
-        tree, status = ended
-        raise ServerUnavailable(
-            f"{tree.command.name} ({url}) must answer before training starts, got exit status={status}; "
-            f"see {tree.log_path}: {last_cause(tree.log_path, tree.log_offset)}"
-        )
-    if probe is not None and probe.refusal is not None:
-        raise ServerUnavailable(
-            f"{server.name} ({url}) must answer an /infer/, got: {probe.refusal}; see {server.trees[0].log_path}"
-        )
-
-
-def _refuse_late(server: ManagedServer, probe: ReadinessProbe | None, start_timeout_s: float) -> None:
-    error = "nothing listens there" if probe is None else probe.last_error
-    raise ServerUnavailable(
-        f"{server.name} ({server.planned.address.base_url}) must answer within start_timeout_s={start_timeout_s:g}, "
-        f"got: {error}; see {server.trees[0].log_path}, or raise rollout.start_timeout_s"
-    )
-
-
-def _follow(
-    job: Job,
-    signals: StopSignals,
-    learner: ProcessTree,
-    servers: Sequence[ManagedServer],
-) -> None:
-    """Until the learner ends or a signal comes. A server that ends is told of; the learner runs on."""
-    while learner.poll() is None and signals.received is None:
-        job.step()
-        for server in servers:
-            server.watch(job)
 
 
 def _learner_end(learner: ProcessTree, exit_status_file: Path) -> tuple[int, str]:

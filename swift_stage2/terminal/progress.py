@@ -59,31 +59,6 @@ def _to_stderr(command: str, text: str) -> None:
         print(f"swift-stage2 {command}: {text}", file=sys.stderr, flush=True)
 
 
-class WaitNotice:
-    """Says every few seconds what is waited for; counts from its construction."""
-
-    def __init__(
-        self,
-        say: Callable[[str], object],
-        every_s: float = _MOMENTS_S[1],
-        now_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._say = say
-        self._every_s = every_s
-        self._now_s = now_s
-        self._started = now_s()
-        self._next = self._started + every_s
-
-    def remind(self, what: str, limit_s: float | None = None) -> None:
-        """Says ``what``, the seconds passed and those there are, if it is time to."""
-        now = self._now_s()
-        if now < self._next:
-            return
-        self._next = now + self._every_s
-        limit = "" if limit_s is None else f" of {limit_s:g} s"
-        self._say(f"{what}, {now - self._started:.0f} s{limit}")
-
-
 def say_beside_bar(command: str, text: str) -> None:
     """One line on stderr, above a progress bar that stands there."""
     from tqdm import tqdm

@@ -13,6 +13,7 @@ from fake_rollout_server import FakeRolloutServer, error
 
 from swift_stage2.config import RestartConfig, RestartPolicy, ServerConfig
 from swift_stage2.errors import ServerUnavailable
+from swift_stage2.launch import managed_server
 from swift_stage2.launch.managed_server import ManagedServer, ReadinessProbe, restart_delay_s
 from swift_stage2.launch.plan import PlannedServer
 from swift_stage2.process.supervisor import Command
@@ -20,42 +21,44 @@ from swift_stage2.servers import protocol as rollout_protocol
 
 
 class ListeningJob:
-    """Keeps what was said."""
+    """Keeps what was said, and starts nothing."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
+        self.started: list[str] = []
 
     def say(self, text: str) -> None:
         self.said.append(text)
 
+    def end_late(self, trees: object) -> None: ...
 
-def managed(port: int, patience_s: float, *, is_stock: bool = True) -> ManagedServer:
+    def start(self, command: Command) -> None:
+        self.started.append(command.name)
+
+
+@pytest.mark.parametrize(("patience_s", "is_stock"), [(3600.0, True), (0.0, True), (3600.0, False)])
+def test_a_stock_server_waits_for_its_port_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, patience_s: float, is_stock: bool
+) -> None:
+    """One of ours takes it at once."""
+    monkeypatch.setattr(managed_server, "_LOOK_INTERVAL_S", 0.0)
+    port, job = leave_closed_connection(), ListeningJob()
     command = Command(name="server0", argv=("x",), environment={}, grace_s=1.0)
     address = ServerConfig(base_url=f"http://127.0.0.1:{port}")
     planned = PlannedServer(command=command, address=address, index=0, is_stock=is_stock)
-    return ManagedServer(planned, RestartConfig(), 60.0, patience_s)
-
-
-def test_a_stock_server_waits_for_its_port_and_says_so_once() -> None:
-    port, job = leave_closed_connection(), ListeningJob()
-    server = managed(port, 3600.0)
-    assert [server.may_start(job) for _ in range(3)] == [False] * 3  # type: ignore[arg-type]
-    (line,) = job.said
-    assert f"port {port} still has closed connections of an earlier server; waiting up to 3600 s" in line
-
-
-def test_a_port_that_stays_held_ends_the_wait_with_the_remedy() -> None:
-    port, job = leave_closed_connection(), ListeningJob()
-    server = managed(port, 0.0)
-    assert not server.may_start(job)  # type: ignore[arg-type]
-    with pytest.raises(ServerUnavailable, match=f"port {port} of server0 .*change the port"):
-        server.may_start(job)  # type: ignore[arg-type]
-
-
-def test_a_server_of_ours_takes_the_port_at_once() -> None:
-    job = ListeningJob()
-    assert managed(leave_closed_connection(), 3600.0, is_stock=False).may_start(job)  # type: ignore[arg-type]
-    assert job.said == []
+    server = ManagedServer(planned, RestartConfig(), 60.0, port_patience_s=patience_s)
+    server.turn(job)  # type: ignore[arg-type]
+    if not is_stock:
+        server.close()
+        assert (job.said, job.started) == ([], ["server0"])
+    elif patience_s:
+        server.turn(job)  # type: ignore[arg-type]
+        (line,) = job.said
+        assert line.startswith(f"server0: port {port} ")
+    else:
+        with pytest.raises(ServerUnavailable, match=f"port {port} of server0 .*change the port"):
+            server.turn(job)  # type: ignore[arg-type]
+    assert server.has_started is not is_stock
 
 
 def test_a_server_that_fails_is_restarted_unless_that_is_not_wanted() -> None:

@@ -1,4 +1,4 @@
-"""The launcher's last line, from audits as real ranks write them, and what it says while it waits."""
+"""The launcher's last line, from audits as real ranks write them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from swift_stage2.launch.run_end import describe_end
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.terminal.progress import WaitNotice
 
 
 @pytest.mark.parametrize("folder", [".", "v1-20260101"])
@@ -36,12 +35,3 @@ def test_an_earlier_run_is_not_taken_for_this_one(tmp_path: Path) -> None:
     Telemetry(tmp_path, 0, 1, tensorboard=False, queue_limit=8).close()
     os.utime(audit_path(tmp_path, 0), (1.0, 1.0))
     assert describe_end(tmp_path, 2, 2.0) == f"ended with status 2; no audit of this run in {tmp_path}"
-
-
-def test_it_speaks_once_per_interval_with_the_seconds_passed_and_allowed() -> None:
-    now, said = [100.0], list[str]()
-    notice = WaitNotice(said.append, every_s=30, now_s=lambda: now[0])
-    for moment in (100.0, 129.0, 130.0, 131.0, 165.0, 190.0, 195.0):
-        now[0] = moment
-        notice.remind("waiting for server0 to load", 300)
-    assert said == [f"waiting for server0 to load, {seconds} s of 300 s" for seconds in (30, 65, 95)]
