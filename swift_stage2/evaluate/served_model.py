@@ -21,7 +21,7 @@ from swift_stage2.config import RolloutConfig, ServerConfig, ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.errors import ServerFault, ServerUnavailable, UserError
 from swift_stage2.launch.job import last_cause
-from swift_stage2.launch.managed_server import ReadinessProbe
+from swift_stage2.launch.managed_server import why_not_ready
 from swift_stage2.launch.plan import without_rank
 from swift_stage2.preflight.servers import foreign
 from swift_stage2.process.ports import free_ports
@@ -77,7 +77,6 @@ class OwnServer:
     timeout_s: float
     """To load."""
     tree: ProcessTree
-    probe: ReadinessProbe
 
     def wait(self) -> None:
         """Until it answers.
@@ -87,10 +86,9 @@ class OwnServer:
         """
         end = time.monotonic() + self.timeout_s
         with going_on("evaluate", "waiting for the server to load", _say):
-            while not self.probe.answered:
+            while cause := why_not_ready(self.base_url):
                 self.refuse_ended()
-                if self.probe.refusal is not None or time.monotonic() >= end:
-                    cause = self.probe.refusal or self.probe.last_error
+                if time.monotonic() >= end:
                     raise ServerUnavailable(
                         f"the server of --model must answer within {self.timeout_s:g} s, got: {cause}; see "
                         f"{self.tree.log_path}"
@@ -131,16 +129,13 @@ def own_server(
     base_url = f"http://{_HOST}:{port}"
     try:
         _say(f"starting a server of {model}, log {tree.log_path}")
-        probe = ReadinessProbe(_NAME, base_url, RolloutConfig().api_key(), timeout_s)
-        server = OwnServer(base_url, timeout_s, tree, probe)
+        server = OwnServer(base_url, timeout_s, tree)
         try:
             yield server
         except ServerUnavailable:
             _wait_for_end(tree, _DEATH_S)
             server.refuse_ended()  # says more than a lost connection does
             raise
-        finally:
-            probe.close()
     finally:
         if tree.end(_pause):
             end_descendants(0.0, spare=before)

@@ -7,7 +7,6 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
@@ -88,8 +87,7 @@ def launch(
             show(f"[launch] {note}")
         show(f"[launch] output directory {output_dir}")
         show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
-        start_timeout_s = config.rollout.start_timeout_s
-        status = run_plan(plan, config.rollout.api_key(), start_timeout_s, show, verbose=verbose)
+        status = run_plan(plan, config.rollout.start_timeout_s, show, verbose=verbose)
         run_dir = newest_run(output_dir, since)
         if run_dir and status in (0, EXIT_STARVED):
             for line in next_commands(run_dir, config.swift):
@@ -124,12 +122,11 @@ def _serve_this_machine(
     for warning in warn_of_lone_servers(config, plan.server_indices):
         show(f"[launch] warning: {warning}")
     show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
-    return run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, verbose=verbose)
+    return run_plan(plan, config.rollout.start_timeout_s, show, verbose=verbose)
 
 
 def run_plan(
     plan: LaunchPlan,
-    api_key: str | None,
     start_timeout_s: float,
     show: Callable[[str], None],
     *,
@@ -145,7 +142,7 @@ def run_plan(
             f"swift.output_dir must be a writable directory, got {plan.log_dir.parent} ({exc})"
         ) from exc
     adopt_orphans()
-    servers = [ManagedServer(each, plan.restart, start_timeout_s, api_key) for each in plan.servers]
+    servers = [ManagedServer(each, plan.restart, start_timeout_s) for each in plan.servers]
     with StopSignals() as signals, Job(plan.log_dir, signals, show, shows_logs=verbose) as job:
         learner = _follow(plan, job, signals, servers)
         if signals.received is not None:
@@ -176,32 +173,27 @@ def _follow(
     """
     groups, learner, began = _loading_together(servers), None, time.monotonic()
     say_at = began + _SAY_EVERY_S
-    with ExitStack() as closing:
+    while signals.received is None and (learner is None or learner.poll() is None):
+        loading = next((group for group in groups if not all(server.has_come for server in group)), [])
         for server in servers:
-            closing.callback(server.close)
-        while signals.received is None and (learner is None or learner.poll() is None):
-            loading = next((group for group in groups if not all(server.has_come for server in group)), [])
-            for server in servers:
-                if server.has_started or server in loading:
-                    server.turn(job)
-            is_last = (
-                bool(loading) and loading is groups[-1] and all(server.has_started for server in loading)
-            )
-            if plan.learner is not None and learner is None:
-                if not loading or (is_last and _may_load_beside(plan.learner, loading)):
-                    learner = job.start(plan.learner)
-            elif plan.learner is None and not loading:
-                if say_at < math.inf:
-                    job.say("all servers of this machine are up; Ctrl-C or SIGTERM ends them")
-                if all(server.is_gone for server in servers):
-                    break
-            if not loading:
-                say_at = math.inf
-            elif (now := time.monotonic()) >= say_at:
-                say_at = now + _SAY_EVERY_S
-                names = " and ".join(server.name for server in loading if not server.has_come)
-                job.say(f"waiting for {names} to load, {now - began:.0f} s")
-            job.step()
+            if server.has_started or server in loading:
+                server.turn(job)
+        is_last = bool(loading) and loading is groups[-1] and all(server.has_started for server in loading)
+        if plan.learner is not None and learner is None:
+            if not loading or (is_last and _may_load_beside(plan.learner, loading)):
+                learner = job.start(plan.learner)
+        elif plan.learner is None and not loading:
+            if say_at < math.inf:
+                job.say("all servers of this machine are up; Ctrl-C or SIGTERM ends them")
+            if all(server.is_gone for server in servers):
+                break
+        if not loading:
+            say_at = math.inf
+        elif (now := time.monotonic()) >= say_at:
+            say_at = now + _SAY_EVERY_S
+            names = " and ".join(server.name for server in loading if not server.has_come)
+            job.say(f"waiting for {names} to load, {now - began:.0f} s")
+        job.step()
     return learner
 
 

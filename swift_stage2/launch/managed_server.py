@@ -1,21 +1,18 @@
 """One server of a job, its merger included: started, asked whether it answers, watched, perhaps started again.
 
-``/health/`` proves nothing, for it outlives the engine: a server counts as up once it has answered an ``/infer/``. A
-restarted one comes up with old weights, and the learner may be in the middle of a sync round with it, so that it is
-asked nothing: that the started processes listen is all that is looked at. The same holds for a stock server, which the
-learner may be giving weights by then.
+It is up once the processes that were started listen and say that they are healthy, as a server does that has loaded its
+model. It is asked nothing else: the learner may be giving it weights.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from swift_stage2.config import RestartConfig, RestartPolicy
-from swift_stage2.errors import ProtocolError, ServerFault, ServerUnavailable
+from swift_stage2.errors import ServerFault, ServerUnavailable
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.plan import PlannedServer
 from swift_stage2.process.ports import Listener, is_quiet, listener_at
@@ -25,6 +22,7 @@ from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 
 _LOOK_INTERVAL_S = 1.0
+_ANSWER_S = 2.0
 _PORT_PATIENCE_S = 90.0  # Linux keeps a closed connection for 60 s
 _KILLED = 128  # and more: by a signal, of which no log tells
 _START_IT = "; start it on the same port to have it back"
@@ -45,7 +43,6 @@ class ManagedServer:
     planned: PlannedServer
     restart: RestartConfig
     start_timeout_s: float
-    api_key: str | None = field(default=None, repr=False)
     port_patience_s: float = _PORT_PATIENCE_S
     has_come: bool = field(default=False, init=False)
     """Whether it has been up."""
@@ -56,7 +53,6 @@ class ManagedServer:
     _moment: float = field(default=0.0, init=False)  # when to start, or by when it has to answer
     _port_by: float | None = field(default=None, init=False)  # while it waits for its port
     _next_look: float = field(default=0.0, init=False)
-    _probe: ReadinessProbe | None = field(default=None, init=False)
 
     @property
     def name(self) -> str:
@@ -84,19 +80,12 @@ class ManagedServer:
                 again = f"{self.name} listens again {place}; it is asked again after a proven round"
                 job.say(again if self.has_come else f"{self.name} answers {place}")
                 self.has_come = True
-                self.close()
             elif self._state is _State.UP and (ended := self._ended()) is not None:
                 self._plan_restart(job, *ended)
         except ServerUnavailable as error:
             if not self.has_come:
                 raise
             self._plan_restart(job, str(error), _START_FAILED)
-
-    def close(self) -> None:
-        """Stops asking whether it answers."""
-        if self._probe is not None:
-            self._probe.close()
-            self._probe = None
 
     def _start(self, job: Job) -> None:
         """Once nothing of it is left, and, unless it is stock and would take the next port, nobody has its port."""
@@ -106,9 +95,6 @@ class ManagedServer:
         commands = self.planned.restart_commands if self.has_come else self.planned.commands
         self._trees = tuple(job.start(command) for command in commands)
         self._state, self._moment = _State.LOADING, time.monotonic() + self.start_timeout_s
-        if not self.has_come and not self.planned.is_stock:
-            url = self.planned.address.base_url
-            self._probe = ReadinessProbe(self.name, url, self.api_key, self.start_timeout_s)
         self.has_started = True
 
     def _may_start(self, job: Job) -> bool:
@@ -137,29 +123,24 @@ class ManagedServer:
         return not port
 
     def _is_up(self) -> bool:
-        """Raises ServerUnavailable: it has ended, refuses, is late, or another process holds its port."""
-        name, url, log = self.name, self.planned.address.base_url, self._trees[0].log_path
-        if (ended := self._ended()) is not None:
+        """Looks once a second. Raises ServerUnavailable: it has ended or is late, or another process has its port."""
+        url, now = self.planned.address.base_url, time.monotonic()
+        if self._ended() is not None:
             tree = next(tree for tree in self._trees if tree.poll() is not None)
             raise ServerUnavailable(
-                f"{name} ({url}) must answer, got exit status={ended[1]}; see {tree.log_path}: "
+                f"{tree.command.name} ({url}) must answer, got exit status={tree.poll()}; see {tree.log_path}: "
                 f"{last_cause(tree.log_path, tree.log_offset)}"
             )
-        probe = self._probe
-        if probe is not None and probe.refusal is not None:
-            raise ServerUnavailable(f"{name} ({url}) must answer an /infer/, got: {probe.refusal}; see {log}")
-        has_answered = probe is None or probe.answered
-        if (probe is not None and has_answered) or time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + _LOOK_INTERVAL_S
-            if self._listens() and has_answered:
-                return True
-        if time.monotonic() >= self._moment:
-            error = "nothing listens there" if probe is None else probe.last_error
+        if now < self._next_look:
+            return False
+        self._next_look = now + _LOOK_INTERVAL_S
+        error = why_not_ready(url) if self._listens() else "nothing listens there"
+        if error and now >= self._moment:
             raise ServerUnavailable(
-                f"{name} ({url}) must answer within start_timeout_s={self.start_timeout_s:g}, got: {error}; see {log}, "
-                "or raise rollout.start_timeout_s"
+                f"{self.name} ({url}) must answer within start_timeout_s={self.start_timeout_s:g}, got: {error}; see "
+                f"{self._trees[0].log_path}, or raise rollout.start_timeout_s"
             )
-        return False
+        return not error
 
     def _listens(self) -> bool:
         """Whether all ports are held by what was started here.
@@ -216,52 +197,11 @@ def restart_delay_s(config: RestartConfig, status: int, num_restarts: int) -> fl
     return config.backoff_s * 2.0**num_restarts
 
 
-_PAUSE_S = 0.5
-_CLOSE_TIMEOUT_S = 2.0
-
-
-class ReadinessProbe:
-    """Asks one server for one token until it answers or the time is over, on a thread of its own.
-
-    One POST may take all the time there is: a stock server computes what was asked even when nobody
-    waits for it any more, so short attempts would pile up.
-    """
-
-    def __init__(self, name: str, base_url: str, api_key: str | None, timeout_s: float) -> None:
-        self.last_error = "no answer yet"
-        self.refusal: str | None = None
-        """A fault that no waiting mends: another API key, or a fault of the probe itself."""
-        self._session = ServerSession(base_url, api_key)
-        self._end = time.monotonic() + timeout_s
-        self._answered = threading.Event()
-        self._cancelled = threading.Event()
-        self._thread = threading.Thread(target=self._ask, name=f"readiness-{name}", daemon=True)
-        self._thread.start()
-
-    @property
-    def answered(self) -> bool:
-        return self._answered.is_set()
-
-    def close(self) -> None:
-        """Stops asking. A POST in flight ends with its server, or with this process."""
-        self._cancelled.set()
-        self._thread.join(timeout=_CLOSE_TIMEOUT_S)
-
-    def _ask(self) -> None:
-        body = protocol.one_token_request()
-        with self._session:
-            while not self._cancelled.is_set() and (left_s := self._end - time.monotonic()) > 0:
-                try:
-                    protocol.parse_infer_reply(self._session.post(protocol.INFER, body, Deadline(left_s)), 1)
-                except (ServerFault, ProtocolError) as exc:
-                    self.last_error = str(exc)
-                    if isinstance(exc, ServerFault) and exc.refuses_key:
-                        self.refusal = str(exc)
-                        return
-                    self._cancelled.wait(timeout=_PAUSE_S)
-                except Exception as exc:  # top of the thread: its end would look like a server that is silent
-                    self.refusal = f"the probe itself failed: {type(exc).__name__}: {exc}"
-                    return
-                else:
-                    self._answered.set()
-                    return
+def why_not_ready(base_url: str) -> str:
+    """Why the server does not say that it is healthy, as it does once it has loaded; empty if it does."""
+    with ServerSession(base_url) as session:
+        try:
+            session.get(protocol.HEALTH, Deadline(_ANSWER_S))
+        except ServerFault as fault:
+            return str(fault)
+    return ""

@@ -84,7 +84,7 @@ def _start_ranks(recorded: RecordedRun, output: Path) -> int:
         f"logs in {logs}"
     )
     _warn_of_packages(recorded)
-    status = run_plan(plan, None, 0.0, _show, verbose=False)
+    status = run_plan(plan, 0.0, _show, verbose=False)
     verdict = read_verdict(output)
     if verdict is None:
         _, cause = end_left_in(status_file) or (status, "")

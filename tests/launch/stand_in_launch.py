@@ -68,7 +68,7 @@ plan = LaunchPlan(
     restart=RestartConfig(policy=RestartPolicy(restart.pop("policy", "never")), **restart),
 )
 try:
-    sys.exit(run_plan(plan, None, spec.get("start_timeout_s", 60.0), show))
+    sys.exit(run_plan(plan, spec.get("start_timeout_s", 60.0), show))
 except UserError as exc:
     print(f"refused: {exc}", flush=True)
     sys.exit(2)

@@ -192,16 +192,6 @@ def test_servers_alone_are_served_until_a_signal(launch: Launch) -> None:
     assert running.alive() == []
 
 
-@pytest.mark.parametrize("learner", [["run"], None], ids=["here", "elsewhere"])
-def test_a_stock_server_is_asked_nothing(launch: Launch, learner: list[str] | None) -> None:
-    """A request could meet the learner's first sync round; this one would answer 500."""
-    running = launch(learner=learner, server="mute", is_stock=True)
-    running.wait_for("server0 answers")
-    running.process.terminate()
-    assert running.finish() == 143
-    assert running.alive() == []
-
-
 @pytest.mark.slow
 def test_servers_alone_are_restarted_and_end_the_launch_when_none_is_left(launch: Launch) -> None:
     restart = {"policy": "on_failure", "max_restarts": 1, "backoff_s": 0.1}
@@ -224,10 +214,10 @@ def test_a_server_that_ends_before_it_answers_is_named(launch: Launch) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_never_answers_rightly_is_named_with_its_last_answer(launch: Launch) -> None:
+def test_a_server_that_never_loads_is_named_with_its_last_answer(launch: Launch) -> None:
     running = launch(learner=["run"], server="mute", start_timeout_s=8.0)
     assert running.finish() == 2
-    assert re.search(r"refused: server0 .*start_timeout_s=8, got: .*status 500", running.output)
+    assert re.search(r"refused: server0 .*start_timeout_s=8, got: .*status 503", running.output)
     assert running.alive() == []
 
 
@@ -357,13 +347,6 @@ def test_ranks_of_a_real_torchrun_may_save_and_are_gone_afterwards(launch: Launc
 
 
 # --- who answers, and how soon a mistake is told ---------------------------------------------------
-
-
-def test_a_wrong_key_is_told_at_once(launch: Launch) -> None:
-    running = launch(learner=["run"], server="locked", start_timeout_s=3600.0)
-    assert running.finish() == 2
-    assert re.search(r"refused: server0 .*status 401.*rollout\.api_key_env", running.output)
-    assert running.alive() == []
 
 
 def test_another_process_that_answers_in_a_servers_place_is_told_at_once(tmp_path: Path) -> None:

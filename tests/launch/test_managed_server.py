@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 from closed_connection import leave_closed_connection
-from fake_rollout_server import FakeRolloutServer, error
 
 from swift_stage2.config import RestartConfig, RestartPolicy, ServerConfig
 from swift_stage2.errors import ServerUnavailable
 from swift_stage2.launch import managed_server
-from swift_stage2.launch.managed_server import ManagedServer, ReadinessProbe, restart_delay_s
+from swift_stage2.launch.managed_server import ManagedServer, restart_delay_s
 from swift_stage2.launch.plan import PlannedServer
 from swift_stage2.process.supervisor import Command
-from swift_stage2.servers import protocol as rollout_protocol
 
 
 class ListeningJob:
@@ -49,7 +42,6 @@ def test_a_stock_server_waits_for_its_port_and_says_so_once(
     server = ManagedServer(planned, RestartConfig(), 60.0, port_patience_s=patience_s)
     server.turn(job)  # type: ignore[arg-type]
     if not is_stock:
-        server.close()
         assert (job.said, job.started) == ([], ["server0"])
     elif patience_s:
         server.turn(job)  # type: ignore[arg-type]
@@ -75,38 +67,3 @@ def test_restarts_are_bounded_and_their_delay_doubles(status: int) -> None:
     config = RestartConfig(policy=RestartPolicy.ON_FAILURE, max_restarts=3, backoff_s=2.0)
     delays = [restart_delay_s(config, status, number) for number in range(5)]
     assert delays == [2.0, 4.0, 8.0, None, None]
-
-
-DEADLINE_S = 60.0
-
-
-@contextmanager
-def probing(url: str) -> Iterator[ReadinessProbe]:
-    probe = ReadinessProbe("server0", url, None, 3600.0)
-    try:
-        yield probe
-    finally:
-        probe.close()
-
-
-def wait_for_refusal(probe: ReadinessProbe) -> str:
-    end = time.monotonic() + DEADLINE_S
-    while probe.refusal is None:
-        assert time.monotonic() < end, probe.last_error
-        threading.Event().wait(0.02)
-    return probe.refusal
-
-
-def test_a_wrong_key_is_a_refusal() -> None:
-    with FakeRolloutServer(on_infer=lambda call: error(401, "no")) as server, probing(server.url) as probe:
-        assert "status 401" in wait_for_refusal(probe)
-        assert not probe.answered
-
-
-def test_a_fault_of_the_probe_itself_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    def explode(reply: object, num_requests: int) -> None:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(rollout_protocol, "parse_infer_reply", explode)
-    with FakeRolloutServer() as server, probing(server.url) as probe:
-        assert wait_for_refusal(probe) == "the probe itself failed: RuntimeError: a bug"
