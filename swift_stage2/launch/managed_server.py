@@ -7,7 +7,6 @@ model. It is asked nothing else: the learner may be giving it weights.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -15,7 +14,7 @@ from swift_stage2.config import RestartConfig, RestartPolicy
 from swift_stage2.errors import ServerFault, ServerUnavailable
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.plan import PlannedServer
-from swift_stage2.process.ports import Listener, is_quiet, listener_at
+from swift_stage2.process.ports import is_free, is_quiet
 from swift_stage2.process.supervisor import ProcessTree
 from swift_stage2.process.worker import describe_end
 from swift_stage2.servers import protocol
@@ -105,7 +104,8 @@ class ManagedServer:
         if quiet_port is not None:
             port = 0 if is_quiet(quiet_port) else quiet_port
         elif self.has_come:  # before the first start it has been looked for
-            port = next((port for port, listener in self._listeners() if listener is not None), 0)
+            host = self.planned.address.host
+            port = next((port for port in self.planned.http_ports if not is_free(host, port)), 0)
         if not port:
             self._port_by = None
         elif self._port_by is None:
@@ -123,7 +123,7 @@ class ManagedServer:
         return not port
 
     def _is_up(self) -> bool:
-        """Looks once a second. Raises ServerUnavailable: it has ended or is late, or another process has its port."""
+        """Looks once a second. Raises ServerUnavailable: it has ended, or is late."""
         url, now = self.planned.address.base_url, time.monotonic()
         if self._ended() is not None:
             tree = next(tree for tree in self._trees if tree.poll() is not None)
@@ -134,32 +134,13 @@ class ManagedServer:
         if now < self._next_look:
             return False
         self._next_look = now + _LOOK_INTERVAL_S
-        error = why_not_ready(url) if self._listens() else "nothing listens there"
+        error = next(filter(None, map(why_not_ready, self.planned.http_urls)), "")
         if error and now >= self._moment:
             raise ServerUnavailable(
                 f"{self.name} ({url}) must answer within start_timeout_s={self.start_timeout_s:g}, got: {error}; see "
                 f"{self._trees[0].log_path}, or raise rollout.start_timeout_s"
             )
         return not error
-
-    def _listens(self) -> bool:
-        """Whether all ports are held by what was started here.
-
-        Raises:
-            ServerUnavailable: another process holds one: a stock server silently takes the next one then.
-        """
-        held = True
-        for tree, (port, listener) in zip(self._trees, self._listeners(), strict=True):
-            if listener is not None and not listener.is_below(tree.pid):
-                raise ServerUnavailable(
-                    f"port {port} must be held by {tree.command.name}, got process {listener.pid} ({listener.name}), "
-                    f"which answers in its place; end that process, or change the port; see {tree.log_path}"
-                )
-            held = held and listener is not None
-        return held
-
-    def _listeners(self) -> Iterator[tuple[int, Listener | None]]:
-        return ((port, listener_at(self.planned.address.host, port)) for port in self.planned.http_ports)
 
     def _ended(self) -> tuple[str, int] | None:
         """How the first of its trees that has ended did, in words, and its status."""

@@ -89,6 +89,10 @@ class PlannedServer:
         """The port that each of ``commands`` listens on."""
         return (self.address.port,) if self.upstream_port is None else (self.upstream_port, self.address.port)
 
+    @property
+    def http_urls(self) -> list[str]:
+        return [f"http://{_bracketed(self.address.host)}:{port}" for port in self.http_ports]
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
@@ -220,9 +224,8 @@ def _plan_merger(
 ) -> Command | None:
     if process.upstream_port is None:
         return None
-    host = f"[{address.host}]" if ":" in address.host else address.host
     options = {
-        "upstream": f"http://{host}:{process.upstream_port}",
+        "upstream": f"http://{_bracketed(address.host)}:{process.upstream_port}",
         "host": address.host,
         "port": address.port,
         "max-batch-size": max(_LEAST_MERGED_BATCH, config.rollout.max_inflight_per_server),
@@ -261,6 +264,10 @@ def _server_arguments(
     if config.rollout.api_key():  # which ms-swift takes as an argument only, for everyone to read
         program = ["swift_stage2.rollout_server.stock_program", config.rollout.api_key_env]
     return ["-m", *program, "--model", model, *place, *options]
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _rendezvous(process: LearnerProcess) -> dict[str, str]:

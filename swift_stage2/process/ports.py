@@ -1,13 +1,11 @@
-"""Ports and addresses of this machine: what is its own, what is free, and who listens."""
+"""Ports and addresses of this machine: what is its own, what is free, and who holds it."""
 
 from __future__ import annotations
 
 import errno
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 
 import psutil
 
@@ -16,61 +14,14 @@ from swift_stage2.errors import ConfigError
 ANY_ADDRESS = ("0.0.0.0", "::")
 
 
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """Who listens on a port; no ``pid`` when the process is another user's."""
-
-    pid: int | None
-    name: str
-
-    def is_below(self, pid: int) -> bool:
-        """Whether it is process ``pid`` or one that hangs below it."""
-        if self.pid is None:
-            return False
-        try:
-            return self.pid == pid or any(parent.pid == pid for parent in psutil.Process(self.pid).parents())
-        except psutil.Error:
-            return False
-
-
-def listener_at(host: str, port: int) -> Listener | None:
-    """Who would answer at this address of this machine; None when nobody listens there, or no name server answers."""
-    try:
-        told = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:  # a name server may fail for a moment; callers look again
-        return None
-    addresses = {str(address[0]) for *_, address in told}  # of a name with several a server takes any one
-    found = None
-    # Processes are looked at before sockets are: whoever began to listen between had a socket and no process.
-    for _ in range(2):
-        found = next((each for ip, each in _listeners(port) if ip in (*addresses, *ANY_ADDRESS)), None)
-        if found is None or found.pid is not None:
-            break
-    return found
-
-
 def holder_of(port: int) -> str:
     """Who listens there, as far as this user may know: `` by process N (NAME)``, or nothing."""
-    try:
-        found = next((each for _, each in _listeners(port) if each.pid), None)
-    except (psutil.Error, OSError):
-        return ""
-    if found is None:
-        return ""
-    return f" by process {found.pid} ({'this very process' if found.pid == os.getpid() else found.name})"
-
-
-def _listeners(port: int) -> Iterator[tuple[str, Listener]]:
-    """With the IP address that each listens at."""
-    for connection in psutil.net_connections(kind="tcp"):
-        local = connection.laddr
-        if connection.status != psutil.CONN_LISTEN or not local or local.port != port:
-            continue
-        try:
-            name = "another user's" if connection.pid is None else psutil.Process(connection.pid).name()
-        except psutil.Error:
-            continue  # it has just ended
-        yield local.ip, Listener(connection.pid, name)
+    with suppress(psutil.Error, OSError):
+        for each in psutil.net_connections(kind="tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port and each.pid:
+                name = "this very process" if each.pid == os.getpid() else psutil.Process(each.pid).name()
+                return f" by process {each.pid} ({name})"
+    return ""
 
 
 def is_quiet(port: int) -> bool:

@@ -20,7 +20,6 @@ import httpx
 import psutil
 import pytest
 from closed_connection import leave_closed_connection
-from fake_rollout_server import FakeRolloutServer
 from free_port import free_port
 
 from swift_stage2.servers import protocol
@@ -347,20 +346,6 @@ def test_ranks_of_a_real_torchrun_may_save_and_are_gone_afterwards(launch: Launc
 
 
 # --- who answers, and how soon a mistake is told ---------------------------------------------------
-
-
-def test_another_process_that_answers_in_a_servers_place_is_told_at_once(tmp_path: Path) -> None:
-    """An old server with another model on the port, and the new one beside it on the next port."""
-    with FakeRolloutServer() as old:
-        port = int(old.url.rpartition(":")[2])
-        servers = [[port, SERVER, str(port), "deaf"]]
-        running = RunningLaunch(
-            tmp_path / "logs", servers=servers, learner=[LEARNER, "run"], grace_s=30.0, start_timeout_s=3600.0
-        )
-        assert running.finish() == 2
-    expected = rf"refused: port {port} must be held by server0, got process {os.getpid()} "
-    assert re.search(expected, running.output), running.output
-    assert running.alive() == []
 
 
 def test_a_stock_server_waits_for_closed_connections_on_its_port_and_a_signal_ends_the_wait(
