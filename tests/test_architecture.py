@@ -113,7 +113,7 @@ def test_only_a_few_places_know_ms_swift() -> None:
 
 # Readers of the kernel's files, of the package's own, and of what processes that they started themselves wrote.
 OPENS_ITSELF = {
-    "process/main_memory.py",
+    "process/memory.py",
     "run_directory/lock.py",
     "launch/launcher.py",
     "launch/rank.py",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -229,15 +228,12 @@ def test_an_error_that_is_not_the_users_keeps_its_traceback_and_ends_with_its_ca
     file = tmp_path / "status"
     take_room(file)
     monkeypatch.setenv(EXIT_STATUS_FILE, str(file))
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     trainer.train = train  # type: ignore[attr-defined]
     assert cli.main(["train", str(valid)]) == 1
     told = capsys.readouterr().err
     assert "Traceback" in told
     assert told.splitlines()[-1] == "swift-stage2 train: error: Stage2Error: a fault of ours"
     assert end_left_in(file) == (1, "Stage2Error: a fault of ours")
-    left = json.loads((tmp_path / "error.json").read_text())
-    assert left["message"]["message"] == "Stage2Error: a fault of ours"
 
 
 def test_a_rank_leaves_its_end_though_the_disk_is_full(

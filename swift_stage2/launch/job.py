@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,10 +50,9 @@ class Job:
         """Starts one command and follows its log; ``purpose`` is said instead of its name."""
         log_path = self._log_dir / f"{command.name}.log"
         log_path.touch(0o600)
-        colour = len(self._followers) if sys.stdout.isatty() else None
         if log_path not in self._followers:  # a restarted command goes on in its log
             only = None if self._shows_logs else SAID
-            self._followers[log_path] = LogFollower(log_path, command.name, self._show, colour, only)
+            self._followers[log_path] = LogFollower(log_path, command.name, self._show, only)
         tree = ProcessTree(command, log_path)
         self._trees.append(tree)
         self.say(f"{purpose or f'started {command.name}'}, log {log_path.name}")
@@ -97,8 +95,6 @@ class Job:
         return not self._signals.wants_haste
 
 
-_COLOURS = ("\033[36m", "\033[33m", "\033[35m", "\033[32m", "\033[34m")
-_RESET = "\033[0m"
 _REDRAW_INTERVAL_S = 1.0
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|[\r\n])")
 
@@ -111,15 +107,12 @@ class LogFollower:
         path: Path,
         name: str,
         show: Callable[[str], None],
-        colour: int | None = None,
         only: re.Pattern[str] | None = None,
     ) -> None:
         """``only``: of every line in which it is found its first group, and no other line."""
         self._show = show
         self._only = only
-        self._prefix = (
-            f"[{name}]" if colour is None else f"{_COLOURS[colour % len(_COLOURS)]}[{name}]{_RESET}"
-        )
+        self._prefix = f"[{name}]"
         self._redrawn_at = -_REDRAW_INTERVAL_S
         self._rest = b""
         self._file = path.open("rb")

@@ -25,7 +25,7 @@ from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError
 from swift_stage2.nearest_word import without_list
 from swift_stage2.preflight.model import check_checkpoint, check_hub_id, recorded_plugins
-from swift_stage2.process.heap_trim import HeapTrim
+from swift_stage2.process.memory import HeapTrim
 from swift_stage2.process.supervisor import supervise_this_program
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
 from swift_stage2.rollout_server.engine import Engine, EngineState

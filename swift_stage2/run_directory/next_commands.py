@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ _LINK = "last-checkpoint"  # ms-swift's, to what was saved last
 def next_commands(run_dir: Path, swift: Mapping[str, Any]) -> Iterator[str]:
     """The last checkpoint, and commands that merge and evaluate it; none without a checkpoint.
 
-    ``swift`` are the run's arguments of ms-swift: without a validation set of its own there is no command to evaluate,
-    and of one that ``evaluate`` could not measure there is the reason.
+    ``swift`` are the run's arguments of ms-swift: without a validation set of its own there is no command to evaluate.
     """
     steps, checkpoint = checkpoints_in(run_dir), run_dir / _LINK
     if not checkpoint.is_dir():
@@ -31,21 +31,9 @@ def next_commands(run_dir: Path, swift: Mapping[str, Any]) -> Iterator[str]:
         checkpoint = adapter.with_name(f"{adapter.name}-merged")
         words = ("--adapters", adapter, "--merge_lora", "true", "--output_dir", checkpoint)
         yield f"merge it: {shlex.join(['swift', 'export', *map(str, words)])}"
-    try:
-        validation = local_files(swift)["val_dataset"]
-    except UserError:
-        return  # they have been moved since
-    if not validation:
-        return
-    from swift_stage2.detections.prediction_files import why_unmeasured  # loads scipy
-
-    if reason := why_unmeasured(validation[0]):
-        yield (
-            f"evaluate measures lists of boxes alone, and not {reason}; evaluations during a run tell what the task "
-            "measures (stage2_ab.evaluation.every_steps)"
-        )
-    else:
-        yield f"evaluate it: {evaluate_command(validation[0], checkpoint)}"
+    with suppress(UserError):  # they have been moved since
+        for validation in local_files(swift)["val_dataset"][:1]:
+            yield f"evaluate it: {evaluate_command(validation, checkpoint)}"
 
 
 def evaluate_command(data: Path, checkpoint: Path) -> str:

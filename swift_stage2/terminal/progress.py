@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Protocol
 
-from swift_stage2.terminal.output import say
+from swift_stage2.terminal.output import printable, say
 
 _MOMENTS_S = (1.0, 5.0)
 SAID = re.compile(r"swift-stage2 \w+: (?!error: )(.+)$")
@@ -70,30 +69,17 @@ def say_beside_bar(command: str, text: str) -> None:
         say(f"swift-stage2 {command}: {text}", is_error=True)
 
 
-class MoveTo(Protocol):
-    """How much is done, and what to write beside it, if that changes."""
-
-    def __call__(self, completed: float, description: str | None = None) -> None: ...
-
-
 @contextmanager
-def progress_bar(total: float | None, description: str) -> Iterator[MoveTo]:
-    """Yields a function that is told how much of ``total`` is done; None where nobody knows the total."""
-    if not sys.stderr.isatty():
-        yield _ignore
-        return
-    from rich.progress import Progress
+def progress_bar(total: float | None, description: str) -> Iterator[Callable[..., None]]:
+    """Yields a function that is told how much of ``total`` is done, and what to write beside it, if that changes."""
+    from tqdm import tqdm
 
-    from swift_stage2.terminal.console import SafeConsole
+    layout = "{desc} {percentage:3.0f}% {bar} {elapsed}" if total else "{desc} {elapsed}"
+    with tqdm(total=total, desc=description, leave=False, disable=None, bar_format=layout) as bar:
 
-    with Progress(console=SafeConsole(stderr=True), transient=True) as bar:
-        task = bar.add_task(description, total=total)
-
-        def move_to(completed: float, description: str | None = None) -> None:
-            bar.update(task, completed=completed, description=description)
+        def move_to(completed: float, description: str = "") -> None:
+            if description:
+                bar.set_description_str(printable(description), refresh=False)
+            bar.update(completed - bar.n)
 
         yield move_to
-
-
-def _ignore(completed: float, description: str | None = None) -> None:
-    pass
