@@ -201,8 +201,8 @@ def _loading_together(servers: Sequence[ManagedServer]) -> list[list[ManagedServ
     """Groups to load in turn: vLLM takes for its own whatever others allocate on its device meanwhile."""
     groups: list[list[ManagedServer]] = []
     for server in servers:
-        devices = set(server.planned.devices)
-        free = (g for g in groups if all(devices.isdisjoint(each.planned.devices) for each in g))
+        devices = set(devices_of(server.planned.command))
+        free = (g for g in groups if all(devices.isdisjoint(devices_of(each.planned.command)) for each in g))
         if (group := next(free, None)) is None:
             groups.append(group := [])
         group.append(server)
@@ -211,7 +211,8 @@ def _loading_together(servers: Sequence[ManagedServer]) -> list[list[ManagedServ
 
 def _may_load_beside(learner: Command, servers: Sequence[ManagedServer]) -> bool:
     """True if learner and servers have no device in common: vLLM counts memory that others allocate as its own."""
-    return set(devices_of(learner)).isdisjoint(device for each in servers for device in each.planned.devices)
+    taken = {device for each in servers for device in devices_of(each.planned.command)}
+    return taken.isdisjoint(devices_of(learner))
 
 
 def _learner_end(learner: ProcessTree, exit_status_file: Path) -> tuple[int, str]:

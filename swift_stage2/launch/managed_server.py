@@ -91,18 +91,17 @@ class ManagedServer:
         job.end_late(self._trees)
         if any(tree.poll() is None for tree in self._trees) or not self._may_start(job):
             return
-        commands = self.planned.restart_commands if self.has_come else self.planned.commands
-        self._trees = tuple(job.start(command) for command in commands)
+        self._trees = tuple(job.start(command) for command in self.planned.commands(again=self.has_come))
         self._state, self._moment = _State.LOADING, time.monotonic() + self.start_timeout_s
         self.has_started = True
 
     def _may_start(self, job: Job) -> bool:
-        now, quiet_port, port = time.monotonic(), self.planned.quiet_port, 0
+        now, port = time.monotonic(), 0
         if now < self._next_look:
             return False
         self._next_look = now + _LOOK_INTERVAL_S
-        if quiet_port is not None:
-            port = 0 if is_quiet(quiet_port) else quiet_port
+        if self.planned.is_stock:
+            port = 0 if is_quiet(self.planned.http_ports[0]) else self.planned.http_ports[0]
         elif self.has_come:  # before the first start it has been looked for
             host = self.planned.address.host
             port = next((port for port in self.planned.http_ports if not is_free(host, port)), 0)
