@@ -39,12 +39,9 @@ _OWN_PARSER = {
     "data": ("dataset.command", "check every row of a data set, without a model"),
     "evaluate": (
         "evaluate.command",
-        "standard detection metrics of a model, a running server or predictions, with intervals",
+        "detection metrics of a model, a running server or predictions, with intervals",
     ),
-    "report": (
-        "report.command",
-        "tell how a run went, on one page: speed against its bound, quality, what was lost",
-    ),
+    "report": ("report.command", "tell how a run went, on one page: speed, quality, what was lost"),
     "rollouts": (
         "report.rollouts_command",
         "print finished rollouts with their matches, also while the run goes on",
@@ -145,41 +142,30 @@ def parser() -> argparse.ArgumentParser:
         help="train one rank; torchrun starts it: torchrun … -m swift_stage2 train",
         exit_statuses=_LEARNER_STATUSES,
     )
-    train.add_argument("config", metavar="CONFIG.yaml")
     launch = commands.add_parser(
         "launch",
         help="start servers and learner, and end them together",
         exit_statuses=f"{_LEARNER_STATUSES}; 128 + n ended by signal n",
     )
-    launch.add_argument("config", metavar="CONFIG.yaml")
-    launch.add_argument(
-        "--nproc-per-node",
-        type=whole_number(1),
-        metavar="N",
-        help="learner ranks (default: launch.learner.nproc_per_node)",
-    )
-    launch.add_argument(
-        "--node-rank",
-        type=int,
-        metavar="N",
-        help="which of the learner's hosts this is (default: launch.learner.node_rank)",
-    )
+    for option, kind, meaning in (
+        ("--nproc-per-node", whole_number(1), "learner ranks (default: launch.learner.nproc_per_node)"),
+        ("--node-rank", int, "which of the learner's hosts this is (default: launch.learner.node_rank)"),
+    ):
+        launch.add_argument(option, type=kind, metavar="N", help=meaning)
     parts = launch.add_mutually_exclusive_group()
     for part, meaning in (
         ("servers", "the servers whose base_url is this machine's; the learner is launched elsewhere"),
         ("learner", "this machine's ranks of the learner; the servers are launched elsewhere"),
     ):
+        text = f"only {meaning}"
         parts.add_argument(
-            f"--{part}-only", dest="part", action="store_const", const=part, help=f"only {meaning}"
+            f"--{part}-only", dest="part", action="store_const", const=part, default="all", help=text
         )
-    launch.set_defaults(part="all")
     launch.add_argument("--verbose", action="store_true", help="show every line that servers and ranks write")
     for command in (train, launch):
-        command.add_argument(
-            "--resume",
-            action="store_true",
-            help="go on from the last whole checkpoint of the run in swift.output_dir",
-        )
+        command.add_argument("config", metavar="CONFIG.yaml")
+        resume = "go on from the last whole checkpoint of the run in swift.output_dir"
+        command.add_argument("--resume", action="store_true", help=resume)
     for name, (_, purpose) in (_OWN_PARSER | _FROM_CHECKOUT).items():
         commands.add_parser(name, help=purpose, add_help=False)
     return parser

@@ -38,12 +38,12 @@ from swift_stage2.demo.scoring import DetectionScore
 from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.launcher import launch
+from swift_stage2.launch.run_end import evaluate_command
 from swift_stage2.pages.terminal import terminal_parts
 from swift_stage2.process.ports import free_ports
 from swift_stage2.process.supervisor import Command, StopSignals
 from swift_stage2.report.steps import summary_parts
 from swift_stage2.run_directory.claim import claim_directory
-from swift_stage2.run_directory.next_commands import evaluate_command
 from swift_stage2.telemetry.summary import RunSummary, summarise
 from swift_stage2.terminal.console import SafeConsole
 from swift_stage2.terminal.output import print_error

@@ -16,14 +16,13 @@ from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.managed_server import ManagedServer
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, devices_of, plan_launch
 from swift_stage2.launch.rank import end_left_in, take_room
-from swift_stage2.launch.run_end import describe_end, newest_run
+from swift_stage2.launch.run_end import describe_end, newest_run, next_commands
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.preflight.servers import warn_of_lone_servers
 from swift_stage2.process.ports import is_here
 from swift_stage2.process.supervisor import Command, ProcessTree, StopSignals, adopt_orphans
 from swift_stage2.run_directory.claim import resumed
 from swift_stage2.run_directory.lock import hold_run_directory
-from swift_stage2.run_directory.next_commands import next_commands
 from swift_stage2.terminal.output import print_error
 from swift_stage2.terminal.progress import going_on
 

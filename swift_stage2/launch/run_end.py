@@ -1,4 +1,4 @@
-"""The end of a run, as the launcher reads it from rank 0's audit.
+"""The end of a run, as the launcher reads it from rank 0's audit, and commands for its last checkpoint.
 
 The last line comes from the audit's end: its last ``metrics`` record, which every learner writes when it closes, and
 what it may write after that.
@@ -6,8 +6,15 @@ what it may write after that.
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from swift_stage2.dataset.files import local_files
+from swift_stage2.errors import UserError
+from swift_stage2.run_directory.checkpoints import checkpoints_in
 from swift_stage2.telemetry.audit import Record
 from swift_stage2.telemetry.reading import record_of
 from swift_stage2.telemetry.record_forms import AUDIT_FORMS, has_form
@@ -15,6 +22,7 @@ from swift_stage2.telemetry.summary import share_of_b
 from swift_stage2.whole_file import open_regular
 
 _TAIL_BYTES = 1 << 20
+_LINK = "last-checkpoint"  # ms-swift's, to what was saved last
 
 
 def describe_end(output_dir: Path, status: int, since: float) -> str:
@@ -53,3 +61,31 @@ def _last_records(path: Path) -> dict[str, Record]:
         if record["kind"] == "metrics":
             break
     return records
+
+
+def next_commands(run_dir: Path, swift: Mapping[str, Any]) -> Iterator[str]:
+    """The last checkpoint, and commands that merge and evaluate it; none without a checkpoint.
+
+    ``swift`` are the run's arguments of ms-swift: without a validation set of its own there is no command to evaluate.
+    """
+    steps, checkpoint = checkpoints_in(run_dir), run_dir / _LINK
+    if not checkpoint.is_dir():
+        if not steps:
+            return
+        checkpoint = steps[max(steps)]
+    yield f"last checkpoint: {checkpoint}"
+    if (checkpoint / "adapter_config.json").is_file():
+        adapter = checkpoint.resolve()
+        checkpoint = adapter.with_name(f"{adapter.name}-merged")
+        words = ("--adapters", adapter, "--merge_lora", "true", "--output_dir", checkpoint)
+        yield f"merge it: {shlex.join(['swift', 'export', *map(str, words)])}"
+    with suppress(UserError):  # they have been moved since
+        for validation in local_files(swift)["val_dataset"][:1]:
+            yield f"evaluate it: {evaluate_command(validation, checkpoint)}"
+
+
+def evaluate_command(data: Path, checkpoint: Path) -> str:
+    """Of the rows of ``data``; its files go beside the checkpoints."""
+    output = checkpoint.with_name("evaluation")
+    words = ("--data", data.absolute(), "--model", checkpoint, "--output", output)
+    return shlex.join(["swift-stage2", "evaluate", *map(str, words)])

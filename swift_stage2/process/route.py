@@ -67,28 +67,26 @@ def is_loopback(host: str) -> bool:
 
 def http_remedy(error: OSError) -> str:
     """The remedy when a rollout server's HTTP port cannot be connected to."""
+    closed = "start the server there, with a --host that this machine reaches"
     return _remedy(
         error,
-        host="the host of base_url",
-        closed="start the server there, with a --host that this machine reaches",
-        port="the port of base_url",
-        other="check scheme, host and port of base_url",
+        "the host of base_url",
+        closed,
+        "check scheme, host and port of base_url",
+        "the port of base_url",
     )
 
 
 def group_remedy(error: OSError) -> str:
     """The remedy when the port for weights cannot be connected to."""
+    closed = "nothing listens there: group_bind must be the address that group_host leads to, and group_port free there"
+    other = "another program may hold group_port there: choose another one"
     return _remedy(
-        error,
-        host="rollout.servers[].group_host (by default the host of base_url)",
-        closed="nothing listens there: group_bind must be the address that group_host leads to, and group_port free on "
-        "the server",
-        port="group_port",
-        other="another program may hold group_port there: choose another one",
+        error, "rollout.servers[].group_host (else the host of base_url)", closed, other, "group_port"
     )
 
 
-def _remedy(error: OSError, *, host: str, closed: str, port: str, other: str) -> str:
+def _remedy(error: OSError, host: str, closed: str, other: str, port: str) -> str:
     if isinstance(error, socket.gaierror):
         return f"write {host} as a name or address that this machine knows"
     if isinstance(error, ConnectionRefusedError):

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _NO = ("false", "f", "no", "n", "0")  # as the parser of ms-swift's command line reads them
 _MARKER = ".swift-stage2"
-_held: list[Any] = []  # locks of this process, until it ends
 
 
 def written_directory(swift: Mapping[str, Any]) -> Path | None:
@@ -99,8 +98,9 @@ def resumed(config: Stage2Config) -> tuple[Stage2Config, tuple[str, ...]]:
 def _require_steps_left(checkpoint: Path, swift: Mapping[str, Any]) -> None:
     """Raises ConfigError where the run has trained all of ``max_steps`` or ``num_train_epochs`` already."""
     state = json.loads(read_regular(checkpoint / "trainer_state.json"))
-    setting = "max_steps" if _number(swift, "max_steps", -1) > 0 else "num_train_epochs"
-    done = {"max_steps": "global_step", "num_train_epochs": "epoch"}[setting]
+    setting, done = "max_steps", "global_step"
+    if _number(swift, setting, -1) <= 0:
+        setting, done = "num_train_epochs", "epoch"
     wanted = _number(swift, setting, math.inf)
     if float(state.get(done) or 0) >= wanted:
         raise ConfigError(
@@ -132,11 +132,13 @@ def _output_dir(swift: Mapping[str, Any]) -> Path:
 def claim_directory(path: Path, *, keep: bool) -> Path:
     """An empty directory: ``path``, cleared of an earlier claim, or with ``keep`` the first free ``path-N``.
 
-    Only what an earlier claim covers is ever cleared, and never while whoever claimed it, or a run in it, works.
+    Only what an earlier claim covers is ever cleared, and never while a run works in it.
 
     Raises:
-        UserError: the directory holds something that no claim covers, is another process's, or cannot be written.
+        UserError: the directory holds something that no claim covers, or a run works in it, or it cannot be written.
     """
+    from swift_stage2.run_directory.lock import held_below  # loads psutil, as yaml above
+
     directory, number = path.absolute(), 1
     try:
         while keep:
@@ -151,35 +153,17 @@ def claim_directory(path: Path, *, keep: bool) -> Path:
                 f"--output must be a new directory or one that an earlier run of such a command made, got {directory} "
                 "with other files; name another one"
             )
+        for run_dir in held_below(directory):
+            raise UserError(
+                f"--output must be a directory that no run works in, got {directory} with a run in {run_dir}; wait for "
+                "its end, or name another one"
+            )
         (directory / _MARKER).touch()
-        _refuse_living(directory)
         for entry in directory.iterdir():
-            if not entry.name.startswith(_MARKER):
+            if entry.name != _MARKER:
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     except OSError as error:
         raise UserError(
             f"--output must be a directory that can be written, got {directory} ({error}); name another one"
         ) from error
     return directory
-
-
-def _refuse_living(directory: Path) -> None:
-    """Holds the directory until this process ends. Raises UserError: another command, or a run in it, still works."""
-    from filelock import FileLock, Timeout  # loads more than a GPU check may have, as yaml above
-
-    from swift_stage2.run_directory.lock import held_below
-
-    lock, living = FileLock(directory / f"{_MARKER}.lock", is_singleton=True, thread_local=False), None
-    try:
-        lock.acquire(timeout=0)
-        _held.append(lock)
-        living = next(held_below(directory), None)
-    except Timeout:
-        living = directory
-    except NotImplementedError:
-        pass  # a file system without locks: nothing tells a live claim from an earlier one
-    if living:
-        raise UserError(
-            f"--output must be a directory in which nothing works, got {directory} with a command or a run in {living}"
-            "; wait for its end, or name another one"
-        )

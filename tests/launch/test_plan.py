@@ -358,7 +358,5 @@ def test_a_device_may_be_shared_by_its_number_and_its_name(engine: str, is_refus
 def test_the_example_for_one_gpu_puts_all_on_it() -> None:
     file = Path(__file__).parents[2] / "configs" / "one-gpu.yaml"
     plan = plan_launch(load_config(file), file, {"CUDA_VISIBLE_DEVICES": "0"})
-    assert [
-        plan.learner.environment["CUDA_VISIBLE_DEVICES"],
-        plan.servers[0].command.environment["CUDA_VISIBLE_DEVICES"],
-    ] == ["0", "0"]
+    commands = (plan.learner, plan.servers[0].command)
+    assert [command.environment["CUDA_VISIBLE_DEVICES"] for command in commands] == ["0", "0"]

@@ -17,7 +17,7 @@ from sft_run import build_trainer, channel_a_alone
 
 from swift_stage2 import Stage2Trainer
 from swift_stage2.errors import StorageFull
-from swift_stage2.run_directory import resume
+from swift_stage2.run_directory import checkpoints
 from swift_stage2.run_directory.checkpoints import is_storage_failure, whole_checkpoint
 
 
@@ -61,13 +61,13 @@ def test_the_trainer_voids_a_checkpoint_before_any_rank_writes_over_it(
     state = tmp_path / "checkpoint-1" / "trainer_state.json"
     state.parent.mkdir()
     state.write_text("{}")
-    was_whole, write_state = [], resume.write_state
+    was_whole, write_state = [], checkpoints.write_state
 
     def look_and_write(directory: str, **facts: Any) -> None:
         was_whole.append(state.exists())
         write_state(directory, **facts)
 
-    monkeypatch.setattr(resume, "write_state", look_and_write)
+    monkeypatch.setattr(checkpoints, "write_state", look_and_write)
     trainer.train()
     assert was_whole == [False]
     assert json.loads(state.read_text())["global_step"] == 1

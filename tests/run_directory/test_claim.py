@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from telemetry.run_facts import step as step_facts
 
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, UserError
-from swift_stage2.run_directory import resume
+from swift_stage2.run_directory import checkpoints
 from swift_stage2.run_directory.claim import claim_directory, refuse_earlier_run, resumed
 from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.telemetry.facade import Telemetry
@@ -49,7 +47,7 @@ def write_checkpoint(run_dir: Path, step: int, *, num_ranks: int = 2) -> Path:
     directory = run_dir / f"checkpoint-{step}"
     directory.mkdir(parents=True)
     for rank in range(num_ranks):
-        resume.write_state(
+        checkpoints.write_state(
             str(directory),
             rank=rank,
             world_size=num_ranks,
@@ -299,7 +297,7 @@ def test_a_claim_is_absolute_and_replaces_an_earlier_one(
     (first / "old").mkdir()
     (first / "result").touch()
     assert claim_directory(first, keep=False) == first
-    assert not [each for each in first.iterdir() if not each.name.startswith(".swift-stage2")]
+    assert [each.name for each in first.iterdir()] == [".swift-stage2"]
 
 
 def test_keep_takes_the_next_free_name(tmp_path: Path) -> None:
@@ -332,30 +330,10 @@ def test_a_file_is_no_directory(tmp_path: Path, place: str, keep: bool) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_directory_in_which_another_process_works_is_refused_and_left_alone(tmp_path: Path) -> None:
-    script = "import sys, pathlib; from swift_stage2.run_directory.claim import claim_directory as claim\n"
-    script += "(claim(pathlib.Path(sys.argv[1]), keep=False) / 'result').touch(); print('claimed', flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "demo")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "claimed\n"
-        with pytest.raises(UserError, match=r"in which nothing works, got .*/demo with .*; wait for its end"):
-            claim_directory(tmp_path / "demo", keep=False)
-        assert (tmp_path / "demo" / "result").exists()
-        assert claim_directory(tmp_path / "demo", keep=True).name == "demo-2"
-        other.communicate("\n", timeout=60)
-    assert claim_directory(tmp_path / "demo", keep=False).is_dir()
-    assert not (tmp_path / "demo" / "result").exists()
-
-
 def test_a_directory_whose_run_outlives_a_killed_command_is_not_cleared(tmp_path: Path) -> None:
     directory = claim_directory(tmp_path / "demo", keep=False)
     with hold_run_directory(directory / "run"):
-        with pytest.raises(UserError, match=r"got .*/demo with a command or a run in .*/demo/run; wait for"):
+        with pytest.raises(UserError, match=r"got .*/demo with a run in .*/demo/run; wait for"):
             claim_directory(tmp_path / "demo", keep=False)
         assert (directory / "run" / "run.rank0.lock").exists()
     claim_directory(tmp_path / "demo", keep=False)

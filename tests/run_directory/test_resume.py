@@ -9,28 +9,28 @@ from typing import Any
 import pytest
 
 from swift_stage2.errors import ConfigError
-from swift_stage2.run_directory import resume
+from swift_stage2.run_directory import checkpoints
 
 STATE = {"learner": {"version": 7, "source": {"outstanding": [[0, 3, 9, 1]]}}, "telemetry": {}}
 
 
 def _write(directory: Path, *, rank: int = 0, world_size: int = 2, step: int = 40, **changes: Any) -> None:
     arguments: dict[str, Any] = {"a_batches_in_epoch": 17, "state": STATE} | changes
-    resume.write_state(str(directory), rank=rank, world_size=world_size, step=step, **arguments)
+    checkpoints.write_state(str(directory), rank=rank, world_size=world_size, step=step, **arguments)
 
 
 def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
     directory = tmp_path / "run" / "checkpoint-40"
     _write(directory, rank=1)
-    assert resume.read_state(str(directory), rank=1, world_size=2, step=40) == STATE
-    assert resume.read_a_batches(str(directory), 1) == 17
+    assert checkpoints.read_state(str(directory), rank=1, world_size=2, step=40) == STATE
+    assert checkpoints.read_a_batches(str(directory), 1) == 17
     assert [file.name for file in directory.iterdir()] == ["stage2_rank1.json"]
 
 
 def test_ranks_do_not_share_a_file(tmp_path: Path) -> None:
     _write(tmp_path, rank=0, a_batches_in_epoch=1)
     _write(tmp_path, rank=1, a_batches_in_epoch=2)
-    assert [resume.read_a_batches(str(tmp_path), rank) for rank in (0, 1)] == [1, 2]
+    assert [checkpoints.read_a_batches(str(tmp_path), rank) for rank in (0, 1)] == [1, 2]
 
 
 def test_a_state_that_cannot_be_written_leaves_the_old_file_whole(tmp_path: Path) -> None:
@@ -38,13 +38,13 @@ def test_a_state_that_cannot_be_written_leaves_the_old_file_whole(tmp_path: Path
     _write(tmp_path)
     with pytest.raises(TypeError):
         _write(tmp_path, step=41, state={"long": list(range(5000)), "last": {1, 2}})
-    assert resume.read_state(str(tmp_path), rank=0, world_size=2, step=40) == STATE
+    assert checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=40) == STATE
 
 
 def test_a_new_state_replaces_the_old_one(tmp_path: Path) -> None:
     _write(tmp_path)
     _write(tmp_path, step=41, state={})
-    assert resume.read_state(str(tmp_path), rank=0, world_size=2, step=41) == {}
+    assert checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=41) == {}
 
 
 @pytest.mark.parametrize(
@@ -61,39 +61,39 @@ def test_a_checkpoint_of_another_step_or_world_is_refused(
     _write(tmp_path)
     _write(tmp_path, rank=1)
     with pytest.raises(ConfigError, match=f"got {name}"):
-        resume.read_state(str(tmp_path), **{"rank": 0, "world_size": 2, "step": 40, **asked})
+        checkpoints.read_state(str(tmp_path), **{"rank": 0, "world_size": 2, "step": 40, **asked})
 
 
 def test_another_number_of_ranks_is_told_before_any_rank_reads_its_own(tmp_path: Path) -> None:
-    resume.check_world_size(str(tmp_path), 4)  # nothing there: the missing file is named later
+    checkpoints.check_world_size(str(tmp_path), 4)  # nothing there: the missing file is named later
     _write(tmp_path)
-    resume.check_world_size(str(tmp_path), 2)
+    checkpoints.check_world_size(str(tmp_path), 2)
     with pytest.raises(ConfigError, match=r"got world_size=4, .* has world_size=2.*nproc_per_node"):
-        resume.check_world_size(str(tmp_path), 4)
+        checkpoints.check_world_size(str(tmp_path), 4)
 
 
 def test_a_file_that_was_renamed_to_another_rank_is_refused(tmp_path: Path) -> None:
     _write(tmp_path)
     (tmp_path / "stage2_rank0.json").rename(tmp_path / "stage2_rank1.json")
     with pytest.raises(ConfigError, match=r"its own rank, got rank=1, .* has rank=0"):
-        resume.read_state(str(tmp_path), rank=1, world_size=2, step=40)
+        checkpoints.read_state(str(tmp_path), rank=1, world_size=2, step=40)
 
 
 def test_a_checkpoint_that_is_written_over_cannot_be_resumed_meanwhile(tmp_path: Path) -> None:
     _write(tmp_path)
     (tmp_path / "trainer_state.json").write_text("{}")
-    resume.void_older(str(tmp_path))
+    checkpoints.void_older(str(tmp_path))
     assert not (tmp_path / "trainer_state.json").exists()
-    resume.void_older(str(tmp_path / "none yet"))
+    checkpoints.void_older(str(tmp_path / "none yet"))
 
 
 def test_a_missing_ranks_file_is_named_though_a_stray_copy_is_there(tmp_path: Path) -> None:
     _write(tmp_path)
     (tmp_path / "stage2_rank0.json").rename(tmp_path / "stage2_rankx.json")
     with pytest.raises(ConfigError, match=r"stage-2 state of every rank, cannot read .*stage2_rank0\.json"):
-        resume.read_state(str(tmp_path), rank=0, world_size=2, step=40)
+        checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=40)
     with pytest.raises(ConfigError, match="resume from another checkpoint"):
-        resume.read_a_batches(str(tmp_path), 0)
+        checkpoints.read_a_batches(str(tmp_path), 0)
 
 
 @pytest.mark.parametrize("content", ["", '{"format": 1, "rank"', "\x00", "[]", "7", '"text"', "{}"])
@@ -101,7 +101,7 @@ def test_a_missing_ranks_file_is_named_though_a_stray_copy_is_there(tmp_path: Pa
 def test_an_unreadable_or_stray_file_is_named(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=rf"{name}.*resume from another checkpoint"):
-        resume.read_state(str(tmp_path), rank=0, world_size=2, step=40)
+        checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=40)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_a_file_of_another_form_is_named_with_the_remedy(tmp_path: Path, spoilt:
     path = tmp_path / "stage2_rank0.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | spoilt))
     for read in (
-        lambda: resume.read_state(str(tmp_path), rank=0, world_size=2, step=40),
-        lambda: resume.read_a_batches(str(tmp_path), 0),
+        lambda: checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=40),
+        lambda: checkpoints.read_a_batches(str(tmp_path), 0),
     ):
         with pytest.raises(
             ConfigError, match=r"stage2_rank0\.json must have format=2 .*; resume from another"
