@@ -180,19 +180,6 @@ def test_launch_refuses_missing_inputs_before_it_starts_anything(
     assert [file.name for file in tmp_path.iterdir()] == ["run.yaml"]
 
 
-def test_a_user_error_of_several_lines_is_told_on_one(
-    valid: Path, trainer: types.ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def train(config: object, **_: object) -> int:
-        raise DatasetError("every line must be JSON,\n  got line=7; mend it")
-
-    trainer.train = train  # type: ignore[attr-defined]
-    assert cli.main(["train", str(valid)]) == 2
-    assert (
-        capsys.readouterr().err == "swift-stage2 train: error: every line must be JSON, got line=7; mend it\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "mistake"),
     [
@@ -215,25 +202,59 @@ def test_every_command_words_a_mistake_as_argparse_does(
     assert error.count("\n") == 1
 
 
-def test_an_error_that_is_not_the_users_keeps_its_traceback_and_ends_with_its_cause(
+@pytest.mark.parametrize(
+    ("end", "before", "status", "left", "told"),
+    [
+        (0, None, 0, None, ""),
+        (7, None, 7, "7", ""),
+        (1, "2", 1, "2", ""),  # the first rank that fails has the say
+        (
+            DatasetError("every line must be JSON,\n  got line=7; mend it"),
+            None,
+            2,
+            "2\nevery line must be JSON, got line=7; mend it",
+            "swift-stage2 train: error: every line must be JSON, got line=7; mend it",
+        ),
+        (
+            Stage2Error("a fault\n  of ours"),
+            None,
+            1,
+            "1\nStage2Error: a fault of ours",
+            "swift-stage2 train: error: Stage2Error: a fault of ours",
+        ),
+        (KeyboardInterrupt(), None, 130, "1", ""),
+    ],
+    ids=repr,
+)
+def test_a_rank_leaves_its_end_for_the_launcher_and_tells_it_in_one_line(
     tmp_path: Path,
     valid: Path,
     trainer: types.ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    end: int | BaseException,
+    before: str | None,
+    status: int,
+    left: str | None,
+    told: str,
 ) -> None:
+    """What is not the user's keeps its traceback above that line."""
+
     def train(config: object, **_: object) -> int:
-        raise Stage2Error("a fault\n  of ours")
+        if isinstance(end, BaseException):
+            raise end
+        return end
 
     file = tmp_path / "status"
-    take_room(file)
+    if before:
+        file.write_text(before)
     monkeypatch.setenv(EXIT_STATUS_FILE, str(file))
     trainer.train = train  # type: ignore[attr-defined]
-    assert cli.main(["train", str(valid)]) == 1
-    told = capsys.readouterr().err
-    assert "Traceback" in told
-    assert told.splitlines()[-1] == "swift-stage2 train: error: Stage2Error: a fault of ours"
-    assert end_left_in(file) == (1, "Stage2Error: a fault of ours")
+    assert cli.main(["train", str(valid)]) == status
+    assert (file.read_text() if file.exists() else None) == left
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1:] == ([told] if told else [])
+    assert ("Traceback" in "".join(lines)) is told.endswith("a fault of ours")
 
 
 def test_a_rank_leaves_its_end_though_the_disk_is_full(
@@ -251,35 +272,6 @@ def test_a_rank_leaves_its_end_though_the_disk_is_full(
     assert end_left_in(file) == (2, "no room")
 
 
-@pytest.mark.parametrize(("status", "left"), [(0, None), (7, "7")])
-def test_train_leaves_its_status_for_the_launcher(
-    tmp_path: Path,
-    valid: Path,
-    trainer: types.ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    status: int,
-    left: str | None,
-) -> None:
-    file = tmp_path / "status"
-    monkeypatch.setenv("SWIFT_STAGE2_EXIT_STATUS_FILE", str(file))
-    trainer.train = lambda config, **_: status  # type: ignore[attr-defined]
-    assert cli.main(["train", str(valid)]) == status
-    assert (file.read_text() if file.exists() else None) == left
-
-
-def test_train_leaves_a_users_mistake_for_the_launcher(
-    tmp_path: Path, valid: Path, trainer: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train(config: object, **_: object) -> int:
-        raise DatasetError("every line must be JSON,\n  got line=7; mend it")
-
-    file = tmp_path / "status"
-    monkeypatch.setenv("SWIFT_STAGE2_EXIT_STATUS_FILE", str(file))
-    trainer.train = train  # type: ignore[attr-defined]
-    assert cli.main(["train", str(valid)]) == 2
-    assert file.read_text() == "2\nevery line must be JSON, got line=7; mend it"
-
-
 def test_a_hung_push_ends_the_process_though_a_thread_never_returns(tmp_path: Path, valid: Path) -> None:
     code = (
         "import sys, threading, types\n"
@@ -293,17 +285,6 @@ def test_a_hung_push_ends_the_process_though_a_thread_never_returns(tmp_path: Pa
     environment = dict(os.environ) | {"SWIFT_STAGE2_EXIT_STATUS_FILE": str(status_file)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == 70
     assert status_file.read_text() == "70"
-
-
-def test_the_first_rank_that_fails_has_the_say(
-    tmp_path: Path, valid: Path, trainer: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "status"
-    file.write_text("2")
-    monkeypatch.setenv("SWIFT_STAGE2_EXIT_STATUS_FILE", str(file))
-    trainer.train = lambda config, **_: 1  # type: ignore[attr-defined]
-    cli.main(["train", str(valid)])
-    assert file.read_text() == "2"
 
 
 def test_a_warning_is_told_once_by_rank_0_unless_the_launcher_has_told_it(
@@ -329,14 +310,6 @@ def test_a_warning_is_told_once_by_rank_0_unless_the_launcher_has_told_it(
         assert cli.main(["train", str(valid)]) == 0
         told.append(capsys.readouterr().err)
     assert told == ["swift-stage2 train: warning: too much\n", "", ""]
-
-
-def test_ctrl_c_exits_with_130(valid: Path, trainer: types.ModuleType) -> None:
-    def train(config: object, **_: object) -> int:
-        raise KeyboardInterrupt
-
-    trainer.train = train  # type: ignore[attr-defined]
-    assert cli.main(["train", str(valid)]) == 130
 
 
 def test_commands_with_a_parser_of_their_own_get_their_arguments_untouched(

@@ -39,9 +39,6 @@ def test_work_that_never_ends_is_left_behind_and_named() -> None:
     assert call.result_within(0.0)
 
 
-LONGEST_WAIT_S = 60.0
-
-
 class Events:
     """Keeps warnings."""
 
