@@ -88,14 +88,11 @@ def starter_config(options: argparse.Namespace) -> dict[str, Any]:
         "add_version": False,
     }
     ports = _free_ports(len(rollout) or 1)
+    urls = [{"base_url": f"http://127.0.0.1:{http}", "group_port": group} for http, group in ports]
     data: dict[str, Any] = {
         "swift": swift,
         "stage2_ab": {"schedule": {"b_ratio": options.b_ratio}, "task": options.task},
-        "rollout": {
-            "servers": [
-                {"base_url": f"http://127.0.0.1:{http}", "group_port": group} for http, group in ports
-            ]
-        },
+        "rollout": {"servers": urls},
         "launch": {"learner": {"nproc_per_node": len(learner) or 1, "devices": learner}},
     }
     set_values(data, [*(f"swift.{word}" for word in options.swift), *options.set], "--set")
@@ -137,10 +134,8 @@ def _server(devices: list[int], swift: dict[str, Any], share: float | None = Non
     """Our server, told of the learner what decides how a prompt is read, and its part of a GPU that it shares."""
     engine, _ = _engine(devices)
     # On vLLM ms-swift's own parser reads the options, and they are spelt as the learner's.
-    spelt = {
-        key: key.replace("_", "-") if engine is ServerEngine.TRANSFORMERS else key for key in _OF_BOTH_SIDES
-    }
-    args = {option: swift[key] for key, option in spelt.items() if swift.get(key)}
+    dash = "-" if engine is ServerEngine.TRANSFORMERS else "_"
+    args = {key.replace("_", dash): swift[key] for key in _OF_BOTH_SIDES if swift.get(key)}
     if share is not None and engine is ServerEngine.VLLM:  # on transformers it takes what it needs
         args[UTILIZATION] = share
     return {"engine": str(engine), "devices": devices, **({"args": args} if args else {})}
@@ -169,37 +164,34 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Writes the YAML of a job on this machine.",
         exit_statuses="0 the file is written",
     )
-    for option, metavar, meaning in (
-        ("--data", "FILE.jsonl", "training data"),
-        ("--model", "DIR", "the directory of a stage-1 checkpoint, or a hub id"),
-        ("--learner-gpus", "N,N", "GPU numbers of the learner, as 0,1; none for the CPU"),
-        ("--rollout-gpus", "N,N", "GPU numbers of the servers, one on each, as 2,3; none for one on the CPU"),
+    own_task = "one of your own needs --swift external_plugins=FILE.py"
+    for option, metavar, default, meaning in (
+        ("--data", "FILE.jsonl", None, "training data"),
+        ("--model", "DIR", None, "the directory of a stage-1 checkpoint, or a hub id"),
+        ("--learner-gpus", "N,N", None, "GPU numbers of the learner, as 0,1; none for the CPU"),
+        (
+            "--rollout-gpus",
+            "N,N",
+            None,
+            "GPU numbers of the servers, one on each, as 2,3; none for one on the CPU",
+        ),
+        ("--output", "FILE.yaml", None, "never a file that exists"),
+        ("--task", "NAME", DEFAULT_TASK, f"the meaning of answers (default %(default)s); {own_task}"),
+        ("--b-ratio", "R", 0.25, "share of steps on channel B (default %(default)s)"),
     ):
-        parser.add_argument(option, required=True, metavar=metavar, help=meaning)
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE.yaml", help="never a file that exists"
-    )
-    parser.add_argument(
-        "--task",
-        default=DEFAULT_TASK,
-        metavar="NAME",
-        help="the meaning of answers (default %(default)s); one of your own needs --swift external_plugins=FILE.py",
-    )
-    parser.add_argument(
-        "--b-ratio", type=float, default=0.25, metavar="R", help="share of steps on channel B (default 0.25)"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="any key of the YAML by its whole path, as rollout.max_resumes=1; may be given again",
-    )
-    parser.add_argument(
-        "--swift",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="short for --set swift.KEY=VALUE, an argument of ms-swift, as tuner_type=full",
-    )
+        kind = {"--output": Path, "--b-ratio": float}.get(option, str)
+        is_required = default is None
+        parser.add_argument(
+            option, required=is_required, metavar=metavar, default=default, type=kind, help=meaning
+        )
+    for option, metavar, meaning in (
+        ("--set", "SECTION.KEY=VALUE", "any key of the YAML by its whole path, as rollout.max_resumes=1"),
+        (
+            "--swift",
+            "KEY=VALUE",
+            "short for --set swift.KEY=VALUE, an argument of ms-swift, as tuner_type=full",
+        ),
+    ):
+        text = f"{meaning}; may be given again"
+        parser.add_argument(option, action="append", default=[], metavar=metavar, help=text)
     return parser.parse_args(argv)

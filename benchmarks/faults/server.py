@@ -110,10 +110,9 @@ class TestedServer:
     def _wait_for_supervisor(self) -> None:
         tree = self._tree
         assert tree is not None
-        try:
-            self._owner.wait_for(
-                lambda: tree.poll() is not None, "its supervisor ends", _GRACE_S + _KILL_DEADLINE_S
-            )
-        except ChildFailed:
-            tree.kill_supervisor()
-            self._owner.job.end_abandoned(tree, at_once=True)
+        if tree.end(self._go_on):
+            raise ChildFailed(f"the supervisor of the {self.kind} server must end; see {tree.log_path}")
+
+    def _go_on(self) -> bool:
+        self._owner.moment()
+        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -38,8 +38,10 @@ class Job:
     def __exit__(self, *_: object) -> None:
         try:
             for tree in reversed(self._trees):  # the learner first: it may be talking to a server
-                self._end(tree)
-            left = end_descendants(_LONGEST_STRAY_PATIENCE_S, spare=self._spare)
+                if tree.end(self._go_on):  # a second signal cuts its grace short
+                    self.say(f"{tree.command.name} is killed before it has ended in order")
+            patience_s = 0.0 if self._signals.wants_haste else _LONGEST_STRAY_PATIENCE_S
+            left = end_descendants(patience_s, spare=self._spare)  # of supervisors that were killed
             if left:
                 self.say(f"processes that SIGKILL did not end: {left}")
         finally:
@@ -61,34 +63,12 @@ class Job:
     def step(self) -> None:
         """Waits a moment or for a signal, and shows what was logged meanwhile."""
         self._signals.wait(_POLL_S)
-        self._pump()
-
-    def end_abandoned(self, tree: ProcessTree, *, at_once: bool = False) -> None:
-        """Ends what a killed supervisor left: its tree is below the launcher now."""
-        if tree.was_abandoned:
-            supervisors = {other.pid for other in self._trees if other.poll() is None}
-            patience_s = 0.0 if at_once else min(tree.command.grace_s, _LONGEST_STRAY_PATIENCE_S)
-            end_descendants(patience_s, spare=self._spare | supervisors)
-
-    def end_late(self, trees: Sequence[ProcessTree]) -> None:
-        """Kills those of ``trees`` that were asked to end and have outlived their grace; never waits for the rest."""
-        for tree in trees:
-            if tree.is_overdue:
-                self._end(tree)
+        for follower in self._followers.values():
+            follower.pump()
 
     def say(self, text: str) -> None:
         """A line of the launcher itself."""
         self._show(f"[launch] {text}")
-
-    def _pump(self) -> None:
-        for follower in self._followers.values():
-            follower.pump()
-
-    def _end(self, tree: ProcessTree) -> None:
-        """Asks, waits for the grace, kills; a second signal cuts the grace short."""
-        if tree.end(self._go_on):
-            self.say(f"{tree.command.name} is killed before it has ended in order")
-        self.end_abandoned(tree, at_once=self._signals.wants_haste)
 
     def _go_on(self) -> bool:
         self.step()

@@ -109,13 +109,9 @@ def _serve_this_machine(
     if not plan.servers:
         hosts = ", ".join(server.host for server in config.rollout.servers[: len(config.launch.servers)])
         raise ConfigError(
-            "launch --servers-only starts the servers whose base_url has a host of this machine, got launch.servers "
-            f"with hosts={hosts or 'none'}; "
-            + (
-                "write an address or name of this machine that it can resolve into rollout.servers[].base_url"
-                if hosts
-                else "add an entry to launch.servers for each of rollout.servers"
-            )
+            "launch --servers-only starts those of launch.servers whose base_url has a host of this machine, got "
+            f"hosts={hosts or 'none'}; write an address or name of this machine into rollout.servers[].base_url, and "
+            "an entry for it into launch.servers"
         )
     run_checks(config, Known(started_servers=plan.server_indices))
     for warning in warn_of_lone_servers(config, plan.server_indices):

@@ -65,8 +65,6 @@ class ManagedServer:
     def turn(self, job: Job) -> None:
         """Starts it, looks whether it has come up, tells of its end once, and starts it again when that is wanted.
 
-        Waits only where a supervisor was killed, until its tree has ended: 20 s at most.
-
         Raises:
             ServerUnavailable: it did not come up for the first time.
         """
@@ -88,7 +86,6 @@ class ManagedServer:
 
     def _start(self, job: Job) -> None:
         """Once nothing of it is left, and, unless it is stock and would take the next port, nobody has its port."""
-        job.end_late(self._trees)
         if any(tree.poll() is None for tree in self._trees) or not self._may_start(job):
             return
         self._trees = tuple(job.start(command) for command in self.planned.commands(again=self.has_come))
@@ -157,7 +154,6 @@ class ManagedServer:
     def _plan_restart(self, job: Job, text: str, status: int) -> None:
         for tree in self._trees:
             tree.ask_to_end()
-            job.end_abandoned(tree)
         delay_s = restart_delay_s(self.restart, status, self._num_restarts)
         if delay_s is None:
             self._state = _State.GONE

@@ -56,7 +56,7 @@ class ProcessTree:
     def __init__(self, command: Command, log_path: Path) -> None:
         self.command = command
         self.log_path = log_path
-        self._asked: float | None = None  # monotonic seconds
+        self._is_asked = False
         options = [f"--grace-s={command.grace_s}", f"--parent={os.getpid()}"]
         with open(log_path, "ab", opener=_private) as log:
             self.log_offset = log.tell()  # before it, earlier processes wrote
@@ -79,38 +79,24 @@ class ProcessTree:
         status = self._supervisor.poll()
         return status if status is None or status >= 0 else 128 - status
 
-    @property
-    def was_abandoned(self) -> bool:
-        """Whether the supervisor itself was killed, which leaves its tree to whoever started it."""
-        status = self._supervisor.poll()
-        return status is not None and status < 0
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether it still runs though it was asked to end longer ago than its grace and what the rest takes."""
-        end = self._asked and self._asked + self.command.grace_s + _MARGIN_S
-        return end is not None and time.monotonic() > end and self.poll() is None
-
     def ask_to_end(self) -> None:
         """Tells the supervisor to end the tree; may be called again."""
-        if self._asked is None:
-            self._asked = time.monotonic()
+        if not self._is_asked:
+            self._is_asked = True
             self._supervisor.terminate()
 
     def end(self, step: Callable[[], bool]) -> bool:
         """Asks, and does ``step`` until the tree has ended. Kills the supervisor when that takes too long or ``step``
         says that there is no time, and returns whether it did: the tree is then the caller's to end."""
         self.ask_to_end()
+        end = time.monotonic() + self.command.grace_s + _MARGIN_S
         while self.poll() is None:
-            if not step() or self.is_overdue:
-                self.kill_supervisor()
+            if not step() or time.monotonic() >= end:
+                self._supervisor.kill()
+                with suppress(subprocess.TimeoutExpired):  # one that the kernel holds ends nobody else's end
+                    self._supervisor.wait(timeout=_KILL_DEADLINE_S)
                 return True
         return False
-
-    def kill_supervisor(self) -> None:
-        self._supervisor.kill()
-        with suppress(subprocess.TimeoutExpired):  # one that the kernel holds ends nobody else's end
-            self._supervisor.wait(timeout=10.0)
 
 
 def _private(path: str, flags: int) -> int:

@@ -23,8 +23,6 @@ class ListeningJob:
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def end_late(self, trees: object) -> None: ...
-
     def start(self, command: Command) -> None:
         self.started.append(command.name)
 
