@@ -123,11 +123,9 @@ def _absolute(value: Any) -> Any:
 
 def _engine(devices: Sequence[int]) -> tuple[ServerEngine, str]:
     """Our server on vLLM where it is installed and has a GPU, else on transformers; and why."""
-    if not devices:
-        return ServerEngine.TRANSFORMERS, "the servers have no GPU"
-    if find_spec("vllm") is None:
-        return ServerEngine.TRANSFORMERS, "vLLM is not installed here"
-    return ServerEngine.VLLM, "vLLM is installed here"
+    if devices and find_spec("vllm") is not None:
+        return ServerEngine.VLLM, "vLLM is installed here"
+    return ServerEngine.TRANSFORMERS, "vLLM is not installed here" if devices else "the servers have no GPU"
 
 
 def _server(devices: list[int], swift: dict[str, Any], share: float | None = None) -> dict[str, Any]:

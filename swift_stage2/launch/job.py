@@ -76,23 +76,17 @@ class Job:
 
 
 _REDRAW_INTERVAL_S = 1.0
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|[\r\n])")
+_LINE_END = re.compile(rb"(\r\n|[\r\n])")
 
 
 class LogFollower:
     """Shows what is appended to one file. A progress bar redraws itself after ``\\r``: one state a second is shown."""
 
     def __init__(
-        self,
-        path: Path,
-        name: str,
-        show: Callable[[str], None],
-        only: re.Pattern[str] | None = None,
+        self, path: Path, name: str, show: Callable[[str], None], only: re.Pattern[str] | None = None
     ) -> None:
         """``only``: of every line in which it is found its first group, and no other line."""
-        self._show = show
-        self._only = only
-        self._prefix = f"[{name}]"
+        self._name, self._show, self._only = name, show, only
         self._redrawn_at = -_REDRAW_INTERVAL_S
         self._rest = b""
         self._file = path.open("rb")
@@ -100,12 +94,9 @@ class LogFollower:
 
     def pump(self) -> None:
         """Shows every whole line since the last call."""
-        data = self._rest + self._file.read()
-        end = 0
-        for found in _LINE.finditer(data):
-            end = found.end()
-            self._emit(found.group())
-        self._rest = data[end:]
+        *lines, self._rest = _LINE_END.split(self._rest + self._file.read())
+        for line, end in zip(lines[::2], lines[1::2], strict=True):
+            self._emit(line, is_redrawn=end == b"\r")
 
     def close(self) -> None:
         """Shows the rest, also without an end of line."""
@@ -113,18 +104,15 @@ class LogFollower:
         self._emit(self._rest)
         self._file.close()
 
-    def _emit(self, line: bytes) -> None:
-        text = line.rstrip(b"\r\n").decode("utf-8", errors="replace")
+    def _emit(self, line: bytes, *, is_redrawn: bool = False) -> None:
+        text, now = line.decode("utf-8", errors="replace"), time.monotonic()
         if self._only is not None:
             text = found[1] if (found := self._only.search(text)) else ""
-        if not text.strip():
+        if not text.strip() or (is_redrawn and now - self._redrawn_at < _REDRAW_INTERVAL_S):
             return
-        if line.endswith(b"\r"):
-            now = time.monotonic()
-            if now - self._redrawn_at < _REDRAW_INTERVAL_S:
-                return
+        if is_redrawn:
             self._redrawn_at = now
-        self._show(f"{self._prefix} {text}")
+        self._show(f"[{self._name}] {text}")
 
 
 _SOURCE_PREFIX = re.compile(r"^(?:\[[\w-]+\] )*(?:\[rank\d+\]: ?)?")

@@ -16,7 +16,7 @@ from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.managed_server import ManagedServer
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, devices_of, plan_launch
 from swift_stage2.launch.rank import end_left_in, take_room
-from swift_stage2.launch.run_end import describe_end, newest_run, next_commands
+from swift_stage2.launch.run_end import newest_run, next_commands
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.preflight.servers import warn_of_lone_servers
 from swift_stage2.process.ports import is_here
@@ -96,7 +96,8 @@ def launch(
             for line in islice(next_commands(run_dir, config.swift), 1) if run_dir else ():
                 show(f"[launch] {line}")
             show(f"[launch] go on: swift-stage2 launch {shlex.quote(str(config_path))} --resume")
-        show(f"[launch] {describe_end(output_dir, status, since)}; logs in {plan.log_dir}")
+        how = "finished" if status == 0 else f"ended with status {status}"
+        show(f"[launch] {how}; run directory {run_dir or 'none was begun'}; logs in {plan.log_dir}")
         if status and (left := end_left_in(plan.exit_status_file)) and left[1]:
             print_error("launch", left[1])  # the last line names the cause, however much was told after it
         return status
@@ -160,54 +161,45 @@ def _follow(
 ) -> ProcessTree | None:
     """Until the learner, which it returns, has ended, without one every server has, or a signal comes.
 
-    Servers load group by group, the learner beside the last one if it may. A server that ends later is told of, and
-    perhaps started again; the learner runs on.
+    Servers on one device load one after the other, the learner beside the last ones if it may. A server that ends later
+    is told of, and perhaps started again; the learner runs on.
 
     Raises:
         ServerUnavailable: a server did not come up.
     """
-    groups, learner, began = _loading_together(servers), None, time.monotonic()
+    learner, began = None, time.monotonic()
     say_at = began + _SAY_EVERY_S
     while signals.received is None and (learner is None or learner.poll() is None):
-        loading = next((group for group in groups if not all(server.has_come for server in group)), [])
         for server in servers:
-            if server.has_started or server in loading:
+            others = [
+                each for each in servers if each.has_started and not each.has_come and each is not server
+            ]
+            if server.has_started or _is_apart(server.planned.command, others):
                 server.turn(job)
-        is_last = bool(loading) and loading is groups[-1] and all(server.has_started for server in loading)
-        if plan.learner is not None and learner is None:
-            if not loading or (is_last and _may_load_beside(plan.learner, loading)):
-                learner = job.start(plan.learner)
-        elif plan.learner is None and not loading:
+        loading = [server for server in servers if not server.has_come]
+        if plan.learner is None and not loading:
             if say_at < math.inf:
                 job.say("all servers of this machine are up; Ctrl-C or SIGTERM ends them")
             if all(server.is_gone for server in servers):
                 break
+        are_started = all(server.has_started for server in servers)
+        if plan.learner is not None and learner is None and are_started and _is_apart(plan.learner, loading):
+            learner = job.start(plan.learner)
         if not loading:
             say_at = math.inf
         elif (now := time.monotonic()) >= say_at:
             say_at = now + _SAY_EVERY_S
-            names = " and ".join(server.name for server in loading if not server.has_come)
-            job.say(f"waiting for {names} to load, {now - began:.0f} s")
+            job.say(
+                f"waiting for {' and '.join(server.name for server in loading)} to load, {now - began:.0f} s"
+            )
         job.step()
     return learner
 
 
-def _loading_together(servers: Sequence[ManagedServer]) -> list[list[ManagedServer]]:
-    """Groups to load in turn: vLLM takes for its own whatever others allocate on its device meanwhile."""
-    groups: list[list[ManagedServer]] = []
-    for server in servers:
-        devices = set(devices_of(server.planned.command))
-        free = (g for g in groups if all(devices.isdisjoint(devices_of(each.planned.command)) for each in g))
-        if (group := next(free, None)) is None:
-            groups.append(group := [])
-        group.append(server)
-    return groups
-
-
-def _may_load_beside(learner: Command, servers: Sequence[ManagedServer]) -> bool:
-    """True if learner and servers have no device in common: vLLM counts memory that others allocate as its own."""
-    taken = {device for each in servers for device in devices_of(each.planned.command)}
-    return taken.isdisjoint(devices_of(learner))
+def _is_apart(command: Command, loading: Sequence[ManagedServer]) -> bool:
+    """Whether it sees no device of a server that loads: vLLM takes for its own whatever others allocate meanwhile."""
+    taken = {device for server in loading for device in devices_of(server.planned.command)}
+    return taken.isdisjoint(devices_of(command))
 
 
 def _learner_end(learner: ProcessTree, exit_status_file: Path) -> tuple[int, str]:

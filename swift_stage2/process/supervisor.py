@@ -225,9 +225,8 @@ def main(argv: Sequence[str]) -> int:
                 start_new_session=True,  # a terminal's Ctrl-C asks the supervisor
                 preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
-        except OSError as exc:
-            told = f"the command must be a program that can be started, got {options.command[0]!r}: {exc}"
-            print(told, flush=True)
+        except OSError as error:
+            print(f"the command must be a program that can be started, got {error}", flush=True)
             return 127
         pidfd = os.pidfd_open(child.pid)
         while child.poll() is None and signals.received is None:

@@ -150,14 +150,10 @@ def whole_checkpoint(directory: Path, *, is_owner: bool) -> Iterator[None]:
             shutil.rmtree(directory, ignore_errors=True)
         if not is_storage_failure(error):
             raise
-        beside = checkpoints_in(directory.parent).values()
-        whole = [path for path in beside if not why_not_whole(path, needs_stage2=False)]
-        last = max(whole, key=lambda path: path.stat().st_mtime, default=None)
-        left = f"go on from {last}" if last else "no whole one is left"
         words, free_mib = " ".join(str(error).split())[:200], shutil.disk_usage(directory.parent).free / _MIB
         raise StorageFull(
-            f"a checkpoint needs a disk that takes it whole, got {directory}: {words} "
-            f"({free_mib:,.0f} MiB free now); make room, then {left}"
+            f"a checkpoint needs a disk that takes it whole, got {directory}: {words} ({free_mib:,.0f} MiB free now); "
+            "make room, then go on from the last whole one by --resume"
         ) from error
 
 

@@ -6,8 +6,6 @@ writes there meanwhile (see ``lock``).
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -66,7 +64,7 @@ def resumed(config: Stage2Config) -> tuple[Stage2Config, tuple[str, ...]]:
     Where no save came to its end it begins at step 0, also over the steps of a run that ended before.
 
     Raises:
-        ConfigError: a checkpoint is named already, none is whole although one was saved, or no steps are left.
+        ConfigError: a checkpoint is named already, or none is whole although one was saved.
     """
     if given := config.swift.get("resume_from_checkpoint"):
         raise ConfigError(
@@ -80,7 +78,6 @@ def resumed(config: Stage2Config) -> tuple[Stage2Config, tuple[str, ...]]:
     passed_over: list[str] = []
     for *_, path in sorted(found, reverse=True):
         if not (reason := why_not_whole(path, needs_stage2=config.b_enabled)):
-            _require_steps_left(path, config.swift)
             swift = {**config.swift, "resume_from_checkpoint": str(path)}
             return replace(config, swift=swift), (*passed_over, f"resuming from {path}")
         passed_over.append(f"{path} is passed over: {reason}")
@@ -93,29 +90,6 @@ def resumed(config: Stage2Config) -> tuple[Stage2Config, tuple[str, ...]]:
         f"no checkpoint was saved whole in {trained}" if trained else f"nothing was trained in {place} yet"
     )
     return config, (*passed_over, f"{words}: begins at step 0")
-
-
-def _require_steps_left(checkpoint: Path, swift: Mapping[str, Any]) -> None:
-    """Raises ConfigError where the run has trained all of ``max_steps`` or ``num_train_epochs`` already."""
-    state = json.loads(read_regular(checkpoint / "trainer_state.json"))
-    setting, done = "max_steps", "global_step"
-    if _number(swift, setting, -1) <= 0:
-        setting, done = "num_train_epochs", "epoch"
-    wanted = _number(swift, setting, math.inf)
-    if float(state.get(done) or 0) >= wanted:
-        raise ConfigError(
-            f"--resume needs steps that are left, got {checkpoint} with {done}={state[done]:g} of "
-            f"{setting}={wanted:g}; raise swift.{setting}, or name another output_dir to begin anew"
-        )
-
-
-def _number(swift: Mapping[str, Any], key: str, default: float) -> float:
-    try:
-        return float(swift.get(key) or default)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"swift.{key} must be a number, got {key}={swift[key]!r:.200}; correct it"
-        ) from error
 
 
 def _output_dir(swift: Mapping[str, Any]) -> Path:

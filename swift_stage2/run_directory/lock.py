@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
 from filelock import FileLock, Timeout
 
 from swift_stage2.errors import ConfigError, UserError
@@ -26,7 +24,6 @@ RANK_0 = "rank0"
 _LOCK = "run.{}.lock"
 _HOLDER = "run.{}.holder"  # beside it, and left there: who holds the lock, or held it last
 _LOOKED_AT_S = 2.0  # somebody may just be looking whether it is free
-_LONGEST_COMMAND = 300
 
 
 @contextmanager
@@ -95,6 +92,4 @@ def _other_run(run_dir: Path, role: str) -> UserError:
 
 
 def _this_process() -> str:
-    command = shlex.join(psutil.Process().cmdline())[:_LONGEST_COMMAND]
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"process {os.getpid()} on {socket.gethostname()} since {since}: {command}"
+    return f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"

@@ -35,7 +35,7 @@ def going_on(
     if os.environ.get("RANK", "0") != "0":
         yield
         return
-    tell = tell or partial(_to_stderr, command)
+    tell = tell or partial(say_beside_bar, command)
     started, ended = time.monotonic(), threading.Event()
 
     def repeat() -> None:
@@ -51,11 +51,6 @@ def going_on(
     finally:
         ended.set()
         thread.join(_MOMENTS_S[0])  # whoever reads what it writes may stand still
-
-
-def _to_stderr(command: str, text: str) -> None:
-    with suppress(OSError, ValueError):  # nobody reads it any more
-        print(f"swift-stage2 {command}: {text}", file=sys.stderr, flush=True)
 
 
 def say_beside_bar(command: str, text: str) -> None:

@@ -125,20 +125,6 @@ def test_a_run_that_names_its_own_checkpoint_goes_on_and_one_that_names_anothers
 # --- from the last whole checkpoint -----------------------------------------------------------------
 
 
-def test_a_run_that_is_done_is_not_resumed(configured: Configure, tmp_path: Path) -> None:
-    """It would load everything, train nothing, and begin another folder."""
-    directory = write_checkpoint(tmp_path / "run", 10)
-    (directory / "trainer_state.json").write_text(json.dumps({"global_step": 10, "epoch": 2.0}))
-    for setting, number, done in (("max_steps", 10, "global_step=10"), ("num_train_epochs", 2, "epoch=2")):
-        with pytest.raises(
-            ConfigError, match=rf"needs steps that are left, got .*{done} of {setting}={number}; "
-        ):
-            resumed(configured(**{setting: number}))
-        with pytest.raises(ConfigError, match=rf"^swift\.{setting} must be a number, got {setting}="):
-            resumed(configured(**{setting: "many"}))
-        assert checkpoint_of(resumed(configured(**{setting: number + 1}))[0]) == directory
-
-
 @pytest.mark.parametrize(
     ("written", "told"),
     [
