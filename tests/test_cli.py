@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -20,8 +19,6 @@ from swift_stage2.config import Stage2Config
 from swift_stage2.errors import DatasetError, Stage2Error, StorageFull
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
 from swift_stage2.launch.rank import end_left_in, take_room
-
-COMMANDS = ("train", "launch", "rollout", "doctor", "demo", "bench", "gpu-check")
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -60,19 +57,6 @@ def test_a_retired_command_says_what_to_do_instead(capsys: pytest.CaptureFixture
     assert cli.main(["servers", "add", "run", "http://127.0.0.1:8001"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "servers is retired: list every server in rollout.servers" in line
-
-
-def test_help_lists_the_commands() -> None:
-    result = run("--help")
-    assert result.returncode == 0
-    for name in COMMANDS:
-        assert name in result.stdout
-
-
-@pytest.mark.parametrize("name", sorted(cli._OWN_PARSER))
-def test_every_listed_command_has_a_module(name: str) -> None:
-    module, _ = cli._OWN_PARSER[name]
-    assert importlib.util.find_spec(f"swift_stage2.{module}") is not None
 
 
 def test_pages_are_made_without_torch() -> None:
@@ -138,7 +122,13 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("trian",), ("train",), ("launch", "x.yaml", "--nproc-per-node", "two")]
+    "arguments",
+    [
+        (),
+        ("trian",),
+        ("train",),
+        *(("launch", "x.yaml", f"--nproc-per-node={n}") for n in ("0", "two", "1.5")),
+    ],
 )
 def test_a_wrong_command_line_exits_with_2(arguments: tuple[str, ...]) -> None:
     result = run(*arguments)
@@ -370,16 +360,6 @@ def test_a_misspelt_word_names_the_nearest(
         cli.main(words)
     assert end.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"; did you mean {near}?")
-
-
-@pytest.mark.parametrize("number", ["0", "-1", "two", "1.5"])
-def test_launch_refuses_a_number_of_ranks_that_is_none(
-    number: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["launch", "x.yaml", f"--nproc-per-node={number}"])
-    assert end.value.code == 2
-    assert f"must be a whole number, at least 1, got '{number}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["rollout", "merge"])

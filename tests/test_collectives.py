@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from gloo_pair import DEADLINE_S, join_job, run_pair
+from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from swift_stage2.collectives import GlooControlGroup, NoteBoard, SingleRank, join_control_group
@@ -69,6 +70,19 @@ def test_a_single_process_needs_no_group() -> None:
     assert group.broadcast(message) == message
     assert group.broadcast(message) is not message
     group.close()
+
+
+def test_a_note_reaches_another_rank_and_its_absence_is_no_wait() -> None:
+    with_store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60)
+    )
+    here, there = NoteBoard(with_store), NoteBoard(with_store)
+    assert there.read("why") is None
+    here.write("why", "pas de mémoire \udce4")
+    assert there.read("why") == "pas de mémoire \\udce4"
+    alone = NoteBoard()
+    alone.write("why", "no memory")
+    assert (alone.read("why"), alone.read("else")) == ("no memory", None)
 
 
 class SilentStore:

@@ -109,42 +109,55 @@ def test_no_devices_means_no_gpu() -> None:
     assert plan.servers[0].command.environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
+NO_VLLM_GRAPHS = {"vllm_enforce_eager": True}
+PLACE = "--host 127.0.0.1 --port 8000"
+KEY_NAME = "--api-key-env SWIFT_ROLLOUT_API_KEY"
+
+
 @pytest.mark.parametrize(
-    ("key", "program"),
+    ("entry", "key", "words"),
     [
-        ("", ("swift.cli.rollout",)),
-        ("hush", ("swift_stage2.rollout_server.stock_program", "SWIFT_ROLLOUT_API_KEY")),
+        (
+            {"engine": "swift", "args": {"vllm_data_parallel_size": 3, **NO_VLLM_GRAPHS}},
+            "",
+            f"-m swift.cli.rollout --model stage1 {PLACE} --vllm_data_parallel_size 3 --vllm_enforce_eager true",
+        ),
+        (
+            {"engine": "swift"},
+            "hush",
+            f"-m swift_stage2.rollout_server.stock_program SWIFT_ROLLOUT_API_KEY --model stage1 {PLACE}",
+        ),
+        (
+            {"engine": "transformers", "model": "other", "args": {"max-batch-size": 8, "insecure": True}},
+            "hush",
+            f"-m swift_stage2 rollout --engine transformers other {PLACE} {KEY_NAME} --insecure --max-batch-size 8",
+        ),
+        (
+            {"engine": "vllm", "args": NO_VLLM_GRAPHS},
+            "hush",
+            f"-m swift_stage2 rollout --engine vllm --model stage1 {PLACE} {KEY_NAME} --vllm_enforce_eager true",
+        ),
     ],
 )
-def test_the_stock_server_gets_model_place_and_options_and_never_the_token(
-    monkeypatch: pytest.MonkeyPatch, key: str, program: tuple[str, ...]
+def test_a_server_gets_model_place_and_options_and_never_the_token(
+    monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], key: str, words: str
 ) -> None:
     monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", key)
-    entry = {"engine": "swift", "args": {"vllm_data_parallel_size": 3, "vllm_enforce_eager": True}}
     plan = plan_launch(config(launch=servers(entry)), Path("run.yaml"), OUTER)
-    assert plan.servers[0].command.argv[2:] == (
-        "-m", *program, "--model", "stage1", "--host", "127.0.0.1", "--port", "8000",
-        "--vllm_data_parallel_size", "3", "--vllm_enforce_eager", "true",
-    )  # fmt: skip
+    assert " ".join(plan.servers[0].command.argv[2:]) == words
 
 
-def test_our_server_gets_the_name_of_the_token_and_never_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", "hush")
-    entry = {"engine": "transformers", "model": "other", "args": {"max-batch-size": 8, "insecure": True}}
-    argv = plan_launch(config(launch=servers(entry)), Path("run.yaml"), OUTER).servers[0].command.argv
-    assert argv[2:] == (
-        "-m", "swift_stage2", "rollout", "--engine", "transformers", "other", "--host", "127.0.0.1", "--port", "8000",
-        "--api-key-env", "SWIFT_ROLLOUT_API_KEY", "--insecure", "--max-batch-size", "8",
-    )  # fmt: skip
-
-
-def test_our_server_on_vllm_gets_its_model_by_name() -> None:
-    entry = {"engine": "vllm", "args": {"vllm_enforce_eager": True}}
-    argv = plan_launch(config(launch=servers(entry)), Path("run.yaml"), OUTER).servers[0].command.argv
-    assert argv[2:] == (
-        "-m", "swift_stage2", "rollout", "--engine", "vllm", "--model", "stage1", "--host", "127.0.0.1",
-        "--port", "8000", "--api-key-env", "SWIFT_ROLLOUT_API_KEY", "--vllm_enforce_eager", "true",
-    )  # fmt: skip
+@pytest.mark.parametrize("engine", ["vllm", "transformers", "swift"])
+def test_places_of_weights_reach_servers_of_ours_alone(engine: str) -> None:
+    """A stock one binds what the learner names to it."""
+    address = {"base_url": "http://127.0.0.1:8000", "group_bind": "10.0.0.5"}
+    rollout: dict[str, Any] = {"servers": [address]}
+    if engine != "swift":
+        rollout["sync"] = {"transport": "disk", "disk_directory": "/shared/weights"}
+    plan = plan_launch(config(launch=servers({"engine": engine}), rollout=rollout), Path("run.yaml"), OUTER)
+    words = " ".join(plan.servers[0].command.argv)
+    assert ("--group-bind 10.0.0.5 --weights-root /shared/weights" in words) is (engine != "swift")
+    assert ("--group-bind" in words) is (engine != "swift")
 
 
 def test_a_merger_takes_the_place_of_its_stock_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,29 +268,6 @@ def test_servers_alone_have_no_learner() -> None:
     plan = plan_launch(config(launch=launch), Path("run.yaml"), OUTER, part=LaunchPart.SERVERS)
     assert plan.learner is None
     assert plan.server_indices == [0]
-
-
-def test_the_directory_of_weights_reaches_servers_of_ours() -> None:
-    at = [{"base_url": "http://127.0.0.1:8000"}]
-    rollout = {"servers": at, "sync": {"transport": "disk", "disk_directory": "/shared/weights"}}
-    for engine in ("vllm", "transformers"):
-        plan = plan_launch(
-            config(launch=servers({"engine": engine}), rollout=rollout), Path("run.yaml"), OUTER
-        )
-        argv = plan.servers[0].command.argv
-        assert argv[argv.index("--weights-root") + 1] == "/shared/weights"
-    plan = plan_launch(config(launch=servers({"engine": "vllm"})), Path("run.yaml"), OUTER)
-    assert "--weights-root" not in plan.servers[0].command.argv
-
-
-def test_group_bind_reaches_servers_of_ours_alone() -> None:
-    """A stock one binds what the learner names to it."""
-    rollout = {"servers": [{"base_url": "http://127.0.0.1:8000", "group_bind": "10.0.0.5"}]}
-    for engine, expected in (("vllm", True), ("transformers", True), ("swift", False)):
-        launch = servers({"engine": engine})
-        plan = plan_launch(config(launch=launch, rollout=rollout), Path("run.yaml"), OUTER)
-        argv = plan.servers[0].command.argv
-        assert ("--group-bind" in argv and argv[argv.index("--group-bind") + 1] == "10.0.0.5") is expected
 
 
 @pytest.mark.parametrize(
