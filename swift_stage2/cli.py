@@ -47,7 +47,6 @@ _OWN_PARSER = {
         "print finished rollouts with their matches, also while the run goes on",
     ),
     "init": ("starter_config", "write the YAML of a job for data, model and GPUs"),
-    "completion": ("terminal.completion", "print a script that completes commands in a shell"),
     "replay": ("replay.command", "take the steps of a recorded run again, without servers"),
 }
 # Commands of a checkout alone: package that is run as a program, what it is for.
@@ -93,6 +92,9 @@ def _run(arguments: list[str]) -> int:
             "answers"
         )
     options = parser().parse_args(arguments)
+    if options.command == "completion":
+        print(importlib.import_module("shtab").complete(parser(), options.shell))
+        return 0
     if options.command == "launch":
         from swift_stage2.launch.launcher import launch
         from swift_stage2.launch.plan import LaunchPart
@@ -123,11 +125,6 @@ def _become_benchmarks(command: str, *arguments: str) -> NoReturn:
     os.execve(sys.executable, argv, os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"})
 
 
-def modules() -> dict[str, str]:
-    """By command, the module that has a parser of its own."""
-    return {name: f"swift_stage2.{module}" for name, (module, _) in _OWN_PARSER.items()}
-
-
 def parser() -> argparse.ArgumentParser:
     """Of all commands; what has a parser of its own stands in it by name and purpose alone."""
     parser = CommandParser(
@@ -137,6 +134,12 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"swift-stage2 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    completion = commands.add_parser(
+        "completion",
+        help="print a script that completes commands in a shell",
+        description="swift-stage2 completion bash > ~/.swift-stage2.sh; `source ~/.swift-stage2.sh` in ~/.bashrc",
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     train = commands.add_parser(
         "train",
         help="train one rank; torchrun starts it: torchrun … -m swift_stage2 train",

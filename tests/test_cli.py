@@ -322,6 +322,7 @@ def every_command_line() -> list[tuple[str, ...]]:
     return [
         ("train",),
         ("launch",),
+        ("completion",),
         *((name,) for name in cli._OWN_PARSER),
         ("rollout", "--engine", "vllm"),
     ]
