@@ -16,7 +16,7 @@ from typing import Self, TypeVar
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.job import Job, last_cause
-from swift_stage2.process.supervisor import Command, ProcessTree, StopSignals, adopt_orphans
+from swift_stage2.runtime.supervisor import Command, ProcessTree, StopSignals, adopt_orphans
 
 START_DEADLINE_S = 600.0
 DEADLINE_PER_STEP_S = 10.0

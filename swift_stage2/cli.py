@@ -17,8 +17,8 @@ from typing import NoReturn
 
 from swift_stage2 import __version__
 from swift_stage2.errors import EXIT_USER_MISTAKE, ChannelBStarved, UserError, exit_status_of
-from swift_stage2.terminal.output import exit_at_once, print_error
-from swift_stage2.terminal.parser import CommandParser, whole_number
+from swift_stage2.runtime.output import exit_at_once, print_error
+from swift_stage2.runtime.parser import CommandParser, whole_number
 
 _HANG = 70
 _INTERRUPTED = 130
@@ -175,7 +175,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _train(config_path: str, *, resume: bool) -> int:
-    from swift_stage2.process.torchrun import end_with_torchrun
+    from swift_stage2.runtime.torchrun import end_with_torchrun
 
     end_with_torchrun(os.environ)  # before the slow imports
     from swift_stage2.config import load_config

@@ -20,9 +20,9 @@ from swift_stage2.config.stage2_ab import DEFAULT_TASK
 from swift_stage2.config.yaml_text import set_values, write_yaml
 from swift_stage2.dataset.files import local_files, split_rows
 from swift_stage2.errors import UserError
-from swift_stage2.process.ports import is_free
-from swift_stage2.terminal.output import say
-from swift_stage2.terminal.parser import CommandParser
+from swift_stage2.runtime.output import say
+from swift_stage2.runtime.parser import CommandParser
+from swift_stage2.runtime.ports import is_free
 
 _FIRST_PORT, _FIRST_GROUP_PORT, _LAST_PORT = 8000, 29600, 65535
 _PATHS = ("model", "dataset", "val_dataset", "external_plugins", "adapters")

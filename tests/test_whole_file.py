@@ -16,7 +16,7 @@ import swift_stage2
 from swift_stage2.detections.prediction_files import write_predictions
 from swift_stage2.launch.plan import Command
 from swift_stage2.pages.page import write_page
-from swift_stage2.process.supervisor import ProcessTree
+from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.whole_file import write_whole
 
 

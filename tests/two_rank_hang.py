@@ -19,7 +19,7 @@ from two_rank_learner import RANK, URL, GatheredExport, OpenTransport, StockSess
 
 from swift_stage2.collectives import join_control_group
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
-from swift_stage2.process.watches import EXIT_HANG
+from swift_stage2.runtime.watches import EXIT_HANG
 from swift_stage2.weights import push as server_push
 from swift_stage2.weights import sync_round as weight_sync
 from swift_stage2.weights.courier import ThreadCourier

@@ -28,7 +28,7 @@ from benchmarks.gpu_check.stage import (
     one_line,
 )
 from swift_stage2.launch.job import Job, last_cause
-from swift_stage2.process.supervisor import Command, StopSignals, adopt_orphans
+from swift_stage2.runtime.supervisor import Command, StopSignals, adopt_orphans
 from swift_stage2.whole_file import write_whole
 
 PROGRAM = "benchmarks.gpu_check.stage_process"

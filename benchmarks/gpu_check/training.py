@@ -30,8 +30,8 @@ from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, Dem
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.launch.job import last_cause
-from swift_stage2.process.ports import free_ports
-from swift_stage2.process.supervisor import ProcessTree
+from swift_stage2.runtime.ports import free_ports
+from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.telemetry.activity import NANOSECONDS
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.reading import read_audit

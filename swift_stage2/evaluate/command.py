@@ -36,10 +36,9 @@ from swift_stage2.pages.content import GALLERY_KEY, Gallery, Section, Sentence, 
 from swift_stage2.pages.page import PageContent, page_of, write_page
 from swift_stage2.pages.terminal import terminal_report
 from swift_stage2.preflight.model import check_hub_ids, check_model, recorded_plugins
-from swift_stage2.terminal.console import SafeConsole
-from swift_stage2.terminal.output import quieten_libraries, say
-from swift_stage2.terminal.parser import CommandParser, whole_number
-from swift_stage2.terminal.progress import going_on, progress_bar
+from swift_stage2.runtime.output import SafeConsole, quieten_libraries, say
+from swift_stage2.runtime.parser import CommandParser, whole_number
+from swift_stage2.runtime.progress import going_on, progress_bar
 
 EXIT_INCOMPLETE = 1
 PREDICTIONS_FILE = "predictions.jsonl"

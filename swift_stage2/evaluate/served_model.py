@@ -24,14 +24,14 @@ from swift_stage2.launch.job import last_cause
 from swift_stage2.launch.managed_server import why_not_ready
 from swift_stage2.launch.plan import without_rank
 from swift_stage2.preflight.servers import foreign
-from swift_stage2.process.ports import free_ports
-from swift_stage2.process.supervisor import Command, ProcessTree, adopt_orphans, end_descendants
 from swift_stage2.rollout_server.command_line import require_vllm
+from swift_stage2.runtime.output import say
+from swift_stage2.runtime.ports import free_ports
+from swift_stage2.runtime.progress import going_on
+from swift_stage2.runtime.supervisor import Command, ProcessTree, adopt_orphans, end_descendants
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
-from swift_stage2.terminal.output import say
-from swift_stage2.terminal.progress import going_on
 
 ENGINES = (ServerEngine.TRANSFORMERS, ServerEngine.VLLM)
 _HOST = "127.0.0.1"

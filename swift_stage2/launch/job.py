@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from swift_stage2.process.supervisor import Command, ProcessTree, StopSignals, end_descendants
-from swift_stage2.terminal.progress import SAID
+from swift_stage2.runtime.progress import SAID
+from swift_stage2.runtime.supervisor import Command, ProcessTree, StopSignals, end_descendants
 
 _POLL_S = 0.1
 _LONGEST_STRAY_PATIENCE_S = 10.0

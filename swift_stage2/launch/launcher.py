@@ -19,12 +19,12 @@ from swift_stage2.launch.rank import end_left_in, take_room
 from swift_stage2.launch.run_end import newest_run, next_commands
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.preflight.servers import warn_of_lone_servers
-from swift_stage2.process.ports import is_here
-from swift_stage2.process.supervisor import Command, ProcessTree, StopSignals, adopt_orphans
-from swift_stage2.run_directory.claim import resumed
-from swift_stage2.run_directory.lock import hold_run_directory
-from swift_stage2.terminal.output import print_error
-from swift_stage2.terminal.progress import going_on
+from swift_stage2.runtime.claim import resumed
+from swift_stage2.runtime.lock import hold_run_directory
+from swift_stage2.runtime.output import print_error
+from swift_stage2.runtime.ports import is_here
+from swift_stage2.runtime.progress import going_on
+from swift_stage2.runtime.supervisor import Command, ProcessTree, StopSignals, adopt_orphans
 
 _NO_SERVER_LEFT = 1
 _SIGNALLED = 128

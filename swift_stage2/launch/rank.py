@@ -17,10 +17,10 @@ from swift_stage2.config import Stage2Config
 from swift_stage2.errors import UserError, exit_status_of
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
 from swift_stage2.preflight.checks import Known, run_checks
-from swift_stage2.run_directory.claim import resumed, written_directory
-from swift_stage2.run_directory.lock import hold_run_directory
-from swift_stage2.terminal.output import say
-from swift_stage2.terminal.progress import going_on
+from swift_stage2.runtime.claim import resumed, written_directory
+from swift_stage2.runtime.lock import hold_run_directory
+from swift_stage2.runtime.output import say
+from swift_stage2.runtime.progress import going_on
 
 _FAILED = 1
 _ROOM_BYTES = 4096

@@ -10,7 +10,7 @@ from typing import Any
 
 from swift_stage2.dataset.files import local_files
 from swift_stage2.errors import UserError
-from swift_stage2.run_directory.checkpoints import checkpoints_in
+from swift_stage2.runtime.checkpoints import checkpoints_in
 
 _BEGUN = "args.json"  # ms-swift's, written at every start
 _LINK = "last-checkpoint"  # ms-swift's, to what was saved last

@@ -19,10 +19,9 @@ from swift_stage2.report.gallery import DEFAULT_SIZE
 from swift_stage2.report.report import RunReport, report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.report.suspects import suspect_lines
+from swift_stage2.runtime.output import SafeConsole, say
+from swift_stage2.runtime.parser import CommandParser
 from swift_stage2.telemetry.trace import merge_traces
-from swift_stage2.terminal.console import SafeConsole
-from swift_stage2.terminal.output import say
-from swift_stage2.terminal.parser import CommandParser
 
 EXIT_BALANCED = 0
 EXIT_NOT_BALANCED = 1

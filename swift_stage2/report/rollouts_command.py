@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.report.finished_rollouts import FinishedRollout, RunRollouts
-from swift_stage2.run_directory.lock import is_held
-from swift_stage2.terminal.output import say
-from swift_stage2.terminal.parser import CommandParser
+from swift_stage2.runtime.lock import is_held
+from swift_stage2.runtime.output import say
+from swift_stage2.runtime.parser import CommandParser
 
 EXIT_WHOLE = 0
 EXIT_NOT_WHOLE = 1

@@ -25,13 +25,13 @@ from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError
 from swift_stage2.nearest_word import without_list
 from swift_stage2.preflight.model import check_checkpoint, check_hub_id, recorded_plugins
-from swift_stage2.process.memory import HeapTrim
-from swift_stage2.process.supervisor import supervise_this_program
-from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
 from swift_stage2.rollout_server.engine import Engine, EngineState
+from swift_stage2.runtime.memory import HeapTrim
+from swift_stage2.runtime.output import exit_at_once, print_error
+from swift_stage2.runtime.parser import CommandParser, whole_number
+from swift_stage2.runtime.supervisor import supervise_this_program
+from swift_stage2.runtime.visible_devices import require_known_accelerator, require_visible_devices
 from swift_stage2.servers.request_checks import RequestLimits, add_limits, read_limits
-from swift_stage2.terminal.output import exit_at_once, print_error
-from swift_stage2.terminal.parser import CommandParser, whole_number
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator

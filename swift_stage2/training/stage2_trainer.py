@@ -25,13 +25,13 @@ from swift_stage2.columns import COLUMNS
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError
 from swift_stage2.preflight.checks import Known, run_checks
-from swift_stage2.process.watches import hung_round_ends_process
 from swift_stage2.run import Stage2Run
-from swift_stage2.run_directory import checkpoints
-from swift_stage2.run_directory.checkpoints import whole_checkpoint
-from swift_stage2.run_directory.lock import hold_run_directory
+from swift_stage2.runtime import checkpoints
+from swift_stage2.runtime.checkpoints import whole_checkpoint
+from swift_stage2.runtime.lock import hold_run_directory
+from swift_stage2.runtime.progress import going_on
+from swift_stage2.runtime.watches import hung_round_ends_process
 from swift_stage2.scheduling.step_plan import Channel
-from swift_stage2.terminal.progress import going_on
 from swift_stage2.training.beside_labels import cut_beside_labels, loss_beside_labels
 from swift_stage2.training.best_model import EvaluatedTrainer
 from swift_stage2.training.engine_canary import HALF_PRECISION_DTYPES, EngineCanary

@@ -23,7 +23,7 @@ from benchmarks.gpu_check.stage import STAGES, CheckFailed, Status
 from benchmarks.gpu_check.training import await_end
 from benchmarks.servers import BenchServers
 from swift_stage2.errors import UserError
-from swift_stage2.run_directory.claim import claim_directory
+from swift_stage2.runtime.claim import claim_directory
 
 ROOT = Path(__file__).parents[2]
 NEEDS = {"zero3": "deepspeed", "nccl-rollout": "vllm", "one-gpu-vllm": "vllm"}

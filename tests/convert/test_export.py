@@ -17,7 +17,7 @@ from swift_stage2.convert import export_command, import_command
 from swift_stage2.detections.prediction import LabelledBoxes, Prediction
 from swift_stage2.detections.prediction_files import write_predictions
 from swift_stage2.errors import UserError
-from swift_stage2.terminal import output as terminal_output
+from swift_stage2.runtime import output as terminal_output
 
 
 def export(rows: Path, *options: str) -> Any:

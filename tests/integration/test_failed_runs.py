@@ -15,7 +15,7 @@ import yaml
 from small_disk import SmallDisk
 from torchrun_job import ENVIRONMENT, MODEL, TEMPLATE, Server, free_port, write_config
 
-from swift_stage2.run_directory.checkpoints import why_not_whole
+from swift_stage2.runtime.checkpoints import why_not_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -26,7 +26,7 @@ from torchrun_job import (
     start_server,
 )
 
-from swift_stage2.run_directory.checkpoints import why_not_whole
+from swift_stage2.runtime.checkpoints import why_not_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -15,7 +15,7 @@ from swift_stage2.config import RestartConfig, RestartPolicy, ServerConfig
 from swift_stage2.errors import UserError
 from swift_stage2.launch.launcher import run_plan
 from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPlan, PlannedServer
-from swift_stage2.process.supervisor import Command
+from swift_stage2.runtime.supervisor import Command
 
 SERVER_GRACE_S = 0.5  # the stand-in engine ignores SIGTERM: there is nothing to wait for
 

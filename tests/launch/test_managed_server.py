@@ -10,7 +10,7 @@ from swift_stage2.errors import ServerUnavailable
 from swift_stage2.launch import managed_server
 from swift_stage2.launch.managed_server import ManagedServer, restart_delay_s
 from swift_stage2.launch.plan import PlannedServer
-from swift_stage2.process.supervisor import Command
+from swift_stage2.runtime.supervisor import Command
 
 
 class ListeningJob:

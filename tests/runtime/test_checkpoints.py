@@ -17,8 +17,8 @@ from sft_run import build_trainer, channel_a_alone
 
 from swift_stage2 import Stage2Trainer
 from swift_stage2.errors import StorageFull
-from swift_stage2.run_directory import checkpoints
-from swift_stage2.run_directory.checkpoints import is_storage_failure, whole_checkpoint
+from swift_stage2.runtime import checkpoints
+from swift_stage2.runtime.checkpoints import is_storage_failure, whole_checkpoint
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swift_stage2.errors import ConfigError
-from swift_stage2.run_directory import checkpoints
+from swift_stage2.runtime import checkpoints
 
 STATE = {"learner": {"version": 7, "source": {"outstanding": [[0, 3, 9, 1]]}}, "telemetry": {}}
 

@@ -10,7 +10,7 @@ import ipaddress
 import socket
 from urllib.parse import urlsplit
 
-from swift_stage2.process.background import BackgroundCall
+from swift_stage2.runtime.background import BackgroundCall
 
 _RESOLVE_TIMEOUT_S = 5.0
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH)

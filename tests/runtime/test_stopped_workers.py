@@ -36,7 +36,7 @@ def begin(worker):
     both_signals()
 
 if __name__ == "__main__":
-    from swift_stage2.process.worker import workers_heed_no_stop
+    from swift_stage2.runtime.worker import workers_heed_no_stop
 
     heard = []
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -15,7 +15,7 @@ import pytest
 from commands import run_python
 
 from swift_stage2.errors import UserError
-from swift_stage2.process.torchrun import check_gloo_address, check_rank_environment, end_with_torchrun
+from swift_stage2.runtime.torchrun import check_gloo_address, check_rank_environment, end_with_torchrun
 
 WHOLE = {
     "RANK": "1",
@@ -66,7 +66,7 @@ def test_gloo_needs_an_interface_on_several_hosts_only(environment: dict[str, st
 _DEADLINE_S = 90.0
 _RANK = """
 import os, pathlib, signal, sys, time
-from swift_stage2.process import torchrun
+from swift_stage2.runtime import torchrun
 folder, manner, rank = pathlib.Path(sys.argv[1]), sys.argv[2], os.environ["RANK"]
 def save(*_):
     (folder / f"saved{rank}").touch()
@@ -98,7 +98,7 @@ cli.main(["train", "none.yaml"])
 def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path, manner: str) -> None:
     script = tmp_path / "rank.py"
     script.write_text(_RANK)
-    command = ["-m", "swift_stage2.process.loopback_torchrun", "--nproc-per-node=2", str(script)]
+    command = ["-m", "swift_stage2.runtime.loopback_torchrun", "--nproc-per-node=2", str(script)]
     torchrun = subprocess.Popen([sys.executable, *command, str(tmp_path), manner], start_new_session=True)
     end, pause = time.monotonic() + _DEADLINE_S, threading.Event()
     ranks: list[psutil.Process] = []
@@ -129,7 +129,7 @@ def test_a_torchrun_of_one_machine_listens_on_loopback_alone(tmp_path: Path) -> 
         "    print(*[each.laddr.ip for each in found if each.status == 'LISTEN'])\n"
         "distributed.barrier()\n"
     )
-    command = ["-m", "swift_stage2.process.loopback_torchrun", "--nproc-per-node=2", str(script)]
+    command = ["-m", "swift_stage2.runtime.loopback_torchrun", "--nproc-per-node=2", str(script)]
     done = run_python(*command, timeout=_DEADLINE_S, check=True)
     assert done.stdout.split() == ["127.0.0.1"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from swift_stage2.nearest_word import closest
-from swift_stage2.terminal.output import printable
+from swift_stage2.runtime.output import printable
 
 _FOR_ALL = "2 the user's mistake, told in one line; 130 interrupted."
 _UNKNOWN = re.compile(r"unrecognized arguments: (?:.*?\s)?(?P<word>--[\w-]+)")

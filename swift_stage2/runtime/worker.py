@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import swift_stage2
-from swift_stage2.process.supervisor import end_with_parent
+from swift_stage2.runtime.supervisor import end_with_parent
 
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -14,8 +14,8 @@ import pytest
 from torch.distributed import TCPStore
 from two_rank_hang import TIMEOUT_S
 
-from swift_stage2.process import watches
-from swift_stage2.process.watches import EXIT_HANG, ProgressWatch, RoundWatch, Standing
+from swift_stage2.runtime import watches
+from swift_stage2.runtime.watches import EXIT_HANG, ProgressWatch, RoundWatch, Standing
 from swift_stage2.telemetry.activity import Activity, ActivityClock
 
 LIMIT_S = 10.0

@@ -10,7 +10,7 @@ import pytest
 from launch.closed_connection import leave_closed_connection
 
 from swift_stage2.errors import ConfigError
-from swift_stage2.process.ports import is_here, is_quiet, refuse_busy
+from swift_stage2.runtime.ports import is_here, is_quiet, refuse_busy
 
 
 def test_a_busy_port_is_named_with_its_holder_and_key(busy_port: int) -> None:

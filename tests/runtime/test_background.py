@@ -11,7 +11,7 @@ from waiting import wait_for
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.learner import Learner
-from swift_stage2.process.background import BackgroundCall, BackgroundFailures
+from swift_stage2.runtime.background import BackgroundCall, BackgroundFailures
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from swift_stage2.errors import WeightSyncError
-from swift_stage2.process.memory import HeapTrim, available_memory_bytes
+from swift_stage2.runtime.memory import HeapTrim, available_memory_bytes
 from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.snapshot import Snapshot, snapshot_bytes
 

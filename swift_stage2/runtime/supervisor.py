@@ -1,6 +1,6 @@
 """A command and all that it starts, under a supervisor that ends the whole tree; and the signals that ask for an end.
 
-    python -m swift_stage2.process.supervisor --grace-s 30 [--parent PID] -- COMMAND …
+    python -m swift_stage2.runtime.supervisor --grace-s 30 [--parent PID] -- COMMAND …
 
 A process group is not enough: torchrun gives every rank a session of its own, and an engine's workers outlive their
 parent. So the supervisor adopts orphans, which keeps everything below it. It ends when its command does, on a signal,
@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-_MODULE = "swift_stage2.process.supervisor"
+_MODULE = "swift_stage2.runtime.supervisor"
 _SUPERVISOR = "SWIFT_STAGE2_SUPERVISOR"  # process id, in the environment of whatever is below one
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LONGEST_STRAY_PATIENCE_S = 10.0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from swift_stage2.terminal.output import printable, say
+from swift_stage2.runtime.output import printable, say
 
 _MOMENTS_S = (1.0, 5.0)
 SAID = re.compile(r"swift-stage2 \w+: (?!error: )(.+)$")

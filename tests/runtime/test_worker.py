@@ -16,12 +16,12 @@ import psutil
 import pytest
 from commands import run_python
 
-from swift_stage2.process.worker import describe_end, start_worker
+from swift_stage2.runtime.worker import describe_end, start_worker
 
 PATIENCE_S = 60.0
 ECHO = """
 import os, signal, sys
-from swift_stage2.process.worker import serve_rank
+from swift_stage2.runtime.worker import serve_rank
 
 if __name__ == "__main__":
     descriptor = int(sys.argv[1])
@@ -116,7 +116,7 @@ def test_the_kernel_ends_it_with_its_rank_although_another_process_holds_the_ran
     rank = (
         "import os, sys, time\n"
         "from multiprocessing.connection import Connection\n"
-        "from swift_stage2.process.worker import start_worker\n"
+        "from swift_stage2.runtime.worker import start_worker\n"
         "process, ours = start_worker('echo_worker', {})\n"
         "holder = os.fork()\n"
         "if not holder:\n"
@@ -142,7 +142,7 @@ def test_the_kernel_ends_it_with_its_rank_although_another_process_holds_the_ran
 
 
 def test_a_process_whose_rank_is_gone_already_does_not_begin() -> None:
-    code = "from swift_stage2.process.worker import serve_rank\nwith serve_rank(0, 1): print('began')\n"
+    code = "from swift_stage2.runtime.worker import serve_rank\nwith serve_rank(0, 1): print('began')\n"
     ended = run_python("-c", code, timeout=PATIENCE_S, variables={"PYTHONPATH": os.pathsep.join(sys.path)})
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "")
 

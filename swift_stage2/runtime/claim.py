@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift_stage2.errors import ConfigError, UserError
-from swift_stage2.run_directory.checkpoints import checkpoints_in, was_saved, why_not_whole
+from swift_stage2.runtime.checkpoints import checkpoints_in, was_saved, why_not_whole
 from swift_stage2.whole_file import read_regular, regular_lines
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def claim_directory(path: Path, *, keep: bool) -> Path:
     Raises:
         UserError: the directory holds something that no claim covers, or a run works in it, or it cannot be written.
     """
-    from swift_stage2.run_directory.lock import held_below  # loads psutil, as yaml above
+    from swift_stage2.runtime.lock import held_below  # loads psutil, as yaml above
 
     directory, number = path.absolute(), 1
     try:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from swift_stage2.errors import WeightSyncHang
-from swift_stage2.process.background import BackgroundCall
+from swift_stage2.runtime.background import BackgroundCall
 
 EXIT_HANG = 70
 

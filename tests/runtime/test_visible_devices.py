@@ -8,7 +8,7 @@ import pytest
 from commands import run_command
 
 from swift_stage2.errors import UserError
-from swift_stage2.process.visible_devices import (
+from swift_stage2.runtime.visible_devices import (
     require_known_accelerator,
     require_visible_devices,
 )

@@ -10,6 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
 from swift_stage2.errors import UserError
 
 # Controls, lone surrogates, and what turns the direction of a line: a terminal obeys or refuses them.
@@ -26,6 +29,14 @@ _SHOWN = {code: "\N{REPLACEMENT CHARACTER}" for codes in _OBEYED for code in cod
 def printable(text: str) -> str:
     """One line that a terminal obeys nowhere: text from outside may hold anything."""
     return text.translate(_SHOWN)
+
+
+class SafeConsole(Console):
+    """Rich's, without the control characters of what it shows: paths, labels and words of servers are others'."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else "\n".join(map(printable, text.split("\n"))), style, control)
 
 
 def say(*lines: object, is_error: bool = False) -> None:

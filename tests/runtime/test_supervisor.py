@@ -17,7 +17,7 @@ GONE_S = 60.0
 SERVER = """
 import os, subprocess, sys
 from multiprocessing.shared_memory import SharedMemory
-from swift_stage2.process.supervisor import supervise_this_program
+from swift_stage2.runtime.supervisor import supervise_this_program
 STUBBORN = '''
 import signal, subprocess, sys
 from multiprocessing.shared_memory import SharedMemory
