@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.run_directory.claim import claim_directory
-from swift_stage2.terminal.output import print_error
-from swift_stage2.terminal.parser import CommandParser
+from swift_stage2.runtime.claim import claim_directory
+from swift_stage2.runtime.output import print_error
+from swift_stage2.runtime.parser import CommandParser
 
 _DESCRIPTION = (
     "Measure speed, learning, and what faults cost. Exit status 0: everything was measured and nothing was lost; a "

@@ -1,6 +1,6 @@
 """The processes of a bench: started, waited for, and ended with everything below them, whatever way the bench ends.
 
-A thin use of the launcher's ``Job``: every command runs under a warden, which also ends it when this process is killed.
+A thin use of the launcher's ``Job``: every command runs under a supervisor, which ends it when this process is killed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Self, TypeVar
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.errors import ChildFailed
 from swift_stage2.launch.job import Job, last_cause
-from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
+from swift_stage2.runtime.supervisor import Command, ProcessTree, StopSignals, adopt_orphans
 
 START_DEADLINE_S = 600.0
 DEADLINE_PER_STEP_S = 10.0

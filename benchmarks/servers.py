@@ -16,9 +16,9 @@ from swift_stage2.config import ServerEngine, load_config
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, config_of, server_entry
-from swift_stage2.launch.managed_server import ReadinessProbe
-from swift_stage2.launch.process_tree import ProcessTree
-from swift_stage2.process.ports import free_ports
+from swift_stage2.launch.managed_server import why_not_ready
+from swift_stage2.runtime.ports import free_ports
+from swift_stage2.runtime.supervisor import ProcessTree
 
 _GRACE_S = 30.0
 _START_S = 600.0
@@ -87,11 +87,7 @@ class BenchServers(Processes):
         port, group_port = ports or free_ports(2)
         tree = self.start_process(name, (sys.executable, "-u", *words(port)), environment)
         base_url = f"http://127.0.0.1:{port}"
-        probe = ReadinessProbe(name, base_url, None, _START_S)
-        try:
-            self.wait_for(lambda: probe.answered, "a server answers", _START_S, tree=tree)
-        finally:
-            probe.close()
+        self.wait_for(lambda: not why_not_ready(base_url), "a server answers", _START_S, tree=tree)
         return BenchServer(base_url, group_port, tree)
 
     def end(self, server: BenchServer) -> None:

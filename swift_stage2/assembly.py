@@ -46,11 +46,12 @@ from swift_stage2.preflight.channel_b_parts import (
 from swift_stage2.preflight.checks import refuse_differing_settings
 from swift_stage2.preflight.packing_isolation import PackedLoss, empty_rollout
 from swift_stage2.preflight.servers import FoundServers, examine, wait_for_servers
-from swift_stage2.process.background import BackgroundFailures
-from swift_stage2.process.watches import ProgressWatch, Standing
 from swift_stage2.records import Sample
 from swift_stage2.run import Stage2Run
-from swift_stage2.run_directory.surroundings import surroundings
+from swift_stage2.runtime.background import BackgroundFailures
+from swift_stage2.runtime.progress import going_on, say_beside_bar
+from swift_stage2.runtime.surroundings import surroundings
+from swift_stage2.runtime.watches import ProgressWatch, Standing
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
@@ -59,7 +60,6 @@ from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.ledger import Entry, RecordEntry, rows_to_keep
-from swift_stage2.terminal.progress import going_on, say_beside_bar
 from swift_stage2.weights.courier import Courier, thread_courier
 from swift_stage2.weights.courier_process import process_courier
 from swift_stage2.weights.export import WeightExport

@@ -9,27 +9,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from swift_stage2 import __version__
 from swift_stage2.errors import EXIT_USER_MISTAKE, ChannelBStarved, UserError, exit_status_of
-from swift_stage2.terminal.output import let_go, print_error, say
-from swift_stage2.terminal.parser import CommandParser, whole_number
-
-if TYPE_CHECKING:
-    from swift_stage2.config import Stage2Config
-    from swift_stage2.process.torchrun import AgentWatch
+from swift_stage2.runtime.output import exit_at_once, print_error
+from swift_stage2.runtime.parser import CommandParser, whole_number
 
 _HANG = 70
 _INTERRUPTED = 130
-_ONLY_PRINT = ("completion", "data", "export", "import", "init", "report", "rollouts")
-"""Commands that end, as others in a pipe do, when nobody reads them any more; none of them holds a connection."""
 _CHECKOUT = Path(__file__).parents[1]
 _LEARNER_STATUSES = (
     "0 trained to the end; 1 the run failed; 3 channel B starved (stage2_ab.starvation.action); "
@@ -47,18 +39,14 @@ _OWN_PARSER = {
     "data": ("dataset.command", "check every row of a data set, without a model"),
     "evaluate": (
         "evaluate.command",
-        "standard detection metrics of a model, a running server or predictions, with intervals",
+        "detection metrics of a model, a running server or predictions, with intervals",
     ),
-    "report": (
-        "report.command",
-        "tell how a run went, on one page: speed against its bound, quality, what was lost",
-    ),
+    "report": ("report.command", "tell how a run went, on one page: speed, quality, what was lost"),
     "rollouts": (
         "report.rollouts_command",
         "print finished rollouts with their matches, also while the run goes on",
     ),
     "init": ("starter_config", "write the YAML of a job for data, model and GPUs"),
-    "completion": ("terminal.completion", "print a script that completes commands in a shell"),
     "replay": ("replay.command", "take the steps of a recorded run again, without servers"),
 }
 # Commands of a checkout alone: package that is run as a program, what it is for.
@@ -75,8 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else ""
-    if argv is None and command in _ONLY_PRINT:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     return ended(command, lambda: _run(arguments))
 
 
@@ -89,8 +75,9 @@ def ended(command: str, work: Callable[[], int]) -> int:
     except UserError as exc:
         print_error(command, exc)
         return EXIT_USER_MISTAKE
-    finally:
-        let_go()
+    except BrokenPipeError:  # whoever read what is printed has gone, as `head` does
+        _print_no_more()
+        return 1
 
 
 def _run(arguments: list[str]) -> int:
@@ -105,6 +92,9 @@ def _run(arguments: list[str]) -> int:
             "answers"
         )
     options = parser().parse_args(arguments)
+    if options.command == "completion":
+        print(importlib.import_module("shtab").complete(parser(), options.shell))
+        return 0
     if options.command == "launch":
         from swift_stage2.launch.launcher import launch
         from swift_stage2.launch.plan import LaunchPart
@@ -128,17 +118,11 @@ def _become_benchmarks(command: str, *arguments: str) -> NoReturn:
             f"benches are in benchmarks/ of a checkout and not in the installed package, got {_CHECKOUT}; run "
             f"scripts/setup and .venv/bin/swift-stage2 {command} in a checkout"
         )
-    let_go()
     path = os.pathsep.join(filter(None, (str(_CHECKOUT), os.environ.get("PYTHONPATH"))))
     program, _ = _FROM_CHECKOUT[command]
     # The directory that the user is in may hold a package of that name, too.
     argv = (sys.executable, "-m", program, *arguments)
     os.execve(sys.executable, argv, os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"})
-
-
-def modules() -> dict[str, str]:
-    """By command, the module that has a parser of its own."""
-    return {name: f"swift_stage2.{module}" for name, (module, _) in _OWN_PARSER.items()}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -150,59 +134,50 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"swift-stage2 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    completion = commands.add_parser(
+        "completion",
+        help="print a script that completes commands in a shell",
+        description="swift-stage2 completion bash > ~/.swift-stage2.sh; `source ~/.swift-stage2.sh` in ~/.bashrc",
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     train = commands.add_parser(
         "train",
         help="train one rank; torchrun starts it: torchrun … -m swift_stage2 train",
         exit_statuses=_LEARNER_STATUSES,
     )
-    train.add_argument("config", metavar="CONFIG.yaml")
     launch = commands.add_parser(
         "launch",
         help="start servers and learner, and end them together",
         exit_statuses=f"{_LEARNER_STATUSES}; 128 + n ended by signal n",
     )
-    launch.add_argument("config", metavar="CONFIG.yaml")
-    launch.add_argument(
-        "--nproc-per-node",
-        type=whole_number(1),
-        metavar="N",
-        help="learner ranks (default: launch.learner.nproc_per_node)",
-    )
-    launch.add_argument(
-        "--node-rank",
-        type=int,
-        metavar="N",
-        help="which of the learner's hosts this is (default: launch.learner.node_rank)",
-    )
+    for option, kind, meaning in (
+        ("--nproc-per-node", whole_number(1), "learner ranks (default: launch.learner.nproc_per_node)"),
+        ("--node-rank", int, "which of the learner's hosts this is (default: launch.learner.node_rank)"),
+    ):
+        launch.add_argument(option, type=kind, metavar="N", help=meaning)
     parts = launch.add_mutually_exclusive_group()
     for part, meaning in (
         ("servers", "the servers whose base_url is this machine's; the learner is launched elsewhere"),
         ("learner", "this machine's ranks of the learner; the servers are launched elsewhere"),
     ):
+        text = f"only {meaning}"
         parts.add_argument(
-            f"--{part}-only", dest="part", action="store_const", const=part, help=f"only {meaning}"
+            f"--{part}-only", dest="part", action="store_const", const=part, default="all", help=text
         )
-    launch.set_defaults(part="all")
     launch.add_argument("--verbose", action="store_true", help="show every line that servers and ranks write")
     for command in (train, launch):
-        command.add_argument(
-            "--resume",
-            action="store_true",
-            help="go on from the last whole checkpoint of the run in swift.output_dir",
-        )
+        command.add_argument("config", metavar="CONFIG.yaml")
+        resume = "go on from the last whole checkpoint of the run in swift.output_dir"
+        command.add_argument("--resume", action="store_true", help=resume)
     for name, (_, purpose) in (_OWN_PARSER | _FROM_CHECKOUT).items():
         commands.add_parser(name, help=purpose, add_help=False)
     return parser
 
 
 def _train(config_path: str, *, resume: bool) -> int:
-    from swift_stage2.process.torchrun import AgentWatch
+    from swift_stage2.runtime.torchrun import end_with_torchrun
 
-    with AgentWatch(os.environ) as agent:  # before the slow imports
-        return _train_watched(config_path, agent, resume=resume)
-
-
-def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
+    end_with_torchrun(os.environ)  # before the slow imports
     from swift_stage2.config import load_config
     from swift_stage2.launch.rank import as_rank, cause_of, train_rank
     from swift_stage2.preflight.checks import Known, run_checks
@@ -211,8 +186,7 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
         # A mistake is told before the slow imports.
         config = load_config(config_path)
         run_checks(config, Known(rank_environment=os.environ, addresses=True, files=True))
-        _warn(config)
-        return train_rank(config, agent, resume=resume)
+        return train_rank(config, resume=resume)
 
     try:
         status = as_rank(work)
@@ -229,25 +203,20 @@ def _train_watched(config_path: str, agent: AgentWatch, *, resume: bool) -> int:
         return exit_status_of(error)
     if status == _HANG:
         # A thread is stuck in a transfer; a tidy interpreter shutdown could wait for it for ever.
-        let_go()
-        sys.stderr.flush()
-        os._exit(status)
+        exit_at_once(status)
     return status
-
-
-def _warn(config: Stage2Config) -> None:
-    """Once: on rank 0, and not where the launcher has said it."""
-    from swift_stage2.launch.plan import EXIT_STATUS_FILE
-
-    if EXIT_STATUS_FILE not in os.environ and os.environ.get("RANK", "0") == "0":
-        for warning in config.warnings:
-            say(f"swift-stage2 train: warning: {warning}", is_error=True)
 
 
 def _show(line: str) -> None:
     """A closed terminal or pipe ends the show, not the run."""
-    with suppress(OSError):
+    try:
         print(line, flush=True)
+    except OSError:
+        _print_no_more()
+
+
+def _print_no_more() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_store
 
 from swift_stage2.errors import Stage2Error, UserError
-from swift_stage2.process.background import BackgroundCall
-from swift_stage2.process.route import local_address_towards
+from swift_stage2.runtime.background import BackgroundCall
+from swift_stage2.runtime.route import local_address_towards
 
 logger = logging.getLogger(__name__)
 

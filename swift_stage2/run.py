@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.learner import ChannelB, StepDecision
-from swift_stage2.process.watches import ProgressWatch
 from swift_stage2.records import EvaluationRecord
+from swift_stage2.runtime.watches import ProgressWatch
 from swift_stage2.scheduling.watches import StarvationWatch
 from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.facade import Telemetry

@@ -99,7 +99,7 @@ def test_only_collectives_imports_torch_distributed_in_a_rank() -> None:
         for file in FILES
         if any(name.startswith("torch.distributed") for name in imported(nodes_of(file)))
     }
-    assert users == {"collectives.py", "process/loopback_torchrun.py"}  # the latter runs in no rank
+    assert users == {"collectives.py", "runtime/loopback_torchrun.py"}  # the latter runs in no rank
 
 
 def test_only_a_few_places_know_ms_swift() -> None:
@@ -113,10 +113,8 @@ def test_only_a_few_places_know_ms_swift() -> None:
 
 # Readers of the kernel's files, of the package's own, and of what processes that they started themselves wrote.
 OPENS_ITSELF = {
-    "process/main_memory.py",
-    "process/children.py",
-    "run_directory/lock.py",
-    "launch/warden.py",
+    "runtime/memory.py",
+    "runtime/lock.py",
     "launch/launcher.py",
     "launch/rank.py",
     "launch/job.py",
@@ -158,15 +156,15 @@ def test_files_are_opened_in_one_way() -> None:
     ] == []
 
 
-TELLS_OF_FILES = ("convert", "dataset", "detections", "doctor", "evaluate", "report", "run_directory")
+TELLS_OF_FILES = ("convert", "dataset", "detections", "doctor", "evaluate", "report")
 
 
 def test_text_is_printed_in_one_way() -> None:
-    """By ``terminal``, where a command tells of files and servers: no control character of theirs is obeyed."""
+    """By ``runtime.output``, where a command tells of files and servers: no control character of theirs is obeyed."""
     assert [
         (name_of(file), node.lineno)
         for file in sorted(PACKAGE.rglob("*.py"))
-        if not name_of(file).startswith("terminal/")
+        if name_of(file) != "runtime/output.py"
         for node in nodes_of(file)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         if node.func.id == "Console" or (node.func.id == "print" and name_of(file).startswith(TELLS_OF_FILES))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -21,8 +19,6 @@ from swift_stage2.config import Stage2Config
 from swift_stage2.errors import DatasetError, Stage2Error, StorageFull
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
 from swift_stage2.launch.rank import end_left_in, take_room
-
-COMMANDS = ("train", "launch", "rollout", "doctor", "demo", "bench", "gpu-check")
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -61,19 +57,6 @@ def test_a_retired_command_says_what_to_do_instead(capsys: pytest.CaptureFixture
     assert cli.main(["servers", "add", "run", "http://127.0.0.1:8001"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "servers is retired: list every server in rollout.servers" in line
-
-
-def test_help_lists_the_commands() -> None:
-    result = run("--help")
-    assert result.returncode == 0
-    for name in COMMANDS:
-        assert name in result.stdout
-
-
-@pytest.mark.parametrize("name", sorted(cli._OWN_PARSER))
-def test_every_listed_command_has_a_module(name: str) -> None:
-    module, _ = cli._OWN_PARSER[name]
-    assert importlib.util.find_spec(f"swift_stage2.{module}") is not None
 
 
 def test_pages_are_made_without_torch() -> None:
@@ -139,7 +122,13 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("trian",), ("train",), ("launch", "x.yaml", "--nproc-per-node", "two")]
+    "arguments",
+    [
+        (),
+        ("trian",),
+        ("train",),
+        *(("launch", "x.yaml", f"--nproc-per-node={n}") for n in ("0", "two", "1.5")),
+    ],
 )
 def test_a_wrong_command_line_exits_with_2(arguments: tuple[str, ...]) -> None:
     result = run(*arguments)
@@ -181,19 +170,6 @@ def test_launch_refuses_missing_inputs_before_it_starts_anything(
     assert [file.name for file in tmp_path.iterdir()] == ["run.yaml"]
 
 
-def test_a_user_error_of_several_lines_is_told_on_one(
-    valid: Path, trainer: types.ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def train(config: object, **_: object) -> int:
-        raise DatasetError("every line must be JSON,\n  got line=7; mend it")
-
-    trainer.train = train  # type: ignore[attr-defined]
-    assert cli.main(["train", str(valid)]) == 2
-    assert (
-        capsys.readouterr().err == "swift-stage2 train: error: every line must be JSON, got line=7; mend it\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "mistake"),
     [
@@ -202,7 +178,6 @@ def test_a_user_error_of_several_lines_is_told_on_one(
         (("doctor", "absent.yaml"), "must exist"),
         (("rollout", "absent"), "checkpoint directory"),
         (("merge", "--upstream", "localhost"), "--upstream must"),
-        (("demo", "--steps", "0"), "--steps must be at least 1"),
     ],
     ids=lambda it: it[0] if isinstance(it, tuple) else "",
 )
@@ -216,28 +191,59 @@ def test_every_command_words_a_mistake_as_argparse_does(
     assert error.count("\n") == 1
 
 
-def test_an_error_that_is_not_the_users_keeps_its_traceback_and_ends_with_its_cause(
+@pytest.mark.parametrize(
+    ("end", "before", "status", "left", "told"),
+    [
+        (0, None, 0, None, ""),
+        (7, None, 7, "7", ""),
+        (1, "2", 1, "2", ""),  # the first rank that fails has the say
+        (
+            DatasetError("every line must be JSON,\n  got line=7; mend it"),
+            None,
+            2,
+            "2\nevery line must be JSON, got line=7; mend it",
+            "swift-stage2 train: error: every line must be JSON, got line=7; mend it",
+        ),
+        (
+            Stage2Error("a fault\n  of ours"),
+            None,
+            1,
+            "1\nStage2Error: a fault of ours",
+            "swift-stage2 train: error: Stage2Error: a fault of ours",
+        ),
+        (KeyboardInterrupt(), None, 130, "1", ""),
+    ],
+    ids=repr,
+)
+def test_a_rank_leaves_its_end_for_the_launcher_and_tells_it_in_one_line(
     tmp_path: Path,
     valid: Path,
     trainer: types.ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    end: int | BaseException,
+    before: str | None,
+    status: int,
+    left: str | None,
+    told: str,
 ) -> None:
+    """What is not the user's keeps its traceback above that line."""
+
     def train(config: object, **_: object) -> int:
-        raise Stage2Error("a fault\n  of ours")
+        if isinstance(end, BaseException):
+            raise end
+        return end
 
     file = tmp_path / "status"
-    take_room(file)
+    if before:
+        file.write_text(before)
     monkeypatch.setenv(EXIT_STATUS_FILE, str(file))
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     trainer.train = train  # type: ignore[attr-defined]
-    assert cli.main(["train", str(valid)]) == 1
-    told = capsys.readouterr().err
-    assert "Traceback" in told
-    assert told.splitlines()[-1] == "swift-stage2 train: error: Stage2Error: a fault of ours"
-    assert end_left_in(file) == (1, "Stage2Error: a fault of ours")
-    left = json.loads((tmp_path / "error.json").read_text())
-    assert left["message"]["message"] == "Stage2Error: a fault of ours"
+    assert cli.main(["train", str(valid)]) == status
+    assert (file.read_text() if file.exists() else None) == left
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1:] == ([told] if told else [])
+    assert ("Traceback" in "".join(lines)) is told.endswith("a fault of ours")
 
 
 def test_a_rank_leaves_its_end_though_the_disk_is_full(
@@ -255,35 +261,6 @@ def test_a_rank_leaves_its_end_though_the_disk_is_full(
     assert end_left_in(file) == (2, "no room")
 
 
-@pytest.mark.parametrize(("status", "left"), [(0, None), (7, "7")])
-def test_train_leaves_its_status_for_the_launcher(
-    tmp_path: Path,
-    valid: Path,
-    trainer: types.ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    status: int,
-    left: str | None,
-) -> None:
-    file = tmp_path / "status"
-    monkeypatch.setenv("SWIFT_STAGE2_EXIT_STATUS_FILE", str(file))
-    trainer.train = lambda config, **_: status  # type: ignore[attr-defined]
-    assert cli.main(["train", str(valid)]) == status
-    assert (file.read_text() if file.exists() else None) == left
-
-
-def test_train_leaves_a_users_mistake_for_the_launcher(
-    tmp_path: Path, valid: Path, trainer: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train(config: object, **_: object) -> int:
-        raise DatasetError("every line must be JSON,\n  got line=7; mend it")
-
-    file = tmp_path / "status"
-    monkeypatch.setenv("SWIFT_STAGE2_EXIT_STATUS_FILE", str(file))
-    trainer.train = train  # type: ignore[attr-defined]
-    assert cli.main(["train", str(valid)]) == 2
-    assert file.read_text() == "2\nevery line must be JSON, got line=7; mend it"
-
-
 def test_a_hung_push_ends_the_process_though_a_thread_never_returns(tmp_path: Path, valid: Path) -> None:
     code = (
         "import sys, threading, types\n"
@@ -297,17 +274,6 @@ def test_a_hung_push_ends_the_process_though_a_thread_never_returns(tmp_path: Pa
     environment = dict(os.environ) | {"SWIFT_STAGE2_EXIT_STATUS_FILE": str(status_file)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == 70
     assert status_file.read_text() == "70"
-
-
-def test_the_first_rank_that_fails_has_the_say(
-    tmp_path: Path, valid: Path, trainer: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "status"
-    file.write_text("2")
-    monkeypatch.setenv("SWIFT_STAGE2_EXIT_STATUS_FILE", str(file))
-    trainer.train = lambda config, **_: 1  # type: ignore[attr-defined]
-    cli.main(["train", str(valid)])
-    assert file.read_text() == "2"
 
 
 def test_a_warning_is_told_once_by_rank_0_unless_the_launcher_has_told_it(
@@ -335,14 +301,6 @@ def test_a_warning_is_told_once_by_rank_0_unless_the_launcher_has_told_it(
     assert told == ["swift-stage2 train: warning: too much\n", "", ""]
 
 
-def test_ctrl_c_exits_with_130(valid: Path, trainer: types.ModuleType) -> None:
-    def train(config: object, **_: object) -> int:
-        raise KeyboardInterrupt
-
-    trainer.train = train  # type: ignore[attr-defined]
-    assert cli.main(["train", str(valid)]) == 130
-
-
 def test_commands_with_a_parser_of_their_own_get_their_arguments_untouched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -363,6 +321,7 @@ def every_command_line() -> list[tuple[str, ...]]:
     return [
         ("train",),
         ("launch",),
+        ("completion",),
         *((name,) for name in cli._OWN_PARSER),
         ("rollout", "--engine", "vllm"),
     ]
@@ -401,16 +360,6 @@ def test_a_misspelt_word_names_the_nearest(
         cli.main(words)
     assert end.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"; did you mean {near}?")
-
-
-@pytest.mark.parametrize("number", ["0", "-1", "two", "1.5"])
-def test_launch_refuses_a_number_of_ranks_that_is_none(
-    number: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["launch", "x.yaml", f"--nproc-per-node={number}"])
-    assert end.value.code == 2
-    assert f"must be a whole number, at least 1, got '{number}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["rollout", "merge"])

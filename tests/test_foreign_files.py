@@ -13,7 +13,7 @@ from PIL import Image
 from rich.text import Text
 
 from swift_stage2.cli import main
-from swift_stage2.terminal.console import SafeConsole
+from swift_stage2.runtime.output import SafeConsole
 from swift_stage2.whole_file import MOST_BYTES, open_regular, read_regular, regular_lines
 
 pytestmark = pytest.mark.timeout(60)

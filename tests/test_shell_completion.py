@@ -7,12 +7,13 @@ import subprocess
 
 import pytest
 
-from swift_stage2.terminal.completion import completion_script
+from swift_stage2 import cli
 
 
-@pytest.fixture(scope="module")
-def script() -> str:
-    return completion_script("bash")
+@pytest.fixture
+def script(capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(["completion", "bash"]) == 0
+    return capsys.readouterr().out
 
 
 def complete(script: str, *words: str) -> list[str]:
@@ -29,6 +30,4 @@ def complete(script: str, *words: str) -> list[str]:
 def test_commands_and_options_are_completed(script: str) -> None:
     assert complete(script, "swift-stage2", "la") == ["launch"]
     assert complete(script, "swift-stage2", "be") == ["bench"]
-    assert complete(script, "swift-stage2", "doctor", "--no") == ["--no-sync"]
-    assert complete(script, "swift-stage2", "data", "ch") == ["check"]
-    assert complete(script, "swift-stage2", "report", "--gal") == ["--gallery"]
+    assert complete(script, "swift-stage2", "launch", "--re") == ["--resume"]

@@ -12,8 +12,8 @@ from small_disk import SmallDisk
 import swift_stage2
 from swift_stage2.detections.prediction import write_predictions
 from swift_stage2.launch.plan import Command
-from swift_stage2.launch.process_tree import ProcessTree
 from swift_stage2.pages.page import write_page
+from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.whole_file import write_whole
 
 
@@ -33,11 +33,10 @@ def test_a_file_is_replaced_and_its_directory_flushed(
     write_whole(path, "new")
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
-    # The file, then its directory
     assert [Path(name).parent == tmp_path for name in flushed] == [
         True,
         False,
-    ]
+    ]  # the file, then its directory
     assert flushed[1] == str(tmp_path)
 
 

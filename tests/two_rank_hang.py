@@ -20,7 +20,7 @@ from weight_rounds import make_sync
 
 from swift_stage2.collectives import join_control_group
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
-from swift_stage2.process.watches import EXIT_HANG
+from swift_stage2.runtime.watches import EXIT_HANG
 from swift_stage2.weights import push as server_push
 from swift_stage2.weights import sync_round as weight_sync
 from swift_stage2.weights.courier import ThreadCourier

@@ -1,19 +1,14 @@
-"""Trees of processes: killed, stopped for a while, and outlived by processes, ports or named shared memory of theirs.
-
-Memory is attributed to a tree by what its processes have mapped, because other programs make segments of such names.
-"""
+"""Trees of processes: killed, stopped for a while, and outlived by processes or ports of theirs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import psutil
 
 from swift_stage2.demo.demo_config import held_ports
-from swift_stage2.launch.warden import mapped_by
 
 _POLL_S = 0.1
 
@@ -38,12 +33,10 @@ class Held:
 
     def __init__(self) -> None:
         self.processes: list[psutil.Process] = []
-        self.shared_memory: set[str] = set()
 
     def look(self, processes: list[psutil.Process]) -> None:
-        """Takes in processes that are there now, and what they have mapped."""
+        """Takes in processes that are there now."""
         self.processes += [process for process in processes if process not in self.processes]
-        self.shared_memory |= mapped_by(processes)
 
     def left(self, ports: Sequence[int] = (), patience_s: float = 10.0) -> tuple[str, ...]:
         """Waits up to ``patience_s`` until nothing is left, ports included, and names what is."""
@@ -51,7 +44,6 @@ class Held:
         while True:
             left = [name for process in self.processes if (name := _name_if_alive(process))]
             left += [f"port {port}" for port in held_ports(tuple(ports))]
-            left += [name for name in sorted(self.shared_memory) if Path(name).exists()]
             if not left or time.monotonic() >= end:
                 return tuple(left)
             time.sleep(_POLL_S)

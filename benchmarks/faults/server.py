@@ -18,8 +18,8 @@ from benchmarks.processes import Processes
 from benchmarks.servers import ServerKind, server_arguments, server_environment
 from swift_stage2.demo.demo_config import STAGE1, held_ports
 from swift_stage2.errors import ChildFailed
-from swift_stage2.launch.process_tree import ProcessTree
-from swift_stage2.process.ports import is_quiet
+from swift_stage2.runtime.ports import is_quiet
+from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.servers import protocol
 
 _START_DEADLINE_S = 600.0
@@ -89,7 +89,7 @@ class TestedServer:
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """Everything of it that runs. The first of the tree is the warden, which is the bench's own."""
+        """Everything of it that runs. The first of the tree is the supervisor, which is the bench's own."""
         return tree_of(self._tree.pid)[1:] if self._tree else []
 
     def kill(self) -> None:
@@ -97,23 +97,22 @@ class TestedServer:
         self._held.look(self.processes)
         if left := kill_all(lambda: self.processes, _KILL_DEADLINE_S):
             raise ChildFailed(f"processes that SIGKILL did not end: {[process.pid for process in left]}")
-        self._wait_for_warden()
+        self._wait_for_supervisor()
 
     def end(self) -> tuple[str, ...]:
         """SIGTERM in order, then whatever it takes; names what it, or one that was killed, left behind."""
         if self._tree is not None:
             self._held.look(self.processes)
             self._tree.ask_to_end()
-            self._wait_for_warden()
+            self._wait_for_supervisor()
         return self._held.left((self.port,))
 
-    def _wait_for_warden(self) -> None:
+    def _wait_for_supervisor(self) -> None:
         tree = self._tree
         assert tree is not None
-        try:
-            self._owner.wait_for(
-                lambda: tree.poll() is not None, "its warden ends", _GRACE_S + _KILL_DEADLINE_S
-            )
-        except ChildFailed:
-            tree.kill_warden()
-            self._owner.job.end_abandoned(tree, at_once=True)
+        if tree.end(self._go_on):
+            raise ChildFailed(f"the supervisor of the {self.kind} server must end; see {tree.log_path}")
+
+    def _go_on(self) -> bool:
+        self._owner.moment()
+        return True

@@ -25,7 +25,7 @@ from benchmarks.servers import write_job
 from swift_stage2.config import load_config
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.launch.plan import plan_launch
-from swift_stage2.process.ports import free_ports
+from swift_stage2.runtime.ports import free_ports
 from swift_stage2.telemetry.audit import Record, audit_path
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 from swift_stage2.telemetry.reading import AuditTail, read_ledgers
@@ -34,7 +34,7 @@ NUM_RANKS = 2
 _STEPS_THAT_NO_FAULT_REACHES = 5000
 _STOP_DEADLINE_S = 120.0
 _WATCH_EVERY_S = 2.0
-_TORCHRUN = "swift_stage2.process.loopback_torchrun"
+_TORCHRUN = "swift_stage2.runtime.loopback_torchrun"
 _COURIER = "swift_stage2.weights.courier_worker"
 
 
@@ -153,7 +153,7 @@ class TrainingJob:
 
     def processes_of(self, victim: Victim) -> list[psutil.Process]:
         """Those that run now; ranks in order."""
-        below = tree_of(self._tree.pid)[1:]  # the first is the warden, which is the bench's own
+        below = tree_of(self._tree.pid)[1:]  # the first is the supervisor, which is the bench's own
         if victim is Victim.JOB:
             return below
         config = str(self._config.absolute())

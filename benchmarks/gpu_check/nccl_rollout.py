@@ -25,9 +25,9 @@ from swift_stage2.collectives import SingleRank
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import STAGE1, server_entry
-from swift_stage2.launch.process_tree import ProcessTree
-from swift_stage2.process.ports import free_ports
 from swift_stage2.records import RoundOutcome
+from swift_stage2.runtime.ports import free_ports
+from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
@@ -142,7 +142,7 @@ def _start(
 
 
 def _signal_below(tree: ProcessTree, number: int) -> None:
-    """To every process of the server, its warden excepted."""
+    """To every process of the server, its supervisor excepted."""
     for process in psutil.Process(tree.pid).children(recursive=True):
         process.send_signal(number)
 

@@ -1,4 +1,4 @@
-"""One stage as a process of its own: ``run_child`` starts it under a warden, ``main`` is what runs in it.
+"""One stage as a process of its own: ``run_child`` starts it under a supervisor, ``main`` is what runs in it.
 
 It leaves its figures as they come and at last one record, {"status", "why"}. ``run_child`` tells a process that ended
 without a record, by a signal for instance, and ends it by its deadline with everything below it.
@@ -28,7 +28,7 @@ from benchmarks.gpu_check.stage import (
     one_line,
 )
 from swift_stage2.launch.job import Job, last_cause
-from swift_stage2.launch.process_tree import Command, StopSignals, adopt_orphans
+from swift_stage2.runtime.supervisor import Command, StopSignals, adopt_orphans
 from swift_stage2.whole_file import write_whole
 
 PROGRAM = "benchmarks.gpu_check.stage_process"

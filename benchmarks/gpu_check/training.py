@@ -30,8 +30,8 @@ from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, Dem
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.launch.job import last_cause
-from swift_stage2.launch.process_tree import ProcessTree
-from swift_stage2.process.ports import free_ports
+from swift_stage2.runtime.ports import free_ports
+from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.telemetry.activity import NANOSECONDS
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.reading import read_audit
@@ -217,7 +217,7 @@ def _records(job: DemoJob, rank: int, kind: str) -> list[dict[str, Any]]:
 
 
 def _rank_below(tree: ProcessTree, rank: str) -> psutil.Process:
-    """The process of one rank below a torchrun below a warden. Raises CheckFailed: it is not there."""
+    """The process of one rank below a torchrun below a supervisor. Raises CheckFailed: it is not there."""
     for process in psutil.Process(tree.pid).children(recursive=True):
         try:
             # A rank's own children have its environment too; parents come first.

@@ -22,7 +22,7 @@ import torch
 from benchmarks.gpu_check.device import synchronise, timed
 from benchmarks.gpu_check.stage import CheckFailed, Context
 from swift_stage2.errors import ServerFault
-from swift_stage2.process.background import BackgroundCall
+from swift_stage2.runtime.background import BackgroundCall
 from swift_stage2.servers.session import Deadline
 from swift_stage2.weights.stock_transport import StockTransport
 from swift_stage2.weights.tensors import checksum_tensor

@@ -31,8 +31,8 @@ from swift_stage2.channel_b.rollout_client.trust import servers_at_fault
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import QueueClosed, SampleError
-from swift_stage2.process.watches import Standing
 from swift_stage2.records import BatchOutcome, Pack, QuarantineReason, Rollout, Sample, Segment
+from swift_stage2.runtime.watches import Standing
 from swift_stage2.scheduling.outlook import ProductionPace, StepView
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh

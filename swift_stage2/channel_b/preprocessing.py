@@ -31,8 +31,8 @@ from swift_stage2.channel_b.task import Task, correct_by
 from swift_stage2.columns import ADVANTAGES, BEHAVIOUR, COLUMNS, stand_ins
 from swift_stage2.config.swift_arguments import PLUGIN_PREFIX
 from swift_stage2.errors import ConfigError, MatchingError, PreprocessorLost, SampleError
-from swift_stage2.process.worker import describe_end, start_worker
 from swift_stage2.records import MatchQuality, Pack, Rollout, Segment, Target
+from swift_stage2.runtime.worker import describe_end, start_worker
 from swift_stage2.telemetry.trace import Trace, untraced
 
 logger = logging.getLogger(__name__)

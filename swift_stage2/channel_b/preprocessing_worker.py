@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from swift_stage2.process.worker import serve_rank
+from swift_stage2.runtime.worker import serve_rank
 
 if TYPE_CHECKING:  # what loads torch is imported once the rank's import path is known
     import torch

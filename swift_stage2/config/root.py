@@ -30,7 +30,7 @@ from swift_stage2.config.swift_arguments import as_argv, refuse_unsupported, ref
 from swift_stage2.config.telemetry import TelemetryConfig
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError
-from swift_stage2.process.route import is_loopback
+from swift_stage2.runtime.route import is_loopback
 
 _WANTED_STEPS_IN_GRACE = 4
 _PARTS_OF_FIRST_ROUND = 3  # canary, copy, pushes: each may take all of a round's time

@@ -180,21 +180,32 @@ def write_yaml(data: dict[str, Any]) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False)
 
 
-def key_values(words: Sequence[str]) -> dict[str, Any]:
-    """``KEY=VALUE`` of repeated options ``--swift``, with the values read as YAML does.
+def set_values(data: dict[str, Any], words: Sequence[str], option: str) -> dict[str, Any]:
+    """Puts each ``SECTION.KEY=VALUE`` in its place, with the value read as YAML does; returns ``data``.
 
     Raises:
-        UserError: a word of another form, or a key that is named twice.
+        UserError: a word of another form, a key that is named twice, or one inside something that is no section.
     """
-    found: dict[str, Any] = {}
+    named: set[str] = set()
     for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key.isidentifier():
-            raise UserError(f"--swift must be KEY=VALUE, got {word!r}; write it like --swift tuner_type=full")
-        if key in found:
+        path, equals, value = word.partition("=")
+        *sections, key = path.split(".")
+        if not equals or not all(map(str.isidentifier, (*sections, key))):
             raise UserError(
-                f"--swift must name a key once, got {key} again with {word!r}; where the key takes several values, "
-                f"write them as one list: --swift '{key}=[A,B]'"
+                f"{option} must be KEY=VALUE, got {word!r}; write it like {option} tuner_type=full"
             )
-        found |= parse_yaml(f"{key}: {value}", f"--swift {word}")
-    return found
+        if path in named:
+            raise UserError(
+                f"{option} must name a key once, got {path} again with {word!r}; where the key takes several values, "
+                f"write them as one list: '{path}=[A,B]'"
+            )
+        named.add(path)
+        place: Any = data
+        for name in sections:
+            place = place.setdefault(name, {})
+            if not isinstance(place, dict):
+                raise UserError(
+                    f"{option} must name a key of a section, got {word!r}, in which {name} is none"
+                )
+        place |= parse_yaml(f"{key}: {value}", f"{option} {word}")
+    return data

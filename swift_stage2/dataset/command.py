@@ -16,9 +16,9 @@ from swift_stage2.dataset.picture import TURN
 from swift_stage2.dataset.survey import MOST_KEPT, Findings, survey
 from swift_stage2.errors import UserError
 from swift_stage2.nearest_word import closest
-from swift_stage2.terminal.output import say
-from swift_stage2.terminal.parser import CommandParser
-from swift_stage2.terminal.progress import progress_bar
+from swift_stage2.runtime.output import say
+from swift_stage2.runtime.parser import CommandParser
+from swift_stage2.runtime.progress import progress_bar
 
 EXIT_FAULTS = 1
 MOST_SHOWN = 20

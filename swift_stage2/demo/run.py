@@ -35,16 +35,15 @@ from swift_stage2.evaluate.command import PREDICTIONS_FILE
 from swift_stage2.evaluate.command import main as evaluate
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.launcher import launch
-from swift_stage2.launch.process_tree import Command, StopSignals
+from swift_stage2.launch.run_end import evaluate_command
 from swift_stage2.pages.terminal import terminal_parts
-from swift_stage2.process.ports import free_ports
 from swift_stage2.report.steps import summary_parts
-from swift_stage2.run_directory.claim import claim_directory
-from swift_stage2.run_directory.next_commands import evaluate_command
+from swift_stage2.runtime.claim import claim_directory
+from swift_stage2.runtime.output import SafeConsole, print_error
+from swift_stage2.runtime.parser import CommandParser, whole_number
+from swift_stage2.runtime.ports import free_ports
+from swift_stage2.runtime.supervisor import Command, StopSignals
 from swift_stage2.telemetry.summary import RunSummary, summarise
-from swift_stage2.terminal.console import SafeConsole
-from swift_stage2.terminal.output import print_error
-from swift_stage2.terminal.parser import CommandParser, whole_number
 
 DEFAULT_STEPS = 120
 NUM_HELD_OUT = 128

@@ -223,30 +223,15 @@ def _refuse_other_size(prediction: Prediction | None, place: str) -> None:
             )
 
 
-def why_unmeasured(path: Path) -> str:
-    """Why ``evaluate`` would refuse these rows, or could not read answers like theirs; empty where it can measure."""
-    try:
-        rows = read_rows(path)
-    except DatasetError as error:
-        return cut_remedy(str(error))[0]
-    if _dialect_read(rows) is None:
-        return f"{path}: no shipped dialect reads the first answer, {str(rows[0].row['messages'][-1])[:80]}"
-    return ""
-
-
 def answer_dialect(rows: Sequence[TrueRow]) -> Dialect:
     """The dialect that the answer of the first row is written in; ``object_list`` where none reads it."""
-    return _dialect_read(rows) or OBJECT_LIST
-
-
-def _dialect_read(rows: Sequence[TrueRow]) -> Dialect | None:
     message, truth = rows[0].row["messages"][-1], rows[0].truth
     for dialect in DIALECTS.values():
         with suppress(ConfigError):
             objects = list(zip(truth.labels, truth.boxes, strict=True))
             read_format(fill_placeholders(str(message.get("content")), objects), dialect)
             return dialect
-    return None
+    return OBJECT_LIST
 
 
 def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:

@@ -34,8 +34,8 @@ from swift_stage2.detections.prediction import (
     in_pixels,
 )
 from swift_stage2.detections.scores import DetectionScores, detection_data
-from swift_stage2.process.background import BackgroundCall
 from swift_stage2.records import Rollout, image_paths
+from swift_stage2.runtime.background import BackgroundCall
 from swift_stage2.scheduling.evaluation_schedule import RunningEvaluation
 from swift_stage2.telemetry.metrics import SCORE_TAGS
 from swift_stage2.telemetry.reading import read_ranks

@@ -38,10 +38,9 @@ from swift_stage2.doctor.configuration import (
 from swift_stage2.doctor.examination import Examination, Finding, Verdict, ok
 from swift_stage2.errors import ConfigError
 from swift_stage2.preflight.checks import Known
-from swift_stage2.process.visible_devices import select_devices
-from swift_stage2.terminal.console import SafeConsole
-from swift_stage2.terminal.output import quieten_libraries, say
-from swift_stage2.terminal.parser import CommandParser, whole_number
+from swift_stage2.runtime.output import SafeConsole, quieten_libraries, say
+from swift_stage2.runtime.parser import CommandParser, whole_number
+from swift_stage2.runtime.visible_devices import select_devices
 
 EXIT_FAILED = 1
 _SECRET_MARKS = ("token", "secret", "password", "api_key")

@@ -20,8 +20,8 @@ from swift_stage2.doctor.examination import Checked, Examination, Outcome, faile
 from swift_stage2.launch.plan import LaunchPart, plan_launch
 from swift_stage2.preflight.checks import Known
 from swift_stage2.preflight.servers import refuse_busy_group_port
-from swift_stage2.process.ports import holder_of, is_here
-from swift_stage2.process.route import addresses_of, connection_error, http_remedy
+from swift_stage2.runtime.ports import holder_of, is_here
+from swift_stage2.runtime.route import addresses_of, connection_error, http_remedy
 from swift_stage2.weights.disk_manifest import is_proven
 
 

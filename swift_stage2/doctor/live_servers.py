@@ -52,9 +52,9 @@ from swift_stage2.doctor.server_identity import (
     check_same_files,
     is_unproven,
 )
-from swift_stage2.process.main_memory import available_memory_bytes
-from swift_stage2.process.ports import is_here
 from swift_stage2.records import ServerReport
+from swift_stage2.runtime.memory import available_memory_bytes
+from swift_stage2.runtime.ports import is_here
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.protocol import ServerInfo
 from swift_stage2.servers.session import Deadline, ServerSession

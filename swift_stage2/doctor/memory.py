@@ -15,8 +15,8 @@ from safetensors import safe_open
 from swift_stage2.config import Preprocessing, ServerEngine, ServerProcess, Stage2Config, Transport
 from swift_stage2.config.device_shares import UTILIZATION, share_of
 from swift_stage2.doctor.examination import Checked, Examination, Outcome, failed, left_out, ok, warning
-from swift_stage2.process.main_memory import available_memory_bytes
-from swift_stage2.process.ports import is_here
+from swift_stage2.runtime.memory import available_memory_bytes
+from swift_stage2.runtime.ports import is_here
 from swift_stage2.whole_file import read_regular_text
 
 if TYPE_CHECKING:

@@ -30,9 +30,9 @@ from swift_stage2.detections.prediction import FAILED, LabelledBoxes, Prediction
 from swift_stage2.errors import SampleError, ServerUnavailable, UserError
 from swift_stage2.evaluate.served_model import CONNECT_TIMEOUT_S, of_server_alone, require_answer
 from swift_stage2.records import Sample, SampleKey
+from swift_stage2.runtime.output import say
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline
-from swift_stage2.terminal.output import say
 
 _SEED = 1
 _BUSY_PAUSE_S = 1.0

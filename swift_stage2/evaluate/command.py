@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.config import ServerEngine
-from swift_stage2.config.yaml_text import key_values
+from swift_stage2.config.yaml_text import set_values
 from swift_stage2.detections.prediction import (
     FAILED,
     Prediction,
@@ -35,10 +35,9 @@ from swift_stage2.pages.content import GALLERY_KEY, Gallery, Section, Sentence, 
 from swift_stage2.pages.page import PageContent, page_of, write_page
 from swift_stage2.pages.terminal import terminal_report
 from swift_stage2.preflight.model import check_hub_ids, check_model, recorded_plugins
-from swift_stage2.terminal.console import SafeConsole
-from swift_stage2.terminal.output import needs_stdout, quieten_libraries, say
-from swift_stage2.terminal.parser import CommandParser, whole_number
-from swift_stage2.terminal.progress import going_on, progress_bar
+from swift_stage2.runtime.output import SafeConsole, quieten_libraries, say
+from swift_stage2.runtime.parser import CommandParser, whole_number
+from swift_stage2.runtime.progress import going_on, progress_bar
 
 EXIT_INCOMPLETE = 1
 PREDICTIONS_FILE = "predictions.jsonl"
@@ -69,8 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_folder(options.output or _FOLDER)
     told = _compare(rows, options) if options.compare else _evaluate(rows, options)
     facts = {"data": str(options.data), "num_images": len(rows), "draws": _NUM_DRAWS} | told.facts
-    with needs_stdout("an evaluation"):
-        _tell(replace(told, facts=facts), options)
+    _tell(replace(told, facts=facts), options)
     return EXIT_INCOMPLETE if told.num_missing else 0
 
 
@@ -142,7 +140,7 @@ def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Predi
         raise UserError("--server needs --model DIR, whose template says what boxes are measured in; give it")
     if options.server:
         require_answer(options.server)  # before anything slow
-    swift, folder = key_values(options.swift), options.output or _FOLDER
+    swift, folder = set_values({}, options.swift, "--swift"), options.output or _FOLDER
     arguments = {**swift, "model": options.model}
     check_model(arguments, of="--")
     check_hub_ids(arguments, of="--")

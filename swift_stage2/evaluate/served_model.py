@@ -1,6 +1,6 @@
 """The server that is asked: one that runs already, or our own, started for a model and ended with the command.
 
-Our own listens on loopback, in a process tree under a warden: whatever becomes of this process, nothing of it stays.
+Our own listens on loopback, under a supervisor: whatever becomes of this process, nothing of it stays.
 Its log lies in the output folder. It loads while the caller loads the template; every wait has a deadline.
 """
 
@@ -21,23 +21,17 @@ from swift_stage2.config import RolloutConfig, ServerConfig, ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.errors import ServerFault, ServerUnavailable, UserError
 from swift_stage2.launch.job import last_cause
-from swift_stage2.launch.managed_server import ReadinessProbe
+from swift_stage2.launch.managed_server import why_not_ready
 from swift_stage2.launch.plan import without_rank
-from swift_stage2.launch.process_tree import (
-    WARDEN_MARGIN_S,
-    Command,
-    ProcessTree,
-    adopt_orphans,
-    end_descendants,
-)
 from swift_stage2.preflight.servers import foreign
-from swift_stage2.process.ports import free_ports
 from swift_stage2.rollout_server.command_line import require_vllm
+from swift_stage2.runtime.output import say
+from swift_stage2.runtime.ports import free_ports
+from swift_stage2.runtime.progress import going_on
+from swift_stage2.runtime.supervisor import Command, ProcessTree, adopt_orphans, end_descendants
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
-from swift_stage2.terminal.output import say
-from swift_stage2.terminal.progress import WaitNotice
 
 ENGINES = (ServerEngine.TRANSFORMERS, ServerEngine.VLLM)
 _HOST = "127.0.0.1"
@@ -83,7 +77,6 @@ class OwnServer:
     timeout_s: float
     """To load."""
     tree: ProcessTree
-    probe: ReadinessProbe
 
     def wait(self) -> None:
         """Until it answers.
@@ -91,17 +84,16 @@ class OwnServer:
         Raises:
             ServerUnavailable: it ended, or did not answer in time.
         """
-        notice, end = WaitNotice(_say), time.monotonic() + self.timeout_s
-        while not self.probe.answered:
-            self.refuse_ended()
-            if self.probe.refusal is not None or time.monotonic() >= end:
-                cause = self.probe.refusal or self.probe.last_error
-                raise ServerUnavailable(
-                    f"the server of --model must answer within {self.timeout_s:g} s, got: {cause}; see "
-                    f"{self.tree.log_path}"
-                )
-            notice.remind("waiting for the server to load", self.timeout_s)
-            time.sleep(_POLL_S)
+        end = time.monotonic() + self.timeout_s
+        with going_on("evaluate", "waiting for the server to load", _say):
+            while cause := why_not_ready(self.base_url):
+                self.refuse_ended()
+                if time.monotonic() >= end:
+                    raise ServerUnavailable(
+                        f"the server of --model must answer within {self.timeout_s:g} s, got: {cause}; see "
+                        f"{self.tree.log_path}"
+                    )
+                _pause()
         self.refuse_ended()
 
     def refuse_ended(self) -> None:
@@ -137,20 +129,15 @@ def own_server(
     base_url = f"http://{_HOST}:{port}"
     try:
         _say(f"starting a server of {model}, log {tree.log_path}")
-        probe = ReadinessProbe(_NAME, base_url, RolloutConfig().api_key(), timeout_s)
-        server = OwnServer(base_url, timeout_s, tree, probe)
+        server = OwnServer(base_url, timeout_s, tree)
         try:
             yield server
         except ServerUnavailable:
             _wait_for_end(tree, _DEATH_S)
             server.refuse_ended()  # says more than a lost connection does
             raise
-        finally:
-            probe.close()
     finally:
-        tree.ask_to_end()
-        if not _wait_for_end(tree, _GRACE_S + WARDEN_MARGIN_S):
-            tree.kill_warden()
+        if tree.end(_pause):
             end_descendants(0.0, spare=before)
 
 
@@ -181,8 +168,13 @@ def of_server_alone(swift: Mapping[str, Any]) -> dict[str, Any]:
 def _wait_for_end(tree: ProcessTree, timeout_s: float) -> bool:
     end = time.monotonic() + timeout_s
     while tree.poll() is None and time.monotonic() < end:
-        time.sleep(_POLL_S)
+        _pause()
     return tree.poll() is not None
+
+
+def _pause() -> bool:
+    time.sleep(_POLL_S)
+    return True
 
 
 def _say(text: str) -> None:

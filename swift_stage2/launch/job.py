@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
-from swift_stage2.launch.process_tree import (
-    WARDEN_MARGIN_S,
-    Command,
-    ProcessTree,
-    StopSignals,
-    end_descendants,
-)
-from swift_stage2.terminal.progress import SAID
+from swift_stage2.runtime.progress import SAID
+from swift_stage2.runtime.supervisor import Command, ProcessTree, StopSignals, end_descendants
 
 _POLL_S = 0.1
 _LONGEST_STRAY_PATIENCE_S = 10.0
@@ -45,8 +38,10 @@ class Job:
     def __exit__(self, *_: object) -> None:
         try:
             for tree in reversed(self._trees):  # the learner first: it may be talking to a server
-                self._end(tree)
-            left = end_descendants(_LONGEST_STRAY_PATIENCE_S, spare=self._spare)
+                if tree.end(self._go_on):  # a second signal cuts its grace short
+                    self.say(f"{tree.command.name} is killed before it has ended in order")
+            patience_s = 0.0 if self._signals.wants_haste else _LONGEST_STRAY_PATIENCE_S
+            left = end_descendants(patience_s, spare=self._spare)  # of supervisors that were killed
             if left:
                 self.say(f"processes that SIGKILL did not end: {left}")
         finally:
@@ -57,10 +52,9 @@ class Job:
         """Starts one command and follows its log; ``purpose`` is said instead of its name."""
         log_path = self._log_dir / f"{command.name}.log"
         log_path.touch(0o600)
-        colour = len(self._followers) if sys.stdout.isatty() else None
         if log_path not in self._followers:  # a restarted command goes on in its log
             only = None if self._shows_logs else SAID
-            self._followers[log_path] = LogFollower(log_path, command.name, self._show, colour, only)
+            self._followers[log_path] = LogFollower(log_path, command.name, self._show, only)
         tree = ProcessTree(command, log_path)
         self._trees.append(tree)
         self.say(f"{purpose or f'started {command.name}'}, log {log_path.name}")
@@ -69,67 +63,30 @@ class Job:
     def step(self) -> None:
         """Waits a moment or for a signal, and shows what was logged meanwhile."""
         self._signals.wait(_POLL_S)
-        self._pump()
-
-    def end_abandoned(self, tree: ProcessTree, *, at_once: bool = False) -> None:
-        """Ends what a killed warden left: its tree is below the launcher now."""
-        if tree.was_abandoned:
-            wardens = {other.pid for other in self._trees if other.poll() is None}
-            patience_s = 0.0 if at_once else min(tree.command.grace_s, _LONGEST_STRAY_PATIENCE_S)
-            end_descendants(patience_s, spare=self._spare | wardens)
-
-    def end_late(self, trees: Sequence[ProcessTree]) -> None:
-        """Kills those of ``trees`` that were asked to end and have outlived their grace; never waits for the rest."""
-        for tree in trees:
-            if tree.is_overdue(WARDEN_MARGIN_S):
-                self.say(f"{tree.command.name} is killed before it has ended in order")
-                tree.kill_warden()
-                self.end_abandoned(tree)
+        for follower in self._followers.values():
+            follower.pump()
 
     def say(self, text: str) -> None:
         """A line of the launcher itself."""
         self._show(f"[launch] {text}")
 
-    def _pump(self) -> None:
-        for follower in self._followers.values():
-            follower.pump()
-
-    def _end(self, tree: ProcessTree) -> None:
-        """Asks, waits for the grace, kills; a second signal cuts the grace short."""
-        tree.ask_to_end()
-        deadline = time.monotonic() + tree.command.grace_s + WARDEN_MARGIN_S
-        while tree.poll() is None:
-            self.step()
-            if time.monotonic() >= deadline or self._signals.wants_haste:
-                self.say(f"{tree.command.name} is killed before it has ended in order")
-                tree.kill_warden()
-                break
-        self.end_abandoned(tree, at_once=self._signals.wants_haste)
+    def _go_on(self) -> bool:
+        self.step()
+        return not self._signals.wants_haste
 
 
-_COLOURS = ("\033[36m", "\033[33m", "\033[35m", "\033[32m", "\033[34m")
-_RESET = "\033[0m"
 _REDRAW_INTERVAL_S = 1.0
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|[\r\n])")
+_LINE_END = re.compile(rb"(\r\n|[\r\n])")
 
 
 class LogFollower:
     """Shows what is appended to one file. A progress bar redraws itself after ``\\r``: one state a second is shown."""
 
     def __init__(
-        self,
-        path: Path,
-        name: str,
-        show: Callable[[str], None],
-        colour: int | None = None,
-        only: re.Pattern[str] | None = None,
+        self, path: Path, name: str, show: Callable[[str], None], only: re.Pattern[str] | None = None
     ) -> None:
         """``only``: of every line in which it is found its first group, and no other line."""
-        self._show = show
-        self._only = only
-        self._prefix = (
-            f"[{name}]" if colour is None else f"{_COLOURS[colour % len(_COLOURS)]}[{name}]{_RESET}"
-        )
+        self._name, self._show, self._only = name, show, only
         self._redrawn_at = -_REDRAW_INTERVAL_S
         self._rest = b""
         self._file = path.open("rb")
@@ -137,12 +94,9 @@ class LogFollower:
 
     def pump(self) -> None:
         """Shows every whole line since the last call."""
-        data = self._rest + self._file.read()
-        end = 0
-        for found in _LINE.finditer(data):
-            end = found.end()
-            self._emit(found.group())
-        self._rest = data[end:]
+        *lines, self._rest = _LINE_END.split(self._rest + self._file.read())
+        for line, end in zip(lines[::2], lines[1::2], strict=True):
+            self._emit(line, is_redrawn=end == b"\r")
 
     def close(self) -> None:
         """Shows the rest, also without an end of line."""
@@ -150,18 +104,15 @@ class LogFollower:
         self._emit(self._rest)
         self._file.close()
 
-    def _emit(self, line: bytes) -> None:
-        text = line.rstrip(b"\r\n").decode("utf-8", errors="replace")
+    def _emit(self, line: bytes, *, is_redrawn: bool = False) -> None:
+        text, now = line.decode("utf-8", errors="replace"), time.monotonic()
         if self._only is not None:
             text = found[1] if (found := self._only.search(text)) else ""
-        if not text.strip():
+        if not text.strip() or (is_redrawn and now - self._redrawn_at < _REDRAW_INTERVAL_S):
             return
-        if line.endswith(b"\r"):
-            now = time.monotonic()
-            if now - self._redrawn_at < _REDRAW_INTERVAL_S:
-                return
+        if is_redrawn:
             self._redrawn_at = now
-        self._show(f"{self._prefix} {text}")
+        self._show(f"[{self._name}] {text}")
 
 
 _SOURCE_PREFIX = re.compile(r"^(?:\[[\w-]+\] )*(?:\[rank\d+\]: ?)?")

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
 from swift_stage2.config import Stage2Config, load_config
-from swift_stage2.errors import EXIT_STARVED, EXIT_USER_MISTAKE, ConfigError, ServerUnavailable, UserError
+from swift_stage2.errors import EXIT_STARVED, EXIT_USER_MISTAKE, ConfigError, UserError
 from swift_stage2.launch.job import Job, last_cause
-from swift_stage2.launch.managed_server import ManagedServer, ReadinessProbe
+from swift_stage2.launch.managed_server import ManagedServer
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, devices_of, plan_launch
-from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
 from swift_stage2.launch.rank import end_left_in, take_room
-from swift_stage2.launch.run_end import describe_end, newest_run
+from swift_stage2.launch.run_end import newest_run, next_commands
 from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.preflight.servers import warn_of_lone_servers
-from swift_stage2.process.ports import is_here
-from swift_stage2.run_directory.claim import resumed
-from swift_stage2.run_directory.lock import hold_run_directory
-from swift_stage2.run_directory.next_commands import next_commands
-from swift_stage2.terminal.output import print_error
-from swift_stage2.terminal.progress import WaitNotice, going_on
+from swift_stage2.runtime.claim import resumed
+from swift_stage2.runtime.lock import hold_run_directory
+from swift_stage2.runtime.output import print_error
+from swift_stage2.runtime.ports import is_here
+from swift_stage2.runtime.progress import going_on
+from swift_stage2.runtime.supervisor import Command, ProcessTree, StopSignals, adopt_orphans
 
 _NO_SERVER_LEFT = 1
 _SIGNALLED = 128
+_SAY_EVERY_S = 5.0
 
 
 def launch(
@@ -86,8 +86,7 @@ def launch(
             show(f"[launch] {note}")
         show(f"[launch] output directory {output_dir}")
         show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
-        start_timeout_s = config.rollout.start_timeout_s
-        status = run_plan(plan, config.rollout.api_key(), start_timeout_s, show, verbose=verbose)
+        status = run_plan(plan, config.rollout.start_timeout_s, show, verbose=verbose)
         run_dir = newest_run(output_dir, since)
         if run_dir and status in (0, EXIT_STARVED):
             for line in next_commands(run_dir, config.swift):
@@ -97,7 +96,8 @@ def launch(
             for line in islice(next_commands(run_dir, config.swift), 1) if run_dir else ():
                 show(f"[launch] {line}")
             show(f"[launch] go on: swift-stage2 launch {shlex.quote(str(config_path))} --resume")
-        show(f"[launch] {describe_end(output_dir, status, since)}; logs in {plan.log_dir}")
+        how = "finished" if status == 0 else f"ended with status {status}"
+        show(f"[launch] {how}; run directory {run_dir or 'none was begun'}; logs in {plan.log_dir}")
         if status and (left := end_left_in(plan.exit_status_file)) and left[1]:
             print_error("launch", left[1])  # the last line names the cause, however much was told after it
         return status
@@ -110,24 +110,19 @@ def _serve_this_machine(
     if not plan.servers:
         hosts = ", ".join(server.host for server in config.rollout.servers[: len(config.launch.servers)])
         raise ConfigError(
-            "launch --servers-only starts the servers whose base_url has a host of this machine, got launch.servers "
-            f"with hosts={hosts or 'none'}; "
-            + (
-                "write an address or name of this machine that it can resolve into rollout.servers[].base_url"
-                if hosts
-                else "add an entry to launch.servers for each of rollout.servers"
-            )
+            "launch --servers-only starts those of launch.servers whose base_url has a host of this machine, got "
+            f"hosts={hosts or 'none'}; write an address or name of this machine into rollout.servers[].base_url, and "
+            "an entry for it into launch.servers"
         )
     run_checks(config, Known(started_servers=plan.server_indices))
     for warning in warn_of_lone_servers(config, plan.server_indices):
         show(f"[launch] warning: {warning}")
     show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
-    return run_plan(plan, config.rollout.api_key(), config.rollout.start_timeout_s, show, verbose=verbose)
+    return run_plan(plan, config.rollout.start_timeout_s, show, verbose=verbose)
 
 
 def run_plan(
     plan: LaunchPlan,
-    api_key: str | None,
     start_timeout_s: float,
     show: Callable[[str], None],
     *,
@@ -143,26 +138,15 @@ def run_plan(
             f"swift.output_dir must be a writable directory, got {plan.log_dir.parent} ({exc})"
         ) from exc
     adopt_orphans()
-    servers = [ManagedServer(server, plan.restart, start_timeout_s) for server in plan.servers]
+    servers = [ManagedServer(each, plan.restart, start_timeout_s) for each in plan.servers]
     with StopSignals() as signals, Job(plan.log_dir, signals, show, shows_logs=verbose) as job:
-        learner: ProcessTree | None = None
-        groups = _loading_together(servers)
-        for group in groups:
-            if _start_servers(job, signals, group):
-                if plan.learner is not None and group is groups[-1] and _may_load_beside(plan.learner, group):
-                    learner = job.start(plan.learner)
-                waiting = [(server, _probe(server, api_key, start_timeout_s)) for server in group]
-                _wait_until_answering(job, signals, waiting, start_timeout_s, learner)
-        if signals.received is None and plan.learner is None:
-            _watch_servers(job, signals, servers)
-        elif signals.received is None and plan.learner is not None:
-            learner = learner or job.start(plan.learner)
-            _follow(job, signals, learner, servers)
+        learner = _follow(plan, job, signals, servers)
         if signals.received is not None:
             saves = "; a learner that trains saves a checkpoint first" if learner is not None else ""
             job.say(f"ending everything after signal {signals.received}{saves}; one more kills at once")
             return _SIGNALLED + signals.received
         if learner is None:
+            job.say("no server is left on this machine; see the logs above")
             return _NO_SERVER_LEFT
         status, mistake = _learner_end(learner, plan.exit_status_file)
         if status and not mistake and not verbose:
@@ -172,124 +156,50 @@ def run_plan(
     return status
 
 
-def _loading_together(servers: Sequence[ManagedServer]) -> list[list[ManagedServer]]:
-    """Groups to load in turn: vLLM takes for its own whatever others allocate on its device meanwhile."""
-    groups: list[list[ManagedServer]] = []
-    for server in servers:
-        devices = set(server.planned.devices)
-        free = (g for g in groups if all(devices.isdisjoint(each.planned.devices) for each in g))
-        if (group := next(free, None)) is None:
-            groups.append(group := [])
-        group.append(server)
-    return groups
-
-
-def _may_load_beside(learner: Command, servers: Sequence[ManagedServer]) -> bool:
-    """True if learner and servers have no device in common: vLLM counts memory that others allocate as its own."""
-    return set(devices_of(learner)).isdisjoint(device for each in servers for device in each.planned.devices)
-
-
-def _start_servers(job: Job, signals: StopSignals, servers: Sequence[ManagedServer]) -> bool:
-    """Each as soon as it would take its own port; False when a signal came before all were started."""
-    waiting = list(servers)
-    while signals.received is None:
-        still_waiting = []
-        for server in waiting:
-            if server.may_start(job):
-                server.start(job)
-            else:
-                still_waiting.append(server)
-        waiting = still_waiting
-        if not waiting:
-            return True
-        job.step()
-    return False
-
-
-def _probe(server: ManagedServer, api_key: str | None, start_timeout_s: float) -> ReadinessProbe | None:
-    """None for a stock server, which the learner may be giving weights by then: that it listens is enough."""
-    if server.planned.is_stock:
-        return None
-    return ReadinessProbe(server.name, server.planned.address.base_url, api_key, start_timeout_s)
-
-
-def _watch_servers(job: Job, signals: StopSignals, servers: Sequence[ManagedServer]) -> None:
-    """Until a signal comes, or none of them is left or coming back."""
-    job.say("all servers of this machine are up; Ctrl-C or SIGTERM ends them")
-    while signals.received is None and not all(server.is_gone for server in servers):
-        job.step()
-        for server in servers:
-            server.watch(job)
-    if signals.received is None:
-        job.say("no server is left on this machine; see the logs above")
-
-
-def _wait_until_answering(
-    job: Job,
-    signals: StopSignals,
-    waiting: Sequence[tuple[ManagedServer, ReadinessProbe | None]],
-    start_timeout_s: float,
-    learner: ProcessTree | None,
-) -> None:
-    """Until every server has answered, from the port and the process that were meant, or the learner has ended."""
-    notice, end = WaitNotice(job.say), time.monotonic() + start_timeout_s
-    with ExitStack() as probes:
-        for _, probe in waiting:
-            if probe is not None:
-                probes.callback(probe.close)
-        while waiting and signals.received is None and (learner is None or learner.poll() is None):
-            job.step()
-            still_waiting = []
-            for server, probe in waiting:
-                _refuse_missing(server, probe)
-                answered = probe is not None and probe.answered
-                listens = server.refuse_foreigner(at_once=answered)
-                if answered or (probe is None and listens):
-                    job.say(f"{server.name} answers at {server.planned.address.base_url}")
-                elif time.monotonic() >= end:
-                    _refuse_late(server, probe, start_timeout_s)
-                else:
-                    still_waiting.append((server, probe))
-            waiting = still_waiting
-            if waiting:
-                names = " and ".join(server.name for server, _ in waiting)
-                notice.remind(f"waiting for {names} to load", start_timeout_s)
-        job.step()
-
-
-def _refuse_missing(server: ManagedServer, probe: ReadinessProbe | None) -> None:
-    url = server.planned.address.base_url
-    if (ended := server.ended()) is not None:
-        tree, status = ended
-        raise ServerUnavailable(
-            f"{tree.command.name} ({url}) must answer before training starts, got exit status={status}; "
-            f"see {tree.log_path}: {last_cause(tree.log_path, tree.log_offset)}"
-        )
-    if probe is not None and probe.refusal is not None:
-        raise ServerUnavailable(
-            f"{server.name} ({url}) must answer an /infer/, got: {probe.refusal}; see {server.trees[0].log_path}"
-        )
-
-
-def _refuse_late(server: ManagedServer, probe: ReadinessProbe | None, start_timeout_s: float) -> None:
-    error = "nothing listens there" if probe is None else probe.last_error
-    raise ServerUnavailable(
-        f"{server.name} ({server.planned.address.base_url}) must answer within start_timeout_s={start_timeout_s:g}, "
-        f"got: {error}; see {server.trees[0].log_path}, or raise rollout.start_timeout_s"
-    )
-
-
 def _follow(
-    job: Job,
-    signals: StopSignals,
-    learner: ProcessTree,
-    servers: Sequence[ManagedServer],
-) -> None:
-    """Until the learner ends or a signal comes. A server that ends is told of; the learner runs on."""
-    while learner.poll() is None and signals.received is None:
-        job.step()
+    plan: LaunchPlan, job: Job, signals: StopSignals, servers: Sequence[ManagedServer]
+) -> ProcessTree | None:
+    """Until the learner, which it returns, has ended, without one every server has, or a signal comes.
+
+    Servers on one device load one after the other, the learner beside the last ones if it may. A server that ends later
+    is told of, and perhaps started again; the learner runs on.
+
+    Raises:
+        ServerUnavailable: a server did not come up.
+    """
+    learner, began = None, time.monotonic()
+    say_at = began + _SAY_EVERY_S
+    while signals.received is None and (learner is None or learner.poll() is None):
         for server in servers:
-            server.watch(job)
+            others = [
+                each for each in servers if each.has_started and not each.has_come and each is not server
+            ]
+            if server.has_started or _is_apart(server.planned.command, others):
+                server.turn(job)
+        loading = [server for server in servers if not server.has_come]
+        if plan.learner is None and not loading:
+            if say_at < math.inf:
+                job.say("all servers of this machine are up; Ctrl-C or SIGTERM ends them")
+            if all(server.is_gone for server in servers):
+                break
+        are_started = all(server.has_started for server in servers)
+        if plan.learner is not None and learner is None and are_started and _is_apart(plan.learner, loading):
+            learner = job.start(plan.learner)
+        if not loading:
+            say_at = math.inf
+        elif (now := time.monotonic()) >= say_at:
+            say_at = now + _SAY_EVERY_S
+            job.say(
+                f"waiting for {' and '.join(server.name for server in loading)} to load, {now - began:.0f} s"
+            )
+        job.step()
+    return learner
+
+
+def _is_apart(command: Command, loading: Sequence[ManagedServer]) -> bool:
+    """Whether it sees no device of a server that loads: vLLM takes for its own whatever others allocate meanwhile."""
+    taken = {device for server in loading for device in devices_of(server.planned.command)}
+    return taken.isdisjoint(devices_of(command))
 
 
 def _learner_end(learner: ProcessTree, exit_status_file: Path) -> tuple[int, str]:

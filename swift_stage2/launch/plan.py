@@ -19,8 +19,8 @@ from swift_stage2.config import (
 from swift_stage2.config.device_shares import Placement, check_devices
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.errors import ConfigError
-from swift_stage2.launch.process_tree import Command
-from swift_stage2.process.visible_devices import select_devices
+from swift_stage2.runtime.supervisor import Command
+from swift_stage2.runtime.visible_devices import select_devices
 
 EXIT_STATUS_FILE = "SWIFT_STAGE2_EXIT_STATUS_FILE"
 """Environment variable: where ``swift-stage2 train`` writes its exit status; torchrun replaces every failure by 1."""
@@ -48,6 +48,10 @@ class LaunchPart(StrEnum):
     LEARNER = "learner"
     """The learner's ranks of one of its hosts."""
 
+    @property
+    def has_no_learner(self) -> bool:
+        return self is LaunchPart.SERVERS
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedServer:
@@ -63,47 +67,32 @@ class PlannedServer:
     upstream_port: int | None = None
     is_stock: bool = False
 
-    @property
-    def commands(self) -> tuple[Command, ...]:
-        """In the order in which they are to be started."""
-        return (self.command,) if self.merger is None else (self.command, self.merger)
-
-    @property
-    def devices(self) -> list[str]:
-        return devices_of(self.command)
-
-    @property
-    def restart_commands(self) -> tuple[Command, ...]:
-        """Commands of another start: its merger must not believe the old weights it comes up with."""
+    def commands(self, *, again: bool = False) -> tuple[Command, ...]:
+        """In the order in which they are started; ``again``: a merger must not believe weights that came up anew."""
         if self.merger is None:
-            return self.commands
-        return self.command, replace(self.merger, argv=(*self.merger.argv, "--needs-weights"))
-
-    @property
-    def quiet_port(self) -> int | None:
-        """The port that must be quiet before the start; see ``process.ports.is_quiet``."""
-        return self.http_ports[0] if self.is_stock else None
+            return (self.command,)
+        merger = replace(self.merger, argv=(*self.merger.argv, "--needs-weights")) if again else self.merger
+        return self.command, merger
 
     @property
     def http_ports(self) -> tuple[int, ...]:
         """The port that each of ``commands`` listens on."""
         return (self.address.port,) if self.upstream_port is None else (self.upstream_port, self.address.port)
 
+    @property
+    def http_urls(self) -> list[str]:
+        return [_url(self.address.host, port) for port in self.http_ports]
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything that ``launch`` starts.
-
-    Without a ``learner`` there is one on other machines; ``rendezvous`` is what the ranks of all its hosts have in
-    their environment, empty when it has one host.
-    """
+    """Everything that ``launch`` starts. Without a ``learner`` there is one on other machines."""
 
     servers: tuple[PlannedServer, ...]
     learner: Command | None
     log_dir: Path
     exit_status_file: Path
     restart: RestartConfig = field(default_factory=RestartConfig)
-    rendezvous: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def server_indices(self) -> list[int]:
@@ -131,64 +120,42 @@ def plan_launch(
             ``node_rank``, servers and a learner of several hosts in one launch, or a device that the environment does
             not leave visible or that processes may not share.
     """
-    process = config.launch.learner
-    given_rank = process.node_rank if node_rank is None else node_rank
-    node_rank = given_rank or 0
-    process.check_node_rank(node_rank)
-    name = "learner" if process.nnodes == 1 else f"learner.node{node_rank}"
-    log_dir = _run_dir(config) / "logs"
-    status_file = log_dir / f"{name}.exit_status"
-    outer = without_rank(environment)
-    with_servers = config.b_enabled and part is not LaunchPart.LEARNER
-    started = zip(config.launch.servers, config.rollout.servers, strict=False) if with_servers else ()
-    servers = tuple(
-        _plan_server(config, index, process, address, outer)
-        for index, (process, address) in enumerate(started)
-        if is_here is None or is_here(address.host)
-    )
-    if part is LaunchPart.ALL and servers and process.nnodes > 1:
-        raise ConfigError(
-            "servers and a learner of several hosts are launched apart, got launch.learner.nnodes="
-            f"{process.nnodes}; run launch --servers-only on the servers' hosts and launch --learner-only on each "
-            "of the learner's"
-        )
-    if given_rank is None and process.nnodes > 1 and part is not LaunchPart.SERVERS:
-        raise ConfigError(
-            f"each host of a learner has a number, got launch.learner.nnodes={process.nnodes} without one; say "
-            "launch --learner-only --node-rank N, with 0 on the host that rdzv_endpoint names"
-        )
-    words = ["train", str(config_path.absolute()), *(["--resume"] if resume else [])]
-    learner = None
-    if part is not LaunchPart.SERVERS:
-        learner = _plan_learner(process, name, words, nproc_per_node, node_rank, outer, status_file)
-    places = ["" if part is LaunchPart.ALL else server.address.host for server in servers]
-    check_devices(  # again: here one device has one name, which the configuration may call by number, too
-        config.launch,
-        [
-            *([Placement(None, "", devices_of(learner))] if learner else []),
-            *(
-                Placement(server.index, place, server.devices)
-                for server, place in zip(servers, places, strict=True)
-            ),
-        ],
-    )
-    return LaunchPlan(
-        servers=servers,
-        learner=learner,
-        log_dir=log_dir,
-        exit_status_file=status_file,
-        restart=config.launch.restart,
-        rendezvous=_rendezvous(process),
-    )
-
-
-def _run_dir(config: Stage2Config) -> Path:
-    output_dir = config.swift.get("output_dir")
+    learner, output_dir = config.launch.learner, config.swift.get("output_dir")
     if not isinstance(output_dir, str) or not output_dir.strip():
         raise ConfigError(
             f"swift.output_dir must name the run directory, got output_dir={output_dir!r}; launch keeps its logs there"
         )
-    return Path(output_dir).expanduser().absolute()
+    rank = learner.node_rank if node_rank is None else node_rank
+    learner.check_node_rank(rank or 0)
+    outer = without_rank(environment)
+    with_servers = config.b_enabled and part is not LaunchPart.LEARNER
+    pairs = zip(config.launch.servers, config.rollout.servers, strict=False) if with_servers else ()
+    servers = tuple(
+        _plan_server(config, index, process, address, outer)
+        for index, (process, address) in enumerate(pairs)
+        if is_here is None or is_here(address.host)
+    )
+    if learner.nnodes > 1 and (
+        (part is LaunchPart.ALL and servers) or (rank is None and not part.has_no_learner)
+    ):
+        raise ConfigError(
+            "the hosts of a learner are launched one by one, apart from servers, got launch.learner.nnodes="
+            f"{learner.nnodes}; run launch --servers-only on the servers' hosts, and on each of the learner's launch "
+            "--learner-only --node-rank N, with 0 on the host that rdzv_endpoint names"
+        )
+    log_dir = Path(output_dir).expanduser().absolute() / "logs"
+    name = "learner" if learner.nnodes == 1 else f"learner.node{rank or 0}"
+    status_file = log_dir / f"{name}.exit_status"
+    words = ["train", str(config_path.absolute()), *(["--resume"] if resume else [])]
+    ranks = None
+    if not part.has_no_learner:
+        ranks = _plan_learner(learner, name, words, nproc_per_node, rank or 0, outer, status_file)
+    placements = [Placement(None, "", devices_of(ranks))] if ranks else []
+    for server in servers:
+        place = "" if part is LaunchPart.ALL else server.address.host
+        placements.append(Placement(server.index, place, devices_of(server.command)))
+    check_devices(config.launch, placements)  # again: a number and a name may be one device here
+    return LaunchPlan(servers, ranks, log_dir, status_file, config.launch.restart)
 
 
 def _plan_server(
@@ -220,9 +187,8 @@ def _plan_merger(
 ) -> Command | None:
     if process.upstream_port is None:
         return None
-    host = f"[{address.host}]" if ":" in address.host else address.host
     options = {
-        "upstream": f"http://{host}:{process.upstream_port}",
+        "upstream": _url(address.host, process.upstream_port),
         "host": address.host,
         "port": address.port,
         "max-batch-size": max(_LEAST_MERGED_BATCH, config.rollout.max_inflight_per_server),
@@ -230,8 +196,7 @@ def _plan_merger(
         "data-parallel-size": process.args.get("vllm_data_parallel_size", 1),
         "api-key-env": config.rollout.api_key_env,
     }
-    is_async = process.args.get("vllm_use_async_engine") is True
-    flags = ["--async-engine"] if is_async else []
+    flags = ["--async-engine"] if process.args.get("vllm_use_async_engine") is True else []
     return Command(
         name=f"merger{index}",
         argv=(sys.executable, "-u", "-m", "swift_stage2", "merge", *as_argv(options), *flags),
@@ -253,22 +218,18 @@ def _server_arguments(
         key += ["--group-bind", address.group_bind]  # the learner names it to a stock server
     if config.rollout.sync.disk_directory is not None:
         key += ["--weights-root", config.rollout.sync.disk_directory]
-    if process.engine is ServerEngine.TRANSFORMERS:
-        return ["-m", "swift_stage2", "rollout", "--engine", "transformers", model, *place, *key, *options]
-    if process.engine is ServerEngine.VLLM:
-        return ["-m", "swift_stage2", "rollout", "--engine", "vllm", "--model", model, *place, *key, *options]
+    if is_ours:
+        named = [model] if process.engine is ServerEngine.TRANSFORMERS else ["--model", model]
+        words = ["rollout", "--engine", process.engine.value, *named, *place, *key, *options]
+        return ["-m", "swift_stage2", *words]
     program = ["swift.cli.rollout"]
     if config.rollout.api_key():  # which ms-swift takes as an argument only, for everyone to read
         program = ["swift_stage2.rollout_server.stock_program", config.rollout.api_key_env]
     return ["-m", *program, "--model", model, *place, *options]
 
 
-def _rendezvous(process: LearnerProcess) -> dict[str, str]:
-    """The variables that torchrun gives every rank of a static rendezvous."""
-    if process.rdzv_endpoint is None:
-        return {}
-    host, _, port = process.rdzv_endpoint.rpartition(":")
-    return {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": str(int(port)), "TORCHELASTIC_RUN_ID": _RUN_ID}
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _plan_learner(
@@ -286,17 +247,12 @@ def _plan_learner(
             "nproc_per_node must be at least 1 and at most the number of launch.learner.devices, got "
             f"nproc_per_node={num_ranks} devices={list(process.devices)}"
         )
-    nodes = (
-        ()
-        if process.rdzv_endpoint is None
-        else (
-            f"--nnodes={process.nnodes}",
-            f"--node-rank={node_rank}",
-            "--rdzv-backend=static",  # by rank: no host needs to recognise its own name in the endpoint
-            f"--rdzv-endpoint={process.rdzv_endpoint}",
-            f"--rdzv-id={_RUN_ID}",
-        )
-    )
+    nodes: tuple[str, ...] = ()
+    if (
+        process.rdzv_endpoint is not None
+    ):  # static, by rank: no host needs to recognise its own name in the endpoint
+        nodes = (f"--nnodes={process.nnodes}", f"--node-rank={node_rank}", "--rdzv-backend=static")
+        nodes += (f"--rdzv-endpoint={process.rdzv_endpoint}", f"--rdzv-id={_RUN_ID}")
     return torchrun_command(
         name,
         words,
@@ -320,7 +276,7 @@ def torchrun_command(
     nodes: Sequence[str] = (),
 ) -> Command:
     """``swift-stage2 WORDS`` in every rank of one machine; ``nodes`` are torchrun's options about others, if any."""
-    program = "torch.distributed.run" if nodes else "swift_stage2.process.loopback_torchrun"
+    program = "torch.distributed.run" if nodes else "swift_stage2.runtime.loopback_torchrun"
     torchrun = ["-m", program, *nodes, f"--nproc-per-node={num_ranks}"]
     return Command(
         name=name,

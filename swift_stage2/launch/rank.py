@@ -1,16 +1,14 @@
 """One rank around its training: holds its run directory, begins where it may, and tells who started it how it ended.
 
-torchrun replaces every failure by 1. So a rank leaves its status and cause for the launcher in a file whose room it
-takes at the start, so that a full disk cannot hide its own name, and for torchrun in the error file that it names.
+torchrun replaces every failure by 1. So a rank leaves its status and cause in a file whose room the launcher takes at
+the start, so that a full disk cannot hide its own name.
 """
 
 from __future__ import annotations
 
 import fcntl
 import importlib
-import json
 import os
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -19,14 +17,12 @@ from swift_stage2.config import Stage2Config
 from swift_stage2.errors import UserError, exit_status_of
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
 from swift_stage2.preflight.checks import Known, run_checks
-from swift_stage2.process.torchrun import AgentWatch
-from swift_stage2.run_directory.claim import resumed, written_directory
-from swift_stage2.run_directory.lock import hold_run_directory
-from swift_stage2.terminal.output import say
-from swift_stage2.terminal.progress import going_on
+from swift_stage2.runtime.claim import resumed, written_directory
+from swift_stage2.runtime.lock import hold_run_directory
+from swift_stage2.runtime.output import say
+from swift_stage2.runtime.progress import going_on
 
 _FAILED = 1
-_TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 _ROOM_BYTES = 4096
 _MOST_CHARACTERS = 1000  # of a cause; four bytes each at most
 
@@ -77,29 +73,22 @@ def _leave(status: int, cause: str) -> None:
             if not file.read().strip():
                 file.seek(0)
                 file.write(words.encode(errors="backslashreplace"))
-    if cause and (path := os.environ.get(_TORCHRUN_FILE)):
-        extra = {"py_callstack": cause, "timestamp": str(int(time.time()))}
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": cause, "extraInfo": extra}}))
 
 
-def train_rank(config: Stage2Config, agent: AgentWatch, *, resume: bool) -> int:
+def train_rank(config: Stage2Config, *, resume: bool) -> int:
     """Trains to the end; returns the exit status. ``resume``: from the last whole checkpoint in the run directory.
-
-    ``agent``, entered, is given the run's grace.
 
     Raises:
         UserError: another run goes on in the run directory, or an earlier one would be written over.
     """
     rank = os.environ.get("RANK", "0")
-    agent.grace_s = config.launch.learner.shutdown_timeout_s
     with ExitStack() as held:
         if rank == "0" and (run_dir := written_directory(config.swift)) is not None:
             held.enter_context(hold_run_directory(run_dir))
         config, notes = resumed(config) if resume else (config, ())
         run_checks(config, Known(run_directory=not resume))  # a resume has seen what is there
         if rank == "0" and EXIT_STATUS_FILE not in os.environ:  # else the launcher has said it
-            for note in notes:
+            for note in (*(f"warning: {warning}" for warning in config.warnings), *notes):
                 say(f"swift-stage2 train: {note}", is_error=True)
         with going_on("train", "loading torch"):
             sft = importlib.import_module("swift_stage2.training.sft")

@@ -18,8 +18,8 @@ from swift_stage2.errors import ChannelBStarved, PipelineFailed, Stage2Error
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.learner.parts import ChannelB
 from swift_stage2.learner.rounds import LearnerRounds
-from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.records import Pack, RoundOutcome, StepRecord
+from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide

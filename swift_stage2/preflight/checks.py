@@ -28,10 +28,10 @@ from swift_stage2.preflight.servers import (
     refuse_lone_addresses,
     warn_of_open_servers,
 )
-from swift_stage2.process.torchrun import check_gloo_address, check_rank_environment
-from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
-from swift_stage2.run_directory.claim import refuse_earlier_run
-from swift_stage2.run_directory.resume import check_world_size
+from swift_stage2.runtime.checkpoints import check_world_size
+from swift_stage2.runtime.claim import refuse_earlier_run
+from swift_stage2.runtime.torchrun import check_gloo_address, check_rank_environment
+from swift_stage2.runtime.visible_devices import require_known_accelerator, require_visible_devices
 
 if TYPE_CHECKING:
     from swift_stage2.collectives import ControlGroup  # torch

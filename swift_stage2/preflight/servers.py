@@ -18,14 +18,14 @@ from swift_stage2.channel_b.task import needed_columns
 from swift_stage2.columns import request_options
 from swift_stage2.config import OnPending, RolloutConfig, ServerConfig, Stage2Config
 from swift_stage2.errors import ConfigError, FaultKind, ServerFault, ServerUnavailable, cut_remedy
-from swift_stage2.process.ports import ANY_ADDRESS, is_here, refuse_busy
-from swift_stage2.process.route import addresses_of
+from swift_stage2.runtime.ports import ANY_ADDRESS, is_here, refuse_busy
+from swift_stage2.runtime.progress import going_on
+from swift_stage2.runtime.route import addresses_of
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.probe import JoiningServer
 from swift_stage2.servers.protocol import ServerInfo
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_turns_option, ask_world_size
-from swift_stage2.terminal.progress import going_on
 
 if TYPE_CHECKING:
     from swift_stage2.collectives import ControlGroup  # loads torch, which launch never does

@@ -17,11 +17,10 @@ from swift_stage2.launch.launcher import run_plan
 from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPlan, torchrun_command, without_rank
 from swift_stage2.launch.rank import as_rank, end_left_in
 from swift_stage2.replay.recorded_run import RecordedRun, read_run, read_verdict
-from swift_stage2.run_directory.claim import claim_directory
-from swift_stage2.run_directory.surroundings import ENVIRONMENT_NAMES, installed_versions
-from swift_stage2.terminal.parser import CommandParser
+from swift_stage2.runtime.claim import claim_directory
+from swift_stage2.runtime.parser import CommandParser
+from swift_stage2.runtime.surroundings import ENVIRONMENT_NAMES, installed_versions
 
-_MARKER = ".swift-stage2-replay"
 _DIFFERS = 1
 
 
@@ -62,7 +61,7 @@ def _be_rank(run_dir: Path, output: Path, *, unfinished: bool) -> int:
 
 
 def _start_ranks(recorded: RecordedRun, output: Path) -> int:
-    claim_directory(output, keep=False, marker=_MARKER)
+    claim_directory(output, keep=False)
     logs = output / "logs"
     status_file = logs / "replay.exit_status"
     outer = {name: text for name, text in without_rank(os.environ).items() if name not in ENVIRONMENT_NAMES}
@@ -85,7 +84,7 @@ def _start_ranks(recorded: RecordedRun, output: Path) -> int:
         f"logs in {logs}"
     )
     _warn_of_packages(recorded)
-    status = run_plan(plan, None, 0.0, _show, verbose=False)
+    status = run_plan(plan, 0.0, _show, verbose=False)
     verdict = read_verdict(output)
     if verdict is None:
         _, cause = end_left_in(status_file) or (status, "")

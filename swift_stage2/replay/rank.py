@@ -23,10 +23,10 @@ from swift_stage2.preflight.samples import usable_samples
 from swift_stage2.replay.recorded_run import RecordedRun, ReplayVerdict
 from swift_stage2.replay.replayed_learner import PackMaker, ReplayedLearner
 from swift_stage2.run import Stage2Run
-from swift_stage2.run_directory import resume
-from swift_stage2.run_directory.surroundings import surroundings
+from swift_stage2.runtime import checkpoints
+from swift_stage2.runtime.progress import say_beside_bar
+from swift_stage2.runtime.surroundings import surroundings
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.terminal.progress import say_beside_bar
 from swift_stage2.training.sft import train
 
 # Keeps a replay out of the run's own directory and of anybody's hub.
@@ -83,7 +83,9 @@ def _check_checkpoint(recorded: RecordedRun, config: Stage2Config, rank: int) ->
         )
     if recorded.save_id is None:
         return
-    state = resume.read_state(directory, rank=rank, world_size=recorded.world_size, step=recorded.first_step)
+    state = checkpoints.read_state(
+        directory, rank=rank, world_size=recorded.world_size, step=recorded.first_step
+    )
     if state["save_id"] != recorded.save_id:
         raise UserError(
             f"the run resumed from the save {recorded.save_id}, got save_id={state['save_id']} in {directory}, which "

@@ -19,10 +19,9 @@ from swift_stage2.report.gallery import DEFAULT_SIZE
 from swift_stage2.report.report import RunReport, report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.report.suspects import suspect_lines
+from swift_stage2.runtime.output import SafeConsole, say
+from swift_stage2.runtime.parser import CommandParser
 from swift_stage2.telemetry.trace import merge_traces
-from swift_stage2.terminal.console import SafeConsole
-from swift_stage2.terminal.output import needs_stdout, say
-from swift_stage2.terminal.parser import CommandParser
 
 EXIT_BALANCED = 0
 EXIT_NOT_BALANCED = 1
@@ -38,8 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     report = report_of(read_run(options.run_dir), options.gallery)
-    with needs_stdout("a report"):
-        _tell(report, options)
+    _tell(report, options)
     return EXIT_BALANCED if report.is_balanced else EXIT_NOT_BALANCED
 
 

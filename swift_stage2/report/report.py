@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from swift_stage2.launch.run_end import next_commands
 from swift_stage2.pages.content import GALLERY_KEY, Section, Sentence, number
 from swift_stage2.pages.page import PageContent
 from swift_stage2.report.evaluations import detection_section, evaluations_of
@@ -17,7 +18,6 @@ from swift_stage2.report.speed import Speed, slowest, works_of
 from swift_stage2.report.steps import queue_section, rounds_section, steps_section, time_section
 from swift_stage2.report.suspects import Suspect, suspects_of, suspects_section
 from swift_stage2.report.verdict import knobs_of, post_steps_of, verdict_section
-from swift_stage2.run_directory.next_commands import next_commands
 from swift_stage2.telemetry.ledger_account import RunAccount, account_of
 from swift_stage2.telemetry.summary import summary_of
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.report.finished_rollouts import FinishedRollout, RunRollouts
-from swift_stage2.run_directory.lock import is_held
-from swift_stage2.terminal.output import needs_stdout, say
-from swift_stage2.terminal.parser import CommandParser
+from swift_stage2.runtime.lock import is_held
+from swift_stage2.runtime.output import say
+from swift_stage2.runtime.parser import CommandParser
 
 EXIT_WHOLE = 0
 EXIT_NOT_WHOLE = 1
@@ -43,10 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not (rollouts.has_begun or has_waited):
             _say(f"waits for the first rollouts of the run in {options.run_dir}")
             has_waited = True
-        with needs_stdout("a rollout's line"):
-            for rollout in rollouts.read():
-                say(json.dumps(json_of(rollout)) if options.json else line_of(rollout))
-                num_told += 1
+        for rollout in rollouts.read():
+            say(json.dumps(json_of(rollout)) if options.json else line_of(rollout))
+            num_told += 1
         if not (goes_on and options.follow):
             break
         time.sleep(_LOOK_S)  # bounded polling: the run's processes end

@@ -18,10 +18,11 @@ from urllib.parse import urlsplit
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.config.rules import variable_option, without_credentials
 from swift_stage2.errors import UserError
-from swift_stage2.process.route import why_deaf
 from swift_stage2.rollout_merger.dispatcher import Dispatcher, Upstream
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
+from swift_stage2.runtime.parser import CommandParser, whole_number
+from swift_stage2.runtime.route import why_deaf
 from swift_stage2.servers.http_app import (
     SHUTDOWN_GRACE_S,
     HttpServer,
@@ -30,7 +31,6 @@ from swift_stage2.servers.http_app import (
     warn_when_open,
 )
 from swift_stage2.servers.request_checks import add_limits, number_above_zero, read_limits
-from swift_stage2.terminal.parser import CommandParser, whole_number
 
 _log = logging.getLogger(__name__)
 _LOOK_INTERVAL_S = 1.0

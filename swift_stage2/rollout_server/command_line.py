@@ -15,25 +15,23 @@ import logging
 import os
 import re
 import socket
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError
 from swift_stage2.nearest_word import without_list
 from swift_stage2.preflight.model import check_checkpoint, check_hub_id, recorded_plugins
-from swift_stage2.process.children import ServerChildren
-from swift_stage2.process.heap_trim import HeapTrim
-from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
 from swift_stage2.rollout_server.engine import Engine, EngineState
+from swift_stage2.runtime.memory import HeapTrim
+from swift_stage2.runtime.output import exit_at_once, print_error
+from swift_stage2.runtime.parser import CommandParser, whole_number
+from swift_stage2.runtime.supervisor import supervise_this_program
+from swift_stage2.runtime.visible_devices import require_known_accelerator, require_visible_devices
 from swift_stage2.servers.request_checks import RequestLimits, add_limits, read_limits
-from swift_stage2.terminal.output import let_go, print_error
-from swift_stage2.terminal.parser import CommandParser, whole_number
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator
@@ -45,6 +43,8 @@ _EXIT_USER_ERROR = 2
 _LOAD_POLL_S = 3600.0
 _ENGINE_POLL_S = 0.2
 _CLOSE_TIMEOUT_S = 15.0
+_GRACE_S = 60.0
+_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 CPU_SUPPORT = "swift_stage2_cpu"
 _PROGRAM = "swift-stage2 rollout"
 _PURPOSE = "Serves rollouts of a model over HTTP."
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parse_command(argv)
     if command.has_children:
         require_vllm()
-    return serve(command)
+    serve(command)
 
 
 def parse_command(argv: Sequence[str] | None) -> ServerCommand:
@@ -90,7 +90,7 @@ def parse_command(argv: Sequence[str] | None) -> ServerCommand:
     return ENGINES[chosen.engine](rest)
 
 
-def serve(command: ServerCommand) -> int:
+def serve(command: ServerCommand) -> NoReturn:
     """Runs what the command line asked for, and ends this process with the exit status of ``main``.
 
     It returns nothing, so that no thread that still waits for something holds the end up.
@@ -107,14 +107,14 @@ def serve(command: ServerCommand) -> int:
             refuse_open(listener, command.api_key)
         configure_logging()
         warn_when_open(command.host, command.api_key)
-        with ServerChildren() if command.has_children else nullcontext():
-            status = _serve(command, listener)
+        if command.has_children:  # none of them may outlive a server that is killed
+            os.environ[_START_METHOD] = "spawn"
+            supervise_this_program(_GRACE_S)
+        status = _serve(command, listener)
     # All is closed. The interpreter would join every thread of a pool, and what vLLM has imported and started takes
     # many seconds to tear down, and may hang in it.
     logging.shutdown()
-    let_go()
-    sys.stderr.flush()
-    os._exit(status)
+    exit_at_once(status)
 
 
 def _serve(command: ServerCommand, listener: socket.socket) -> int:

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from swift_stage2.errors import ServerFault
-from swift_stage2.process.background import BackgroundFailures
+from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 

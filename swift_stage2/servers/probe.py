@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from swift_stage2.errors import ConfigError, ServerFault
-from swift_stage2.process.background import BackgroundFailures
+from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import require_workers

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from swift_stage2.process.watches import Standing
+from swift_stage2.runtime.watches import Standing
 
 NANOSECONDS = 1_000_000_000
 

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import SaveStrategy
 
 from swift_stage2.errors import ConfigError
-from swift_stage2.process.watches import hung_round_ends_process
 from swift_stage2.records import EvaluationRecord
 from swift_stage2.run import Stage2Run
+from swift_stage2.runtime.watches import hung_round_ends_process
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd
 from swift_stage2.training.picture_reports import PictureReports
 

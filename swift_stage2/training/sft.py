@@ -22,13 +22,13 @@ from swift_stage2.compat import (
 from swift_stage2.config import Stage2Config, StarvationAction
 from swift_stage2.errors import ChannelBStarved, StorageFull, WeightSyncHang
 from swift_stage2.preflight.checks import Known, run_checks
-from swift_stage2.process.route import why_deaf
-from swift_stage2.process.watches import EXIT_HANG
 from swift_stage2.run import Stage2Run
-from swift_stage2.run_directory.checkpoints import is_storage_failure
+from swift_stage2.runtime.checkpoints import is_storage_failure
+from swift_stage2.runtime.output import say
+from swift_stage2.runtime.progress import going_on
+from swift_stage2.runtime.route import why_deaf
+from swift_stage2.runtime.watches import EXIT_HANG
 from swift_stage2.telemetry.summary import share_of_b
-from swift_stage2.terminal.output import say
-from swift_stage2.terminal.progress import going_on
 
 if TYPE_CHECKING:
     from swift_stage2.training.stage2_trainer import Stage2Trainer

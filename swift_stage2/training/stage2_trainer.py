@@ -25,13 +25,13 @@ from swift_stage2.columns import COLUMNS
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError
 from swift_stage2.preflight.checks import Known, run_checks
-from swift_stage2.process.watches import hung_round_ends_process
 from swift_stage2.run import Stage2Run
-from swift_stage2.run_directory import resume
-from swift_stage2.run_directory.checkpoints import whole_checkpoint
-from swift_stage2.run_directory.lock import hold_run_directory
+from swift_stage2.runtime import checkpoints
+from swift_stage2.runtime.checkpoints import whole_checkpoint
+from swift_stage2.runtime.lock import hold_run_directory
+from swift_stage2.runtime.progress import going_on
+from swift_stage2.runtime.watches import hung_round_ends_process
 from swift_stage2.scheduling.step_plan import Channel
-from swift_stage2.terminal.progress import going_on
 from swift_stage2.training.beside_labels import cut_beside_labels, loss_beside_labels
 from swift_stage2.training.best_model import EvaluatedTrainer
 from swift_stage2.training.engine_canary import HALF_PRECISION_DTYPES, EngineCanary
@@ -193,7 +193,7 @@ class Stage2Trainer(EvaluatedTrainer):
             directory = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
             if self.args.should_save:
                 # No rank goes on to its own file before rank 0 has done this
-                resume.void_older(str(directory))
+                checkpoints.void_older(str(directory))
             write = partial(
                 _write_state,
                 directory,
@@ -267,14 +267,14 @@ class Stage2Trainer(EvaluatedTrainer):
         assert self.stage2 is not None
         assert self._resume_directory is not None
         part = partial(
-            resume.read_state,
+            checkpoints.read_state,
             self._resume_directory,
             rank=self.args.process_index,
             world_size=self.args.world_size,
             step=self.state.global_step,
         )
         self.stage2.resume(part)
-        self._resumed_a_batches = resume.read_a_batches(self._resume_directory, self.args.process_index)
+        self._resumed_a_batches = checkpoints.read_a_batches(self._resume_directory, self.args.process_index)
         self._a_batches_in_epoch = self._resumed_a_batches
 
     def begin_epoch(self) -> None:
@@ -382,7 +382,7 @@ class _Stage2Callback(TrainerCallback):
 def _write_state(directory: Path, **state: Any) -> None:
     """This rank's own file. A disk's error is told on every rank alike."""
     with whole_checkpoint(directory, is_owner=state["rank"] == 0):
-        resume.write_state(str(directory), **state)
+        checkpoints.write_state(str(directory), **state)
 
 
 def _rows_of(dataset: Any) -> Any:

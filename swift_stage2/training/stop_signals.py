@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from swift_stage2.process.worker import workers_heed_no_stop
+from swift_stage2.runtime.worker import workers_heed_no_stop
 
 
 class StopOnSignal:

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
-from swift_stage2.process.worker import serve_rank
+from swift_stage2.runtime.worker import serve_rank
 
 if TYPE_CHECKING:  # what loads torch is imported once the rank's import path is known
     import torch

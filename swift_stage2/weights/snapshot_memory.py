@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from swift_stage2.errors import WeightSyncError
-from swift_stage2.process.main_memory import available_memory_bytes
+from swift_stage2.runtime.memory import available_memory_bytes
 from swift_stage2.servers.protocol import MEMORY_PREFIX, MEMORY_TOKEN_BYTES, LearnerMemory
 
 

@@ -19,9 +19,9 @@ from functools import partial
 from swift_stage2.collectives import ControlGroup, LastWords
 from swift_stage2.config import ROUND_MARGIN_S, OnPending, Proof
 from swift_stage2.errors import WeightSyncError, WeightSyncHang
-from swift_stage2.process.heap_trim import HeapTrim
-from swift_stage2.process.watches import RoundWatch
 from swift_stage2.records import RoundOutcome, ServerReport
+from swift_stage2.runtime.memory import HeapTrim
+from swift_stage2.runtime.watches import RoundWatch
 from swift_stage2.servers.session import Deadline
 from swift_stage2.telemetry.trace import EnterSpan, untraced
 from swift_stage2.weights.copy_stream import CopiesBesideTraining, Copy, CopyStream, CudaCopyStream

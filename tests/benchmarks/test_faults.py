@@ -6,11 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks import benches
-from benchmarks.faults.leftovers import Held, kill_all, tree_of
 from benchmarks.faults.table import FAULTS
 from benchmarks.servers import ServerKind
 
@@ -26,28 +24,6 @@ def test_every_fault_is_offered_and_what_a_server_cannot_suffer_is_said() -> Non
         ServerKind.STOCK: {"kill_in_round"},
         ServerKind.VLLM: set(),
     }
-
-
-def test_shared_memory_that_outlives_its_process_is_found() -> None:
-    code = (
-        "from multiprocessing import shared_memory, resource_tracker; import sys\n"
-        "block = shared_memory.SharedMemory(create=True, size=4096)\n"
-        "resource_tracker.unregister(block._name, 'shared_memory')\n"
-        "print(block.name, flush=True); sys.stdin.read()"
-    )
-    held = Held()
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        name = f"/dev/shm/{process.stdout.readline().strip()}"
-        tree = tree_of(process.pid)
-        held.look(tree)
-        assert not kill_all(lambda: tree_of(process.pid)[:1] if process.poll() is None else [], 20)
-    psutil.wait_procs(tree, timeout=60)
-    assert held.left(patience_s=0.0) == (name,)
-    Path(name).unlink()  # opened as shared memory it would leave a tracker process behind
-    assert held.left(patience_s=0.0) == ()
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from pycocotools.coco import COCO
 from swift_stage2.convert import export_command, import_command
 from swift_stage2.detections.prediction import LabelledBoxes, Prediction, write_predictions
 from swift_stage2.errors import UserError
-from swift_stage2.terminal import output as terminal_output
+from swift_stage2.runtime import output as terminal_output
 
 
 def export(rows: Path, *options: str) -> Any:

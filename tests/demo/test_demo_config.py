@@ -21,7 +21,7 @@ from swift_stage2.demo.demo_config import (
     write_config,
 )
 from swift_stage2.errors import ConfigError
-from swift_stage2.process.ports import free_ports
+from swift_stage2.runtime.ports import free_ports
 
 
 def _job(directory: Path, b_ratio: float = 0.3, **changes: object) -> DemoJob:

@@ -11,7 +11,7 @@ from swift_stage2.config import ServerConfig
 from swift_stage2.doctor import configuration
 from swift_stage2.doctor.examination import Verdict
 from swift_stage2.errors import ConfigError
-from swift_stage2.process import route
+from swift_stage2.runtime import route
 
 KEY = "rollout.servers[0]"
 

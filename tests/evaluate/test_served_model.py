@@ -60,17 +60,17 @@ def test_an_answer_that_is_lost_is_told_by_the_servers_own_end(tmp_path: Path) -
 
 
 def test_nothing_of_a_server_is_left_when_the_command_is_given_up(tmp_path: Path) -> None:
-    wardens: list[psutil.Process] = []
+    supervisors: list[psutil.Process] = []
 
     def give_up() -> None:
         with own_server(str(STAGE1), TRANSFORMERS, {}, tmp_path) as server:
-            wardens.append(psutil.Process(server.tree.pid))
+            supervisors.append(psutil.Process(server.tree.pid))
             raise KeyboardInterrupt
 
     before = psutil.Process().children()
     with pytest.raises(KeyboardInterrupt):
         give_up()
-    assert not wardens[0].is_running()
+    assert not supervisors[0].is_running()
     assert psutil.Process().children() == before
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torchrun_job import LearnerRun, Server, run_learner, write_config
 
-from swift_stage2.run_directory.checkpoints import why_not_whole
+from swift_stage2.runtime.checkpoints import why_not_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -26,7 +26,7 @@ from torchrun_job import (
     start_server,
 )
 
-from swift_stage2.run_directory.checkpoints import why_not_whole
+from swift_stage2.runtime.checkpoints import why_not_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -123,9 +123,8 @@ def test_a_run_whose_server_dies_for_good_trains_to_its_end_and_says_so_by_its_s
         server.kill()
     steps = run.audit("step")
     assert len(steps) == 40
-    ran, wanted = run.num_b_steps(), sum(each["wants_b"] for each in steps)
     *_, said, last = run.output.splitlines()
-    assert said.startswith(f"[launch] ended with status 3, 40 steps, B at {ran} of {wanted} wanted")
+    assert said.startswith("[launch] ended with status 3; run directory ")
     assert last.startswith("swift-stage2 launch: error: ChannelBStarved: channel B ran at ")
     assert not why_not_whole(run.directory / "checkpoint-40", needs_stage2=True)
 

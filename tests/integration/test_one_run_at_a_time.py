@@ -18,7 +18,7 @@ import yaml
 from commands import run_command
 from torchrun_job import ENVIRONMENT, free_port, run_learner, write_config
 
-from swift_stage2.run_directory.checkpoints import checkpoint_step, why_not_whole
+from swift_stage2.runtime.checkpoints import checkpoint_step, why_not_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 _DEADLINE_S = 300.0

@@ -28,9 +28,9 @@ from benchmarks.processes import torchrun
 from benchmarks.servers import ServerKind, write_job
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.errors import ChildFailed
-from swift_stage2.process.ports import free_ports
 from swift_stage2.rollout_server.open_round import RoundState
-from swift_stage2.run_directory.checkpoints import checkpoints_in, why_not_whole
+from swift_stage2.runtime.checkpoints import checkpoints_in, why_not_whole
+from swift_stage2.runtime.ports import free_ports
 from swift_stage2.telemetry.audit import audit_path
 from swift_stage2.telemetry.ledger_account import account_of
 from swift_stage2.telemetry.reading import AuditTail, read_ledgers

@@ -15,7 +15,7 @@ import pytest
 from torchrun_job import LearnerRun, Server, run_learner, write_config
 
 from swift_stage2.cli import main
-from swift_stage2.run_directory.lock import hold_run_directory
+from swift_stage2.runtime.lock import hold_run_directory
 from swift_stage2.telemetry.ledger import Entry, ledger_path, matches_path
 from swift_stage2.telemetry.ledger_account import account_of
 from swift_stage2.telemetry.reading import read_audit, read_ledger, read_ledgers

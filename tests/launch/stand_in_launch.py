@@ -15,7 +15,7 @@ from swift_stage2.config import RestartConfig, RestartPolicy, ServerConfig
 from swift_stage2.errors import UserError
 from swift_stage2.launch.launcher import run_plan
 from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPlan, PlannedServer
-from swift_stage2.launch.process_tree import Command
+from swift_stage2.runtime.supervisor import Command
 
 SERVER_GRACE_S = 0.5  # the stand-in engine ignores SIGTERM: there is nothing to wait for
 
@@ -68,7 +68,7 @@ plan = LaunchPlan(
     restart=RestartConfig(policy=RestartPolicy(restart.pop("policy", "never")), **restart),
 )
 try:
-    sys.exit(run_plan(plan, None, spec.get("start_timeout_s", 60.0), show))
+    sys.exit(run_plan(plan, spec.get("start_timeout_s", 60.0), show))
 except UserError as exc:
     print(f"refused: {exc}", flush=True)
     sys.exit(2)

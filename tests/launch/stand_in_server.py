@@ -1,6 +1,6 @@
 """A stand-in rollout server: one engine process that outlives its parent and ignores SIGTERM, as vLLM's do.
 
-usage: stand_in_server.py PORT [die | mute | locked | deaf]
+usage: stand_in_server.py PORT [die | mute | deaf]
 """
 
 import json
@@ -19,7 +19,10 @@ if manner == "die":
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_error(404)
+        self.send_response({"mute": 503}.get(manner, 200))
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -31,7 +34,7 @@ class Handler(BaseHTTPRequestHandler):
             for _ in request.get("infer_requests", [])
         ]
         body = json.dumps(reply).encode()
-        self.send_response({"mute": 500, "locked": 401}.get(manner, 200))
+        self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -2,60 +2,53 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 from closed_connection import leave_closed_connection
-from fake_rollout_server import FakeRolloutServer, error
 
 from swift_stage2.config import RestartConfig, RestartPolicy, ServerConfig
 from swift_stage2.errors import ServerUnavailable
-from swift_stage2.launch.managed_server import ManagedServer, ReadinessProbe, restart_delay_s
+from swift_stage2.launch import managed_server
+from swift_stage2.launch.managed_server import ManagedServer, restart_delay_s
 from swift_stage2.launch.plan import PlannedServer
-from swift_stage2.launch.process_tree import Command
-from swift_stage2.servers import protocol as rollout_protocol
+from swift_stage2.runtime.supervisor import Command
 
 
 class ListeningJob:
-    """Keeps what was said."""
+    """Keeps what was said, and starts nothing."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
+        self.started: list[str] = []
 
     def say(self, text: str) -> None:
         self.said.append(text)
 
+    def start(self, command: Command) -> None:
+        self.started.append(command.name)
 
-def managed(port: int, patience_s: float, *, is_stock: bool = True) -> ManagedServer:
+
+@pytest.mark.parametrize(("patience_s", "is_stock"), [(3600.0, True), (0.0, True), (3600.0, False)])
+def test_a_stock_server_waits_for_its_port_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, patience_s: float, is_stock: bool
+) -> None:
+    """One of ours takes it at once."""
+    monkeypatch.setattr(managed_server, "_LOOK_INTERVAL_S", 0.0)
+    port, job = leave_closed_connection(), ListeningJob()
     command = Command(name="server0", argv=("x",), environment={}, grace_s=1.0)
     address = ServerConfig(base_url=f"http://127.0.0.1:{port}")
     planned = PlannedServer(command=command, address=address, index=0, is_stock=is_stock)
-    return ManagedServer(planned, RestartConfig(), 60.0, patience_s)
-
-
-def test_a_stock_server_waits_for_its_port_and_says_so_once() -> None:
-    port, job = leave_closed_connection(), ListeningJob()
-    server = managed(port, 3600.0)
-    assert [server.may_start(job) for _ in range(3)] == [False] * 3  # type: ignore[arg-type]
-    (line,) = job.said
-    assert f"port {port} still has closed connections of an earlier server; waiting up to 3600 s" in line
-
-
-def test_a_port_that_stays_held_ends_the_wait_with_the_remedy() -> None:
-    port, job = leave_closed_connection(), ListeningJob()
-    server = managed(port, 0.0)
-    assert not server.may_start(job)  # type: ignore[arg-type]
-    with pytest.raises(ServerUnavailable, match=f"port {port} of server0 .*change the port"):
-        server.may_start(job)  # type: ignore[arg-type]
-
-
-def test_a_server_of_ours_takes_the_port_at_once() -> None:
-    job = ListeningJob()
-    assert managed(leave_closed_connection(), 3600.0, is_stock=False).may_start(job)  # type: ignore[arg-type]
-    assert job.said == []
+    server = ManagedServer(planned, RestartConfig(), 60.0, port_patience_s=patience_s)
+    server.turn(job)  # type: ignore[arg-type]
+    if not is_stock:
+        assert (job.said, job.started) == ([], ["server0"])
+    elif patience_s:
+        server.turn(job)  # type: ignore[arg-type]
+        (line,) = job.said
+        assert line.startswith(f"server0: port {port} ")
+    else:
+        with pytest.raises(ServerUnavailable, match=f"port {port} of server0 .*change the port"):
+            server.turn(job)  # type: ignore[arg-type]
+    assert server.has_started is not is_stock
 
 
 def test_a_server_that_fails_is_restarted_unless_that_is_not_wanted() -> None:
@@ -72,38 +65,3 @@ def test_restarts_are_bounded_and_their_delay_doubles(status: int) -> None:
     config = RestartConfig(policy=RestartPolicy.ON_FAILURE, max_restarts=3, backoff_s=2.0)
     delays = [restart_delay_s(config, status, number) for number in range(5)]
     assert delays == [2.0, 4.0, 8.0, None, None]
-
-
-DEADLINE_S = 60.0
-
-
-@contextmanager
-def probing(url: str) -> Iterator[ReadinessProbe]:
-    probe = ReadinessProbe("server0", url, None, 3600.0)
-    try:
-        yield probe
-    finally:
-        probe.close()
-
-
-def wait_for_refusal(probe: ReadinessProbe) -> str:
-    end = time.monotonic() + DEADLINE_S
-    while probe.refusal is None:
-        assert time.monotonic() < end, probe.last_error
-        threading.Event().wait(0.02)
-    return probe.refusal
-
-
-def test_a_wrong_key_is_a_refusal() -> None:
-    with FakeRolloutServer(on_infer=lambda call: error(401, "no")) as server, probing(server.url) as probe:
-        assert "status 401" in wait_for_refusal(probe)
-        assert not probe.answered
-
-
-def test_a_fault_of_the_probe_itself_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    def explode(reply: object, num_requests: int) -> None:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(rollout_protocol, "parse_infer_reply", explode)
-    with FakeRolloutServer() as server, probing(server.url) as probe:
-        assert wait_for_refusal(probe) == "the probe itself failed: RuntimeError: a bug"

@@ -16,6 +16,7 @@ from golden import Golden, name_of
 
 from swift_stage2.compat import declare_operators
 from swift_stage2.config import Stage2Config, load_config
+from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import ConfigError
 from swift_stage2.preflight.model import (
     _PLAIN_BOXES,
@@ -25,7 +26,6 @@ from swift_stage2.preflight.model import (
     check_model,
     recorded_plugins,
 )
-from swift_stage2.starter_config import write_yaml
 
 PLACEHOLDERS = '[{"bbox_2d": <bbox>, "label": "<ref-object>"}]'
 WRITTEN_OUT = '[{"bbox_2d": [1, 2, 30, 40], "label": "a"}]'

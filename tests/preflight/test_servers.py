@@ -25,7 +25,7 @@ from swift_stage2.preflight.servers import (
     refuse_lone_addresses,
     warn_of_open_servers,
 )
-from swift_stage2.process import route
+from swift_stage2.runtime import route
 
 
 def started(*servers: dict[str, Any]) -> Stage2Config:

@@ -19,7 +19,6 @@ from stopped_process import stop_process
 from torchrun_job import free_port
 
 from swift_stage2 import demo
-from swift_stage2.launch.warden import SharedMemoryWatch
 
 MODEL = Path(demo.__file__).parent / "stage1"
 TEMPLATE = Path(demo.__file__).parent / "tiny_template.py"
@@ -54,20 +53,16 @@ class ServerProcess:
     process: subprocess.Popen[bytes]
     log: Path
     group_port: int = field(default_factory=free_port)
-    shared_memory: SharedMemoryWatch = field(default_factory=SharedMemoryWatch)
 
     @property
     def port(self) -> int:
         return int(self.base_url.rpartition(":")[2])
 
     def descendants(self) -> list[psutil.Process]:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             top = psutil.Process(self.process.pid)
-            found = [*top.children(recursive=True), top]
-        except psutil.NoSuchProcess:
-            return []
-        self.shared_memory.look(found)
-        return found
+            return [*top.children(recursive=True), top]
+        return []
 
     def named(self, name: str) -> psutil.Process:
         """The one descendant whose command line starts with ``name``, for instance ``VLLM::Worker``."""
@@ -96,19 +91,18 @@ class ServerProcess:
             with contextlib.suppress(httpx.HTTPError):
                 reply = httpx.post(f"{self.base_url}/infer/", json=body, trust_env=False, timeout=START_S)
                 if reply.status_code == 200:
-                    self.descendants()  # a test may kill it before anybody has looked at what it holds
                     return
             time.sleep(0.5)  # bounded polling of another process's start
 
     def end(self) -> None:
-        """SIGKILL to all of it; returns when it is gone, with the shared memory that a killed vLLM leaves."""
+        """SIGKILL to all of it but resource trackers, which remove shared memory and end then; waits for the end."""
         alive = self.descendants()
         for each in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+                if not any("resource_tracker" in word for word in each.cmdline()):
+                    each.kill()
         _, left = psutil.wait_procs(alive, timeout=_END_S)
         assert not left, left
-        self.shared_memory.unlink_abandoned()
 
 
 def start_stock(

@@ -19,11 +19,11 @@ from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import ProtocolError, ServerFault
-from swift_stage2.process.background import BackgroundFailures
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.rollout_merger.dispatcher import Dispatcher, Upstream
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
+from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.servers import protocol
 from swift_stage2.servers.http_app import SHUTDOWN_GRACE_S, HttpServer, bind
 from swift_stage2.servers.probe import SuspectProbe

@@ -14,7 +14,7 @@ from hostile_server import HostileServer, odd_answer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swift_stage2.process.background import BackgroundFailures
+from swift_stage2.runtime.background import BackgroundFailures
 
 NUM_EXAMPLES = int(os.environ.get("NUM_ODD_ANSWERS", "60"))
 """Each is answered to every target, several times where a target asks again. 3,000 are more than 20,000 answers."""

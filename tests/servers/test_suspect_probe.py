@@ -13,7 +13,7 @@ import pytest
 from fake_rollout_server import LONGEST_WAIT_S, Answer, Call, FakeRolloutServer
 
 from swift_stage2.errors import ConfigError
-from swift_stage2.process.background import BackgroundFailures
+from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.servers import probe as suspect_probe
 from swift_stage2.servers import protocol
 from swift_stage2.servers.probe import JoiningServer, SuspectProbe

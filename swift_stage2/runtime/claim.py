@@ -1,0 +1,143 @@
+"""Claims directories: for a run, never over an earlier one; for a demo, bench or replay, never over others' files.
+
+``launch`` and every rank ask where a run may begin before anything starts, and come to the same answer because nobody
+writes there meanwhile (see ``lock``).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swift_stage2.errors import ConfigError, UserError
+from swift_stage2.runtime.checkpoints import checkpoints_in, was_saved, why_not_whole
+from swift_stage2.whole_file import read_regular, regular_lines
+
+if TYPE_CHECKING:
+    from swift_stage2.config import Stage2Config  # loads yaml, which a GPU check may have to ask for first
+
+_NO = ("false", "f", "no", "n", "0")  # as the parser of ms-swift's command line reads them
+_MARKER = ".swift-stage2"
+
+
+def written_directory(swift: Mapping[str, Any]) -> Path | None:
+    """The directory that a run writes into and an earlier one may have; None where ms-swift makes a new folder."""
+    return _output_dir(swift) if str(swift.get("add_version")).lower() in _NO else None
+
+
+def refuse_earlier_run(swift: Mapping[str, Any]) -> None:
+    """Refuses a run that would write over an earlier one; a run may go on from its own checkpoint.
+
+    Raises:
+        ConfigError: names what the earlier one has left.
+    """
+    given, written = swift.get("resume_from_checkpoint"), written_directory(swift)
+    if written is None or (
+        given and Path(str(given)).expanduser().resolve().is_relative_to(written.resolve())
+    ):
+        return
+    if found := what_was_trained(written):
+        raise ConfigError(
+            "swift.add_version: false writes into output_dir itself, which must hold no earlier run, got "
+            f"output_dir={str(written)!r} with {found}; go on with that run by --resume, or name another output_dir"
+        )
+
+
+def what_was_trained(run_dir: Path) -> str:
+    """The traces of a run that has trained here, in a few words; empty if there are none."""
+    if steps := checkpoints_in(run_dir):
+        return f"checkpoint-{max(steps)}"
+    for path in sorted(run_dir.glob("audit/rank*.jsonl")):
+        if any(b'"kind":"step"' in line for line in regular_lines(path)):
+            return f"the steps in {path.relative_to(run_dir)}"
+    log = run_dir / "logging.jsonl"  # ms-swift also writes a line without a loss where a start fails
+    return "the losses in logging.jsonl" if log.is_file() and b'loss"' in read_regular(log) else ""
+
+
+def resumed(config: Stage2Config) -> tuple[Stage2Config, tuple[str, ...]]:
+    """``config`` that goes on from the last whole checkpoint in ``swift.output_dir``, and lines for the user.
+
+    Where no save came to its end it begins at step 0, also over the steps of a run that ended before.
+
+    Raises:
+        ConfigError: a checkpoint is named already, or none is whole although one was saved.
+    """
+    if given := config.swift.get("resume_from_checkpoint"):
+        raise ConfigError(
+            f"--resume finds the last whole checkpoint by itself, got resume_from_checkpoint={given!r}, too; "
+            "remove one of the two"
+        )
+    place = _output_dir(config.swift)
+    runs = [place] if written_directory(config.swift) else [place, *place.glob("v*-*")]
+    # The newest run first: one that was begun anew beside another has fewer steps, but is the last.
+    found = [(run.stat().st_mtime, step, path) for run in runs for step, path in checkpoints_in(run).items()]
+    passed_over: list[str] = []
+    for *_, path in sorted(found, reverse=True):
+        if not (reason := why_not_whole(path, needs_stage2=config.b_enabled)):
+            swift = {**config.swift, "resume_from_checkpoint": str(path)}
+            return replace(config, swift=swift), (*passed_over, f"resuming from {path}")
+        passed_over.append(f"{path} is passed over: {reason}")
+    if any(was_saved(path) for *_, path in found):  # a new run would rotate away what may be mended
+        raise ConfigError(
+            f"--resume needs a whole checkpoint, got {'; '.join(passed_over)}; name another output_dir to begin anew"
+        )
+    trained = next((f"{run} with {words}" for run in runs if (words := what_was_trained(run))), "")
+    words = (
+        f"no checkpoint was saved whole in {trained}" if trained else f"nothing was trained in {place} yet"
+    )
+    return config, (*passed_over, f"{words}: begins at step 0")
+
+
+def _output_dir(swift: Mapping[str, Any]) -> Path:
+    # As ms-swift does.
+    place = swift.get("output_dir") or f"output/{Path(str(swift.get('model') or '')).name}"
+    if str(place).startswith("$") or "${" in str(place):
+        raise ConfigError(
+            f"swift.output_dir is taken as it is written, got output_dir={place!r}, whose variable nobody replaces; "
+            "write the path itself (~ is the home directory)"
+        )
+    return Path(str(place)).expanduser().absolute()
+
+
+def claim_directory(path: Path, *, keep: bool) -> Path:
+    """An empty directory: ``path``, cleared of an earlier claim, or with ``keep`` the first free ``path-N``.
+
+    Only what an earlier claim covers is ever cleared, and never while a run works in it.
+
+    Raises:
+        UserError: the directory holds something that no claim covers, or a run works in it, or it cannot be written.
+    """
+    from swift_stage2.runtime.lock import held_below  # loads psutil, as yaml above
+
+    directory, number = path.absolute(), 1
+    try:
+        while keep:
+            with suppress(FileExistsError):
+                directory.mkdir(parents=True)
+                break
+            number += 1
+            directory = directory.with_name(f"{path.name}-{number}")
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()) and not (directory / _MARKER).exists():
+            raise UserError(
+                f"--output must be a new directory or one that an earlier run of such a command made, got {directory} "
+                "with other files; name another one"
+            )
+        for run_dir in held_below(directory):
+            raise UserError(
+                f"--output must be a directory that no run works in, got {directory} with a run in {run_dir}; wait for "
+                "its end, or name another one"
+            )
+        (directory / _MARKER).touch()
+        for entry in directory.iterdir():
+            if entry.name != _MARKER:
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    except OSError as error:
+        raise UserError(
+            f"--output must be a directory that can be written, got {directory} ({error}); name another one"
+        ) from error
+    return directory

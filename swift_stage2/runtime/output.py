@@ -1,0 +1,93 @@
+"""Output of commands: text that no terminal obeys, a last line, silent libraries."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from swift_stage2.errors import UserError
+
+# Controls, lone surrogates, and what turns the direction of a line: a terminal obeys or refuses them.
+_OBEYED = (
+    range(0x20),
+    range(0x7F, 0xA0),
+    range(0x2028, 0x202F),
+    range(0x2066, 0x206A),
+    range(0xD800, 0xE000),
+)
+_SHOWN = {code: "\N{REPLACEMENT CHARACTER}" for codes in _OBEYED for code in codes}
+
+
+def printable(text: str) -> str:
+    """One line that a terminal obeys nowhere: text from outside may hold anything."""
+    return text.translate(_SHOWN)
+
+
+class SafeConsole(Console):
+    """Rich's, without the control characters of what it shows: paths, labels and words of servers are others'."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else "\n".join(map(printable, text.split("\n"))), style, control)
+
+
+def say(*lines: object, is_error: bool = False) -> None:
+    """Prints each as one line of printable text, on stderr if it ``is_error`` or goes beside what a program reads."""
+    for line in lines:
+        print(printable(str(line)), file=sys.stderr if is_error else sys.stdout, flush=True)
+
+
+def print_error(command: str, message: object) -> None:
+    """Writes ``message`` to stderr as one line, whatever breaks it holds; progress bars end before it."""
+    if "tqdm" in sys.modules:  # a bar that is closed later, at exit, would stand behind the error
+        from tqdm import tqdm
+
+        with suppress(OSError, ValueError):  # its stream is gone
+            for bar in list(tqdm._instances):
+                bar.close()
+    say(f"swift-stage2 {command}: error: {' '.join(str(message).split())}", is_error=True)
+
+
+def quieten_libraries() -> None:
+    """Silences ms-swift, Hugging Face and vLLM where a command's own words alone are asked for."""
+    os.environ.setdefault("LOG_LEVEL", "ERROR")  # ms-swift's
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("swift").setLevel(logging.ERROR)
+
+
+def check_new_file(path: Path, *, force: bool, sources: Iterable[Path]) -> None:
+    """Makes the folder of a file that will be written.
+
+    Raises:
+        UserError: the file exists and nobody said --force, it is one of ``sources``, or its folder cannot be made.
+    """
+    is_there = os.path.exists(path)  # Path.exists raises for names that are too long
+    if is_there and any(os.path.exists(source) and source.samefile(path) for source in sources):
+        raise UserError(f"--output must not be a file that is read, got {path}; name another one")
+    if is_there and not force:
+        raise UserError(
+            f"--output must be a new file, got {path}, which exists; name another one or add --force"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output must be a file that can be written, got {error}; name another") from error
+
+
+def exit_at_once(status: int) -> NoReturn:
+    """Ends this process, whatever its threads still do; what was printed is written if anybody takes it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, AttributeError):
+            stream.flush()
+    os._exit(status)

@@ -1,0 +1,114 @@
+"""Starts a process that works for a rank and ends with it; the two talk over a socket pair that only they hold.
+
+The kernel kills the worker when its rank's main thread is gone, however that ended (``PR_SET_PDEATHSIG``). Used by the
+process that preprocesses and by the one that carries weights. Neither they nor data loaders' workers heed a signal that
+asks the rank to end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.resource_tracker import ensure_running
+from pathlib import Path
+from typing import Any
+
+import swift_stage2
+from swift_stage2.runtime.supervisor import end_with_parent
+
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def heed_no_stop() -> Iterator[None]:
+    """Processes started inside hear neither SIGINT nor SIGTERM, from before their first instruction to their end.
+
+    Both are blocked in this thread meanwhile, which children inherit: a handler that they set themselves comes later
+    than a signal may. This process hears them through its other threads, or afterwards.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def workers_heed_no_stop() -> Iterator[None]:
+    """The same for whatever ``multiprocessing`` starts meanwhile, as data loaders do; on the main thread.
+
+    A signal to a rank's whole group would take the workers that its last steps need. They end with their rank: SIGTERM,
+    by which it ends those that are left, is SIGKILL for them.
+    """
+    start = BaseProcess.start
+
+    def start_unheeding(process: Any) -> None:
+        if process._start_method == "spawn":
+            ensure_running()  # the first one starts it, which lifts the mask
+        with heed_no_stop():
+            start(process)
+        process._popen.terminate = process._popen.kill
+
+    BaseProcess.start = start_unheeding  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        BaseProcess.start = start  # type: ignore[method-assign]
+        atexit.register(signal.signal, signal.SIGCHLD, signal.SIG_DFL)  # torch's raises at such an end
+
+
+def start_worker(
+    module: str, environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Starts ``python -m module``; returns the process and the rank's end of the socket pair.
+
+    The worker counts no ranks and repeats none of ms-swift's notices. Its import path is the rank's first module's; a
+    worker that needs more is sent the rank's ``sys.path``. A signal to the whole group asks the rank, which lets the
+    worker finish what the last steps need.
+    """
+    ours, theirs = socket.socketpair()
+    inherited = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
+    found = (inherited.get("PYTHONPATH"), str(Path(swift_stage2.__file__).parents[1]))
+    inherited["PYTHONPATH"] = os.pathsep.join(filter(None, found))
+    inherited.setdefault("OMP_NUM_THREADS", "1")
+    inherited |= {"TOKENIZERS_PARALLELISM": "false", "LOG_LEVEL": "ERROR", **environment}
+    with theirs, heed_no_stop():
+        process = subprocess.Popen(
+            (sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())),
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env=inherited,
+        )
+    return process, ours
+
+
+def describe_end(status: int) -> str:
+    """How a process ended, by its exit status as ``subprocess`` gives it."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-status}"
+
+
+@contextmanager
+def serve_rank(descriptor: int, parent: int) -> Iterator[tuple[socket.socket, Connection]]:
+    """The worker's side: both ends of the pair's other end, of which descriptors come through the first.
+
+    Ends quietly when the rank is gone.
+    """
+    end_with_parent(parent, signal.SIGKILL)
+    os.set_inheritable(descriptor, False)  # whatever is started from here must not keep the socket open
+    with socket.socket(fileno=descriptor) as channel, Connection(os.dup(descriptor)) as connection:
+        channel.settimeout(None)
+        with suppress(BrokenPipeError, ConnectionResetError):
+            yield channel, connection

@@ -1,1 +1,0 @@
-"""Every command on a terminal: its parser, its last line, its completion."""

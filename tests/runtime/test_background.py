@@ -1,0 +1,131 @@
+"""Work on threads that nobody waits for: its end, its failures, and that the suspect probe goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from waiting import wait_for
+
+from swift_stage2.collectives import SingleRank
+from swift_stage2.learner import Learner
+from swift_stage2.runtime.background import BackgroundCall, BackgroundFailures
+from swift_stage2.servers.pending_abort import PendingAbort
+from swift_stage2.servers.probe import SuspectProbe
+
+LONGEST_WAIT_S = 60.0
+
+
+def test_it_returns_or_raises_what_the_work_did() -> None:
+    assert BackgroundCall(lambda: 3, "counting").result_within(LONGEST_WAIT_S) == 3
+
+    def fail() -> int:
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        BackgroundCall(fail, "failing").result_within(LONGEST_WAIT_S)
+
+
+def test_work_that_never_ends_is_left_behind_and_named() -> None:
+    go_on = threading.Event()
+    call = BackgroundCall(lambda: go_on.wait(LONGEST_WAIT_S), "waiting")
+    assert not call.ended_within(0.0)
+    with pytest.raises(RuntimeError, match="waiting did not end within"):
+        call.result_within(0.01)
+    go_on.set()
+    assert call.ended_within(LONGEST_WAIT_S)
+    assert call.result_within(0.0)
+
+
+class Events:
+    """Keeps warnings."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def record_warning(self, message: str) -> None:
+        self.warnings.append(message)
+
+    def record_step(self, facts: object) -> None: ...
+
+
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[BackgroundFailures]:
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)  # pytest's would call it a failed test
+    failures = BackgroundFailures()
+    failures.watch()
+    yield failures
+    failures.stop()
+
+
+def fail(*_: object) -> Any:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_thread_that_dies_is_told_once_by_the_next_step(failures: BackgroundFailures) -> None:
+    events = Events()
+    learner = Learner(
+        b_ratio=0.0,
+        control=SingleRank(),
+        events=events,  # type: ignore[arg-type]
+        starvation=None,
+        fail_when_starved=False,
+        channel_b=None,
+        failures=failures,
+    )
+    learner.start()
+    for _ in range(2):
+        thread = threading.Thread(target=fail, name="some-watch")
+        thread.start()
+        thread.join(LONGEST_WAIT_S)
+    learner.begin_step(0, 1)
+    learner.begin_step(1, 1)
+    learner.close()
+    assert events.warnings == [
+        "the background thread 'some-watch' failed: RuntimeError: can't start new thread"
+    ]
+
+
+def test_pythons_hook_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+    before = threading.excepthook
+    failures = BackgroundFailures()
+    failures.watch()
+    failures.watch()
+    thread = threading.Thread(target=fail, name="t")
+    thread.start()
+    thread.join(LONGEST_WAIT_S)
+    failures.stop()
+    failures.stop()
+    assert threading.excepthook == before
+    assert len(seen) == 1, "whoever listened before still hears of it"
+    assert len(failures.take()) == 1
+
+
+def test_the_probe_outlives_what_goes_wrong_in_one_look(failures: BackgroundFailures) -> None:
+    looks: list[Callable[[], Any]] = [fail, lambda: (1,)]
+    probe = SuspectProbe(
+        rank=0,
+        api_key=None,
+        interval_s=0.01,
+        find_lost=lambda: looks.pop(0)() if looks else (),
+        failures=failures,
+    )
+    probe.start()
+    wait_for(lambda: probe.lost() == {1})
+    probe.stop()
+    assert failures.take() == (
+        "the background thread 'suspect-probe' failed: RuntimeError: can't start new thread",
+    )
+
+
+def test_an_abort_that_goes_wrong_is_told(failures: BackgroundFailures) -> None:
+    abort = PendingAbort(enabled=True, rank=0, api_key="k e y", run_id="run", failures=failures)
+    abort.ask(["http://127.0.0.1:1"], 1)
+    told: list[str] = []
+    wait_for(lambda: bool(told.extend(failures.take()) or told))
+    abort.stop()
+    assert "'pending-abort' failed: ConfigError: the API key must be printable" in told[0]

@@ -1,0 +1,224 @@
+"""Threads that get stuck are told of, and a rank that is stuck inside a sync round ends within a stated time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+from two_rank_hang import TIMEOUT_S
+
+from swift_stage2.runtime import watches
+from swift_stage2.runtime.watches import EXIT_HANG, ProgressWatch, RoundWatch, Standing
+from swift_stage2.telemetry.activity import Activity, ActivityClock
+
+LIMIT_S = 10.0
+
+
+class Stalls:
+    def __init__(self) -> None:
+        self.told: list[tuple[str, float]] = []
+        self.met = threading.Event()
+
+    def __call__(self, what: str, seconds: float) -> None:
+        self.told.append((what, seconds))
+        self.met.set()
+
+
+def test_the_same_thing_is_told_after_twice_the_time_again() -> None:
+    stalls, standing = Stalls(), Standing("it waits", 100.0)
+    who = {"idle": lambda: None, "it": lambda: standing}
+    watch = ProgressWatch(who, limit_s=LIMIT_S, on_stall=stalls)
+    for now_s in range(100, 160):
+        watch.look(float(now_s))
+    assert stalls.told == [("it waits", 10.0), ("it waits", 20.0), ("it waits", 40.0)]
+
+
+def test_the_next_thing_has_the_whole_time_again() -> None:
+    stalls, at = Stalls(), {"it": Standing("it waits", 100.0)}
+    watch = ProgressWatch({"it": lambda: at["it"]}, limit_s=LIMIT_S, on_stall=stalls)
+    watch.look(110.0)
+    at["it"] = Standing("it waits", 111.0)
+    watch.look(120.0)
+    assert len(stalls.told) == 1
+    watch.look(121.0)
+    assert stalls.told[1:] == [("it waits", 10.0)]
+
+
+def test_the_log_holds_the_stack_of_the_thread_that_waits(caplog: pytest.LogCaptureFixture) -> None:
+    stalls, release = Stalls(), threading.Event()
+
+    def wait_for_what_never_comes() -> None:
+        release.wait(60)
+
+    thread = threading.Thread(target=wait_for_what_never_comes, name="the-one-that-hangs")
+    thread.start()
+    watch = ProgressWatch({"it": lambda: Standing("it waits", 0.0)}, limit_s=0.0, on_stall=stalls)
+    try:
+        with caplog.at_level(logging.ERROR):
+            watch.start()
+            assert stalls.met.wait(30)
+    finally:
+        watch.stop()
+        release.set()
+        thread.join(30)
+    assert not any(thread.name == "progress-watch" for thread in threading.enumerate())
+    text = caplog.messages[0]
+    assert text.startswith("no progress: it waits for ")
+    assert "thread the-one-that-hangs:" in text
+    assert "in wait_for_what_never_comes" in text
+
+
+@pytest.mark.parametrize("activity", list(Activity))
+def test_the_main_thread_stands_at_its_activity_unless_that_may_last(activity: Activity) -> None:
+    clock = ActivityClock()
+    assert clock.standing is None
+    clock.switch(activity)
+    first = clock.standing
+    clock.totals_ns()
+    assert clock.standing is first, "looking is no progress"
+    if activity in (Activity.STARTING, Activity.EVALUATING, Activity.OTHER):
+        assert first is None
+        return
+    assert first is not None
+    assert first.what == f"the main thread is {activity}"
+    clock.switch(activity)
+    assert clock.standing is not first
+
+
+PATIENCE_S = 60.0
+_PROGRAM = Path(__file__).parents[1].joinpath("two_rank_hang.py")
+
+
+def end_of_both(scenario: str) -> list[str]:
+    """Returns what both ranks wrote; the store is here, as torchrun's is in its agent. Both must end with status 70."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(_PROGRAM), scenario],
+            env=os.environ | {"RANK": str(rank), "PORT": str(store.port), "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        written = [rank.communicate(timeout=100)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(timeout=60)
+    assert [rank.returncode for rank in ranks] == [EXIT_HANG, EXIT_HANG], [text[-2000:] for text in written]
+    return written
+
+
+@pytest.mark.parametrize("scenario", ["gather", pytest.param("canary", marks=pytest.mark.slow)])
+def test_a_rank_that_fails_inside_a_gather_ends_both_with_its_cause(scenario: str) -> None:
+    first, second = end_of_both(scenario)
+    assert "rank 1:" in first
+    assert "RuntimeError: no memory" in first
+    assert "RuntimeError: no memory" in second
+    assert "thread MainThread" in first
+    assert "all_reduce" in first, "the stack shows where rank 0 was stuck"
+
+
+@pytest.mark.slow
+def test_a_main_thread_that_blocks_for_ever_ends_both_with_the_cause() -> None:
+    first, second = end_of_both("main_thread")
+    cause = f"rank 0: the snapshot of weights did not end within {TIMEOUT_S + 1.0:g} s"
+    assert cause in first
+    assert "ours.recv(1)" in first
+    assert f"raised: {cause}" in second
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    monkeypatch.setattr(watches, "_TICK_S", 0.01)
+    return []
+
+
+def watch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "round-watch"]
+
+
+def test_what_ends_in_time_or_raises_is_not_watched_any_more(left: list[int]) -> None:
+    def fail() -> None:
+        with RoundWatch(PATIENCE_S, str, left.append) as watch:
+            watch.begin("the canary")
+            watch.begin("the transfer")
+            running.extend(watch_threads())
+            raise ValueError("not finite")
+
+    running: list[threading.Thread] = []
+    with pytest.raises(ValueError, match="not finite"):
+        fail()
+    assert running
+    for thread in running:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert left == []
+
+
+def test_a_watch_can_serve_the_next_round(left: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    is_left = threading.Event()
+    watch = RoundWatch(
+        0.05, lambda hang: f"{hang}: no memory", lambda status: (left.append(status), is_left.set())
+    )
+    with watch:
+        watch.begin("the canary")
+    with watch:
+        watch.begin("the transfer")
+        assert is_left.wait(PATIENCE_S)
+    assert left == [EXIT_HANG]
+    assert "the transfer did not end within 0.05 s: no memory" in caplog.text
+    assert "thread MainThread" in caplog.text
+
+
+def test_last_words_that_cannot_be_said_delay_the_end_no_longer_than_their_limit(
+    left: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watches, "_LAST_WORDS_S", 0.05)
+    is_left, let_go = threading.Event(), threading.Event()
+    try:
+        with RoundWatch(
+            0.05, lambda hang: str(let_go.wait(PATIENCE_S)), lambda status: is_left.set()
+        ) as watch:
+            watch.begin("the transfer")
+            assert is_left.wait(PATIENCE_S)
+    finally:
+        let_go.set()
+
+
+class NeverEnded(threading.Event):
+    """Returns at once, as after a process was stopped for hours: only the number of waits counts."""
+
+    num_waits = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.num_waits += 1
+        return False
+
+
+def test_a_stopped_process_has_not_spent_its_time() -> None:
+    left: list[int] = []
+    ended = NeverEnded()
+    RoundWatch(30.0, str, left.append)._run("the transfer", ended, lambda: False)
+    assert (ended.num_waits, left) == (60, [EXIT_HANG])
+
+
+def test_a_watch_beside_training_ends_when_what_it_watches_is_over() -> None:
+    left: list[int] = []
+    asked = threading.Event()
+    watch = RoundWatch(PATIENCE_S, str, left.append)
+    watch.begin("the transfer", lambda: (asked.set(), True)[1])
+    (thread,) = (each for each in threading.enumerate() if each.name == "round-watch")
+    thread.join(PATIENCE_S / 2)
+    assert asked.is_set()
+    assert not thread.is_alive()
+    assert left == []

@@ -1,0 +1,129 @@
+"""Each rank's file of a checkpoint: whole, its own, and of one save; anything else is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_stage2.errors import ConfigError
+from swift_stage2.runtime import checkpoints
+
+STATE = {"learner": {"version": 7, "source": {"outstanding": [[0, 3, 9, 1]]}}, "telemetry": {}}
+
+
+def _write(directory: Path, *, rank: int = 0, world_size: int = 2, step: int = 40, **changes: Any) -> None:
+    arguments: dict[str, Any] = {"a_batches_in_epoch": 17, "state": STATE} | changes
+    checkpoints.write_state(str(directory), rank=rank, world_size=world_size, step=step, **arguments)
+
+
+def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    directory = tmp_path / "run" / "checkpoint-40"
+    _write(directory, rank=1)
+    assert checkpoints.read_state(str(directory), rank=1, world_size=2, step=40) == STATE
+    assert checkpoints.read_a_batches(str(directory), 1) == 17
+    assert [file.name for file in directory.iterdir()] == ["stage2_rank1.json"]
+
+
+def test_ranks_do_not_share_a_file(tmp_path: Path) -> None:
+    _write(tmp_path, rank=0, a_batches_in_epoch=1)
+    _write(tmp_path, rank=1, a_batches_in_epoch=2)
+    assert [checkpoints.read_a_batches(str(tmp_path), rank) for rank in (0, 1)] == [1, 2]
+
+
+def test_a_state_that_cannot_be_written_leaves_the_old_file_whole(tmp_path: Path) -> None:
+    """The state ends in something that is no JSON, after much that is."""
+    _write(tmp_path)
+    with pytest.raises(TypeError):
+        _write(tmp_path, step=41, state={"long": list(range(5000)), "last": {1, 2}})
+    assert checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=40) == STATE
+
+
+def test_a_new_state_replaces_the_old_one(tmp_path: Path) -> None:
+    _write(tmp_path)
+    _write(tmp_path, step=41, state={})
+    assert checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=41) == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"step": 41}, "step=41, .* has step=40; resume from a checkpoint whose files are all of one save"),
+        ({"world_size": 4}, "world_size=4, .* has world_size=2; start as many ranks as before"),
+        ({"world_size": 4, "rank": 3}, "world_size=4, .* has world_size=2"),  # which has no file
+    ],
+)
+def test_a_checkpoint_of_another_step_or_world_is_refused(
+    tmp_path: Path, asked: dict[str, int], name: str
+) -> None:
+    _write(tmp_path)
+    _write(tmp_path, rank=1)
+    with pytest.raises(ConfigError, match=f"got {name}"):
+        checkpoints.read_state(str(tmp_path), **{"rank": 0, "world_size": 2, "step": 40, **asked})
+
+
+def test_another_number_of_ranks_is_told_before_any_rank_reads_its_own(tmp_path: Path) -> None:
+    checkpoints.check_world_size(str(tmp_path), 4)  # nothing there: the missing file is named later
+    _write(tmp_path)
+    checkpoints.check_world_size(str(tmp_path), 2)
+    with pytest.raises(ConfigError, match=r"got world_size=4, .* has world_size=2.*nproc_per_node"):
+        checkpoints.check_world_size(str(tmp_path), 4)
+
+
+def test_a_file_that_was_renamed_to_another_rank_is_refused(tmp_path: Path) -> None:
+    _write(tmp_path)
+    (tmp_path / "stage2_rank0.json").rename(tmp_path / "stage2_rank1.json")
+    with pytest.raises(ConfigError, match=r"its own rank, got rank=1, .* has rank=0"):
+        checkpoints.read_state(str(tmp_path), rank=1, world_size=2, step=40)
+
+
+def test_a_checkpoint_that_is_written_over_cannot_be_resumed_meanwhile(tmp_path: Path) -> None:
+    _write(tmp_path)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    checkpoints.void_older(str(tmp_path))
+    assert not (tmp_path / "trainer_state.json").exists()
+    checkpoints.void_older(str(tmp_path / "none yet"))
+
+
+def test_a_missing_ranks_file_is_named_though_a_stray_copy_is_there(tmp_path: Path) -> None:
+    _write(tmp_path)
+    (tmp_path / "stage2_rank0.json").rename(tmp_path / "stage2_rankx.json")
+    with pytest.raises(ConfigError, match=r"stage-2 state of every rank, cannot read .*stage2_rank0\.json"):
+        checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=40)
+    with pytest.raises(ConfigError, match="resume from another checkpoint"):
+        checkpoints.read_a_batches(str(tmp_path), 0)
+
+
+@pytest.mark.parametrize("content", ["", '{"format": 1, "rank"', "\x00", "[]", "7", '"text"', "{}"])
+@pytest.mark.parametrize("name", ["stage2_rank0.json", "stage2_rankx.json"])
+def test_an_unreadable_or_stray_file_is_named(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=rf"{name}.*resume from another checkpoint"):
+        checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=40)
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"format": 1},
+        {"state": None},
+        {"state": "text"},
+        {"a_batches_in_epoch": None},
+        {"a_batches_in_epoch": "17"},
+    ],
+    ids=str,
+)
+def test_a_file_of_another_form_is_named_with_the_remedy(tmp_path: Path, spoilt: dict[str, Any]) -> None:
+    _write(tmp_path)
+    path = tmp_path / "stage2_rank0.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | spoilt))
+    for read in (
+        lambda: checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=40),
+        lambda: checkpoints.read_a_batches(str(tmp_path), 0),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"stage2_rank0\.json must have format=2 .*; resume from another"
+        ):
+            read()

@@ -1,0 +1,147 @@
+"""A rank's environment is whole or refused, and a rank ends with its torchrun: real torchrun, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import run_python
+
+from swift_stage2.errors import UserError
+from swift_stage2.runtime.torchrun import check_gloo_address, check_rank_environment, end_with_torchrun
+
+WHOLE = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.parametrize("environment", [{}, WHOLE, {"MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}])
+def test_all_of_it_or_none_is_accepted(environment: dict[str, str]) -> None:
+    check_rank_environment(environment)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        *({name: None} for name in WHOLE),
+        *({name: value} for name in WHOLE if name != "MASTER_ADDR" for value in ("abc", "-1", "")),
+        {"RANK": "2"},  # the others would wait for it, and it for them
+    ],
+    ids=str,
+)
+def test_half_a_rank_is_refused_with_all_that_was_given(broken: dict[str, str | None]) -> None:
+    environment = {name: value for name, value in (WHOLE | broken).items() if value is not None}
+    with pytest.raises(UserError) as refused:
+        check_rank_environment(environment)
+    for name in WHOLE:
+        assert f"{name}={environment.get(name, '')!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        WHOLE,
+        WHOLE | {"LOCAL_WORLD_SIZE": "1"},  # two torchruns on this machine
+        WHOLE | {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"},
+        WHOLE | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "eth7"},
+    ],
+)
+def test_gloo_needs_an_interface_on_several_hosts_only(environment: dict[str, str]) -> None:
+    """The rest is shown on hosts of their own: ``test_several_hosts``."""
+    check_gloo_address(environment)
+
+
+_DEADLINE_S = 90.0
+_RANK = """
+import os, pathlib, signal, sys, time
+from swift_stage2.runtime import torchrun
+folder, manner, rank = pathlib.Path(sys.argv[1]), sys.argv[2], os.environ["RANK"]
+def save(*_):
+    (folder / f"saved{rank}").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save if manner == "saves" else signal.SIG_IGN)
+torchrun._GRACE_S = 300.0 if manner == "saves" else 0.5
+torchrun.end_with_torchrun(os.environ)
+(folder / f"{os.getpid()}.rank").touch()
+while True:  # pause() would miss a signal that comes right before it
+    time.sleep(0.1)
+"""
+
+_AT_FIRST_SLOW_IMPORT = """
+import importlib.abc, os, pathlib, sys
+class Look(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name == "swift_stage2.launch.rank":
+            files = list(pathlib.Path("/proc/self/fdinfo").iterdir())
+            print(*[line for file in files if file.exists() for line in file.read_text().splitlines()], sep="\\n")
+            sys.stdout.flush()
+            os._exit(0)
+sys.meta_path.insert(0, Look())
+from swift_stage2 import cli
+cli.main(["train", "none.yaml"])
+"""
+
+
+@pytest.mark.parametrize("manner", ["saves", pytest.param("ignores SIGTERM", marks=pytest.mark.slow)])
+def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path, manner: str) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(_RANK)
+    command = ["-m", "swift_stage2.runtime.loopback_torchrun", "--nproc-per-node=2", str(script)]
+    torchrun = subprocess.Popen([sys.executable, *command, str(tmp_path), manner], start_new_session=True)
+    end, pause = time.monotonic() + _DEADLINE_S, threading.Event()
+    ranks: list[psutil.Process] = []
+    try:
+        while len(list(tmp_path.glob("*.rank"))) < 2:
+            assert torchrun.poll() is None
+            assert time.monotonic() < end
+            pause.wait(0.1)
+        ranks = [psutil.Process(int(path.stem)) for path in tmp_path.glob("*.rank")]
+        torchrun.kill()
+        torchrun.wait(timeout=_DEADLINE_S)
+        _, left = psutil.wait_procs(ranks, timeout=_DEADLINE_S)
+        assert left == []
+        assert len(list(tmp_path.glob("saved*"))) == (2 if manner == "saves" else 0)
+    finally:
+        for process in (psutil.Process(torchrun.pid), *ranks) if torchrun.poll() is None else ranks:
+            if process.is_running():
+                process.send_signal(signal.SIGKILL)
+
+
+def test_a_torchrun_of_one_machine_listens_on_loopback_alone(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, psutil, torch.distributed as distributed\n"
+        "distributed.init_process_group('gloo')\n"
+        "if distributed.get_rank() == 0:\n"
+        "    found = psutil.Process(os.getppid()).net_connections('tcp')\n"
+        "    print(*[each.laddr.ip for each in found if each.status == 'LISTEN'])\n"
+        "distributed.barrier()\n"
+    )
+    command = ["-m", "swift_stage2.runtime.loopback_torchrun", "--nproc-per-node=2", str(script)]
+    done = run_python(*command, timeout=_DEADLINE_S, check=True)
+    assert done.stdout.split() == ["127.0.0.1"]
+
+
+def test_a_rank_knows_its_agent_before_anything_slow_is_imported() -> None:
+    done = run_python(
+        "-c", _AT_FIRST_SLOW_IMPORT, variables={"TORCHELASTIC_RUN_ID": "none"}, timeout=_DEADLINE_S
+    )
+    assert f"Pid:\t{os.getpid()}" in done.stdout.splitlines()
+
+
+def test_a_process_that_torchrun_did_not_start_is_not_watched() -> None:
+    before = threading.active_count()
+    end_with_torchrun({"RANK": "0", "MASTER_ADDR": "127.0.0.1"})
+    assert threading.active_count() == before
