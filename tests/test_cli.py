@@ -202,7 +202,7 @@ def test_a_user_error_of_several_lines_is_told_on_one(
         (("doctor", "absent.yaml"), "must exist"),
         (("rollout", "absent"), "checkpoint directory"),
         (("merge", "--upstream", "localhost"), "--upstream must"),
-        (("demo", "--steps", "0"), "--steps must be at least 1"),
+        (("demo", "--b-ratio", "2"), "--b-ratio must be in the range 0..1"),
     ],
     ids=lambda it: it[0] if isinstance(it, tuple) else "",
 )
