@@ -59,7 +59,7 @@ def coco_of(
     num_bytes, is_within = 0, False
     for number, line in numbered_lines(path, "PREDICTIONS"):
         where = f"{path}:{number}"
-        found = read_prediction(line, where) if '"messages"' not in line else _as_prediction(line, where)
+        found = _as_prediction(line, where) if _is_row(line) else read_prediction(line, where)
         inside = found.image if folder is None else _relative(found.image, folder)
         is_within, name = is_within or inside is not None, found.image if inside is None else inside
         size = {"width": found.width, "height": found.height}
@@ -90,6 +90,13 @@ def _relative(path: str, folder: Path) -> str | None:
         return path[len(prefix) :]
     name = os.path.relpath(path, folder)
     return None if name.startswith(os.pardir) else name
+
+
+def _is_row(line: str) -> bool:
+    try:
+        return "messages" in json.loads(line)
+    except (ValueError, TypeError, RecursionError):  # whoever reads it tells why
+        return False
 
 
 def _as_prediction(line: str, where: str) -> Prediction:

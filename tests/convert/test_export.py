@@ -103,7 +103,7 @@ def test_a_folder_that_holds_no_image_is_refused_and_nothing_is_left(
 
 def test_scores_of_what_evaluate_writes_are_kept(tmp_path: Path) -> None:
     predictions = tmp_path / "predictions.jsonl"
-    objects = LabelledBoxes(("dog",), ((30, 5, 39, 14),))
+    objects = LabelledBoxes(("messages",), ((30, 5, 39, 14),))  # as a row has a key
     line = Prediction(image="a.png", width=64, height=48, objects=objects, scores=(0.25,))
     write_predictions(predictions, [line])
     (one,) = export(predictions)["annotations"]
