@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.channel_b.dialects import coordinates_of
+from swift_stage2.checks.dataset import refuse_faults
+from swift_stage2.checks.model import check_model
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
-from swift_stage2.config.device_shares import UTILIZATION, even_share
-from swift_stage2.config.launch import ServerEngine
+from swift_stage2.config.launch import UTILIZATION, ServerEngine, even_share
 from swift_stage2.config.stage2_ab import DEFAULT_TASK
 from swift_stage2.config.yaml_text import key_values, parse_yaml, write_yaml
 from swift_stage2.dataset.command import lines_of_task
 from swift_stage2.dataset.files import local_files, split_rows
 from swift_stage2.dataset.survey import survey
 from swift_stage2.errors import UserError
-from swift_stage2.preflight.dataset import refuse_faults
-from swift_stage2.preflight.model import check_model
 from swift_stage2.process.ports import is_free
 from swift_stage2.terminal.output import quieten_libraries, say
 from swift_stage2.terminal.parser import CommandParser
@@ -69,7 +68,7 @@ def write_starter(options: argparse.Namespace) -> None:
         if options.swift:  # names and values that init has not written itself
             quieten_libraries()
             with going_on("init", "loading ms-swift, which checks its arguments"):
-                from swift_stage2.preflight.swift_parsing import check_arguments
+                from swift_stage2.checks.swift_parsing import check_arguments
 
                 check_arguments(config)
     except UserError as error:

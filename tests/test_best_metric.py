@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swift_stage2.config.best_model import best_metric, refuse_best_model, require_metric
+from swift_stage2.config.swift_arguments import best_metric, refuse_best_model, require_metric
 from swift_stage2.errors import ConfigError
 
 GOOD = {"metric_for_best_model": "eval_f1", "eval_strategy": "no", "save_strategy": "best"}

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from swift_stage2.checks.model import check_hub_ids, check_model, recorded_plugins
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.yaml_text import key_values
 from swift_stage2.detections.objects import ScoreConvention, detection_data
@@ -35,7 +36,6 @@ from swift_stage2.evaluate.served_model import ENGINES, OwnServer, own_server, r
 from swift_stage2.pages.content import GALLERY_KEY, Gallery, Section, Sentence, Tone
 from swift_stage2.pages.page import PageContent, page_of, write_page
 from swift_stage2.pages.terminal import terminal_report
-from swift_stage2.preflight.model import check_hub_ids, check_model, recorded_plugins
 from swift_stage2.terminal.console import SafeConsole
 from swift_stage2.terminal.output import needs_stdout, quieten_libraries, say
 from swift_stage2.terminal.parser import CommandParser, whole_number

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from swift_stage2.checks.servers import foreign
 from swift_stage2.config import RolloutConfig, ServerConfig, ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.errors import ServerFault, ServerUnavailable, UserError
@@ -30,7 +31,6 @@ from swift_stage2.launch.process_tree import (
     adopt_orphans,
     end_descendants,
 )
-from swift_stage2.preflight.servers import foreign
 from swift_stage2.process.ports import free_ports
 from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.servers import protocol
@@ -68,7 +68,7 @@ def require_answer(base_url: str) -> protocol.ServerInfo:
         except ServerFault as fault:
             if fault.is_foreign:
                 remedy = "correct --server, or name --model alone, and one is started for it"
-                raise ServerUnavailable(f"--server: {foreign(session, fault, remedy)}") from fault
+                raise foreign(session, fault, remedy).at("--server") from fault
             raise ServerUnavailable(
                 f"--server must be a rollout server that answers, got {fault}; wait until it "
                 "has loaded, or name --model alone, and one is started for it"

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
+from swift_stage2.checks.checks import Known, run_checks
+from swift_stage2.checks.servers import warn_of_lone_servers
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import EXIT_STARVED, EXIT_USER_MISTAKE, ConfigError, ServerUnavailable, UserError
 from swift_stage2.launch.job import Job, last_cause
@@ -18,8 +20,6 @@ from swift_stage2.launch.plan import LaunchPart, LaunchPlan, devices_of, plan_la
 from swift_stage2.launch.process_tree import Command, ProcessTree, StopSignals, adopt_orphans
 from swift_stage2.launch.rank import end_left_in, take_room
 from swift_stage2.launch.run_end import describe_end, newest_run
-from swift_stage2.preflight.checks import Known, run_checks
-from swift_stage2.preflight.servers import warn_of_lone_servers
 from swift_stage2.process.ports import is_here
 from swift_stage2.run_directory.claim import resumed
 from swift_stage2.run_directory.lock import hold_run_directory

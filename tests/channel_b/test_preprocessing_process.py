@@ -277,8 +277,8 @@ from pathlib import Path
 from real_model import PACKING_LENGTH, make_encoder, make_task, read_rows, sample_of
 from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
 from swift_stage2.channel_b.preprocessing import ProcessPreprocessor
-from swift_stage2.preflight.packing_isolation import empty_rollout
-from swift_stage2.preflight.channel_b_parts import check_preprocessing
+from swift_stage2.checks.packing_isolation import empty_rollout
+from swift_stage2.checks.channel_b_parts import check_preprocessing
 from swift_stage2.telemetry.trace import Trace
 
 encoder = make_encoder()

@@ -14,13 +14,13 @@ from commands import run_python
 from detection_sets import write_rows
 from real_model import STAGE1
 
+from swift_stage2.checks.swift_parsing import parse_swift_arguments
 from swift_stage2.cli import main
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import MODEL_TYPE, TEMPLATE_FILE
 from swift_stage2.errors import ServerUnavailable, UserError
 from swift_stage2.evaluate.served_model import own_server, server_command
-from swift_stage2.preflight.swift_parsing import parse_swift_arguments
 
 TRANSFORMERS = ServerEngine.TRANSFORMERS
 

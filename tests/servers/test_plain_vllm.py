@@ -18,11 +18,11 @@ from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
 from swift_stage2.channel_b.rollout_client.chat_connection import ChatConnection, connect
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.checks.servers import look_for
 from swift_stage2.config import DecodingConfig, Proof, Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.fence import InferFence
-from swift_stage2.preflight.servers import look_for
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.protocol import TensorSpec, greedy_config
