@@ -43,12 +43,9 @@ class UserError(Stage2Error):
         return f"{self.found}; {self.remedy}" if self.remedy else self.found
 
     def at(self, place: str) -> Self:
-        """The same mistake with the place that is around it, as a new exception with the same notes."""
+        """The same mistake with the place that is around it, as a new exception."""
         key = f"{place}: {self.key}" if self.key else place
-        error = type(self)(self.rule, got=self.got, remedy=self.remedy, key=key)
-        for note in getattr(self, "__notes__", ()):
-            error.add_note(note)
-        return error
+        return type(self)(self.rule, got=self.got, remedy=self.remedy, key=key)
 
 
 class ConfigError(UserError, ValueError):

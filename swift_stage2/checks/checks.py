@@ -26,7 +26,7 @@ from swift_stage2.checks.servers import (
 )
 from swift_stage2.config import Stage2Config, Transport
 from swift_stage2.config.swift_arguments import named_places
-from swift_stage2.errors import ConfigError, UserError
+from swift_stage2.errors import ConfigError
 from swift_stage2.process.torchrun import check_gloo_address, check_rank_environment
 from swift_stage2.process.visible_devices import require_known_accelerator, require_visible_devices
 from swift_stage2.run_directory.claim import refuse_earlier_run
@@ -84,19 +84,14 @@ class Check:
 
 
 def run_checks(config: Stage2Config, known: Known, tell: Callable[[str], object] = logger.warning) -> None:
-    """Runs what applies, in order. The first rank tells advice, and logs the notes of what refuses.
+    """Runs what applies, in order. The first rank tells advice.
 
     Raises:
         UserError: of the first check that refuses.
     """
     tells = os.environ.get("RANK", "0") == "0"
     for check in due_checks(known):
-        try:
-            found = check.find(config, known)
-        except UserError as error:
-            for note in getattr(error, "__notes__", ()) if tells else ():
-                logger.error("%s", note)
-            raise
+        found = check.find(config, known)
         for advice in found.advice if found is not None and tells else ():
             tell(advice)
 

@@ -22,7 +22,6 @@ from swift_stage2.errors import ConfigError, DatasetError
 
 logger = logging.getLogger(__name__)
 
-_MOST_TOLD = 20
 _PROGRESS_EVERY_S = 10.0
 
 
@@ -30,22 +29,12 @@ def check_data(config: Stage2Config) -> tuple[str, list[str]]:
     """Checks every row of every local JSONL of a run. Returns what was found, and advice, which refuses nothing.
 
     Raises:
-        DatasetError: names key, file, line, problem and remedy, and how many rows have faults; each fault, up to a
-            number, is a note of it where there are several.
+        DatasetError: names key, file, line, problem and remedy, and how many rows have faults.
         ConfigError: as ``survey_data`` does.
     """
     surveyed = survey_data(config)
-    refused: list[DatasetError] = []
     for argument, findings in surveyed.items():
-        try:
-            refuse_faults(argument, findings, _options_of(config))
-        except DatasetError as error:
-            refused.append(error)
-    for other in refused[1:]:
-        for note in (str(other), *getattr(other, "__notes__", ())):
-            refused[0].add_note(note)
-    if refused:
-        raise refused[0]
+        refuse_faults(argument, findings, _options_of(config))
     names = ", ".join(named_places(config.swift, "dataset"))
     if validation := named_places(config.swift, "val_dataset"):
         names += f"; for validation {', '.join(validation)}"
@@ -137,7 +126,7 @@ def _check_split(ratio: Any) -> None:
 
 
 def refuse_faults(argument: str, findings: Findings, options: str = "") -> None:
-    """Raises DatasetError with the first fault and the number of rows that have any; faults are notes of it.
+    """Raises DatasetError with the first fault, the number of rows that have any, and the command that lists all.
 
     ``options``: with which ``data check`` judges as this check has done.
     """
@@ -147,18 +136,11 @@ def refuse_faults(argument: str, findings: Findings, options: str = "") -> None:
     first = min(faults, key=lambda fault: (findings.files.index(fault.place.file), fault.place.line))
     if findings.num_bad_rows == 1:
         raise DatasetError(f"swift.{argument}: {first}")
-    error = DatasetError(
+    raise DatasetError(
         f"swift.{argument}: {findings.num_bad_rows:,} of {findings.num_rows:,} rows have faults, the first: "
         f"{first}",
         remedy=f"list all: swift-stage2 data check {' '.join(map(str, findings.files))}{options}",
     )
-    for rule in Rule:
-        of_rule = [] if rule.is_advice else findings.of(rule)
-        for fault in of_rule[:_MOST_TOLD]:
-            error.add_note(f"swift.{argument}: {fault}")
-        if of_rule and (more := findings.counts.get(rule, 0) - _MOST_TOLD) > 0:
-            error.add_note(f"swift.{argument}: {rule}: and {more:,} more")
-    raise error
 
 
 def _advice(findings: Findings) -> list[str]:

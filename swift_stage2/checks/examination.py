@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 ValueT = TypeVar("ValueT")
 _HIDDEN = "***"
 _DOES_NOT_APPLY = "does not apply to this configuration"
-_MOST_NOTES = 10
 
 
 class Verdict(StrEnum):
@@ -182,8 +181,7 @@ class Examination:
         try:
             return work()
         except UserError as error:
-            notes = getattr(error, "__notes__", [])[:_MOST_NOTES]
-            return failed(" | ".join([*notes, error.found]), error.remedy or fix)
+            return failed(error.found, error.remedy or fix)
         except Stage2Error as error:
             return failed(str(error), fix)
         except Exception as error:  # top of a check: whatever a library raises is a finding

@@ -231,8 +231,7 @@ def _find_servers(
         if told["refuses_key"] or len(found.absent) == len(config.rollout.servers):
             raise ServerUnavailable(
                 f"a rollout server must answer within rollout.start_timeout_s={config.rollout.start_timeout_s:g}",
-                got=f"no answer: {told['missing']}",
-                remedy="start it, or correct rollout.servers",
+                got=f"no answer: {told['missing']}, or correct rollout.servers",
             )
     return found
 

@@ -187,6 +187,7 @@ def _check_devices(devices: tuple[int | str, ...]) -> None:
 UTILIZATION = "vllm_gpu_memory_utilization"
 """Argument of a server on vLLM: the part of each of its devices that it takes."""
 _VLLMS_OWN = 0.9
+_WITHOUT = ServerEngine.TRANSFORMERS  # which takes what it needs
 
 
 class Placement(NamedTuple):
@@ -271,20 +272,16 @@ def _check_shares(launch: LaunchConfig, device: int | str, who: Sequence[Placeme
     shares = {name: share_of(server, f"launch.{name}.args") for name, server in servers.items()}
     stated = {name: share for name, share in shares.items() if share is not None}
     total = round(sum(stated.values()), 6)
-    shown = ", ".join(f"{share:g} of {name}" for name, share in stated.items())
-    if total >= 1:
-        raise ConfigError(
-            f"the parts of device {device} must be below 1 together",
-            got=f"{UTILIZATION} {shown}: {total:g}",
-            remedy=f"write {UTILIZATION}: {even_share(len(who)):g} for each, or give one of them another device",
-        )
-    for name, server in servers.items():
-        if name not in stated and server.engine is not ServerEngine.TRANSFORMERS:
-            proposed = even_share(len(who) - len(stated), total)
-            raise ConfigError(
-                "a server on vLLM must state its part of a device that it shares",
-                got=f"device {device} for {' and '.join(each.name for each in who)} and no {UTILIZATION} in "
-                f"launch.{name}.args, so that vLLM would take "
-                f"{_VLLMS_OWN:g}{(f' beside {shown}' if stated else '')}",
-                remedy=f"write {UTILIZATION}: {proposed:g}",
-            )
+    silent = [
+        name for name, server in servers.items() if name not in stated and server.engine is not _WITHOUT
+    ]
+    if total < 1 and not silent:
+        return
+    share = even_share(len(who)) if total >= 1 else even_share(len(who) - len(stated), total)
+    told = [f"{part:g} of {name}" for name, part in stated.items()]
+    told += [f"none of {name}, so that vLLM would take {_VLLMS_OWN:g}" for name in silent]
+    raise ConfigError(
+        f"the parts of device {device} must be stated by every server on vLLM and be below 1 together",
+        got=f"{UTILIZATION} {', '.join(told)} ({total:g} together)",
+        remedy=f"write {UTILIZATION}: {share:g} for each of them, or give one another device",
+    )

@@ -20,7 +20,7 @@ REWARD_WEIGHTS = {"f1": 1.0, "iou": 1.0, "format": 0.5, "duplicates": 0.5, "miss
 
 LEAST_TEMPERATURE = 0.1  # below it log-probabilities are those of logits times ten and more
 _DEFAULT_LORA_DROPOUT = 0.05
-_LEAVE_THE_MODEL = {"init_weights": ("true", "false", "gaussian"), "lora_bias": ("none",)}
+_LEAVE_THE_MODEL = {"init_weights": ("true", "false", "gaussian"), "lora_bias": ("none",), "fsdp": ("",)}
 """ms-swift's arguments of an adapter, with the values that change nothing but the adapter; the first is the default."""
 
 
@@ -146,18 +146,11 @@ def check_objective(
             remedy="write temperature: 1.0",
         )
     check_adapter(channel, has_adapter=not swift.get("model") or swift.get("tuner_type", "lora") != "full")
-    if grpo.kl_weight and swift.get("fsdp"):
-        raise ConfigError(
-            "stage2_ab.channel_b.grpo.kl_weight is not supported with swift.fsdp (an adapter was not yet "
-            "switched off in weights sharded so)",
-            got=f"kl_weight={grpo.kl_weight:g} fsdp={swift['fsdp']!r:.200}",
-            remedy="remove one of them",
-        )
     for name, harmless in _LEAVE_THE_MODEL.items():
-        if grpo.kl_weight and str(value := swift.get(name, harmless[0])).lower() not in harmless:
+        if grpo.kl_weight and str(value := swift.get(name) or harmless[0]).lower() not in harmless:
             raise ConfigError(
-                "stage2_ab.channel_b.grpo.kl_weight needs the model without its adapter to stay as it began",
-                got=f"swift.{name}={value!r}, which changes it",
+                "stage2_ab.channel_b.grpo.kl_weight needs the model without its adapter to be there as it began",
+                got=f"swift.{name}={value!r:.200}, which changes or shards it",
                 remedy=f"remove {name}, or kl_weight",
             )
     # Without a section swift its arguments come from ms-swift's own command line.

@@ -115,8 +115,7 @@ class Stage2Config:
         self._check_resumes()
         if self.telemetry.record and not self.swift.get("model"):
             raise ConfigError(
-                "telemetry.record needs ms-swift's arguments in the section swift, for a replay reads them "
-                "there",
+                "telemetry.record needs ms-swift's arguments in the section swift, where a replay reads them",
                 got=f"model={self.swift.get('model')!r}",
                 remedy="write them there and start with swift-stage2 train or launch",
             )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from swift_stage2.errors import ConfigError, closest
+from swift_stage2.errors import ConfigError, UserError, closest
 
 P = TypeVar("P")
 
@@ -83,8 +83,11 @@ def variable_name(name: str, value: str) -> None:
 
 
 def variable_option(value: str) -> str:
-    """The same for a command line's ``--api-key-env``."""
-    variable_name("--api-key-env", value)
+    """The same for a command line's ``--api-key-env``. argparse would show the value of what is a ValueError, too."""
+    try:
+        variable_name("--api-key-env", value)
+    except ConfigError as error:
+        raise UserError(error.rule, got=error.got, remedy=error.remedy) from None
     return value
 
 

@@ -170,6 +170,7 @@ _TRACKERS = (
     ),
     *("mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb"),
 )
+_TRUTHS = ("no", "off", "false", "yes", "on", "true")
 
 
 def refuse_values(arguments: Mapping[str, Any]) -> None:
@@ -179,15 +180,7 @@ def refuse_values(arguments: Mapping[str, Any]) -> None:
         if name is not None and name not in _TRACKERS:
             near = closest(str(name), _TRACKERS)
             remedy = f"did you mean {near!r}?" if near else "write report_to: none for no tracker"
-            is_truth = isinstance(name, bool) or str(name).lower() in (
-                "no",
-                "off",
-                "false",
-                "yes",
-                "on",
-                "true",
-            )
-            what = ", a truth value in YAML" if is_truth else ""
+            what = ", a truth value in YAML" if str(name).lower() in _TRUTHS else ""
             raise ConfigError(
                 "swift.report_to must name trackers, as tensorboard or wandb",
                 got=f"report_to={name!r}{what}",
@@ -266,15 +259,8 @@ def _as_word(value: Any) -> str:
 COUNTED = ("precision", "recall", "f1", "mean_iou", "truncated_ratio")
 """Sums over ranks, which every rank knows when an evaluation ends. A task may have others of its own."""
 SCORED = (
-    "ap",
-    "ap50",
-    "ap75",
-    "ar",
-    "precision_50_95",
-    "recall_50_95",
-    "f1_50_95",
-    "invalid_ratio",
-    "failed_ratio",
+    *("ap", "ap50", "ap75", "ar", "precision_50_95", "recall_50_95", "f1_50_95"),
+    *("invalid_ratio", "failed_ratio"),
 )
 """Those that rank 0 computes beside training, where the task has boxes."""
 _KEY = "metric_for_best_model"
@@ -296,14 +282,6 @@ def refuse_best_model(swift: Mapping[str, Any], every_steps: int) -> None:
     """Raises ConfigError: the metric would end in a traceback of Hugging Face's, or choose nothing in silence."""
     name = best_metric(swift)
     if name is None:
-        # As others write them: mAP, F1.
-        written = str(swift.get(_KEY, "")).removeprefix("eval_").lower()
-        if {written, written.removeprefix("m")} & {*COUNTED, *SCORED}:
-            raise ConfigError(
-                f"swift.{_KEY} must be written as evaluations call it",
-                got=f"{swift[_KEY]}",
-                remedy=_ONE_OF_COUNTED,
-            )
         return
     got = f"swift.{_KEY}: {swift[_KEY]}"
     if not every_steps:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -172,25 +171,6 @@ def test_a_disk_directory_that_the_learner_cannot_write_is_told(
 def test_half_a_rank_environment_is_refused() -> None:
     with pytest.raises(UserError, match="torchrun's variables come together"):
         run_checks(config(), Known(rank_environment={"RANK": "0"}))
-
-
-@pytest.mark.parametrize(("rank", "num_told"), [("0", 3), ("1", 0)])
-def test_the_first_rank_tells_every_fault_of_every_data_set(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    rank: str,
-    num_told: int,
-) -> None:
-    monkeypatch.setenv("RANK", rank)
-    (tmp_path / "a.jsonl").write_text("{\n[1]\n")
-    (tmp_path / "b.jsonl").write_text("{\n")
-    wrong = config(dataset=[str(tmp_path / "a.jsonl")], val_dataset=[str(tmp_path / "b.jsonl")])
-    with caplog.at_level(logging.ERROR), pytest.raises(DatasetError, match="2 of 2 rows have faults"):
-        run_checks(wrong, Known(rows=True))
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == num_told, told
-    assert sum(line.startswith("swift.val_dataset: ") for line in told) == num_told // 3
 
 
 def test_an_earlier_run_is_not_written_over(tmp_path: Path) -> None:
