@@ -20,11 +20,10 @@ from swift_stage2.checks.model import check_family, check_hub_ids, check_model
 from swift_stage2.checks.servers import (
     refuse_busy_ports,
     refuse_deaf_endpoint,
-    refuse_far_servers,
     refuse_lone_addresses,
     warn_of_open_servers,
 )
-from swift_stage2.config import Stage2Config, Transport
+from swift_stage2.config import Stage2Config
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.errors import ConfigError
 from swift_stage2.process.torchrun import check_gloo_address, check_rank_environment
@@ -134,19 +133,6 @@ def _addresses(config: Stage2Config, known: Known) -> Found | None:
         return None
     refuse_lone_addresses(config)
     return Found(f"every server has an address that leads there from all {num_hosts} hosts of the learner")
-
-
-def _shared_memory(config: Stage2Config, known: Known) -> Found | None:
-    if not config.b_enabled or config.rollout.sync.transport is not Transport.SHARED_MEMORY:
-        return None
-    # Only rank 0's machine can tell: a rank knows whether it is that, a launcher only where there is one host.
-    ranks = known.rank_environment
-    is_rank_0s = config.launch.learner.nnodes == 1 if ranks is None else ranks.get("RANK", "0") == "0"
-    if not is_rank_0s:
-        return None
-    if not refuse_far_servers(config):
-        return None  # its own row says so
-    return Found("every server has an address of this machine, and may map the weights")
 
 
 def _rendezvous(config: Stage2Config, known: Known) -> Found | None:
@@ -271,7 +257,6 @@ CHECKS = (
     Check("learner's devices", "devices", _devices),
     Check("API key", "addresses", _api_key),
     Check("addresses of hosts", "addresses", _addresses),
-    Check("shared memory", "addresses", _shared_memory),
     Check("rendezvous", "starts_learner", _rendezvous),
     Check("model directory", "files", _model),
     Check("DeepSpeed", "files", _deepspeed),

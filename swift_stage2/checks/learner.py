@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from swift_stage2.checks.preparation import LearnerPreparation
 
 _NUM_SAMPLES = 16
-_ADAM_BYTES = 12  # of a trained parameter besides itself: its gradient and two moments, mostly in float32
+_DEEPSPEED_BYTES = 12  # of a trained parameter in 16 bits: its copy and two moments in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def check_memory(config: Stage2Config, prepared: LearnerPreparation, num_ranks: 
         return left_out(f"{prepared.model_directory} holds no .safetensors to count")
     num_parameters = sum(map(math.prod, shapes))
     weights = prepared.args.torch_dtype.itemsize * num_parameters
-    need = _rank_bytes(config.swift, weights, num_parameters, num_ranks)
+    need = rank_bytes(config.swift, weights, num_parameters, num_ranks)
     is_on_cpu = config.swift.get("use_cpu") is True or not torch.cuda.is_available()
     room = available_memory_bytes()
     if weights > room:
@@ -144,15 +144,15 @@ def check_memory(config: Stage2Config, prepared: LearnerPreparation, num_ranks: 
     )
 
 
-def _rank_bytes(swift: Any, weights: int, num_parameters: int, num_ranks: int) -> float:
-    sharded = re.search(r"zero(\d)", str(swift.get("deepspeed") or "")) or (
-        "fsdp" if swift.get("fsdp") else None
-    )
-    stage = 3 if isinstance(sharded, str) else int(sharded[1]) if sharded else 0
+def rank_bytes(swift: Mapping[str, Any], weights: int, num_parameters: int, num_ranks: int) -> float:
+    """Of weights, gradients and Adam's states on one rank; DeepSpeed keeps a copy and the states in float32."""
+    zero, is_fsdp = re.search(r"zero(\d)", str(swift.get("deepspeed") or "")), bool(swift.get("fsdp"))
+    stage = 3 if is_fsdp else int(zero[1]) if zero else 0
     own = weights / (num_ranks if stage == 3 else 1)
     if swift.get("tuner_type") != "full":
         return own
-    return own + _ADAM_BYTES * num_parameters / (num_ranks if stage else 1)
+    states = weights + _DEEPSPEED_BYTES * num_parameters if zero else 3 * weights
+    return own + states / (num_ranks if stage else 1)
 
 
 def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcome[Samples]:

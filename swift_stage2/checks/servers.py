@@ -75,23 +75,6 @@ def refuse_lone_addresses(config: Stage2Config) -> None:
             )
 
 
-def refuse_far_servers(config: Stage2Config) -> bool:
-    """Checks on rank 0's machine that every server can map its memory; False where a name tells no address.
-
-    Raises:
-        ConfigError: an address is another machine's.
-    """
-    unknown = [isinstance(addresses_of(server.host, 0), str) for server in config.rollout.servers]
-    for index, server in enumerate(config.rollout.servers):
-        if not unknown[index] and not is_here(server.host):
-            raise ConfigError(
-                "rollout.sync.transport: shared_memory needs every server on rank 0's machine",
-                got=f"host={server.host!r} in rollout.servers[{index}].base_url, which is another's",
-                remedy="write transport: auto",
-            )
-    return not any(unknown)
-
-
 def refuse_deaf_endpoint(endpoint: str) -> None:
     """Checks ``launch.learner.rdzv_endpoint``, which torchrun would wait for without a word.
 

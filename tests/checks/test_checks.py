@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -83,34 +82,6 @@ def test_no_key_for_a_server_that_others_reach_is_told() -> None:
     found = key_of(served("http://10.0.0.7:8000"))
     assert found
     assert found.remedy == "start the servers with a key and set SWIFT_ROLLOUT_API_KEY to it"
-
-
-@pytest.mark.parametrize(
-    ("transport", "known", "nnodes", "is_refused"),
-    [
-        ("shared_memory", Known(addresses=True), 1, True),
-        ("shared_memory", Known(addresses=True), 2, False),  # nobody knows yet where rank 0 runs
-        ("shared_memory", Known(addresses=True, rank_environment={"RANK": "0"}), 2, True),
-        ("shared_memory", Known(addresses=True, rank_environment={"RANK": "1"}), 1, False),
-        ("auto", Known(addresses=True), 1, False),
-    ],
-)
-def test_memory_that_must_be_shared_is_refused_to_a_server_elsewhere(
-    transport: str, known: Known, nnodes: int, is_refused: bool
-) -> None:
-    def find(host: str) -> Found | None:
-        learner = {"nnodes": nnodes, "rdzv_endpoint": "192.0.2.9:29400"} if nnodes > 1 else {}
-        changes = {"rollout.sync.transport": transport, "launch.learner": learner}
-        return found_by("shared memory", config_of(servers_at(f"http://{host}:8000"), changes), known)
-
-    assert (find("127.0.0.1") is not None) == is_refused
-    assert find("nowhere.invalid") is None  # a name without an address is for other checks
-    with (
-        pytest.raises(ConfigError, match=r"host='192\.0\.2\.1' in rollout\.servers\[0\]")
-        if is_refused
-        else nullcontext()
-    ):
-        find("192.0.2.1")
 
 
 def test_deepspeed_that_is_configured_and_not_installed_is_told_before_anything_loads(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from real_model import make_encoder, rollout_of, sample_of
 from swift_stage2.channel_b.task import TASKS
 from swift_stage2.checks import doctor as command
 from swift_stage2.checks import rollouts
+from swift_stage2.checks.learner import rank_bytes
 from swift_stage2.config import load_config
 from swift_stage2.demo.demo_config import TEMPLATE_FILE
 from swift_stage2.errors import ConfigError
@@ -249,26 +249,6 @@ def test_what_the_real_template_and_parser_refuse_is_a_row_with_its_fix(
     assert report.row("packing_length")["verdict"] == "not checked"
 
 
-@pytest.mark.parametrize(
-    ("changes", "verdict", "found"),
-    [
-        ({}, "ok", "Qwen2_5_VLForConditionalGeneration, attention sdpa, float32 on cpu"),
-        (
-            {"swift__attn_impl": "flash_attention_2"},
-            "failed",
-            "the package for FlashAttention2 doesn't seem to",
-        ),
-    ],
-)
-def test_what_transformers_will_load_is_a_row(
-    configure: Configure, doctor: Doctor, changes: dict[str, Any], verdict: str, found: str
-) -> None:
-    report = doctor(configure(DEAD, **changes))
-    assert report.verdict("model load") == verdict
-    assert found in report.row("model load")["found"]
-    assert report.status == (verdict == "failed")
-
-
 @pytest.mark.parametrize(("text", "verdict"), [("I see nothing.", "warning"), ("[]", "ok")])
 def test_only_a_list_counts_as_read_on_an_image_without_objects(
     configure: Configure, rows_file: Path, text: str, verdict: str
@@ -280,23 +260,6 @@ def test_only_a_list_counts_as_read_on_an_image_without_objects(
     assert (
         rollouts.check_matching(calls, encoder, make_task(), load_config(configure(DEAD))).verdict == verdict
     )
-
-
-def test_a_b_step_of_many_a_steps_is_a_warning_with_a_length_that_the_doctor_takes(
-    configure: Configure, doctor: Doctor
-) -> None:
-    changes = {"stage2_ab__channel_b__packing": {"packing_length": 4096}}
-    told = doctor(configure(DEAD, **changes)).row("step sizes")
-    assert told["verdict"] == "warning"
-    assert "(2 packs of 4096 tokens, " in told["found"]
-    found = re.search(r"packing_length: (\d+)(?:.*max_new_tokens: (\d+))?", told["fix"])
-    assert found is not None
-    changes = {"stage2_ab__channel_b__packing": {"packing_length": int(found[1])}}
-    if found[2]:
-        changes["rollout__decoding"] = {"max_new_tokens": int(found[2])}
-    report = doctor(configure(DEAD, **changes))
-    assert report.verdict("packing_length") == "ok"
-    assert report.verdict("step sizes") == "ok"
 
 
 @pytest.mark.parametrize(
@@ -385,3 +348,20 @@ def test_no_secret_is_printed(configure: Configure, doctor: Doctor, monkeypatch:
 def test_nothing_is_left_in_the_run_directory(configure: Configure, doctor: Doctor, tmp_path: Path) -> None:
     doctor(configure(f"http://127.0.0.1:{free_port()}"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("swift", "itemsize", "num_ranks", "per_parameter"),
+    [
+        ({"tuner_type": "full"}, 2, 1, 8),  # itself, gradient and two moments, all of its own dtype
+        ({"tuner_type": "full", "deepspeed": "zero2"}, 2, 2, 2 + 14 / 2),
+        ({"tuner_type": "full", "deepspeed": "zero3"}, 2, 2, 16 / 2),
+        ({"tuner_type": "full", "fsdp": "fsdp2"}, 4, 4, 16 / 4),
+        ({"deepspeed": "zero3"}, 2, 2, 1),
+        ({}, 2, 2, 2),
+    ],
+)
+def test_the_learner_is_estimated_by_one_formula(
+    swift: dict[str, str], itemsize: int, num_ranks: int, per_parameter: float
+) -> None:
+    assert rank_bytes(swift, itemsize * 1000, 1000, num_ranks) == per_parameter * 1000

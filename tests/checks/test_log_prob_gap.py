@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from doctor_run import Report
-from live_server import MODEL, LearnerRound, RunningServer, load_generator, load_learner, serve
+from live_server import LearnerRound, RunningServer, load_learner
 from real_model import make_encoder, read_rows, rollout_of, sample_of
 from sampled_packs import MEDIA_IDS, TOLERANCE, packed_gaps
 
@@ -23,9 +23,6 @@ from swift_stage2.checks import live_servers
 from swift_stage2.checks.examination import Outcome, Verdict
 from swift_stage2.checks.rollouts import TimedCall, check_gap
 from swift_stage2.config import DecodingConfig
-from swift_stage2.rollout_server.engine import Sampling
-from swift_stage2.rollout_server.swift_generator import SwiftGenerator
-from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 
 Configure = Callable[..., Path]
 Doctor = Callable[..., Report]
@@ -99,56 +96,6 @@ def test_other_weights_are_a_huge_gap_and_said_to_be_so(
     assert high == pytest.approx(float(expected.quantile(0.99)), rel=0.05)
     assert row["fix"].startswith("likely, in this order: (1) other weights: ")
     assert "torch_dtype" not in row["fix"], "both dtypes are known, and equal"
-
-
-@pytest.mark.slow
-def test_a_server_that_leaves_the_temperature_out_is_found(
-    server: RunningServer, configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warpers = SwiftGenerator._warpers
-
-    def without_temperature(self: SwiftGenerator, sampling: Sampling) -> Any:
-        return warpers(self, replace(sampling, temperature=1.0) if sampling.temperature else sampling)
-
-    monkeypatch.setattr(SwiftGenerator, "_warpers", without_temperature)
-    report = doctor(configure(server.base_url, **GRPO, **decoding()), "--live")
-    row = report.row(ROW)
-    assert row["verdict"] == "warning"
-    assert figures(row["found"])[2] > 1e-3
-    assert "the server leaves the temperature out" in row["found"]
-    assert row["fix"].endswith("or write rollout.decoding.temperature: 1.0")
-
-
-@pytest.fixture(scope="module")
-def bfloat16_engine() -> Iterator[TransformersRolloutEngine]:
-    engine = TransformersRolloutEngine(
-        lambda: load_generator(torch.bfloat16), model=str(MODEL), max_batch_size=16
-    )
-    assert engine.wait_loaded(START_TIMEOUT_S)
-    yield engine
-    engine.close(timeout_s=10.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("learner", "verdict", "told"), [("bfloat16", "ok", "0.05"), ("float32", "warning", "0.001")]
-)
-def test_the_learners_dtype_says_what_is_tolerated(
-    learner: str,
-    verdict: str,
-    told: str,
-    bfloat16_engine: TransformersRolloutEngine,
-    configure: Configure,
-    doctor: Doctor,
-) -> None:
-    with serve(bfloat16_engine) as server:
-        config = configure(server.base_url, **GRPO, **decoding(temperature=1.0), swift__torch_dtype=learner)
-        row = doctor(config, "--live", "--no-sync").row(ROW)
-    assert row["verdict"] == verdict
-    assert f"(tolerance in {learner}: {told} on average)" in row["found"]
-    assert 1e-5 < figures(row["found"])[2] < 0.05
-    if verdict == "warning":
-        assert row["fix"].startswith("likely, in this order: (1) another dtype (bfloat16): ")
 
 
 # --- what is told of a difference, with a learner whose logits are made up -------------------------------

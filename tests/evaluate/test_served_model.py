@@ -102,7 +102,7 @@ def test_an_unreachable_server_is_told_before_anything_heavy_is_loaded(data: Pat
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--server", "http://127.0.0.1:9\n"], "base_url must be without spaces and line breaks"),
+        (["--server", "http://127.0.0.1:9\n"], "base_url must hold scheme, host and port only"),
         (["--model", "nowhere"], "--model must be a directory that exists"),
         (["--model", "LORA"], "swift export --adapters"),
         (["--model", "PLUGIN"], "write --swift external_plugins=FILE"),
