@@ -211,7 +211,7 @@ class LiveServers:
     def examine_feeding(self, step_s: float | None, num_ranks: int) -> None:
         """Whether these servers, as timed, can feed channel B."""
         self.exam.begin_section("Feeding channel B")
-        asked = [self.samples, *self.calls]
+        asked: list[Checked[Any]] = [self.samples, *self.calls]
         self.exam.check("rate", lambda: feeding.check_rate(self._feeding(num_ranks), step_s), needs=asked)
         self.exam.check(
             "settings", lambda: feeding.check_settings(self._feeding(num_ranks), step_s), needs=asked

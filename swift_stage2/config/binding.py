@@ -7,7 +7,7 @@ told with the dotted place in the file. Numbers: an integer may stand for a floa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -40,15 +40,16 @@ def bind(section: type[S], data: Mapping[str, Any], *, place: str = "") -> S:
         ConfigError: unknown key, wrong type, missing key, or a rule of a section, with its place.
     """
     try:
-        return _adapter(section).validate_json(json.dumps({place: data}))[place]
+        built: S = _adapter(section).validate_json(json.dumps({place: data}))[place]
     except ValidationError as invalid:
         # A key that nobody knows says best why another is missing.
         error = min(invalid.errors(), key=lambda each: each["type"] != "unexpected_keyword_argument")
         raise _refusal(section, error, place) from None
+    return built
 
 
 @cache
-def _adapter(section: type[S]) -> TypeAdapter[dict[str, S]]:
+def _adapter(section: Hashable) -> TypeAdapter[Any]:
     # As a value of a mapping, because a type of its own would not take the settings.
     return TypeAdapter(dict[str, section], config=_STRICT)  # type: ignore[valid-type]
 
