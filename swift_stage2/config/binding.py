@@ -40,7 +40,8 @@ def bind(section: type[S], data: Mapping[str, Any], *, place: str = "") -> S:
         ConfigError: unknown key, wrong type, missing key, or a rule of a section, with its place.
     """
     try:
-        built: S = _adapter(section).validate_json(json.dumps({place: data}))[place]
+        adapter = _adapter(section)  # type: ignore[arg-type]  # a type can be hashed
+        built: S = adapter.validate_json(json.dumps({place: data}))[place]
     except ValidationError as invalid:
         # A key that nobody knows says best why another is missing.
         error = min(invalid.errors(), key=lambda each: each["type"] != "unexpected_keyword_argument")
