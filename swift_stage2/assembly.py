@@ -26,14 +26,7 @@ from swift_stage2.channel_b.reward import TOTAL
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.channel_b.task import Rows, needed_columns
-from swift_stage2.collectives import ControlGroup, join_control_group, together
-from swift_stage2.config import Fenced, Mode, OnPending, OnPipelineFailure, Stage2Config, StarvationAction
-from swift_stage2.config.best_model import require_metric
-from swift_stage2.detections.recorded import EvaluationKeeper, ShowPictures, draw_row, evaluations_directory
-from swift_stage2.evaluation import make_evaluation
-from swift_stage2.fence import InferFence
-from swift_stage2.learner import ChannelB, Learner
-from swift_stage2.preflight.channel_b_parts import (
+from swift_stage2.checks.channel_b_parts import (
     CheckedParts,
     check_packing,
     check_parts,
@@ -43,9 +36,16 @@ from swift_stage2.preflight.channel_b_parts import (
     merge_lengths,
     run_ahead_budget,
 )
-from swift_stage2.preflight.checks import refuse_differing_settings
-from swift_stage2.preflight.packing_isolation import PackedLoss, empty_rollout
-from swift_stage2.preflight.servers import FoundServers, examine, wait_for_servers
+from swift_stage2.checks.checks import refuse_differing_settings
+from swift_stage2.checks.packing_isolation import PackedLoss, empty_rollout
+from swift_stage2.checks.servers import FoundServers, examine, wait_for_servers
+from swift_stage2.collectives import ControlGroup, join_control_group, together
+from swift_stage2.config import Fenced, Mode, OnPending, OnPipelineFailure, Stage2Config, StarvationAction
+from swift_stage2.config.swift_arguments import require_metric
+from swift_stage2.detections.recorded import EvaluationKeeper, ShowPictures, draw_row, evaluations_directory
+from swift_stage2.evaluation import make_evaluation
+from swift_stage2.fence import InferFence
+from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.records import Sample
 from swift_stage2.run import Stage2Run
 from swift_stage2.runtime.background import BackgroundFailures

@@ -33,7 +33,7 @@ _OWN_PARSER = {
     "rollout": ("rollout_server.command_line", "serve rollouts of a model over HTTP"),
     "merge": ("rollout_merger.app", "batch the ranks' calls in front of a stock rollout server"),
     "demo": ("demo.run", "train a tiny model on both channels, on this machine"),
-    "doctor": ("doctor.command", "check everything that can be known before training"),
+    "doctor": ("checks.doctor", "check everything that can be known before training"),
     "import": ("convert.import_command", "turn a COCO, YOLO or VOC data set into rows"),
     "export": ("convert.export_command", "turn predictions or rows into COCO's JSON"),
     "data": ("dataset.command", "check every row of a data set, without a model"),
@@ -178,9 +178,9 @@ def _train(config_path: str, *, resume: bool) -> int:
     from swift_stage2.runtime.torchrun import end_with_torchrun
 
     end_with_torchrun(os.environ)  # before the slow imports
+    from swift_stage2.checks.checks import Known, run_checks
     from swift_stage2.config import load_config
     from swift_stage2.launch.rank import as_rank, cause_of, train_rank
-    from swift_stage2.preflight.checks import Known, run_checks
 
     def work() -> int:
         # A mistake is told before the slow imports.

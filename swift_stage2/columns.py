@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from swift_stage2.config.registry import register
+from swift_stage2.config.rules import register
 from swift_stage2.errors import ProtocolError
 
 _LARGEST = 3.4028234663852886e38  # of float32

@@ -1,14 +1,16 @@
 """Every exception the package raises on purpose, as one tree.
 
-A message states the rule, what was got (``got name=value``) and the remedy. Foreign exceptions
-are translated once, where they enter, with ``raise ... from exc``.
+A mistake of the user's has the rule, what was got (``name=value``) and the remedy as fields, and is written out here
+alone. Foreign exceptions are translated once, where they enter, with ``raise ... from exc``.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 EXIT_USER_MISTAKE = 2
 """Exit status of every command that a UserError ends."""
@@ -21,10 +23,32 @@ class Stage2Error(Exception):
 
 
 class UserError(Stage2Error):
-    """A mistake the user can mend; commands print it as one line and exit with status 2."""
+    """A mistake the user can mend; commands print it as one line and exit with status 2.
+
+    ``rule`` says what must be (a whole sentence where nothing else is given), ``got`` what was found in its place,
+    ``remedy`` what to write or do. ``key`` is the place: a file, a line, a section or a key of the configuration.
+    """
+
+    def __init__(self, rule: str, *, got: str = "", remedy: str = "", key: str = "") -> None:
+        super().__init__(rule)
+        self.rule, self.got, self.remedy, self.key = rule, got, remedy, key
+
+    @property
+    def found(self) -> str:
+        """All but the remedy."""
+        place = f"{self.key}: " if self.key else ""
+        return f"{place}{self.rule}{f', got {self.got}' if self.got else ''}"
+
+    def __str__(self) -> str:
+        return f"{self.found}; {self.remedy}" if self.remedy else self.found
+
+    def at(self, place: str) -> Self:
+        """The same mistake with the place that is around it, as a new exception."""
+        key = f"{place}: {self.key}" if self.key else place
+        return type(self)(self.rule, got=self.got, remedy=self.remedy, key=key)
 
 
-class ConfigError(UserError):
+class ConfigError(UserError, ValueError):
     """A key, value or combination of the YAML configuration is refused."""
 
 
@@ -221,3 +245,24 @@ def cut_remedy(message: str) -> tuple[str, str]:
         if depth == 0 and message.startswith("; ", place):
             return message[:place], message[place + 2 :]
     return message, ""
+
+
+_NEAR = 0.75  # below that, what is alike is an ending (`_type`, `_steps`), and the hint names another setting
+_LISTED = re.compile(r"'([^']*)' not in \[(.*)\]")
+
+
+def closest(word: str, words: tuple[str, ...]) -> str | None:
+    """The word nearest to ``word``, or None when none is near."""
+    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=_NEAR)), None)
+
+
+def without_list(message: str) -> str:
+    """``message`` of ms-swift that lists every choice, with the nearest three in place of the list."""
+
+    def nearest(found: re.Match[str]) -> str:
+        words = re.findall(r"'([^']*)'", found[2])
+        near = difflib.get_close_matches(found[1], words, cutoff=_NEAR)
+        hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
+        return f"{found[1]!r} is none of the {len(words)} that there are{hint}"
+
+    return _LISTED.sub(nearest, message)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.config import load_config
-from swift_stage2.config.device_shares import UTILIZATION, even_share
-from swift_stage2.config.launch import ServerEngine
+from swift_stage2.config.launch import UTILIZATION, ServerEngine, even_share
 from swift_stage2.config.stage2_ab import DEFAULT_TASK
 from swift_stage2.config.yaml_text import set_values, write_yaml
 from swift_stage2.dataset.files import local_files, split_rows

@@ -25,18 +25,17 @@ WAITING_METHODS = {
 }
 # Modules of under 40 lines with a single importer, and why each is a file of its own.
 SHORT_MODULES: dict[str, str] = {
-    "config/telemetry.py": "every section of the YAML has a file of its own",
     "training/picture_reports.py": "nothing else knows of W&B and trackio",
     "training/stop_signals.py": "signals stand apart from the trainer's loop",
 }
 KNOWS_SWIFT = {
     "training/best_model.py",
-    "training/engine_canary.py",
+    "checks/engine_canary.py",
     "training/sft.py",
     "training/stage2_trainer.py",
-    "preflight/swift_parsing.py",
+    "checks/swift_parsing.py",
     "channel_b/encoding.py",
-    "doctor/preparation.py",
+    "checks/preparation.py",
 }
 KNOWS_SWIFT_FOLDERS = ("rollout_server/", "stock_proof/", "demo/", "benchmarks/")
 
@@ -156,7 +155,7 @@ def test_files_are_opened_in_one_way() -> None:
     ] == []
 
 
-TELLS_OF_FILES = ("convert", "dataset", "detections", "doctor", "evaluate", "report")
+TELLS_OF_FILES = ("convert", "dataset", "detections", "checks", "evaluate", "report")
 
 
 def test_text_is_printed_in_one_way() -> None:

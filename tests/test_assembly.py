@@ -18,13 +18,13 @@ from real_model import make_encoder, make_task, make_template, sample_of, tiny_m
 from swift_stage2 import assembly
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.pipeline import Pipeline
+from swift_stage2.checks import checks, servers
+from swift_stage2.checks.samples import check_samples, usable_samples
+from swift_stage2.checks.servers import FoundServers, examine, wait_for_servers
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 from swift_stage2.learner import Learner
-from swift_stage2.preflight import checks, servers
-from swift_stage2.preflight.samples import check_samples, usable_samples
-from swift_stage2.preflight.servers import FoundServers, examine, wait_for_servers
 from swift_stage2.run import Stage2Run
 from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.probe import JoiningServer

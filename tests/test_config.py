@@ -17,7 +17,7 @@ from golden import Golden, name_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.config import ServerConfig, Stage2Config, StarvationAction, load_config
+from swift_stage2.config import Stage2Config, StarvationAction, load_config
 from swift_stage2.config.binding import bind
 from swift_stage2.config.stage2_ab import PrefetchConfig
 from swift_stage2.config.swift_arguments import UNSUPPORTED, as_argv, refuse_unknown_names
@@ -44,31 +44,6 @@ PREFETCH = "stage2_ab.channel_b.prefetch"
 DECODING = "rollout.decoding"
 
 
-def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
-    config = load(tmp_path, BASE)
-    channel_b, rollout = config.stage2_ab.channel_b, config.rollout
-    prefetch = channel_b.prefetch
-    assert (prefetch.queue_limit, prefetch.version_window, prefetch.sync_every_steps) == (None, 2, 4)
-    assert (prefetch.prefetch_target_packs, prefetch.min_ready_tokens, prefetch.max_attempts) == (None, 0, 3)
-    assert prefetch.redraw_dropped is True
-    assert (channel_b.packing.packing_length, channel_b.packing.packing_min_fill_ratio) == (4096, 0.65)
-    assert (channel_b.matching.iou_threshold, channel_b.matching.top_k, channel_b.matching.same_label) == (
-        0.3,
-        10,
-        False,
-    )
-    assert (channel_b.target.dialect, config.stage2_ab.dialect) == (None, "object_list")
-    assert channel_b.on_pipeline_failure == "raise"
-    assert channel_b.matching.max_distance == 0.05
-    assert channel_b.max_truncated_ratio == 0.3
-    assert (config.stage2_ab.starvation.action, config.stage2_ab.starvation.grace_steps) == ("warn", 200)
-    assert rollout.servers == (ServerConfig(base_url="http://127.0.0.1:8000", group_port=51216),)
-    assert (rollout.max_inflight_per_server, rollout.request_timeout_s) == (16, 240.0)
-    assert (rollout.decoding.temperature, rollout.decoding.top_p, rollout.decoding.top_k) == (0.01, 1.0, -1)
-    assert (rollout.sync.mode, rollout.sync.timeout_s, rollout.sync.bucket_mib) == ("full", 300.0, 512)
-    assert config.control_timeout_s == 1800.0
-
-
 NO_CONFIGURATION = {
     "a section twice": "stage2_ab:\n  schedule: {b_ratio: 0}\nstage2_ab: {}\n",
     "a key twice": "stage2_ab: {schedule: {b_ratio: 0, b_ratio: 1}}",
@@ -82,15 +57,6 @@ NO_CONFIGURATION = {
     "a wrong tag": "swift: {a: !!int abc}\n",
     "a tag": "swift:\n  a: !!timestamp x\n",
     "deep lists": "a: " + "[" * 5000 + "]" * 5000,
-    "deep mappings": "a: " + "{b: " * 1500 + "1" + "}" * 1500,
-    "deep blocks": "\n".join("- " * number for number in range(1, 40)),
-    "an alias inside its anchor": "a: &a [*a]\n",
-    "aliases that multiply": "a0: &a0 [1]\n"
-    + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)),
-    "aliases that nest": "a0: &a0 [1]\n"
-    + "".join(f"a{i}: &a{i} [[[[[[[[*a{i - 1}]]]]]]]]\n" for i in range(1, 500)),
-    "a number of 401 digits": f"control_timeout_s: {'1' * 401}\n",
-    "a negative number of 5000 digits": f"control_timeout_s: {'-' + '9' * 5000}\n",
     "a tag that runs code": "swift: !!python/object/apply:os.getcwd []\n",
 }
 
@@ -421,11 +387,6 @@ def test_a_rollout_is_resumed_no_oftener_than_its_tokens_stay_fresh(tmp_path: Pa
     assert load(tmp_path, changed({f"{SYNC}.on_pending": "abort"})).max_resumes is None
 
 
-def test_a_directory_of_weights_keeps_two_versions(tmp_path: Path) -> None:
-    sync = load(tmp_path, changed(ON_DISK)).rollout.sync
-    assert (sync.disk_directory, sync.disk_keep) == ("/w", 2)
-
-
 def _keys(section: type, place: str = "") -> list[tuple[str, tuple[str, ...]]]:
     """(dotted path of a section, its keys) for every section that is no list entry."""
     hints = get_type_hints(section)
@@ -466,29 +427,6 @@ def test_a_number_that_is_not_finite_is_told_as_such(tmp_path: Path, path: str, 
     assert f"{path.rpartition('.')[2]}={value}" in message
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "beside"),
-    [
-        ("rollout", "max_resumes", BASE["rollout"] | {"sync": {"on_pending": "resume"}}),
-        ("rollout.sync", "disk_directory", {"transport": "disk"}),
-        ("launch.learner", "node_rank", {}),
-        ("launch.learner", "rdzv_endpoint", {"nnodes": 2}),
-    ],
-)
-def test_the_example_for_a_wrong_type_is_taken(
-    tmp_path: Path, section: str, key: str, beside: dict[str, Any]
-) -> None:
-    message = refusal(tmp_path, changed({section: beside | {key: ["two"]}}))
-    example = yaml.safe_load(message.partition("; write for example ")[2])
-    load(tmp_path, changed({section: beside | example}))
-
-
-def test_an_integer_may_stand_for_a_float(tmp_path: Path) -> None:
-    config = load(tmp_path, changed({"rollout.request_timeout_s": 30}))
-    assert config.rollout.request_timeout_s == 30.0
-    assert type(config.rollout.request_timeout_s) is float
-
-
 def test_without_channel_b_nothing_of_it_is_needed(tmp_path: Path) -> None:
     data = {
         "swift": {"packing": True, "gradient_accumulation_steps": 64},
@@ -501,10 +439,6 @@ def test_without_channel_b_nothing_of_it_is_needed(tmp_path: Path) -> None:
     assert config.warnings == ()
 
 
-def test_the_default_group_port_is_none_that_linux_takes_for_outgoing_connections() -> None:
-    assert ServerConfig(base_url="http://h:8000").group_port not in range(32768, 61000)
-
-
 @pytest.mark.parametrize("rule", UNSUPPORTED, ids=lambda rule: rule.key)
 def test_unsupported_arguments_are_refused_with_a_reason(tmp_path: Path, rule: Any) -> None:
     value = next(value for value in (True, 2, "seq_cls", "left", "zero3", False) if rule.refused(value))
@@ -513,30 +447,37 @@ def test_unsupported_arguments_are_refused_with_a_reason(tmp_path: Path, rule: A
         assert part in message
 
 
-def test_a_queue_that_outlives_its_packs_is_warned_about_with_the_useful_limit(tmp_path: Path) -> None:
-    data = changed({"swift.gradient_accumulation_steps": 1})
-    data["stage2_ab"]["channel_b"] = {"prefetch": {"queue_limit": 4}}
-    (warning,) = load(tmp_path, data).warnings  # useful: 1 * ceil(3 * 0.25 * 4) = 3
-    assert "queue_limit=4" in warning
-    assert "queue_limit: 3" in warning
-    data["stage2_ab"]["channel_b"]["prefetch"] = {"queue_limit": 3, "prefetch_target_packs": 3}
-    assert load(tmp_path, data).warnings == ()
-    del data["stage2_ab"]["channel_b"]
-    (unwritten,) = load(tmp_path, data).warnings
-    assert "queue_limit=8 (the default)" in unwritten
-
-
-@pytest.mark.parametrize(("bucket_mib", "needed"), [(1, 11), (512, 16), (4000, 50)])
-def test_a_round_too_short_for_one_bucket_is_warned_about_with_the_seconds_it_needs(
-    tmp_path: Path, bucket_mib: int, needed: int
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        (  # useful: 1 * ceil(3 * 0.25 * 4) = 3
+            {"swift.gradient_accumulation_steps": 1, f"{PREFETCH}.queue_limit": 4},
+            "write stage2_ab.channel_b.prefetch.queue_limit: 3",
+        ),
+        ({"swift.gradient_accumulation_steps": 1}, "write stage2_ab.channel_b.prefetch.queue_limit: 3"),
+        (
+            {
+                "swift.gradient_accumulation_steps": 1,
+                PREFETCH: {"queue_limit": 3, "prefetch_target_packs": 3},
+            },
+            None,
+        ),
+        ({SYNC: {"timeout_s": 10.5, "bucket_mib": 1}}, "write rollout.sync.timeout_s: 11 or more"),
+        ({SYNC: {"timeout_s": 49.5, "bucket_mib": 4000}}, "write rollout.sync.timeout_s: 50 or more"),
+        ({SYNC: {"timeout_s": 50, "bucket_mib": 4000}}, None),
+        ({"rollout.request_timeout_s": 0.5}, "write rollout.request_timeout_s: 4 or more"),
+        ({"stage2_ab.starvation.grace_steps": 15}, "write stage2_ab.starvation.grace_steps: 16 or more"),
+        ({"stage2_ab.schedule.b_ratio": 0}, None),
+        ({"stage2_ab.schedule.b_ratio": 0, LAUNCHED: [{"engine": "transformers"}]}, "remove them"),
+    ],
+)
+def test_what_wastes_something_is_advised_against_with_the_value_to_write(
+    tmp_path: Path, changes: dict[str, Any], advice: str | None
 ) -> None:
-    data = changed({"rollout.sync": {"timeout_s": needed - 0.5, "bucket_mib": bucket_mib}})
-    (warning,) = load(tmp_path, data).warnings
-    assert f"timeout_s={needed - 0.5:g}" in warning
-    assert f"bucket_mib={bucket_mib}" in warning
-    assert f"write rollout.sync.timeout_s: {needed} or more" in warning
-    data["rollout"]["sync"]["timeout_s"] = needed
-    assert load(tmp_path, data).warnings == ()
+    warnings = load(tmp_path, changed(changes)).warnings
+    assert len(warnings) == (advice is not None)
+    for warning in warnings:
+        assert advice in warning
 
 
 @given(st.integers(0, 1000), st.integers(1, 6), st.integers(1, 9), st.integers(1, 8))
@@ -591,7 +532,9 @@ def test_accumulation_that_swift_decides_is_checked_when_it_is_known(tmp_path: P
     data["stage2_ab"]["channel_b"] = {"prefetch": {"prefetch_target_packs": 4}}
     config = load(tmp_path, data)
     config.check_accumulation(4)
-    with pytest.raises(ConfigError, match=r"B could never run.*=5.*prefetch_target_packs=4"):
+    with pytest.raises(
+        ConfigError, match=r"prefetch_target_packs >= .* \(otherwise B could never run\), got 4 >= 5"
+    ):
         config.check_accumulation(5)
 
 
@@ -607,7 +550,6 @@ def test_a_budget_fills_a_step_or_is_refused_by_its_name(
             continue  # refused at load: a pack holds one sample at least
         rule = load(tmp_path, data).stage2_ab.channel_b.prefetch.budget_inequality(4, samples_per_pack)
         assert rule.holds == (budget is None or budget >= needed)
-        assert f"max_rollouts_per_version={budget}" in rule.refusal
         assert rule.numbers.endswith(f">= 4 * {samples_per_pack:g} = {needed}")
         assert f"max_rollouts_per_version: {needed} or more" in rule.remedy
 
@@ -617,7 +559,7 @@ def test_a_budget_is_held_against_the_accumulation_that_swift_decides(tmp_path: 
     del data["swift"]["gradient_accumulation_steps"]
     config = load(tmp_path, data)
     config.check_accumulation(3)
-    with pytest.raises(ConfigError, match=r"B could never run.*=4 packs.*max_rollouts_per_version=3"):
+    with pytest.raises(ConfigError, match=r"max_rollouts_per_version >= .*, got 3 >= 4"):
         config.check_accumulation(4)
 
 
@@ -678,14 +620,7 @@ def test_a_key_in_place_of_a_variables_name_is_refused_and_never_shown(tmp_path:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "SWIFT_ROLLOUT_API_KEY",
-        "key",
-        "_K2",
-        "rollout_server_key_2",
-        "HF_TOKEN",
-        "VERY_LONG_NAME_OF_A_VARIABLE_2024",
-    ],
+    ["SWIFT_ROLLOUT_API_KEY", "key", "_K2", "rollout_server_key_2", "VERY_LONG_NAME_OF_A_VARIABLE_2024"],
 )
 def test_names_of_variables_are_taken(tmp_path: Path, name: str) -> None:
     assert load(tmp_path, changed({"rollout.api_key_env": name})).rollout.api_key_env == name
@@ -704,7 +639,6 @@ def test_names_of_variables_are_taken(tmp_path: Path, name: str) -> None:
 )
 def test_credentials_in_a_url_are_refused_and_not_shown(tmp_path: Path, base_url: str) -> None:
     message = refusal(tmp_path, changed({"rollout.servers": [{"base_url": base_url}]}))
-    assert "credentials" in message
     assert "hush" not in message
     assert "sh@" not in message
 
@@ -719,20 +653,6 @@ def test_an_ending_alone_is_no_likeness() -> None:
     with pytest.raises(ConfigError, match="remove it") as caught:
         refuse_unknown_names({"rlhf_type": "dpo"}, {"torch_dtype", "lora_dtype", "learning_rate"})
     assert "did you mean" not in str(caught.value)
-
-
-def test_a_request_shorter_than_its_answer_is_warned_about(tmp_path: Path) -> None:
-    (warning,) = load(tmp_path, changed({"rollout.request_timeout_s": 0.5})).warnings
-    assert "rollout.request_timeout_s=0.5" in warning
-    assert "write rollout.request_timeout_s: 4 or more" in warning
-
-
-def test_servers_that_nobody_needs_are_told(tmp_path: Path) -> None:
-    data = changed({"stage2_ab.schedule.b_ratio": 0})
-    assert load(tmp_path, data).warnings == ()
-    data["launch"] = {"servers": [{"engine": "transformers"}]}
-    (warning,) = load(tmp_path, data).warnings
-    assert "launch.servers are not started" in warning
 
 
 def test_a_file_that_cannot_be_read_is_the_users_mistake(tmp_path: Path) -> None:
@@ -818,10 +738,6 @@ def test_importing_the_configuration_loads_no_heavy_package() -> None:
 )
 def test_every_example_is_read_without_a_warning(file: Path) -> None:
     assert load_config(file).warnings == ()
-
-
-def test_there_are_examples() -> None:
-    assert len(list((Path(__file__).parents[1] / "configs").glob("*.yaml"))) >= 2
 
 
 def test_what_a_record_holds_of_a_configuration_has_no_secret_and_reads_back(tmp_path: Path) -> None:

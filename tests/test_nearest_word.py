@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swift_stage2.nearest_word import closest, without_list
+from swift_stage2.errors import closest, without_list
 
 TYPES = "['qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'llama3']"
 

@@ -38,7 +38,7 @@ from swift_stage2.channel_b.targets import (
 )
 from swift_stage2.channel_b.task import Convert, Rows, Task, Tokenise, register_task
 from swift_stage2.config import MatchingConfig, MissedOrder, Stage2Config
-from swift_stage2.config.registry import find
+from swift_stage2.config.rules import find
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
 from swift_stage2.records import Coordinates, MatchQuality, ObjectMatch, Rollout, Sample, Target
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swift_stage2.config.registry import register
+from swift_stage2.config.rules import register
 from swift_stage2.config.stage2_ab import SHIPPED_TASKS
 
 END_OF_TURN = "<|im_end|>"

@@ -19,7 +19,7 @@ from swift_stage2.columns import COLUMNS, LOG_PROBS, Column, stand_ins
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.config.objective import MOST_REWARD, REWARD_WEIGHTS
-from swift_stage2.config.registry import find, register
+from swift_stage2.config.rules import find, register
 from swift_stage2.errors import ConfigError, SampleError, TaskError
 from swift_stage2.records import Rollout, Sample, SampleKey, Target, VersionSpan
 from swift_stage2.telemetry.trace import EnterSpan, untraced

@@ -1,170 +1,144 @@
-"""A plain mapping into a tree of frozen sections, by their type hints.
+"""A plain mapping into a tree of frozen sections: pydantic checks types, strictly and as JSON has them.
 
-A key that no section has, a value of another type and a required key that is absent are refused with
-the dotted place in the file. Numbers: an integer may stand for a float, a boolean for neither.
+A key that no section has, a value of another type, a required key that is absent and what a section refuses itself are
+told with the dotted place in the file. Numbers: an integer may stand for a float, a boolean for neither.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
-from enum import StrEnum
-from math import isfinite
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+import json
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, TypeVar, get_args, get_type_hints
 
-from swift_stage2.errors import ConfigError
-from swift_stage2.nearest_word import closest
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from swift_stage2.errors import ConfigError, closest
 
 S = TypeVar("S")
-
+_STRICT = ConfigDict(strict=True, extra="forbid")
+_LONGEST_SHOWN = 120
 # The words for each type, and an example.
-_KINDS: dict[type, tuple[str, str]] = {
-    bool: ("true or false", "true"),
-    int: ("an integer", "4"),
-    float: ("a number", "0.5"),
-    str: ("a text", "'text'"),
+_KINDS = {
+    "bool": ("true or false", "true"),
+    "int": ("an integer", "4"),
+    "float": ("a number", "0.5"),
+    "string": ("a text", "'text'"),
+    "tuple": ("a list", ""),
+    "dict": ("a mapping", "{name: value}"),
+    "dataclass": ("a mapping", "{key: value}"),
+    "either": ("an integer or a text", "4"),
 }
 
 
-def bind(section: type[S], data: Mapping[str, Any], *, root: type | None = None, place: str = "") -> S:
-    """Builds ``section`` from ``data``; ``root`` is the tree in which a misplaced key is looked for.
+def bind(section: type[S], data: Mapping[str, Any], *, place: str = "") -> S:
+    """Builds ``section``, which stands at ``place`` of a file, from ``data``.
 
     Raises:
         ConfigError: unknown key, wrong type, missing key, or a rule of a section, with its place.
     """
-    root = root or section
-    declared = {item.name: item for item in fields(section)}  # type: ignore[arg-type]
-    hints = get_type_hints(section)
-    for key in data:
-        if key not in declared:
-            raise ConfigError(_unknown_key(key, place, tuple(declared), root))
-    for name, item in declared.items():
-        if name not in data and item.default is MISSING and item.default_factory is MISSING:
-            full = f"{place}.{name}" if place else name
-            hint = f" ({item.metadata['allowed']})" if "allowed" in item.metadata else ""
-            raise ConfigError(f"{full} is required and has no default; add the key {name!r}{hint}")
-    values = {
-        key: _convert(
-            hints[key],
-            value,
-            root=root,
-            place=f"{place}.{key}" if place else key,
-            example=_example_of(declared[key]),
-        )
-        for key, value in data.items()
-    }
     try:
-        return section(**values)
-    except ConfigError as exc:
-        raise ConfigError(f"{place}: {exc}" if place else str(exc)) from exc
+        adapter = _adapter(section)  # type: ignore[arg-type]  # a type can be hashed
+        built: S = adapter.validate_json(json.dumps({place: data}))[place]
+    except ValidationError as invalid:
+        # A key that nobody knows says best why another is missing.
+        error = min(invalid.errors(), key=lambda each: each["type"] != "unexpected_keyword_argument")
+        raise _refusal(section, error, place) from None
+    return built
 
 
-_LONGEST_SHOWN = 120
+@cache
+def _adapter(section: Hashable) -> TypeAdapter[Any]:
+    # As a value of a mapping, because a type of its own would not take the settings.
+    return TypeAdapter(dict[str, section], config=_STRICT)  # type: ignore[valid-type]
 
 
-def _unknown_key(key: str, place: str, valid: tuple[str, ...], root: type) -> str:
-    where = f"section {place}" if place else "the top level"
-    if elsewhere := [path for path in _all_keys(root) if path.rpartition(".")[2] == key]:
-        return f"unknown key {key!r} in {where}; it belongs at {' or '.join(map(repr, elsewhere))}"
-    if near := closest(key, valid):
-        return f"unknown key {key!r} in {where}; did you mean {near!r}?"
-    return f"unknown key {key!r} in {where}; its keys are {', '.join(valid)}"
+def _refusal(section: type, error: ErrorDetails, root: str) -> ConfigError:
+    *above, name = error["loc"][1:] or ("",)
+    kind = error["type"].partition("_")[0]
+    if name in ("int", "str"):  # one of the types that a value may have
+        kind, (*above, name) = "either", above
+    around = _dotted([root, *above]) if root else _dotted(above)
+    full = _dotted([around, name]) if around else _dotted([name])
+    told = error.get("ctx", {}).get("error")
+    if isinstance(told, ConfigError):
+        return told.at(full) if full else told
+    if error["type"] == "unexpected_keyword_argument":
+        return _unknown_key(section, str(name), above, around)
+    if error["type"] == "missing":
+        return ConfigError(f"{full} is required and has no default", remedy=f"add the key {name!r}")
+    value = error["input"]
+    if kind == "enum":
+        return _no_choice(full, value, error["ctx"]["expected"].replace("'", "").replace(", ", " or "))
+    wanted, example = _KINDS.get(kind, (error["msg"], "…"))
+    default = _default_of(section, above, name)
+    if isinstance(default, bool | int | float | str):
+        example = f"{default:g}" if isinstance(default, float) else json.dumps(default)
+    if kind == "tuple":
+        example = f"[{_short(value)}]"
+    key = "the entry " if isinstance(name, int) else f"{name}: "
+    return ConfigError(
+        f"{full} must be {wanted}", got=_got(full, value), remedy=f"write for example {key}{example}"
+    )
 
 
-def _all_keys(section: type, place: str = "") -> Iterator[str]:
-    """Dotted paths of every key below ``section``."""
+def _no_choice(place: str, value: Any, choices: str) -> ConfigError:
+    words = choices.split(" or ")
+    near = closest(value.lower(), tuple(words)) if isinstance(value, str) else None
+    # With another first letter the opposite may be meant: sync is not async.
+    is_meant = near is not None and near[0] == value[0].lower()
+    return ConfigError(
+        f"{place} must be {choices}",
+        got=_got(place, value),
+        remedy=f"did you mean {near!r}?"
+        if is_meant
+        else f"write {'one of them' if len(words) > 1 else choices}",
+    )
+
+
+def _got(place: str, value: Any) -> str:
+    return f"{place.rpartition('.')[2]}={_short(value)}"
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    if len(shown) > _LONGEST_SHOWN:
+        shown = f"{shown[:_LONGEST_SHOWN]}… ({len(shown)} characters)"
+    return shown
+
+
+def _unknown_key(section: type, key: str, above: Sequence[int | str], around: str) -> ConfigError:
+    known, parent = dict(_all_keys(section)), _pattern(above)
+    where = f"section {around}" if around else "the top level"
+    valid = tuple(path.rpartition(".")[2] for path in known if path.rpartition(".")[0] == parent)
+    remedy = f"its keys are {', '.join(valid)}"
+    if elsewhere := [path for path in known if path.rpartition(".")[2] == key]:
+        remedy = f"it belongs at {' or '.join(map(repr, elsewhere))}"
+    elif near := closest(key, valid):
+        remedy = f"did you mean {near!r}?"
+    return ConfigError(f"unknown key {key!r} in {where}", remedy=remedy)
+
+
+def _default_of(section: type, above: Sequence[int | str], name: int | str) -> Any:
+    return dict(_all_keys(section)).get(_pattern([*above, name]))
+
+
+def _all_keys(section: type, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted paths of every key below ``section``, each with its default; entries of a list stand below ``[]``."""
     hints = get_type_hints(section)
     for item in fields(section):
         path = f"{place}.{item.name}" if place else item.name
-        yield path
+        yield path, item.default
         for candidate in (hints[item.name], *get_args(hints[item.name])):
             if isinstance(candidate, type) and is_dataclass(candidate):
                 yield from _all_keys(candidate, path + "[]" * (candidate is not hints[item.name]))
 
 
-def _example_of(item: Field[Any]) -> str | None:
-    """The example of a scalar that its section gives, or else its default."""
-    default = item.default
-    if isinstance(default, bool):
-        return str(default).lower()
-    shown = f"{default:g}" if isinstance(default, float) else repr(default)
-    return shown if isinstance(default, int | float | str) else item.metadata.get("example")
+def _dotted(path: Sequence[int | str]) -> str:
+    return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in path).removeprefix(".")
 
 
-def _convert(hint: Any, value: Any, *, root: type, place: str, example: str | None = None) -> Any:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint == int | str:
-        return _scalar(str if isinstance(value, str) else int, value, place)
-    if origin in (Union, types.UnionType):  # all others are "or nothing"
-        inner = next(argument for argument in arguments if argument is not types.NoneType)
-        return None if value is None else _convert(inner, value, root=root, place=place, example=example)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise ConfigError(_wrong(place, "a list", value, f"[{_example(arguments[0])}]"))
-        return tuple(
-            _convert(arguments[0], item, root=root, place=f"{place}[{index}]")
-            for index, item in enumerate(value)
-        )
-    if origin is not None and issubclass(origin, Mapping):
-        if not isinstance(value, Mapping):
-            raise ConfigError(_wrong(place, "a mapping", value, "{name: value}"))
-        return dict(value)
-    if is_dataclass(hint) and isinstance(hint, type):
-        if not isinstance(value, Mapping):
-            raise ConfigError(_wrong(place, "a mapping", value, _example(hint)))
-        return bind(hint, value, root=root, place=place)
-    return _scalar(hint, value, place, example)
-
-
-def _scalar(kind: type, value: Any, place: str, example: str | None = None) -> Any:
-    if issubclass(kind, StrEnum):
-        choices = tuple(str(member) for member in kind)
-        if value in choices:
-            return kind(value)
-        remedy = "write one of them" if len(choices) > 1 else f"write {choices[0]}"
-        near = closest(value.lower(), choices) if isinstance(value, str) else None
-        # With another first letter the opposite may be meant: sync is not async.
-        if near is not None and near[0] == value[0].lower():
-            remedy = f"did you mean {near!r}?"
-        raise ConfigError(f"{_must_be(place, ' or '.join(choices), value)}; {remedy}")
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not kind:
-        wanted, usual = _KINDS[kind]
-        raise ConfigError(_wrong(place, wanted, value, _as_kind(kind, value) or example or usual))
-    return value
-
-
-def _as_kind(kind: type, value: Any) -> str | None:
-    """The same value as the file holds it where it is of ``kind``: 4 for "4" or 4.0; None if it has none."""
-    if kind is str or isinstance(value, bool) or not isinstance(value, str | int | float):
-        return None
-    if kind is bool:
-        return word if (word := str(value).lower()) in ("true", "false") else None
-    try:
-        number = kind(value)
-        return repr(number) if number == float(value) and isfinite(number) else None
-    except (ValueError, OverflowError):
-        return None
-
-
-def _example(hint: Any) -> str:
-    """A value of this type as the file holds it."""
-    if isinstance(hint, type) and is_dataclass(hint):
-        return f"{{{fields(hint)[0].name}: …}}"
-    hint = int if hint == int | str else hint
-    return _KINDS[hint][1] if hint in _KINDS else "…"
-
-
-def _wrong(place: str, wanted: str, value: Any, example: str) -> str:
-    name = place.rpartition(".")[2]
-    entry = f"the entry {example}" if name.endswith("]") else f"{name}: {example}"
-    return f"{_must_be(place, wanted, value)}; write for example {entry}"
-
-
-def _must_be(place: str, wanted: str, value: Any) -> str:
-    shown = repr(value)
-    if len(shown) > _LONGEST_SHOWN:
-        shown = f"{shown[:_LONGEST_SHOWN]}… ({len(shown)} characters)"
-    return f"{place} must be {wanted}, got {place.rpartition('.')[2]}={shown}"
+def _pattern(path: Sequence[int | str]) -> str:
+    return "".join("[]" if isinstance(each, int) else f".{each}" for each in path).removeprefix(".")

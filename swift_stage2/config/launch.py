@@ -1,12 +1,12 @@
-"""Section ``launch``: the processes that ``swift-stage2 launch`` starts, and on which devices."""
+"""Section ``launch``: the processes that ``swift-stage2 launch`` starts, and who has which device, or a part of it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from swift_stage2.config import rules
 from swift_stage2.errors import ConfigError
@@ -52,33 +52,37 @@ class ServerProcess:
     """Environment variables of this server, on top of the launcher's own."""
     merge: bool = False
     """Start a merger on ``base_url``'s port in front of a stock server."""
-    upstream_port: int | None = field(default=None, metadata={"example": "8001"})
+    upstream_port: int | None = None
     """Port of the stock server behind its merger; required with ``merge``, unused without."""
 
     def __post_init__(self) -> None:
         _check_devices(self.devices)
         for name, value in self.env.items():
             if name == "CUDA_VISIBLE_DEVICES":
-                raise ConfigError("env must not set CUDA_VISIBLE_DEVICES; write devices")
+                raise ConfigError("env must not set CUDA_VISIBLE_DEVICES", remedy="write devices")
             is_text = isinstance(value, str | int | float) and not isinstance(value, bool)
             if not name or "=" in name or not is_text:
-                raise ConfigError(f"env must map names to texts or numbers, got {name}={value!r}; quote it")
+                raise ConfigError(
+                    "env must map names to texts or numbers", got=f"{name}={value!r}", remedy="quote it"
+                )
         for name in self.args:
             if source := _WRITTEN_BY_LAUNCH.get(name.lstrip("-").replace("-", "_")):
-                raise ConfigError(f"args must not set {name}; launch takes it from {source}")
+                raise ConfigError(f"args must not set {name}", remedy=f"launch takes it from {source}")
         if self.merge and self.engine is not ServerEngine.SWIFT:
             raise ConfigError(
-                f"merge is for stock servers (engine: swift), got engine={str(self.engine)!r}; "
-                "our own server merges by itself: remove merge"
+                "merge is for stock servers (engine: swift)",
+                got=f"engine={str(self.engine)!r}",
+                remedy="our own server merges by itself: remove merge",
             )
         if self.merge != (self.upstream_port is not None):
             raise ConfigError(
-                "merge and upstream_port go together, got "
-                f"merge={self.merge} upstream_port={self.upstream_port}; write both or neither"
+                "merge and upstream_port go together",
+                got=f"merge={self.merge} upstream_port={self.upstream_port}",
+                remedy="write both or neither",
             )
         if self.upstream_port is not None and not 1 <= self.upstream_port <= 65535:
             raise ConfigError(
-                f"upstream_port must be in the range 1..65535, got upstream_port={self.upstream_port}"
+                "upstream_port must be in the range 1..65535", got=f"upstream_port={self.upstream_port}"
             )
 
 
@@ -88,9 +92,9 @@ class LearnerProcess:
     """Learner ranks that torchrun starts on each of its hosts."""
     nnodes: int = 1
     """Hosts of the learner, each with a ``launch --learner-only`` of its own."""
-    node_rank: int | None = field(default=None, metadata={"example": "0"})
+    node_rank: int | None = None
     """Which of them this is, from 0; ``launch --node-rank`` overrides it, so that one file serves all."""
-    rdzv_endpoint: str | None = field(default=None, metadata={"example": "learner-0:29400"})
+    rdzv_endpoint: str | None = None
     """HOST:PORT of the learner's host 0, as the others reach it; required with ``nnodes`` above 1."""
     devices: tuple[int | str, ...] = ()
     """GPUs that the learner sees, as a server's."""
@@ -106,32 +110,35 @@ class LearnerProcess:
         _check_devices(self.devices)
         if self.devices and self.nproc_per_node > len(self.devices):
             raise ConfigError(
-                "nproc_per_node must be at most the number of devices, got "
-                f"nproc_per_node={self.nproc_per_node} devices={list(self.devices)}; write "
-                f"nproc_per_node: {len(self.devices)}, or name more devices"
+                "nproc_per_node must be at most the number of devices",
+                got=f"nproc_per_node={self.nproc_per_node} devices={list(self.devices)}",
+                remedy=f"write nproc_per_node: {len(self.devices)}, or name more devices",
             )
 
     def check_node_rank(self, node_rank: int) -> None:
         """Raises ConfigError unless it is one of the learner's hosts."""
         if not 0 <= node_rank < self.nnodes:
             raise ConfigError(
-                f"node_rank must be at least 0 and below nnodes, got node_rank={node_rank} nnodes={self.nnodes}; "
-                "correct launch.learner.nnodes or --node-rank"
+                "node_rank must be at least 0 and below nnodes",
+                got=f"node_rank={node_rank} nnodes={self.nnodes}",
+                remedy="correct launch.learner.nnodes or --node-rank",
             )
 
     def _check_rendezvous(self) -> None:
         endpoint = self.rdzv_endpoint
         if (endpoint is None) != (self.nnodes == 1):
             raise ConfigError(
-                f"nnodes above 1 and rdzv_endpoint go together, got nnodes={self.nnodes} rdzv_endpoint={endpoint!r}; "
-                "write both or neither"
+                "nnodes above 1 and rdzv_endpoint go together",
+                got=f"nnodes={self.nnodes} rdzv_endpoint={endpoint!r}",
+                remedy="write both or neither",
             )
         host, _, port = (endpoint or "host:1").rpartition(":")
         has_host = bool(re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:.]+\]", host))
         if not has_host or not port.isdecimal() or not 1 <= int(port) <= 65535:
             raise ConfigError(
-                f"rdzv_endpoint must be HOST:PORT of the learner's host 0, got rdzv_endpoint={endpoint!r}; write it "
-                "like rdzv_endpoint: learner-0:29400, or [fd00::1]:29400"
+                "rdzv_endpoint must be HOST:PORT of the learner's host 0",
+                got=f"rdzv_endpoint={endpoint!r}",
+                remedy="write it like rdzv_endpoint: learner-0:29400, or [fd00::1]:29400",
             )
 
 
@@ -171,6 +178,110 @@ def _check_devices(devices: tuple[int | str, ...]) -> None:
     ]
     if not all(sound) or len(set(devices)) != len(devices):
         raise ConfigError(
-            "devices must be different numbers of at least 0, or names GPU-… or MIG-…, got "
-            f"devices={list(devices)}; write each once, and numbers without quotes"
+            "devices must be different numbers of at least 0, or names GPU-… or MIG-…",
+            got=f"devices={list(devices)}",
+            remedy="write each once, and numbers without quotes",
         )
+
+
+UTILIZATION = "vllm_gpu_memory_utilization"
+"""Argument of a server on vLLM: the part of each of its devices that it takes."""
+_VLLMS_OWN = 0.9
+_WITHOUT = ServerEngine.TRANSFORMERS  # which takes what it needs
+
+
+class Placement(NamedTuple):
+    """The devices of one process. Devices are numbered host by host."""
+
+    server: int | None
+    """Its number in ``launch.servers``; None is the learner."""
+    host: str
+    devices: Sequence[int | str]
+
+    @property
+    def name(self) -> str:
+        return "learner" if self.server is None else f"servers[{self.server}]"
+
+
+def check_devices(launch: LaunchConfig, placements: Iterable[Placement]) -> None:
+    """Checks that each process may have the devices it names.
+
+    Raises:
+        ConfigError: two share one without ``launch.share_devices``, a part is no number up to 1, the parts of a shared
+            one are not stated or too much together, or a stock server is on rank 0's, where NCCL cannot reach it.
+    """
+    for number, server in enumerate(launch.servers):
+        share_of(server, f"launch.servers[{number}].args")
+    users: dict[tuple[str, int | str], list[Placement]] = {}
+    for placement in placements:
+        for device in placement.devices:
+            users.setdefault((placement.host, device), []).append(placement)
+    for (_, device), who in users.items():
+        if len(who) > 1 and not launch.share_devices:
+            raise ConfigError(
+                "launch: learner and servers need devices of their own",
+                got=f"device {device} for both {who[0].name} and {who[1].name}",
+                remedy="give each its own, or write launch.share_devices: true",
+            )
+        if len(who) > 1:
+            _refuse_stock_beside_rank_0(launch, device, who)
+            _check_shares(launch, device, who)
+
+
+def share_of(server: ServerProcess, place: str = "launch.servers[].args") -> float | None:
+    """The part that a server on vLLM states; None where it states none, or takes what it needs (transformers).
+
+    ``place``: where it stands in the file.
+
+    Raises:
+        ConfigError: it is no part.
+    """
+    if server.engine is ServerEngine.TRANSFORMERS:
+        return None
+    args = {name.lstrip("-").replace("-", "_"): value for name, value in server.args.items()}
+    share = args.get(UTILIZATION)
+    is_number = isinstance(share, int | float) and not isinstance(share, bool)
+    if share is not None and not (is_number and 0 < share <= 1):
+        raise ConfigError(
+            f"{place}.{UTILIZATION} must be a number above 0 and at most 1",
+            got=f"{UTILIZATION}={share!r}",
+            remedy=f"write it like {UTILIZATION}: 0.4",
+        )
+    return share
+
+
+def even_share(num_users: int, taken: float = 0.0) -> float:
+    """A part for each of so many processes, of what ``taken`` leaves; two digits, rounded down."""
+    return int(100 * (1 - taken) / num_users + 1e-6) / 100
+
+
+def _refuse_stock_beside_rank_0(launch: LaunchConfig, device: int | str, who: Sequence[Placement]) -> None:
+    has_rank_0 = any(each.server is None and each.devices[0] == device for each in who)
+    for each in who if has_rank_0 else ():
+        if each.server is not None and launch.servers[each.server].engine is ServerEngine.SWIFT:
+            raise ConfigError(
+                "weights reach a stock server over NCCL, which refuses two members on one device",
+                got=f"device {device} for the learner's rank 0 and {each.name} with engine='swift'",
+                remedy="write engine: vllm or transformers, which read the learner's memory, or give it "
+                "another device",
+            )
+
+
+def _check_shares(launch: LaunchConfig, device: int | str, who: Sequence[Placement]) -> None:
+    servers = {each.name: launch.servers[each.server] for each in who if each.server is not None}
+    shares = {name: share_of(server, f"launch.{name}.args") for name, server in servers.items()}
+    stated = {name: share for name, share in shares.items() if share is not None}
+    total = round(sum(stated.values()), 6)
+    silent = [
+        name for name, server in servers.items() if name not in stated and server.engine is not _WITHOUT
+    ]
+    if total < 1 and not silent:
+        return
+    share = even_share(len(who)) if total >= 1 else even_share(len(who) - len(stated), total)
+    told = [f"{part:g} of {name}" for name, part in stated.items()]
+    told += [f"none of {name}, so that vLLM would take {_VLLMS_OWN:g}" for name in silent]
+    raise ConfigError(
+        f"the parts of device {device} must be stated by every server on vLLM and be below 1 together",
+        got=f"{UTILIZATION} {', '.join(told)} ({total:g} together)",
+        remedy=f"write {UTILIZATION}: {share:g} for each of them, or give one another device",
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ REWARD_WEIGHTS = {"f1": 1.0, "iou": 1.0, "format": 0.5, "duplicates": 0.5, "miss
 
 LEAST_TEMPERATURE = 0.1  # below it log-probabilities are those of logits times ten and more
 _DEFAULT_LORA_DROPOUT = 0.05
-_LEAVE_THE_MODEL = {"init_weights": ("true", "false", "gaussian"), "lora_bias": ("none",)}
+_LEAVE_THE_MODEL = {"init_weights": ("true", "false", "gaussian"), "lora_bias": ("none",), "fsdp": ("",)}
 """ms-swift's arguments of an adapter, with the values that change nothing but the adapter; the first is the default."""
 
 
@@ -53,8 +53,10 @@ class RewardConfig:
         for name, weight in self.weights.items():
             if type(weight) not in (int, float) or not 0 <= weight <= MOST_REWARD:
                 raise ConfigError(
-                    f"weights must be finite numbers from 0 to {MOST_REWARD:,}, because terms are the larger the "
-                    f"better, got {name}={weight!r}; write for example {name}: 0.5"
+                    f"weights must be finite numbers from 0 to {MOST_REWARD:,}, because terms are the larger "
+                    "the better",
+                    got=f"{name}={weight!r}",
+                    remedy=f"write for example {name}: 0.5",
                 )
 
 
@@ -92,30 +94,6 @@ class GrpoConfig:
         rules.above_zero(self, "target_weight")
 
 
-def idle_settings(objective: Objective, channel: ChannelBConfig) -> Iterator[str]:
-    """One line for every setting that leaves written keys without effect on what is trained."""
-    grpo, got = channel.grpo, f"objective: {objective}"
-    if objective is Objective.CORRECTED_TARGET:
-        reader = f"objective: {Objective.GRPO} or {Objective.MIXED}"
-        idle = [(reader, "grpo", rules.written(grpo)), (reader, "reward", rules.written(channel.reward))]
-    else:
-        got += f", proximal: {grpo.proximal}"
-        idle = []
-        if grpo.proximal is Proximal.CURRENT:
-            names = rules.written(grpo, "clip_low", "clip_high")
-            idle.append((f"proximal: {Proximal.BEHAVIOUR}", "grpo", names))
-    if objective is Objective.GRPO:
-        reader = f"objective: {Objective.MIXED}"
-        idle.append((reader, "grpo", rules.written(grpo, "target_weight")))
-        if not grpo.target_in_group:
-            names = rules.written(channel.target, "missed_order", "weights")
-            idle.append((f"{reader}, or target_in_group: true,", "target", names))
-    for reader, section, names in idle:
-        if names:
-            place = f"stage2_ab.channel_b.{section}.{' and '.join(names)}"
-            yield f"only {reader} trains by {place}, got {got}"
-
-
 def check_objective(
     objective: Objective, channel: ChannelBConfig, rollout: RolloutConfig, swift: Mapping[str, Any]
 ) -> None:
@@ -128,50 +106,52 @@ def check_objective(
     if objective is Objective.CORRECTED_TARGET:
         if num > 1:
             raise ConfigError(
-                f"rollout.num_generations above 1 needs stage2_ab.objective grpo or mixed, got num_generations={num} "
-                f"objective={str(objective)!r}; write objective: grpo, or leave num_generations out"
+                "rollout.num_generations above 1 needs stage2_ab.objective grpo or mixed",
+                got=f"num_generations={num} objective={str(objective)!r}",
+                remedy="write objective: grpo, or leave num_generations out",
             )
         return
     require_weight(objective, {**REWARD_WEIGHTS, **channel.reward.weights})
     if num < grpo.min_group:
         raise ConfigError(
-            f"stage2_ab.objective: {objective} compares rollouts of one row, got num_generations={num} "
-            f"min_group={grpo.min_group}; write rollout.num_generations: {max(4, grpo.min_group)} or more"
+            f"stage2_ab.objective: {objective} compares rollouts of one row",
+            got=f"num_generations={num} min_group={grpo.min_group}",
+            remedy=f"write rollout.num_generations: {max(4, grpo.min_group)} or more",
         )
     if budget is not None and budget < num:
         raise ConfigError(
-            "max_rollouts_per_version must hold a whole group, got max_rollouts_per_version="
-            f"{budget} num_generations={num}; write stage2_ab.channel_b.prefetch."
-            f"max_rollouts_per_version: {num} or more, or leave it out"
+            "max_rollouts_per_version must hold a whole group",
+            got=f"max_rollouts_per_version={budget} num_generations={num}",
+            remedy=f"write stage2_ab.channel_b.prefetch.max_rollouts_per_version: {num} or more, or leave it out",
         )
     if grpo.target_in_group and objective is Objective.MIXED:
         raise ConfigError(
-            "target_in_group is for stage2_ab.objective: grpo, because mixed trains the corrected answer anyway, got "
-            f"target_in_group=true objective={str(objective)!r}; remove target_in_group"
+            "target_in_group is for stage2_ab.objective: grpo, because mixed trains the corrected answer anyway",
+            got=f"target_in_group=true objective={str(objective)!r}",
+            remedy="remove target_in_group",
         )
     for name, wanted in (("top_p", 1), ("top_k", -1), ("repetition_penalty", 1)):
         if (value := getattr(rollout.decoding, name)) != wanted:
             raise ConfigError(
-                f"stage2_ab.objective: {objective} needs rollouts of the model's own distribution, got "
-                f"rollout.decoding.{name}={value:g}; write {name}: {wanted}"
+                f"stage2_ab.objective: {objective} needs rollouts of the model's own distribution",
+                got=f"rollout.decoding.{name}={value:g}",
+                remedy=f"write {name}: {wanted}",
             )
     if not rollout.decoding.temperature >= LEAST_TEMPERATURE:
         default = DecodingConfig().temperature
         raise ConfigError(
-            f"stage2_ab.objective: {objective} learns from rollouts that differ, got rollout.decoding.temperature="
-            f"{rollout.decoding.temperature:g} (default {default:g}, nearly greedy); write temperature: 1.0"
+            f"stage2_ab.objective: {objective} learns from rollouts that differ",
+            got=f"rollout.decoding.temperature={rollout.decoding.temperature:g} (default {default:g}, nearly "
+            "greedy)",
+            remedy="write temperature: 1.0",
         )
     check_adapter(channel, has_adapter=not swift.get("model") or swift.get("tuner_type", "lora") != "full")
-    if grpo.kl_weight and swift.get("fsdp"):
-        raise ConfigError(
-            "stage2_ab.channel_b.grpo.kl_weight is not supported with swift.fsdp (an adapter was not yet switched off "
-            f"in weights sharded so), got kl_weight={grpo.kl_weight:g} fsdp={swift['fsdp']!r:.200}; remove one of them"
-        )
     for name, harmless in _LEAVE_THE_MODEL.items():
-        if grpo.kl_weight and str(value := swift.get(name, harmless[0])).lower() not in harmless:
+        if grpo.kl_weight and str(value := swift.get(name) or harmless[0]).lower() not in harmless:
             raise ConfigError(
-                "stage2_ab.channel_b.grpo.kl_weight needs the model without its adapter to stay as it began, got "
-                f"swift.{name}={value!r}, which changes it; remove {name}, or kl_weight"
+                "stage2_ab.channel_b.grpo.kl_weight needs the model without its adapter to be there as it began",
+                got=f"swift.{name}={value!r:.200}, which changes or shards it",
+                remedy=f"remove {name}, or kl_weight",
             )
     # Without a section swift its arguments come from ms-swift's own command line.
     dropout = swift.get("lora_dropout", _DEFAULT_LORA_DROPOUT) if swift.get("model") else 0
@@ -184,8 +164,9 @@ def require_weight(objective: Objective, weights: Mapping[str, float]) -> None:
     """Raises ConfigError: all terms of the reward have weight 0. ``weights`` are those of all terms of the task."""
     if not any(weights.values()):
         raise ConfigError(
-            f"stage2_ab.objective: {objective} needs rewards that differ, got channel_b.reward.weights of 0 for all "
-            "terms; write one above 0"
+            f"stage2_ab.objective: {objective} needs rewards that differ",
+            got="channel_b.reward.weights of 0 for all terms",
+            remedy="write one above 0",
         )
 
 
@@ -193,8 +174,9 @@ def refuse_dropout(objective: Objective, dropout: float, rest: str) -> None:
     """Raises ConfigError: ``dropout`` is not 0. ``rest`` says whose it is, and the remedy."""
     if dropout:
         raise ConfigError(
-            f"stage2_ab.objective: {objective} compares the learner's probabilities with the servers', which have no "
-            f"dropout, got lora_dropout={dropout}{rest}"
+            f"stage2_ab.objective: {objective} compares the learner's probabilities with the servers', which "
+            "have no dropout",
+            got=f"lora_dropout={dropout}{rest}",
         )
 
 
@@ -202,6 +184,7 @@ def check_adapter(channel: ChannelBConfig, *, has_adapter: bool) -> None:
     """Raises ConfigError: the reference model is this one without its adapter, and it has none."""
     if (weight := channel.grpo.kl_weight) and not has_adapter:
         raise ConfigError(
-            "stage2_ab.channel_b.grpo.kl_weight compares the model with itself without its adapter, got kl_weight="
-            f"{weight:g} and a model that has none; write swift.tuner_type: lora, or remove kl_weight"
+            "stage2_ab.channel_b.grpo.kl_weight compares the model with itself without its adapter",
+            got=f"kl_weight={weight:g} and a model that has none",
+            remedy="write swift.tuner_type: lora, or remove kl_weight",
         )

@@ -65,7 +65,7 @@ class Proof(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    base_url: str = field(metadata={"example": "http://127.0.0.1:8000"})
+    base_url: str
     """Scheme, host and port of one server, without a path."""
     group_port: int = _DEFAULT_GROUP_PORT
     """Port on the server's host, of a plain ``vllm serve`` on the learner's, that the weight group meets at; one of its
@@ -80,19 +80,23 @@ class ServerConfig:
         _check_base_url(self.base_url)
         if not _FIRST_FREE_PORT <= self.group_port <= _LAST_PORT:
             raise ConfigError(
-                f"group_port must be in the range {_FIRST_FREE_PORT}..{_LAST_PORT}, because lower ones belong to the "
-                f"system, got group_port={self.group_port}; write {_DEFAULT_GROUP_PORT}, or another one"
+                f"group_port must be in the range {_FIRST_FREE_PORT}..{_LAST_PORT}, because lower ones belong "
+                "to the system",
+                got=f"group_port={self.group_port}",
+                remedy=f"write {_DEFAULT_GROUP_PORT}, or another one",
             )
         for key, host in (("group_host", self.group_host), ("group_bind", self.group_bind)):
             if host is not None and not _HOST.fullmatch(host):
                 raise ConfigError(
-                    f"{key} must be a name or an address without scheme and port, got {key}={host!r}; write it like "
-                    "10.0.0.5"
+                    f"{key} must be a name or an address without scheme and port",
+                    got=f"{key}={host!r}",
+                    remedy="write it like 10.0.0.5",
                 )
         if self.group_port == self.port:
             raise ConfigError(
-                f"group_port must differ from the port of base_url, got group_port={self.group_port} "
-                f"base_url={self.base_url!r}; write {_DEFAULT_GROUP_PORT}, or another one"
+                "group_port must differ from the port of base_url",
+                got=f"group_port={self.group_port} base_url={self.base_url!r}",
+                remedy=f"write {_DEFAULT_GROUP_PORT}, or another one",
             )
 
     @property
@@ -124,7 +128,7 @@ class DecodingConfig:
         rules.above_zero(self, "top_p", 1, "1 turns nucleus sampling off")
         rules.above_zero(self, "repetition_penalty")
         if self.top_k != -1 and self.top_k < 1:
-            raise ConfigError(f"top_k must be -1 (all tokens) or at least 1, got top_k={self.top_k}")
+            raise ConfigError("top_k must be -1 (all tokens) or at least 1", got=f"top_k={self.top_k}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +147,7 @@ class SyncConfig:
     transport: Transport = Transport.AUTO
     """To servers of ours. auto: they map the learner's memory where they can, and get a TCP stream elsewhere; disk:
     the learner writes a directory that they read."""
-    disk_directory: str | None = field(default=None, metadata={"example": "/shared/weights"})
+    disk_directory: str | None = None
     """Absolute path of the directory for transport disk, which learner and servers see."""
     disk_keep: int = 2
     """Proven versions of this run that stay in ``disk_directory``."""
@@ -176,14 +180,16 @@ class SyncConfig:
         is_wanted, directory = self.transport is Transport.DISK, self.disk_directory
         if is_wanted != (directory is not None):
             raise ConfigError(
-                "transport: disk and disk_directory must be written together, got "
-                f"transport={str(self.transport)!r} disk_directory={directory!r}; write both, the directory like "
-                "/shared/weights, or none of them"
+                "transport: disk and disk_directory must be written together",
+                got=f"transport={str(self.transport)!r} disk_directory={directory!r}",
+                remedy="write both, the directory like /shared/weights, or none of them",
             )
         if directory is not None and not os.path.isabs(directory):
             raise ConfigError(
-                "disk_directory must be an absolute path, because learner and servers may work in other directories, "
-                f"got disk_directory={directory!r}; write it like /shared/weights"
+                "disk_directory must be an absolute path, because learner and servers may work in other "
+                "directories",
+                got=f"disk_directory={directory!r}",
+                remedy="write it like /shared/weights",
             )
 
 
@@ -200,7 +206,7 @@ class RolloutConfig:
     """Prompts that all ranks together may have running on one server."""
     request_timeout_s: float = 240.0
     """Deadline of one POST to ``/infer/``."""
-    max_resumes: int | None = field(default=None, metadata={"example": "1"})
+    max_resumes: int | None = None
     """Times that a rollout may be resumed before it is waited for; by default, and at most, version_window."""
     start_timeout_s: float = 600.0
     """The longest wait at the start of a run for all servers. A server that is absent then joins when it answers."""
@@ -222,34 +228,17 @@ class RolloutConfig:
 
 
 def _check_base_url(base_url: str) -> None:
-    example = "write it like http://127.0.0.1:8000"
-    if "@" in base_url:
-        raise ConfigError(
-            "base_url must hold scheme, host and port only, got credentials in base_url="
-            f"{rules.without_credentials(base_url)!r}; {example}, and give the server's key in the variable that "
-            "rollout.api_key_env names"
-        )
-    if base_url != "".join(base_url.split()):  # urlsplit leaves breaks out without a word
-        raise ConfigError(
-            f"base_url must be without spaces and line breaks, got base_url={base_url!r}; {example}"
-        )
     try:
         parts = urlsplit(base_url)
-        port = parts.port
-    except ValueError as exc:
-        raise ConfigError(f"base_url must be a URL, got base_url={base_url!r} ({exc}); {example}") from exc
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        is_sound = parts.scheme in ("http", "https") and bool(parts.hostname) and bool(parts.port)
+        is_sound = is_sound and base_url == f"{parts.scheme}://{parts.netloc}" and "@" not in base_url
+    except ValueError:
+        is_sound = False
+    if not is_sound or base_url != "".join(base_url.split()):  # urlsplit leaves breaks out without a word
         raise ConfigError(
-            f"base_url must be an http or https URL with a host, got base_url={base_url!r}; {example}"
-        )
-    if port is None:
-        usual = 443 if parts.scheme == "https" else 80
-        raise ConfigError(
-            f"base_url must hold the server's port, got base_url={base_url!r}, which would mean port {usual}; {example}"
-        )
-    if parts.path or parts.query or parts.fragment:
-        raise ConfigError(
-            f"base_url must hold scheme, host and port only, got base_url={base_url!r}; {example}"
+            "base_url must hold scheme, host and port only, no path and no credentials",
+            got=f"base_url={rules.without_credentials(base_url)!r}",
+            remedy="write it like http://127.0.0.1:8000; a key goes into the variable that rollout.api_key_env names",
         )
 
 
@@ -264,6 +253,7 @@ def _refuse_shared_ports(servers: Sequence[ServerConfig]) -> None:
                 is_same = owner.endswith(".base_url") and key == "base_url"
                 remedy = "remove one, or " * is_same + "give one of them another port"
                 raise ConfigError(
-                    f"every server needs a {key} of its own, got port {port} of host {server.host} for both "
-                    f"{owner} and servers[{index}].{key}; {remedy}"
+                    f"every server needs a {key} of its own",
+                    got=f"port {port} of host {server.host} for both {owner} and servers[{index}].{key}",
+                    remedy=remedy,
                 )

@@ -12,33 +12,34 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.config import rules
-from swift_stage2.config.best_model import best_metric, refuse_best_model
 from swift_stage2.config.binding import bind
-from swift_stage2.config.device_shares import Placement, check_devices
-from swift_stage2.config.launch import LaunchConfig, ServerEngine
+from swift_stage2.config.launch import LaunchConfig, Placement, ServerEngine, check_devices
 from swift_stage2.config.objective import check_objective
-from swift_stage2.config.registry import find
 from swift_stage2.config.rollout import ROUND_MARGIN_S, OnPending, RolloutConfig, Transport
-from swift_stage2.config.rules import Inequality
+from swift_stage2.config.rules import Inequality, find
 from swift_stage2.config.stage2_ab import (
     SHIPPED_DIALECTS,
     SHIPPED_TASKS,
     Stage2AbConfig,
     StarvationAction,
 )
-from swift_stage2.config.swift_arguments import as_argv, refuse_unsupported, refuse_values
-from swift_stage2.config.telemetry import TelemetryConfig
+from swift_stage2.config.swift_arguments import (
+    as_argv,
+    best_metric,
+    refuse_best_model,
+    refuse_unsupported,
+    refuse_values,
+)
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError
 from swift_stage2.runtime.route import is_loopback
 
 _WANTED_STEPS_IN_GRACE = 4
 _PARTS_OF_FIRST_ROUND = 3  # canary, copy, pushes: each may take all of a round's time
-# A round's own waits (a lost group, a busy server, the last calls) are of seconds; a bucket is copied, summed, sent
-# and taken, at this pace or better.
+# A round's own waits are of seconds; a bucket is copied, summed, sent and taken, at this pace or better.
 _ROUND_FIXED_S = 10.0
 _SLOW_BUCKET_MIB_PER_S = 100.0
-# The seconds of a call besides its tokens, and a pace that no server keeps for one conversation among several.
+# Of a call besides its tokens, and a pace that no server keeps for one conversation among several.
 _REQUEST_FIXED_S = 1.0
 _FAST_TOKENS_PER_S = 400.0
 
@@ -53,6 +54,38 @@ RETIRED_AT_TOP = {
     "max_new_tokens": "rollout.decoding.max_new_tokens",
     "repetition_penalty": "rollout.decoding.repetition_penalty",
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TelemetryConfig:
+    tensorboard: bool = True
+    """Metrics as TensorBoard tags, through ms-swift's own logging steps."""
+    audit: bool = True
+    """Per-rank events as JSON lines in the run directory."""
+    trace: bool = False
+    """Spans of every stage as a trace file; for finding out where time goes."""
+    gallery_rows: int = 256
+    """Rows of the data set, chosen by the seed, whose matches are kept whole for the report's gallery and its match
+    drift; 0 keeps none."""
+    record: bool = False
+    """Completions, plans and losses as JSON lines in the run directory, so that ``replay`` can run it again."""
+    log_probs: bool = False
+    """Log-probabilities of the sampled tokens, asked of every server and recorded with the completions."""
+
+    def __post_init__(self) -> None:
+        rules.at_least(self, 0, "gallery_rows", remedy="0 keeps none")
+        if self.record and not self.audit:
+            raise ConfigError(
+                "record needs the ledger that audit keeps",
+                got="record=true audit=false",
+                remedy="write telemetry.audit: true",
+            )
+        if self.log_probs and not self.record:
+            raise ConfigError(
+                "log_probs needs record: true",
+                got="log_probs=true record=false",
+                remedy="write telemetry.record: true",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +104,9 @@ class Stage2Config:
         # The servers first: without them every other rule between sections speaks of defaults that nobody wrote.
         if self.b_enabled and not self.rollout.servers:
             raise ConfigError(
-                "rollout.servers must name at least one server when b_ratio is above 0, got none and "
-                f"b_ratio={self.stage2_ab.schedule.b_ratio:g}; "
-                "write rollout: {servers: [{base_url: 'http://127.0.0.1:8000'}]}, or b_ratio: 0"
+                "rollout.servers must name at least one server when b_ratio is above 0",
+                got=f"none and b_ratio={self.stage2_ab.schedule.b_ratio:g}",
+                remedy="write rollout: {servers: [{base_url: 'http://127.0.0.1:8000'}]}, or b_ratio: 0",
             )
         rules.deadline(self, "control_timeout_s")
         if self.b_enabled:
@@ -82,8 +115,9 @@ class Stage2Config:
         self._check_resumes()
         if self.telemetry.record and not self.swift.get("model"):
             raise ConfigError(
-                "telemetry.record needs ms-swift's arguments in the section swift, for a replay reads them there, got "
-                f"model={self.swift.get('model')!r}; write them there and start with swift-stage2 train or launch"
+                "telemetry.record needs ms-swift's arguments in the section swift, where a replay reads them",
+                got=f"model={self.swift.get('model')!r}",
+                remedy="write them there and start with swift-stage2 train or launch",
             )
         if self.b_enabled:
             refuse_unsupported(self.swift, has_own_loss=self.stage2_ab.has_own_loss)
@@ -103,10 +137,10 @@ class Stage2Config:
     @property
     def max_resumes(self) -> int | None:
         """Times that a rollout may be resumed; None where one that was aborted begins anew."""
-        if self.rollout.sync.on_pending is not OnPending.RESUME:
-            return None
-        most = self.rollout.max_resumes
-        return self.stage2_ab.channel_b.prefetch.version_window if most is None else most
+        window, most = self.stage2_ab.channel_b.prefetch.version_window, self.rollout.max_resumes
+        return (
+            (window if most is None else most) if self.rollout.sync.on_pending is OnPending.RESUME else None
+        )
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
@@ -114,8 +148,8 @@ class Stage2Config:
         value = self.swift.get("gradient_accumulation_steps")
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(
-                "swift.gradient_accumulation_steps must be an integer of at least 1, "
-                f"got gradient_accumulation_steps={value!r}"
+                "swift.gradient_accumulation_steps must be an integer of at least 1",
+                got=f"gradient_accumulation_steps={value!r}",
             )
         return value
 
@@ -128,21 +162,16 @@ class Stage2Config:
             )
             return (unused,) if self.launch.servers else ()
         inequalities = self.inequalities(self.gradient_accumulation_steps)
-        return tuple(rule.message for rule in inequalities if rule.is_advice and not rule.holds)
+        return tuple(str(rule.error) for rule in inequalities if rule.is_advice and not rule.holds)
 
     def inequalities(self, gradient_accumulation_steps: int | None) -> tuple[Inequality, ...]:
-        """Every rule between numbers that channel B needs, in the order in which they are checked.
-
-        Without ``gradient_accumulation_steps`` those about the packs of a step are left out.
-        """
+        """Every rule between numbers that channel B needs; those about the packs of a step where that is given."""
         steps = gradient_accumulation_steps
         return (
             *self.stage2_ab.channel_b.prefetch.inequalities,
             self._control_timeout_inequality(),
             *(self._accumulation_inequalities(steps) if steps is not None else ()),
-            self._starvation_advice(),
-            self._round_time_advice(),
-            self._request_time_advice(),
+            *self._advice(),
         )
 
     def check_accumulation(self, gradient_accumulation_steps: int) -> None:
@@ -157,9 +186,10 @@ class Stage2Config:
         every_steps = self.stage2_ab.evaluation.every_steps
         if every_steps and not num_rows:
             raise ConfigError(
-                "stage2_ab.evaluation needs ms-swift's validation set, got none and "
-                f"every_steps={every_steps}; write swift.val_dataset, or swift.split_dataset_ratio above 0 (which "
-                "ms-swift drops where eval_strategy is 'no'), or every_steps: 0"
+                "stage2_ab.evaluation needs ms-swift's validation set",
+                got=f"none and every_steps={every_steps}",
+                remedy="write swift.val_dataset, or swift.split_dataset_ratio above 0 (which ms-swift drops "
+                "where eval_strategy is 'no'), or every_steps: 0",
             )
 
     def swift_arguments(self) -> list[str]:
@@ -177,103 +207,91 @@ class Stage2Config:
 
     def _control_timeout_inequality(self) -> Inequality:
         """A rank that waits for rank 0's first round must not give up first."""
-        sync, parts = self.rollout.sync, _PARTS_OF_FIRST_ROUND
-        numbers = f"{parts} * ({sync.timeout_s:g} + {ROUND_MARGIN_S:g})"
-        needed = parts * (sync.timeout_s + ROUND_MARGIN_S)
+        parts, round_s = _PARTS_OF_FIRST_ROUND, self.rollout.sync.timeout_s + ROUND_MARGIN_S
         return Inequality(
-            name="control timeout",
-            statement=f"control_timeout_s >= {parts} * (sync.timeout_s + {ROUND_MARGIN_S:g})",
-            numbers=f"{self.control_timeout_s:g} >= {numbers}",
-            holds=self.control_timeout_s >= needed,
-            refusal=f"control_timeout_s must be at least {parts} * (rollout.sync.timeout_s + {ROUND_MARGIN_S:g}), what "
-            "canary, copy and pushes of the first round may take, got "
-            f"control_timeout_s={self.control_timeout_s:g} < {numbers}",
-            remedy=f"write control_timeout_s: {needed:g} or more, plus the longest save",
+            "control timeout",
+            f"control_timeout_s >= {parts} * (rollout.sync.timeout_s + {ROUND_MARGIN_S:g})",
+            f"{self.control_timeout_s:g} >= {parts} * {round_s:g}",
+            self.control_timeout_s >= parts * round_s,
+            f"write control_timeout_s: {parts * round_s:g} or more, plus the longest save",
+            "a rank gives up while canary, copy and pushes of the first round go on",
         )
 
-    def _accumulation_inequalities(self, gradient_accumulation_steps: int) -> tuple[Inequality, ...]:
+    def _accumulation_inequalities(self, per_step: int) -> tuple[Inequality, ...]:
         """Whether target and limit hold the packs of a step, and advice against packs that would expire unused."""
-        prefetch, schedule = self.stage2_ab.channel_b.prefetch, self.stage2_ab.schedule
-        per_step, b_ratio = gradient_accumulation_steps, schedule.exact_b_ratio
-        limit = prefetch.limit(per_step, b_ratio)
+        prefetch, b_ratio = self.stage2_ab.channel_b.prefetch, self.stage2_ab.schedule.exact_b_ratio
+        target, limit = prefetch.target(per_step, b_ratio), prefetch.limit(per_step, b_ratio)
         holding_a_step = (
             Inequality(
-                name=f"{what} holds a step",
-                statement=f"{name} >= gradient_accumulation_steps",
-                numbers=f"{value} >= {gradient_accumulation_steps}",
-                holds=value >= gradient_accumulation_steps,
-                refusal="B could never run: a step trains "
-                f"gradient_accumulation_steps={gradient_accumulation_steps} packs, got {name}={value}",
-                remedy=f"write stage2_ab.channel_b.prefetch.{name}: {gradient_accumulation_steps} or more",
+                f"{what} holds a step",
+                f"{name} >= gradient_accumulation_steps",
+                f"{value} >= {per_step}",
+                value >= per_step,
+                f"write stage2_ab.channel_b.prefetch.{name}: {per_step} or more",
+                "B could never run",
             )
             for what, name, value in (
-                ("target", "prefetch_target_packs", prefetch.target(per_step, b_ratio)),
+                ("target", "prefetch_target_packs", target),
                 ("limit", "queue_limit", limit),
             )
         )
-        useful = prefetch.packs_in_window(per_step, b_ratio)
-        default = " (the default)" if prefetch.queue_limit is None else ""
+        window, every, useful = (
+            prefetch.version_window,
+            prefetch.sync_every_steps,
+            prefetch.packs_in_window(per_step, b_ratio),
+        )
         advice = Inequality(
-            name="useful limit",
-            statement="queue_limit <= gradient_accumulation_steps * max(1, ceil((version_window + 1) * b_ratio "
-            "* sync_every_steps))",
-            numbers=f"{limit} <= {gradient_accumulation_steps} * max(1, ceil("
-            f"({prefetch.version_window} + 1) * {schedule.b_ratio:g} * {prefetch.sync_every_steps})) = {useful}",
-            holds=limit <= useful,
-            refusal=f"queue_limit={limit}{default} is more than the {useful} packs that can be trained "
-            "before they expire",
-            remedy=f"write stage2_ab.channel_b.prefetch.queue_limit: {useful}",
+            "useful limit",
+            "queue_limit <= gradient_accumulation_steps * max(1, ceil((version_window + 1) * b_ratio * "
+            "sync_every_steps))",
+            f"{limit} <= {per_step} * max(1, ceil(({window} + 1) * {float(b_ratio):g} * {every})) = {useful}",
+            limit <= useful,
+            f"write stage2_ab.channel_b.prefetch.queue_limit: {useful}",
+            "packs expire before they can be trained",
             is_advice=True,
         )
         # A derived budget follows from the lengths of the rows, and holds.
         is_written = prefetch.max_rollouts_per_version is not None
-        budget = (prefetch.budget_inequality(gradient_accumulation_steps),) if is_written else ()
+        budget = (prefetch.budget_inequality(per_step),) if is_written else ()
         return (*holding_a_step, *budget, advice)
 
-    def _starvation_advice(self) -> Inequality:
-        """Starvation is judged on the B steps that were wanted in the grace: one alone decides nothing."""
+    def _advice(self) -> tuple[Inequality, ...]:
+        """Times that are so short that what is sound is given up, and a grace in which a single B step decides."""
         starvation, b_ratio = self.stage2_ab.starvation, self.stage2_ab.schedule.exact_b_ratio
-        needed = math.ceil(_WANTED_STEPS_IN_GRACE / b_ratio) if b_ratio else starvation.grace_steps
-        return Inequality(
-            name="starvation grace",
-            statement=f"starvation.grace_steps * b_ratio >= {_WANTED_STEPS_IN_GRACE}",
-            numbers=f"{starvation.grace_steps} * {float(b_ratio):g} = {float(starvation.grace_steps * b_ratio):g}",
-            holds=starvation.action is StarvationAction.OFF or starvation.grace_steps >= needed,
-            refusal=f"grace_steps={starvation.grace_steps} holds so few wanted B steps that one which was skipped "
-            "counts as starvation",
-            remedy=f"write stage2_ab.starvation.grace_steps: {needed} or more",
-            is_advice=True,
-        )
-
-    def _round_time_advice(self) -> Inequality:
-        """A round with less is given up although nothing is wrong: one bucket is the least it sends."""
-        sync = self.rollout.sync
-        needed = math.ceil(_ROUND_FIXED_S + sync.bucket_mib / _SLOW_BUCKET_MIB_PER_S)
-        return Inequality(
-            name="round time",
-            statement=f"sync.timeout_s >= {_ROUND_FIXED_S:g} + sync.bucket_mib / {_SLOW_BUCKET_MIB_PER_S:g}",
-            numbers=f"{sync.timeout_s:g} >= {_ROUND_FIXED_S:g} + {sync.bucket_mib} / "
-            f"{_SLOW_BUCKET_MIB_PER_S:g} = {needed}",
-            holds=sync.timeout_s >= needed,
-            refusal=f"rollout.sync.timeout_s={sync.timeout_s:g} is so short that a sound round may be given up, and "
-            f"its servers with it; got bucket_mib={sync.bucket_mib}",
-            remedy=f"write rollout.sync.timeout_s: {needed} or more, plus the seconds that all weights take",
-            is_advice=True,
-        )
-
-    def _request_time_advice(self) -> Inequality:
-        """A rollout that needs all its tokens would be given up on any server, and its sample with it."""
-        request_s, tokens = self.rollout.request_timeout_s, self.rollout.decoding.max_new_tokens
-        needed = math.ceil(_REQUEST_FIXED_S + tokens / _FAST_TOKENS_PER_S)
-        return Inequality(
-            name="request time",
-            statement=f"request_timeout_s >= {_REQUEST_FIXED_S:g} + max_new_tokens / {_FAST_TOKENS_PER_S:g}",
-            numbers=f"{request_s:g} >= {_REQUEST_FIXED_S:g} + {tokens} / {_FAST_TOKENS_PER_S:g} = {needed}",
-            holds=request_s >= needed,
-            refusal=f"rollout.request_timeout_s={request_s:g} is so short that a long answer is given up while a sound "
-            f"server writes it; got max_new_tokens={tokens}",
-            remedy=f"write rollout.request_timeout_s: {needed} or more, or a smaller rollout.decoding.max_new_tokens",
-            is_advice=True,
+        grace, rollout, sync = starvation.grace_steps, self.rollout, self.rollout.sync
+        grace_needed = math.ceil(_WANTED_STEPS_IN_GRACE / b_ratio) if b_ratio else grace
+        fixed, pace, tokens = _ROUND_FIXED_S, _SLOW_BUCKET_MIB_PER_S, rollout.decoding.max_new_tokens
+        round_s = math.ceil(fixed + sync.bucket_mib / pace)
+        request_s = math.ceil(_REQUEST_FIXED_S + tokens / _FAST_TOKENS_PER_S)
+        per_request = f"{_REQUEST_FIXED_S:g} + {tokens} / {_FAST_TOKENS_PER_S:g}"
+        return (
+            Inequality(
+                "starvation grace",
+                f"stage2_ab.starvation.grace_steps * b_ratio >= {_WANTED_STEPS_IN_GRACE}",
+                f"{grace} * {float(b_ratio):g} = {float(grace * b_ratio):g}",
+                starvation.action is StarvationAction.OFF or grace >= grace_needed,
+                f"write stage2_ab.starvation.grace_steps: {grace_needed} or more",
+                "one skipped B step counts as starvation",
+                is_advice=True,
+            ),
+            Inequality(
+                "round time",
+                f"rollout.sync.timeout_s >= {fixed:g} + sync.bucket_mib / {pace:g}",
+                f"{sync.timeout_s:g} >= {fixed:g} + {sync.bucket_mib} / {pace:g} = {round_s}",
+                sync.timeout_s >= round_s,
+                f"write rollout.sync.timeout_s: {round_s} or more, plus the seconds that all weights take",
+                "a sound round may be given up, and its servers with it",
+                is_advice=True,
+            ),
+            Inequality(
+                "request time",
+                f"rollout.request_timeout_s >= {_REQUEST_FIXED_S:g} + max_new_tokens / {_FAST_TOKENS_PER_S:g}",
+                f"{rollout.request_timeout_s:g} >= {per_request} = {request_s}",
+                rollout.request_timeout_s >= request_s,
+                f"write rollout.request_timeout_s: {request_s} or more, or a smaller rollout.decoding.max_new_tokens",
+                "a long answer is given up while a sound server writes it",
+                is_advice=True,
+            ),
         )
 
     def _check_names(self) -> None:
@@ -287,8 +305,9 @@ class Stage2Config:
         every_steps = self.stage2_ab.evaluation.every_steps
         if every_steps and not self.b_enabled:
             raise ConfigError(
-                "stage2_ab.evaluation asks the rollout servers of channel B, got b_ratio=0 and "
-                f"every_steps={every_steps}; write every_steps: 0, or a b_ratio above 0"
+                "stage2_ab.evaluation asks the rollout servers of channel B",
+                got=f"b_ratio=0 and every_steps={every_steps}",
+                remedy="write every_steps: 0, or a b_ratio above 0",
             )
         # Without a data set here the arguments come from ms-swift's own command line, and only the trainer knows.
         if self.swift.get("dataset"):
@@ -299,29 +318,28 @@ class Stage2Config:
 
     def _check_resumes(self) -> None:
         window, most = self.stage2_ab.channel_b.prefetch.version_window, self.rollout.max_resumes
-        if most is not None and self.rollout.sync.on_pending is not OnPending.RESUME:
+        policy = self.rollout.sync.on_pending
+        if most is not None and policy is not OnPending.RESUME:
             raise ConfigError(
-                "rollout.max_resumes needs rollout.sync.on_pending: resume, got "
-                f"max_resumes={most} on_pending={str(self.rollout.sync.on_pending)!r}; write on_pending: resume, or "
-                "leave max_resumes out"
+                "rollout.max_resumes needs rollout.sync.on_pending: resume",
+                got=f"max_resumes={most} on_pending={str(policy)!r}",
+                remedy="write on_pending: resume, or leave max_resumes out",
             )
-        if self.rollout.sync.on_pending is OnPending.RESUME and not window:
+        if policy is OnPending.RESUME and (not window or (most or 0) > window):
             raise ConfigError(
-                "rollout.sync.on_pending: resume needs version_window of at least 1, because a resumed rollout keeps "
-                "tokens of older weights, got version_window=0; write version_window: 1 or more, or on_pending: wait"
-            )
-        if most is not None and most > window:
-            raise ConfigError(
-                "rollout.max_resumes must be at most version_window, because a rollout's oldest tokens age with each "
-                f"resume, got max_resumes={most} version_window={window}; write max_resumes: {window}, or leave it out"
+                "rollout.sync.on_pending: resume needs a version_window of at least 1 and of max_resumes, because a "
+                "rollout's oldest tokens age with each resume",
+                got=f"version_window={window} max_resumes={most}",
+                remedy=f"write version_window: {max(1, most or 0)} or more, or fewer max_resumes, or on_pending: wait",
             )
 
     def _check_launch(self) -> None:
         started, named = len(self.launch.servers), len(self.rollout.servers)
         if started and started != named:
             raise ConfigError(
-                "launch.servers must be empty or have one entry for each of rollout.servers, got "
-                f"{started} launch.servers and {named} rollout.servers; add or remove entries"
+                "launch.servers must be empty or have one entry for each of rollout.servers",
+                got=f"{started} launch.servers and {named} rollout.servers",
+                remedy="add or remove entries",
             )
         on_pending, transport = self.rollout.sync.on_pending, self.rollout.sync.transport
         # Settings that stock servers cannot serve: key, value, who can, and the value for stock ones.
@@ -341,15 +359,17 @@ class Stage2Config:
         for index, process in enumerate(self.launch.servers):
             for key, value, such, other in needs if process.engine is ServerEngine.SWIFT else ():
                 raise ConfigError(
-                    f"rollout.sync.{key}: {value} needs {such}, got a stock one at "
-                    f"launch.servers[{index}].engine={str(process.engine)!r}; write {key}: {other}, or engine: vllm"
+                    f"rollout.sync.{key}: {value} needs {such}",
+                    got=f"a stock one at launch.servers[{index}].engine={str(process.engine)!r}",
+                    remedy=f"write {key}: {other}, or engine: vllm",
                 )
             if process.upstream_port is None:
                 continue
             if process.upstream_port in taken:
                 raise ConfigError(
-                    "every upstream_port must differ from all other ports, got "
-                    f"launch.servers[{index}].upstream_port={process.upstream_port} more than once; write another"
+                    "every upstream_port must differ from all other ports",
+                    got=f"launch.servers[{index}].upstream_port={process.upstream_port} more than once",
+                    remedy="write another",
                 )
             taken.add(process.upstream_port)
 
@@ -366,13 +386,15 @@ def load_config(path: str | PathLike[str]) -> Stage2Config:
         _refuse_retired(data)
         return bind(Stage2Config, data)
     except ConfigError as exc:
-        raise ConfigError(f"{file}: {exc}") from exc
+        raise exc.at(str(file)) from exc
 
 
 def _refuse_retired(data: Mapping[str, Any], place: str = "") -> None:
     for key, value in data.items():
         replacement = RETIRED_ANYWHERE.get(key) or (None if place else RETIRED_AT_TOP.get(key))
         if replacement is not None:
-            raise ConfigError(f"{place}{key} is retired and no longer read; use {replacement} instead")
+            raise ConfigError(
+                f"{place}{key} is retired and no longer read", remedy=f"use {replacement} instead"
+            )
         if isinstance(value, Mapping) and f"{place}{key}" != "swift":
             _refuse_retired(value, f"{place}{key}.")

@@ -1,22 +1,24 @@
-"""Rules between and about settings; each refuses with rule, value and remedy in one line."""
+"""Rules between and about settings, and parts that have names: plain dicts, filled by decorators, asked by ``find``."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
-from swift_stage2.errors import ConfigError
+from swift_stage2.errors import ConfigError, UserError, closest
+
+P = TypeVar("P")
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_KEY_PREFIX = re.compile(r"(sk|pk|rk|hf|gh[a-z]|glpat|xox[a-z]|github_pat|AKIA|Bearer)[-_ A-Z0-9]", re.ASCII)
 _SHORTEST_KEY = 16
 _CREDENTIALS = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://)?.*@", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Inequality:
     """A rule as evaluated on one configuration."""
 
@@ -27,22 +29,23 @@ class Inequality:
     numbers: str
     """The same with the numbers: ``4 <= 8``."""
     holds: bool
-    refusal: str
-    """The mistake when it does not hold, with ``got name=value``."""
     remedy: str
     """The correction, in one line."""
+    otherwise: str = ""
+    """What happens where it does not hold."""
     is_advice: bool = False
     """Such a setting wastes something; it is warned about, not refused."""
+
+    @property
+    def error(self) -> ConfigError:
+        """Rule, numbers and remedy."""
+        otherwise = f" (otherwise {self.otherwise})" if self.otherwise else ""
+        return ConfigError(f"{self.statement} must hold{otherwise}", got=self.numbers, remedy=self.remedy)
 
     def require(self) -> None:
         """Raises ConfigError unless the rule holds."""
         if not self.holds:
-            raise ConfigError(self.message)
-
-    @property
-    def message(self) -> str:
-        """Rule, what was got, and remedy in one line."""
-        return f"{self.refusal}; {self.remedy}"
+            raise self.error
 
 
 def at_least(section: Any, minimum: float, *names: str, remedy: str = "") -> None:
@@ -69,25 +72,22 @@ def above_zero(section: Any, name: str, maximum: float = math.inf, remedy: str =
     _require(section, name, lambda value: 0 < value <= maximum, allowed, remedy)
 
 
-def written(section: Any, *names: str) -> list[str]:
-    """Those of ``names``, by default of all settings, that are not at their defaults: of others nobody knows."""
-    defaults = type(section)()
-    names = names or tuple(each.name for each in fields(section))
-    return [name for name in names if getattr(section, name) != getattr(defaults, name)]
-
-
 def variable_name(name: str, value: str) -> None:
     """The name of an environment variable. A value that is none, or looks like a key itself, is never shown."""
     if not _VARIABLE.fullmatch(value) or _looks_like_a_key(value):
         raise ConfigError(
-            f"{name} must be the name of an environment variable that holds the key, never the key, got {name}=*** "
-            f"({len(value)} characters); export SWIFT_ROLLOUT_API_KEY=<the key> and write {name}: SWIFT_ROLLOUT_API_KEY"
+            f"{name} must be the name of an environment variable that holds the key, never the key",
+            got=f"{name}=*** ({len(value)} characters)",
+            remedy=f"export SWIFT_ROLLOUT_API_KEY=<the key> and write {name}: SWIFT_ROLLOUT_API_KEY",
         )
 
 
 def variable_option(value: str) -> str:
-    """The same for a command line's ``--api-key-env``."""
-    variable_name("--api-key-env", value)
+    """The same for a command line's ``--api-key-env``. argparse would show the value of what is a ValueError, too."""
+    try:
+        variable_name("--api-key-env", value)
+    except ConfigError as error:
+        raise UserError(error.rule, got=error.got, remedy=error.remedy) from None
     return value
 
 
@@ -97,14 +97,9 @@ def without_credentials(url: str) -> str:
 
 
 def _looks_like_a_key(word: str) -> bool:
-    """Random letters and digits without a joint, or the beginning that a well-known service gives its keys."""
-    if len(word) < _SHORTEST_KEY:
-        return False
-    kinds = [any(map(test, word)) for test in (str.isdigit, str.islower, str.isupper)]
-    jointless = "_" not in word and kinds[0] and any(kinds[1:])
-    return (
-        jointless or all(kinds) or (kinds[0] and _KEY_PREFIX.match(word) is not None and not word.isupper())
-    )
+    """As random characters do: long, and without a joint or with several digits among small letters."""
+    is_mixed = sum(map(str.isdigit, word)) > 1 and any(map(str.islower, word))
+    return len(word) >= _SHORTEST_KEY and ("_" not in word or is_mixed)
 
 
 def _require(section: Any, name: str, holds: Callable[[float], bool], allowed: str, remedy: str) -> None:
@@ -116,4 +111,42 @@ def _require(section: Any, name: str, holds: Callable[[float], bool], allowed: s
         if not remedy and isinstance(default, int | float):
             remedy = f"the default is {default:g}"
         tail = f"; {remedy}" if remedy else ""
-        raise ConfigError(f"{name} must be {allowed}, got {name}={value!r}{tail}")
+        raise ConfigError(f"{name} must be {allowed}", got=f"{name}={value!r}{tail}")
+
+
+_REGISTER = "register it in a file of swift.external_plugins"
+
+
+def register(parts: dict[str, P], kind: str, name: str) -> Callable[[P], P]:
+    """A decorator that adds a part of this ``kind`` under ``name``. Raises ConfigError: the name is taken."""
+
+    def add(part: P) -> P:
+        if name in parts:
+            raise ConfigError(
+                f"every {kind} needs a name of its own",
+                got=f"{name!r} for {_told(parts[name])} and for {_told(part)}",
+                remedy="choose another",
+            )
+        parts[name] = part
+        return part
+
+    return add
+
+
+def _told(part: object) -> str:
+    if not isinstance(part, type):
+        return repr(part)
+    # ms-swift's name of a plugin tells nothing
+    file = getattr(sys.modules.get(part.__module__), "__file__", None)
+    return f"{part.__qualname__} ({file or part.__module__})"
+
+
+def find(parts: Mapping[str, P], key: str, name: str, remedy: str = _REGISTER) -> P:
+    """The part that the configuration's ``key`` names. Raises ConfigError with the nearest name, else ``remedy``."""
+    if name in parts:
+        return parts[name]
+    near = closest(name, tuple(parts))
+    raise ConfigError(
+        f"{key} must be {' or '.join(parts)}, got {key.rpartition('.')[2]}={name!r}; "
+        + (f"did you mean {near!r}?" if near else remedy)
+    )

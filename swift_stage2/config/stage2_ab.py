@@ -11,8 +11,7 @@ from typing import Any
 
 from swift_stage2.config import rules
 from swift_stage2.config.objective import REWARD_WEIGHTS, GrpoConfig, Objective, RewardConfig
-from swift_stage2.config.registry import find
-from swift_stage2.config.rules import Inequality
+from swift_stage2.config.rules import Inequality, find
 from swift_stage2.errors import ConfigError
 
 
@@ -61,9 +60,7 @@ SHIPPED_TASKS = {"detection": "object_list", "point": "point_list"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    b_ratio: float = field(
-        metadata={"allowed": "the share of steps that want channel B, 0..1; 0 turns it off"}
-    )
+    b_ratio: float
     """Share of optimizer steps that want channel B, 0..1; 0 means that nothing of channel B exists."""
 
     def __post_init__(self) -> None:
@@ -165,16 +162,13 @@ class PrefetchConfig:
         Before any row is measured one thing is known for sure: a pack holds a sample at least.
         """
         budget, needed = self.max_rollouts_per_version, math.ceil(packs_per_b_step * samples_per_pack)
-        held = "a sample or more" if samples_per_pack == 1 else f"{samples_per_pack:.3g} samples"
         return Inequality(
-            name="budget fills a step",
-            statement="max_rollouts_per_version >= gradient_accumulation_steps * samples per pack",
-            numbers=f"{'derived' if budget is None else budget} >= {packs_per_b_step} * {samples_per_pack:.3g} "
-            f"= {needed}",
-            holds=budget is None or budget >= needed,
-            refusal=f"B could never run: a step trains gradient_accumulation_steps={packs_per_b_step} packs of "
-            f"{held}, got max_rollouts_per_version={budget}",
-            remedy=f"write stage2_ab.channel_b.prefetch.max_rollouts_per_version: {needed} or more, or leave it out",
+            "budget fills a step",
+            "max_rollouts_per_version >= gradient_accumulation_steps * samples per pack",
+            f"{'derived' if budget is None else budget} >= {packs_per_b_step} * {samples_per_pack:.3g} = {needed}",
+            budget is None or budget >= needed,
+            f"write stage2_ab.channel_b.prefetch.max_rollouts_per_version: {needed} or more, or leave it out",
+            "B could never run",
         )
 
     @property
@@ -186,23 +180,19 @@ class PrefetchConfig:
         window, cadence = self.version_window, self.sync_every_steps
         return (
             Inequality(
-                name="target within limit",
-                statement="prefetch_target_packs <= queue_limit",
-                numbers=f"{target or 'derived'} <= {limit or 'derived'}",
-                holds=target is None or limit is None or target <= limit,
-                refusal="prefetch_target_packs must be at most queue_limit, got "
-                f"prefetch_target_packs={target} queue_limit={limit}",
-                remedy=f"write queue_limit: {target} or more",
+                "target within limit",
+                "prefetch_target_packs <= queue_limit",
+                f"{target or 'derived'} <= {limit or 'derived'}",
+                target is None or limit is None or target <= limit,
+                f"write queue_limit: {target} or more",
             ),
             Inequality(
-                name="version window",
-                statement="version_window >= 1, or sync_every_steps >= 2",
-                numbers=f"version_window {window}, sync_every_steps {cadence}",
-                holds=window > 0 or cadence > 1,
-                refusal=f"version_window 0 needs sync_every_steps of at least 2, got version_window={window} "
-                f"sync_every_steps={cadence}",
-                remedy="a round precedes every reservation, so no pack would ever be fresh: write "
-                "version_window: 1 or more",
+                "version window",
+                "version_window >= 1, or sync_every_steps >= 2",
+                f"version_window {window}, sync_every_steps {cadence}",
+                window > 0 or cadence > 1,
+                "write version_window: 1 or more",
+                "a round precedes every reservation, and no pack is ever fresh",
             ),
         )
 
@@ -273,7 +263,9 @@ class TargetWeights:
         rules.at_least(self, 0, *given)
         if not any(self.by_group().values()):
             raise ConfigError(
-                "at least one target weight must be above 0, got 0 for all; nothing would be trained"
+                "at least one target weight must be above 0",
+                got="0 for all",
+                remedy="nothing would be trained",
             )
 
 
@@ -374,8 +366,9 @@ class Stage2AbConfig:
         owner = SHIPPED_DIALECTS.get(dialect or "")
         if self.task in SHIPPED_TASKS and owner not in (None, self.task):
             raise ConfigError(
-                f"channel_b.target.dialect must be one of task {self.task}, got dialect={dialect!r} of task {owner}; "
-                f"leave it out for {SHIPPED_TASKS[self.task]}, or write task: {owner}"
+                f"channel_b.target.dialect must be one of task {self.task}",
+                got=f"dialect={dialect!r} of task {owner}",
+                remedy=f"leave it out for {SHIPPED_TASKS[self.task]}, or write task: {owner}",
             )
 
     @property

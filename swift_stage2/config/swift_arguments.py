@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swift_stage2.errors import ConfigError
-from swift_stage2.nearest_word import closest
+from swift_stage2.errors import ConfigError, closest
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,9 @@ def named_places(arguments: Mapping[str, Any], key: str) -> list[str]:
     kind, example = _PLACES[key]
     places = value if isinstance(value, list | tuple) and kind == _ANY else [value]
     if not all(isinstance(place, str) and place for place in places):
-        raise ConfigError(f"swift.{key} must be {kind}, got {key}={value!r}; write {key}: {example}")
+        raise ConfigError(
+            f"swift.{key} must be {kind}", got=f"{key}={value!r}", remedy=f"write {key}: {example}"
+        )
     return list(places)
 
 
@@ -130,22 +131,26 @@ def refuse_unsupported(arguments: Mapping[str, Any], *, has_own_loss: bool = Fal
     for rule in (*UNSUPPORTED, *(_WITH_OWN_LOSS if has_own_loss else ())):
         if rule.key in arguments and rule.refused(arguments[rule.key]):
             raise ConfigError(
-                f"swift.{rule.key} is not supported with channel B ({rule.reason}), "
-                f"got {rule.key}={arguments[rule.key]!r:.200}; {rule.remedy}, or write b_ratio: 0"
+                f"swift.{rule.key} is not supported with channel B ({rule.reason})",
+                got=f"{rule.key}={arguments[rule.key]!r:.200}",
+                remedy=f"{rule.remedy}, or write b_ratio: 0",
             )
     if not _is_on(arguments.get("fsdp")):
         return
     for other in ("deepspeed", "save_only_model"):
         if _is_on(arguments.get(other)):
             raise ConfigError(
-                f"ms-swift takes swift.fsdp or swift.{other}, not both, got {other}={arguments[other]!r:.200}; remove "
-                "one of them"
+                f"ms-swift takes swift.fsdp or swift.{other}, not both",
+                got=f"{other}={arguments[other]!r:.200}",
+                remedy="remove one of them",
             )
     resumed = arguments.get("resume_from_checkpoint")
     if resumed and arguments.get("tuner_type", "lora") != "full":
         raise ConfigError(
-            "swift.resume_from_checkpoint is not supported with LoRA under FSDP2 (Accelerate does not load into what "
-            f"ms-swift makes of a resumed adapter), got resume_from_checkpoint={resumed!r}; remove one of them"
+            "swift.resume_from_checkpoint is not supported with LoRA under FSDP2 (Accelerate does not load "
+            "into what ms-swift makes of a resumed adapter)",
+            got=f"resume_from_checkpoint={resumed!r}",
+            remedy="remove one of them",
         )
 
 
@@ -165,6 +170,7 @@ _TRACKERS = (
     ),
     *("mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb"),
 )
+_TRUTHS = ("no", "off", "false", "yes", "on", "true")
 
 
 def refuse_values(arguments: Mapping[str, Any]) -> None:
@@ -174,28 +180,25 @@ def refuse_values(arguments: Mapping[str, Any]) -> None:
         if name is not None and name not in _TRACKERS:
             near = closest(str(name), _TRACKERS)
             remedy = f"did you mean {near!r}?" if near else "write report_to: none for no tracker"
-            is_truth = isinstance(name, bool) or str(name).lower() in (
-                "no",
-                "off",
-                "false",
-                "yes",
-                "on",
-                "true",
-            )
-            what = ", a truth value in YAML" if is_truth else ""
+            what = ", a truth value in YAML" if str(name).lower() in _TRUTHS else ""
             raise ConfigError(
-                f"swift.report_to must name trackers, as tensorboard or wandb, got report_to={name!r}{what}; {remedy}"
+                "swift.report_to must name trackers, as tensorboard or wandb",
+                got=f"report_to={name!r}{what}",
+                remedy=remedy,
             )
     deepspeed = arguments.get("deepspeed")
     if deepspeed is not None and not _is_on(deepspeed):
         raise ConfigError(
-            f"swift.deepspeed must be zero0 to zero3, a file or its content, got deepspeed={deepspeed!r}; remove the "
-            "key to train without DeepSpeed"
+            "swift.deepspeed must be zero0 to zero3, a file or its content",
+            got=f"deepspeed={deepspeed!r}",
+            remedy="remove the key to train without DeepSpeed",
         )
     workers = arguments.get("dataloader_num_workers")
     if isinstance(workers, int) and workers < 0:
         raise ConfigError(
-            f"swift.dataloader_num_workers must be at least 0, got dataloader_num_workers={workers}; write 0 for none"
+            "swift.dataloader_num_workers must be at least 0",
+            got=f"dataloader_num_workers={workers}",
+            remedy="write 0 for none",
         )
 
 
@@ -210,7 +213,7 @@ def refuse_unknown_names(
         if name not in valid:
             near = _OTHER_NAMES.get(name) or closest(name, tuple(valid))
             hint = f"did you mean {near!r}?" if near else "`swift sft` has no such argument: remove it"
-            raise ConfigError(f"unknown key {name!r} in {where}; {hint}")
+            raise ConfigError(f"unknown key {name!r} in {where}", remedy=hint)
 
 
 _GRPO = "stage2_ab.channel_b.grpo"
@@ -249,3 +252,74 @@ def _as_word(value: Any) -> str:
     if isinstance(value, Mapping):
         return json.dumps(value)
     return str(value)
+
+
+# Which metric of the evaluations on the servers chooses the best model: metric_for_best_model: eval_f1 (or eval/f1).
+# Any other name is ms-swift's own evaluation's, and nothing here applies.
+COUNTED = ("precision", "recall", "f1", "mean_iou", "truncated_ratio")
+"""Sums over ranks, which every rank knows when an evaluation ends. A task may have others of its own."""
+SCORED = (
+    *("ap", "ap50", "ap75", "ar", "precision_50_95", "recall_50_95", "f1_50_95"),
+    *("invalid_ratio", "failed_ratio"),
+)
+"""Those that rank 0 computes beside training, where the task has boxes."""
+_KEY = "metric_for_best_model"
+_ONE_OF_COUNTED = f"write one of {', '.join(f'eval_{each}' for each in COUNTED)}"
+
+
+def best_metric(swift: Mapping[str, Any]) -> str | None:
+    """The metric's name without ``eval``; None where ms-swift's own evaluation chooses, or nothing does."""
+    name = swift.get(_KEY)
+    if not isinstance(name, str):
+        return None
+    if name.startswith("eval/"):
+        return name.removeprefix("eval/")
+    short = name.removeprefix("eval_")
+    return short if short in (*COUNTED, *SCORED) else None
+
+
+def refuse_best_model(swift: Mapping[str, Any], every_steps: int) -> None:
+    """Raises ConfigError: the metric would end in a traceback of Hugging Face's, or choose nothing in silence."""
+    name = best_metric(swift)
+    if name is None:
+        return
+    got = f"swift.{_KEY}: {swift[_KEY]}"
+    if not every_steps:
+        raise ConfigError(
+            f"{got} needs evaluations on the servers",
+            got="stage2_ab.evaluation.every_steps=0",
+            remedy="write every_steps: 200, or remove it",
+        )
+    if name in SCORED:
+        raise ConfigError(
+            f"{got} must be a metric that every rank knows when an evaluation ends, and rank 0 computes this "
+            "one beside training",
+            remedy=_ONE_OF_COUNTED,
+        )
+    strategy = swift.get("eval_strategy", swift.get("save_strategy", "steps"))
+    if strategy not in ("no", False):
+        raise ConfigError(
+            f"{got} is no metric of ms-swift's own evaluation",
+            got=f"eval_strategy={strategy!r}",
+            remedy="write eval_strategy: 'no'",
+        )
+    if swift.get("load_best_model_at_end"):
+        raise ConfigError(
+            f"swift.load_best_model_at_end is not supported with {got}: Hugging Face looks for a checkpoint's "
+            "tensors by the names of the model in memory, others are saved, and it goes on with the last "
+            "weights",
+            remedy="write save_strategy: best and remove it, for nothing after training uses them",
+        )
+    if name == "truncated_ratio" and swift.get("greater_is_better", True) is not False:
+        raise ConfigError(f"{got} is better when it is lower", remedy="write greater_is_better: false")
+
+
+def require_metric(swift: Mapping[str, Any], of_task: Collection[str]) -> None:
+    """Raises ConfigError: no evaluation will have that name. ``of_task`` are the task's own."""
+    name, known = best_metric(swift), (*COUNTED, *of_task)
+    if name is not None and name not in known:
+        raise ConfigError(
+            f"swift.{_KEY} must be a metric of evaluations",
+            got=f"{swift[_KEY]}",
+            remedy=f"write one of {', '.join(f'eval/{each}' for each in known)}",
+        )

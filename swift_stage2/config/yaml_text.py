@@ -1,7 +1,7 @@
 """A YAML file into plain Python values, and plain values back into YAML.
 
 Scalars follow YAML 1.2 (``1e-5`` is a number; ``off``, ``no`` and dates are text); PyYAML's own rules
-are those of 1.1. A key written twice, a tag, and what grows without a limit are refused. Called by ``load_config``.
+are those of 1.1. A key written twice and a tag are refused. Called by ``load_config``.
 """
 
 from __future__ import annotations
@@ -16,33 +16,18 @@ import yaml
 from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.whole_file import read_regular_text
 
-_MAX_DEPTH = 32
-_MAX_VALUES = 100_000
-_MAX_INTEGER_DIGITS = 18  # what fits 64 bits for sure; Python itself gives up at 4300
-
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the core schema of YAML 1.2, without tags and repeated keys, and with limits."""
-
-    _depth = 0
+    """SafeLoader with the core schema of YAML 1.2, without tags and repeated keys."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
-        line = event.start_mark.line + 1
         if tag := getattr(event, "tag", None):
+            line = event.start_mark.line + 1
             raise ConfigError(
-                f"line {line}: a value must stand without a YAML tag, got tag={tag!r}; remove it"
+                f"line {line}: a value must stand without a YAML tag", got=f"tag={tag!r}", remedy="remove it"
             )
-        self._depth += 1
-        if self._depth > _MAX_DEPTH:
-            raise ConfigError(_too_deep(line))
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
-
-    def construct_document(self, node: yaml.Node) -> Any:
-        _measure(node, {}, [])
-        return super().construct_document(node)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: dict[Hashable, int] = {}
@@ -50,10 +35,12 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise ConfigError(f"line {line}: a key must be text, got key={key!r}; put it in quotes")
+                raise ConfigError(
+                    f"line {line}: a key must be text", got=f"key={key!r}", remedy="put it in quotes"
+                )
             if key in seen:
                 raise ConfigError(
-                    f"line {line}: a key may be written once, got {key!r} also on line {seen[key]}"
+                    f"line {line}: a key may be written once", got=f"{key!r} also on line {seen[key]}"
                 )
             seen[key] = line
         return super().construct_mapping(node, deep)
@@ -67,46 +54,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    digits = str(loader.construct_scalar(node))
-    if len(digits.lstrip("+-0")) > _MAX_INTEGER_DIGITS:
-        raise ConfigError(
-            f"line {node.start_mark.line + 1}: a whole number must have at most {_MAX_INTEGER_DIGITS} digits, got "
-            f"{len(digits.lstrip('+-0'))}; correct it, or put it in quotes where text is meant"
-        )
-    return int(digits, 10)  # PyYAML would read 010 as octal
-
-
-def _too_deep(line: int) -> str:
-    return (
-        f"line {line}: values must be nested at most {_MAX_DEPTH} deep, got more; no section needs more than 6: "
-        "remove the brackets or the indentation"
-    )
-
-
-def _measure(
-    node: yaml.Node, known: dict[int, tuple[int, int]], open_nodes: list[yaml.Node]
-) -> tuple[int, int]:
-    """Values and depth of a node with every alias written out. Raises ConfigError above a limit, or for a circle."""
-    line = node.start_mark.line + 1
-    if any(node is other for other in open_nodes):
-        raise ConfigError(
-            f"line {line}: an alias must not stand inside what it names; write the value itself"
-        )
-    if id(node) not in known:
-        children = node.value if isinstance(node.value, list) else []
-        flat = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
-        measured = [_measure(child, known, [*open_nodes, node]) for child in flat]
-        number = 1 + sum(count for count, _ in measured)
-        depth = 1 + max((below for _, below in measured), default=0)
-        if number > _MAX_VALUES:
-            raise ConfigError(
-                f"line {line}: a file must hold at most {_MAX_VALUES} values with every alias written out, got "
-                f"{number}; write less"
-            )
-        if depth > _MAX_DEPTH:
-            raise ConfigError(_too_deep(line))
-        known[id(node)] = number, depth
-    return known[id(node)]
+    return int(str(loader.construct_scalar(node)), 10)  # PyYAML would read 010 as octal
 
 
 _Loader.yaml_implicit_resolvers = {}  # those of YAML 1.1 go; the dumper keeps them and quotes by both rules
@@ -137,13 +85,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = read_regular_text(path)
     except FileNotFoundError as exc:
-        raise ConfigError(f"a configuration file must exist, got path={path}; check the path") from exc
+        raise ConfigError(
+            "a configuration file must exist", got=f"path={path}", remedy="check the path"
+        ) from exc
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{path}: the file must be readable UTF-8 text: {exc}") from exc
     data = parse_yaml(text, str(path))
     if not isinstance(data, dict):
         kind = "an empty file" if data is None else type(data).__name__
-        raise ConfigError(f"{path}: the file must hold a mapping with the section stage2_ab, got {kind}")
+        raise ConfigError(f"{path}: the file must hold a mapping with the section stage2_ab", got=kind)
     return data
 
 
@@ -152,13 +102,14 @@ def parse_yaml(text: str, name: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as exc:
-        raise ConfigError(f"{name}: {_syntax_error(exc, text)}") from exc
+        raise _syntax_error(exc, text).at(name) from exc
+    except RecursionError as exc:
+        raise ConfigError("values must be nested less deep", remedy="remove brackets", key=name) from exc
     except ConfigError as exc:
-        raise ConfigError(f"{name}: {exc}") from exc
+        raise exc.at(name) from exc
 
 
-def _syntax_error(error: yaml.YAMLError, text: str) -> str:
-    """Where, what and how to mend it, on one line."""
+def _syntax_error(error: yaml.YAMLError, text: str) -> ConfigError:
     where, problem = "", " ".join(str(error).split())
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: "
@@ -169,9 +120,10 @@ def _syntax_error(error: yaml.YAMLError, text: str) -> str:
         before = text[: error.position]
         where = f"line {before.count(chr(10)) + 1}, column {len(before) - before.rfind(chr(10))}: "
         problem = f"{error.reason}: {text[error.position]!r}"
-    return (
-        f"{where}the file must be valid YAML, got: {problem}; mend the line (indent by spaces, put one after "
-        "each colon, close every bracket and quote)"
+    return ConfigError(
+        f"{where}the file must be valid YAML",
+        got=f"{problem}",
+        remedy="mend the line (indent by spaces, put one after each colon, close every bracket and quote)",
     )
 
 
@@ -192,7 +144,9 @@ def set_values(data: dict[str, Any], words: Sequence[str], option: str) -> dict[
         *sections, key = path.split(".")
         if not equals or not all(map(str.isidentifier, (*sections, key))):
             raise UserError(
-                f"{option} must be KEY=VALUE, got {word!r}; write it like {option} tuner_type=full"
+                f"{option} must be KEY=VALUE",
+                got=f"{word!r}",
+                remedy=f"write it like {option} tuner_type=full",
             )
         if path in named:
             raise UserError(

@@ -14,8 +14,7 @@ from swift_stage2.config.stage2_ab import DEFAULT_TASK, SHIPPED_TASKS
 from swift_stage2.dataset.fault import Rule
 from swift_stage2.dataset.picture import TURN
 from swift_stage2.dataset.survey import MOST_KEPT, Findings, survey
-from swift_stage2.errors import UserError
-from swift_stage2.nearest_word import closest
+from swift_stage2.errors import UserError, closest
 from swift_stage2.runtime.output import say
 from swift_stage2.runtime.parser import CommandParser
 from swift_stage2.runtime.progress import progress_bar

@@ -67,8 +67,8 @@ def model_encoder(model: str, data: Path, swift: Mapping[str, Any]) -> Iterator[
         "model": model,
         "dataset": [os.fspath(data)],
     }
-    from swift_stage2.doctor.preparation import prepare_learner  # loads ms-swift
-    from swift_stage2.preflight.swift_parsing import OPTION
+    from swift_stage2.checks.preparation import prepare_learner  # loads ms-swift
+    from swift_stage2.checks.swift_parsing import OPTION
 
     with TemporaryDirectory(prefix="swift-stage2-evaluate-") as scratch:
         prepared = prepare_learner(arguments, Path(scratch), with_weights=False, where=OPTION)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from swift_stage2.checks.model import check_hub_ids, check_model, recorded_plugins
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.yaml_text import set_values
 from swift_stage2.detections.prediction import (
@@ -34,7 +35,6 @@ from swift_stage2.evaluate.served_model import ENGINES, OwnServer, own_server, r
 from swift_stage2.pages.content import GALLERY_KEY, Gallery, Section, Sentence, Tone
 from swift_stage2.pages.page import PageContent, page_of, write_page
 from swift_stage2.pages.terminal import terminal_report
-from swift_stage2.preflight.model import check_hub_ids, check_model, recorded_plugins
 from swift_stage2.runtime.output import SafeConsole, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, whole_number
 from swift_stage2.runtime.progress import going_on, progress_bar

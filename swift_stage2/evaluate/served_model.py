@@ -17,13 +17,13 @@ from typing import Any
 
 import psutil
 
+from swift_stage2.checks.servers import foreign
 from swift_stage2.config import RolloutConfig, ServerConfig, ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.errors import ServerFault, ServerUnavailable, UserError
 from swift_stage2.launch.job import last_cause
 from swift_stage2.launch.managed_server import why_not_ready
 from swift_stage2.launch.plan import without_rank
-from swift_stage2.preflight.servers import foreign
 from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.runtime.output import say
 from swift_stage2.runtime.ports import free_ports
@@ -62,7 +62,7 @@ def require_answer(base_url: str) -> protocol.ServerInfo:
         except ServerFault as fault:
             if fault.is_foreign:
                 remedy = "correct --server, or name --model alone, and one is started for it"
-                raise ServerUnavailable(f"--server: {foreign(session, fault, remedy)}") from fault
+                raise foreign(session, fault, remedy).at("--server") from fault
             raise ServerUnavailable(
                 f"--server must be a rollout server that answers, got {fault}; wait until it "
                 "has loaded, or name --model alone, and one is started for it"

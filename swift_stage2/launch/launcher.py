@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
+from swift_stage2.checks.checks import Known, run_checks
+from swift_stage2.checks.servers import warn_of_lone_servers
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import EXIT_STARVED, EXIT_USER_MISTAKE, ConfigError, UserError
 from swift_stage2.launch.job import Job, last_cause
@@ -17,8 +19,6 @@ from swift_stage2.launch.managed_server import ManagedServer
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, devices_of, plan_launch
 from swift_stage2.launch.rank import end_left_in, take_room
 from swift_stage2.launch.run_end import newest_run, next_commands
-from swift_stage2.preflight.checks import Known, run_checks
-from swift_stage2.preflight.servers import warn_of_lone_servers
 from swift_stage2.runtime.claim import resumed
 from swift_stage2.runtime.lock import hold_run_directory
 from swift_stage2.runtime.output import print_error

@@ -16,7 +16,7 @@ from swift_stage2.config import (
     ServerProcess,
     Stage2Config,
 )
-from swift_stage2.config.device_shares import Placement, check_devices
+from swift_stage2.config.launch import Placement, check_devices
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.errors import ConfigError
 from swift_stage2.runtime.supervisor import Command

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from swift_stage2.checks.checks import Known, run_checks
 from swift_stage2.config import Stage2Config
 from swift_stage2.errors import UserError, exit_status_of
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
-from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.runtime.claim import resumed, written_directory
 from swift_stage2.runtime.lock import hold_run_directory
 from swift_stage2.runtime.output import say

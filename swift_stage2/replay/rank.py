@@ -14,12 +14,12 @@ from swift_stage2.assembly import progress_watch
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.channel_b.task import Rows
+from swift_stage2.checks.channel_b_parts import make_task
+from swift_stage2.checks.samples import usable_samples
 from swift_stage2.collectives import join_control_group, leave_job, together
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import ReplayDiffers, UserError
-from swift_stage2.preflight.channel_b_parts import make_task
-from swift_stage2.preflight.samples import usable_samples
 from swift_stage2.replay.recorded_run import RecordedRun, ReplayVerdict
 from swift_stage2.replay.replayed_learner import PackMaker, ReplayedLearner
 from swift_stage2.run import Stage2Run

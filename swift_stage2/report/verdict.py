@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from swift_stage2.checks.feeding import Advice, sustained
 from swift_stage2.pages.content import Headline, Part, Section, Sentence, Table, Tone, filled, seconds
 from swift_stage2.report.run_data import RunData
 from swift_stage2.report.speed import FEWEST_QUIET, RankWork, Speed, slowest, trained_steps
@@ -135,16 +136,6 @@ class Knobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
-    """One knob to turn, and the arithmetic that says how far. ``present`` is None where it is not known."""
-
-    knob: str
-    present: float | None
-    proposed: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class Bottleneck:
     sentence: str
     advice: tuple[Advice, ...] = ()
@@ -225,8 +216,8 @@ def post_steps_of(run: RunData) -> PostSteps:
 
 
 def sustained_b_ratio(speed: Speed, summary: RunSummary) -> float:
-    """The highest share of B steps that these rollouts feed, at this run's step times; rounded down to 1/100."""
-    return min(1.0, math.floor(_sustained_share(speed, summary) * 100) / 100)
+    """The highest share of B steps that these rollouts feed, at this run's step times; rounded down."""
+    return sustained(_sustained_share(speed, summary))
 
 
 def _sustained_share(speed: Speed, summary: RunSummary) -> float:

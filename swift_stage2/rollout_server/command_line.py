@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from swift_stage2.checks.model import check_checkpoint, check_hub_id, recorded_plugins
 from swift_stage2.config.rules import variable_option
-from swift_stage2.errors import UserError
-from swift_stage2.nearest_word import without_list
-from swift_stage2.preflight.model import check_checkpoint, check_hub_id, recorded_plugins
+from swift_stage2.errors import UserError, without_list
 from swift_stage2.rollout_server.engine import Engine, EngineState
 from swift_stage2.runtime.memory import HeapTrim
 from swift_stage2.runtime.output import exit_at_once, print_error
@@ -234,7 +233,7 @@ def _load_transformers(
     try:
         generator = load_generator()(options.model, device_map=device, **given)
     except (ValueError, KeyError) as error:
-        from swift_stage2.preflight.swift_parsing import COMMAND_LINE, unknown_kind
+        from swift_stage2.checks.swift_parsing import COMMAND_LINE, unknown_kind
 
         raise unknown_kind(error, COMMAND_LINE) or error from error
     generator.template.max_pixels = options.max_pixels
@@ -284,7 +283,7 @@ def swift_rollout_builder(
         declare_operators()  # before ms-swift imports torchvision
         from swift.arguments import RolloutArguments
 
-        from swift_stage2.preflight.swift_parsing import COMMAND_LINE, refuse_unreadable
+        from swift_stage2.checks.swift_parsing import COMMAND_LINE, refuse_unreadable
 
         refuse_unreadable(swift_argv, RolloutArguments, where=COMMAND_LINE)  # vLLM takes longer to import
         from swift_stage2.rollout_server.vllm_generator import build_generator

@@ -30,7 +30,7 @@ from swift.utils import get_seed  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: E402
 
-from swift_stage2.preflight.swift_parsing import COMMAND_LINE, parse_swift_arguments  # noqa: E402
+from swift_stage2.checks.swift_parsing import COMMAND_LINE, parse_swift_arguments  # noqa: E402
 
 __all__ = ["EngineDeadError", "VllmGenerator", "build_generator", "request_failure"]
 

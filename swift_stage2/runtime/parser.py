@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from swift_stage2.nearest_word import closest
+from swift_stage2.errors import closest
 from swift_stage2.runtime.output import printable
 
 _FOR_ALL = "2 the user's mistake, told in one line; 130 interrupted."

@@ -86,12 +86,16 @@ def refuse_busy(host: str, port: int, key: str) -> tuple[str, int]:
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port {port} of {key} must be free, got port={port} in use{holder_of(port)}; "
-                f"end that process, or change {key}"
+                f"port {port} of {key} must be free",
+                got=f"port={port} in use{holder_of(port)}",
+                remedy=f"end that process, or change {key}",
             ) from exc
         if exc.errno == errno.EACCES:
-            raise ConfigError(f"port {port} of {key} must be open to this user; change {key}") from exc
+            raise ConfigError(
+                f"port {port} of {key} must be open to this user", remedy=f"change {key}"
+            ) from exc
         raise ConfigError(
-            f"launch starts servers on this machine only, got {key} with host={host!r} ({exc}); "
-            f"change {key}, or say launch --servers-only there and launch --learner-only here"
+            "launch starts servers on this machine only",
+            got=f"{key} with host={host!r} ({exc})",
+            remedy=f"change {key}, or say launch --servers-only there and launch --learner-only here",
         ) from exc

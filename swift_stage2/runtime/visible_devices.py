@@ -17,9 +17,10 @@ def require_visible_devices(environment: Mapping[str, str], num_found: int) -> N
     """Refuses an environment that names more devices than torch found; naming none is fine. Raises UserError."""
     if num_found < len(_visible(environment)):
         raise UserError(
-            f"every device that is named must exist on this machine, got {_VARIABLE}={environment[_VARIABLE]} and "
-            f"{num_found} device(s) that torch can use; write numbers of GPUs that exist under launch (devices: [], "
-            "with swift.use_cpu: true for the learner, means CPU), or correct the variable"
+            "every device that is named must exist on this machine",
+            got=f"{_VARIABLE}={environment[_VARIABLE]} and {num_found} device(s) that torch can use",
+            remedy="write numbers of GPUs that exist under launch (devices: [], with swift.use_cpu: true for "
+            "the learner, means CPU), or correct the variable",
         )
 
 
@@ -30,8 +31,9 @@ def require_known_accelerator(kind: str | None) -> None:
     """
     if kind not in (None, "cuda"):
         raise UserError(
-            f"devices must be GPUs that torch knows as CUDA (NVIDIA, ROCm), or the CPU, got {kind}; train with "
-            "swift.use_cpu: true and serve with --device cpu, or use a machine with such GPUs"
+            "devices must be GPUs that torch knows as CUDA (NVIDIA, ROCm), or the CPU",
+            got=kind,
+            remedy="train with swift.use_cpu: true and serve with --device cpu, or use a machine with such GPUs",
         )
 
 
@@ -51,9 +53,9 @@ def select_devices(environment: Mapping[str, str], devices: Sequence[int | str],
     for device in devices:
         if device not in (visible if isinstance(device, str) else range(len(visible))):
             raise ConfigError(
-                f"{key} must be GPUs that {_VARIABLE} leaves visible to launch, got {device} and "
-                f"{_VARIABLE}={environment[_VARIABLE]}, {len(visible)} device(s); numbers count them from 0, names "
-                "must stand in it: correct devices, or the variable"
+                f"{key} must be GPUs that {_VARIABLE} leaves visible to launch",
+                got=f"{device} and {_VARIABLE}={environment[_VARIABLE]}, {len(visible)} device(s)",
+                remedy="numbers count them from 0, names must stand in it: correct devices, or the variable",
             )
         chosen.append(device if isinstance(device, str) else visible[device])
     return ",".join(chosen)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from swift_stage2.config.best_model import SCORED
-from swift_stage2.nearest_word import closest
+from swift_stage2.config.swift_arguments import SCORED
+from swift_stage2.errors import closest
 from swift_stage2.records import ObjectDropReason, QuarantineReason
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import Activity

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from swift_stage2.checks.checks import Known, run_checks
 from swift_stage2.collectives import leave_job
 from swift_stage2.compat import (
     declare_operators,
@@ -21,7 +22,6 @@ from swift_stage2.compat import (
 )
 from swift_stage2.config import Stage2Config, StarvationAction
 from swift_stage2.errors import ChannelBStarved, StorageFull, WeightSyncHang
-from swift_stage2.preflight.checks import Known, run_checks
 from swift_stage2.run import Stage2Run
 from swift_stage2.runtime.checkpoints import is_storage_failure
 from swift_stage2.runtime.output import say
@@ -59,8 +59,8 @@ def train(
     # Before datasets is imported, which else tells a counter in the network of every file that it reads.
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     with going_on("train", "loading ms-swift"):
-        from swift_stage2.preflight.channel_b_parts import make_task
-        from swift_stage2.preflight.swift_parsing import check_arguments, check_load, parse_swift_arguments
+        from swift_stage2.checks.channel_b_parts import make_task
+        from swift_stage2.checks.swift_parsing import check_arguments, check_load, parse_swift_arguments
         from swift_stage2.training.stage2_trainer import Stage2Sft, register_trainer
 
     # Both dialects are plain JSON; ms-swift's default would write boxes between special tokens.

@@ -21,10 +21,10 @@ from swift_stage2.channel_b.points import PointTask
 from swift_stage2.channel_b.reward import reward_terms
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import Task, try_task
+from swift_stage2.checks.channel_b_parts import make_task as task_of
 from swift_stage2.config import MatchingConfig
 from swift_stage2.config.objective import REWARD_WEIGHTS
 from swift_stage2.errors import TaskError
-from swift_stage2.preflight.channel_b_parts import make_task as task_of
 from swift_stage2.records import MatchQuality, Target
 
 Box = tuple[int, int, int, int]

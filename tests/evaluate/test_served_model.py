@@ -14,13 +14,13 @@ from commands import run_python
 from detection_sets import write_rows
 from real_model import STAGE1
 
+from swift_stage2.checks.swift_parsing import parse_swift_arguments
 from swift_stage2.cli import main
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import MODEL_TYPE, TEMPLATE_FILE
 from swift_stage2.errors import ServerUnavailable, UserError
 from swift_stage2.evaluate.served_model import own_server, server_command
-from swift_stage2.preflight.swift_parsing import parse_swift_arguments
 
 TRANSFORMERS = ServerEngine.TRANSFORMERS
 
@@ -102,7 +102,7 @@ def test_an_unreachable_server_is_told_before_anything_heavy_is_loaded(data: Pat
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--server", "http://127.0.0.1:9\n"], "base_url must be without spaces and line breaks"),
+        (["--server", "http://127.0.0.1:9\n"], "base_url must hold scheme, host and port only"),
         (["--model", "nowhere"], "--model must be a directory that exists"),
         (["--model", "LORA"], "swift export --adapters"),
         (["--model", "PLUGIN"], "write --swift external_plugins=FILE"),

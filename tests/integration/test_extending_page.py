@@ -42,11 +42,11 @@ from swift_stage2.channel_b.preprocessing import (
     make_target,
 )
 from swift_stage2.channel_b.task import TASKS, needed_columns
+from swift_stage2.checks.channel_b_parts import make_task as task_of
+from swift_stage2.checks.task_trial import try_answers
 from swift_stage2.columns import COLUMNS, LOG_PROBS
 from swift_stage2.config import load_config
 from swift_stage2.errors import ConfigError
-from swift_stage2.preflight.channel_b_parts import make_task as task_of
-from swift_stage2.preflight.task_trial import try_answers
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import protocol
 from swift_stage2.telemetry.trace import Trace

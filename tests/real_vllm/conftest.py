@@ -10,7 +10,7 @@ import pytest
 
 _TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [
-    str(_TESTS / folder) for folder in ("rollout_server", "rollout_merger", "doctor", "real_vllm")
+    str(_TESTS / folder) for folder in ("rollout_server", "rollout_merger", "checks", "real_vllm")
 ]
 
 from live_server import free_port  # noqa: E402

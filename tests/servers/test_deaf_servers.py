@@ -10,8 +10,8 @@ import pytest
 from real_model import STAGE1
 
 from swift_stage2 import load_config
+from swift_stage2.checks import swift_parsing
 from swift_stage2.errors import ConfigError
-from swift_stage2.preflight import swift_parsing
 from swift_stage2.training import sft
 
 TrainUntilLoad = Callable[[int, float, str], list[str]]

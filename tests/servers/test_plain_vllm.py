@@ -18,11 +18,12 @@ from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
 from swift_stage2.channel_b.rollout_client.chat_connection import connect
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.checks import servers
+from swift_stage2.checks.servers import look_for
 from swift_stage2.config import DecodingConfig, Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.fence import InferFence
-from swift_stage2.preflight.servers import look_for
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.protocol import greedy_config
@@ -111,15 +112,16 @@ def test_it_is_told_by_its_routes_and_is_neither_ours_nor_stock(server: FakeRoll
 
 @pytest.mark.parametrize("log_probs", [False, True])
 def test_its_log_probs_are_of_another_distribution_and_refused_where_they_are_needed(
-    server: FakeRolloutServer, log_probs: bool
+    server: FakeRolloutServer, log_probs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(servers, "vllm_is_installed", lambda: True)
     telemetry = {"record": True, "log_probs": log_probs}
     config = bind(
         Stage2Config,
         {"stage2_ab": {"schedule": {"b_ratio": 0}}, "swift": {"model": "m"}, "telemetry": telemetry},
     )
     told = look_for(config, server.url, time.monotonic() + _PATIENCE_S)
-    assert (told["answers"], told["chat_model"]) == (True, "tiny")
+    assert (told["answers"], told["chat_model"]) == (True, None if log_probs else "tiny")
     assert (
         "got a run that asks for logprobs; serve with swift-stage2 rollout" in told["refused"]
     ) == log_probs

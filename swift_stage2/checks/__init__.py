@@ -1,0 +1,15 @@
+"""Every check before a run, once: ``doctor`` prints a row for each, ``train`` and ``launch`` stop at the first.
+
+checks            the list of those that need no template: configuration, addresses, files, rows, run directory, ports
+dataset   model   rows of the local JSONL files; directories and families of models
+servers           the probe that says who a server is; addresses, ports, the wait for answers
+swift_parsing     arguments through ms-swift's parser
+samples   packing_isolation   channel_b_parts     rows as the real template sees them, and the parts made of them
+engine_canary     the question of a sync round, answered by ms-swift's engine
+doctor            ``swift-stage2 doctor``: options and order
+examination       one row (a finding); runs checks in order, skips what rests on a failed one; the table
+learner   preparation         model, template, rows and memory, as the trainer would have them
+live_servers   rollouts       ``--live``, server by server: prompts, one sync round, timed calls, log-probabilities
+coordinates       ``--coordinates``, also live: in which numbers boxes are written
+feeding           the adviser: can the servers feed channel B, and which settings fit
+"""

@@ -1,0 +1,277 @@
+"""Channel B's parts that know data set and template, made and checked when a run starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from typing import Any
+
+import numpy as np
+import torch
+
+from swift_stage2.channel_b import detection as detection  # registers a task that is shipped
+from swift_stage2.channel_b import points as points  # and another
+from swift_stage2.channel_b.attempts import AttemptEnds
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.groups import Groups, GroupSettings
+from swift_stage2.channel_b.preprocessing import (
+    Prepared,
+    Preprocessor,
+    ProcessPreprocessor,
+    ThreadPreprocessor,
+)
+from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.channel_b.task import TASKS, Rows, Task, needed_columns
+from swift_stage2.checks.packing_isolation import (
+    IsolationBatches,
+    PackedLoss,
+    check_isolation,
+    isolation_batches,
+)
+from swift_stage2.checks.samples import RowLengths, check_rows
+from swift_stage2.collectives import ControlGroup, together
+from swift_stage2.config import Preprocessing, Stage2Config
+from swift_stage2.config.objective import require_weight
+from swift_stage2.config.rules import Inequality, find
+from swift_stage2.errors import ConfigError, DatasetError
+from swift_stage2.records import Rollout, Sample
+from swift_stage2.runtime.output import say
+from swift_stage2.scheduling.run_ahead import most_samples
+from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.trace import Trace
+
+_MOST_A_STEPS = 16  # that one B step may stand for
+_WANTED_A_STEPS = 4
+
+
+def make_task(config: Stage2Config) -> Task:
+    """The task that ``stage2_ab.task`` names.
+
+    Raises:
+        ConfigError: nobody has registered it or a column that it needs, it does not like its settings, or its reward
+            has no term of a name that has a weight.
+    """
+    needed_columns(config)
+    kind = find(TASKS, "stage2_ab.task", config.stage2_ab.task)
+    kind.read_settings(config)
+    weights = config.stage2_ab.channel_b.reward.weights
+    for term in weights:
+        find(kind.reward_terms, "a term of stage2_ab.channel_b.reward.weights", term, "name one of them")
+    if config.stage2_ab.uses_rewards:
+        require_weight(config.stage2_ab.objective, {**kind.reward_terms, **weights})
+    task = kind.from_config(config)
+    task.reward_weights = weights
+    return task
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedParts:
+    """The parts that data set and template have become, checked, on this rank."""
+
+    encoder: Encoder
+    task: Task
+    preprocessor: Preprocessor
+    source: SampleSource
+    samples: list[Sample]
+    isolation: IsolationBatches
+    lengths: RowLengths
+
+
+def check_parts(
+    config: Stage2Config,
+    task: Task,
+    rows: Rows,
+    usable: Sequence[int],
+    template: Any,
+    seed: int,
+    control: ControlGroup,
+    telemetry: Telemetry,
+    on_failure: ExitStack,
+) -> CheckedParts:
+    """The checks that read files and may fail on one rank alone; the model is not run."""
+    packing_length = config.stage2_ab.channel_b.packing.packing_length
+    encoder = Encoder(template, packing_length=packing_length, span=telemetry.trace.span)
+    task = task.with_span(telemetry.trace.span)
+    mine = range(control.rank, len(rows), control.world_size)
+    checked = check_rows(config, rows, usable, encoder, task, seed, measured=mine)
+    source = SampleSource(
+        rows,
+        task,
+        rank=control.rank,
+        world_size=control.world_size,
+        seed=seed,
+        events=telemetry.ledger,
+        usable=usable,
+        origins=checked.origins,
+        num_generations=config.rollout.num_generations,
+    )
+    isolation = isolation_batches(encoder, checked.task, checked.samples)
+    # Before the checks that run the model, which give its process the time to load the template.
+    preprocessor = _preprocessor(config, encoder, checked.task, telemetry.trace)
+    on_failure.callback(preprocessor.close)
+    return CheckedParts(
+        encoder, checked.task, preprocessor, source, checked.samples, isolation, checked.lengths
+    )
+
+
+def merge_lengths(
+    config: Stage2Config, mine: CheckedParts, control: ControlGroup, telemetry: Telemetry, packs_per_step: int
+) -> CheckedParts:
+    """Every rank has measured its share of the rows, and gets all lengths.
+
+    The first one tells what does not fit, and what a step of either channel trains.
+    """
+    lengths = reduce(RowLengths.merged, map(RowLengths.from_note, control.gather(mine.lengths.to_note())))
+    if control.rank == 0:
+        for found, remedy in lengths.troubles:
+            telemetry.record_warning(f"{found}; {remedy}")
+        sizes = step_sizes(config, lengths, packs_per_step * control.world_size)
+        if sizes is not None and sizes.holds:
+            say(f"swift-stage2 train: {sizes.numbers}", is_error=True)
+        elif sizes is not None:
+            telemetry.record_warning(str(sizes.error))
+    return replace(mine, lengths=lengths)
+
+
+def step_sizes(config: Stage2Config, lengths: RowLengths, num_packs: int) -> Inequality | None:
+    """Ratio of rows in one B step (``num_packs`` full packs, over all ranks) to rows in one A step.
+
+    A step of either channel has as many micro steps: of a pack, or of ``per_device_train_batch_size`` rows (ms-swift's
+    default is 1). None where nothing was measured.
+    """
+    if not lengths.num_tokens:
+        return None
+    channel, max_new_tokens = config.stage2_ab.channel_b, config.rollout.decoding.max_new_tokens
+    capacity, batch = channel.packing.packing_length, int(config.swift.get("per_device_train_batch_size", 1))
+    mean = lengths.num_tokens / lengths.num_rows
+    per_pack = max(1.0, capacity / mean)
+    beside = lengths.segments.longest if config.stage2_ab.trains_targets_beside else 0
+    wanted = max(
+        math.ceil(_WANTED_A_STEPS * batch * mean), lengths.longest_prompt + lengths.answers.longest + beside
+    )
+    room = wanted - lengths.longest_prompt - beside  # for an answer
+    remedy = (
+        f"write stage2_ab.channel_b.packing.packing_length: {wanted}, then it is {wanted / mean / batch:.2g}"
+    )
+    if room < max_new_tokens:
+        remedy += f", with rollout.decoding.max_new_tokens: {room}, so that a prompt and its answer fit"
+    if wanted >= capacity:
+        remedy = f"write swift.per_device_train_batch_size: {math.ceil(per_pack / _WANTED_A_STEPS)}"
+    told = (
+        f"one B step trains as many rows as {per_pack / batch:.3g} A steps: {num_packs * per_pack:.0f} "
+        f"({num_packs} packs of {capacity} tokens, {mean:.0f} a row) and {num_packs * batch}, of "
+        f"{lengths.num_rows:,} rows of data"
+    )
+    return Inequality(
+        "step sizes",
+        f"rows of a B step <= {_MOST_A_STEPS} * rows of an A step",
+        told,
+        per_pack <= _MOST_A_STEPS * batch,
+        remedy,
+        is_advice=True,
+    )
+
+
+def run_ahead_budget(config: Stage2Config, lengths: RowLengths, packs_per_b_step: int) -> int:
+    """Rollouts that a rank may have begun under one version: as written, or derived from all rows' ``lengths``."""
+    channel = config.stage2_ab.channel_b
+    if channel.prefetch.max_rollouts_per_version is not None:
+        return channel.prefetch.max_rollouts_per_version
+    num_packs = channel.prefetch.packs_in_budget(packs_per_b_step, config.stage2_ab.schedule.exact_b_ratio)
+    num_samples = num_packs * most_samples(channel.packing.packing_length, lengths.shortest_prompt)
+    # Of a group whose rest has no room, nothing is packed
+    return num_samples + config.rollout.num_generations - 1
+
+
+def group_maker(
+    config: Stage2Config, source: SampleSource, clock: VersionClock
+) -> Callable[[AttemptEnds], Groups] | None:
+    """The maker of a pipeline's groups, where its objective compares rollouts."""
+    if not config.stage2_ab.uses_rewards:
+        return None
+    channel = config.stage2_ab.channel_b
+    settings = GroupSettings(config.stage2_ab.objective, channel.grpo)
+    window = channel.prefetch.version_window
+    return partial(Groups, settings=settings, source=source, clock=clock, version_window=window)
+
+
+def _preprocessor(config: Stage2Config, encoder: Encoder, task: Task, trace: Trace) -> Preprocessor:
+    packing_length = config.stage2_ab.channel_b.packing.packing_length
+    if config.stage2_ab.channel_b.preprocessing is Preprocessing.THREAD:
+        return ThreadPreprocessor(encoder, task, packing_length=packing_length)
+    return ProcessPreprocessor(encoder, task, packing_length=packing_length, trace=trace)
+
+
+def check_packing(parts: CheckedParts, packed_loss: PackedLoss, control: ControlGroup) -> None:
+    """Packed segments do not see each other: found by running the model on the same batches on every rank."""
+    for rule, mine in (
+        ("read answers written in one way, got answers=", parts.task.spelling),
+        ("be able to read the same rows, got samples of lengths ", parts.isolation.lengths),
+    ):
+        by_rank = control.gather(str(mine))
+        if len(set(by_rank)) > 1:
+            raise DatasetError(
+                f"every rank must {rule}{by_rank} by rank", remedy="give all nodes the same files"
+            )
+    together(control, lambda: check_isolation(parts.isolation, packed_loss))
+
+
+def check_preprocessing(examined: Preprocessor, reference: Preprocessor, rollouts: Sequence[Rollout]) -> None:
+    """Both must make the same targets and batches of the same rollouts, and refuse the same ones.
+
+    Raises:
+        ConfigError: they do not.
+        PreprocessorLost: the process failed, ended or does not answer.
+    """
+    rollouts = [_answered(reference, rollout) for rollout in rollouts]
+    outcomes = zip(rollouts, _outcomes(reference, rollouts), _outcomes(examined, rollouts), strict=True)
+    for rollout, expected, found in outcomes:
+        different = sorted(
+            name for name in expected.keys() | found.keys() if not _equal(expected.get(name), found.get(name))
+        )
+        if different:
+            refusals = [outcome.get("refusal", "no refusal") for outcome in (expected, found)]
+            said = f" (learner: {refusals[0]}; process: {refusals[1]})" if "refusal" in different else ""
+            raise ConfigError(
+                "the preprocessing process must encode as the learner does",
+                got=f"another {', '.join(different)} for the data set's row {rollout.sample.key.index}{said}",
+                remedy="what changes the template in the learner alone (a plugin, a variable set by a program) "
+                "must go, or write stage2_ab.channel_b.preprocessing: thread",
+            )
+
+
+def _answered(preprocessor: Preprocessor, rollout: Rollout) -> Rollout:
+    """With its own target as the answer, so that parsing and matching have something to do."""
+    (prepared,) = preprocessor.prepare([rollout])
+    if not isinstance(prepared, Prepared):
+        return rollout
+    preprocessor.forget([prepared.segment])
+    return replace(rollout, text=prepared.target.text)
+
+
+def _outcomes(preprocessor: Preprocessor, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+    """Each rollout's target and batch, alone; or why there is none."""
+    return [
+        {"target": prepared.target, **preprocessor.pack("check", [prepared.segment]).batch}
+        if isinstance(prepared, Prepared)
+        else {"refusal": str(prepared)}
+        for prepared in list(preprocessor.prepare(rollouts))
+    ]
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, np.ndarray):
+        return np.array_equal(left, right)
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(_equal(value, right[name]) for name, value in left.items())
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    return bool(left == right)

@@ -1,0 +1,301 @@
+"""The checks of a run that need no template: ``train`` and ``launch`` stop at the first error, ``doctor`` shows all.
+
+A program runs those whose needs it has (``Known``), when it has them. Checks that need the template, the model or
+answering servers stand in the other files of this folder; a run's start and the doctor share them as well.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swift_stage2.checks.dataset import check_data
+from swift_stage2.checks.model import check_family, check_hub_ids, check_model
+from swift_stage2.checks.servers import (
+    refuse_busy_ports,
+    refuse_deaf_endpoint,
+    refuse_lone_addresses,
+    warn_of_open_servers,
+)
+from swift_stage2.config import Stage2Config
+from swift_stage2.config.swift_arguments import named_places
+from swift_stage2.errors import ConfigError
+from swift_stage2.runtime.checkpoints import check_world_size
+from swift_stage2.runtime.claim import refuse_earlier_run
+from swift_stage2.runtime.torchrun import check_gloo_address, check_rank_environment
+from swift_stage2.runtime.visible_devices import require_known_accelerator, require_visible_devices
+
+if TYPE_CHECKING:
+    from swift_stage2.collectives import ControlGroup  # torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """The things that a program has when it asks; a check whose need is not there is left out."""
+
+    addresses: bool = False
+    """Names of hosts may be resolved."""
+    files: bool = False
+    """Directories, and heads of the files in them, may be read."""
+    rows: bool = False
+    """Every row of the data sets may be read."""
+    rank_environment: Mapping[str, str] | None = None
+    """Of one of torchrun's ranks."""
+    starts_learner: bool = False
+    """torchrun is still to be started, by this launch."""
+    run_directory: bool = False
+    """Held, so that nobody else begins there."""
+    num_ranks: int | None = None
+    started_servers: Sequence[int] | None = None
+    """Numbers in ``launch.servers`` of those that this machine is to start."""
+    devices: tuple[str | None, int] | None = None
+    """The accelerator that torch found, and how many CUDA devices."""
+    num_validation_rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A check that refuses nothing: what it found, and advice for what trains but wastes or risks something."""
+
+    text: str
+    advice: Sequence[str] = ()
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One entry: its name in the doctor's table, the field of ``Known`` that it needs, and the work.
+
+    ``find`` raises UserError; of a check that does not apply to the configuration it returns None.
+    """
+
+    name: str
+    needs: str
+    find: Callable[[Stage2Config, Known], Found | None]
+
+
+def run_checks(config: Stage2Config, known: Known, tell: Callable[[str], object] = logger.warning) -> None:
+    """Runs what applies, in order. The first rank tells advice.
+
+    Raises:
+        UserError: of the first check that refuses.
+    """
+    tells = os.environ.get("RANK", "0") == "0"
+    for check in due_checks(known):
+        found = check.find(config, known)
+        for advice in found.advice if found is not None and tells else ():
+            tell(advice)
+
+
+def due_checks(known: Known) -> Iterator[Check]:
+    """Entries whose needs are there."""
+    for check in CHECKS:
+        need = getattr(known, check.needs)
+        if need is not None and need is not False:
+            yield check
+
+
+def _rank_environment(config: Stage2Config, known: Known) -> Found:
+    environment = known.rank_environment or {}
+    check_rank_environment(environment)
+    check_gloo_address(environment)
+    return Found(f"rank {environment.get('RANK', '0')} of {environment.get('WORLD_SIZE', '1')}")
+
+
+def _api_key(config: Stage2Config, known: Known) -> Found | None:
+    """Whether there is a key; never what it is."""
+    if not config.b_enabled:
+        return None
+    name, key = config.rollout.api_key_env, config.rollout.api_key()
+    if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError(
+            f"{name} is set to something that cannot be a bearer token",
+            remedy=f"set {name} to printable ASCII without spaces",
+        )
+    if key is not None:
+        return Found(f"{name} is set; it is sent to every server")
+    if advice := warn_of_open_servers(config):
+        return Found(f"{name} is not set", advice, f"start the servers with a key and set {name} to it")
+    return Found(f"{name} is not set: right for servers without a key")
+
+
+def _addresses(config: Stage2Config, known: Known) -> Found | None:
+    num_hosts = config.launch.learner.nnodes
+    if not config.b_enabled or num_hosts == 1:
+        return None
+    refuse_lone_addresses(config)
+    return Found(f"every server has an address that leads there from all {num_hosts} hosts of the learner")
+
+
+def _rendezvous(config: Stage2Config, known: Known) -> Found | None:
+    if (endpoint := config.launch.learner.rdzv_endpoint) is None:
+        return None
+    refuse_deaf_endpoint(endpoint)
+    return Found(f"{endpoint} has an address, and its port is free if it is this machine's")
+
+
+def _model(config: Stage2Config, known: Known) -> Found:
+    check_model(config.swift)
+    check_family(config)
+    names = ("model", "adapters", "resume_from_checkpoint")
+    return Found(", ".join(f"{name} {config.swift[name]}" for name in names if config.swift.get(name)))
+
+
+def _deepspeed(config: Stage2Config, known: Known) -> Found | None:
+    if not config.swift.get("deepspeed"):
+        return None
+    # Else the ranks would learn it once the model is loaded
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            "swift.deepspeed needs DeepSpeed in the learner's environment",
+            got=f"deepspeed={config.swift['deepspeed']!r:.200} and no such package",
+            remedy="install the extra swift-stage2[deepspeed], or remove the key",
+        )
+    return Found("DeepSpeed is installed")
+
+
+def _resume(config: Stage2Config, known: Known) -> Found | None:
+    """As ``refuse_unsupported`` refuses it, when it would be too late."""
+    swift = config.swift
+    is_sharded_adapter = swift.get("fsdp") and swift.get("tuner_type", "lora") != "full"
+    if not is_sharded_adapter or swift.get("save_strategy") == "no":
+        return None
+    return Found(
+        "the run saves checkpoints",
+        ("checkpoints of LoRA under FSDP2 cannot be resumed: a run that ends early must begin anew",),
+        "train with DDP or ZeRO, or write swift.tuner_type: full",
+    )
+
+
+def _plugins(config: Stage2Config, known: Known) -> Found | None:
+    plugins = [Path(place).expanduser() for place in named_places(config.swift, "external_plugins")]
+    for plugin in plugins:
+        if not plugin.is_file():
+            raise ConfigError(
+                "swift.external_plugins must name Python files",
+                got=f"{str(plugin)!r}, which is none",
+                remedy="correct the path",
+            )
+    return Found(", ".join(map(str, plugins))) if plugins else None
+
+
+def _disk_directory(config: Stage2Config, known: Known) -> Found | None:
+    directory = config.rollout.sync.disk_directory
+    if not config.b_enabled or directory is None or os.environ.get("RANK", "0") != "0":
+        return None
+    if not os.path.isdir(directory) or not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(
+            "rollout.sync.disk_directory must be a directory that the learner's user can write",
+            got=f"disk_directory={directory!r}",
+            remedy="make it, or mount it, and let learner and servers see it",
+        )
+    return Found(f"weights travel by {directory}, which can be written")
+
+
+def _data_sets(config: Stage2Config, known: Known) -> Found:
+    text, advice = check_data(config)
+    return Found(text, advice, "look at these rows; such rows train as they are")
+
+
+def _hub_ids(config: Stage2Config, known: Known) -> Found | None:
+    hub_ids = check_hub_ids(config.swift)
+    return Found(f"ms-swift finds {', '.join(hub_ids)} on a hub, or in its cache") if hub_ids else None
+
+
+def _earlier_run(config: Stage2Config, known: Known) -> Found:
+    refuse_earlier_run(config.swift)
+    return Found("no earlier run is written over")
+
+
+def _checkpoint_ranks(config: Stage2Config, known: Known) -> Found | None:
+    checkpoints = named_places(config.swift, "resume_from_checkpoint") if config.b_enabled else []
+    for checkpoint in checkpoints:
+        check_world_size(os.path.expanduser(checkpoint), known.num_ranks or 1)
+    return Found(f"{checkpoints[0]} goes on with {known.num_ranks} rank(s)") if checkpoints else None
+
+
+def _ports(config: Stage2Config, known: Known) -> Found | None:
+    ports = list(map(str, refuse_busy_ports(config, known.started_servers or ())))
+    return Found(f"ports {', '.join(ports[:-1])} and {ports[-1]} are free") if ports else None
+
+
+def _devices(config: Stage2Config, known: Known) -> Found:
+    kind, num_devices = known.devices or (None, 0)
+    if config.swift.get("use_cpu") is True:
+        return Found("the learner computes on the CPU")
+    require_known_accelerator(kind)
+    require_visible_devices(os.environ, num_devices)
+    return Found(
+        f"torch finds {num_devices} device(s) of kind {kind}" if kind else "torch finds the CPU only"
+    )
+
+
+def _validation_set(config: Stage2Config, known: Known) -> Found | None:
+    evaluation, num_rows = config.stage2_ab.evaluation, known.num_validation_rows or 0
+    if not evaluation.every_steps:
+        return None
+    config.check_validation_set(num_rows)
+    if num_rows < (wanted := evaluation.num_samples):
+        return Found(
+            f"its {num_rows} rows are asked by every evaluation",
+            (f"it has {num_rows} rows, stage2_ab.evaluation.num_samples is {wanted}: each asks all of them",),
+            f"write stage2_ab.evaluation.num_samples: {num_rows}, or name a larger swift.val_dataset",
+        )
+    return Found(f"every evaluation asks the first {wanted} of its {num_rows} rows")
+
+
+CHECKS = (
+    Check("rank environment", "rank_environment", _rank_environment),
+    Check("learner's devices", "devices", _devices),
+    Check("API key", "addresses", _api_key),
+    Check("addresses of hosts", "addresses", _addresses),
+    Check("rendezvous", "starts_learner", _rendezvous),
+    Check("model directory", "files", _model),
+    Check("DeepSpeed", "files", _deepspeed),
+    Check("resume", "files", _resume),
+    Check("plugins", "files", _plugins),
+    Check("disk directory", "files", _disk_directory),
+    Check("data sets", "rows", _data_sets),
+    Check("hub ids", "files", _hub_ids),
+    Check("earlier run", "run_directory", _earlier_run),
+    Check("ranks", "num_ranks", _checkpoint_ranks),
+    Check("ports", "started_servers", _ports),
+    Check("validation set", "num_validation_rows", _validation_set),
+)
+
+
+def refuse_differing_settings(settings: Mapping[str, Any], control: ControlGroup) -> None:
+    """Every rank has read a file of its own. Section ``launch`` is left out: a host may number its devices as it does.
+
+    Raises:
+        ConfigError: a setting is not every rank's; on every rank.
+    """
+    mine = {place: value for place, value in _leaves(settings) if not place.startswith("launch.")}
+    told = [json.loads(each) for each in control.gather(json.dumps(mine))]
+    places = sorted({place for each in told for place in each})
+    differing = [place for place in places if any(each.get(place) != told[0].get(place) for each in told)]
+    if differing:
+        place, rest = differing[0], f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""
+        values = [each.get(place) for each in told]
+        rank = next(rank for rank, value in enumerate(values) if value != values[0])
+        raise ConfigError(
+            "every rank must have the same settings",
+            got=f"{place}={values[0]} on rank 0 and {values[rank]} on rank {rank}{rest}",
+            remedy="give every host the same file",
+        )
+
+
+def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", str(value)

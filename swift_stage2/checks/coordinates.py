@@ -1,0 +1,319 @@
+"""``--coordinates``, and a part of ``--live``: in which numbers a running server's model writes its boxes.
+
+Rows of the data set are asked greedily, and the numbers of the answers are read in each way that people's models and
+data have been seen to write them. A true box scores its best IoU with an answer of its label. The numbers that the
+template expects stand unless another way is clearly better, image by image, and a verdict is given only if the answers
+fit their own images better than other images.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import product
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binomtest
+
+from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.matching import iou_matrix
+from swift_stage2.channel_b.parsing import read_ground_truth
+from swift_stage2.channel_b.rollout_client.connection import ServerConnection
+from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.checks.examination import Checked, Examination, Outcome, failed, left_out, ok
+from swift_stage2.checks.rollouts import infer
+from swift_stage2.config import Stage2Config
+from swift_stage2.dataset.picture import UNREADABLE, look_at
+from swift_stage2.errors import SampleError
+from swift_stage2.records import Box, Sample, SampleKey, image_paths
+
+if TYPE_CHECKING:
+    from swift_stage2.checks.preparation import LearnerPreparation
+
+Objects = tuple[tuple[str, Box], ...]
+Size = tuple[float, float]
+Array = NDArray[np.float64]
+
+_NUM_IMAGES = 32
+_MOST_LOOKED_AT = 128
+_SEED = 1
+_FEWEST_IMAGES = 10
+_MARGIN = 0.05  # mean IoU by which another reading must be better
+_TIE = 0.02  # mean IoU within which two readings fit alike
+_CLEARLY_BETTER = 1e-3  # levels of the two sign tests
+_ABOVE_CHANCE = 1e-4
+_NUM_SWAPS = 8
+_LARGEST = 1e9
+_NUMBER = r'\s{0,9}"?(-?\d{1,9}(?:\.\d{0,18})?(?:e-?\d{1,2})?)"?\s{0,9}'
+_FOUR = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:,|\),\s?\(){_NUMBER},{_NUMBER}[\])]", re.IGNORECASE)
+_TOKEN = re.compile(r"<\|coord_(\d{1,9})\|>")
+_ELEMENT = re.compile(r"\{[^{}]*\}")
+
+
+class Reading(StrEnum):
+    """The meaning of a box's four numbers; of the last two also in the numbers that are expected there."""
+
+    EXPECTED = "the numbers that the template expects"
+    STORED = "pixels of the stored image"
+    RESIZED = "pixels of the image as the learner resizes it"
+    THOUSANDTHS = "thousandths of the image (0..1000)"
+    FRACTIONS = "fractions of the image (0..1)"
+    Y_FIRST = "y1, x1, y2, x2"
+    CORNER_SIZE = "x, y, width, height"
+
+
+_ANSWERS, _ROWS = "answers", "boxes of the rows"
+_REMEDIES = {
+    Reading.THOUSANDTHS: "write swift.norm_bbox: norm1000, or ",
+    Reading.RESIZED: "write swift.norm_bbox: none, or ",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredImage:
+    """One image: what the model wrote, number by number, and its truth in pixels; sizes are width, height."""
+
+    answers: Objects
+    truth: Objects
+    stored: Size
+    expected: Size
+    """Of the space in which the template writes boxes."""
+    resized: Size
+    """Of the image as the learner's model sees it."""
+    served: Size | None = None
+    """Of the image as the server says that its model saw it."""
+
+    def shares(self, side: str, reading: Reading) -> Array:
+        """The boxes of one side, in shares of the image."""
+        objects = self.answers if side == _ANSWERS else self.truth
+        numbers = np.array([box for _, box in objects], dtype=np.float64).reshape(-1, 4)
+        if reading is Reading.Y_FIRST:
+            numbers = numbers[:, [1, 0, 3, 2]]
+        if reading is Reading.CORNER_SIZE:
+            numbers = np.concatenate([numbers[:, :2], numbers[:, :2] + numbers[:, 2:]], axis=1)
+        boxes: Array = np.clip(numbers / (self.sides(side, reading) * 2), -_LARGEST, _LARGEST)
+        return boxes
+
+    def sides(self, side: str, reading: Reading) -> Size:
+        """The numbers at the image's right and lower edge."""
+        known = {Reading.STORED: self.stored, Reading.RESIZED: self.resized}
+        known |= {Reading.THOUSANDTHS: (1e3, 1e3), Reading.FRACTIONS: (1.0, 1.0)}
+        return known.get(reading, self.expected if side == _ANSWERS else self.stored)
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinateVerdict:
+    """Who writes boxes how, and the mean IoU by that; no ``reading`` but a ``reason`` if nothing tells."""
+
+    reading: Reading | None
+    side: str = _ANSWERS
+    mean_iou: float = 0.0
+    expected_iou: float = 0.0
+    reason: str = ""
+
+
+def read_numbers(text: str, label_key: str = "label") -> Objects:
+    """Every box of an answer as it is written: fractions, numbers in any order, in any brackets. No text raises."""
+    text = _TOKEN.sub(r"\1", text)
+    label = re.compile(rf'"{re.escape(label_key)}"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")')
+    found = []
+    for element in _ELEMENT.findall(text) or [text]:
+        named = label.search(element)
+        for box in _FOUR.findall(element):
+            x1, y1, x2, y2 = map(float, box)
+            found.append((_unescaped(named[1]) if named else "", (x1, y1, x2, y2)))
+    return tuple(found)
+
+
+def _unescaped(text: str) -> str:
+    try:
+        return str(json.loads(text)).strip()
+    except ValueError:
+        return text[1:-1].strip()
+
+
+def judge(images: Sequence[AnsweredImage]) -> CoordinateVerdict:
+    """The verdict on the answers of one model on one server. Answers may be any numbers."""
+    images = [image for image in images if image.answers and image.truth]
+    if len(images) < _FEWEST_IMAGES:
+        reason = f"only {len(images)} images have answered boxes and true ones, {_FEWEST_IMAGES} must"
+        return CoordinateVerdict(None, reason=reason)
+    labels = {label.casefold() for image in images for label, _ in image.truth}
+    distinct: dict[tuple[Any, ...], tuple[str, Reading]] = {}
+    for side, reading in product((_ANSWERS, _ROWS), Reading):
+        layout = reading if reading in (Reading.Y_FIRST, Reading.CORNER_SIZE) else None
+        distinct.setdefault(
+            (side, layout, *(image.sides(side, reading) for image in images)), (side, reading)
+        )
+    scores = {
+        each: np.array([_score(image, image, each, labels) for image in images]) for each in distinct.values()
+    }
+    means = {each: float(scored.mean()) for each, scored in scores.items()}
+    expected = (_ANSWERS, Reading.EXPECTED)
+    best = next(each for each, mean in means.items() if mean >= max(means.values()) - _TIE)
+    is_better = means[best] - means[expected] >= _MARGIN
+    if not (is_better and _is_mostly_above(scores[best], scores[expected], _CLEARLY_BETTER)):
+        best = expected
+    shifted = [[*images[swap:], *images[:swap]] for swap in range(1, _NUM_SWAPS + 1)]
+    by_chance = np.mean(
+        [[_score(*pair, best, labels) for pair in zip(others, images, strict=True)] for others in shifted],
+        axis=0,
+    )
+    if not _is_mostly_above(scores[best], by_chance, _ABOVE_CHANCE):
+        reason = "in no numbers do the answers fit their own images clearly better than other images"
+        return CoordinateVerdict(None, reason=reason)
+    return CoordinateVerdict(best[1], best[0], means[best], means[expected])
+
+
+def _is_mostly_above(scores: Array, others: Array, level: float) -> bool:
+    """On so many images that chance does not explain it."""
+    wins, losses = int((scores > others).sum()), int((scores < others).sum())
+    return wins > 0 and float(binomtest(wins, wins + losses, alternative="greater").pvalue) < level
+
+
+def _score(
+    answered: AnsweredImage, asked: AnsweredImage, convention: tuple[str, Reading], known: set[str]
+) -> float:
+    """Mean over the true boxes of the best IoU with an answer of their label, or of one that no truth has."""
+    side, reading = convention
+    boxes = answered.shares(_ANSWERS, reading if side == _ANSWERS else Reading.EXPECTED)
+    in_order: NDArray[np.bool_] = np.all(boxes[:, :2] < boxes[:, 2:], axis=1)
+    boxes[~in_order] = 0.0
+    truth = asked.shares(_ROWS, reading if side == _ROWS else Reading.EXPECTED)
+    corners = truth.reshape(-1, 2, 2)  # ms-swift puts the numbers of a row in order
+    truth = np.concatenate([corners.min(axis=1), corners.max(axis=1)], axis=1)
+    named = [label.casefold() for label, _ in answered.answers]
+    same = np.array(
+        [[name == label.casefold() or name not in known for label, _ in asked.truth] for name in named]
+    )
+    allowed = same & in_order[:, None]
+    return float(np.where(allowed, iou_matrix(boxes, truth), 0.0).max(axis=0).mean())
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """Rows with one image each that every server is asked, with what is known of them before."""
+
+    encoder: Encoder
+    samples: tuple[Sample, ...]
+    images: tuple[AnsweredImage, ...]
+
+
+def prepare_questions(prepared: LearnerPreparation, config: Stage2Config) -> Questions:
+    """Rows from all over the training set, those that the template can take."""
+    template, rows = prepared.template, prepared.row_sets[0]
+    encoder = Encoder(template, packing_length=config.stage2_ab.channel_b.packing.packing_length)
+    samples, images = [], []
+    for number in Random(_SEED).sample(range(len(rows)), min(len(rows), _MOST_LOOKED_AT)):
+        try:
+            sample = Sample(SampleKey(0, 0, number), rows[number], read_ground_truth(rows[number]))
+            image = _unanswered(sample, encoder)
+        except (SampleError, *UNREADABLE):
+            continue
+        if image.truth:
+            samples.append(sample)
+            images.append(image)
+        if len(samples) == _NUM_IMAGES:
+            break
+    return Questions(encoder, tuple(samples), tuple(images))
+
+
+def _unanswered(sample: Sample, encoder: Encoder) -> AnsweredImage:
+    """Raises ValueError unless it has one image."""
+    (path,) = image_paths(sample.row)
+    picture, prompt = look_at(path or ""), encoder.encode_prompt(sample)
+    stored = (float(picture.width), float(picture.height))
+    x, y = stored if sample.row["objects"].get("bbox_type") == "norm1" else (1, 1)
+    boxes = ((x * x1, y * y1, x * x2, y * y2) for x1, y1, x2, y2 in sample.truth.boxes)
+    truth = tuple(zip(sample.truth.labels, boxes, strict=True))
+    return AnsweredImage((), truth, stored, prompt.space or stored, prompt.images_size[0])
+
+
+def examine_answers(
+    exam: Examination,
+    config: Stage2Config,
+    connection: ServerConnection,
+    questions: Callable[[], Questions],
+    needs: Sequence[Checked[Any]],
+) -> None:
+    """The rows of one server."""
+    answered = exam.check("answered rows", lambda: ask_rows(connection, questions, config), needs=needs)
+    limits = exam.check("pixel limits", lambda: check_limits(answered.result, config), needs=[answered])
+    spoilt = [limits] if limits.finding.counts_as_failed else []
+    exam.check("coordinates", lambda: check_coordinates(answered.result), needs=[answered, *spoilt])
+
+
+def ask_rows(
+    connection: ServerConnection, questions: Callable[[], Questions], config: Stage2Config
+) -> Outcome[list[AnsweredImage]]:
+    """Greedy answers, in POSTs of the run's size."""
+    if config.stage2_ab.task != "detection":
+        return left_out("only task detection says where its boxes stand")
+    dialect = DIALECTS.get(config.stage2_ab.dialect or "", OBJECT_LIST)
+    decoding, size = replace(config.rollout.decoding, temperature=0.0), config.rollout.max_inflight_per_server
+    asked, images = questions(), list[AnsweredImage]()
+    for start in range(0, len(asked.samples), size):
+        samples = asked.samples[start : start + size]
+        result = infer(connection, asked.encoder, samples, decoding, config.rollout.request_timeout_s)
+        if result.end is not PostEnd.ANSWERED:
+            return failed(
+                f"{len(samples)} row(s) at once: {result.reason or result.end}",
+                "read the server's log; if it was late, write a longer rollout.request_timeout_s",
+            )
+        for image, reply in zip(asked.images[start:], result.completions, strict=False):
+            served = reply.images_size[0] if len(reply.images_size) == 1 else None
+            images.append(replace(image, answers=read_numbers(reply.text, dialect.label_key), served=served))
+    num_boxes = sum(len(image.answers) for image in images)
+    return ok(
+        f"{len(images)} row(s) of one image each, answered greedily: {num_boxes} boxes of four numbers",
+        images,
+    )
+
+
+def check_limits(images: Sequence[AnsweredImage], config: Stage2Config) -> Outcome[None]:
+    """The sizes in which both sides saw the same images."""
+    seen = [image for image in images if image.served is not None]
+    if not seen:
+        return left_out("the server does not say in which size it sees an image")
+    differing = [image for image in seen if image.served != image.resized]
+    if not differing:
+        return ok(f"both sides see all {len(seen)} images in the same size")
+    first, own = differing[0], config.swift.get("max_pixels")
+    stored, resized, served = (
+        f"{w:g}x{h:g}" for w, h in (first.stored, first.resized, first.served or (0, 0))
+    )
+    largest = max(math.prod(image.served or ()) for image in seen)
+    return failed(
+        f"{len(differing)} of {len(seen)} images differ in size, one of {stored} is {resized} on the learner, {served} "
+        "on the server",
+        f"write swift.max_pixels: {largest:.0f}, or take the limit from the server (--max-pixels, MAX_PIXELS)"
+        if own is None
+        else f"start the server with --max-pixels {own} (swift rollout: --max_pixels {own}), as swift.max_pixels",
+    )
+
+
+def check_coordinates(images: Sequence[AnsweredImage]) -> Outcome[None]:
+    """The verdict on the answers, with what mends them."""
+    verdict = judge(images)
+    if verdict.reading is None:
+        return left_out(f"cannot tell: {verdict.reason}")
+    if (verdict.side, verdict.reading) == (_ANSWERS, Reading.EXPECTED):
+        return ok(f"healthy: answers are {verdict.reading}, mean IoU {verdict.mean_iou:.2f}")
+    fix = "write objects.bbox as x1, y1, x2, y2 in pixels of the stored image"
+    if verdict.side == _ANSWERS:
+        also = f"if the rows hold the same numbers, {fix}; else " if verdict.reading is Reading.STORED else ""
+        remedy = also or _REMEDIES.get(verdict.reading, "")
+        fix = f"{remedy}start from a checkpoint that was trained with this template"
+    return failed(
+        f"{verdict.side} are {verdict.reading}: mean IoU {verdict.mean_iou:.2f}, against {verdict.expected_iou:.2f} as "
+        "the template expects them",
+        fix,
+    )

@@ -1,0 +1,282 @@
+"""``swift-stage2 doctor CONFIG.yaml [--live]``: runs every check in order and prints a row for each.
+
+Exit status: 0 nothing failed, 1 a check failed, 2 the user's mistake (no such file, no YAML). A check gets
+the results that it needs from the checks before it; nothing is looked at twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.checks.checks import Known
+from swift_stage2.checks.examination import (
+    Checked,
+    Examination,
+    Outcome,
+    failed,
+    findings_table,
+    ok,
+    show_rules,
+    warning,
+)
+from swift_stage2.config import ServerConfig, ServerEngine, Stage2Config, load_config
+from swift_stage2.config.yaml_text import read_yaml
+from swift_stage2.errors import ConfigError
+from swift_stage2.runtime.output import SafeConsole, quieten_libraries, say
+from swift_stage2.runtime.parser import CommandParser, whole_number
+from swift_stage2.runtime.ports import holder_of, is_here
+from swift_stage2.runtime.route import addresses_of, connection_error, http_remedy
+from swift_stage2.runtime.visible_devices import select_devices
+
+EXIT_FAILED = 1
+_SECRET_MARKS = ("token", "secret", "password", "api_key")
+_NARROWEST_COLUMNS = 80
+_GIB = 1024**3
+_CONNECT_TIMEOUT_S = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the doctor and returns its exit status.
+
+    Raises:
+        ConfigError: the configuration file is missing, unreadable, or no YAML mapping.
+    """
+    options = _parse(argv)
+    path = Path(options.config)
+    data = read_yaml(path)
+    quieten_libraries()
+    console = SafeConsole(stderr=True)
+    with ExitStack() as stack:
+        status = stack.enter_context(console.status("looking …")) if console.is_terminal else None
+        exam = Examination(
+            secrets=_secrets(data), on_begin=lambda check: status.update(f"{check} …") if status else None
+        )
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swift-stage2-doctor-")))
+        examine(exam, path, options, scratch)
+    status_code = EXIT_FAILED if exam.num_failed else 0
+    if options.json:
+        facts = {"config": options.config, "live": options.live, "exit_status": status_code}
+        found = {**facts, "findings": [asdict(finding) for finding in exam.findings]}
+        say(*json.dumps(found, indent=1).splitlines())
+        return status_code
+    console = SafeConsole()
+    if not console.is_terminal and console.width < _NARROWEST_COLUMNS:
+        console = SafeConsole(width=_NARROWEST_COLUMNS)
+    console.print(findings_table(exam.findings))
+    return status_code
+
+
+def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch: Path) -> None:
+    loaded = check_configuration(exam, path)
+    if not loaded.passed:
+        for name in ("model and data", "servers"):
+            exam.check(name, lambda: ok(""), needs=[loaded])
+        return
+    config = loaded.result
+    exam.check("run directory", lambda: check_run_directory(config))
+    learner = config.launch.learner
+    ranks_per_node = options.nproc_per_node or learner.nproc_per_node
+    num_ranks = learner.nnodes * ranks_per_node
+    exam.show(config, Known(run_directory=True, num_ranks=num_ranks))
+    if config.launch.servers or learner.devices:
+        exam.check("devices", lambda: check_devices(config))
+        _take_learner_device(config)
+    from swift_stage2.checks.learner import examine_learner  # loads torch
+
+    prepared, samples = examine_learner(exam, config, scratch, num_ranks)
+    if not config.b_enabled:
+        return
+    is_asked = options.live or options.coordinates
+    routes = examine_addresses(exam, config, live=is_asked)
+    if not is_asked:
+        return
+    from swift_stage2.checks.live_servers import LiveServers
+
+    servers = LiveServers(exam, config, scratch, prepared, samples, routes, with_round=not options.no_sync)
+    if not options.live:
+        servers.examine_coordinates()
+        return
+    servers.examine()
+    servers.examine_feeding(options.step_seconds, num_ranks)
+
+
+def _take_learner_device(config: Stage2Config) -> None:
+    """The model is loaded where the learner would have it, never on a GPU that is a server's alone."""
+    first = config.launch.learner.devices[:1]
+    try:
+        visible = select_devices(os.environ, first, "launch.learner.devices")
+    except ConfigError:
+        visible = ""  # row devices has told why
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible
+
+
+def _secrets(data: dict[str, Any]) -> tuple[str, ...]:
+    """The bearer token, and what section ``swift`` holds under a name that says so."""
+    rollout = data.get("rollout")
+    name = rollout.get("api_key_env") if isinstance(rollout, dict) else None
+    key = os.environ.get(name if isinstance(name, str) else "SWIFT_ROLLOUT_API_KEY", "")
+    swift = data.get("swift")
+    entries = swift.items() if isinstance(swift, dict) else ()
+    hidden = (text for place, text in entries if any(mark in place for mark in _SECRET_MARKS))
+    return (key, *(text for text in hidden if isinstance(text, str)))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = CommandParser(
+        prog="swift-stage2 doctor",
+        description="Checks everything that can be known before training.",
+        exit_statuses="0 nothing failed (warnings are allowed); 1 a check failed",
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml")
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="also ask the running servers, with one dry sync round and a few rollouts",
+    )
+    parser.add_argument(
+        "--coordinates",
+        action="store_true",
+        help="also ask the running servers in which numbers boxes are written; part of --live",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument(
+        "--step-seconds",
+        type=_positive,
+        metavar="S",
+        help="seconds of one optimizer step, to say whether the servers can feed channel B",
+    )
+    parser.add_argument(
+        "--nproc-per-node",
+        type=whole_number(1),
+        metavar="N",
+        help="learner ranks (default: launch.learner.nproc_per_node)",
+    )
+    parser.add_argument(
+        "--no-sync",
+        action="store_true",
+        help="with --live: leave the dry sync round out; no server's weights are touched",
+    )
+    return parser.parse_args(argv)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return value
+
+
+def check_configuration(exam: Examination, path: Path) -> Checked[Stage2Config]:
+    """The file loads; then one row per rule."""
+    exam.begin_section("Configuration")
+    loaded = exam.check("configuration loads", partial(_load, path))
+    if loaded.passed and loaded.result.b_enabled:
+        show_rules(exam, loaded.result.inequalities(loaded.result.gradient_accumulation_steps))
+    return loaded
+
+
+def _load(path: Path) -> Outcome[Stage2Config]:
+    config = load_config(path)
+    if not config.b_enabled and config.warnings:
+        return warning(config.warnings[0], "remove them", config)
+    rollout = f"{len(config.rollout.servers)} server(s)" if config.b_enabled else "channel B is off"
+    return ok(f"{path}: b_ratio {config.stage2_ab.schedule.b_ratio:g}, {rollout}", config)
+
+
+def check_devices(config: Stage2Config) -> Outcome[None]:
+    """Who gets which devices, and whether this machine has them; those of another host are that one's to count."""
+    import torch
+
+    launch = config.launch
+    owners = {"launch.learner": launch.learner.devices}
+    here = {"launch.learner"}
+    for index, server in enumerate(launch.servers):
+        owners[f"launch.servers[{index}]"] = server.devices
+        if is_here(config.rollout.servers[index].host):
+            here.add(f"launch.servers[{index}]")
+    for owner in here:
+        select_devices(os.environ, owners[owner], f"{owner}.devices")
+    shown = "; ".join(f"{owner}: {','.join(map(str, each)) or 'CPU only'}" for owner, each in owners.items())
+    found = f"{'may be shared' if launch.share_devices else 'disjoint'} ({shown})"
+    numbers = [device for owner in here for device in owners[owner] if isinstance(device, int)]
+    num_here = torch.cuda.device_count()
+    if numbers and max(numbers) >= num_here:
+        return failed(
+            f"{found}, but this machine has {num_here} GPU(s) that are visible here",
+            "name devices that exist under launch, or run the doctor on the machine that trains",
+        )
+    is_on_cpu = {"launch.learner"} if config.swift.get("use_cpu") is True else set()
+    for index, server in enumerate(launch.servers if is_on_cpu else ()):
+        if server.engine is ServerEngine.TRANSFORMERS:
+            is_on_cpu.add(f"launch.servers[{index}]")
+    if num_here and (bare := sorted(owner for owner in here - is_on_cpu if not owners[owner])):
+        return warning(
+            f"{found}; who is given no devices sees none of the {num_here} GPU(s) here",
+            f"write numbers of GPUs at {', '.join(f'{owner}.devices' for owner in bare)}",
+        )
+    return ok(found)
+
+
+def check_run_directory(config: Stage2Config) -> Outcome[None]:
+    """Makes a directory beside what is there already, and removes it; of the run's own directory nothing is left."""
+    fix, written = "write a swift.output_dir that this user can write", config.swift.get("output_dir")
+    if written is not None and not (isinstance(written, str) and written.strip()):
+        return failed(f"swift.output_dir must be a path, got output_dir={written!r}", fix)
+    directory = Path(written or "output").expanduser().absolute()  # as ms-swift does
+    there = next(place for place in (directory, *directory.parents) if place.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".swift-stage2-doctor-", dir=there):
+            free = shutil.disk_usage(there).free
+    except OSError as error:
+        return failed(f"{directory} cannot be written: {error}", fix)
+    return ok(f"{directory} can be written, {free / _GIB:.1f} GiB free")
+
+
+def examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) -> list[Checked[str]]:
+    """A row for each server that this launch would not start; hands on its address."""
+    exam.begin_section("Addresses")
+    servers = config.rollout.servers
+    # On another machine another launch starts it; here it is looked at as any server that runs already.
+    launched = [
+        index for index in range(0 if live else len(config.launch.servers)) if is_here(servers[index].host)
+    ]
+    exam.show(config, Known(addresses=True, starts_learner=not live, started_servers=launched or None))
+    return [
+        exam.check(f"server {index}", partial(check_reachable, server, must_answer=live))
+        for index, server in enumerate(servers)
+        if index not in launched
+    ]
+
+
+def check_reachable(server: ServerConfig, *, must_answer: bool) -> Outcome[str]:
+    """A TCP connection; hands the address on. A server may not run yet, unless it must answer."""
+    addresses = addresses_of(server.host, server.port)
+    if isinstance(addresses, str):
+        return failed(
+            f"{server.host} has no address: {addresses}",
+            f"correct base_url {server.base_url}, or make the name {server.host} known to this machine",
+        )
+    address = addresses[0]
+    if (error := connection_error(address, server.port, _CONNECT_TIMEOUT_S)) is not None:
+        found = f"nothing answers at {server.base_url} ({address}): {error}"
+        fix = f"{http_remedy(error)}, or correct its base_url in rollout.servers"
+        return failed(found, fix) if must_answer else warning(f"{found}; training needs it", fix, address)
+    holder = holder_of(server.port) if is_here(address) else ""
+    return ok(
+        f"{server.host} is {address}, port {server.port} is open{holder.replace(' by ', ', held by ')}",
+        address,
+    )

@@ -1,0 +1,262 @@
+"""Model, data sets, what the real template makes of the rows, and the memory that the learner needs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.packing import select_pack
+from swift_stage2.channel_b.sample_source import usable_rows
+from swift_stage2.channel_b.task import Task
+from swift_stage2.checks.channel_b_parts import make_task, step_sizes
+from swift_stage2.checks.checks import Known
+from swift_stage2.checks.examination import (
+    Checked,
+    Examination,
+    Outcome,
+    failed,
+    left_out,
+    ok,
+    show_rules,
+    warning,
+)
+from swift_stage2.checks.packing_isolation import ground_truth_segments
+from swift_stage2.checks.samples import MOST_LOOKED_AT, RowLengths, check_rows
+from swift_stage2.config import Stage2Config
+from swift_stage2.records import Sample
+from swift_stage2.runtime.memory import available_memory_bytes
+
+if TYPE_CHECKING:
+    from swift_stage2.checks.preparation import LearnerPreparation
+
+_NUM_SAMPLES = 16
+_DEEPSPEED_BYTES = 12  # of a trained parameter in 16 bits: its copy and two moments in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Samples of the data set as channel B would draw them, with what encodes them."""
+
+    encoder: Encoder
+    task: Task
+    samples: tuple[Sample, ...]
+    longest_prompt_tokens: int
+    lengths: RowLengths
+    """Of all rows."""
+    segment_lengths: tuple[int, ...]
+    """Tokens of prompt and ground truth, of the samples that fit a pack."""
+
+
+def examine_learner(
+    exam: Examination, config: Stage2Config, scratch: Path, num_ranks: int
+) -> tuple[Checked[LearnerPreparation], Checked[Samples]]:
+    """The rows of model and data; hands on what the trainer would start from, and samples of its data."""
+    exam.begin_section("Model and data")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    devices = (found.type if found else None, torch.cuda.device_count())
+    rows = exam.show(config, Known(devices=devices, files=True, rows=True))
+    checkpoint, rows_checked = rows["model directory"], rows["data sets"]
+    prepared = exam.check(
+        "template",
+        lambda: _prepare(config, scratch),
+        needs=[checkpoint],
+        fix="mend section swift: ms-swift's own words are beside",
+    )
+    exam.check("model load", lambda: _check_load(prepared.result), needs=[prepared])
+    exam.check("memory", lambda: check_memory(config, prepared.result, num_ranks), needs=[prepared])
+    if not config.b_enabled:
+        return prepared, exam.check("channel B", lambda: ok("off (b_ratio 0): no server is needed"))
+    samples = exam.check(
+        "samples",
+        lambda: _check_samples(config, prepared.result),
+        needs=[prepared, rows_checked],
+        fix="mend the data set, or section swift",
+    )
+    exam.check("packing_length", lambda: check_packing_length(config, samples.result), needs=[samples])
+    exam.check(
+        "step sizes",
+        lambda: check_step_sizes(
+            config, samples.result, prepared.result.gradient_accumulation_steps, num_ranks
+        ),
+        needs=[prepared, samples],
+    )
+    if config.stage2_ab.evaluation.every_steps:
+        num_rows = len(prepared.result.row_sets[1]) if prepared.passed and rows_checked.passed else 0
+        exam.show(config, Known(num_validation_rows=num_rows), needs=[prepared, rows_checked])
+    if prepared.passed and config.gradient_accumulation_steps is None:
+        _check_accumulation(exam, config, prepared.result.gradient_accumulation_steps)
+    return prepared, samples
+
+
+def _prepare(config: Stage2Config, scratch: Path) -> Outcome[LearnerPreparation]:
+    from swift_stage2.checks.preparation import prepare_learner  # loads ms-swift
+
+    prepared = prepare_learner(config.swift, scratch, with_weights=False)
+    return ok(
+        f"ms-swift takes section swift; template {prepared.args.template}, {len(prepared.template.tokenizer)} tokens, "
+        f"dtype {str(prepared.args.torch_dtype).removeprefix('torch.')}",
+        prepared,
+    )
+
+
+def _check_load(prepared: LearnerPreparation) -> Outcome[None]:
+    from swift_stage2.checks.swift_parsing import check_load  # loads ms-swift
+
+    return ok(check_load(prepared.args))
+
+
+def check_memory(config: Stage2Config, prepared: LearnerPreparation, num_ranks: int) -> Outcome[None]:
+    """The weights, and of full tuning what Adam keeps, against the memory of a rank's device; activations left out."""
+    shapes: list[Sequence[int]] = []
+    for path in prepared.model_directory.glob("*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            shapes += [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 (no mapping)
+    if not shapes:
+        return left_out(f"{prepared.model_directory} holds no .safetensors to count")
+    num_parameters = sum(map(math.prod, shapes))
+    weights = prepared.args.torch_dtype.itemsize * num_parameters
+    need = rank_bytes(config.swift, weights, num_parameters, num_ranks)
+    is_on_cpu = config.swift.get("use_cpu") is True or not torch.cuda.is_available()
+    room = available_memory_bytes()
+    if weights > room:
+        return failed(
+            f"rank 0 keeps a copy of the weights in main memory: {weights / 1e9:.3g} of {room / 1e9:.3g} GB available",
+            "give the machine or container of rank 0 more main memory",
+        )
+    where = "of main memory" if is_on_cpu else "of the GPU"
+    room = room if is_on_cpu else torch.cuda.get_device_properties(0).total_memory
+    found = (
+        f"{num_parameters:.3g} parameters: a rank needs {need / 1e9:.3g} of {room / 1e9:.3g} GB {where} and more for "
+        f"activations, servers need theirs; rank 0 keeps a copy of {weights / 1e9:.3g} GB in main memory"
+    )
+    if need <= room:
+        return ok(found)
+    return warning(
+        found, "write swift.tuner_type: lora, shard with deepspeed: zero3, or train a smaller model"
+    )
+
+
+def rank_bytes(swift: Mapping[str, Any], weights: int, num_parameters: int, num_ranks: int) -> float:
+    """Of weights, gradients and Adam's states on one rank; DeepSpeed keeps a copy and the states in float32."""
+    zero, is_fsdp = re.search(r"zero(\d)", str(swift.get("deepspeed") or "")), bool(swift.get("fsdp"))
+    stage = 3 if is_fsdp else int(zero[1]) if zero else 0
+    own = weights / (num_ranks if stage == 3 else 1)
+    if swift.get("tuner_type") != "full":
+        return own
+    states = weights + _DEEPSPEED_BYTES * num_parameters if zero else 3 * weights
+    return own + states / (num_ranks if stage else 1)
+
+
+def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcome[Samples]:
+    """Measures all rows; draws and encodes a few samples, the first of which is checked as at a run's start.
+
+    Raises:
+        DatasetError, ConfigError, TaskError: as ``check_rows`` does.
+    """
+    encoder = Encoder(prepared.template, packing_length=config.stage2_ab.channel_b.packing.packing_length)
+    rows, _ = prepared.row_sets
+    task = make_task(config)
+    usable = usable_rows(rows, task, config.stage2_ab.channel_b.rows_without_objects)
+    count = min(len(usable), _NUM_SAMPLES)
+    checked = check_rows(
+        config, rows, usable, encoder, task, int(prepared.args.seed), measured=usable, count=count
+    )
+    samples = checked.samples
+    prompts = [len(encoder.encode_prompt(sample).token_ids) for sample in samples]
+    segments = ground_truth_segments(encoder, checked.task, samples)
+    looked_at = Samples(
+        encoder,
+        checked.task,
+        tuple(samples),
+        max(prompts),
+        checked.lengths,
+        tuple(segment.num_tokens for segment in segments),
+    )
+    found = (
+        f"{len(samples)} of {len(rows)} rows encoded as the model gets them, the first answered as task "
+        f"{config.stage2_ab.task} checks it; prompts of {min(prompts)} to {max(prompts)} tokens"
+    )
+    if len(samples) < count:
+        fix = f"mend the rows; only {len(samples)} of the {min(MOST_LOOKED_AT, len(usable))} looked at can be used"
+        return warning(found, fix, looked_at)
+    return ok(found, looked_at)
+
+
+def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None]:
+    """Whether a pack, and a server's context, hold the longest prompt and its answer."""
+    prompt, new = samples.longest_prompt_tokens, config.rollout.decoding.max_new_tokens
+    length, needed = config.stage2_ab.channel_b.packing.packing_length, prompt + new
+    longest = samples.lengths.segments
+    if troubles := samples.lengths.troubles:
+        return warning(
+            " | ".join(found for found, _ in troubles), "; ".join(remedy for _, remedy in troubles)
+        )
+    if config.stage2_ab.trains_targets_beside:
+        needed += longest.longest
+    if length < needed:
+        return warning(
+            f"packing_length {length} < {needed}, the longest prompt {prompt} with all that may follow it "
+            f"(max_new_tokens {new}): such samples may be quarantined",
+            f"write stage2_ab.channel_b.packing.packing_length: {needed} or more",
+        )
+    for index, server in enumerate(config.launch.servers):
+        context = server.args.get("vllm_max_model_len")
+        if isinstance(context, int) and context < prompt + new:
+            return warning(
+                f"launch.servers[{index}].args.vllm_max_model_len {context} < prompt {prompt} + max_new_tokens {new}",
+                f"write launch.servers[{index}].args.vllm_max_model_len: {prompt + new} or more",
+            )
+    return ok(
+        f"packing_length {length} >= {needed}; of all {samples.lengths.num_rows:,} rows the longest with its true "
+        f"answer has {longest.longest} tokens ({longest.place})"
+    )
+
+
+def check_step_sizes(
+    config: Stage2Config, samples: Samples, packs_per_step: int, num_ranks: int
+) -> Outcome[None]:
+    """The rows that a step of each channel trains, and whether a written budget of rollouts fills a B step."""
+    capacity = config.stage2_ab.channel_b.packing.packing_length
+    per_pack = samples_per_pack(samples.segment_lengths or (capacity,), capacity)
+    budget = config.stage2_ab.channel_b.prefetch.budget_inequality(packs_per_step, per_pack)
+    if not budget.holds:
+        return failed(budget.error.found, budget.remedy)
+    sizes = step_sizes(config, samples.lengths, packs_per_step * num_ranks)
+    if sizes is None:
+        return left_out("no row could be measured")
+    return ok(sizes.numbers) if sizes.holds else warning(sizes.error.found, sizes.remedy)
+
+
+def _check_accumulation(exam: Examination, config: Stage2Config, by_swift: int) -> None:
+    """The rules about a step's packs, when the file leaves their number to ms-swift (``by_swift`` on one rank)."""
+    exam.check(
+        "gradient_accumulation_steps",
+        lambda: warning(
+            f"not written; ms-swift would take {by_swift} on one rank, and another number on more",
+            f"write swift.gradient_accumulation_steps: {by_swift}, so that the rules about it can be checked",
+        ),
+    )
+    rules = config.inequalities(by_swift)
+    show_rules(exam, [rule for rule in rules if "gradient_accumulation_steps" in rule.statement])
+
+
+def samples_per_pack(lengths: Sequence[int], capacity: int) -> float:
+    """How many samples a pack holds in the long run: what the pipeline's packing fills of it, over the mean length.
+
+    Counting the samples of the first packs would not tell: the best fill takes the longest samples first.
+    """
+    left = list(lengths) * max(1, -(-2 * capacity // sum(lengths)))  # enough for two packs at least
+    num_packs = num_tokens = 0
+    while sum(left) >= capacity or not num_packs:
+        chosen = frozenset(select_pack(left, capacity))
+        num_packs, num_tokens = num_packs + 1, num_tokens + sum(left[index] for index in chosen)
+        left = [length for index, length in enumerate(left) if index not in chosen]
+    return num_tokens / num_packs / (sum(lengths) / len(lengths))

@@ -1,0 +1,399 @@
+"""The checks of ``--live``, server by server: who answers, model, prompts, one dry round, a few rollouts.
+
+Everything is asked through the run's own parts, and only of servers that the checks before have found to be right.
+The dry round is a real one with the checkpoint's own weights, on a single rank. Afterwards the server holds them, and
+carries this doctor's run id until the first round of a learner replaces it.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from swift_stage2.channel_b.rollout_client.connection import ServerConnection
+from swift_stage2.channel_b.task import needed_columns
+from swift_stage2.checks import feeding
+from swift_stage2.checks.coordinates import Questions, examine_answers, prepare_questions
+from swift_stage2.checks.examination import (
+    Checked,
+    Examination,
+    Outcome,
+    Verdict,
+    failed,
+    left_out,
+    ok,
+    warning,
+)
+from swift_stage2.checks.learner import Samples, samples_per_pack
+from swift_stage2.checks.preparation import LearnerPreparation, prepare_learner
+from swift_stage2.checks.rollouts import (
+    TimedCall,
+    check_calls,
+    check_gap,
+    check_matching,
+    check_prompts,
+    connection_by_route,
+)
+from swift_stage2.checks.servers import explain, identify
+from swift_stage2.collectives import SingleRank
+from swift_stage2.columns import LOG_PROBS
+from swift_stage2.config import Fenced, Mode, Stage2Config
+from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
+from swift_stage2.records import ServerReport
+from swift_stage2.servers import protocol
+from swift_stage2.servers.protocol import INSTALLING_STATE, RefusalReason, ServerInfo
+from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.weights.courier_process import process_courier
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.proof import GIVE_UP_TIMEOUT_S, give_up
+from swift_stage2.weights.sync_round import WeightSync
+
+_NUM_PROMPTS = 3
+_LOOK_TIMEOUT_S = 10.0
+_VERSION = 1  # of this doctor's own run
+_MIB = 1 << 20
+_IN_A_ROUND = (str(RefusalReason.ROUND_OPEN), INSTALLING_STATE)
+
+
+@dataclass
+class LiveServers:
+    """The running servers of one configuration."""
+
+    exam: Examination
+    config: Stage2Config
+    scratch: Path
+    prepared: Checked[LearnerPreparation]
+    samples: Checked[Samples]
+    routes: Sequence[Checked[str]]
+    with_round: bool
+    calls: list[Checked[tuple[TimedCall, ...]]] = field(default_factory=list)
+    infos: list[Checked[ServerInfo]] = field(default_factory=list)
+    _learner: LearnerPreparation = field(init=False)
+
+    def examine(self) -> None:
+        """One section of rows for every server."""
+        self.exam.begin_section("Learner's weights")
+        anybody = next((route for route in self.routes if route.passed), self.routes[0])
+        module = self.exam.check(
+            "model",
+            self._load,
+            needs=[self.prepared, anybody],
+            fix="mend section swift, or free memory for the model",
+        )
+        sync = self.exam.check("canary", lambda: self._make_sync(module.result), needs=[module, self.samples])
+        for index, session, connection in self._servers():
+            self._examine_server(index, session, connection, module, sync)
+        if sync.passed:
+            sync.result.close()  # its process, where no round was run
+
+    def examine_coordinates(self) -> None:
+        """Who answers, with which model, and in which numbers; without a round and without the learner's weights."""
+        for index, session, connection in self._servers():
+            model = self._check_model(index, session, self._check_identity(index, session))
+            self._examine_answers(connection, model)
+
+    @cached_property
+    def _questions(self) -> Questions:
+        return prepare_questions(self.prepared.result, self.config)
+
+    def _examine_answers(self, connection: ServerConnection, *needs: Checked[Any]) -> None:
+        examine_answers(self.exam, self.config, connection, lambda: self._questions, [*needs, self.prepared])
+
+    def _servers(self) -> Iterator[tuple[int, ServerSession, ServerConnection]]:
+        key = self.config.rollout.api_key()
+        for index, server in enumerate(self.config.rollout.servers):
+            self.exam.begin_section(f"Server {index}: {server.base_url}")
+            with (
+                ServerSession(server.base_url, key) as session,
+                closing(connection_by_route(session, key)) as connection,
+            ):
+                yield index, session, connection
+
+    def _check_identity(self, index: int, session: ServerSession) -> Checked[ServerInfo]:
+        return self.exam.check(
+            "who answers", lambda: check_identity(session, self.config), needs=[self.routes[index]]
+        )
+
+    def _check_model(
+        self, index: int, session: ServerSession, info: Checked[ServerInfo], *needs: Checked[Any]
+    ) -> Checked[ServerInfo]:
+        started = self.config.launch.servers
+        written = (started[index].model if started else None) or self.config.swift.get("model")
+        return self.exam.check(
+            "model served",
+            lambda: check_model(
+                session, info.result, self.config, str(written or self.prepared.result.model_directory)
+            ),
+            needs=[info, *needs],
+        )
+
+    def _examine_server(
+        self,
+        index: int,
+        session: ServerSession,
+        connection: ServerConnection,
+        module: Checked[nn.Module],
+        sync: Checked[WeightSync],
+    ) -> None:
+        check, samples, config = self.exam.check, self.samples, self.config
+        timeout_s, key = config.rollout.request_timeout_s, f"rollout.servers[{index}]"
+        info = self._check_identity(index, session)
+        # One that is unproven answers nothing else before a round.
+        is_first = info.passed and info.result.state == RefusalReason.UNPROVEN
+        dry = self._check_round(index, session, info, sync) if is_first else None
+        model = self._check_model(index, session, info, *filter(None, [dry]))
+        prompt = check(
+            "prompts",
+            lambda: check_prompts(
+                connection, samples.result.encoder, samples.result.samples[:_NUM_PROMPTS], timeout_s
+            ),
+            needs=[model, samples],
+        )
+        if dry is None:
+            dry = self._check_round(index, session, info, sync, prompt)
+        calls = check(
+            "timed rollouts",
+            lambda: check_calls(connection, samples.result.encoder, samples.result.samples, config, key),
+            needs=[prompt, *([dry] if self.with_round else ()), samples],
+        )
+        check(
+            "parsed and matched",
+            lambda: check_matching(calls.result, samples.result.encoder, samples.result.task, config),
+            needs=[calls],
+        )
+        if LOG_PROBS in needed_columns(config):
+            check(
+                "log-probabilities",
+                lambda: self._check_gap(calls.result, info.result, module.result),
+                needs=[calls, samples, module],
+            )
+        self.calls.append(calls)
+        self.infos.append(info)
+        # Also where prompts differ, for then this tells why; a round that failed has left no weights to ask.
+        spoilt = [dry] if dry.finding.verdict is Verdict.FAILED else []
+        self._examine_answers(connection, model, *spoilt)
+
+    def _check_round(
+        self,
+        index: int,
+        session: ServerSession,
+        info: Checked[ServerInfo],
+        sync: Checked[WeightSync],
+        *needs: Checked[Any],
+    ) -> Checked[Any]:
+        if not self.with_round:
+            return self.exam.check("dry sync round", lambda: left_out("left out by --no-sync"))
+        return self.exam.check(
+            "dry sync round",
+            lambda: check_round(sync.result, index, session, info.result),
+            needs=[info, sync, *needs],
+            fix="restart the server and read its log",
+        )
+
+    def _check_gap(self, calls: Sequence[TimedCall], info: ServerInfo, module: nn.Module) -> Outcome[None]:
+        dtypes = {spec.dtype for spec in info.manifest}
+        return check_gap(
+            calls,
+            self.samples.result.encoder,
+            self.config.rollout.decoding,
+            partial(self._learner.logits, module),
+            (self._learner.compute_dtype(module), dtypes.pop() if len(dtypes) == 1 else ""),
+        )
+
+    def examine_feeding(self, step_s: float | None, num_ranks: int) -> None:
+        """Whether these servers, as timed, can feed channel B."""
+        self.exam.begin_section("Feeding channel B")
+        asked: list[Checked[Any]] = [self.samples, *self.calls]
+        self.exam.check("rate", lambda: feeding.check_rate(self._feeding(num_ranks), step_s), needs=asked)
+        self.exam.check(
+            "settings", lambda: feeding.check_settings(self._feeding(num_ranks), step_s), needs=asked
+        )
+
+    def _feeding(self, num_ranks: int) -> feeding.Feeding:
+        config, channel_b = self.config, self.config.stage2_ab.channel_b
+        prefetch = channel_b.prefetch
+        accumulation = self.prepared.result.gradient_accumulation_steps
+        b_ratio = config.stage2_ab.schedule.exact_b_ratio
+        full = [checked.result[-1] for checked in self.calls]
+        slowest = max(self.calls, key=lambda checked: checked.result[-1].seconds).result
+        return feeding.Feeding(
+            b_ratio=b_ratio,
+            packs_per_b_step=accumulation,
+            num_ranks=num_ranks,
+            num_servers=len(full),
+            max_inflight_per_server=config.rollout.max_inflight_per_server,
+            version_window=prefetch.version_window,
+            sync_every_steps=prefetch.sync_every_steps,
+            queue_limit=prefetch.limit(accumulation, b_ratio),
+            prefetch_target_packs=prefetch.target(accumulation, b_ratio),
+            samples_per_pack=samples_per_pack(
+                self.samples.result.segment_lengths, channel_b.packing.packing_length
+            ),
+            single_s=slowest[0].seconds,
+            batch_s=slowest[-1].seconds,
+            rollouts_per_s=sum(call.rollouts_per_s for call in full),
+            rounds_are_staged=config.rollout.sync.fenced is not Fenced.ALWAYS
+            and config.stage2_ab.mode is Mode.ASYNC
+            and all(info.result.staging for info in self.infos),
+        )
+
+    def _load(self) -> Outcome[nn.Module]:
+        """The weights, as the learner would load them."""
+        self._learner = prepare_learner(self.config.swift, self.scratch, with_weights=True)
+        module = self._learner.module()
+        manifest = WeightExport(module).manifest()
+        dtypes = ", ".join(sorted({spec.dtype for spec in manifest}))
+        device = next(module.parameters()).device
+        return ok(f"{len(manifest)} tensors to push, {dtypes}, loaded on {device}", module)
+
+    def _make_sync(self, module: nn.Module) -> Outcome[WeightSync]:
+        """The doctor's own run, whose rounds go to one server at a time."""
+        rollout, samples = self.config.rollout, self.samples.result
+        canary = self._learner.canary(module, samples.encoder, samples.samples[0])
+        canary.answer()
+        courier = process_courier(rollout, next(module.parameters()).device, disk_keep=0)
+        sync = WeightSync(
+            control=SingleRank(),
+            export=WeightExport(module),
+            canary=canary,
+            courier=courier,
+            run_id=f"doctor-{uuid.uuid4().hex[:12]}",
+            timeout_s=rollout.sync.timeout_s,
+            bucket_mib=rollout.sync.bucket_mib,
+            proof=rollout.sync.proof,
+        )
+        return ok("the learner answers a greedy question about a sample", sync)
+
+
+def check_identity(session: ServerSession, config: Stage2Config) -> Outcome[ServerInfo]:
+    """The probe of a start, in words; one that takes connections and answers nothing is told soon."""
+    most_s, started = config.rollout.request_timeout_s, time.perf_counter()
+    try:
+        try:
+            session.get(protocol.HEALTH, Deadline(min(_LOOK_TIMEOUT_S, most_s)))
+        except ServerFault as fault:  # any other is told better by what is asked below
+            if fault.kind is FaultKind.LATE:
+                raise
+        # A stock server answers after the /infer/ that runs, so as long as one may take.
+        info = identify(session, config, Deadline(most_s))
+    except ServerFault as fault:
+        raise explain(fault, session, config) from fault
+    answered = f"answered in {1e3 * (time.perf_counter() - started):.0f} ms"
+    if info.stock:
+        kind = f"vllm serve, asked for {info.chat_model}" if info.chat_model else "stock swift rollout"
+        return ok(f"{kind}, {answered}", info)
+    weights = (
+        f"version {info.weight_version} of run {info.run_id}" if info.run_id else "those of its checkpoint"
+    )
+    found = f"swift-stage2 rollout ({info.engine}), {info.state}, weights: {weights}, {answered}"
+    if info.state in _IN_A_ROUND:
+        return failed(
+            f"{found}: a sync round of another run is open",
+            "end that run, or wait until its round is over, and run the doctor again: runs cannot share a server",
+        )
+    if info.state == RefusalReason.UNPROVEN:
+        return warning(
+            found, "nothing to write: the next proven sync round, also the doctor's, mends it", info
+        )
+    return ok(found, info)
+
+
+def check_model(
+    session: ServerSession, info: ServerInfo, config: Stage2Config, expected: str
+) -> Outcome[ServerInfo]:
+    """Whether the server serves the learner's model, by name; a stock one names it in its replies only."""
+    model = info.model
+    if model is None:
+        try:
+            deadline = Deadline(config.rollout.request_timeout_s)
+            reply = session.post(protocol.INFER, protocol.one_token_request(), deadline)
+            protocol.parse_infer_reply(reply, 1)
+        except ServerFault as fault:
+            raise explain(fault, session, config) from fault
+        except ProtocolError as error:
+            return failed(
+                f"{session.base_url}{protocol.INFER} answers, but not as swift rollout does: {error}",
+                f"start swift-stage2 rollout or swift rollout (ms-swift 4.6) at {session.base_url}",
+            )
+        model = _served_model(reply)
+    known = replace(info, model=model)
+    if model is None:
+        return warning(
+            "the server does not say which model it serves",
+            f"make sure that the server was started with {expected}",
+            known,
+        )
+    if Path(model).name != Path(expected).name:
+        return failed(
+            f"serves {model}, the learner trains {expected}",
+            f"restart the server with the learner's model: --model {expected}; or correct rollout.servers",
+        )
+    return ok(f"serves {model}", known)
+
+
+def _served_model(data: Any) -> str | None:
+    """The model that an ``/infer/`` reply names: a path, or the last part of one. None if it names none."""
+    output = data[0] if isinstance(data, list) and data else None
+    response = output.get("response") if isinstance(output, Mapping) else None
+    model = response.get("model") if isinstance(response, Mapping) else None
+    return model if isinstance(model, str) else None
+
+
+def busy_with(session: ServerSession, info: ServerInfo) -> str:
+    """For whom our server works at this moment; empty if for nobody, and always of a stock one, which does not say.
+
+    Raises:
+        ServerFault: it does not answer.
+    """
+    if info.stock:
+        return ""
+    deadline = Deadline(_LOOK_TIMEOUT_S)
+    if session.info(deadline).state in _IN_A_ROUND:
+        return "a sync round of another run is open"
+    health = session.get(protocol.HEALTH, deadline)
+    counts = [health.get(name) for name in ("num_running", "num_waiting")] if isinstance(health, dict) else []
+    number = sum(count for count in counts if isinstance(count, int))
+    return f"it is making {number} completion(s) for somebody else" if number else ""
+
+
+def check_round(
+    sync: WeightSync, server: int, session: ServerSession, info: ServerInfo
+) -> Outcome[ServerReport]:
+    """One round to one server, refused while it works for somebody else.
+
+    Raises:
+        WeightSyncError: the learner's weights cannot be exported.
+    """
+    if busy := busy_with(session, info):
+        return failed(
+            f"left alone: {busy}",
+            "end that run, or wait until it is over, and run the doctor again; --no-sync leaves the round out",
+        )
+    try:
+        outcome = sync.run(_VERSION, [server])
+    finally:
+        sync.close()  # a stock server keeps a communicator until it is told to let it go
+    if outcome.failed and not info.stock:  # else it would hold the round open against the learner's first one
+        give_up(session, outcome.round_id, Deadline(GIVE_UP_TIMEOUT_S))
+    report = outcome.reports[server]
+    if report.error is not None:
+        return failed(
+            report.error, "mend what this names, or read the server's log; then run the doctor again"
+        )
+    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in report.seconds.items())
+    by = report.proof
+    if report.proof == "canary":
+        by += " (shows only that nothing is grossly wrong: plain vLLM, or stock without the plugin, has no checksums)"
+    return ok(
+        f"{report.num_bytes / _MIB:.1f} MiB over {report.transport} in {sum(report.seconds.values()):.2f} s "
+        f"({phases}), proven by {by}; the server holds the checkpoint's weights",
+        report,
+    )

@@ -1,0 +1,127 @@
+"""ms-swift's own pipeline up to where training would begin: arguments, processor, template, rows, and the model.
+
+The one file of the doctor that knows ms-swift. It leaves out steps that need the ranks of
+torchrun or write into the run directory, and builds everything that a server is compared with as the trainer does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from swift_stage2.compat import declare_operators
+
+declare_operators()  # before ms-swift imports torchvision
+
+import torch  # noqa: E402
+from swift.arguments import SftArguments  # noqa: E402
+from swift.pipelines import SwiftSft  # noqa: E402
+from swift.utils import to_device  # noqa: E402
+from torch import nn  # noqa: E402
+
+from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder  # noqa: E402
+from swift_stage2.checks.engine_canary import HALF_PRECISION_DTYPES, EngineCanary  # noqa: E402
+from swift_stage2.checks.swift_parsing import SECTION, learner_arguments, mixed_precision  # noqa: E402
+from swift_stage2.columns import COLUMNS  # noqa: E402
+from swift_stage2.config.swift_arguments import refuse_unknown_names  # noqa: E402
+from swift_stage2.records import Sample  # noqa: E402
+from swift_stage2.weights.proof import Canary  # noqa: E402
+
+_NO_INPUTS = {"labels", "loss_scale", "length", *COLUMNS}
+
+
+class LearnerPreparation(SwiftSft):  # type: ignore[misc]
+    """The state that the trainer would start from. Without weights it holds processor and template only."""
+
+    def __init__(self, arguments: Any, *, with_weights: bool) -> None:
+        self._with_weights = with_weights
+        super().__init__(arguments)
+
+    def _prepare_model_tokenizer(self, **options: Any) -> None:
+        super()._prepare_model_tokenizer(load_model=self._with_weights, **options)
+
+    @property
+    def model_directory(self) -> Path:
+        """Where the model's files are on this machine."""
+        return Path(self.args.model_dir)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """As written, or what ms-swift chooses on one rank."""
+        return int(self.args.training_args.gradient_accumulation_steps)
+
+    @property
+    def max_steps(self) -> int:
+        """As written; not above 0 where the epochs decide."""
+        return int(self.args.max_steps)
+
+    @cached_property
+    def row_sets(self) -> tuple[Any, Any]:
+        """Training rows, which channel B draws from, too, and validation rows, if any, as ms-swift reads them."""
+        train, validation = self._get_dataset()
+        return train, validation or ()
+
+    def module(self) -> nn.Module:
+        """The model as a sync round exports it: with its adapter, if it is tuned by one."""
+        module: nn.Module = self.prepare_model(
+            self.args, self.model, template=self.template, train_dataset=None
+        )
+        return module.eval()
+
+    def compute_dtype(self, module: nn.Module) -> torch.dtype:
+        """That of a step's forward pass: under mixed precision another one than the weights'."""
+        mixed = self._mixed_precision(module)
+        weights: torch.dtype = self.args.torch_dtype
+        return weights if mixed is None else mixed
+
+    def logits(self, module: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Those before every supervised token of a pack, in float32: a step's forward pass, but for dropout."""
+        places = (batch["labels"][0] != IGNORED_LABEL).nonzero()[:, 0] - 1
+        inputs = {name: value for name, value in batch.items() if name not in _NO_INPUTS}
+        # A large vocabulary's logits of a whole prompt take gigabytes.
+        is_cut = (
+            "logits_to_keep" in inspect.signature(self.template.get_base_model(module).forward).parameters
+        )
+        if is_cut:
+            inputs["logits_to_keep"] = places
+        mixed, device = self._mixed_precision(module), _device_of(module)
+        with torch.no_grad():
+            inputs = to_device(inputs, device)
+            if self.template.model_meta.is_multimodal:  # before autocast, as the trainer's hook is
+                _, inputs = self.template.pre_forward_hook(module, (), inputs)
+            with nullcontext() if mixed is None else torch.autocast(device.type, mixed):
+                logits: torch.Tensor = module(**inputs, use_cache=False).logits[0]
+        return (logits if is_cut else logits[places.to(logits.device)]).float()
+
+    def _mixed_precision(self, module: nn.Module) -> torch.dtype | None:
+        return mixed_precision(self.args, _device_of(module).type)
+
+    def canary(self, module: nn.Module, encoder: Encoder, sample: Sample) -> Canary:
+        half_precision = self.args.torch_dtype in HALF_PRECISION_DTYPES
+        return EngineCanary(module, self.template, encoder, sample, half_precision=half_precision)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+def prepare_learner(
+    swift: Mapping[str, Any], scratch: Path, *, with_weights: bool, where: str = SECTION
+) -> LearnerPreparation:
+    """Reads section ``swift`` as the trainer does; whatever ms-swift writes goes to ``scratch``.
+
+    ``where``: where the user has written the arguments, for errors.
+
+    Raises:
+        ConfigError: ms-swift refuses an argument, or does not know it.
+    """
+    os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")  # as in training.sft
+    refuse_unknown_names(swift, {field.name for field in dataclasses.fields(SftArguments)}, where)
+    parsed = learner_arguments(swift, str(scratch), where=where)
+    return LearnerPreparation(parsed, with_weights=with_weights)

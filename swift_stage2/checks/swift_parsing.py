@@ -1,0 +1,211 @@
+"""Arguments through ms-swift's own parser, every refusal in one line.
+
+Alone, that parser prints three hundred lines of usage before the line that matters, and its later checks end
+in a traceback.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
+from traceback import walk_tb
+from typing import Any
+
+from swift_stage2.compat import declare_operators, zero3_unknown
+from swift_stage2.config import ServerEngine, Stage2Config
+from swift_stage2.config.swift_arguments import PLUGIN_PREFIX, as_argv, refuse_unknown_names
+from swift_stage2.errors import ConfigError, UserError, closest, without_list
+
+declare_operators()  # before ms-swift imports torchvision
+
+import torch  # noqa: E402
+from swift.arguments import RolloutArguments, SftArguments  # noqa: E402
+from swift.utils import parse_args  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+SECTION, OPTION, COMMAND_LINE = "section swift", "--swift", "the command line"
+"""Where the user has written arguments: in a configuration, as ``--swift KEY=VALUE``, as options of a server."""
+_REMEDIES = {
+    OPTION: "its option --NAME is --swift NAME=VALUE",
+    COMMAND_LINE: "see swift-stage2 rollout --help",
+}
+_MIXED_PRECISION = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_FLASH = "flash"  # in the name of every attention that computes in half precision alone, and on a GPU
+# These need the ranks that torchrun starts; none of them changes what is loaded.
+_NEEDS_RANKS = ("ddp_backend", "deepspeed", "fsdp")
+_UNKNOWN_KIND = (" not in [", "automatically match", "no suitable")
+_KIND_REMEDIES = {
+    SECTION: "name the plugin that brings it, external_plugins: [FILE], or its kind, model_type: NAME",
+    OPTION: "name the plugin that brings it, --swift external_plugins=FILE, or its kind, --swift model_type=NAME",
+    COMMAND_LINE: "name the plugin that brings it, --external-plugins FILE, or its kind, --model-type NAME",
+}
+
+# Errors by which ms-swift's own checks of its arguments refuse them; a missing package is one.
+_REFUSALS = (ValueError, TypeError, AssertionError, ImportError, OSError)
+
+
+def refuse_unreadable(
+    argv: Sequence[str], arguments_class: type = SftArguments, *, where: str = SECTION
+) -> None:
+    """Names and values as ms-swift's parser reads them; what it checks after that is left out, so no model is needed.
+
+    Raises:
+        ConfigError: a name that it does not know, with the nearest that it does, or a value of another type.
+    """
+    unchecked = type(arguments_class.__name__, (arguments_class,), {"__post_init__": lambda self: None})
+    _, left_over = _parse(argv, unchecked, where)
+    if not left_over:
+        return
+    name = next((word for word in left_over if word.startswith("-")), left_over[0])
+    name = name.partition("=")[0].lstrip("-").replace("-", "_")
+    known = tuple(field.name for field in dataclasses.fields(arguments_class) if field.init)
+    near = closest(name, known)
+    hint = f"did you mean {near!r}?" if near else "remove it"
+    raise ConfigError(f"ms-swift must know every argument of {where}", got=f"{name!r}", remedy=hint)
+
+
+def parse_swift_arguments(
+    argv: Sequence[str], arguments_class: type = SftArguments, *, where: str = SECTION
+) -> Any:
+    """ms-swift's arguments, read and checked by ms-swift. ``where``: where the user has written them.
+
+    Raises:
+        ConfigError: ms-swift refuses them; the message ends with its own words, or names the nearest argument.
+    """
+    refuse_unreadable(argv, arguments_class, where=where)
+    arguments, _ = _parse(argv, arguments_class, where)
+    return arguments
+
+
+def learner_arguments(swift: Mapping[str, Any], scratch: str, *, where: str = SECTION) -> Any:
+    """Section ``swift`` as the trainer reads it, outside of its ranks; what ms-swift writes goes to ``scratch``.
+
+    Raises:
+        ConfigError: as ``parse_swift_arguments`` does.
+    """
+    kept = {name: value for name, value in swift.items() if name not in _NEEDS_RANKS}
+    arguments = {**kept, "output_dir": scratch, "add_version": False, "report_to": "none"}
+    return parse_swift_arguments(as_argv(arguments), where=where)
+
+
+def mixed_precision(arguments: Any, device_type: str) -> torch.dtype | None:
+    """The dtype of autocast on such a device, as accelerate chooses it; None without."""
+    found = _MIXED_PRECISION.get(arguments.training_args.mixed_precision)
+    return None if device_type == "cpu" and found is torch.float16 else found
+
+
+def check_load(arguments: Any) -> str:
+    """Has transformers make the model that ``arguments`` name, as it does at load but without weights; tells what.
+
+    Raises:
+        ConfigError: it refuses, or its attention cannot compute in the learner's dtype or on its device.
+    """
+    try:
+        with torch.device("meta"), zero3_unknown():
+            model, _ = arguments.get_model_processor(return_dummy_model=True)
+    except _REFUSALS as error:
+        logger.debug("transformers refused the model", exc_info=True)
+        raise _unloadable(arguments, str(error) or type(error).__name__) from error
+    found = None if arguments.use_cpu else torch.accelerator.current_accelerator(check_available=True)
+    device = found.type if found else "cpu"
+    dtype = mixed_precision(arguments, device) or arguments.torch_dtype
+    attention = model.config._attn_implementation
+    told = f"{type(model).__name__}, attention {attention}, {str(dtype).removeprefix('torch.')} on {device}"
+    if _FLASH in str(attention) and (device == "cpu" or dtype not in _MIXED_PRECISION.values()):
+        raise _unloadable(arguments, f"{told}, and such attention needs float16 or bfloat16 on a GPU")
+    return told
+
+
+def _unloadable(arguments: Any, reason: str) -> ConfigError:
+    attention = arguments.attn_impl
+    remedy = "correct section swift, or install what is missing"
+    if attention is not None:
+        remedy = "write swift.attn_impl: sdpa, or install what it needs and train in bfloat16 on a GPU"
+    return ConfigError(
+        "transformers must be able to load the model as section swift says",
+        got=f"attn_impl={attention} model={arguments.model!r}: {' '.join(reason.split()).rstrip('.')}",
+        remedy=remedy,
+    )
+
+
+def _parse(argv: Sequence[str], arguments_class: type, where: str) -> tuple[Any, list[str]]:
+    told = io.StringIO()
+    try:
+        with redirect_stderr(told):
+            arguments, left_over = parse_args(arguments_class, list(argv))
+    except SystemExit as end:
+        lines = told.getvalue().strip().splitlines() or ["no reason given"]
+        raise ConfigError(_refusal(lines[-1].partition("error: ")[2] or lines[-1], where)) from end
+    except Exception as error:  # raised again unless a plugin's or a refusal
+        if not isinstance(error, UserError) and (plugin := _plugin_behind(error)):
+            words = f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                "a plugin must be importable", got=f"{words} from {plugin}", remedy="mend that file"
+            ) from error
+        if unknown := unknown_kind(error, where):
+            raise unknown from error
+        if not isinstance(error, _REFUSALS):
+            raise
+        logger.debug("ms-swift refused its arguments", exc_info=True)
+        raise ConfigError(_refusal(str(error) or type(error).__name__, where)) from error
+    sys.stderr.write(told.getvalue())
+    return arguments, left_over
+
+
+def _plugin_behind(error: Exception) -> str:
+    """File and line of a plugin that raised while ms-swift imported it; empty if none did."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = walk_tb(error.__traceback__)
+    places = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in frames
+        if str(frame.f_globals.get("__name__")).startswith(PLUGIN_PREFIX)
+    ]
+    return places[-1] if places else ""
+
+
+def _refusal(words: str, where: str) -> str:
+    if "process group" in words and "RANK" not in os.environ:
+        return (
+            "swift.ddp_backend needs the ranks that torchrun starts, got a process without RANK; start it with "
+            "torchrun --nproc_per_node N -m swift_stage2 train CONFIG.yaml, or with swift-stage2 launch"
+        )
+    reason = without_list(" ".join(words.split()))
+    remedy = _REMEDIES.get(where, f"its option --NAME is the key NAME of {where}")
+    return f"ms-swift refuses {where}: {reason}; correct it ({remedy})"
+
+
+def unknown_kind(error: Exception, where: str) -> ConfigError | None:
+    """The line to say where ``error`` means that ms-swift does not know a model's kind, perhaps a plugin's."""
+    words = " ".join(str(error).split())
+    # ms-swift looks up what args.json says without asking whether it is there
+    if isinstance(error, KeyError):
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        if frame.f_code.co_name != "get_model_info_meta":
+            return None
+        words = f"model_type {words}, which it has not"
+    elif "model_type" not in words or not any(part in words for part in _UNKNOWN_KIND):
+        return None
+    remedy = _KIND_REMEDIES.get(where, _KIND_REMEDIES[SECTION])
+    return ConfigError(f"ms-swift must know the model's kind, got: {without_list(words)}", remedy=remedy)
+
+
+def check_arguments(config: Stage2Config) -> None:
+    """Section ``swift`` and all servers' ``args``, without a model.
+
+    Raises:
+        ConfigError: for the first argument that ms-swift's parser does not take.
+    """
+    refuse_unknown_names(config.swift, {field.name for field in dataclasses.fields(SftArguments)})
+    refuse_unreadable(config.swift_arguments(), SftArguments)
+    for index, server in enumerate(config.launch.servers):
+        if server.engine is not ServerEngine.TRANSFORMERS:  # whose options are ours
+            where = f"launch.servers[{index}].args"
+            refuse_unreadable(as_argv(server.args), RolloutArguments, where=where)

@@ -1,0 +1,138 @@
+"""Channel B's parts as a configuration describes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from builders import config_of
+from real_model import rollout_of
+
+from swift_stage2.channel_b.detection import DetectionTask
+from swift_stage2.channel_b.parsing import TrueObjects
+from swift_stage2.channel_b.task import TASKS
+from swift_stage2.checks.channel_b_parts import CheckedParts, make_task, merge_lengths, run_ahead_budget
+from swift_stage2.checks.samples import Excess, RowLengths
+from swift_stage2.config import Objective, Stage2Config
+from swift_stage2.errors import ConfigError
+from swift_stage2.records import Sample, SampleKey, Target
+
+BOX = (0, 0, 40, 40)
+SHIFTED = (0, 0, 40, 20)  # half of the box
+
+
+def configured(**stage2_ab: Any) -> Stage2Config:
+    without = {"stage2_ab.schedule.b_ratio": 0, "swift": {}}
+    return config_of(without, {f"stage2_ab.{key}": value for key, value in stage2_ab.items()})
+
+
+def corrected(config: Stage2Config, label: str) -> Target:
+    """Corrects an answer with half of the one true box, under ``label``."""
+    sample = Sample(SampleKey(0, 0, 0), {}, TrueObjects(("cat",), ((0.0, 0.0, 40.0, 40.0),)))
+    text = f'[{{"bbox_2d": {list(SHIFTED)}, "label": "{label}"}}]'
+    return make_task(config).correct(
+        rollout_of(sample, text, ()),
+        [("cat", BOX)],
+        lambda text: (tuple(map(ord, text)), tuple((at, at + 1) for at in range(len(text)))),
+    )
+
+
+@pytest.mark.parametrize(
+    ("matching", "label", "num_pairs"),
+    [
+        ({}, "dog", 1),
+        ({"same_label": True}, "dog", 0),
+        ({"same_label": True}, "cat", 1),
+        ({"iou_threshold": 0.6}, "cat", 0),
+        ({"unmatched_prediction_cost": 0.1, "unmatched_ground_truth_cost": 0.1}, "cat", 0),
+    ],
+)
+def test_the_task_matches_as_it_is_configured(matching: dict[str, Any], label: str, num_pairs: int) -> None:
+    quality = corrected(configured(channel_b={"matching": matching}), label).quality
+    assert quality.num_pairs == num_pairs
+
+
+def test_rewards_of_a_users_own_task_that_are_all_0_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scored(DetectionTask):
+        reward_terms: ClassVar[dict[str, float]] = {"score": 1.0}
+
+    monkeypatch.setitem(TASKS, "scored", Scored)
+    for weight in (0.0, 0.5):
+        channel_b = {"reward": {"weights": {"score": weight}}}
+        config = replace(
+            configured(), stage2_ab=replace(configured(task="scored", channel_b=channel_b).stage2_ab)
+        )
+        rewarded = replace(config, stage2_ab=replace(config.stage2_ab, objective=Objective.GRPO))
+        assert make_task(config).reward_weights == {"score": weight}, "told, and trained by nothing"
+        if weight:
+            make_task(rewarded)
+        else:
+            with pytest.raises(ConfigError, match=r"needs rewards that differ, got .* of 0 for all terms"):
+                make_task(rewarded)
+
+
+def test_the_task_writes_and_weighs_as_it_is_configured() -> None:
+    target = {"dialect": "object_map", "weights": {"closure": 0.25}}
+    config = configured(channel_b={"target": target})
+    assert corrected(config, "cat").text.startswith('{"object_1"')
+    assert make_task(config).closing_weight == 0.25
+    assert make_task(configured()).closing_weight == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "b_ratio", "packs_per_b_step", "budget"),
+    [
+        # 4 steps in a round, 3 versions: 12 steps, of which 3 want channel B; a pack of 1000 holds 10 prompts of 100.
+        ({}, 0.25, 4, 12 * 10),
+        ({}, 0.01, 4, 4 * 10),
+        ({"prefetch_target_packs": 8}, 0.01, 4, 8 * 10),
+        ({"version_window": 0}, 0.5, 2, 4 * 10),
+        ({"max_rollouts_per_version": 7}, 0.25, 4, 7),
+    ],
+)
+def test_the_budget_of_a_version_is_that_of_the_packs_that_can_be_of_use(
+    prefetch: dict[str, Any], b_ratio: float, packs_per_b_step: int, budget: int
+) -> None:
+    config = configured(
+        schedule={"b_ratio": b_ratio},
+        channel_b={"prefetch": prefetch, "packing": {"packing_length": 1000}},
+    )
+    nothing = Excess(1000, 0, 0, "")
+    lengths = RowLengths(3, nothing, nothing, shortest_prompt=100)
+    assert run_ahead_budget(config, lengths, packs_per_b_step) == budget
+    assert run_ahead_budget(config, replace(lengths, shortest_prompt=0), 1) > 0
+    # Whole groups fill the packs beside one that is not whole
+    if not prefetch.get("max_rollouts_per_version"):
+        decoding = replace(config.rollout.decoding, temperature=1.0)
+        rollout = replace(config.rollout, num_generations=4, decoding=decoding)
+        objective = replace(config.stage2_ab, objective=Objective.GRPO)
+        in_groups = replace(config, rollout=rollout, stage2_ab=objective)
+        assert run_ahead_budget(in_groups, lengths, packs_per_b_step) == budget + 3
+
+
+@pytest.mark.parametrize(("mean", "rank", "told"), [(500, 0, "out"), (10, 0, "warning"), (10, 1, "")])
+def test_a_start_tells_how_many_a_steps_one_b_step_stands_for(
+    mean: int, rank: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing, warnings = Excess(1000, 0, 0, ""), list[str]()
+    lengths = RowLengths(3, nothing, nothing, 0, "", 5, 5, 3 * mean)
+    control: Any = SimpleNamespace(rank=rank, world_size=2, gather=lambda note: [note, note])
+    mine: Any = CheckedParts(*[None] * 6, lengths=lengths)  # type: ignore[arg-type]
+    telemetry: Any = SimpleNamespace(record_warning=warnings.append)
+    config = configured(channel_b={"packing": {"packing_length": 1000}})
+    merged = merge_lengths(config, mine, control, telemetry, packs_per_step=4).lengths
+    assert (merged.num_rows, merged.num_tokens, merged.longest_prompt) == (6, 6 * mean, 5)
+    assert ("as many rows as 2 A steps: 16 (8 packs of 1000 tokens" in capsys.readouterr().err) is (
+        told == "out"
+    )
+    assert len(warnings) == (told == "warning")
+    assert all("as many rows as 100 A steps: 800 (8 packs" in line for line in warnings)
+
+
+def test_a_task_that_nobody_registered_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"stage2_ab\.task must be .*detection.*, got task='detect'; did you mean"
+    ):
+        make_task(configured(task="detect"))

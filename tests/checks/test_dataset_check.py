@@ -1,0 +1,218 @@
+"""Every way in which a data set can be unusable gives one line: file, line, problem, remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import config_of
+from golden import Golden, name_of
+from PIL import Image
+
+from swift_stage2.checks.dataset import check_data
+from swift_stage2.dataset.survey import survey
+from swift_stage2.errors import ConfigError, DatasetError
+
+SIZE = (40, 30)
+
+
+@pytest.fixture
+def row(tmp_path: Path) -> dict[str, Any]:
+    Image.new("RGB", SIZE).save(tmp_path / "a.png")
+    return {
+        "messages": [
+            {"role": "user", "content": "<image>Detect."},
+            {"role": "assistant", "content": '[{"bbox_2d": <bbox>, "label": "<ref-object>"}]'},
+        ],
+        "images": [str(tmp_path / "a.png")],
+        "objects": {"ref": ["cat"], "bbox": [[1, 2, 40, 30]]},
+    }
+
+
+def _write(directory: Path, *lines: Any) -> Path:
+    path = directory / "rows.jsonl"
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return path
+
+
+def check_datasets(swift: dict[str, Any], **channel_b: Any) -> None:
+    """As a run with channel B checks them; a configuration without a data set is refused before."""
+    rows = {f"stage2_ab.channel_b.{key}": value for key, value in channel_b.items()}
+    check_data(config_of({"swift": swift}, rows))
+
+
+def check_jsonl(path: Path) -> None:
+    check_datasets({"dataset": str(path)})
+
+
+def _refusal(path: Path) -> str:
+    with pytest.raises(DatasetError) as caught:
+        check_jsonl(path)
+    message = str(caught.value).removeprefix("swift.dataset: ")
+    assert "\n" not in message
+    assert message.count(str(path)) >= 1
+    return message.replace(f"{path.parent}/", "")
+
+
+def test_a_good_file_passes_blank_lines_included(tmp_path: Path, row: dict[str, Any]) -> None:
+    check_jsonl(_write(tmp_path, row, "", row))
+
+
+def objects(refs: list[str], boxes: list[Any]) -> dict[str, Any]:
+    return {"objects": {"ref": refs, "bbox": boxes}}
+
+
+BAD_LINES = [
+    '{"messages": [',
+    "not json",
+    "[1]",
+    "{}",
+    '{"messages": []}',
+    '{"messages": "hello"}',
+    '{"messages": [{"role": "user", "content": "Detect."}]}',
+    '{"messages": ["hello"]}',
+]
+BAD_ROWS = [
+    {"objects": None},
+    objects(["cat", "dog"], [[1, 2, 3, 4]]),
+    objects(["cat"], [[1, 2, 3]]),
+    objects(["cat"], [7]),
+    objects(["cat"], [[5, 2, 3, 4]]),
+    objects([""], [[1, 2, 3, 4]]),
+    objects(["cat"], []),
+    objects([], []),
+    objects(["cat"], [[0, 0, 40.5, 30]]),
+    objects(["cat"], [[0, 0, 40, 31]]),
+    objects(["cat"], [[50, 0, 60, 10]]),
+    {"images": ["/nowhere/b.png"]},
+    {"images": [7]},
+    {"images": [None]},
+    {"images": [""]},
+    {"images": [{"bytes": "x"}]},
+    {"images": [["nested"]]},
+]
+EMPTY = {"nothing": "", "blank lines": "\n\n  \n"}
+MESSAGES = Golden(__file__, [*BAD_LINES, *map(name_of, BAD_ROWS), *EMPTY])
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_malformed_line_is_named(tmp_path: Path, row: dict[str, Any], line: str) -> None:
+    MESSAGES.check(line, _refusal(_write(tmp_path, row, line)))
+
+
+@pytest.mark.parametrize("changes", BAD_ROWS, ids=name_of)
+def test_a_row_that_cannot_be_used_is_named(
+    tmp_path: Path, row: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    MESSAGES.check(name_of(changes), _refusal(_write(tmp_path, row, row | changes)))
+
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_an_empty_file_is_refused(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(EMPTY[case])
+    MESSAGES.check(case, _refusal(path))
+
+
+def test_rows_without_objects_are_legal_with_an_empty_answer_or_where_they_are_allowed(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    empty = [row["messages"][0], {"role": "assistant", "content": "[]"}]
+    check_jsonl(_write(tmp_path, row, row | {"objects": {"ref": [], "bbox": []}, "messages": empty}))
+    prose = [row["messages"][0], {"role": "assistant", "content": "A room."}]
+    path = _write(tmp_path, row, {"messages": prose, "images": row["images"]})
+    assert "write empty lists for an image without objects" in _refusal(path)
+    check_datasets({"dataset": str(path)}, rows_without_objects="channel_a_only")
+    bad = _write(tmp_path, row | {"objects": {"ref": [], "bbox": [[1, 2, 3, 4]]}})
+    with pytest.raises(DatasetError, match="num_ref=0 num_bbox=1"):
+        check_datasets({"dataset": str(bad)}, rows_without_objects="channel_a_only")
+
+
+@pytest.mark.parametrize("content", [b"", b"GIF", b"this is no picture", b"\x89PNG\r\n\x1a\n"])
+def test_an_unreadable_image_is_named(tmp_path: Path, row: dict[str, Any], content: bytes) -> None:
+    (tmp_path / "b.png").write_bytes(content)
+    path = _write(tmp_path, row | {"images": [str(tmp_path / "b.png")]})
+    assert "rows.jsonl:1: an image must be a readable picture, got b.png: " in _refusal(path)
+
+
+def test_images_may_be_one_path_or_records_and_relative(
+    tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    monkeypatch.setenv("ROOT_IMAGE_DIR", str(tmp_path))
+    path = _write(tmp_path, row | {"images": row["images"][0]}, row | {"images": [{"path": "a.png"}]})
+    check_jsonl(path)
+    monkeypatch.delenv("ROOT_IMAGE_DIR")
+    assert _refusal(path).startswith("rows.jsonl:2: ")
+
+
+def test_a_file_that_cannot_be_read_and_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    for name, why in (("missing.jsonl", "No such file"), ("folder.jsonl", "not a regular file")):
+        (tmp_path / "folder.jsonl").mkdir(exist_ok=True)
+        with pytest.raises(DatasetError, match=f"a data set must be a readable UTF-8 file, got .*{why}"):
+            survey([tmp_path / name])
+    (tmp_path / "latin.jsonl").write_bytes(b'{"messages": "\xff"}')
+    assert ":1: a line must be UTF-8 text" in _refusal(tmp_path / "latin.jsonl")
+
+
+def test_every_local_file_of_the_arguments_is_checked_and_nothing_else(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    good = _write(tmp_path, row)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{")
+    check_datasets({})
+    check_datasets({"dataset": [str(good), f"{good}#100", "org/hub-data"], "val_dataset": None})
+    for arguments in (
+        {"dataset": [str(good), str(bad)]},
+        {"dataset": f"{bad}#5"},
+        {"dataset": str(good), "val_dataset": [str(bad)]},
+    ):
+        with pytest.raises(DatasetError, match=r"bad\.jsonl:1"):
+            check_datasets(arguments)
+
+
+@pytest.mark.parametrize("key", ["dataset", "val_dataset"])
+@pytest.mark.parametrize(
+    "name", ["absent.jsonl", "absent.jsonl#7", "absent.csv", "./absent", "/nowhere/rows"]
+)
+def test_a_missing_file_is_told_with_its_key_and_path(key: str, name: str) -> None:
+    with pytest.raises(DatasetError) as refused:
+        check_datasets({key: [name]})
+    assert str(refused.value).startswith(f"swift.{key} must name files that exist, got {key}={name!r}; ")
+
+
+@pytest.mark.parametrize(
+    "value", [5, 0, 1.5, True, False, {"a": 1}, {}, [5], [None], [True], [["a.jsonl"]], [""]]
+)
+@pytest.mark.parametrize(("key", "example"), [("dataset", "train.jsonl"), ("val_dataset", "val.jsonl")])
+def test_what_is_no_path_is_told_with_what_to_write(key: str, example: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_datasets({key: value})
+    assert str(refused.value) == (
+        f"swift.{key} must be a path or a list of paths, got {key}={value!r}; write {key}: [{example}]"
+    )
+
+
+def test_a_folder_is_refused_however_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "rows").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in (str(tmp_path), "./org", "org/rows", "org/rows#5"):
+        with pytest.raises(DatasetError) as refused:
+            check_datasets({"val_dataset": [name]})
+        assert str(refused.value) == (
+            f"swift.val_dataset must name files, got val_dataset={name!r}, a folder; name the files in it"
+        )
+
+
+@pytest.mark.parametrize("ratio", [1, 1.5, -0.1, "2", "half", True, [0.1], float("nan")])
+def test_a_share_for_validation_out_of_range_is_refused(ratio: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_datasets({"split_dataset_ratio": ratio})
+    assert str(refused.value) == (
+        "swift.split_dataset_ratio must be at least 0 and below 1, got "
+        f"split_dataset_ratio={ratio!r}; write split_dataset_ratio: 0.01"
+    )

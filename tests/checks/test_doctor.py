@@ -1,0 +1,367 @@
+"""The command without a server: rows with numbers, exit statuses, fixes, and that nothing secret is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from detection_task import make_task
+from doctor_run import Report
+from live_server import free_port
+from real_model import make_encoder, rollout_of, sample_of
+
+from swift_stage2.channel_b.task import TASKS
+from swift_stage2.checks import doctor as command
+from swift_stage2.checks import rollouts
+from swift_stage2.checks.learner import rank_bytes
+from swift_stage2.config import load_config
+from swift_stage2.demo.demo_config import TEMPLATE_FILE
+from swift_stage2.errors import ConfigError
+
+Configure = Callable[..., Path]
+Doctor = Callable[..., Report]
+DEAD = "http://127.0.0.1:9"
+PREFETCH = "stage2_ab__channel_b__prefetch"
+
+
+def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "swift_stage2", "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=dict(os.environ) | environment,
+    )
+
+
+# --- exit statuses -----------------------------------------------------------------------------------
+
+
+def test_a_missing_file_and_text_that_is_no_yaml_are_the_users_mistake(tmp_path: Path) -> None:
+    missing = cli(str(tmp_path / "absent.yaml"))
+    assert missing.returncode == 2
+    assert "a configuration file must exist" in missing.stderr
+    assert missing.stdout == ""
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("stage2_ab: {schedule: ")
+    with pytest.raises(ConfigError, match="valid YAML"):
+        command.main([str(broken)])
+
+
+def test_a_refused_configuration_is_a_failed_check_and_the_rest_names_it(
+    configure: Configure, doctor: Doctor
+) -> None:
+    report = doctor(configure(DEAD, **{f"{PREFETCH}__queue_limit": 3}))
+    assert report.status == 1
+    assert report.failed == ["configuration loads"]
+    row = report.row("configuration loads")
+    assert "prefetch_target_packs <= queue_limit must hold, got 4 <= 3" in row["found"]
+    assert row["fix"] == "write queue_limit: 4 or more"
+    rest = [row for row in report.findings if row["check"] != "configuration loads"]
+    assert len(rest) == 2
+    assert {row["verdict"] for row in rest} == {"not checked"}
+    assert all(row["counts_as_failed"] for row in rest)
+
+
+def test_the_table_goes_to_a_terminal_and_the_status_to_the_script(configure: Configure) -> None:
+    result = cli(str(configure(DEAD, swift__model="/nowhere/model")), COLUMNS="80")
+    assert result.returncode == 1
+    assert "swift.model must be a directory that exists" in " ".join(result.stdout.split())
+    assert "fix: check the path" in result.stdout
+    assert "not checked: because of: model directory" in " ".join(result.stdout.split())
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
+
+
+# --- rows --------------------------------------------------------------------------------------------
+
+
+def test_a_good_configuration_is_green_with_every_rule_and_its_numbers(
+    configure: Configure, doctor: Doctor, tmp_path: Path, rows_file: Path
+) -> None:
+    ports = free_port(), free_port()
+    servers = [{"base_url": f"http://127.0.0.1:{ports[0]}", "group_port": ports[1]}]
+    launch = {"launch__servers": [{"engine": "transformers"}], "rollout__servers": servers}
+    evaluation = {
+        "swift__val_dataset": [str(rows_file)],
+        "stage2_ab__evaluation": {"every_steps": 9, "num_samples": 4},
+    }
+    report = doctor(configure(**launch, **evaluation, swift__output_dir=str(tmp_path / "new" / "run")))
+    assert report.status == 0, report.text
+    rules = report.row("rules between numbers")["found"]
+    for numbers in (
+        "target within limit: 4 <= 6",
+        "version window: version_window 2, sync_every_steps 4",
+        "control timeout: 1800 >= 3 * 40",
+        "target holds a step: 4 >= 2",
+        "limit holds a step: 6 >= 2",
+        "useful limit: 6 <= 2 * max(1, ceil((2 + 1) * 0.25 * 4)) = 6",
+        "starvation grace: 200 * 0.25 = 50",
+        "round time: 30 >= 10 + 512 / 100 = 16",
+        "request time: 30 >= 1 + 100 / 400 = 2",
+    ):
+        assert numbers in rules
+    for check, told in {
+        "devices": "launch.learner: CPU only; launch.servers[0]: CPU only",
+        "ports": f"ports {ports[0]} and {ports[1]} are free",
+        "packing_length": "packing_length 256 >= ",
+        "samples": "12 of 12 rows encoded as the model gets them",
+        "memory": "parameters: a rank needs",
+        "run directory": "can be written",
+        "validation set": "the first 4 of its 12 rows",
+        "data sets": "all 24 rows",
+    }.items():
+        assert report.verdict(check) == "ok", report.row(check)
+        assert told in report.row(check)["found"]
+    assert not (tmp_path / "new").exists(), "what was tried is gone"
+
+
+PREFETCH_RULES = {f"{PREFETCH}__queue_limit": 9, "stage2_ab__starvation": {"grace_steps": 10}}
+ELSEWHERE = {
+    "rollout__servers": [{"base_url": f"http://{host}:8000"} for host in ("192.0.2.1", "203.0.113.1")],
+    "launch": {
+        "servers": [{"engine": "swift", "devices": [7]}, {"engine": "vllm"}],
+        "learner": {"devices": [0, 1], "nnodes": 2, "rdzv_endpoint": "127.0.0.1:29400"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_gpus", "check", "verdict", "told"),
+    [
+        (PREFETCH_RULES, 0, "useful limit", "warning", "write stage2_ab.channel_b.prefetch.queue_limit: 6"),
+        (
+            PREFETCH_RULES,
+            0,
+            "starvation grace",
+            "warning",
+            "write stage2_ab.starvation.grace_steps: 16 or more",
+        ),
+        (
+            {"launch": {"servers": [{"devices": [901]}], "learner": {"devices": [900]}}},
+            0,
+            "devices",
+            "failed",
+            "run the doctor on the machine that trains",
+        ),
+        (ELSEWHERE, 2, "devices", "ok", "launch.servers[0]: 7"),
+        (
+            {"launch": {"servers": [{"engine": "transformers"}]}, "swift__use_cpu": False},
+            2,
+            "devices",
+            "warning",
+            "write numbers of GPUs at launch.learner.devices, launch.servers[0].devices",
+        ),
+        (
+            {"launch": {"servers": [{"engine": "vllm"}]}},
+            2,
+            "devices",
+            "warning",
+            "write numbers of GPUs at launch.servers[0].devices",
+        ),
+        ({"launch": {"servers": [{"engine": "transformers"}]}}, 2, "devices", "ok", "CPU only"),
+        (
+            {"stage2_ab__schedule__b_ratio": 0, "launch__servers": [{"engine": "transformers"}]},
+            0,
+            "configuration loads",
+            "warning",
+            "remove them",
+        ),
+        ({}, 0, "server 0", "warning", "start the server there"),
+    ],
+)
+def test_what_needs_no_model_is_told(
+    configure: Configure,
+    doctor: Doctor,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    num_gpus: int,
+    check: str,
+    verdict: str,
+    told: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    row = doctor(
+        configure(f"http://127.0.0.1:{free_port()}", **{"swift__model": "/nowhere/m", **changes})
+    ).row(check)
+    assert row["verdict"] == verdict, row
+    assert told in row["found"] + row["fix"]
+
+
+def test_a_server_must_answer_when_it_is_asked_and_its_name_must_be_known(
+    configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = (f"http://127.0.0.1:{free_port()}", "http://no-such-host.invalid:8000")
+    report = doctor(configure(*urls, swift__model="/nowhere/m"), "--live")
+    for index, told in enumerate(("start the server there", "make the name no-such-host.invalid known")):
+        row = report.row(f"server {index}")
+        assert row["verdict"] == "failed"
+        assert told in row["fix"]
+
+
+@pytest.mark.parametrize("output", ["/proc/nowhere/run", "rows.jsonl/run", 7])
+def test_a_run_directory_that_cannot_be_written_fails(
+    configure: Configure, doctor: Doctor, tmp_path: Path, output: str | int
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
+    place = str(tmp_path / output) if isinstance(output, str) and output.startswith("rows") else output
+    row = doctor(configure(DEAD, swift__output_dir=place, swift__model="/nowhere/m")).row("run directory")
+    assert row["verdict"] == "failed"
+    assert row["fix"] == "write a swift.output_dir that this user can write"
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "verdict", "fix"),
+    [
+        ({"stage2_ab__channel_b__target": {"dialect": "object_map"}}, "data sets", "failed", "object_map"),
+        (
+            {"stage2_ab__channel_b__packing": {"packing_length": 110}},
+            "samples",
+            "failed",
+            "write packing_length: ",
+        ),
+        ({"swift__lerning_rate": 1e-4}, "template", "failed", "did you mean 'learning_rate'?"),
+        ({"swift__torch_dtype": "float99"}, "template", "failed", "invalid choice: 'float99'"),
+        ({"swift__dataset": ["/nowhere/rows.jsonl"]}, "data sets", "failed", ""),
+        (
+            {"swift__split_dataset_ratio": 1.5},
+            "data sets",
+            "failed",
+            "must be at least 0 and below 1, got split_dataset_ratio=1.5",
+        ),
+    ],
+)
+def test_what_the_real_template_and_parser_refuse_is_a_row_with_its_fix(
+    configure: Configure, doctor: Doctor, changes: dict[str, Any], check: str, verdict: str, fix: str
+) -> None:
+    report = doctor(configure(DEAD, **changes))
+    row = report.row(check)
+    assert row["verdict"] == verdict
+    assert fix in row["fix"] or fix in row["found"]
+    assert report.status == 1
+    assert report.row("packing_length")["verdict"] == "not checked"
+
+
+@pytest.mark.parametrize(("text", "verdict"), [("I see nothing.", "warning"), ("[]", "ok")])
+def test_only_a_list_counts_as_read_on_an_image_without_objects(
+    configure: Configure, rows_file: Path, text: str, verdict: str
+) -> None:
+    row = {**json.loads(rows_file.read_text().splitlines()[0]), "objects": {"ref": [], "bbox": []}}
+    encoder, sample = make_encoder(), sample_of(row)
+    answered = rollout_of(sample, text, encoder.encode_prompt(sample).token_ids)
+    calls = [rollouts.TimedCall(1, 1.0, (answered,))]
+    assert (
+        rollouts.check_matching(calls, encoder, make_task(), load_config(configure(DEAD))).verdict == verdict
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "verdict", "told"),
+    [
+        (
+            {f"{PREFETCH}__max_rollouts_per_version": 2},
+            "step sizes",
+            "failed",
+            "write stage2_ab.channel_b.prefetch.max_rollouts_per_version: ",
+        ),
+        (
+            {"swift__gradient_accumulation_steps": None, "swift__per_device_train_batch_size": 8},
+            "gradient_accumulation_steps",
+            "warning",
+            "write swift.gradient_accumulation_steps: 2",
+        ),
+    ],
+)
+def test_numbers_that_only_the_rows_or_ms_swift_tell_are_held_against_the_settings(
+    configure: Configure, doctor: Doctor, changes: dict[str, Any], check: str, verdict: str, told: str
+) -> None:
+    row = doctor(configure(DEAD, **changes)).row(check)
+    assert row["verdict"] == verdict, row
+    assert told in row["fix"]
+
+
+BREAKING = """
+from swift_stage2 import register_task
+from swift_stage2.channel_b.detection import DetectionTask
+
+@register_task("breaking")
+class BreakingTask(DetectionTask):
+    def correct(self, rollout, truth, tokenise):
+        rollout.text and int(rollout.text)
+        return super().correct(rollout, truth, tokenise)
+"""
+
+
+def test_a_task_that_breaks_on_an_answer_is_told_with_its_line(
+    configure: Configure, doctor: Doctor, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "breaking.py"
+    plugin.write_text(BREAKING, encoding="utf-8")
+    config = configure(
+        DEAD, stage2_ab__task="breaking", swift__external_plugins=[str(TEMPLATE_FILE), str(plugin)]
+    )
+    try:
+        row = doctor(config).row("samples")
+    finally:
+        TASKS.pop("breaking", None)
+    assert row["verdict"] == "failed"
+    assert row["found"].startswith("task breaking must work on every row and answer")
+    assert "ValueError: invalid literal for int()" in row["found"]
+    assert row["found"].endswith(f"({plugin}:8)")
+    assert row["fix"] == "mend the task"
+
+
+@pytest.mark.parametrize("engine", ["swift", "vllm"])
+def test_a_servers_context_must_hold_the_longest_prompt_and_its_answer(
+    configure: Configure, doctor: Doctor, engine: str
+) -> None:
+    launch = {"servers": [{"engine": engine, "args": {"vllm_max_model_len": 64}}]}
+    row = doctor(configure(DEAD, launch=launch)).row("packing_length")
+    assert row["verdict"] == "warning", row
+    assert "launch.servers[0].args.vllm_max_model_len 64 < prompt " in row["found"]
+
+
+def test_without_channel_b_no_server_is_looked_at(configure: Configure, doctor: Doctor) -> None:
+    report = doctor(configure(DEAD, stage2_ab={"schedule": {"b_ratio": 0}}), "--live")
+    assert report.status == 0, report.text
+    assert report.row("channel B")["found"] == "off (b_ratio 0): no server is needed"
+    assert not [row for row in report.findings if "server 0" in row["check"]]
+
+
+def test_no_secret_is_printed(configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", "k3y-of-the-server")
+    monkeypatch.setenv("http_proxy", "http://me:pa55word@proxy:1")
+    config = configure(DEAD, swift__hub_token="t0ken-of-the-hub", swift__model="/nowhere/k3y-of-the-server")
+    report = doctor(config)
+    for secret in ("k3y-of-the-server", "pa55word", "t0ken-of-the-hub"):
+        assert secret not in report.text
+    assert json.loads(report.text)["live"] is False
+
+
+def test_nothing_is_left_in_the_run_directory(configure: Configure, doctor: Doctor, tmp_path: Path) -> None:
+    doctor(configure(f"http://127.0.0.1:{free_port()}"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("swift", "itemsize", "num_ranks", "per_parameter"),
+    [
+        ({"tuner_type": "full"}, 2, 1, 8),  # itself, gradient and two moments, all of its own dtype
+        ({"tuner_type": "full", "deepspeed": "zero2"}, 2, 2, 2 + 14 / 2),
+        ({"tuner_type": "full", "deepspeed": "zero3"}, 2, 2, 16 / 2),
+        ({"tuner_type": "full", "fsdp": "fsdp2"}, 4, 4, 16 / 4),
+        ({"deepspeed": "zero3"}, 2, 2, 1),
+        ({}, 2, 2, 2),
+    ],
+)
+def test_the_learner_is_estimated_by_one_formula(
+    swift: dict[str, str], itemsize: int, num_ranks: int, per_parameter: float
+) -> None:
+    assert rank_bytes(swift, itemsize * 1000, 1000, num_ranks) == per_parameter * 1000

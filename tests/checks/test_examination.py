@@ -1,0 +1,150 @@
+"""Checks run in order; what rests on a failed one is not run; errors become one line with a fix; how rows are shown."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from swift_stage2.checks.checks import Known
+from swift_stage2.checks.examination import (
+    Examination,
+    Finding,
+    Outcome,
+    Verdict,
+    failed,
+    findings_table,
+    left_out,
+    ok,
+    summary_line,
+    warning,
+)
+from swift_stage2.config import load_config
+from swift_stage2.errors import ConfigError, ServerFault
+
+
+def raising(error: Exception) -> Any:
+    def work() -> Outcome[None]:
+        raise error
+
+    return work
+
+
+def never() -> Outcome[None]:
+    raise AssertionError("this check must not run")
+
+
+def test_what_rests_on_a_failed_check_is_not_run_and_names_the_first_cause() -> None:
+    exam = Examination()
+    first = exam.check("first", lambda: failed("broken", "mend it"))
+    second = exam.check("second", never, needs=[first])
+    third = exam.check("third", never, needs=[second])
+    assert second.finding.verdict is third.finding.verdict is Verdict.NOT_CHECKED
+    assert second.finding.found == third.finding.found == "because of: first"
+    assert second.finding.counts_as_failed
+    assert third.finding.counts_as_failed
+    assert exam.num_failed == 1
+
+
+def test_a_cause_in_another_section_is_named_with_it() -> None:
+    exam = Examination()
+    exam.begin_section("Server 0")
+    first = exam.check("route", lambda: failed("broken", "mend it"))
+    exam.begin_section("Feeding")
+    assert exam.check("rate", never, needs=[first]).finding.found == "because of: route (Server 0)"
+
+
+def test_what_rests_on_a_check_that_was_left_out_does_not_count_as_failed() -> None:
+    exam = Examination()
+    first = exam.check("first", lambda: left_out("nobody asked"))
+    second = exam.check("second", never, needs=[first])
+    assert second.finding.verdict is Verdict.NOT_CHECKED
+    assert not second.finding.counts_as_failed
+    assert exam.num_failed == 0
+
+
+def test_a_warning_lets_the_next_check_run_on_its_value() -> None:
+    exam = Examination()
+    first = exam.check("first", lambda: warning("odd", "change it", 3))
+    assert exam.check("second", lambda: ok(str(first.result + 1)), needs=[first]).finding.found == "4"
+
+
+@pytest.mark.parametrize(
+    ("error", "found", "fix"),
+    [
+        (
+            ConfigError("a must be b", got="a=1", remedy="write a: b; or c"),
+            "a must be b, got a=1",
+            "write a: b; or c",
+        ),
+        (ConfigError("a must be b"), "a must be b", "the usual"),
+        (ServerFault("status 500: x; y"), "status 500: x; y", "the usual"),
+        (RuntimeError("two\nlines"), "RuntimeError: two lines", "the usual"),
+    ],
+)
+def test_an_error_becomes_a_failed_row_with_its_remedy(error: Exception, found: str, fix: str) -> None:
+    finding = Examination().check("x", raising(error), fix="the usual").finding
+    assert (finding.verdict, finding.found, finding.fix) == (Verdict.FAILED, found, fix)
+
+
+def test_a_secret_is_hidden_wherever_it_turns_up() -> None:
+    exam = Examination(secrets=("s3cret", ""))
+    finding = exam.check("x", lambda: failed("key s3cret is wrong", "replace s3cret")).finding
+    assert (finding.found, finding.fix) == ("key *** is wrong", "replace ***")
+
+
+def test_what_is_being_looked_at_is_told() -> None:
+    told: list[str] = []
+    exam = Examination(on_begin=told.append)
+    first = exam.check("first", lambda: failed("broken", "mend it"))
+    exam.check("second", never, needs=[first])
+    assert told == ["first"]
+
+
+FINDINGS = [
+    Finding("Configuration", "configuration loads", Verdict.OK, "run.yaml: b_ratio 0.25, 2 server(s)"),
+    Finding(
+        "Configuration", "useful limit", Verdict.WARNING, "queue_limit=[8] " * 12, "write queue_limit: 6"
+    ),
+    Finding("Server 0: http://127.0.0.1:8000", "route", Verdict.FAILED, "nothing answers", "start it", True),
+    Finding(
+        "Server 0: http://127.0.0.1:8000", "model served", Verdict.NOT_CHECKED, "because of: route", "", True
+    ),
+]
+
+
+def screen(width: int) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(findings_table(FINDINGS))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_nothing_is_cut_off_and_no_line_is_too_long(width: int) -> None:
+    text = screen(width)
+    assert all(len(line) <= width for line in text.splitlines())
+    assert "…" not in text
+    words = " ".join(text.split())
+    for part in (
+        "fix: start it",
+        "fix: write queue_limit: 6",
+        "not checked: because of: route",
+        "nothing answers",
+    ):
+        assert part in words
+    assert words.count("queue_limit=[8]") == 12, "brackets are text here, not markup"
+    assert [line.strip() for line in text.splitlines()].count("Server 0: http://127.0.0.1:8000") == 1
+
+
+def test_verdicts_are_counted() -> None:
+    assert summary_line(FINDINGS).plain == "1 ok, 1 warning, 1 failed, 1 not checked"
+
+
+def test_a_check_that_does_not_apply_has_no_row() -> None:
+    config = load_config(Path(__file__).parents[2] / "configs" / "minimal.yaml")  # its learner has one host
+    exam = Examination()
+    exam.show(config, Known(addresses=True))
+    assert "addresses of hosts" not in {finding.check for finding in exam.findings}

@@ -1,0 +1,208 @@
+"""Who answers on a server's port, by the probe of a start, and whether with the learner's model."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from builders import config_of, servers_at
+from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, error, outputs
+from fake_rollout_server import output as wire_output
+
+from swift_stage2.checks import live_servers, servers
+from swift_stage2.checks.examination import Examination, Finding, Verdict
+from swift_stage2.checks.live_servers import check_identity, check_model
+from swift_stage2.servers import protocol
+from swift_stage2.servers.protocol import ServerInfo
+from swift_stage2.servers.session import ServerSession
+
+CORRECT = "end what listens there, or correct rollout.servers"
+
+
+def answers(body: object, status: int = 200) -> Behaviour:
+    return lambda call: Answer(status=status, body=json.dumps(body).encode())
+
+
+def stock(call: Call) -> Answer:
+    bodies = {protocol.WORLD_SIZE: b'{"world_size": 2}', protocol.HEALTH: b'{"status": "ok"}'}
+    return Answer(body=bodies[call.path]) if call.path in bodies else Answer(status=404)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeRolloutServer]:
+    with FakeRolloutServer() as running:
+        yield running
+
+
+Look = Callable[..., Finding]
+
+
+@pytest.fixture
+def identify(server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch) -> Look:
+    """The doctor's row; keywords change section ``rollout``."""
+    monkeypatch.setattr(servers, "vllm_is_installed", lambda: True)
+
+    def ask(**rollout: Any) -> Finding:
+        changes = {f"rollout.{key}": value for key, value in {"request_timeout_s": 5.0, **rollout}.items()}
+        config = config_of(servers_at(server.url), changes)
+        with ServerSession(server.url, config.rollout.api_key()) as session:
+            return Examination().check("who answers", lambda: check_identity(session, config)).finding
+
+    return ask
+
+
+OURS = ServerInfo(False, incarnation="i", engine="transformers", model="/m", state="serving")
+
+
+def test_every_kind_of_server_is_known_by_what_it_answers(server: FakeRolloutServer, identify: Look) -> None:
+    plain = {"/v1/models": {"data": [{"id": "tiny"}]}, "/weight_info": {"weight_version": "default"}}
+    for said, told in (
+        (stock, "stock swift rollout, answered"),
+        (
+            answers(replace(OURS, weight_version=3, run_id="r").to_json()),
+            "swift-stage2 rollout (transformers), serving, weights: version 3 of run r",
+        ),
+        (
+            lambda call: (
+                Answer(body=json.dumps(plain[call.path]).encode(), status=200)
+                if call.path in plain
+                else Answer(status=404)
+            ),
+            "vllm serve, asked for tiny",
+        ),
+    ):
+        server.on_get = said
+        found = identify()
+        assert (found.verdict, told in found.found) == (Verdict.OK, True), found
+
+
+def test_a_server_that_the_run_cannot_have_fails_as_it_would_at_a_start(
+    server: FakeRolloutServer, identify: Look
+) -> None:
+    server.on_get = answers(OURS.to_json())
+    assert "or write on_pending: abort" in identify(sync={"on_pending": "resume"}).fix
+    server.on_get = answers(replace(OURS, resume=True).to_json())
+    assert identify(sync={"on_pending": "resume"}).verdict is Verdict.OK
+    server.on_get = stock
+    assert "or write on_pending: wait" in identify(sync={"on_pending": "resume"}).fix
+    server.on_reset = answers({"enable_multi_turn": True})
+    assert "--multi_turn_scheduler" in identify().fix
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "found", "fix"),
+    [
+        (lambda call: Answer(status=404), "status 404", CORRECT),
+        (answers({"hello": "world"}), "incarnation", CORRECT),
+        (lambda call: Answer(body=b"<html>a web page</html>"), "not JSON", CORRECT),
+        (lambda call: error(500), "status 500", "read the server's log"),
+        (lambda call: Answer(drop=True), "RemoteProtocolError", "read the server's log"),
+        (lambda call: Answer(status=405), "status 405", CORRECT),
+        (answers({"incarnation": "i", "state": "loading"}), "state=loading", "wait if it is loading"),
+        (
+            answers({"incarnation": "i", "state": "round_open"}),
+            "a sync round of another run is open",
+            "end that run",
+        ),
+    ],
+    ids=["404", "other-json", "html", "500", "dropped", "405", "loading", "round-open"],
+)
+def test_what_is_no_usable_server_fails_with_its_fix(
+    server: FakeRolloutServer, identify: Look, behaviour: Behaviour, found: str, fix: str
+) -> None:
+    server.on_get = behaviour
+    row = identify()
+    assert row.verdict is Verdict.FAILED
+    assert found in row.found
+    assert fix in row.fix
+
+
+@pytest.mark.parametrize("silent", ["everything", "all but health"])
+def test_a_server_that_takes_connections_and_answers_late_fails(
+    server: FakeRolloutServer, identify: Look, monkeypatch: pytest.MonkeyPatch, silent: str
+) -> None:
+    monkeypatch.setattr(live_servers, "_LOOK_TIMEOUT_S", 0.2)
+    never = threading.Event()
+    is_up = silent != "everything"
+    server.on_get = lambda call: Answer(
+        status=404, after=None if is_up and call.path == protocol.HEALTH else never
+    )
+    try:
+        row = identify(request_timeout_s=0.3 if is_up else 240.0)
+    finally:
+        never.set()
+    assert row.verdict is Verdict.FAILED
+    assert row.found.startswith(f"{server.url} takes connections and answers late or nothing")
+    if not is_up:
+        assert [call.path for call in server.calls] == [protocol.HEALTH], "nothing else is waited for"
+
+
+@pytest.mark.parametrize(
+    ("key", "told"), [(None, "holds no key"), ("wrong", "holds another key than the server's")]
+)
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_key_is_told_without_the_key(
+    server: FakeRolloutServer,
+    identify: Look,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str | None,
+    told: str,
+    status: int,
+) -> None:
+    if key:
+        monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", key)
+    server.on_get = lambda call: error(status, "Unauthorized")
+    row = identify()
+    assert row.verdict is Verdict.FAILED
+    assert told in row.found
+    assert row.fix == "export SWIFT_ROLLOUT_API_KEY=<the key that the server was started with>"
+
+
+def test_an_unproven_server_is_a_warning(server: FakeRolloutServer, identify: Look) -> None:
+    server.on_get = answers({"incarnation": "i", "state": "unproven"})
+    assert identify().verdict is Verdict.WARNING
+
+
+# --- the model served --------------------------------------------------------------------------------
+
+
+def named(model: str) -> Behaviour:
+    item = wire_output("x")
+    item["response"]["model"] = model
+    return lambda call: outputs([item])
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "verdict", "fix"),
+    [
+        (named("stage1"), Verdict.OK, ""),  # the last part of its model's path
+        (
+            named("Qwen2.5-VL-7B"),
+            Verdict.FAILED,
+            "restart the server with the learner's model: --model /models/stage1",
+        ),
+        (None, Verdict.WARNING, "make sure that the server was started with /models/stage1"),
+        (lambda call: error(500), Verdict.FAILED, "read the server's log"),
+        (
+            lambda call: Answer(body=b"[]"),
+            Verdict.FAILED,
+            "start swift-stage2 rollout or swift rollout (ms-swift 4.6)",
+        ),
+        (lambda call: Answer(body=b"not json"), Verdict.FAILED, CORRECT),
+    ],
+)
+def test_a_stock_server_is_known_by_the_model_that_its_answers_name(
+    server: FakeRolloutServer, behaviour: Behaviour | None, verdict: Verdict, fix: str
+) -> None:
+    if behaviour is not None:
+        server.on_infer = behaviour
+    config = config_of(servers_at(server.url), {"rollout.request_timeout_s": 5.0})
+    info = ServerInfo(stock=True)
+    with ServerSession(server.url) as session:
+        work = Examination().check("model", lambda: check_model(session, info, config, "/models/stage1"))
+    assert work.finding.verdict is verdict
+    assert fix in work.finding.fix

@@ -1,0 +1,296 @@
+"""Both channels teach one format: real rows through the real template, token by token; and images without objects."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from real_model import (
+    answer_and_objects,
+    boxes_of,
+    make_encoder,
+    make_task,
+    make_template,
+    rollout_of,
+    sample_of,
+    segment_of,
+)
+
+from swift_stage2.channel_b.detection import DetectionTask
+from swift_stage2.channel_b.dialects import DIALECTS
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.parsing import parse_rollout
+from swift_stage2.channel_b.preprocessing import (
+    Prepared,
+    ProcessPreprocessor,
+    ThreadPreprocessor,
+    make_pack,
+    make_target,
+)
+from swift_stage2.checks.packing_isolation import check_isolation, isolation_batches
+from swift_stage2.errors import ConfigError, DatasetError
+from swift_stage2.telemetry.trace import Trace
+
+LENGTH = 2000
+OBJECT = '{"label": "<ref-object>", "bbox_2d": <bbox>}'
+Spell = Callable[[int], str]
+
+
+def _fenced(count: int) -> str:
+    return "```json\n[\n  " + ",\n  ".join([OBJECT] * count) + "\n]\n```" if count else "```json\n[]\n```"
+
+
+def _compact(count: int) -> str:
+    return "[" + ",".join(['{"bbox_2d":<bbox>,"label":"<ref-object>"}'] * count) + "]"
+
+
+def _map(count: int) -> str:
+    items = [f'"object_{n}": {{"bbox_2d": <bbox>, "desc": "<ref-object>"}}' for n in range(count)]
+    return "{" + ",\n".join(items) + "}"
+
+
+def _written(row: dict[str, Any], spell: Spell) -> dict[str, Any]:
+    """The row with its answer spelled in another way."""
+    answer = {"role": "assistant", "content": spell(len(row["objects"]["bbox"]))}
+    return {**row, "messages": [row["messages"][0], answer]}
+
+
+def _without_objects(row: dict[str, Any], answer: str = "[]") -> dict[str, Any]:
+    messages = [row["messages"][0], {"role": "assistant", "content": answer}]
+    return {**row, "messages": messages, "objects": {"ref": [], "bbox": []}}
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return make_encoder(packing_length=LENGTH)
+
+
+def _learned(rows: list[dict[str, Any]], encoder: Encoder, dialect: str = "object_list") -> DetectionTask:
+    return make_task(dialect).learn(rows, sample_of(rows[0]), encoder)
+
+
+@pytest.mark.parametrize(
+    ("spell", "dialect"), [(_fenced, "object_list"), (_compact, "object_list"), (_map, "object_map")]
+)
+def test_a_perfect_prediction_is_taught_what_channel_a_teaches(
+    rows: list[dict[str, Any]], encoder: Encoder, template: Any, spell: Spell, dialect: str
+) -> None:
+    """The same tokens are supervised, the end of the turn included."""
+    written = [_written(row, spell) for row in rows[:2]]
+    task = _learned(written, encoder, dialect)
+    for row in written:
+        channel_a = template.encode(copy.deepcopy(row))
+        supervised = [token for token in channel_a["labels"] if token != -100]
+        sample = sample_of(row)
+        answer, objects = answer_and_objects(encoder, sample)
+        task.check_answer(answer, objects)
+        segment = segment_of(encoder, task, sample, answer)
+        assert segment.quality.num_pairs == len(objects) > 0
+        assert [token for token in segment.encodings[0]["labels"] if token != -100] == supervised
+        assert list(segment.encodings[0]["input_ids"]) == list(channel_a["input_ids"])
+
+
+@pytest.mark.slow
+def test_what_was_learned_reaches_the_preprocessing_process(
+    rows: list[dict[str, Any]], encoder: Encoder
+) -> None:
+    written = [_written(row, _fenced) for row in rows[:2]] + [_without_objects(rows[2], "```json\n[]\n```")]
+    task = _learned(written, encoder)
+    samples = [sample_of(row) for row in written]
+    rollouts = [rollout_of(sample, "", encoder.encode_prompt(sample).token_ids) for sample in samples]
+    process = ProcessPreprocessor(encoder, task, packing_length=LENGTH, trace=Trace(False))
+    try:
+        process.await_ready()
+        theirs = list(process.prepare(rollouts))
+    finally:
+        process.close()
+    ours = list(ThreadPreprocessor(encoder, task, packing_length=LENGTH).prepare(rollouts))
+    for found, expected, sample in zip(theirs, ours, samples, strict=True):
+        assert isinstance(found, Prepared)
+        assert isinstance(expected, Prepared)
+        assert found.target == expected.target
+        assert found.target.text == encoder.answer_of(sample)
+
+
+def test_every_row_teaches_not_only_the_sample(rows: list[dict[str, Any]], encoder: Encoder) -> None:
+    one = rows[0]["objects"]
+    single = {**rows[0], "objects": {"ref": one["ref"][:1], "bbox": one["bbox"][:1]}}
+    written = [_written(single, _fenced), _written(rows[1], _fenced), _without_objects(rows[2])]
+    learned = _learned(written, encoder).answer_format
+    assert learned.between_objects == ",\n  "
+    assert learned.without_objects == "[]", "as the row has it, whatever stands around answers with objects"
+
+
+def test_one_row_that_is_written_otherwise_refuses_the_data_set(
+    rows: list[dict[str, Any]], encoder: Encoder
+) -> None:
+    written = [_written(row, _fenced) for row in rows]
+    written[7] = _written(rows[7], _compact)
+    with pytest.raises(DatasetError) as caught:
+        _learned(written, encoder)
+    assert '[{"bbox_2d":[' in str(caught.value)
+    assert r"```json\n[\n" in str(caught.value)
+
+
+@pytest.mark.parametrize("label", ['say "é"', "a\nb", "back\\slash"])
+def test_a_label_that_its_placeholder_does_not_escape_is_refused(
+    rows: list[dict[str, Any]], encoder: Encoder, label: str
+) -> None:
+    row = copy.deepcopy(rows[3])
+    row["objects"]["ref"][0] = label
+    with pytest.raises(ConfigError, match="no quote or line break in a label"):
+        _learned([rows[0], row], encoder)
+    with pytest.raises(ConfigError, match="which channel B would write"):
+        make_task().check_answer(*answer_and_objects(encoder, sample_of(row)))
+
+
+def test_an_answer_that_leaves_an_object_out_is_refused_with_both_texts(
+    rows: list[dict[str, Any]], encoder: Encoder
+) -> None:
+    answer, objects = answer_and_objects(encoder, sample_of(rows[0]))
+    with pytest.raises(ConfigError) as caught:
+        make_task().check_answer(answer, objects[:-1])
+    assert objects[-1][0] in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", ["I see nothing.", "[", "{}"])
+def test_an_answer_without_a_closed_list_is_refused(
+    rows: list[dict[str, Any]], encoder: Encoder, answer: str
+) -> None:
+    text, objects = answer_and_objects(encoder, sample_of(_without_objects(rows[0], answer)))
+    assert (text, objects) == (answer, ())
+    with pytest.raises(ConfigError, match=r"which channel B would write '\[\]'"):
+        make_task().check_answer(text, objects)
+
+
+def test_written_out_answers_are_learned_too(rows: list[dict[str, Any]]) -> None:
+    """Boxes in the template's own space, without placeholders; labels with escapes."""
+    encoder = make_encoder(make_template(norm_bbox="norm1000"), packing_length=LENGTH)
+    written = []
+    for row in rows[:3]:
+        labelled = {**row, "objects": {**row["objects"], "ref": ['é "x"'] * len(row["objects"]["ref"])}}
+        boxes = boxes_of(encoder, sample_of(labelled))
+        answer = [{"label": 'é "x"', "bbox_2d": list(box)} for box in boxes]
+        content = json.dumps(answer, indent=1)
+        written.append(
+            {**labelled, "messages": [row["messages"][0], {"role": "assistant", "content": content}]}
+        )
+    task = _learned(written, encoder)
+    assert task.answer_format.ensure_ascii
+    for row in written:
+        sample = sample_of(row)
+        answer_text, objects = answer_and_objects(encoder, sample)
+        task.check_answer(answer_text, objects)
+        prompt = encoder.encode_prompt(sample)
+        target = make_target(rollout_of(sample, answer_text, ()), prompt, encoder, task)
+        assert target.text == answer_text == row["messages"][1]["content"]
+
+
+def test_a_prefix_of_the_template_is_part_of_every_answer(rows: list[dict[str, Any]]) -> None:
+    """As thinking models have it: the template writes something before the answer of the row."""
+    template = make_template()
+    prepare = template._swift_prepare_inputs
+
+    def with_prefix(inputs: Any) -> None:
+        prepare(inputs)
+        inputs.messages[-1]["content"] = "thought: none\n\n" + (inputs.messages[-1]["content"] or "")
+
+    template._swift_prepare_inputs = with_prefix
+    encoder = make_encoder(packing_length=LENGTH)
+    encoder._template = template
+    task = _learned(rows, encoder)
+    assert task.answer_format.head == "thought: none\n\n["
+    assert task.answer_format.without_objects == "thought: none\n\n[]"
+
+
+def test_only_the_last_answer_of_a_conversation_is_compared(
+    rows: list[dict[str, Any]], encoder: Encoder
+) -> None:
+    turns = [
+        *rows[0]["messages"][:1],
+        {"role": "assistant", "content": "Shapes."},
+        {"role": "user", "content": "Where?"},
+    ]
+    answer, objects = answer_and_objects(
+        encoder, sample_of({**rows[0], "messages": [*turns, rows[0]["messages"][1]]})
+    )
+    assert answer.startswith('[{"bbox_2d"')
+    make_task().check_answer(answer, objects)
+
+
+# --- images without objects ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", ["[]", "```json\n[]\n```"])
+def test_an_image_without_objects_is_taught_as_channel_a_teaches_it(
+    rows: list[dict[str, Any]], encoder: Encoder, template: Any, answer: str
+) -> None:
+    spell = _fenced if "`" in answer else _compact
+    written = [_written(rows[0], spell), _without_objects(rows[1], answer)]
+    task = _learned(written, encoder)
+    sample = sample_of(written[1])
+    hallucinated = encoder.answer_of(sample_of(written[0]))
+    segment = segment_of(encoder, task, sample, hallucinated)
+    channel_a = template.encode(copy.deepcopy(written[1]))
+    assert segment.encodings[0]["labels"] == channel_a["labels"]
+    quality = segment.quality
+    num_false = len(rows[0]["objects"]["ref"])
+    assert (quality.num_predictions, quality.num_ground_truth, quality.num_pairs) == (num_false, 0, 0)
+    right = segment_of(encoder, task, sample, answer).quality
+    assert right == replace(quality, num_predictions=0, reward=right.reward)
+    assert (right.reward["total"], quality.reward["total"]) == (2.5, 0.5), "silence is right here"
+
+
+def test_a_pack_of_empty_answers_trains(rows: list[dict[str, Any]], encoder: Encoder) -> None:
+    """The real collator, and the isolation of segments that have next to nothing to say."""
+    from real_model import tiny_model
+
+    samples = [sample_of(_without_objects(row), position) for position, row in enumerate(rows[:3])]
+    task = make_task(same_label=True)
+    segments = [
+        segment_of(encoder, task, sample, text) for sample, text in zip(samples, ("", "[]", "x"), strict=True)
+    ]
+    pack = make_pack("p", segments, encoder, LENGTH)
+    labels = torch.as_tensor(pack.batch["labels"])
+    assert int((labels != -100).sum()) == pack.num_supervised_tokens == 3 * len(_supervised("[]", encoder))
+    model, _ = tiny_model()
+
+    def loss_of(batch: dict[str, Any]) -> float:
+        with torch.no_grad():
+            inputs = {name: batch[name] for name in batch if name not in ("labels", "loss_scale", "length")}
+            logits = model(**{k: v for k, v in inputs.items() if k in _FORWARD}, use_cache=False).logits
+        targets = torch.as_tensor(batch["labels"])[:, 1:]
+        return float(
+            torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum"
+            )
+        )
+
+    check_isolation(isolation_batches(encoder, task, samples), loss_of)
+
+
+_FORWARD = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "pixel_values",
+    "image_grid_thw",
+    "mm_token_type_ids",
+)
+
+
+def _supervised(text: str, encoder: Encoder) -> list[int]:
+    return [*encoder.tokenise(text)[0], *encoder.closing_token_ids]
+
+
+def test_the_parser_takes_both_key_orders_and_the_empty_answer() -> None:
+    for text in ('[{"label": "a", "bbox_2d": [1, 2, 3, 4]}]', '[{"bbox_2d": [1, 2, 3, 4], "label": "a"}]'):
+        assert len(parse_rollout(text).objects) == 1
+    for text, dialect in (("[]", "object_list"), ("```json\n[]\n```", "object_list"), ("{}", "object_map")):
+        parsed = parse_rollout(text, DIALECTS[dialect])
+        assert (parsed.objects, dict(parsed.dropped), parsed.unclosed) == ((), {}, False)

@@ -1,0 +1,267 @@
+"""``--live`` against the real server: all green, and every wrong server, model or setting a failed row with its fix."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from doctor_run import Report
+from fake_rollout_server import Answer, Call, FakeRolloutServer
+from live_server import LearnerRound, RunningServer, free_port, load_learner, serve
+from stopped_process import stop_process
+
+from swift_stage2.checks import servers
+from swift_stage2.records import RoundOutcome
+from swift_stage2.rollout_server.engine import InstallFault
+from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+from swift_stage2.servers import protocol
+from swift_stage2.weights.sync_round import WeightSync
+
+Configure = Callable[..., Path]
+Doctor = Callable[..., Report]
+
+
+@pytest.fixture
+def fake_stock() -> Iterator[FakeRolloutServer]:
+    def on_get(call: Call) -> Answer:
+        bodies = {
+            protocol.HEALTH: {"status": "ok"},
+            protocol.WORLD_SIZE: {"world_size": 1},
+            protocol.STATE_KEYS: {"keys": []},
+        }
+        body = bodies.get(call.path)
+        return Answer(status=404) if body is None else Answer(body=json.dumps(body).encode())
+
+    with FakeRolloutServer(on_get=on_get) as running:
+        yield running
+
+
+def resident_sum(server: RunningServer) -> float:
+    generator = server.engine._generator
+    assert generator is not None
+    return sum(float(parameter.detach().double().abs().sum()) for parameter in generator.model.parameters())
+
+
+# --- a good server -----------------------------------------------------------------------------------
+
+
+def test_a_good_server_is_green_keeps_its_weights_and_takes_a_later_run(
+    server: RunningServer, configure: Configure, doctor: Doctor
+) -> None:
+    LearnerRound(server, load_learner()).run()
+    before = resident_sum(server)
+    report = doctor(configure(server.base_url), "--live", "--step-seconds", "5")
+    assert report.status == 0, report.text
+    # The tiny model finds too little in images of this size to tell in which numbers it does.
+    assert [row["check"] for row in report.findings if row["verdict"] != "ok"] == ["coordinates"]
+    assert resident_sum(server) == before
+    assert "log-probabilities" not in {row["check"] for row in report.findings}, "nothing asks for any"
+    texts = {
+        "who answers": "swift-stage2 rollout (transformers), serving",
+        "prompts": "images as the model sees them: 140x112",
+        "dry sync round": "proven by checksums+canary",
+        "timed rollouts": "1 in ",
+        "parsed and matched": "9 rollout(s): ",
+        "pixel limits": "both sides see all 12 images in the same size",
+        "coordinates": "cannot tell: ",
+        "rate": "a B step trains 2 packs * 1 rank(s)",
+        "settings": "as written",
+    }
+    for check, text in texts.items():
+        assert text in report.row(check)["found"]
+    info = server.http.get(protocol.SERVER_INFO).json()
+    assert info["run_id"].startswith("doctor-")
+    assert info["state"] == "serving"
+    assert LearnerRound(server, load_learner(seed=3), run_id="a-later-run").run().weight_version
+    assert server.http.get(protocol.SERVER_INFO).json()["run_id"] == "a-later-run"
+
+
+@pytest.mark.slow
+def test_the_dry_round_can_be_left_out_and_touches_nothing(
+    server: RunningServer, configure: Configure, doctor: Doctor
+) -> None:
+    LearnerRound(server, load_learner(), run_id="mine").run()
+    report = doctor(configure(server.base_url), "--live", "--no-sync")
+    assert report.status == 0, report.text
+    row = report.row("dry sync round")
+    assert (row["verdict"], row["found"]) == ("not checked", "left out by --no-sync")
+    assert not row["counts_as_failed"]
+    assert report.verdict("timed rollouts") == "ok"
+    assert server.http.get(protocol.SERVER_INFO).json()["run_id"] == "mine"
+
+
+@pytest.mark.slow
+def test_an_unproven_server_is_mended_by_the_dry_round(
+    server: RunningServer, configure: Configure, doctor: Doctor
+) -> None:
+    abandoned = LearnerRound(server, load_learner(seed=5))
+    assert abandoned.begin().status_code == 200
+    abandoned.push()
+    assert abandoned.load().status_code == 200
+    abandoned.finish(commit=False)
+    abandoned.close()
+    assert server.state() == "unproven"
+    report = doctor(configure(server.base_url), "--live")
+    assert report.status == 0, report.text
+    assert report.row("who answers")["verdict"] == "warning"
+    assert "proven by checksums+canary" in report.row("dry sync round")["found"]
+    assert report.verdict("parsed and matched") == "ok"
+    assert server.state() == "serving"
+
+
+# --- wrong servers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_key_that_is_missing_is_told_exactly_and_one_that_is_set_is_never_shown(
+    doctor_engine: TransformersRolloutEngine,
+    configure: Configure,
+    doctor: Doctor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serve(doctor_engine, api_key="s3cret-key") as guarded:
+        config = configure(guarded.base_url)
+        report = doctor(config, "--live")
+        assert report.status == 1
+        assert report.failed == ["who answers"]
+        row = report.row("who answers")
+        assert row["fix"] == "export SWIFT_ROLLOUT_API_KEY=<the key that the server was started with>"
+        for check in ("prompts", "dry sync round", "timed rollouts", "rate"):
+            assert report.row(check)["found"].startswith("because of: who answers")
+            assert report.row(check)["counts_as_failed"]
+        monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", "s3cret-key")
+        report = doctor(config, "--live")
+        assert report.status == 0, report.text
+        assert "s3cret-key" not in report.text
+
+
+def test_another_model_on_the_port_is_told_before_anything_is_sent(
+    server: RunningServer, configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.engine, "model", "/models/another")
+    report = doctor(configure(server.base_url), "--live")
+    assert report.status == 1
+    assert report.failed == ["model served"]
+    assert "restart the server with the learner's model: --model " in report.row("model served")["fix"]
+    assert report.row("dry sync round")["found"] == "because of: model served"
+
+
+@pytest.mark.slow
+def test_a_server_in_another_runs_round_is_left_alone(
+    server: RunningServer, configure: Configure, doctor: Doctor
+) -> None:
+    other = LearnerRound(server, load_learner(), run_id="other")
+    assert other.begin().status_code == 200
+    report = doctor(configure(server.base_url), "--live")
+    assert report.failed == ["who answers"]
+    assert "a sync round of another run is open" in report.row("who answers")["found"]
+    assert report.row("who answers")["fix"].startswith("end that run")
+    assert server.state() == "round_open", "the other run's round is still its own"
+    other.push()
+    assert other.load().status_code == 200
+    other.close()
+    assert other.finish().status_code == 200
+
+
+@pytest.mark.slow
+def test_weights_that_do_not_arrive_whole_fail_the_dry_round(
+    server: RunningServer, configure: Configure, doctor: Doctor
+) -> None:
+    server.engine.install_fault = InstallFault.FLIP_ELEMENT
+    try:
+        report = doctor(configure(server.base_url), "--live")
+    finally:
+        server.engine.install_fault = InstallFault.NONE
+    assert report.failed == ["dry sync round"]
+    row = report.row("dry sync round")
+    assert "does not hold the weights it was sent" in row["found"]
+    assert row["fix"]
+    assert report.row("timed rollouts")["found"] == "because of: dry sync round"
+
+
+@pytest.mark.slow
+def test_one_dead_server_of_two_leaves_the_other_checked(
+    server: RunningServer, configure: Configure, doctor: Doctor
+) -> None:
+    report = doctor(configure(server.base_url, f"http://127.0.0.1:{free_port()}"), "--live")
+    assert report.status == 1
+    assert report.verdict("server 1") == "failed"
+    assert report.row("prompts", "Server 1")["found"] == "because of: server 1 (Addresses)"
+    assert report.row("dry sync round", "Server 0")["verdict"] == "ok"
+    assert report.row("rate")["found"] == "because of: server 1 (Addresses)"
+
+
+def test_prompts_that_differ_are_told_with_their_place(
+    fake_stock: FakeRolloutServer, configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "vllm_is_installed", lambda: True)
+    report = doctor(configure(fake_stock.url), "--live")
+    assert report.status == 1
+    assert report.row("who answers")["found"].startswith("stock swift rollout")
+    assert report.failed == ["prompts"]
+    row = report.row("prompts")
+    assert "the server reads 3 prompt tokens, the learner " in row["found"]
+    assert "different from place 1 on" in row["found"]
+    assert row["fix"].startswith("give the server the learner's model, template and pixel limits")
+    assert report.row("dry sync round")["found"] == "because of: prompts"
+    resets = [call for call in fake_stock.calls if call.path == protocol.INIT_COMMUNICATOR]
+    assert resets == [], "no weights are sent to a server that reads other prompts"
+
+
+# --- settings ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_answers_that_are_cut_off_fail_with_a_longer_limit(
+    server: RunningServer, configure: Configure, doctor: Doctor
+) -> None:
+    config = configure(server.base_url, rollout__decoding={"temperature": 0.0, "max_new_tokens": 3})
+    report = doctor(config, "--live")
+    assert report.failed == ["parsed and matched"]
+    row = report.row("parsed and matched")
+    assert "100% were cut off by max_new_tokens" in row["found"]
+    assert "write rollout.decoding.max_new_tokens: 6" in row["fix"]
+
+
+@pytest.mark.slow
+def test_servers_that_cannot_feed_channel_b_fail_with_the_remedies(
+    server: RunningServer, configure: Configure, doctor: Doctor
+) -> None:
+    report = doctor(configure(server.base_url), "--live", "--step-seconds", "0.001", "--nproc-per-node", "64")
+    assert report.failed == ["rate"]
+    assert "2 packs * 64 rank(s)" in report.row("rate")["found"]
+    assert report.row("settings")["verdict"] == "warning"
+    assert "stage2_ab.schedule.b_ratio: " in report.row("settings")["fix"]
+
+
+def test_a_push_that_hangs_is_a_failed_row(
+    server: RunningServer, configure: Configure, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, stopped = WeightSync.run, []
+
+    def run_with_a_stopped_courier(sync: WeightSync, version: int, targets: Sequence[int]) -> RoundOutcome:
+        courier: Any = sync._courier
+        stopped.append(courier.pid)
+        stop_process(courier.pid)
+        sync._timeout_s = 2.0
+        return run(sync, version, targets)
+
+    monkeypatch.setattr(WeightSync, "run", run_with_a_stopped_courier)
+    report = doctor(configure(server.base_url), "--live")
+    assert report.failed == ["dry sync round"]
+    assert "did not take and prove the weights within 2 s" in report.row("dry sync round")["found"]
+    assert [pid for pid in stopped if psutil.pid_exists(pid)] == []
+
+
+@pytest.mark.slow
+def test_a_transfer_that_fails_names_the_group_port(
+    server: RunningServer, configure: Configure, doctor: Doctor
+) -> None:
+    servers = [{"base_url": server.base_url, "group_port": free_port(), "group_host": "127.0.0.2"}]
+    report = doctor(configure(rollout__servers=servers, rollout__sync__transport="tcp"), "--live")
+    assert report.failed == ["dry sync round"]
+    assert server.state() == "serving", "the doctor does not leave its round open"

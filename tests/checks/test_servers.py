@@ -1,0 +1,162 @@
+"""Addresses and ports that a run names are looked at before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import config_of, servers_at
+from free_port import free_port
+
+from swift_stage2.checks.servers import (
+    refuse_busy_ports,
+    refuse_deaf_endpoint,
+    refuse_lone_addresses,
+    warn_of_open_servers,
+)
+from swift_stage2.config import Stage2Config
+from swift_stage2.errors import ConfigError
+from swift_stage2.launch import launcher
+from swift_stage2.launch.launcher import launch
+from swift_stage2.launch.plan import LaunchPart
+from swift_stage2.runtime import route
+
+
+def started(*servers: dict[str, Any]) -> Stage2Config:
+    """Servers that launch starts."""
+    return config_of({"rollout.servers": list(servers), "launch.servers": [{} for _ in servers]})
+
+
+def here(port: int, group_port: int, host: str = "127.0.0.1") -> dict[str, Any]:
+    return {"base_url": f"http://{host}:{port}", "group_port": group_port}
+
+
+def test_free_ports_pass() -> None:
+    ports = [free_port(), free_port()]
+    assert refuse_busy_ports(started(here(*ports)), [0]) == ports
+
+
+def test_a_busy_port_is_named_with_its_holder_and_key(busy_port: int) -> None:
+    config = started(here(busy_port, free_port()), here(free_port(), free_port()))
+    with pytest.raises(ConfigError, match=rf"port={busy_port} .*process {os.getpid()} .*\[0\]\.base_url"):
+        refuse_busy_ports(config, [0])
+    refuse_busy_ports(config, [1])
+    config = started(here(free_port(), free_port()), here(free_port(), busy_port))
+    with pytest.raises(ConfigError, match=rf"port={busy_port} .*change rollout\.servers\[1\]\.group_port"):
+        refuse_busy_ports(config, [0, 1])
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /etc/hosts of a fresh Debian: the machine's own name means it alone. A neighbour has an address."""
+    known, real = {"debian": "127.0.1.1", "twin": "127.0.0.1", "neighbour": "192.0.2.1"}, socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *more, **options: real(known.get(host, host), *more, **options)
+    )
+
+
+@pytest.mark.usefixtures("names")
+def test_two_names_of_one_machine_are_one_place() -> None:
+    group_port = free_port()
+    config = started(here(free_port(), group_port, "twin"), here(free_port(), group_port))
+    with pytest.raises(
+        ConfigError, match=rf"got port {group_port} of 127\.0\.0\.1, however it is named, for both"
+    ):
+        refuse_busy_ports(config, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("server", "is_started", "message"),
+    [
+        (
+            {"base_url": "http://127.0.0.1:8000"},
+            False,
+            r"base_url .*host='127\.0\.0\.1', which is 127\.0\.0\.1",
+        ),
+        ({"base_url": "http://localhost:8000"}, False, "host='localhost'"),
+        ({"base_url": "http://0.0.0.0:8000"}, False, r"host='0\.0\.0\.0'"),
+        ({"base_url": "http://debian:8000"}, True, r"host='debian', which is 127\.0\.1\.1 here"),
+        ({"base_url": "http://debian:8000"}, False, ""),  # who started it may have said --host 0.0.0.0
+        ({"base_url": "http://neighbour:8000"}, True, ""),
+        ({"base_url": "http://nowhere.invalid:8000"}, True, ""),
+        ({"base_url": "http://neighbour:8000", "group_bind": "0.0.0.0"}, True, ""),
+    ],
+)
+@pytest.mark.usefixtures("names")
+def test_a_learner_of_several_hosts_needs_addresses_that_lead_elsewhere(
+    server: dict[str, str], is_started: bool, message: str
+) -> None:
+    learner = {"nnodes": 2, "rdzv_endpoint": "neighbour:29400"}
+    alone = {"rollout.servers": [server], "launch.servers": [{}] if is_started else []}
+    refuse_lone_addresses(config_of(alone))
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        refuse_lone_addresses(config_of(alone, {"launch.learner": learner}))
+
+
+@pytest.mark.parametrize(("key", "open_hosts"), [("", ["0.0.0.0"]), ("hush", [])])
+@pytest.mark.usefixtures("names")
+def test_servers_alone_warn_of_open_ports_and_of_names_that_lead_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, open_hosts: list[str]
+) -> None:
+    monkeypatch.setenv("SWIFT_ROLLOUT_API_KEY", key)
+    monkeypatch.setattr(launcher, "run_plan", lambda *_, **__: 0)
+    hosts = ("debian", "localhost", "0.0.0.0")
+    urls = [{"base_url": f"http://{host}:{free_port()}", "group_port": free_port()} for host in hosts]
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"swift: {{model: m, output_dir: {tmp_path / 'run'}}}\n"
+        "stage2_ab: {schedule: {b_ratio: 0.5}}\n"
+        f"rollout: {{servers: {json.dumps(urls)}}}\n"
+        f"launch: {{servers: {json.dumps([{}, {}, {}])}}}\n"
+    )
+    told: list[str] = []
+    assert launch(str(path), part=LaunchPart.SERVERS, show=told.append) == 0
+    warnings = [line for line in told if "warning: " in line]
+    assert "servers[0].base_url has host='debian', which is 127.0.1.1 on this machine" in warnings[-1]
+    assert all(
+        f"servers[2].base_url listens on {host} without a key" in line and "rollout.api_key_env" in line
+        for host, line in zip(open_hosts, warnings[:-1], strict=True)
+    )
+
+
+def test_a_resolver_that_hangs_does_not_hold_up_the_check_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(20.0))
+    monkeypatch.setattr(route, "_RESOLVE_TIMEOUT_S", 0.05)
+    config = config_of(servers_at("http://slow.host:8000", group_port=29600))
+    try:
+        (told,) = warn_of_open_servers(config)
+    finally:
+        released.set()
+    assert told.startswith("rollout.servers[0].base_url listens on slow.host without a key")
+
+
+def test_servers_alone_are_refused_where_none_is_this_machines(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"swift: {{model: m, output_dir: {tmp_path / 'run'}}}\n"
+        "stage2_ab: {schedule: {b_ratio: 0.5}}\n"
+        "rollout: {servers: [{base_url: 'http://192.0.2.1:8000'}]}\n"
+        "launch: {servers: [{}]}\n"
+    )
+    with pytest.raises(ConfigError, match=r"got launch\.servers with hosts=192\.0\.2\.1"):
+        launch(str(path), part=LaunchPart.SERVERS)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rendezvous_that_torchrun_would_wait_for_in_silence_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rdzv_endpoint must have a name .*, got host='nowhere\.invalid'"):
+        refuse_deaf_endpoint("nowhere.invalid:29400")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} of launch\.learner\.rdzv_endpoint must be free"):
+            refuse_deaf_endpoint(f"127.0.0.1:{port}")
+    refuse_deaf_endpoint(f"127.0.0.1:{port}")

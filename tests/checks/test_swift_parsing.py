@@ -1,0 +1,237 @@
+"""Refusals of ms-swift are told in one line that names the argument."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from real_model import STAGE1
+
+from swift_stage2.checks import swift_parsing
+from swift_stage2.checks.swift_parsing import check_arguments
+from swift_stage2.config import load_config
+from swift_stage2.demo import tiny_template
+from swift_stage2.errors import ConfigError
+from swift_stage2.training import sft, stage2_trainer
+
+PLUGIN = Path(tiny_template.__file__)
+
+
+def refusal(capfd: pytest.CaptureFixture[str], output_dir: Path, *arguments: str) -> str:
+    given = f"--model {STAGE1} --model_type stage2_tiny_vl --template stage2_tiny_vl --use_cpu true".split()
+    with pytest.raises(ConfigError) as refused:
+        swift_parsing.parse_swift_arguments([*given, "--output_dir", str(output_dir), *arguments])
+    assert "usage:" not in capfd.readouterr().err
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_value_of_the_wrong_type_is_named_without_the_usage(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    message = refusal(capfd, tmp_path, "--learning_rate", "much")
+    assert message.startswith("ms-swift refuses section swift: argument --learning_rate")
+    assert "invalid float value: 'much'" in message
+
+
+@pytest.mark.parametrize(
+    ("where", "remedy"),
+    [
+        (swift_parsing.SECTION, "external_plugins: [FILE]"),
+        (swift_parsing.OPTION, "--swift external_plugins=FILE"),
+        (swift_parsing.COMMAND_LINE, "--external-plugins FILE"),
+    ],
+)
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_kind_that_only_a_plugin_knows_is_told_with_the_remedy(
+    tmp_path: Path, where: str, remedy: str, is_recorded: bool
+) -> None:
+    """As written, and as a run's args.json names it, which ms-swift looks up without asking whether it is there."""
+    checkpoint = tmp_path / "checkpoint-1"
+    shutil.copytree(STAGE1, checkpoint)
+    given = ["--model", str(checkpoint), "--load_args", "true", "--output_dir", str(tmp_path / "out")]
+    if is_recorded:
+        (checkpoint / "args.json").write_text('{"model_type": "of_a_plugin", "swift_version": "4.6.0"}')
+    else:
+        given += ["--model_type", "of_a_plugin"]
+    with pytest.raises(
+        ConfigError, match=r"ms-swift must know the model's kind, got: .*of_a_plugin"
+    ) as refused:
+        swift_parsing.parse_swift_arguments(given, where=where)
+    assert remedy in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+def test_a_refusal_names_the_option_that_the_user_has(tmp_path: Path) -> None:
+    given = ["--model", str(STAGE1), "--output_dir", str(tmp_path), "--learning_rate", "much"]
+    with pytest.raises(ConfigError, match=r"^ms-swift refuses --swift: .*is --swift NAME=VALUE\)$"):
+        swift_parsing.parse_swift_arguments(given, where=swift_parsing.OPTION)
+
+
+def test_what_ms_swift_checks_after_parsing_is_told_in_its_words(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert "Please input the training dataset" in refusal(capfd, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("\nraise LookupError('no luck')\n", "got LookupError: no luck from {}:2; mend that file"),
+        (
+            "import nothing_of_this_name\n",
+            "got ModuleNotFoundError: No module named 'nothing_of_this_name' from {}:1;",
+        ),
+        ("x = (\n", "got SyntaxError: '(' was never closed"),
+    ],
+)
+def test_a_plugin_that_raises_is_named_with_its_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, told: str
+) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(text)
+    message = refusal(capfd, tmp_path, "--external_plugins", str(plugin))
+    assert message.startswith("a plugin must be importable, ")
+    assert told.format(plugin) in message
+    assert f"from {plugin}:" in message
+
+
+def test_words_that_belong_to_no_argument_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    given = ["--dataset", str(rows), "--add_version", "false"]
+    message = refusal(capfd, tmp_path, *given, "--learnin_rate", "1")
+    assert message.endswith("section swift, got 'learnin_rate'; did you mean 'learning_rate'?")
+    assert "got 'no_such_thing'; remove it" in refusal(capfd, tmp_path, *given, "--no_such_thing=1")
+
+
+def test_a_backend_for_ranks_needs_ranks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("Default process group has not been initialized")
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("swift_stage2.checks.swift_parsing.parse_args", refuse)
+    assert "start it with torchrun" in refusal(capfd, tmp_path)
+
+
+def test_every_example_writes_only_what_ms_swift_can_read() -> None:
+    for file in (Path(__file__).parents[2] / "configs").glob("*.yaml"):
+        check_arguments(load_config(file))
+
+
+@pytest.mark.parametrize(
+    ("swift", "server", "told"),
+    [
+        ("{learnin_rate: 1}", "{}", "unknown key 'learnin_rate' in section swift; did you mean 'learning_rate'?"),
+        ("{train_type: full}", "{}", "did you mean 'tuner_type'?"),  # its name in ms-swift 3
+        ("{learning_rate: much}", "{}", "section swift: argument --learning_rate/--learning-rate: invalid float"),
+        (
+            "{}",
+            "{engine: vllm, args: {vllm_gpu_memory_utilizaton: 0.5}}",
+            "launch.servers[0].args, got 'vllm_gpu_memory_utilizaton'; did you mean 'vllm_gpu_memory_utilization'?",
+        ),
+        ("{}", "{engine: swift, args: {vllm-max-model-lens: 9}}", "did you mean 'vllm_max_model_len'?"),
+        ("{}", "{args: {vllm_max_model_len: long}}", "ms-swift refuses launch.servers[0].args: argument --vllm_max"),
+    ],
+)  # fmt: skip
+def test_arguments_of_learner_and_servers_are_checked_without_a_model(
+    swift: str, server: str, told: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"swift: {swift}\nstage2_ab: {{schedule: {{b_ratio: 0}}}}\n"
+        f"rollout: {{servers: [{{base_url: 'http://h:1'}}]}}\nlaunch: {{servers: [{server}]}}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_arguments(load_config(file))
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# --- what transformers will load --------------------------------------------------------------------------
+
+TINY = {
+    "model": str(STAGE1),
+    "model_type": "stage2_tiny_vl",
+    "template": "stage2_tiny_vl",
+    "external_plugins": [str(PLUGIN)],
+    "torch_dtype": "float32",
+    "use_cpu": True,
+    "check_model": False,
+}
+
+
+@pytest.mark.parametrize("attention", ["flash_attn", "flash_attention_2", "flex_attention", "nonsense"])
+def test_a_rank_refuses_an_attention_that_cannot_be_before_it_loads_the_model(
+    attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        '{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "[]"}], '
+        '"objects": {"ref": [], "bbox": []}}\n'
+    )
+    swift = TINY | {"attn_impl": attention, "dataset": [str(rows)], "output_dir": str(tmp_path)}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"swift": swift, "stage2_ab": {"schedule": {"b_ratio": 0}}}))
+    monkeypatch.setattr(stage2_trainer, "Stage2Sft", None)
+    with pytest.raises(ConfigError, match=f"got attn_impl={attention} "):
+        sft.train(load_config(file))
+
+
+def loading(attention: str, **changes: Any) -> Any:
+    """Arguments by which transformers would make a model with this attention."""
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))
+    return SimpleNamespace(
+        **{
+            "get_model_processor": lambda **_: (model, None),
+            "model": "m",
+            "attn_impl": attention,
+            "use_cpu": False,
+            "torch_dtype": torch.bfloat16,
+            "training_args": SimpleNamespace(mixed_precision="no"),
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("attention", "changes", "loads"),
+    [
+        ("flash_attention_2", {}, True),
+        ("flash_attention_2", {"torch_dtype": torch.float32}, False),
+        (
+            "flash_attention_2",
+            {"torch_dtype": torch.float32, "training_args": SimpleNamespace(mixed_precision="bf16")},
+            True,
+        ),
+        ("flash_attention_2", {"use_cpu": True}, False),
+        ("kernels-community/flash-attn2", {"torch_dtype": torch.float32}, False),
+        ("sdpa", {"torch_dtype": torch.float32, "use_cpu": True}, True),
+    ],
+)
+def test_flash_attention_needs_half_precision_and_a_gpu(
+    attention: str, changes: dict[str, Any], loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    with nullcontext() if loads else pytest.raises(ConfigError, match="needs float16 or bfloat16 on a GPU"):
+        swift_parsing.check_load(loading(attention, **changes))
+
+
+def test_options_of_our_own_transformers_server_are_not_ms_swifts_to_know(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "stage2_ab: {schedule: {b_ratio: 0}}\nrollout: {servers: [{base_url: 'http://h:1'}]}\n"
+        "launch: {servers: [{engine: transformers, args: {max-batch-size: 64}}]}\n"
+    )
+    check_arguments(load_config(file))
