@@ -1,7 +1,8 @@
 """One server of a job, its merger included: started, asked whether it answers, watched, perhaps started again.
 
-It is up once the processes that were started listen and say that they are healthy, as a server does that has loaded its
-model. It is asked nothing else: the learner may be giving it weights.
+It is up once the processes that were started say that they are healthy, as a server does that has loaded its model. One
+that came up anew has to listen: a merger is healthy again when it has been given weights. Nothing else is asked: the
+learner may be in the middle of a sync round with it.
 """
 
 from __future__ import annotations
@@ -130,13 +131,19 @@ class ManagedServer:
         if now < self._next_look:
             return False
         self._next_look = now + _LOOK_INTERVAL_S
-        error = next(filter(None, map(why_not_ready, self.planned.http_urls)), "")
+        error = self._why_not_up()
         if error and now >= self._moment:
             raise ServerUnavailable(
                 f"{self.name} ({url}) must answer within start_timeout_s={self.start_timeout_s:g}, got: {error}; see "
                 f"{self._trees[0].log_path}, or raise rollout.start_timeout_s"
             )
         return not error
+
+    def _why_not_up(self) -> str:
+        if not self.has_come:
+            return next(filter(None, map(why_not_ready, self.planned.http_urls)), "")
+        host = self.planned.address.host
+        return "nothing listens there" if any(is_free(host, port) for port in self.planned.http_ports) else ""
 
     def _ended(self) -> tuple[str, int] | None:
         """How the first of its trees that has ended did, in words, and its status."""
