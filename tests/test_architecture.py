@@ -25,6 +25,7 @@ WAITING_METHODS = {
 }
 # Modules of under 40 lines with a single importer, and why each is a file of its own.
 SHORT_MODULES: dict[str, str] = {
+    "launch/run_end.py": "nothing else of launch knows the events of a run",
     "config/telemetry.py": "every section of the YAML has a file of its own",
     "training/picture_reports.py": "nothing else knows of W&B and trackio",
     "training/stop_signals.py": "signals stand apart from the trainer's loop",

@@ -19,7 +19,7 @@ from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError, ProtocolError, SampleError, TaskError
 from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, Target, VersionSpan
 from swift_stage2.servers import protocol
-from swift_stage2.telemetry.ledger import completion_of
+from swift_stage2.telemetry.sample_events import RecordedCompletion
 
 DECODING = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1}
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -77,16 +77,9 @@ def rollout(log_probs: tuple[float, ...] | None = None) -> Rollout:
     return Rollout(sample, "ab", (7, 8), (1,), False, 3, "http://s", spans, log_probs)
 
 
-def test_a_record_without_columns_has_the_bytes_that_it_had() -> None:
-    line = {
-        "sample": [0, 1, 2, 0],
-        "text": "ab",
-        "token_ids": (7, 8),
-        "truncated": False,
-        "spans": [[4, 0, 2]],
-    }
-    assert json.dumps(completion_of(rollout())) == json.dumps(line)
-    assert completion_of(rollout((-0.5, 0.0))) == line | {"log_probs": (-0.5, 0.0)}
+def test_columns_are_recorded_where_an_answer_brings_them() -> None:
+    assert RecordedCompletion.of(rollout()).columns == {}
+    assert RecordedCompletion.of(rollout((-0.5, 0.0))).columns == {"log_probs": (-0.5, 0.0)}
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ class TelemetryConfig:
         rules.at_least(self, 0, "gallery_rows", remedy="0 keeps none")
         if self.record and not self.audit:
             raise ConfigError(
-                "record needs the ledger that audit keeps, got record=true audit=false; write telemetry.audit: true"
+                "record needs the event log that audit keeps, got record=true audit=false; write telemetry.audit: true"
             )
         if self.log_probs and not self.record:
             raise ConfigError(

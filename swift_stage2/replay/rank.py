@@ -117,10 +117,10 @@ def _start_replay(
         control.rank,
         control.world_size,
         tensorboard=False,
+        events=False,
         say=partial(say_beside_bar, "replay") if control.rank == 0 else None,
         total_steps=total_steps,
     )
-    telemetry.record_start(first_step)
 
     def make_maker() -> PackMaker:
         channel_b, task = config.stage2_ab.channel_b, make_task(config)
@@ -140,8 +140,7 @@ def _start_replay(
         control,
         None,
         logging_steps,
-        start_record=lambda: None,
-        start_ledger=lambda **_: None,
+        record_start=lambda **_: None,
         watch=progress_watch(config, telemetry, None),
         saves_checkpoints=False,
     )

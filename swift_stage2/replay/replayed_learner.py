@@ -154,7 +154,7 @@ class ReplayedLearner:
         assert self._maker is not None
         if len(recorded.packs) != num_packs:
             raise UserError(
-                f"step {recorded.step} must train one pack in each of its {num_packs} micro_steps, the ledger tells of "
+                f"step {recorded.step} must train one pack in each of its {num_packs} micro_steps, the log tells of "
                 f"{len(recorded.packs)}; it was changed, or the data set is another one"
             )
         return tuple(self._maker.make(pack) for pack in recorded.packs)

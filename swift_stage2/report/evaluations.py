@@ -37,7 +37,7 @@ def evaluations_of(run: RunData) -> list[RowEvaluation]:
     """Those that ended and of which rows with boxes were kept, by step.
 
     Raises:
-        UserError: an audit cannot be read.
+        UserError: a log cannot be read.
     """
     found = (
         RowEvaluation(each.step, each.version, {row.row: row for row in each.rows if _has_boxes(row)})

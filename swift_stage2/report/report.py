@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from swift_stage2.pages.content import GALLERY_KEY, Section, Sentence, number
 from swift_stage2.pages.page import PageContent
@@ -18,7 +17,7 @@ from swift_stage2.report.steps import queue_section, rounds_section, steps_secti
 from swift_stage2.report.suspects import Suspect, suspects_of, suspects_section
 from swift_stage2.report.verdict import knobs_of, post_steps_of, verdict_section
 from swift_stage2.run_directory.next_commands import next_commands
-from swift_stage2.telemetry.ledger_account import RunAccount, account_of
+from swift_stage2.telemetry.account import RunAccount, account_of
 from swift_stage2.telemetry.summary import summary_of
 
 
@@ -35,11 +34,11 @@ class RunReport(PageContent):
 
 def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
     """Computes the whole report; opens at most ``gallery_size`` images."""
-    account = account_of(run.ledgers, run.doubts) if run.ledgers else None
-    matches, num_odd = matches_of(chain.from_iterable(records.matches for records in run.ranks))
+    account = None if run.had_no_b else account_of(run.logs, run.doubts)
+    matches = matches_of(run.ranks)
     summary, works, knobs = summary_of(run.ranks), works_of(run), knobs_of(run)
     found = slowest(works)
-    fates = {rank: fates_of(chain.from_iterable(parts)) for rank, parts in run.histories.items()}
+    fates = {rank.rank: fates_of(rank) for rank in run.ranks}
     gallery = gallery_of(matches, fates, gallery_size)
     evaluations = evaluations_of(run)
     suspects = suspects_of(evaluations)
@@ -52,8 +51,8 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
         quality_section(run, matches),
         detection_section(evaluations),
         suspects_section(suspects),
-        account_section(account, run.ranks, had_no_b=run.had_no_b),
-        gallery_section(gallery, num_odd + sum(rank.num_odd_matches for rank in run.ranks)),
+        account_section(account, run.ranks),
+        gallery_section(gallery),
         *_next_section(run),
     )
     return RunReport(
@@ -65,7 +64,7 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
         suspects=suspects,
         account=account,
         speed=found if isinstance(found, Speed) else None,
-        is_balanced=account.is_balanced if account else run.had_no_b,
+        is_balanced=account.is_balanced if account else True,
     )
 
 
@@ -77,10 +76,8 @@ def _next_section(run: RunData) -> Iterator[Section]:
 
 
 def state_of(run: RunData) -> str:
-    if not run.ranks:
-        return "no audit"
-    end = "ended in order" if all(records.has_ended for records in run.ranks) else "running, or was killed"
-    steps = [step["time"] for step in run.first.steps.values()]
+    end = "ended in order" if all(rank.has_ended for rank in run.ranks) else "running, or was killed"
+    steps = [step.time for step in run.first.steps.values()]
     lasted = f", {max(steps) - min(steps):,.0f} s from first to last step" if steps else ""
     ranks = f"{len(run.ranks)} rank{'s' if len(run.ranks) > 1 else ''}"
     return f"{ranks}, {number(len(steps))} steps{lasted}; {end}"

@@ -1,7 +1,7 @@
 """The ``rollouts`` command: a line for each finished rollout of a run, with ``--follow`` for as long as it goes on.
 
 Only files of the run directory are read, and nothing in it waits for a reader. Exit status: 0 every rank told its end,
-or the run goes on and is not followed; 1 it does not, and a rank told no end or its ledger lacks records; 2 there is
+or the run goes on and is not followed; 1 it does not, and a rank told no end or its log is damaged; 2 there is
 no such run.
 """
 
@@ -98,13 +98,13 @@ def _say(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="swift-stage2 rollouts",
-        exit_statuses="0 all there is was printed; 1 the run has ended and a rank told no end, or records are missing",
+        exit_statuses="0 all there is was printed; 1 the run has ended and a rank told no end, or lines are damaged",
         description="Prints a line for each finished rollout of a run: time, rank, version of the weights, sample "
         "(epoch:position:row) and attempt, server, tokens, match with the ground truth, and the answer where it was "
         "recorded. Reads files that the run writes anyway: a run never waits for who reads them.",
     )
     parser.add_argument(
-        "run_dir", metavar="RUN_DIR", type=Path, help="the directory that holds the run's ledger/"
+        "run_dir", metavar="RUN_DIR", type=Path, help="the directory that holds the run's events/"
     )
     parser.add_argument(
         "--follow", action="store_true", help="go on with what comes, until no process of the run is left"

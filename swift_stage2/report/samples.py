@@ -1,4 +1,4 @@
-"""Tells what became of every sample: the account of the ledgers, and each draw's fate in words. Pure."""
+"""Tells what became of every sample: the account of the logs, and each draw's fate in words. Pure."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from swift_stage2.pages.content import Part, Section, Sentence, Table, Tone, filled, pairs
-from swift_stage2.telemetry.audit import Record
-from swift_stage2.telemetry.ledger import Entry, ReturnReason
-from swift_stage2.telemetry.ledger_account import Key, Place, RankAccount, RunAccount, ledger_key
-from swift_stage2.telemetry.reading import RankRecords
+from swift_stage2.telemetry.account import RankAccount, RunAccount
+from swift_stage2.telemetry.event_log import RankEvents
+from swift_stage2.telemetry.events import AnyEvent, Start
+from swift_stage2.telemetry.sample_events import (
+    Drawn,
+    Key,
+    Place,
+    Quarantined,
+    Returned,
+    ReturnReason,
+    SampleEvent,
+    Trained,
+    Unused,
+)
 
 _MOST_SAMPLES = 8  # of one broken rule
 _MOST_PLACES = 100
 
 
-def account_section(account: RunAccount | None, ranks: Iterable[RankRecords], *, had_no_b: bool) -> Section:
-    """The whole answer; None is a run without a ledger, which is right if it is known that it ``had_no_b``."""
+def account_section(account: RunAccount | None, ranks: Iterable[RankEvents]) -> Section:
+    """The whole answer; None is a run without channel B."""
     parts: tuple[Part, ...]
     if account is not None:
         parts = (
@@ -29,12 +39,9 @@ def account_section(account: RunAccount | None, ranks: Iterable[RankRecords], *,
             *(Sentence(f"missing: {doubt}", Tone.WARN) for doubt in account.doubts),
             _verdict(account),
         )
-    elif had_no_b:
-        parts = (Sentence("There was no channel B, so there is no sample to account for."),)
     else:
-        text = "not provable: there is no ledger, and the audit does not show that there was no channel B"
-        parts = (Sentence(text, Tone.WARN),)
-    given_up = _given_up(record for records in ranks for record in records.quarantines)
+        parts = (Sentence("There was no channel B, so there is no sample to account for."),)
+    given_up = _given_up(event for rank in ranks for event in rank.of(Quarantined))
     return Section("ledger", "Was anything lost?", filled((*parts, given_up)))
 
 
@@ -85,11 +92,10 @@ def _violations(account: RunAccount) -> Iterator[Sentence]:
 
 def _verdict(account: RunAccount) -> Sentence:
     if not account.is_provable:
-        lost = sum(rank.num_records_lost for rank in account.ranks)
-        known = f"{lost} records were lost" if lost else "the ledger lacks what others tell"
+        damaged = sum(rank.num_damaged for rank in account.ranks)
+        known = f"{damaged} lines are damaged" if damaged else "the logs lack what checkpoints tell"
         return Sentence(
-            f"not provable: {known} (full disk or damaged file), so what is broken above may only be what they told",
-            Tone.WARN,
+            f"not provable: {known}, so what is broken above may only be what they told", Tone.WARN
         )
     if account.num_violations:
         return Sentence(f"not balanced: {account.num_violations} rules are broken", Tone.BAD)
@@ -102,9 +108,9 @@ def _verdict(account: RunAccount) -> Sentence:
     )
 
 
-def _given_up(quarantines: Iterable[Record]) -> Table:
+def _given_up(quarantines: Iterable[Quarantined]) -> Table:
     """A row per place and reason, the commonest first."""
-    told = Counter(_place(record) for record in quarantines)
+    told = Counter(_place(event) for event in quarantines)
     rows = tuple(
         (place, image, reason, str(count), message)
         for (place, image, reason, message), count in told.most_common(_MOST_PLACES)
@@ -116,40 +122,39 @@ def _given_up(quarantines: Iterable[Record]) -> Table:
     return Table(title, headings, rows, dict.fromkeys(range(len(rows)), Tone.WARN), ends_in_words=True)
 
 
-def _place(record: Record) -> tuple[str, str, str, str]:
-    file, sample, images = record.get("file"), record.get("sample"), record.get("images")
-    row = sample.get("index", "?") if isinstance(sample, dict) else "?"
-    place = f"row {row} of ms-swift's set" if file is None else f"{file}:{record.get('line')}"
-    named = [str(image) for image in images if image is not None] if isinstance(images, list) else []
-    return place, ", ".join(named), str(record.get("reason", "")), str(record.get("message", ""))
+def _place(event: Quarantined) -> tuple[str, str, str, str]:
+    ((_, _, row, _), *_) = event.samples
+    place = f"row {row} of ms-swift's set" if event.file is None else f"{event.file}:{event.line}"
+    named = ", ".join(image for image in event.images if image is not None)
+    return place, named, event.reason, event.message
 
 
-def fates_of(records: Iterable[Record]) -> dict[Key, str]:
+def fates_of(events: Iterable[AnyEvent]) -> dict[Key, str]:
     """By draw, its end in words, of one rank's effective history; of the draws that ended."""
     open_draws: dict[Place, Key] = {}
     fates: dict[Key, str] = {}
-    for record in records:
-        if record["kind"] == Entry.START:
+    for event in events:
+        if isinstance(event, Start):
             open_draws.clear()  # ended by a kill
-        for key in map(ledger_key, record.get("samples", ())):
-            if record["kind"] == Entry.DRAWN:
+        for key in event.samples if isinstance(event, SampleEvent) else ():
+            if isinstance(event, Drawn):
                 open_draws[key[:2]] = key
-            elif (fate := _fate(record)) and (drawn := open_draws.pop(key[:2], None)) is not None:
+            elif (fate := _fate(event)) and (drawn := open_draws.pop(key[:2], None)) is not None:
                 fates[drawn] = fate
     return fates
 
 
-def _fate(record: Record) -> str:
-    """The end that a record gives to its samples' draws, in words; empty if it gives none."""
-    match record["kind"]:
-        case Entry.RETURNED if record["reason"] == ReturnReason.STOPPED:
+def _fate(event: AnyEvent) -> str:
+    """The end that an event gives to its samples' draws, in words; empty if it gives none."""
+    match event:
+        case Returned(reason=ReturnReason.STOPPED):
             return "not trained, the run ended"
-        case Entry.RETURNED:
-            return f"not trained, asked again: {record['reason']}"
-        case Entry.TRAINED:
-            return f"trained at step {record['step']}"
-        case Entry.QUARANTINED:
-            return f"given up: {record['reason']}"
-        case Entry.UNUSED:
-            return f"compared, and nothing trained of it: {record['reason']}"
+        case Returned():
+            return f"not trained, asked again: {event.reason}"
+        case Trained():
+            return f"trained at step {event.step}"
+        case Quarantined():
+            return f"given up: {event.reason}"
+        case Unused():
+            return f"compared, and nothing trained of it: {event.reason}"
     return ""

@@ -23,8 +23,9 @@ from swift_stage2.pages.content import (
     thinned,
 )
 from swift_stage2.report.run_data import RunData
+from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.telemetry.activity import NANOSECONDS, in_seconds
-from swift_stage2.telemetry.reading import RankRecords
+from swift_stage2.telemetry.event_log import RankEvents
 from swift_stage2.telemetry.summary import RankActivity, RunSummary
 
 _MAIN_THREAD = "Main thread, seconds by activity"
@@ -49,9 +50,6 @@ def summary_parts(summary: RunSummary) -> tuple[Part, ...]:
 
 def steps_section(run: RunData, summary: RunSummary) -> Section:
     parts: list[Part] = list(_steps(summary))
-    if not any(records.starts or records.steps for records in run.ranks):
-        told = "There is no audit (audit/rank*.jsonl), so nothing of steps, times and rounds can be told."
-        parts.append(Sentence(told, Tone.WARN))
     parts += _gaps(summary)
     parts.append(_drops(summary))
     if summary.num_b_wanted:
@@ -72,12 +70,9 @@ def _steps(summary: RunSummary) -> Iterator[Part]:
 
 
 def _gaps(summary: RunSummary) -> Iterator[Sentence]:
-    """Gaps in the audit that all numbers but the account of samples are made from."""
     if summary.missing_ranks:
         missing = ", ".join(map(str, summary.missing_ranks))
-        yield Sentence(f"The audit of rank {missing} is missing; it counts nowhere on this page.", Tone.WARN)
-    if lost := summary.num_records_lost:
-        yield Sentence(f"{lost} records of the audit were lost (full disk or damaged file).", Tone.WARN)
+        yield Sentence(f"The log of rank {missing} is missing; it counts nowhere on this page.", Tone.WARN)
 
 
 def _lags(summary: RunSummary) -> Table:
@@ -101,10 +96,10 @@ def _rounds(summary: RunSummary) -> Table | None:
     return pairs("Sync rounds", facts)
 
 
-def _wanted_and_run(first: RankRecords) -> Chart:
+def _wanted_and_run(first: RankEvents) -> Chart:
     steps = [first.steps[number] for number in sorted(first.steps)]
-    wanted = accumulate(int(step["wants_b"]) for step in steps)
-    ran = accumulate(int(step["channel"] == "B") for step in steps)
+    wanted = accumulate(int(step.wants_b) for step in steps)
+    ran = accumulate(int(step.channel is Channel.B) for step in steps)
     return Chart(
         key="wanted",
         title="B steps, wanted and run",
@@ -113,7 +108,7 @@ def _wanted_and_run(first: RankRecords) -> Chart:
         series=series_of(
             Mark.STAIRS,
             {
-                name: thinned([(step["step"], total) for step, total in zip(steps, totals, strict=True)], max)
+                name: thinned([(step.step, total) for step, total in zip(steps, totals, strict=True)], max)
                 for name, totals in (("wanted", wanted), ("run", ran))
             },
         ),
@@ -121,13 +116,15 @@ def _wanted_and_run(first: RankRecords) -> Chart:
 
 
 def queue_section(run: RunData, version_window: int | None, summary: RunSummary) -> Section:
-    numbers = sorted({number for records in run.ranks for number in records.steps})
-    every = [[r.steps[number] for r in run.ranks if number in r.steps] for number in numbers]
-    depths = [(s[0]["step"], min(step["queue_depth"] for step in s)) for s in every]
+    numbers = sorted({number for rank in run.ranks for number in rank.steps})
+    every = [[rank.steps[number] for rank in run.ranks if number in rank.steps] for number in numbers]
+    depths = [(steps[0].step, min(step.queue_depth for step in steps)) for steps in every]
     lags = [
-        (s[0]["step"], max(step["version_lag"] or 0 for step in s)) for s in every if s[0]["channel"] == "B"
+        (steps[0].step, max(step.version_lag or 0 for step in steps))
+        for steps in every
+        if steps[0].channel is Channel.B
     ]
-    limit = next((r.metrics[-1]["numbers"].get("queue_limit") for r in run.ranks if r.metrics), None)
+    limit = run.first.start.queue_limit if run.first.start is not None else None
     packs = Chart(
         key="queue",
         title="Ready packs",
@@ -153,10 +150,9 @@ def queue_section(run: RunData, version_window: int | None, summary: RunSummary)
 def time_section(run: RunData, summary: RunSummary) -> Section:
     """Where the main thread's and the pipeline's time went."""
     pipeline = [
-        RankActivity(records.rank, spent, (last.get("pipeline_wall_ns") or 0) / NANOSECONDS)
-        for records in run.ranks
-        for last in records.metrics[-1:]
-        if (spent := in_seconds(last.get("pipeline_ns")))
+        RankActivity(rank.rank, spent, (last.pipeline_wall_ns or 0) / NANOSECONDS)
+        for rank in run.ranks
+        if (last := rank.metrics) is not None and (spent := in_seconds(last.pipeline_ns))
     ]
     parts: list[Part | None] = [
         _activities(_MAIN_THREAD, summary.activity),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from swift_stage2.pages.content import Headline, Part, Section, Sentence, Table, Tone, filled, seconds
 from swift_stage2.report.run_data import RunData
 from swift_stage2.report.speed import FEWEST_QUIET, RankWork, Speed, slowest, trained_steps
-from swift_stage2.telemetry.ledger import Entry
+from swift_stage2.telemetry.sample_events import Finished
 from swift_stage2.telemetry.summary import RunSummary, why_b_is_unused
 
 
@@ -197,26 +197,19 @@ def bottlenecks(
 
 
 def knobs_of(run: RunData) -> Knobs:
-    """The settings; the window also from the ledger, which has always held it."""
+    """The settings, as the last process had them."""
     prefetch = ("stage2_ab", "channel_b", "prefetch")
-    window = run.number_setting(*prefetch, "version_window")
-    if window is None:
-        starts = [record for record in run.ledger_records if record["kind"] == Entry.START]
-        window = starts[-1]["version_window"] if starts else None
     return Knobs(
         b_ratio=run.number_setting("stage2_ab", "schedule", "b_ratio"),
         sync_every_steps=run.number_setting(*prefetch, "sync_every_steps") or None,
-        version_window=window,
+        version_window=run.number_setting(*prefetch, "version_window"),
     )
 
 
 def post_steps_of(run: RunData) -> PostSteps:
     """From an answered POST's seconds and the median step."""
-    posts = [
-        record["seconds"]
-        for record in run.ledger_records
-        if record["kind"] == Entry.FINISHED and record["end"] == "answered"
-    ]
+    finished = (event for rank in run.ranks for event in rank.of(Finished))
+    posts = [event.seconds for event in finished if event.end == "answered"]
     steps = [step.seconds for step in trained_steps(run.first)]
     if len(posts) < 2 or not steps or not (step_s := statistics.median(steps)):
         return None

@@ -55,7 +55,7 @@ def what_was_trained(run_dir: Path) -> str:
     """The traces of a run that has trained here, in a few words; empty if there are none."""
     if steps := checkpoints_in(run_dir):
         return f"checkpoint-{max(steps)}"
-    for path in sorted(run_dir.glob("audit/rank*.jsonl")):
+    for path in sorted(run_dir.glob("events/rank*.jsonl")):
         if any(b'"kind":"step"' in line for line in regular_lines(path)):
             return f"the steps in {path.relative_to(run_dir)}"
     log = run_dir / "logging.jsonl"  # ms-swift also writes a line without a loss where a start fails
@@ -133,9 +133,9 @@ def _output_dir(swift: Mapping[str, Any]) -> Path:
 
 
 def _begun(run_dir: Path) -> float:
-    """When the run in it began, as far as its audit tells; else when it was last written to."""
+    """When the run in it began, as far as its events tell; else when it was last written to."""
     try:
-        first = next(regular_lines(run_dir / "audit" / "rank0.jsonl"), b"")
+        first = next(regular_lines(run_dir / "events" / "rank0.jsonl"), b"")
         return float(json.loads(first)["time"])
     except (OSError, ValueError, KeyError, TypeError):
         return run_dir.stat().st_mtime

@@ -19,7 +19,7 @@ from swift_stage2.nearest_word import closest
 from swift_stage2.records import ObjectDropReason, QuarantineReason
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import Activity
-from swift_stage2.telemetry.ledger import UnusedReason
+from swift_stage2.telemetry.sample_events import UnusedReason
 
 PREFIX = "stage2_ab/"
 REWARD = "reward/"  # begins the names of a reward's sums, one per term of the task, and their tags
@@ -53,7 +53,7 @@ class Metric:
     merge: Merge
     help: str
     tag: str | None = None
-    """Without the prefix ``stage2_ab/``; None keeps the number in the audit only."""
+    """Without the prefix ``stage2_ab/``; None keeps the number in the event log only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ RATIOS: tuple[Ratio, ...] = (
     Ratio("packing/fill_ratio", ("tokens_packed",), ("tokens_capacity",), "filled share of packs"),
 )
 
-# Of a whole evaluation, when it has ended; the audit's record ``evaluation`` holds its counts.
+# Of a whole evaluation, when it has ended; the event ``evaluation`` holds its counts.
 EVALUATION_TAGS: tuple[str, ...] = tuple(
     f"eval/{name}"
     for name in ("precision", "recall", "f1", "mean_iou", "truncated_ratio", "num_samples", "version")

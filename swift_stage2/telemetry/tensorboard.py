@@ -6,6 +6,7 @@ happened in it. A full disk ends the curves, never the run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
@@ -16,11 +17,12 @@ from PIL import Image
 
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity
-from swift_stage2.telemetry.audit import StorageWarning
 from swift_stage2.telemetry.metrics import METRICS, PREFIX, RATIOS, MergedMetrics, reward_ratios
 
 if TYPE_CHECKING:  # it takes a second to load, and a report needs none of it
     from torch.utils.tensorboard import FileWriter
+
+logger = logging.getLogger(__name__)
 
 _IF_USED = ("stage_seconds/", "groups_", "rollouts_unused/", "rollouts_dropped_stale", "targets_left_out")
 
@@ -67,9 +69,8 @@ def _activities(activity_ns: Mapping[Activity, int]) -> dict[str, float]:
 class TensorBoardSink:
     """One event file in ``directory``, made at the first write. Not for several threads at once."""
 
-    def __init__(self, directory: Path, *, warning: StorageWarning | None = None) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._warning = warning or StorageWarning()
         self._writer: FileWriter | None = None
         self._closed = False
 
@@ -77,21 +78,18 @@ class TensorBoardSink:
         """Write all ``scalars``, by full tag, as one event."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        if values:
+        if values := [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]:
             self._write(Summary(value=values), step, wall_time)
 
     def write_images(self, step: int, images: Mapping[str, bytes]) -> None:
         """Write encoded pictures, by name."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = []
         for name, content in images.items():
             width, height = Image.open(BytesIO(content)).size
             image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=content)
-            values.append(Summary.Value(tag=f"{PREFIX}eval/pictures/{name}", image=image))
-        if values:
-            self._write(Summary(value=values), step)
+            value = Summary.Value(tag=f"{PREFIX}eval/pictures/{name}", image=image)
+            self._write(Summary(value=[value]), step)
 
     def write_text(self, tag: str, text: str) -> None:
         """Write ``text`` (Markdown) once, at step 0."""
@@ -103,7 +101,7 @@ class TensorBoardSink:
         """Close the file; later writes are dropped. May be called again."""
         writer, self._writer, self._closed = self._writer, None, True
         if writer is not None:
-            with self._told():
+            with self._until_full():
                 writer.close()
 
     def _write(self, summary: Any, step: int, wall_time: float | None = None) -> None:
@@ -111,17 +109,17 @@ class TensorBoardSink:
 
         if self._closed:
             return
-        with self._told():
+        with self._until_full():
             if self._writer is None:
                 self._writer = FileWriter(str(self._directory), filename_suffix=".stage2")
             self._writer.add_summary(summary, step, wall_time)
             self._writer.event_writer.flush()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _until_full(self) -> Iterator[None]:
         """Ends the curves where the disk takes no more: readers stop at a torn record."""
         try:
             yield
         except OSError as error:
             self._writer, self._closed = None, True
-            self._warning.report(self._directory, error)
+            logger.warning("no more curves in %s: %s", self._directory, error)

@@ -7,6 +7,7 @@ buffer that forgets its oldest entries and counts them. Times are Unix time, as 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections import deque
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.errors import UserError
-from swift_stage2.telemetry.audit import StorageWarning
 from swift_stage2.whole_file import read_regular, write_whole
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY = 200_000
 _NOTHING = nullcontext()
@@ -117,7 +119,7 @@ class Trace:
             "otherData": {"num_forgotten": self.num_forgotten},
         }
 
-    def save(self, path: Path, rank: int, warning: StorageWarning) -> None:
+    def save(self, path: Path, rank: int) -> None:
         """Write the Chrome trace to ``path``, whole or not at all."""
         if not self.enabled:
             return
@@ -125,7 +127,7 @@ class Trace:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(self.chrome_trace(rank)))
         except OSError as error:
-            warning.report(path, error)
+            logger.warning("no trace: %s: %s", path, error)
 
 
 def _metadata(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:

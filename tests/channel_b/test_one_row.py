@@ -44,6 +44,7 @@ from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
+from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.telemetry.trace import Trace
 from swift_stage2.training.stage2_trainer import Stage2Trainer
 
@@ -161,7 +162,7 @@ def run(
         learner = Learner(
             b_ratio=1.0,
             control=SingleRank(),
-            events=MagicMock(),
+            events=MagicMock(log=EventLog(None)),
             starvation=None,
             fail_when_starved=False,
             channel_b=channel_b,

@@ -1,4 +1,4 @@
-"""The launcher's last line, from audits as real ranks write them, and what it says while it waits."""
+"""The launcher's last line, from event logs as real ranks write them, and what it says while it waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from telemetry.run_facts import step
 
 from swift_stage2.launch.run_end import describe_end
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
-from swift_stage2.telemetry.audit import audit_path
+from swift_stage2.telemetry.event_log import event_path
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.terminal.progress import WaitNotice
 
@@ -19,11 +19,12 @@ from swift_stage2.terminal.progress import WaitNotice
 def test_steps_and_channel_b_of_the_newest_run(tmp_path: Path, folder: str) -> None:
     for run_dir, num_steps in ((tmp_path / "v0-20250101", 1), (tmp_path / folder, 3)):
         telemetry = Telemetry(run_dir, 0, 1, tensorboard=False, queue_limit=8)
+        telemetry.record_start(run_id="r", step=0)
         plans = (StepPlan(Channel.A), StepPlan(Channel.B), StepPlan(Channel.A, SkipReason.NOT_ENOUGH_PACKS))
         for number, plan in enumerate(plans[:num_steps]):
             telemetry.record_step(step(number, plan))
         telemetry.close()
-    os.utime(audit_path(tmp_path / "v0-20250101", 0), (1.0, 1.0))
+    os.utime(event_path(tmp_path / "v0-20250101", 0), (1.0, 1.0))
     run_dir = tmp_path / folder
     assert (
         describe_end(tmp_path, 0, 2.0)
@@ -33,9 +34,11 @@ def test_steps_and_channel_b_of_the_newest_run(tmp_path: Path, folder: str) -> N
 
 
 def test_an_earlier_run_is_not_taken_for_this_one(tmp_path: Path) -> None:
-    Telemetry(tmp_path, 0, 1, tensorboard=False, queue_limit=8).close()
-    os.utime(audit_path(tmp_path, 0), (1.0, 1.0))
-    assert describe_end(tmp_path, 2, 2.0) == f"ended with status 2; no audit of this run in {tmp_path}"
+    telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False, queue_limit=8)
+    telemetry.record_warning("why")
+    telemetry.close()
+    os.utime(event_path(tmp_path, 0), (1.0, 1.0))
+    assert describe_end(tmp_path, 2, 2.0) == f"ended with status 2; no events of this run in {tmp_path}"
 
 
 def test_it_speaks_once_per_interval_with_the_seconds_passed_and_allowed() -> None:

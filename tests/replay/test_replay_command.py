@@ -24,7 +24,7 @@ VERDICT = ReplayVerdict(
 def test_no_record_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("swift-stage2 replay: error: a replay needs ")
+    assert line.startswith("swift-stage2 replay: error: a run's directory holds ")
     assert not (tmp_path / "replay").exists()
 
 
@@ -74,7 +74,7 @@ def _files(directory: Path) -> set[Path]:
         ("file/below", "--output must be a directory that can be written, got "),
         ("thesis", "with other files; name another one"),
         ("bench", "with other files; name another one"),
-        ("job/run/ledger", "with other files; name another one"),
+        ("job/run/events", "with other files; name another one"),
         ("job/run", "--output must not hold the run itself, got "),
         ("job", "--output must not hold the run itself, got "),
         ("link", "--output must not hold the run itself, got "),

@@ -157,7 +157,7 @@ def test_another_number_of_packs_than_micro_steps_is_refused(
 ) -> None:
     maker = PackMaker(rows, encoder, TASK, PACKING_LENGTH)
     learner = _learner(_step(0, RecordedPack("p", 1, (_completion(0, "[]"),))), maker=maker)
-    with pytest.raises(UserError, match="each of its 2 micro_steps, the ledger tells of 1"):
+    with pytest.raises(UserError, match="each of its 2 micro_steps, the log tells of 1"):
         learner.begin_step(0, 2)
 
 

@@ -16,21 +16,19 @@ from run_files import RunFiles, picture
 from swift_stage2.detections.drawing import Drawing, gallery_image
 from swift_stage2.pages.content import Gallery
 from swift_stage2.report.gallery import gallery_of
-from swift_stage2.report.matches import LoggedMatch, matches_of
+from swift_stage2.report.matches import RankMatch, matches_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.report.samples import fates_of
-from swift_stage2.telemetry.ledger import ReturnReason, UnusedReason
+from swift_stage2.telemetry.sample_events import ReturnReason, UnusedReason
 
 
-def matches(tmp_path: Path, *each: dict[str, Any]) -> list[LoggedMatch]:
+def matches(tmp_path: Path, *each: dict[str, Any]) -> list[RankMatch]:
     run = RunFiles(tmp_path)
     run.start()
     for number, values in enumerate(each):
         run.match(**{"sample": [0, number, number, 0], **values})
     run.end()
-    found, odd = matches_of(read_run([tmp_path]).ranks[0].matches)
-    assert odd == 0
-    return found
+    return matches_of(read_run([tmp_path]).ranks)
 
 
 def gallery(tmp_path: Path, *each: dict[str, Any], size: int = 200) -> Gallery:
@@ -121,7 +119,7 @@ def test_what_became_of_a_sample_is_read_from_the_ledger(tmp_path: Path) -> None
     run.match([once_more])
     run.pack([once_more])
     run.train([once_more])
-    told = fates_of(run.records())
+    told = fates_of(run.events())
     keys = {
         name: (key.epoch, key.position, key.index, key.attempt)
         for name, key in {
@@ -157,4 +155,4 @@ def test_what_was_compared_and_not_trained_is_told(tmp_path: Path) -> None:
     keys = run.draw(2)
     run.match(keys)
     run.source.settle_unused(keys, UnusedReason.NO_VARIANCE)
-    assert [*fates_of(run.records()).values()] == ["compared, and nothing trained of it: no_variance"] * 2
+    assert [*fates_of(run.events()).values()] == ["compared, and nothing trained of it: no_variance"] * 2

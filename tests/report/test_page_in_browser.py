@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, Request, sync_playwright
-from run_files import RunFiles, balanced_ledger, picture
+from run_files import RunFiles, picture
 
 from swift_stage2.pages.page import page_of, write_page
 from swift_stage2.report.report import report_of
@@ -36,7 +36,6 @@ NUM_MATCHES = 15
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with everything, texts that attack, and an image that is absent."""
     run_dir = tmp_path_factory.mktemp("run")
-    balanced_ledger(run_dir, num_samples=30).ledger.close()
     run = RunFiles(run_dir)
     run.start().train(60).evaluate()
     image = picture(run_dir / "images" / "street.png")

@@ -72,7 +72,7 @@ def test_rollouts_come_while_the_run_goes_on_and_its_end_ends_the_follower(
     second = run.finish(1)
     assert texts(next_line(follower)) == [run.text(second[0])]
     last = run.finish(2)
-    run.ledger.close()
+    run.end()
     held.close()
     out, err = follower.communicate(timeout=_DEADLINE_S)
     assert texts(out) == [run.text(key) for key in last]
@@ -148,7 +148,7 @@ def test_a_consumer_that_stops_reading_misses_nothing(
     keys = [*run.finish(1)]
     assert texts(next_line(follower)) == [run.text(keys[0])]
     keys += run.finish(599)
-    run.ledger.close()
+    run.end()
     held.close()
     out, _ = follower.communicate(timeout=_DEADLINE_S)
     assert len(out) > 1 << 16
@@ -197,7 +197,7 @@ def test_without_follow_what_is_there_is_printed(
     held.close()
     assert main(["rollouts", str(tmp_path)]) == 1
     assert "rank 0 told no end" in capsys.readouterr().err
-    run.ledger.close()
+    run.end()
     assert main(["rollouts", str(tmp_path)]) == 0
     assert capsys.readouterr().err == ""
 
@@ -217,23 +217,13 @@ def test_a_line_is_readable_and_a_terminal_obeys_nothing_in_it(tmp_path: Path) -
     )
 
 
-@pytest.mark.parametrize(("written", "told"), [("closeness", "closeness"), ("\x1b[2J", "IoU")])
-def test_what_pairs_have_is_told_in_the_task_s_word(tmp_path: Path, written: str, told: str) -> None:
-    run = FollowedRun(tmp_path, likeness=written)
-    run.finish(1)
-    (found,) = RunRollouts(tmp_path).read()
-    assert f", 0 missed, {told} 0.50  " in line_of(found)
-    assert asdict(found)["likeness"] == told
-
-
-def test_a_rollout_tells_its_reward(tmp_path: Path) -> None:
-    run, terms = FollowedRun(tmp_path), {"f1": 1.0, "misses": -0.25, "total": 0.875}
+def test_a_line_tells_the_task_s_word_and_the_reward(tmp_path: Path) -> None:
+    run = FollowedRun(tmp_path, likeness="closeness")
     (key,) = run.draw(1)
-    run.ledger.sent([key], server="http://s", seed=5, version=1)
-    run.matched(key, reward=terms)
+    run.ask([key])
+    run.matched(key, reward={"f1": 1.0, "misses": -0.25, "total": 0.875})
     (found,) = RunRollouts(tmp_path).read()
-    assert ", IoU 0.50, reward 0.88" in line_of(found)
-    assert asdict(found)["reward"] == terms
+    assert ", 0 missed, closeness 0.50, reward 0.88" in line_of(found)
 
 
 @pytest.mark.parametrize("options", [(), ("--follow",)])
@@ -243,11 +233,13 @@ def test_no_such_run_is_one_line(
     for place in (tmp_path / "absent", tmp_path):
         assert main(["rollouts", *options, str(place)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("swift-stage2 rollouts: error: rollouts are read from a run's directory with ")
-        assert f"ledger/rank*.jsonl, got {place}" in line
+        assert line.startswith(
+            "swift-stage2 rollouts: error: a run's directory holds events/rank*.jsonl, got "
+        )
+        assert f"got {place}" in line
     FollowedRun(tmp_path / "v0-20260101-000000").finish(1)
     assert main(["rollouts", *options, str(tmp_path)]) == 2
-    assert f"; name {tmp_path / 'v0-20260101-000000'}, " in capsys.readouterr().err
+    assert f"; name {tmp_path / 'v0-20260101-000000'}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [(), ("--follow",)])
@@ -255,7 +247,7 @@ def test_a_run_without_channel_b_has_no_rollouts(
     tmp_path: Path, options: tuple[str, ...], held: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False, total_steps=5, queue_limit=None)
-    telemetry.record_start(0)
+    telemetry.record_start(run_id="r", step=0)
     assert main(["rollouts", *options, str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"rollouts are read from a run with channel B, got {tmp_path}, whose run has none; name" in line
@@ -265,7 +257,7 @@ def test_a_run_without_channel_b_has_no_rollouts(
 def test_a_full_disk_is_told(tmp_path: Path) -> None:
     run = FollowedRun(tmp_path)
     run.finish(1)
-    run.ledger.close()
+    run.end()
     with open("/dev/full", "w", encoding="utf-8") as full:
         ended: subprocess.CompletedProcess[Any] = subprocess.run(
             [sys.executable, "-m", "swift_stage2", "rollouts", str(tmp_path)],
@@ -284,7 +276,7 @@ def test_a_group_is_told_in_runs_that_have_groups_alone(
     for name, num_generations in (("alone", 1), ("grouped", 2)):
         run = FollowedRun(tmp_path / name, num_generations=num_generations)
         run.finish(3)
-        run.ledger.close()
+        run.end()
     told = {}
     for name in ("alone", "grouped"):
         assert main(["rollouts", "--json", str(tmp_path / name)]) == 0

@@ -9,7 +9,6 @@ import pytest
 from small_disk import SmallDisk
 
 from swift_stage2.errors import UserError
-from swift_stage2.telemetry.audit import StorageWarning
 from swift_stage2.telemetry.trace import Trace, merge_traces
 
 
@@ -45,7 +44,7 @@ def test_off_it_records_nothing_and_makes_no_object(tmp_path: Path) -> None:
         trace.record("b", 0, 1)
     assert trace.spans == ()
     assert trace.span("a") is trace.span("b")
-    trace.save(tmp_path / "trace.json", 0, StorageWarning())
+    trace.save(tmp_path / "trace.json", 0)
     assert not list(tmp_path.iterdir())
 
 
@@ -65,7 +64,7 @@ def test_the_saved_trace_has_a_track_per_thread(tmp_path: Path) -> None:
     thread = threading.Thread(target=lambda: trace.record("rollout", 0, 5000), name="channel-b")
     thread.start()
     thread.join(10)
-    trace.save(tmp_path / "trace" / "rank1.json", 1, StorageWarning())
+    trace.save(tmp_path / "trace" / "rank1.json", 1)
     events = json.loads((tmp_path / "trace" / "rank1.json").read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     spans = {event["name"]: event for event in events if event["ph"] == "X"}
@@ -101,7 +100,7 @@ def test_an_actor_has_a_track_of_its_own() -> None:
 def test_a_full_disk_gives_one_warning(small_disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
     small_disk.fill()
     with caplog.at_level(logging.WARNING):
-        Trace(True).save(small_disk.path / "rank0.json", 0, StorageWarning())
+        Trace(True).save(small_disk.path / "rank0.json", 0)
     assert len(caplog.records) == 1
     assert not (small_disk.path / "rank0.json").exists()
 
@@ -110,7 +109,7 @@ def save(run_dir: Path, rank: int, name: str) -> None:
     trace = Trace(True)
     with trace.span(name):
         pass
-    trace.save(run_dir / "trace" / f"rank{rank}.json", rank, StorageWarning())
+    trace.save(run_dir / "trace" / f"rank{rank}.json", rank)
 
 
 def test_ranks_stand_side_by_side_in_their_order(tmp_path: Path) -> None:
