@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from swift_stage2.detections.drawing import Drawing, gallery_image
-from swift_stage2.pages.content import GALLERY_KEY, Gallery, Picture, Section, Sentence, number
-from swift_stage2.report.matches import RankMatch
+from swift_stage2.pages.content import (
+    GALLERY_KEY,
+    Gallery,
+    Picture,
+    Section,
+    Sentence,
+    number,
+)
+from swift_stage2.telemetry.event_log import RankEvents
 from swift_stage2.telemetry.sample_events import Key, Match
+
+
+@dataclass(frozen=True, slots=True)
+class RankMatch:
+    """One rollout against its ground truth, on one rank."""
+
+    rank: int
+    match: Match
+
+    @property
+    def is_of_points(self) -> bool:
+        """Whether any object is a point; a task has objects of one kind."""
+        return any(len(one.box) == 2 for one in (*self.match.truth, *self.match.predicted))
+
+
+def matches_of(ranks: Iterable[RankEvents]) -> list[RankMatch]:
+    """The matches of all ranks by time.
+
+    A draw that a resumed process repeated counts once, as it was answered last. Evaluations repeat their keys, so a key
+    counts once for every version.
+    """
+    found: dict[tuple[int, str, Key, int], RankMatch] = {}
+    for rank in ranks:
+        for match in rank.of(Match):
+            found[rank.rank, match.purpose, match.sample, match.version] = RankMatch(rank.rank, match)
+    return sorted(found.values(), key=lambda each: each.match.time)
+
 
 DEFAULT_SIZE = 24
 _MOST_CHARACTERS = 20_000  # of a text that is shown

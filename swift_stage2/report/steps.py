@@ -22,6 +22,7 @@ from swift_stage2.pages.content import (
     share,
     thinned,
 )
+from swift_stage2.report.evaluations import quality_table
 from swift_stage2.report.run_data import RunData
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.telemetry.activity import NANOSECONDS, in_seconds
@@ -33,14 +34,13 @@ _MAIN_THREAD = "Main thread, seconds by activity"
 
 def summary_parts(summary: RunSummary) -> tuple[Part, ...]:
     """The numbers of a summary alone, as the demo shows them."""
-    ratios = {tag: f"{value:.3f}" for tag, value in summary.ratios.items()}
     return filled(
         [
             *_steps(summary),
             *_gaps(summary),
             _lags(summary),
             _drops(summary),
-            pairs("Quality over the run", ratios),
+            quality_table(summary),
             _rounds(summary),
             _by_phase(summary),
             _activities(_MAIN_THREAD, summary.activity),

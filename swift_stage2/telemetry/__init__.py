@@ -5,7 +5,7 @@
     metrics              the one table of numbers, one rank's counters, and their sum over ranks
     activity, trace      where the time goes
     sample_events, events, event_log     what is written of every rank, and what is read back
-    tensorboard, status_line             what is shown while a run goes on
+    display              what is shown while a run goes on
     summary, account     what ran and what it cost; what became of all samples
 
 ``docs/design/formats.md`` lists every tag and event. Knows no ms-swift and issues no collective of its own.

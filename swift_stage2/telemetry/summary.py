@@ -74,6 +74,18 @@ class RunSummary:
     missing_ranks: tuple[int, ...]
     """Ranks that the run had and whose log is not there."""
 
+    @property
+    def why_b_is_unused(self) -> str:
+        """As ``why_b_is_unused`` has it."""
+        return why_b_is_unused(
+            num_wanted=self.num_b_wanted,
+            num_run=self.num_b_run,
+            skips=self.skips,
+            num_rounds=self.num_rounds_committed + self.num_rounds_failed,
+            num_proven=self.num_rounds_committed,
+            errors=self.server_errors,
+        )
+
 
 def summarise(run_dir: Path) -> RunSummary:
     """Read every rank's log of one run.

@@ -19,8 +19,8 @@ from swift_stage2.channel_b.task import Task
 from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import ReplayDiffers, UserError
 from swift_stage2.records import Pack, Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.replay.rank import PackMaker, ReplayedLearner
 from swift_stage2.replay.recorded_run import RecordedPack, RecordedStep
-from swift_stage2.replay.replayed_learner import PackMaker, ReplayedLearner
 from swift_stage2.scheduling.step_plan import Channel
 
 LOSSES = ((0.1).hex(), (0.2).hex())

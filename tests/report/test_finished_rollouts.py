@@ -15,7 +15,7 @@ from followed_run import FollowedRun, killed_and_resumed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_stage2.report.finished_rollouts import FinishedRollout, RunRollouts
+from swift_stage2.report.rollouts_command import FinishedRollout, RunRollouts
 from swift_stage2.telemetry import event_log
 from swift_stage2.telemetry.event_log import event_path
 from swift_stage2.telemetry.sample_events import ReturnReason

@@ -15,8 +15,7 @@ from run_files import RunFiles, picture
 
 from swift_stage2.detections.drawing import Drawing, gallery_image
 from swift_stage2.pages.content import Gallery
-from swift_stage2.report.gallery import gallery_of
-from swift_stage2.report.matches import RankMatch, matches_of
+from swift_stage2.report.gallery import RankMatch, gallery_of, matches_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.report.samples import fates_of
 from swift_stage2.telemetry.sample_events import ReturnReason, UnusedReason

@@ -17,8 +17,7 @@ import pytest
 from followed_run import FollowedRun, killed_and_resumed
 
 from swift_stage2.cli import main
-from swift_stage2.report.finished_rollouts import RunRollouts
-from swift_stage2.report.rollouts_command import line_of
+from swift_stage2.report.rollouts_command import RunRollouts, line_of
 from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.telemetry.facade import Telemetry
 

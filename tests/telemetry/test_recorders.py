@@ -25,7 +25,7 @@ from swift_stage2.records import (
     Target,
     VersionSpan,
 )
-from swift_stage2.report.report import report_of
+from swift_stage2.report.command import report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry import recorders

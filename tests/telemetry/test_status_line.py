@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from telemetry.run_facts import PLAN_B, pack, skipped, step
 
+from swift_stage2.telemetry.display import StatusLine
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.status_line import StatusLine
 
 
 class Clock:

@@ -10,8 +10,8 @@ from event_files import EventFiles
 from PIL import Image
 from small_disk import SmallDisk
 
+from swift_stage2.telemetry.display import TensorBoardSink
 from swift_stage2.telemetry.metrics import PREFIX
-from swift_stage2.telemetry.tensorboard import TensorBoardSink
 
 
 def test_scalars_come_back_with_their_steps(tmp_path: Path) -> None:
