@@ -143,8 +143,6 @@ class ReplayedLearner:
             ReplayDiffers: some rank's loss is not the recorded one, on every rank.
         """
         recorded = self._steps[step]
-        if recorded.losses is None:
-            return  # the run did not end it
         difference = _first_difference(recorded.losses, losses)
         (differs,) = self._control.reduce_max([difference is not None])
         if differs:

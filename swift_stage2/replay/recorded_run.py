@@ -35,21 +35,18 @@ class RecordedPack:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One step of one rank. ``losses`` are of its micro_steps, as ``float.hex``; None if not every rank ended it."""
+    """One step of one rank. ``losses`` are of its micro_steps, as ``float.hex``."""
 
     step: int
     channel: Channel
     version: int
     packs: tuple[RecordedPack, ...]
-    losses: tuple[str, ...] | None
+    losses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """The last process of a recorded run. ``steps`` by rank, alike in number and channel on all ranks.
-
-    The step behind ``last_step``, if there is one, was planned by every rank and not ended by every rank.
-    """
+    """The last process of a recorded run. ``steps`` by rank, alike in number and channel on all ranks."""
 
     directory: Path
     run_id: str
@@ -62,19 +59,13 @@ class RecordedRun:
     surroundings: Mapping[str, Any]
     steps: Mapping[int, tuple[RecordedStep, ...]]
 
-    @property
-    def unfinished_step(self) -> int | None:
-        """The step behind ``last_step``, if it is asked for and there is one."""
-        return self.steps[0][-1].step if self.steps[0][-1].losses is None else None
-
     def verdict(self, num_compared: int, difference: str | None) -> ReplayVerdict:
         """Of a replay that found ``num_compared`` steps bit-equal, and then ``difference``."""
         return ReplayVerdict(
             first_step=self.first_step,
             last_step=self.last_step,
-            num_b_steps=sum(step.channel is Channel.B and step.losses is not None for step in self.steps[0]),
+            num_b_steps=sum(step.channel is Channel.B for step in self.steps[0]),
             num_compared=num_compared,
-            unfinished_step=self.unfinished_step,
             difference=difference,
         )
 
@@ -88,8 +79,6 @@ class ReplayVerdict:
     num_b_steps: int
     """Of channel B, among the steps that every rank ended."""
     num_compared: int
-    unfinished_step: int | None
-    """Taken as well, with nothing to compare it to."""
     difference: str | None
 
     @property
@@ -106,11 +95,9 @@ class ReplayVerdict:
                 f"not finished: steps from step {self.first_step} on, all bit-equal: {self.num_compared}; the record "
                 f"goes to step {self.last_step}"
             )
-        step = self.unfinished_step
-        more = "" if step is None else f"; step {step}, which the run did not end, ended here"
         return (
             f"equal: every loss of steps {self.first_step} to {self.last_step}, {self.num_b_steps} of them on channel "
-            f"B, is bit-equal on every rank{more}"
+            f"B, is bit-equal on every rank"
         )
 
     def write(self, output: Path) -> None:
@@ -124,8 +111,8 @@ def read_verdict(output: Path) -> ReplayVerdict | None:
     return ReplayVerdict(**json.loads(read_regular(path))) if path.is_file() else None
 
 
-def read_run(run_dir: Path, *, unfinished: bool = False) -> RecordedRun:
-    """The run in ``run_dir``; with ``unfinished`` also the step that was planned and not ended.
+def read_run(run_dir: Path) -> RecordedRun:
+    """The run in ``run_dir``.
 
     Raises:
         UserError: there is no log, a rank's is missing or damaged, nothing was recorded, or no step was ended.
@@ -143,7 +130,6 @@ def read_run(run_dir: Path, *, unfinished: bool = False) -> RecordedRun:
             f"a replay needs a step that was recorded and ended, got none in the last process of {run_dir}; name the "
             "directory of a run with telemetry.record: true"
         )
-    planned = unfinished and all(last + 1 in each.plans for each in steps.values())
     return RecordedRun(
         directory=run_dir,
         run_id=start.run_id,
@@ -153,9 +139,7 @@ def read_run(run_dir: Path, *, unfinished: bool = False) -> RecordedRun:
         save_id=start.save_id,
         config=start.config,
         surroundings=start.surroundings,
-        steps={
-            rank: each.whole_and_next(start.step, last, with_next=planned) for rank, each in steps.items()
-        },
+        steps={rank: tuple(map(each.step, range(start.step, last + 1))) for rank, each in steps.items()},
     )
 
 
@@ -202,14 +186,10 @@ class _Steps:
         for trained in events.of(Trained):
             self._trained[trained.step].append(trained.pack_id)
 
-    def whole_and_next(self, first: int, last: int, *, with_next: bool) -> tuple[RecordedStep, ...]:
-        whole = tuple(self._step(step, self.losses[step]) for step in range(first, last + 1))
-        return (*whole, self._step(last + 1, None)) if with_next else whole
-
-    def _step(self, step: int, losses: tuple[str, ...] | None) -> RecordedStep:
+    def step(self, step: int) -> RecordedStep:
         plan = self.plans[step]
         packs = tuple(self._pack(self._packed[pack_id]) for pack_id in self._trained[step])
-        return RecordedStep(step, plan.channel, plan.version, packs, losses)
+        return RecordedStep(step, plan.channel, plan.version, packs, self.losses[step])
 
     def _pack(self, packed: Packed) -> RecordedPack:
         return RecordedPack(packed.pack_id, packed.num_tokens, tuple(map(self._completion, packed.samples)))

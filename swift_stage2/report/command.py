@@ -19,11 +19,16 @@ from swift_stage2.pages.terminal import terminal_report
 from swift_stage2.report.evaluations import detection_section, evaluations_of, quality_section
 from swift_stage2.report.gallery import DEFAULT_SIZE, gallery_of, gallery_section, matches_of
 from swift_stage2.report.run_data import RunData, read_run
-from swift_stage2.report.samples import account_section, fates_of
 from swift_stage2.report.speed import Speed, slowest, works_of
-from swift_stage2.report.steps import queue_section, rounds_section, steps_section, time_section
+from swift_stage2.report.steps import (
+    account_section,
+    queue_section,
+    rounds_section,
+    steps_section,
+    time_section,
+)
 from swift_stage2.report.suspects import Suspect, suspect_lines, suspects_of, suspects_section
-from swift_stage2.report.verdict import knobs_of, post_steps_of, verdict_section
+from swift_stage2.report.verdict import verdict_section
 from swift_stage2.run_directory.next_commands import next_commands
 from swift_stage2.telemetry.account import RunAccount, account_of
 from swift_stage2.telemetry.summary import summary_of
@@ -48,17 +53,17 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
     """Computes the whole report; opens at most ``gallery_size`` images."""
     account = None if run.had_no_b else account_of(run.logs, run.doubts)
     matches = matches_of(run.ranks)
-    summary, works, knobs = summary_of(run.ranks), works_of(run), knobs_of(run)
+    summary, works = summary_of(run.ranks), works_of(run)
+    prefetch = ("stage2_ab", "channel_b", "prefetch")
     found = slowest(works)
-    fates = {rank.rank: fates_of(rank) for rank in run.ranks}
-    gallery = gallery_of(matches, fates, gallery_size)
+    gallery = gallery_of(matches, gallery_size)
     evaluations = evaluations_of(run)
     suspects = suspects_of(evaluations)
     sections = (
-        verdict_section(works, summary, knobs, post_steps_of(run)),
+        verdict_section(works, summary, run.number_setting("stage2_ab", "schedule", "b_ratio")),
         steps_section(run, summary),
         time_section(run, summary),
-        queue_section(run, knobs.version_window, summary),
+        queue_section(run, run.number_setting(*prefetch, "version_window"), summary),
         rounds_section(run, summary),
         quality_section(run, summary, matches),
         detection_section(evaluations),

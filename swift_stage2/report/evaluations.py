@@ -71,12 +71,11 @@ def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
     title = "Detection over steps"
     if not evaluations:
         return Section("detection", title, (Sentence("No evaluation left answers to validation rows."),))
-    last, shown = len(evaluations) - 1, evaluations
-    if last >= _MOST_SHOWN:
-        places = {round(place * last / (_MOST_SHOWN - 1)) for place in range(_MOST_SHOWN)}
-        shown = [evaluations[place] for place in sorted(places)]
+    shown = evaluations[-_MOST_SHOWN:]
     points = [each.scores.points() for each in shown]
-    some = f"{len(shown)} of {len(evaluations)} evaluations. " if len(shown) < len(evaluations) else ""
+    some = (
+        f"The last {len(shown)} of {len(evaluations)} evaluations. " if len(shown) < len(evaluations) else ""
+    )
     told = (
         f"{some}Labels must be equal and the IoU at least 0.5, without scores, as in swift-stage2 evaluate, which also "
         "tells intervals, classes and types of errors."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,18 +49,16 @@ DEFAULT_SIZE = 24
 _MOST_CHARACTERS = 20_000  # of a text that is shown
 
 
-def gallery_of(
-    matches: Sequence[RankMatch], fates: Mapping[int, Mapping[Key, str]], size: int = DEFAULT_SIZE
-) -> Gallery:
-    """The newest ``size`` matches; ``matches`` by time, ``fates`` by rank and draw. Opens their images."""
+def gallery_of(matches: Sequence[RankMatch], size: int = DEFAULT_SIZE) -> Gallery:
+    """The newest ``size`` of the ``matches``, which are by time. Opens their images."""
     newest = matches[: -size - 1 : -1] if size else ()
     return Gallery(
-        pictures=tuple(_picture(match, fates.get(match.rank, {})) for match in newest),
+        pictures=tuple(map(_picture, newest)),
         num_matches=len(matches),
     )
 
 
-def _picture(logged: RankMatch, fates: Mapping[Key, str]) -> Picture:
+def _picture(logged: RankMatch) -> Picture:
     match = logged.match
     drawing = Drawing(
         tuple((each.label, each.box) for each in match.truth),
@@ -70,13 +68,12 @@ def _picture(logged: RankMatch, fates: Mapping[Key, str]) -> Picture:
     path = (match.images[0] if match.images else None) or ""
     likeness = "closeness" if logged.is_of_points else "IoU"
     image, trouble = gallery_image(drawing, path, match.space, likeness)
-    is_evaluation = match.purpose == "evaluation"
     return Picture(
         image=image,
         trouble=trouble,
         name=Path(path).name or "an image without a path",
         facts=tuple(_facts(logged.rank, match)),
-        fate="evaluation, never trained" if is_evaluation else fates.get(match.sample, "not trained"),
+        fate="evaluation, never trained" if match.purpose == "evaluation" else "training",
         texts=(("Rollout", _shortened(match.rollout)), ("Corrected answer", _shortened(match.target))),
     )
 

@@ -6,14 +6,10 @@ The first bottleneck is the resource that binds; the others follow in the order 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from swift_stage2.pages.content import Headline, Part, Section, Sentence, Table, Tone, filled, seconds
-from swift_stage2.report.run_data import RunData
-from swift_stage2.report.speed import FEWEST_QUIET, RankWork, Speed, slowest, trained_steps
-from swift_stage2.telemetry.sample_events import Finished
+from swift_stage2.report.speed import FEWEST_QUIET, RankWork, Speed, slowest
 from swift_stage2.telemetry.summary import RunSummary
 
 SLOWDOWN = 0.03
@@ -32,52 +28,19 @@ _FEED = (
     "rollout.max_inflight_per_server makes more at once, a smaller stage2_ab.schedule.b_ratio wants fewer; section "
     "Queue and version lag shows how many packs were ready, and doctor --live computes the settings."
 )
-PostSteps = tuple[float, float] | None
-"""Lower and upper decile of what a POST takes, in steps; None without POSTs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knobs:
-    """The present settings, None where the run did not write them down."""
-
-    b_ratio: float | None = None
-    sync_every_steps: int | None = None
-    version_window: int | None = None
-
-
-def knobs_of(run: RunData) -> Knobs:
-    """The settings, as the last process had them."""
-    prefetch = ("stage2_ab", "channel_b", "prefetch")
-    return Knobs(
-        b_ratio=run.number_setting("stage2_ab", "schedule", "b_ratio"),
-        sync_every_steps=run.number_setting(*prefetch, "sync_every_steps") or None,
-        version_window=run.number_setting(*prefetch, "version_window"),
-    )
-
-
-def post_steps_of(run: RunData) -> PostSteps:
-    """From an answered POST's seconds and the median step."""
-    finished = (event for rank in run.ranks for event in rank.of(Finished))
-    posts = [event.seconds for event in finished if event.end == "answered"]
-    steps = [step.seconds for step in trained_steps(run.first)]
-    if len(posts) < 2 or not steps or not (step_s := statistics.median(steps)):
-        return None
-    deciles = statistics.quantiles(posts, n=10, method="inclusive")
-    return deciles[0] / step_s, deciles[-1] / step_s
-
-
-def verdict_section(
-    works: Sequence[RankWork], summary: RunSummary, knobs: Knobs, post_steps: PostSteps = None
-) -> Section:
+def verdict_section(works: Sequence[RankWork], summary: RunSummary, b_ratio: float | None) -> Section:
+    """``b_ratio`` as it is set; None where the run did not write it down."""
     speed = slowest(works)
     unused = summary.why_b_is_unused
     parts: list[Part | None] = [Sentence(f"{unused[0].upper()}{unused[1:]}.", Tone.WARN) if unused else None]
     if isinstance(speed, Speed):
         parts += [_headline(speed, summary), _missed(summary), _caution(speed)]
-        parts += [*map(Sentence, bottlenecks(speed, summary, knobs, post_steps)), _sums(speed)]
+        parts += [*map(Sentence, bottlenecks(speed, summary, b_ratio)), _sums(speed)]
     else:
         parts.append(Sentence(f"No speed-up can be told: {speed}.", Tone.WARN))
-        parts += map(Sentence, bottlenecks(None, summary, knobs, post_steps))
+        parts += map(Sentence, bottlenecks(None, summary, b_ratio))
     return Section("verdict", "Verdict", filled(parts))
 
 
@@ -146,9 +109,7 @@ def _sums(speed: Speed) -> Table:
     return Table(title, ("part", "value", "how"), tuple(rows), ends_in_words=True)
 
 
-def bottlenecks(
-    speed: Speed | None, summary: RunSummary, knobs: Knobs, post_steps: PostSteps
-) -> Iterator[str]:
+def bottlenecks(speed: Speed | None, summary: RunSummary, b_ratio: float | None) -> Iterator[str]:
     """The part that binds, if speed and number of steps are known; then all else that costs something.
 
     Figures of a run that lacked servers are no ground for a setting: there what became of the servers is all.
@@ -156,7 +117,7 @@ def bottlenecks(
     is_advised = False
     is_lost = summary.skips.get("servers_suspect", 0) > MISSED_SHARE * summary.num_b_wanted
     if speed and summary.num_steps and not is_lost:
-        advice = _b_ratio(speed, summary, knobs, upwards=speed.learner_binds)
+        advice = _b_ratio(speed, summary, b_ratio, upwards=speed.learner_binds)
         is_advised = bool(advice) and not speed.learner_binds
         yield _binding(speed) + advice
         if speed.rounds_s > ROUNDS_SHARE * speed.wall_s:
@@ -173,7 +134,7 @@ def bottlenecks(
                     "own."
                 )
     if not is_lost:
-        yield from _missing_packs(speed, summary, knobs, post_steps, is_told=is_advised)
+        yield from _missing_packs(speed, summary, b_ratio, is_told=is_advised)
     for reason, sentence in _OTHER_SKIPS.items():
         if missed := summary.skips.get(reason, 0):
             yield f"{missed} wanted B steps {sentence}."
@@ -206,12 +167,12 @@ def sustained_b_ratio(speed: Speed, summary: RunSummary) -> float:
     return min(1.0, math.floor(share * 100) / 100)
 
 
-def _b_ratio(speed: Speed, summary: RunSummary, knobs: Knobs, *, upwards: bool) -> str:
+def _b_ratio(speed: Speed, summary: RunSummary, b_ratio: float | None, *, upwards: bool) -> str:
     """The ratio that the rollouts sustain, if it lies in that direction of the wanted one; else nothing."""
     if not speed.rollouts_s:
         return ""
     ratio = sustained_b_ratio(speed, summary)
-    wanted = summary.num_b_wanted / summary.num_steps if knobs.b_ratio is None else knobs.b_ratio
+    wanted = summary.num_b_wanted / summary.num_steps if b_ratio is None else b_ratio
     if ratio == wanted or (ratio > wanted) != upwards:
         return ""
     return (
@@ -221,7 +182,7 @@ def _b_ratio(speed: Speed, summary: RunSummary, knobs: Knobs, *, upwards: bool) 
 
 
 def _missing_packs(
-    speed: Speed | None, summary: RunSummary, knobs: Knobs, post_steps: PostSteps, *, is_told: bool
+    speed: Speed | None, summary: RunSummary, b_ratio: float | None, *, is_told: bool
 ) -> Iterator[str]:
     """``is_told``: what binds, and what would help, has been named already."""
     missed, early = summary.skips.get("not_enough_packs", 0), summary.num_b_too_early
@@ -232,7 +193,7 @@ def _missing_packs(
     if later and num_stale:
         yield (
             f"{later} wanted B steps lacked packs while {num_stale} packs and rollouts went stale; raise "
-            f"stage2_ab.channel_b.prefetch.version_window{_window(knobs, post_steps)}."
+            "stage2_ab.channel_b.prefetch.version_window."
         )
     elif missed <= MISSED_SHARE * summary.num_b_wanted or is_told:
         return
@@ -243,22 +204,9 @@ def _missing_packs(
             "one, and not the pace of production."
         )
     else:
-        advice = _b_ratio(speed, summary, knobs, upwards=False) if speed else ""
+        advice = _b_ratio(speed, summary, b_ratio, upwards=False) if speed else ""
         late = "" if summary.num_b_run else ", or began too late"
         yield (
             f"{missed} of {summary.num_b_wanted} wanted B steps lacked packs while nothing went stale: production was "
             f"too slow for this share{late}.{advice or _FEED}"
         )
-
-
-def _window(knobs: Knobs, post_steps: PostSteps) -> str:
-    """A window in which POSTs of such unlike lengths all arrive fresh: arrivals spread over at most its steps."""
-    window, every = knobs.version_window, knobs.sync_every_steps
-    if window is None or every is None or post_steps is None:
-        return ""
-    quick, slow = post_steps
-    needed = max(window + 1, math.ceil((slow - quick + 1) / every))
-    return (
-        f" from {window} to {needed}: POSTs take {quick:.1f} to {slow:.1f} steps, and arrivals may spread over "
-        f"version_window × sync_every_steps = {window} × {every} steps"
-    )

@@ -25,12 +25,10 @@ from swift_stage2.errors import StorageFull, UserError
 from swift_stage2.telemetry.events import (
     EVENT,
     AnyEvent,
-    CaughtUp,
     Checkpoint,
     Damaged,
     End,
     Metrics,
-    Round,
     Start,
     Step,
 )
@@ -247,14 +245,6 @@ class RankEvents:
     @cached_property
     def steps(self) -> dict[int, Step]:
         return {step.step: step for step in self.of(Step)}
-
-    @property
-    def rounds(self) -> list[Round]:
-        return self.of(Round)
-
-    @property
-    def catch_ups(self) -> list[CaughtUp]:
-        return self.of(CaughtUp)
 
     @property
     def start(self) -> Start | None:

@@ -95,7 +95,6 @@ class Telemetry:
         self._total_steps = total_steps
         self._status = StatusLine(total_steps, queue_limit)
         self._round_errors: dict[int, str | None] = {}  # by server, of its last round
-        self._transports: set[tuple[int, str]] = set()  # by which weights have reached servers
         self._num_errors: Counter[str] = Counter()  # of servers that a round did not prove
         self._queue_limit = queue_limit
         self._window_start: dict[str, float] = {}
@@ -155,9 +154,6 @@ class Telemetry:
         self.counters.add("sync_servers_failed", len(outcome.failed))
         self._num_errors.update(str(outcome.reports[server].error) for server in outcome.failed)
         for server, report in outcome.reports.items() if self._rank == 0 else ():
-            if report.transport and (server, report.transport) not in self._transports:
-                self._transports.add((server, report.transport))
-                logger.info("weights reach server %d over %s", server, report.transport)
             told, self._round_errors[server] = self._round_errors.get(server), report.error
             if report.error and report.error != told:
                 self.record_warning(

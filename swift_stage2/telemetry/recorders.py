@@ -28,7 +28,7 @@ from swift_stage2.records import (
 from swift_stage2.telemetry.activity import IntervalClock, PipelineActivity
 from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.telemetry.events import Batch, EvaluationFailure, EvaluationPost
-from swift_stage2.telemetry.metrics import Counters
+from swift_stage2.telemetry.metrics import REWARD, Counters
 from swift_stage2.telemetry.sample_events import (
     Advantages,
     Cut,
@@ -282,7 +282,8 @@ class PipelineRecorder:
         add("match_gated", quality.num_gated)
         for reason, count in quality.dropped.items():
             add(f"objects_dropped/{reason}", count)
-        self.counters.add_reward(quality.reward)
+        for term, value in quality.reward.items():
+            add(REWARD + term, value)
 
 
 class EvaluationRecorder:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_disk import SmallDisk
 from torchrun_job import LearnerRun, Server, run_learner, write_config
 
 from swift_stage2.cli import main
@@ -426,3 +427,33 @@ def test_a_preprocessing_process_that_is_killed_ends_all_ranks_and_loses_no_samp
     steps = [len(run.audit(rank, "step")) for rank in (0, 1)]
     assert steps[0] == steps[1] >= 8
     assert account_of(read_logs([directory])).is_balanced
+
+
+@pytest.mark.slow
+def test_a_full_disk_under_the_event_log_ends_all_ranks_in_order_and_the_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, rows_file: Path, server: Server, small_disk: SmallDisk
+) -> None:
+    directory = tmp_path / "full"
+    directory.mkdir()
+    (directory / "events").symlink_to(small_disk.path)
+    small_disk.fill(leaving_bytes=40 * 4096)
+    swift: dict[str, Any] = {"max_steps": 400, "save_strategy": "steps", "save_steps": 4}
+    run = run_learner(
+        write_config(directory, rows_file, server, b_ratio=0.5, swift=swift), directory, ranks=2
+    )
+    assert run.status == 1
+    assert "StorageFull: every event of a run must be written, got rank" in run.output
+    assert "No space left on device; make room there, then go on from the last checkpoint" in run.output
+    before = account_of(read_logs([directory]))
+    assert before.is_balanced
+    assert not any(rank.has_ended for rank in before.ranks)
+    latest = max(directory.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    small_disk.make_room()
+    swift |= {"resume_from_checkpoint": str(latest), "max_steps": int(latest.name.split("-")[1]) + 4}
+    resumed = run_learner(
+        write_config(directory, rows_file, server, b_ratio=0.5, swift=swift), directory, ranks=2
+    )
+    assert resumed.status == 0, resumed.output[-3000:]
+    account = account_of(read_logs([directory]))
+    assert account.is_balanced
+    assert [(rank.num_resumes, rank.has_ended) for rank in account.ranks] == [(1, True)] * 2

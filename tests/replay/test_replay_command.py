@@ -16,9 +16,7 @@ from swift_stage2.replay import command
 from swift_stage2.replay.recorded_run import ReplayVerdict, read_verdict
 from swift_stage2.run_directory.claim import claim_directory
 
-VERDICT = ReplayVerdict(
-    first_step=3, last_step=9, num_b_steps=2, num_compared=7, unfinished_step=None, difference=None
-)
+VERDICT = ReplayVerdict(first_step=3, last_step=9, num_b_steps=2, num_compared=7, difference=None)
 
 
 def test_no_record_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +140,6 @@ def test_a_rank_without_a_place_to_write_is_one_line(
     ("changes", "is_equal", "words"),
     [
         ({}, True, "equal: every loss of steps 3 to 9, 2 of them on channel B, is bit-equal on every rank"),
-        ({"unfinished_step": 10}, True, "every rank; step 10, which the run did not end, ended here"),
         (
             {"num_compared": 6, "difference": "step 9"},
             False,

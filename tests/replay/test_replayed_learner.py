@@ -144,14 +144,6 @@ def test_another_number_of_micro_steps_differs() -> None:
         _learner(_step(0)).end_step(0, LOSSES[:1])
 
 
-def test_a_step_that_the_run_did_not_end_is_taken_and_not_compared() -> None:
-    learner = _learner(_step(0), _step(1, losses=None))
-    assert not learner.begin_step(0, 2).stop
-    assert learner.begin_step(1, 2).stop
-    learner.end_step(1, ["0x1p-1"])
-    assert learner.num_compared == 0
-
-
 def test_another_number_of_packs_than_micro_steps_is_refused(
     encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from small_disk import SmallDisk
 
 from swift_stage2.cli import main
 from swift_stage2.pages.content import Table
-from swift_stage2.report.samples import account_section
+from swift_stage2.report.steps import account_section
 from swift_stage2.telemetry.event_log import ranks_of
 from swift_stage2.telemetry.sample_events import Quarantined, ReturnReason
 
@@ -80,16 +78,6 @@ def test_json_holds_the_same_answer(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found["ranks"][0]["quarantined"] == {"too_slow": 1}
 
 
-def test_a_run_resumed_elsewhere_is_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = LedgerRun(tmp_path / "a", run_id="a")
-    first.train_drawn(2)
-    second = LedgerRun(tmp_path / "b", run_id="b", state=first.save("s1"))
-    second.train_drawn(1)
-    assert main(["report", "--json", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
-    assert (rank["drawn"], rank["trained"], rank["num_resumes"]) == (3, 3, 1)
-
-
 @pytest.mark.parametrize("name", ["absent", "."])
 def test_no_such_run_is_one_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / name)]) == 2
@@ -125,14 +113,6 @@ def test_a_run_that_is_named_twice_is_told_so(tmp_path: Path, capsys: pytest.Cap
         )
 
 
-def test_a_later_part_that_is_given_first_is_refused(tmp_path: Path) -> None:
-    first = LedgerRun(tmp_path / "a", run_id="a")
-    first.train_drawn(2)
-    LedgerRun(tmp_path / "b", run_id="b", state=first.save("s1")).train_drawn(1)
-    assert main(["report", str(tmp_path / "b"), str(tmp_path / "a")]) == 2
-    assert not list(tmp_path.glob("*/comparison.html"))
-
-
 def test_a_read_only_target_is_one_line_with_a_status_of_its_own(
     small_disk: SmallDisk, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,21 +123,6 @@ def test_a_read_only_target_is_one_line_with_a_status_of_its_own(
     (line,) = told.err.splitlines()
     assert "Read-only file system; name another file with --output" in line
     assert "balanced: every sample" in told.out  # what it found is told all the same
-
-
-def test_an_output_that_takes_nothing_is_one_line(tmp_path: Path) -> None:
-    balanced_ledger(tmp_path)
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "swift_stage2", "report", str(tmp_path)],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=100,
-        )
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "a report needs an output that takes it, got [Errno 28] No space left on device" in line
 
 
 def test_a_run_without_an_end_is_balanced_up_to_its_last_record(
@@ -188,12 +153,3 @@ def test_samples_given_up_are_told_by_file_line_image_and_message(tmp_path: Path
         ("rows.jsonl:13", "/a.png", "bad_sample", "2", "no box"),
         ("row 7 of ms-swift's set", "", "bad_sample", "1", "no box"),
     )
-
-
-def test_many_places_are_bounded(tmp_path: Path) -> None:
-    run = LedgerRun(tmp_path)
-    for line in range(500):
-        samples = ((0, line, line, 0),)
-        run.log.write(Quarantined(samples=samples, reason="r", message="m", file="a.jsonl", line=line))
-    (table,) = given_up(run)
-    assert (len(table.rows), table.title) == (100, "Samples given up: 100 of 500 places")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from followed_run import FollowedRun, killed_and_resumed
@@ -138,49 +137,6 @@ def test_a_killed_run_ends_the_follower_with_1_and_all_that_was_written(
     ]
 
 
-def test_a_consumer_that_stops_reading_misses_nothing(
-    tmp_path: Path, follow: Callable[..., Follower], held: ExitStack
-) -> None:
-    """More than a pipe holds, written while nobody takes a line."""
-    run = FollowedRun(tmp_path, num_rows=600)
-    follower = follow("--json")
-    keys = [*run.finish(1)]
-    assert texts(next_line(follower)) == [run.text(keys[0])]
-    keys += run.finish(599)
-    run.end()
-    held.close()
-    out, _ = follower.communicate(timeout=_DEADLINE_S)
-    assert len(out) > 1 << 16
-    assert texts(out) == [run.text(key) for key in keys[1:]]
-    assert follower.returncode == 0
-
-
-def test_a_reader_that_leaves_ends_a_follower_at_the_next_rollout(
-    tmp_path: Path, follow: Callable[..., Follower], held: ExitStack
-) -> None:
-    run = FollowedRun(tmp_path)
-    run.finish(1)
-    follower = follow()
-    assert next_line(follower)
-    assert follower.stdout is not None
-    follower.stdout.close()
-    run.finish(1)
-    assert follower.wait(timeout=_DEADLINE_S) == _UNREAD
-    assert follower.stderr is not None
-    assert follower.stderr.read() == ""
-
-
-def test_an_interrupt_ends_with_130_and_without_a_word(
-    tmp_path: Path, follow: Callable[..., Follower], held: ExitStack
-) -> None:
-    FollowedRun(tmp_path).finish(1)
-    follower = follow()
-    assert next_line(follower)
-    follower.send_signal(signal.SIGINT)
-    assert follower.communicate(timeout=_DEADLINE_S) == ("", "")
-    assert follower.returncode == 130
-
-
 def test_without_follow_what_is_there_is_printed(
     tmp_path: Path, held: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,37 +207,3 @@ def test_a_run_without_channel_b_has_no_rollouts(
     (line,) = capsys.readouterr().err.splitlines()
     assert f"rollouts are read from a run with channel B, got {tmp_path}, whose run has none; name" in line
     telemetry.close()
-
-
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
-    run = FollowedRun(tmp_path)
-    run.finish(1)
-    run.end()
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        ended: subprocess.CompletedProcess[Any] = subprocess.run(
-            [sys.executable, "-m", "swift_stage2", "rollouts", str(tmp_path)],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=_DEADLINE_S,
-        )
-    assert ended.returncode == 2
-    assert "a rollout's line needs an output that takes it, got" in ended.stderr
-
-
-def test_a_group_is_told_in_runs_that_have_groups_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, num_generations in (("alone", 1), ("grouped", 2)):
-        run = FollowedRun(tmp_path / name, num_generations=num_generations)
-        run.finish(3)
-        run.end()
-    told = {}
-    for name in ("alone", "grouped"):
-        assert main(["rollouts", "--json", str(tmp_path / name)]) == 0
-        told[name] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [each["group"] for each in told["grouped"]] == ["0:0:0", "0:0:0", "0:0:1"]
-    assert not any("group" in each for each in told["alone"])
-    lines = [line_of(next(iter(RunRollouts(tmp_path / name).read()))) for name in ("alone", "grouped")]
-    assert "group" not in lines[0]
-    assert "  group 0:0:0  attempt 0  " in lines[1]

@@ -14,7 +14,7 @@ from swift_stage2.report.run_data import read_run
 from swift_stage2.report.speed import trained_steps, works_of
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import RankEvents, event_path
-from swift_stage2.telemetry.events import Metrics
+from swift_stage2.telemetry.events import Metrics, Round
 
 
 def first(run_dir: Path) -> RankEvents:
@@ -54,7 +54,7 @@ def test_what_a_resume_made_void_is_left_out_also_elsewhere(tmp_path: Path) -> N
         (rank,) = found.ranks
         assert sorted(rank.steps) == list(range(12))
         assert rank.steps[8].activity_ns["other"]  # of the second process
-        assert [each.step for each in rank.rounds] == [0, 4, 8]
+        assert [each.step for each in rank.of(Round)] == [0, 4, 8]
         assert [each.step for each in rank.of(Metrics)] == [10, None]  # the first process's 10 is void
         (logged,) = matches_of(found.ranks)
         assert logged.match.truth[0].label == "kept"

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -130,17 +129,6 @@ def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
     summary = summarise(tmp_path)
     assert summary.num_disagreements == 1
     assert _text(summary).count("plans that differ between ranks") == 1
-
-
-def test_nothing_is_cut_at_80_columns(tmp_path: Path) -> None:
-    telemetry = started(tmp_path, 0, 1)
-    telemetry.record_step(step(0))
-    telemetry.close()
-    drops = {"packs_dropped_because_of_a_cause_whose_name_is_longer_than_any_terminal_is_wide_in_columns": 1}
-    shown = _text(replace(summarise(tmp_path), drops=drops), width=80)
-    assert "…" not in shown
-    cells = "".join(re.split(r"\s{2,}", line)[0].strip() for line in shown.splitlines())
-    assert next(iter(drops)) in cells
 
 
 def _text(summary: RunSummary, width: int = 120) -> str:

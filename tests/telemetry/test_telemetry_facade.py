@@ -5,7 +5,6 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -213,22 +212,6 @@ def test_every_step_has_its_plan_and_logging_steps_the_rest(tmp_path: Path) -> N
     assert ranks.num_collectives == 2
 
 
-def test_how_weights_reach_a_server_is_logged_once_for_every_way(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "swift_stage2")
-    ranks = Ranks(tmp_path)
-    outcome = round_outcome(1, True, True)
-    ways = ("shared_memory", "tcp (elsewhere)", "tcp (elsewhere)", "tcp (no room)", "shared_memory")
-    for telemetry, (version, way) in itertools.product(ranks.telemetry, enumerate(ways)):
-        reports = {server: replace(each, transport=way) for server, each in outcome.reports.items()}
-        telemetry.record_round(version, replace(outcome, reports=reports))
-    ranks.close()
-    lines = [record.getMessage() for record in caplog.records if "weights reach" in record.getMessage()]
-    expected = ("shared_memory", "tcp (elsewhere)", "tcp (no room)")
-    assert lines == [f"weights reach server {server} over {way}" for way in expected for server in (0, 1)]
-
-
 def test_ranks_read_the_same_merged_numbers(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     for telemetry, depth, lag in zip(ranks.telemetry, (5, 3), (1, 2), strict=True):
@@ -292,18 +275,6 @@ def test_a_reward_is_the_mean_over_the_window_s_rollouts_of_all_ranks(tmp_path: 
     second = ranks.merge(at=2)[0]
     assert (second["stage2_ab/reward/own"], second["stage2_ab/reward/total"]) == (-0.25, 1.0)
     assert "stage2_ab/reward/own" not in ranks.merge(at=3)[0], "nothing was matched since"
-    ranks.close()
-
-
-def test_the_lag_is_that_of_the_window(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path, world_size=1)
-    ranks.step(0, PLAN_B, version=5, packs=(pack(version=3),))
-    ranks.step(1, PLAN_B, version=5, packs=(pack(version=4),))
-    assert ranks.merge(at=1)[0]["stage2_ab/async/ver_lag"] == 2
-    ranks.step(2, PLAN_B, version=5, packs=(pack(version=5),))
-    assert ranks.merge(at=2)[0]["stage2_ab/async/ver_lag"] == 0
-    ranks.step(3, PLAN_A, version=5)
-    assert "stage2_ab/async/ver_lag" not in ranks.merge(at=3)[0]
     ranks.close()
 
 
@@ -381,15 +352,6 @@ def test_a_process_that_ends_before_its_start_tells_neither_numbers_nor_an_end(t
     assert not told(tmp_path, Metrics) + told(tmp_path, End)
 
 
-def test_without_channel_b_its_parts_have_no_gauges(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, 0, 1)
-    telemetry.record_step(step(0))
-    tags = telemetry.merge_and_write(1, lambda vector: vector)
-    telemetry.close()
-    assert not {"stage2_ab/async/queue_depth", "stage2_ab/async/prefetch_last_progress_s_ago"} & set(tags)
-    assert tags["stage2_ab/async/b_ratio_realized"] == 0
-
-
 def test_only_rank_0_writes_event_files(tmp_path: Path) -> None:
     telemetry = started(tmp_path, 1, 2, tensorboard=True)
     telemetry.record_step(step(0))
@@ -436,15 +398,6 @@ def test_a_full_disk_is_told_by_the_log_and_raises_nowhere(
     assert "the event log lacks its end" in caplog.text
 
 
-def test_the_trace_holds_activities_and_stages(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, 0, 1, trace=True, queue_limit=8)
-    with telemetry.activity("syncing"), telemetry.pipeline.post():
-        produce(telemetry)
-    telemetry.close()
-    events = json.loads((tmp_path / "trace" / "rank0.json").read_text())["traceEvents"]
-    assert {"syncing", "POST", "prepare", "pack"} <= {event["name"] for event in events}
-
-
 def test_the_trace_of_both_actors_tiles_their_time_to_the_end(tmp_path: Path) -> None:
     telemetry = Telemetry(tmp_path, 0, 1, trace=True, queue_limit=8)
     telemetry.clock.switch("busy")
@@ -459,12 +412,6 @@ def test_the_trace_of_both_actors_tiles_their_time_to_the_end(tmp_path: Path) ->
         assert [span.name for span in spans] == names
         assert all(one.end_ns == following.start_ns for one, following in itertools.pairwise(spans))
         assert sum(span.end_ns - span.start_ns for span in spans) == clock._since_ns - clock._started_ns
-
-
-def test_a_run_without_channel_b_traces_no_pipeline(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, 0, 1, trace=True)
-    telemetry.close()
-    assert {span.track for span in telemetry.trace.spans} == {"learner"}
 
 
 def test_a_warning_is_logged_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
