@@ -16,8 +16,8 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -41,47 +41,85 @@ from swift_stage2.terminal.output import needs_stdout, say
 from swift_stage2.terminal.parser import CommandParser
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FinishedRollout:
-    """One rollout, as the log tells of it."""
+    """One rollout, as the log of its rank tells of it."""
 
-    rollout: str
-    """Its name, of which a run has no second one: run id, rank, epoch, position and attempt."""
-    time: float
-    """When it was matched, in Unix seconds."""
-    run_id: str
-    """Of the process of the run: a resumed one has another."""
     rank: int
-    version: int
-    """The oldest that any of its tokens was sampled under."""
-    epoch: int
-    position: int
-    """In the rank's shard of the epoch."""
-    row: int
-    """Of the data set, among those that channel B uses."""
-    group: str | None
-    """Rank, epoch and number of its group: of the rollouts that are compared with it. None in a run without groups."""
-    attempt: int
+    start: Start
+    """Of the process that asked for it."""
+    key: Key
+    matched: Matched
     server: str | None
     """That answered, or the merger in front of it; None where the log does not tell."""
-    num_tokens: int
-    truncated: bool
-    pairs: int
-    """Predictions that were matched to ground truth."""
-    false: int
-    """Predictions without a partner."""
-    missed: int
-    """Ground truth without a partner."""
-    mean_iou: float | None
-    """Of the pairs; None without any."""
-    likeness: str
-    """The task's word for what that is a mean of: IoU, or closeness of points."""
-    dropped: Mapping[str, int]
-    """Objects that the parser dropped, by reason."""
-    reward: Mapping[str, float]
-    """The task's terms and their ``total``."""
     text: str | None
     """The answer; None where it was not recorded."""
+
+    @property
+    def time(self) -> float:
+        return self.matched.time
+
+    @property
+    def group(self) -> str | None:
+        """Rank, epoch and number of the group that it is compared with; None in a run without groups."""
+        size = self.start.state.num_generations if self.start.state is not None else 1
+        return f"{self.rank}:{self.key[0]}:{self.key[1] // size}" if size > 1 else None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Its line of JSON. ``rollout`` is its name, of which a run has no second one; ``version`` is the oldest that
+        any of its tokens was sampled under; ``false`` and ``missed`` are predictions and truth without a partner;
+        ``likeness`` is the task's word for what ``mean_iou`` is a mean of.
+        """
+        (epoch, position, row, attempt), quality = self.key, self.matched.quality
+        counts = {name: getattr(quality, name) for name in _COUNTS}
+        return {
+            "rollout": f"{self.start.run_id}:{self.rank}:{epoch}:{position}:{attempt}",
+            "time": self.time,
+            "run_id": self.start.run_id,
+            "rank": self.rank,
+            "version": self.matched.version,
+            "epoch": epoch,
+            "position": position,
+            "row": row,
+            **({} if self.group is None else {"group": self.group}),
+            "attempt": attempt,
+            "server": self.server,
+            "num_tokens": self.matched.num_rollout_tokens,
+            "truncated": bool(quality.num_truncated),
+            "pairs": quality.num_pairs,
+            "false": quality.num_predictions - quality.num_pairs,
+            "missed": quality.num_ground_truth - quality.num_pairs,
+            "mean_iou": match_ratios(**counts).get("mean_iou"),
+            "likeness": self.start.likeness,
+            "dropped": quality.dropped,
+            "reward": quality.reward,
+            "text": self.text,
+        }
+
+    @property
+    def line(self) -> str:
+        """The rollout in a line to read, no wider than a terminal where it is written on one."""
+        told, (epoch, position, row, attempt) = self.fields, self.key
+        iou = "" if told["mean_iou"] is None else f", {told['likeness']} {told['mean_iou']:.2f}"
+        dropped, reward = sum(told["dropped"].values()), told["reward"].get("total")
+        parts = [
+            time.strftime("%H:%M:%S", time.localtime(self.time)),
+            f"rank {self.rank}",
+            f"v{self.matched.version:<4}",
+            f"{epoch}:{position}:{row}".ljust(11),
+            *([f"group {self.group}"] if self.group is not None else ()),
+            f"attempt {attempt}",
+            self.server or "server unknown",
+            f"{told['num_tokens']:>4} tokens{', truncated' if told['truncated'] else ''}",
+            f"{told['pairs']} matched, {told['false']} false, {told['missed']} missed{iou}"
+            + (f", {dropped} dropped" if dropped else "")
+            + (f", reward {reward:.2f}" if reward is not None else ""),
+        ]
+        if self.text is not None:  # a model's words: nothing that a terminal would obey
+            parts.append(repr(self.text[:_MOST_CHARACTERS]) + "…" * (len(self.text) > _MOST_CHARACTERS))
+        line = "  ".join(parts)
+        return line[: shutil.get_terminal_size().columns] if sys.stdout.isatty() else line
 
 
 class RunRollouts:
@@ -170,49 +208,16 @@ class _RankRollouts:
                     self._texts[event.sample] = event.text
                 case Match(purpose="training"):
                     self._texts[event.sample] = event.rollout
-                case Matched():
+                case Matched() if self.start is not None:
                     for key in event.samples:
-                        yield self._rollout(event, key)
-
-    def _rollout(self, event: Matched, key: Key) -> FinishedRollout:
-        (epoch, position, row, attempt), start, quality = key, self.start, event.quality
-        run_id = start.run_id if start is not None else ""
-        num_generations = start.state.num_generations if start is not None and start.state is not None else 1
-        pairs = quality.num_pairs
-        ratios = match_ratios(
-            num_predictions=quality.num_predictions,
-            num_ground_truth=quality.num_ground_truth,
-            num_pairs=pairs,
-            sum_iou=quality.sum_iou,
-        )
-        return FinishedRollout(
-            rollout=f"{run_id}:{self._rank}:{epoch}:{position}:{attempt}",
-            time=event.time,
-            run_id=run_id,
-            rank=self._rank,
-            version=event.version,
-            epoch=epoch,
-            position=position,
-            row=row,
-            group=f"{self._rank}:{epoch}:{position // num_generations}" if num_generations > 1 else None,
-            attempt=attempt,
-            server=self._servers.pop(key[:2], None),
-            num_tokens=event.num_rollout_tokens,
-            truncated=bool(quality.num_truncated),
-            pairs=pairs,
-            false=quality.num_predictions - pairs,
-            missed=quality.num_ground_truth - pairs,
-            mean_iou=ratios.get("mean_iou"),
-            likeness=start.likeness if start is not None else "IoU",
-            dropped=quality.dropped,
-            reward=quality.reward,
-            text=self._texts.pop(key, None),
-        )
+                        server, text = self._servers.pop(key[:2], None), self._texts.pop(key, None)
+                        yield FinishedRollout(self._rank, self.start, key, event, server, text)
 
 
 EXIT_WHOLE = 0
 EXIT_NOT_WHOLE = 1
 _LOOK_S = 0.5
+_COUNTS = ("num_predictions", "num_ground_truth", "num_pairs", "sum_iou")
 _MOST_CHARACTERS = 120  # of an answer in a line to read
 
 
@@ -233,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             has_waited = True
         with needs_stdout("a rollout's line"):
             for rollout in rollouts.read():
-                say(json.dumps(json_of(rollout)) if options.json else line_of(rollout))
+                say(json.dumps(rollout.fields) if options.json else rollout.line)
                 num_told += 1
         if not (goes_on and options.follow):
             break
@@ -246,37 +251,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.follow:
         _say(f"the run has ended {'and may lack some' if doubts else 'on every rank'}: {num_told} rollouts")
     return EXIT_NOT_WHOLE if doubts else EXIT_WHOLE
-
-
-def json_of(rollout: FinishedRollout) -> dict[str, Any]:
-    """Its fields; ``group`` in a run with groups alone."""
-    fields = asdict(rollout)
-    if rollout.group is None:
-        del fields["group"]
-    return fields
-
-
-def line_of(rollout: FinishedRollout) -> str:
-    """The rollout in a line to read, no wider than a terminal where it is written on one."""
-    iou = "" if rollout.mean_iou is None else f", {rollout.likeness} {rollout.mean_iou:.2f}"
-    dropped = sum(rollout.dropped.values())
-    parts = [
-        time.strftime("%H:%M:%S", time.localtime(rollout.time)),
-        f"rank {rollout.rank}",
-        f"v{rollout.version:<4}",
-        f"{rollout.epoch}:{rollout.position}:{rollout.row}".ljust(11),
-        *([f"group {rollout.group}"] if rollout.group is not None else ()),
-        f"attempt {rollout.attempt}",
-        rollout.server or "server unknown",
-        f"{rollout.num_tokens:>4} tokens{', truncated' if rollout.truncated else ''}",
-        f"{rollout.pairs} matched, {rollout.false} false, {rollout.missed} missed{iou}"
-        + (f", {dropped} dropped" if dropped else "")
-        + (f", reward {rollout.reward['total']:.2f}" if "total" in rollout.reward else ""),
-    ]
-    if rollout.text is not None:  # a model's words: nothing that a terminal would obey
-        parts.append(repr(rollout.text[:_MOST_CHARACTERS]) + "…" * (len(rollout.text) > _MOST_CHARACTERS))
-    line = "  ".join(parts)
-    return line[: shutil.get_terminal_size().columns] if sys.stdout.isatty() else line
 
 
 def _say(text: str) -> None:

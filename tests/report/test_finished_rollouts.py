@@ -45,7 +45,7 @@ def test_a_killed_and_resumed_runs_rollouts_are_told_once_each_with_their_own_an
     run_dir, told = written
     found = read_whole(run_dir)
     assert [each.text for rank in range(NUM_RANKS) for each in of_rank(found, rank)] == told
-    assert len({each.rollout for each in found}) == len(found) == 18
+    assert len({each.fields["rollout"] for each in found}) == len(found) == 18
     assert [each.time for each in found] == sorted(each.time for each in found)
 
 
@@ -85,11 +85,13 @@ def test_what_the_log_tells_of_a_rollout(tmp_path: Path) -> None:
     run.ask([key])
     run.matched(key, 4, reward={"total": 0.5})
     (found,) = read_whole(tmp_path)
-    assert replace(found, time=0.0) == FinishedRollout(
-        rollout="a:1:0:0:0", time=0.0, run_id="a", rank=1, version=4,
-        epoch=0, position=0, row=key.index, group=None, attempt=0, server="http://s", num_tokens=4, truncated=False,
-        pairs=1, false=0, missed=0, mean_iou=0.5, likeness="closeness", reward={"total": 0.5}, dropped={}, text=None,
-    )  # fmt: skip
+    assert found.fields | {"time": 0.0} == {
+        "rollout": "a:1:0:0:0", "time": 0.0, "run_id": "a", "rank": 1, "version": 4, "epoch": 0, "position": 0,
+        "row": key.index, "attempt": 0, "server": "http://s", "num_tokens": 4, "truncated": False, "pairs": 1,
+        "false": 0, "missed": 0, "mean_iou": 0.5, "likeness": "closeness", "dropped": {}, "reward": {"total": 0.5},
+        "text": None,
+    }  # fmt: skip
+    assert ", 0 missed, closeness 0.50, reward 0.50" in found.line
 
 
 def test_rollouts_of_one_row_share_a_group_through_a_resume(tmp_path: Path) -> None:
@@ -102,7 +104,8 @@ def test_rollouts_of_one_row_share_a_group_through_a_resume(tmp_path: Path) -> N
     later.finish(3)
     found = read_whole(tmp_path)
     assert [each.group for each in found] == ["1:0:0"] * 3 + ["1:0:1"] * 2
-    assert len({(each.row, each.group) for each in found}) == 2
+    assert len({(each.key[2], each.group) for each in found}) == 2
+    assert "  group 1:0:0  attempt 0  " in found[0].line
 
 
 def test_a_redrawn_sample_is_another_rollout(tmp_path: Path) -> None:
@@ -111,7 +114,7 @@ def test_a_redrawn_sample_is_another_rollout(tmp_path: Path) -> None:
     run.source.give_back([key], ReturnReason.STALE)
     (again,) = run.finish(1)
     assert again == replace(key, attempt=1)
-    assert [each.attempt for each in read_whole(tmp_path)] == [0, 1]
+    assert [each.key[3] for each in read_whole(tmp_path)] == [0, 1]
 
 
 def test_a_recording_holds_the_answers_of_rows_whose_match_is_not_kept(tmp_path: Path) -> None:
@@ -132,7 +135,7 @@ def test_no_answer_of_an_evaluation_or_of_another_process_is_taken(tmp_path: Pat
     resumed = FollowedRun(tmp_path, run_id="b", state=state)
     assert resumed.draw(2) == keys
     resumed.match(keys)
-    found = [(each.run_id, each.text) for each in read_whole(tmp_path)]
+    found = [(each.start.run_id, each.text) for each in read_whole(tmp_path)]
     assert found == [("a", None), ("b", None), ("b", None)]
 
 

@@ -244,12 +244,6 @@ def test_lines_that_cannot_be_read_are_counted(run_dir: Path) -> None:
     assert not found.is_balanced
 
 
-def test_a_log_of_garbage_ends_in_a_page_that_says_so(run_dir: Path) -> None:
-    event_path(run_dir, 0).write_bytes(b"\xff\x00\n" * 7)
-    assert "7 lines are damaged" in sentences(report(run_dir), "ledger")
-    assert main(["report", str(run_dir)]) == 1
-
-
 def test_a_rank_without_its_log_is_named(tmp_path: Path) -> None:
     RunFiles(tmp_path).start(world_size=3).train(2).end()
     found = report(tmp_path)

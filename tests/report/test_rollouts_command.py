@@ -9,14 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from followed_run import FollowedRun, killed_and_resumed
 
 from swift_stage2.cli import main
-from swift_stage2.report.rollouts_command import RunRollouts, line_of
+from swift_stage2.report.rollouts_command import RunRollouts
 from swift_stage2.run_directory.lock import hold_run_directory
 from swift_stage2.telemetry.facade import Telemetry
 
@@ -145,10 +144,8 @@ def test_without_follow_what_is_there_is_printed(
     assert main(["rollouts", "--json", str(tmp_path)]) == 0  # it goes on
     out, err = capsys.readouterr()
     assert (texts(out), err) == ([run.text(key) for key in keys], "")
-    assert [json.loads(line) for line in out.splitlines()] == [
-        json.loads(json.dumps({name: value for name, value in asdict(each).items() if name != "group"}))
-        for each in RunRollouts(tmp_path).read()
-    ]
+    told = [each.fields for each in RunRollouts(tmp_path).read()]
+    assert [json.loads(line) for line in out.splitlines()] == json.loads(json.dumps(told))
     held.close()
     assert main(["rollouts", str(tmp_path)]) == 1
     assert "rank 0 told no end" in capsys.readouterr().err
@@ -162,7 +159,7 @@ def test_a_line_is_readable_and_a_terminal_obeys_nothing_in_it(tmp_path: Path) -
     run.text = lambda key: "\x1b[2J\x9b" + "é" * 200  # type: ignore[method-assign]
     run.finish(1)
     (found,) = RunRollouts(tmp_path).read()
-    line = line_of(found)
+    line = found.line
     assert line.isprintable()
     assert re.fullmatch(
         r"\d\d:\d\d:\d\d  rank 0  v1     0:0:\d        attempt 0  http://s     4 tokens  "
@@ -170,15 +167,6 @@ def test_a_line_is_readable_and_a_terminal_obeys_nothing_in_it(tmp_path: Path) -
         r"'\\x1b\[2J\\x9bé{115}'…",
         line,
     )
-
-
-def test_a_line_tells_the_task_s_word_and_the_reward(tmp_path: Path) -> None:
-    run = FollowedRun(tmp_path, likeness="closeness")
-    (key,) = run.draw(1)
-    run.ask([key])
-    run.matched(key, reward={"f1": 1.0, "misses": -0.25, "total": 0.875})
-    (found,) = RunRollouts(tmp_path).read()
-    assert ", 0 missed, closeness 0.50, reward 0.88" in line_of(found)
 
 
 @pytest.mark.parametrize("options", [(), ("--follow",)])

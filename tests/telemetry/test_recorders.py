@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,21 +52,29 @@ def rollout(index: int = 0, images: Any = ("a.png",)) -> Rollout:
     return Rollout(sample, "said", (1,), (2,), True, 3, "http://127.0.0.1:1", spans)
 
 
-def test_a_post_that_our_own_stop_cut_is_no_failed_rollout() -> None:
-    counters = Counters()
-    failures = tuple(PostFailure("http://127.0.0.1:9", end, 4, "") for end in (PostEnd.STOPPED, PostEnd.LOST))
-    recorder(counters).batch(BatchOutcome(failures=failures))
-    assert counters.snapshot()["rollouts_failed"] == 1
+_SEGMENT = Segment(SampleKey(0, 0, 0), 1, (), 8, 4, quality(), 1)
+_FAILURES = tuple(PostFailure("http://s", end, 4, "") for end in (PostEnd.STOPPED, PostEnd.LOST))
 
 
-def test_what_groups_lose_is_counted() -> None:
+@pytest.mark.parametrize(
+    ("name", "number", "tell"),
+    [
+        (
+            "rollouts_failed",
+            1,
+            lambda told: told.batch(BatchOutcome(failures=_FAILURES)),
+        ),  # one by our own stop
+        ("rollouts_dropped_stale", 3, lambda told: told.stale_in_group(3)),
+        ("targets_left_out", 1, lambda told: told.segment(_SEGMENT, 0.0)),
+        ("rollouts_unconfirmed", 3, lambda told: told.unconfirmed(3)),
+        ("run_ahead_exhausted", 1, lambda told: told.run_ahead(num_wanted=4, num_begun=3)),
+        ("run_ahead_exhausted", 0, lambda told: told.run_ahead(num_wanted=4, num_begun=4)),
+    ],
+)
+def test_losses_are_counted(name: str, number: int, tell: Callable[[PipelineRecorder], None]) -> None:
     counters = Counters()
-    pipeline = recorder(counters)
-    pipeline.stale_in_group(3)
-    for num_left_out in (0, 1):
-        pipeline.segment(Segment(SampleKey(0, 0, 0), 1, (), 8, 4, quality(), num_left_out), 0.0)
-    numbers = counters.snapshot()
-    assert (numbers["rollouts_dropped_stale"], numbers["targets_left_out"]) == (3, 1)
+    tell(recorder(counters))
+    assert counters.snapshot()[name] == number
 
 
 def test_tokens_of_aborted_rollouts_are_counted_as_kept_or_thrown_away(tmp_path: Path) -> None:
@@ -109,22 +118,6 @@ def test_a_pipeline_that_comes_back_to_its_wait_is_asking_if_a_post_is_out() -> 
         pipeline.enter(PipelineActivity.TICKET)
         assert pipeline.clock.current is PipelineActivity.ASKING
     assert pipeline.clock.current is PipelineActivity.TICKET
-
-
-def test_rollouts_that_no_round_confirmed_are_counted() -> None:
-    counters = Counters()
-    pipeline = recorder(counters)
-    pipeline.unconfirmed(0)
-    pipeline.unconfirmed(3)
-    assert counters.snapshot()["rollouts_unconfirmed"] == 3
-
-
-def test_turns_whose_budget_was_used_up_are_counted() -> None:
-    counters = Counters()
-    pipeline = recorder(counters)
-    for num_begun in (4, 3, 0):
-        pipeline.run_ahead(num_wanted=4, num_begun=num_begun)
-    assert counters.snapshot()["run_ahead_exhausted"] == 2
 
 
 def test_the_pipeline_is_asking_while_at_least_one_post_is_out() -> None:
