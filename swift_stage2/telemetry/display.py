@@ -68,25 +68,29 @@ def _activities(activity_ns: Mapping[Activity, int]) -> dict[str, float]:
 
 
 class TensorBoardSink:
-    """One event file in ``directory``, made at the first write. Not for several threads at once."""
+    """One event file in ``directory``, made at the first write; None keeps nothing. Not for several threads at once."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._writer: FileWriter | None = None
-        self._closed = False
+        self._closed = directory is None
 
     def write_scalars(self, step: int, scalars: Mapping[str, float], wall_time: float | None = None) -> None:
         """Write all ``scalars``, by full tag, as one event."""
+        if self._closed or not scalars:
+            return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if values := [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]:
-            self._write(Summary(value=values), step, wall_time)
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._write(Summary(value=values), step, wall_time)
 
     def write_images(self, step: int, images: Mapping[str, bytes]) -> None:
         """Write encoded pictures, by name."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         for name, content in images.items():
+            if self._closed:
+                return
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
             width, height = Image.open(BytesIO(content)).size
             image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=content)
             value = Summary.Value(tag=f"{PREFIX}eval/pictures/{name}", image=image)
@@ -94,9 +98,10 @@ class TensorBoardSink:
 
     def write_text(self, tag: str, text: str) -> None:
         """Write ``text`` (Markdown) once, at step 0."""
-        from tensorboard.plugins.text.summary_v2 import text_pb
+        if not self._closed:
+            from tensorboard.plugins.text.summary_v2 import text_pb
 
-        self._write(text_pb(tag, text), 0)
+            self._write(text_pb(tag, text), 0)
 
     def close(self) -> None:
         """Close the file; later writes are dropped. May be called again."""
@@ -108,8 +113,6 @@ class TensorBoardSink:
     def _write(self, summary: Any, step: int, wall_time: float | None = None) -> None:
         from torch.utils.tensorboard import FileWriter
 
-        if self._closed:
-            return
         with self._until_full():
             if self._writer is None:
                 self._writer = FileWriter(str(self._directory), filename_suffix=".stage2")

@@ -93,7 +93,10 @@ class EventLog:
             self._closed = True
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is not None:
-                os.close(descriptor)
+                try:
+                    os.close(descriptor)
+                except OSError as error:  # a network file system may tell only now
+                    self._fail(error)
 
     def _write(self, event: Event) -> int:
         if self._closed or self.failure:

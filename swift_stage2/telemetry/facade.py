@@ -88,8 +88,7 @@ class Telemetry:
         matches = MatchKeeper(self.log, kept_rows)
         self.pipeline = PipelineRecorder(self.counters, self.log, matches, self.trace, records)
         self.evaluation = EvaluationRecorder(self.log, matches)
-        writes_board = tensorboard and rank == 0
-        self._board = TensorBoardSink(run_dir / "runs") if writes_board else None
+        self._board = TensorBoardSink(run_dir / "runs" if tensorboard and rank == 0 else None)
         self._say = say
         self._told_ns = self.clock.totals_ns()  # by events of steps
         self._total_steps = total_steps
@@ -111,9 +110,8 @@ class Telemetry:
             **facts,
         )
         self.log.write(start)
-        if self._board is not None:
-            settings = start.model_dump_json(include={"seed", "decoding", "config"}, indent=2, fallback=str)
-            self._board.write_text(f"{PREFIX}settings", f"```json\n{settings}\n```")
+        settings = start.model_dump_json(include={"seed", "decoding", "config"}, indent=2, fallback=str)
+        self._board.write_text(f"{PREFIX}settings", f"```json\n{settings}\n```")
 
     def record_step(self, facts: StepRecord) -> None:
         """Count one step when its plan is made. Its event has the time since the step before."""
@@ -121,8 +119,7 @@ class Telemetry:
         self._tell_step(facts)
         end_ns = self.trace.now_ns()
         self.trace.record("plan", end_ns - int(facts.plan_seconds * NANOSECONDS), end_ns)
-        if self._board is not None:
-            self._plans.append((facts.step, time.time(), scalars_of_plan(facts.plan)))
+        self._plans.append((facts.step, time.time(), scalars_of_plan(facts.plan)))
 
     def record_losses(self, step: int, losses: Sequence[str]) -> None:
         """Keep every micro_step's loss of a step that has trained, as ``float.hex``."""
@@ -170,9 +167,8 @@ class Telemetry:
             )
         )
         values = {**counts.ratios, "num_samples": counts.num_answered, "version": run.version}
-        if self._board is not None:
-            scalars = {f"{PREFIX}eval/{name}": float(value) for name, value in values.items()}
-            self._board.write_scalars(run.begun_step, scalars)
+        scalars = {f"{PREFIX}eval/{name}": float(value) for name, value in values.items()}
+        self._board.write_scalars(run.begun_step, scalars)
         if counts.num_answered == 0:
             self.record_warning(
                 f"the evaluation that began at step {run.begun_step} has no answer to {counts.num_wanted} "
@@ -182,16 +178,14 @@ class Telemetry:
     def record_scores(self, run: RunningEvaluation, scores: Mapping[str, float], fault: str = "") -> None:
         """Write down what rank 0 has computed of an evaluation beside training, and its ``fault``, if it has one."""
         self.log.write(EvaluationScores(**asdict(run), scores=scores))
-        if self._board is not None:
-            tags = {f"{PREFIX}eval/{name}": value for name, value in scores.items()}
-            self._board.write_scalars(run.begun_step, tags)
+        tags = {f"{PREFIX}eval/{name}": value for name, value in scores.items()}
+        self._board.write_scalars(run.begun_step, tags)
         if fault:
             self.record_warning(f"the evaluation that began at step {run.begun_step} is not whole: {fault}")
 
     def show_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
         """Put pictures of an evaluation that began at ``step``, encoded, by name, into TensorBoard; on rank 0."""
-        if self._board is not None:
-            self._board.write_images(step, pictures)
+        self._board.write_images(step, pictures)
 
     @property
     def unused_b(self) -> str:
@@ -239,9 +233,8 @@ class Telemetry:
         self._window_start = dict(merged.values)
         self.counters.set("ver_lag", None)
         self._tell_metrics(step, numbers, activity_ns, wall_ns, epoch)
-        if self._board is not None:
-            self._flush_plans()
-            self._board.write_scalars(step, values)
+        self._flush_plans()
+        self._board.write_scalars(step, values)
         return values
 
     def state_dict(self) -> dict[str, Any]:
@@ -272,9 +265,8 @@ class Telemetry:
         self.log.close(End(unused_b=self.unused_b) if self._has_started else None)
         if self.log.failure:
             logger.warning("the event log lacks its end: %s", self.log.failure)
-        if self._board is not None:
-            self._flush_plans()
-            self._board.close()
+        self._flush_plans()
+        self._board.close()
         self.clock.end_interval()
         if self._queue_limit is not None:
             self.pipeline.clock.end_interval()
@@ -348,7 +340,6 @@ class Telemetry:
         )
 
     def _flush_plans(self) -> None:
-        assert self._board is not None
         for step, wall_time, values in self._plans:
             self._board.write_scalars(step, values, wall_time)
         self._plans.clear()
