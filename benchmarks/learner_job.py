@@ -18,8 +18,7 @@ from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import GRADIENT_ACCUMULATION_STEPS, DemoJob, config_of
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.telemetry.audit import Record, audit_path
-from swift_stage2.telemetry.reading import read_audit
+from swift_stage2.telemetry.event_log import RankEvents, event_path, read_events
 
 GRPO_CLOCK = "stage2_grpo_clock"
 """Of the callback in ``plugins/grpo.py``."""
@@ -65,10 +64,7 @@ class Arm:
 @dataclass(frozen=True, slots=True)
 class ArmRecords:
     clock: Clock
-    audit: list[Record]
-
-    def of_kind(self, kind: str) -> list[Record]:
-        return [record for record in self.audit if record["kind"] == kind]
+    events: RankEvents
 
 
 def write_rows(directory: Path) -> Path:
@@ -79,7 +75,9 @@ def write_rows(directory: Path) -> Path:
 def run_arm(processes: Processes, arm: Arm) -> ArmRecords:
     """Trains ours to the end. Raises ChildFailed: it did not end well, or not in time."""
     _train(processes, arm, "swift_stage2", "train", str(write_arm_config(arm)))
-    return ArmRecords(read_clock(arm.directory), read_audit(audit_path(arm.directory / "run", 0)))
+    return ArmRecords(
+        read_clock(arm.directory), RankEvents(0, [read_events(event_path(arm.directory / "run", 0))])
+    )
 
 
 def run_grpo(processes: Processes, arm: Arm, *, asynchronous: bool) -> Clock:

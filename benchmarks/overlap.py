@@ -107,12 +107,12 @@ def run_of(mode: Mode, records: ArmRecords, num_warmup: int) -> OverlapRun:
 
     Raises ChildFailed: an inline run skipped a wanted B step: it did not do the work that it is compared by.
     """
-    steps = [record for record in records.of_kind("step") if record["step"] >= num_warmup]
+    steps = [step for number, step in records.events.steps.items() if number >= num_warmup]
     run = OverlapRun(
         seconds=since(records.clock, "end_ns", num_warmup),
-        waited=sum(step["plan_seconds"] for step in steps if mode is Mode.INLINE and step["wants_b"]),
-        num_b_wanted=sum(bool(step["wants_b"]) for step in steps),
-        num_b_run=sum(step["channel"] == "B" for step in steps),
+        waited=sum(step.plan_seconds for step in steps if mode is Mode.INLINE and step.wants_b),
+        num_b_wanted=sum(step.wants_b for step in steps),
+        num_b_run=sum(step.channel == "B" for step in steps),
     )
     if mode is Mode.INLINE and run.num_b_run < run.num_b_wanted:
         raise ChildFailed(

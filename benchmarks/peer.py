@@ -10,7 +10,6 @@ main thread, which does all of a step's computing, neither ran on a core nor was
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from benchmarks.results import ResultTable, in_turns, publish, spread_table
 from benchmarks.servers import BenchServers, start_stand_in
 from swift_stage2 import config
 from swift_stage2.rollout_server.command_line import require_vllm
-from swift_stage2.telemetry.ledger import Entry, ledger_path
+from swift_stage2.telemetry.sample_events import Trained
 
 _PREFETCH = {"queue_limit": 16, "prefetch_target_packs": 16}
 """At 5 steps/s of 2 packs each and a second from a request to its pack, 10 packs are in the making."""
@@ -137,15 +136,17 @@ def run(options: argparse.Namespace, directory: Path) -> int:
 def _run_ours(processes: Processes, loop: LoopArm, arm: Arm) -> LearnerLoop:
     records = run_arm(processes, arm)
     run = run_of(Mode.INLINE if loop is LoopArm.OURS_INLINE else Mode.ASYNC, records, NUM_WARMUP)
-    steps = [record for record in records.of_kind("step") if record["step"] >= NUM_WARMUP]
+    steps = [step for number, step in records.events.steps.items() if number >= NUM_WARMUP]
     return LearnerLoop.of(
         records.clock,
         NUM_WARMUP,
         in_rollout=run.waited,
-        in_push=sum(step["activity_ns"].get("syncing", 0) for step in steps) / 1e9,
+        in_push=sum(step.activity_ns.get("syncing", 0) for step in steps) / 1e9,
         num_rollout_steps=run.num_b_run,
-        num_completions=num_trained(ledger_path(arm.directory / "run", 0), NUM_WARMUP),
-        num_tokens=sum(step["num_supervised_tokens"] for step in steps),
+        num_completions=sum(
+            len(each.samples) for each in records.events.of(Trained) if each.step >= NUM_WARMUP
+        ),
+        num_tokens=sum(step.num_supervised_tokens for step in steps),
     )
 
 
@@ -160,16 +161,6 @@ def _run_peer(processes: Processes, loop: LoopArm, arm: Arm) -> LearnerLoop:
         num_rollout_steps=num_steps,
         num_completions=COMPLETIONS_PER_STEP * num_steps,
         num_tokens=clock[TOKENS][-1] - clock[TOKENS][NUM_WARMUP - 1],
-    )
-
-
-def num_trained(ledger: Path, first_step: int) -> int:
-    """Completions that steps from ``first_step`` on trained, by the run's ledger."""
-    entries = (json.loads(line) for line in ledger.read_text(encoding="utf-8").splitlines())
-    return sum(
-        len(entry["samples"])
-        for entry in entries
-        if entry["kind"] == Entry.TRAINED and entry["step"] >= first_step
     )
 
 

@@ -22,8 +22,8 @@ from swift_stage2.config import Mode
 from swift_stage2.demo.demo_config import DemoJob
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.telemetry.audit import audit_path
-from swift_stage2.telemetry.reading import read_audit
+from swift_stage2.telemetry.event_log import event_path, read_events
+from swift_stage2.telemetry.events import Step
 
 _B_RATIO = 0.25  # one B step per version of four steps, so that no version has two or none
 
@@ -106,13 +106,12 @@ def _environment(lag: int | None, longest_lag: int) -> dict[str, str]:
 
 
 def _arm(lag: int | None, job: DemoJob, score: Mapping[str, float]) -> StaleArm:
-    audit = read_audit(audit_path(job.run_dir, 0))
-    steps = [record for record in audit if record["kind"] == "step"]
-    trained = [step["version"] - pack["version"] for step in steps for pack in step["packs"]]
+    steps = [event for event in read_events(event_path(job.run_dir, 0)) if isinstance(event, Step)]
+    trained = [step.version - pack.version for step in steps for pack in step.packs]
     return StaleArm(
         lag=lag,
         seed=job.seed,
-        num_b_steps=sum(step["channel"] == "B" for step in steps),
+        num_b_steps=sum(step.channel == "B" for step in steps),
         mean_lag=statistics.fmean(trained) if trained else None,
         score=score,
     )

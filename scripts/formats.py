@@ -15,15 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from pydantic import BaseModel
-
 from swift_stage2.config.root import Stage2Config
 from swift_stage2.config.swift_arguments import UNSUPPORTED
 from swift_stage2.telemetry import metrics
 from swift_stage2.telemetry.activity import Activity
-from swift_stage2.telemetry.ledger import Entry, RecordEntry
+from swift_stage2.telemetry.events import AnyEvent, Damaged
 from swift_stage2.telemetry.metrics import EVALUATION_TAGS, METRICS, RATIOS, SCORE_TAGS
-from swift_stage2.telemetry.record_forms import AUDIT_FORMS, LEDGER_FORMS, RECORD_FORMS
 
 PAGE = Path(__file__).parents[1] / "docs" / "design" / "formats.md"
 _TAG_MEANINGS = {  # of tags that no table of the code describes
@@ -50,25 +47,6 @@ _TAG_MEANINGS = {  # of tags that no table of the code describes
     },
     "eval/invalid_ratio": "answers that ended and cannot be read as a whole / answers",
     "eval/failed_ratio": "rows that were given up / rows",
-}
-_AUDIT_KINDS = {
-    "start": "a process began; earlier records for this step and later are void",
-    "step": "the plan of a step, why B was skipped, versions, packs and the main thread's time",
-    "round": "a sync round ended: per server proof, error and seconds by phase",
-    "catch_up": "a server that came late took the last round's weights",
-    "loss": "the loss as ms-swift logs it",
-    "batch": "completions that came back, and requests that failed, since the last one",
-    "evaluation": "an evaluation ended: how, with which counts and ratios",
-    "metrics": "at logging steps: every number of this rank, and the time of both threads",
-    "quarantine": "a sample was given up: why, with file, line and images of its row",
-    "warning": "a warning as the user saw it",
-    "unused_b": "why channel B was wanted and never ran",
-    "gap": "how many records a full disk did not take",
-    "epoch": "how many of the epoch's batches channel A trained",
-    "post": "a request of an evaluation is over: server, version, end, seconds, rows",
-    "evaluation_failure": "a row that was given up in an evaluation, and why",
-    "evaluation_scores": "on rank 0: AP and its like of an evaluation",
-    "no_progress": "a thread has been at one thing for too long: at what, and for how many seconds",
 }
 
 
@@ -138,21 +116,14 @@ def tags() -> Iterator[str]:
         yield f"| `{tag}` | {merge} | {in_cell(meaning)} |"
 
 
-def events(
-    file: str, forms: Mapping[str, type[BaseModel] | None], meanings: Mapping[str, str]
-) -> Iterator[str]:
-    """A row per kind of one file: its fields as readers check them, those in brackets may be absent."""
-    for kind, form in forms.items():
-        names = [
-            name if field.is_required() else f"[{name}]"
-            for name, field in (form.model_fields if form else {}).items()
-            if name not in ("time", "rank", "sequence")
-        ]
-        yield f"| `{file}` | `{kind}` | {', '.join(names)} | {meanings.get(kind, '')} |"
-
-
-def of_members(kinds: type[StrEnum]) -> dict[str, str]:
-    return {member.value: sentences(kinds).get(member.name, "") for member in kinds}
+def events() -> Iterator[str]:
+    """A row per kind; fields in brackets have a default."""
+    for event in get_args(AnyEvent):
+        found = {name: field for name, field in event.model_fields.items() if name not in ("kind", "time")}
+        names = [name if field.is_required() else f"[{name}]" for name, field in found.items()]
+        if event is not Damaged:
+            kind = event.model_fields["kind"].default
+            yield f"| `{kind}` | {', '.join(names)} | {in_cell(event.__doc__ or '')} |"
 
 
 def sections() -> Iterator[str]:
@@ -172,11 +143,9 @@ def tables() -> dict[str, list[str]]:
         "refused": ["| key | refused because | instead |", "| --- | --- | --- |", *refused],
         "tags": ["| tag | merge | meaning |", "| --- | --- | --- |", *tags()],
         "events": [
-            "| file | kind | fields | meaning |",
-            "| --- | --- | --- | --- |",
-            *events("audit", {**dict.fromkeys(_AUDIT_KINDS), **AUDIT_FORMS}, _AUDIT_KINDS),
-            *events("ledger", LEDGER_FORMS, of_members(Entry)),
-            *events("record", RECORD_FORMS, of_members(RecordEntry)),
+            "| kind | fields | meaning |",
+            "| --- | --- | --- |",
+            *events(),
         ],
     }
 

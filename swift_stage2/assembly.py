@@ -58,8 +58,9 @@ from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import StarvationWatch, TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
+from swift_stage2.telemetry.events import Warned
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.ledger import Entry, RecordEntry, rows_to_keep
+from swift_stage2.telemetry.recorders import rows_to_keep
 from swift_stage2.weights.courier import Courier, thread_courier
 from swift_stage2.weights.courier_process import process_courier
 from swift_stage2.weights.export import WeightExport
@@ -118,9 +119,9 @@ def start_run(
         control.rank,
         control.world_size,
         tensorboard=config.telemetry.tensorboard,
-        audit=config.telemetry.audit,
+        events=config.telemetry.audit,
         trace=config.telemetry.trace,
-        record=config.telemetry.record,
+        records=config.telemetry.record,
         kept_rows=frozenset(usable[number] for number in kept),
         say=partial(say_beside_bar, "train") if control.rank == 0 else None,
         total_steps=total_steps,
@@ -130,8 +131,6 @@ def start_run(
     channel_b, failures = None, BackgroundFailures()
     with ExitStack() as on_failure:
         on_failure.callback(telemetry.close)
-        decoding = asdict(config.rollout.decoding) if config.b_enabled else {}
-        telemetry.record_start(first_step, run_id=run_id, seed=seed, decoding=decoding, config=settings)
         if config.b_enabled:
             # `check_packing` stays outside: it runs the model, and under ZeRO-3 all ranks must do that or none.
             look = partial(
@@ -177,15 +176,19 @@ def start_run(
         channel_b=channel_b,
         failures=failures,
     )
-    process: dict[str, Any] = {"run_id": run_id, "step": first_step, "world_size": control.world_size}
-    found = surroundings(next(module.parameters()).device)
-    start_record = partial(
-        telemetry.record.write, RecordEntry.START, **process, config=settings, surroundings=found
+    record_start = partial(
+        telemetry.record_start,
+        run_id=run_id,
+        step=first_step,
+        seed=seed,
+        decoding=asdict(config.rollout.decoding) if config.b_enabled else {},
+        config=settings,
+        surroundings=surroundings(next(module.parameters()).device),
+        version_window=channel.prefetch.version_window,
+        likeness=task.likeness,
     )
-    facts = {"version_window": channel.prefetch.version_window, "likeness": task.likeness}
-    start_ledger = partial(telemetry.ledger.write, Entry.START, **process, **facts)
-    begins = start_record, start_ledger, progress_watch(config, telemetry, channel_b), starvation
-    return Stage2Run(learner, telemetry, control, channel_b, logging_steps, *begins)
+    watch = progress_watch(config, telemetry, channel_b)
+    return Stage2Run(learner, telemetry, control, channel_b, logging_steps, record_start, watch, starvation)
 
 
 def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: ChannelB | None) -> ProgressWatch:
@@ -197,7 +200,9 @@ def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: Channe
         who,
         # Nothing in a batch of rollouts may wait longer; a round has a watch of its own.
         limit_s=3 * config.rollout.request_timeout_s + _STALL_MARGIN_S,
-        on_stall=lambda what, seconds: telemetry.audit.write("no_progress", what=what, seconds=seconds),
+        on_stall=lambda what, seconds: telemetry.log.write(
+            Warned(message=f"no progress: {what} for {seconds:.0f} s")
+        ),
     )
 
 
@@ -238,7 +243,7 @@ def _build_channel_b(
         target_packs=prefetch.target(packs_per_step, b_ratio),
         packs_per_b_step=packs_per_step,
     )
-    attempts = Attempts(telemetry.ledger)
+    attempts = Attempts(telemetry.log)
     client = RolloutClient(
         base_urls,
         fence=fence,

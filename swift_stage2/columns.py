@@ -115,11 +115,6 @@ def given_by(record: object) -> dict[str, Any]:
     return {name: values for name, values in found.items() if values is not None}
 
 
-def read_back(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a line of the recording, as fields of a rollout."""
-    return {column.name: tuple(line[column.name]) for column in served() if line.get(column.name) is not None}
-
-
 def stand_ins(num_tokens: int) -> dict[str, Any]:
     """The same of a rollout that no server gave, to try a task on."""
     return {column.name: (column.filler,) * column.num_values(num_tokens) for column in served()}

@@ -239,7 +239,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step as this rank saw it, for the audit and the metrics."""
+    """One step as this rank saw it, for the event log and the metrics."""
 
     step: int
     plan: StepPlan

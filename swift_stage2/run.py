@@ -51,7 +51,7 @@ class Decider(Protocol):
 class Stage2Run:
     """One rank's running stage 2: what the trainer talks to.
 
-    ``start_record`` and ``start_ledger`` begin their files once the run knows where it resumes.
+    ``record_start`` tells of the process once the run knows where it resumes.
     """
 
     learner: Decider
@@ -59,8 +59,7 @@ class Stage2Run:
     control: ControlGroup
     channel_b: ChannelB | None
     logging_steps: int
-    start_record: Callable[[], None]
-    start_ledger: Callable[..., None]
+    record_start: Callable[..., None]
     watch: ProgressWatch
     starvation: StarvationWatch | None = None
     """The learner's, if it has one; equal on all ranks."""
@@ -84,10 +83,11 @@ class Stage2Run:
     def start(self) -> None:
         """Starts the background threads; from here on the main thread counts as busy unless it says otherwise."""
         self.telemetry.clock.switch(Activity.BUSY)
-        self.start_record()
+        state = None
         if self.channel_b is not None:
             self._share_the_interpreter()
-            self.start_ledger(save_id=self._resumed_save_id, state=self.channel_b.source.state_dict())
+            state = self.channel_b.source.state_dict()
+        self.record_start(save_id=self._resumed_save_id, state=state)
         self.learner.start()
         self.watch.start()
 
@@ -103,18 +103,20 @@ class Stage2Run:
 
     def end_epoch(self, epoch: float | None, num_read: int, num_batches: int) -> None:
         """Tells how much of an epoch's batches channel A trained; B steps read none of them."""
-        self.telemetry.audit.write("epoch", epoch=epoch, a_batches=num_read, num_batches=num_batches)
         if self.control.rank == 0:
             logger.info("epoch %.2f: channel A trained %d of %d batches", epoch or 0, num_read, num_batches)
 
     def checkpoint(self, step: int) -> dict[str, Any]:
         """This rank's part of a checkpoint before ``step``, as JSON. All ranks together: they agree on its id.
 
-        The ledger is on disk before the checkpoint can be.
+        The event log is on disk before the checkpoint can be.
+
+        Raises:
+            StorageFull: some rank's cannot be written; on every rank.
         """
         save_id = str(self.control.broadcast(uuid.uuid4().hex))
         learner = self.learner.checkpoint(step=step, save_id=save_id)
-        self.telemetry.ledger.flush_to_disk()
+        self.together(self.telemetry.log.flush_to_disk)
         return {"save_id": save_id, "learner": learner, "telemetry": self.telemetry.state_dict()}
 
     def resume(self, read: Callable[[], Mapping[str, Any]]) -> None:

@@ -31,7 +31,7 @@ def whole_file(path: Path, *, errors: str = "strict", is_private: bool = False) 
     """A file to write to that takes ``path``'s place in one move when the block ends well.
 
     Readers see the old file or the new one, and nothing is left beside it. A link is followed. With ``is_private`` no
-    other user reads it, as the audit: it holds rows or answers. Raises:
+    other user reads it, as the event log: it holds rows or answers. Raises:
         OSError: it cannot be written, or is a device or a pipe; what was there before is untouched.
     """
     path = path.resolve()

@@ -1,10 +1,8 @@
-"""Audit records written by hand, as a learner writes them while a bench commits faults."""
+"""Events written by hand, as a learner writes them while a bench commits faults."""
 
 from __future__ import annotations
 
 from typing import Any
-
-from benchmarks.faults.accounting import TAKEN
 
 
 def step(number: int, time: float, channel: str = "A", **fields: Any) -> dict[str, Any]:
@@ -40,4 +38,4 @@ def batch(time: float, num_rollouts: int, *ends: str) -> dict[str, Any]:
 
 
 def taken(time: float, num_rollouts: int, round_id: str | None = None) -> dict[str, Any]:
-    return {"kind": TAKEN, "time": time, "round_id": round_id, "num_rollouts": num_rollouts}
+    return {"kind": "taken", "time": time, "round_id": round_id, "num_rollouts": num_rollouts}

@@ -20,9 +20,8 @@ import yaml
 from network_hosts import Host
 from torchrun_job import ENVIRONMENT, MODEL, TEMPLATE, write_config
 
-from swift_stage2.telemetry.audit import audit_path
-from swift_stage2.telemetry.ledger import ledger_path
-from swift_stage2.telemetry.reading import read_audit, read_ledger
+from swift_stage2.telemetry.event_log import EventTail, event_path, read_logs
+from swift_stage2.telemetry.sample_events import Finished
 
 TESTS = Path(__file__).resolve().parent
 HTTP_PORT, GROUP_PORT = 8000, 51216
@@ -104,17 +103,14 @@ class RunOnHost:
 
     def audit(self, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
         """Rank 0's."""
-        path = audit_path(self.directory, 0)
-        records = read_audit(path) if path.exists() else []
+        records = map(json.loads, EventTail(event_path(self.directory, 0)).lines())
         return [each for each in records if each["kind"] == kind and each["time"] > since]
 
     def ends(self, since: float) -> set[tuple[str, str]]:
         """Base URL and how a POST to it has ended since then, of either rank."""
-        records = [record for rank in (0, 1) for record in read_ledger(ledger_path(self.directory, rank))]
+        events = [event for log in read_logs([self.directory]).values() for event in log]
         return {
-            (record["server"], record["end"])
-            for record in records
-            if record["kind"] == "finished" and record["time"] > since
+            (each.server, each.end) for each in events if isinstance(each, Finished) and each.time > since
         }
 
     def answering(self, since: float) -> set[str]:
@@ -136,7 +132,7 @@ class RunOnHost:
 
 
 def audit(directory: Path, rank: int, kind: str) -> list[dict[str, Any]]:
-    lines = (directory / "audit" / f"rank{rank}.jsonl").read_text().splitlines()
+    lines = (directory / "events" / f"rank{rank}.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 

@@ -1,4 +1,4 @@
-"""A ``swift-stage2 launch`` in a process of its own, watched from a test through its log and its audit."""
+"""A ``swift-stage2 launch`` in a process of its own, watched from a test through its log and its events."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class LaunchedRun:
         return self.log.read_text(errors="replace")
 
     def audit(self, kind: str) -> list[dict[str, Any]]:
-        path = self.directory / "audit" / "rank0.jsonl"
+        path = self.directory / "events" / "rank0.jsonl"
         lines = path.read_text().splitlines() if path.is_file() else []
         records = []
         for line in lines:

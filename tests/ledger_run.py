@@ -1,4 +1,4 @@
-"""One rank's ledger as a run writes it: the real source and the real writer, driven by hand."""
+"""One rank's event log as a run writes it: the real source and the real writer, driven by hand."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from detection_task import make_task
 
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.records import MatchQuality, Pack, Rollout, Sample, SampleKey, VersionSpan
-from swift_stage2.telemetry.audit import AuditLog, Record
-from swift_stage2.telemetry.ledger import Entry, Ledger, ledger_path
-from swift_stage2.telemetry.ledger_account import RankAccount, account_of
-from swift_stage2.telemetry.reading import read_ledger
+from swift_stage2.telemetry.account import RankAccount, account_of
+from swift_stage2.telemetry.event_log import EventLog, event_path, read_events
+from swift_stage2.telemetry.events import AnyEvent, End, Start
+from swift_stage2.telemetry.sample_events import Finished, Matched, Packed, Sent, StreamState, keys_of
 
 WINDOW = 2
 
@@ -36,33 +36,35 @@ class LedgerRun:
         run_id: str = "run",
         state: str | None = None,
         num_generations: int = 1,
-        **told: str,
+        log: EventLog | None = None,
+        **told: Any,
     ) -> None:
-        """``told`` is of the start, too."""
-        self.path = ledger_path(run_dir, rank)
-        self.ledger = Ledger(AuditLog(self.path, rank))
+        """``log`` is the process's, if others write to it as well; ``told`` is of the start, too."""
+        self.path = event_path(run_dir, rank)
+        self.log = log or EventLog(self.path)
         self.source = SampleSource(
             rows(num_rows),
             make_task(),
             rank=rank,
             world_size=world_size,
             seed=3,
-            events=self.ledger,
+            log=self.log,
             num_generations=num_generations,
         )
         saved = json.loads(state) if state else {"step": 0, "save_id": None}
         self.step: int = saved["step"]
         if state:
             self.source.load_state_dict(saved["source"])
-        self.ledger.write(
-            Entry.START,
-            run_id=run_id,
-            step=self.step,
-            world_size=world_size,
-            version_window=WINDOW,
-            save_id=saved["save_id"],
-            state=self.source.state_dict(),
-            **told,
+        self.log.write(
+            Start(
+                run_id=run_id,
+                step=self.step,
+                world_size=world_size,
+                version_window=WINDOW,
+                save_id=saved["save_id"],
+                state=StreamState(**self.source.state_dict()),
+                **({"queue_limit": 8} | told),
+            )
         )
 
     def draw(self, count: int) -> list[SampleKey]:
@@ -70,19 +72,26 @@ class LedgerRun:
 
     def match(self, keys: list[SampleKey], version: int = 1) -> None:
         """From the POST to segments."""
-        self.ledger.sent(keys, server="http://s", seed=5, version=version)
-        self.ledger.finished(keys, server="http://s", end="answered", seconds=0.25)
+        self.ask(keys, version=version)
         for key in keys:
             self.matched(key, version)
+
+    def ask(
+        self, keys: list[SampleKey], *, version: int = 1, server: str = "http://s", end: str = "answered"
+    ) -> None:
+        """One POST, from its leaving to its end."""
+        samples = keys_of(keys)
+        self.log.write(Sent(samples=samples, server=server, seed=5, version=version))
+        self.log.write(Finished(samples=samples, server=server, end=end, seconds=0.25))
 
     def matched(self, key: SampleKey, version: int = 1, reward: dict[str, float] | None = None) -> None:
         """Its rollout was matched."""
         spans = (VersionSpan(version, 0, 4),)
         rollout = Rollout(Sample(key, {}), "a", (1, 2, 3, 4), (5,), False, 5, "http://s", spans)
-        self.ledger.matched(rollout, MatchQuality(1, 1, 1, 0.5, 0, 0, reward=reward or {}))
+        self.log.write(Matched.of(rollout, MatchQuality(1, 1, 1, 0.5, 0, 0, reward=reward or {})))
 
     def pack(self, keys: list[SampleKey], pack_id: str = "p") -> None:
-        self.ledger.packed(Pack(pack_id, 1, {}, tuple(keys), 30, 15, 40))
+        self.log.write(Packed.of(Pack(pack_id, 1, {}, tuple(keys), 30, 15, 40)))
 
     def train(self, keys: list[SampleKey], pack_id: str = "p", *, version: int = 1) -> None:
         """The next step takes one pack."""
@@ -101,11 +110,15 @@ class LedgerRun:
         source = self.source.checkpoint(step=self.step, save_id=save_id)
         return json.dumps({"step": self.step, "save_id": save_id, "source": source})
 
-    def records(self) -> list[Record]:
-        return read_ledger(self.path)
+    def end(self) -> None:
+        """An orderly end."""
+        self.log.close(End())
+
+    def events(self) -> list[AnyEvent]:
+        return read_events(self.path)
 
     def account(self) -> RankAccount:
-        (account,) = account_of({0: self.records()}).ranks
+        (account,) = account_of({0: self.events()}).ranks
         return account
 
 

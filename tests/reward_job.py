@@ -8,9 +8,8 @@ from typing import Any
 import yaml
 from torchrun_job import Address, LearnerRun, run_learner, write_config
 
-from swift_stage2.telemetry.ledger import ledger_path
-from swift_stage2.telemetry.ledger_account import account_of
-from swift_stage2.telemetry.reading import read_ledger
+from swift_stage2.telemetry.account import account_of
+from swift_stage2.telemetry.event_log import read_logs
 
 STEPS = 12
 NATS_FLOAT32 = 1e-4  # two implementations of one model, in float32
@@ -63,6 +62,6 @@ def require_equal_log_probs(run: LearnerRun) -> None:
     assert numbers["policy_tokens"] > 100
     assert numbers["policy_log_prob_gap"] / numbers["policy_tokens"] < NATS_FLOAT32
     assert (numbers["policy_capped"], numbers["policy_clipped"]) == (0, 0)
-    account = account_of({rank: read_ledger(ledger_path(run.directory, rank)) for rank in range(2)})
+    account = account_of(read_logs([run.directory]))
     assert account.is_balanced, account
-    assert run.audit(0, "quarantine") == []
+    assert run.audit(0, "quarantined") == []

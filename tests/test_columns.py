@@ -19,6 +19,7 @@ from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError, ProtocolError, SampleError, TaskError
 from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, Target, VersionSpan
 from swift_stage2.servers import protocol
+from swift_stage2.telemetry.sample_events import RecordedCompletion
 
 DECODING = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1}
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -74,6 +75,11 @@ def rollout(log_probs: tuple[float, ...] | None = None) -> Rollout:
     sample = Sample(SampleKey(0, 1, 2), {})
     spans = (VersionSpan(4, 0, 2),)
     return Rollout(sample, "ab", (7, 8), (1,), False, 3, "http://s", spans, log_probs)
+
+
+def test_columns_are_recorded_where_an_answer_brings_them() -> None:
+    assert RecordedCompletion.of(rollout()).columns == {}
+    assert RecordedCompletion.of(rollout((-0.5, 0.0))).columns == {"log_probs": (-0.5, 0.0)}
 
 
 @pytest.fixture

@@ -93,9 +93,8 @@ def as_predictions(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
     return ["evaluate", "--predictions", str(spoil(folder / "p.jsonl")), "--data", str(write_rows(folder))]
 
 
-def as_audit(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
-    spoil(folder / "ledger" / "rank0.jsonl")
-    spoil(folder / "audit" / "rank0.jsonl")
+def as_log(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
+    spoil(folder / "events" / "rank0.jsonl")
     return ["report", str(folder)]
 
 
@@ -105,7 +104,7 @@ def as_configuration(folder: Path, spoil: Callable[[Path], Path]) -> list[str]:
 
 @pytest.mark.parametrize("spoil", [pipe, endless])
 @pytest.mark.parametrize(
-    "place", [in_a_row, as_rows, as_xml, as_labels, as_predictions, as_audit, as_configuration]
+    "place", [in_a_row, as_rows, as_xml, as_labels, as_predictions, as_log, as_configuration]
 )
 def test_every_command_tells_of_what_is_no_regular_file(
     tmp_path: Path,

@@ -60,6 +60,19 @@ def test_a_pipeline_that_dies_after_the_all_reduce_ends_both_ranks_at_the_next_s
         assert "rank 1: RuntimeError: the disk went away" in error
 
 
+def test_an_event_log_that_cannot_be_written_ends_both_ranks_before_the_next_step_trains(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        scenario = result["log_fails"]
+        assert scenario["error"].startswith(
+            "StorageFull: every event of a run must be written, got rank 1: events/"
+        )
+        assert scenario["error"].endswith("--resume")
+        assert len(scenario["steps"]) == 1
+        assert scenario["depth"] in (4, 8), "the packs of the step that is not taken are in the queue again"
+
+
 def test_or_leaves_channel_a_alone_on_both(results: list[dict[str, Any]]) -> None:
     for result in results:
         steps = result["pipeline_dies_continue"]["steps"]

@@ -208,7 +208,7 @@ def test_the_demo_and_its_report_run_from_the_wheel_alone(installation: Installa
     assert all(line.startswith("! channel B must run") for line in problems), told
     assert "are left: " not in told
     run_dir = installation.folder / "demo" / "run"
-    records = map(json.loads, (run_dir / "audit" / "rank0.jsonl").read_text().splitlines())
+    records = map(json.loads, (run_dir / "events" / "rank0.jsonl").read_text().splitlines())
     rounds = [each for each in records if each["kind"] == "round"]
     assert any(server["proven"] for each in rounds for server in each["servers"].values())
     installation.tells("report", run_dir)

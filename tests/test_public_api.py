@@ -84,7 +84,7 @@ def test_importing_the_trainer_changes_nothing_and_ms_swifts_own_command_trains_
     ).splitlines()
     assert "imported swift.trainers.Seq2SeqTrainer SIG_DFL" in told
     assert "trained True" in told
-    assert (tmp_path / "out" / "audit" / "rank0.jsonl").read_text().count('"kind":"step"') == 2
+    assert (tmp_path / "out" / "events" / "rank0.jsonl").read_text().count('"kind":"step"') == 2
 
 
 def test_the_configuration_is_an_argument_and_the_variable_only_its_fallback(

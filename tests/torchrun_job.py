@@ -97,7 +97,7 @@ class LearnerRun:
     directory: Path
 
     def audit(self, rank: int, kind: str) -> list[dict[str, Any]]:
-        lines = (self.directory / "audit" / f"rank{rank}.jsonl").read_text().splitlines()
+        lines = (self.directory / "events" / f"rank{rank}.jsonl").read_text().splitlines()
         return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
     def recorded(self, rank: int) -> list[dict[str, Any]]:
@@ -223,7 +223,7 @@ def assert_replays(recorded: LearnerRun, num_steps: int, output: Path) -> None:
     replay = run_replay(recorded.directory, output)
     assert replay.status == 0, replay.output[-3000:]
     assert f"equal: every loss of steps 0 to {num_steps - 1}" in replay.output
-    for rank in range(len(list((recorded.directory / "record").iterdir()))):
+    for rank in range(len(list((recorded.directory / "events").iterdir()))):
         assert replay.micro_steps(rank) == recorded.micro_steps(rank)
         assert replay.last_weights(rank) == recorded.last_weights(rank)
 

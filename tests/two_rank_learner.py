@@ -35,6 +35,7 @@ from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers import protocol
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import JoiningServer, SuspectProbe
+from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.weights import push as server_push
 from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
@@ -117,6 +118,7 @@ class StandInPart:
 
 class Events:
     def __init__(self) -> None:
+        self.log = EventLog(None)
         self.evaluations: list[tuple[Any, ...]] = []
         self.steps: list[tuple[Any, ...]] = []
         self.in_transfer: list[bool] = []
@@ -274,6 +276,20 @@ def pipeline_dies(continue_on_failure: bool) -> dict[str, Any]:
         if step == 40 and RANK == 1:  # after this step's all-reduce
             b.pipeline.failure = RuntimeError("the disk went away")
     return {"steps": events.steps, "error": error}
+
+
+def log_fails() -> dict[str, Any]:
+    """After the first step's all-reduce the disk of rank 1 takes no more; both have packs ready."""
+    learner, b, events, _ = build(packs=8)
+    learner.begin_step(0, 4)
+    if RANK == 1:
+        events.log.failure = "events/rank1.jsonl: No space left on device"
+    try:
+        learner.begin_step(1, 4)
+        error = None
+    except Stage2Error as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return {"steps": events.steps, "error": error, "depth": b.queue.depth}
 
 
 def evaluating(
@@ -647,6 +663,7 @@ SCENARIOS = {
     "uneven_queues": uneven_queues,
     "pipeline_dies_raise": lambda: pipeline_dies(False),
     "pipeline_dies_continue": lambda: pipeline_dies(True),
+    "log_fails": log_fails,
     "export_fails": export_fails,
     "gathered": gathered,
     "gathered_nan": lambda: gathered(bad=2),

@@ -1,7 +1,7 @@
-"""The audits and ledgers of a run in which something was broken, turned into what the tables say: pure.
+"""The event logs of a run in which something was broken, turned into what the tables say: pure.
 
-Times are Unix seconds, as the audit has them. Steps and rounds are rank 0's, because all ranks decide alike (a
-difference is counted); samples are every rank's own, and the ledger's account judges them.
+Times are Unix seconds, as the events have them. Steps and rounds are rank 0's, because all ranks decide alike (a
+difference is counted); samples are every rank's own, and the account judges them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,21 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Literal
 
-from swift_stage2.telemetry.audit import Record
-from swift_stage2.telemetry.ledger_account import RunAccount
+from swift_stage2.telemetry.account import RunAccount
+from swift_stage2.telemetry.sample_events import Event
 
-TAKEN = "taken"
-"""Kind of the record that the plugin of the bench's jobs writes of rollouts, by round, as they go on to be trained."""
+Record = dict[str, Any]
+"""An event as its line has it."""
+
+
+class Taken(Event):
+    """The plugin of the bench's jobs writes it of rollouts, by round, as they go on to be trained."""
+
+    kind: Literal["taken"] = "taken"
+    round_id: str | None
+    num_rollouts: int
 
 
 @dataclass(slots=True)
@@ -64,7 +73,7 @@ class FaultReport:
 
 
 def report(records: Sequence[Sequence[Record]], moments: Moments) -> FaultReport:
-    """``records[rank]`` is one rank's audit, up to the next fault."""
+    """``records[rank]`` is one rank's log, up to the next fault."""
     steps, fault = of_kind(records[0], "step"), moments.fault
     since = fault if moments.healed is None else moments.healed
     proof = next((each for each in records[0] if is_proof(each) and each["time"] >= since), None)
@@ -110,7 +119,7 @@ def first_notice(records: Sequence[Sequence[Record]], fault: float) -> Record | 
         for record in part
         if record["time"] >= fault
         and (
-            record["kind"] in ("warning", "quarantine")
+            record["kind"] in ("warning", "quarantined")
             or (record["kind"] == "round" and (not record["committed"] or _errors([record])))
             or (record["kind"] == "batch" and _failures(record))
         )
@@ -126,7 +135,7 @@ def is_proof(record: Record) -> bool:
 
 
 def num_disagreements(records: Sequence[Sequence[Record]]) -> int:
-    """Steps of rank 0 that some other rank trained otherwise, or not. ``records[rank]`` is one rank's whole audit."""
+    """Steps of rank 0 that some other rank trained otherwise, or not. ``records[rank]`` is one rank's whole log."""
     plans = [
         {step["step"]: (step["channel"], step["version"]) for step in of_kind(part, "step")}
         for part in records
@@ -139,14 +148,14 @@ def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
 
 
 def account_sentence(account: RunAccount) -> str:
-    """Samples of all ranks by the end that the ledgers prove, and every rule that is broken."""
+    """Samples of all ranks by the end that the logs prove, and every rule that is broken."""
     ranks = account.ranks
     drawn, trained = sum(rank.drawn for rank in ranks), sum(rank.trained for rank in ranks)
     quarantined = sum(sum(rank.quarantined.values()) for rank in ranks)
     in_hand = sum(sum(rank.in_hand.values()) for rank in ranks)
     broken = [each.rule for part in (account.violations, *(r.violations for r in ranks)) for each in part]
-    lost = sum(rank.num_records_lost for rank in ranks)
-    faults = "; ".join([*broken, *([f"{lost} records lost"] if lost else [])]) or "balanced"
+    lost = sum(rank.num_damaged for rank in ranks)
+    faults = "; ".join([*broken, *([f"{lost} lines damaged"] if lost else [])]) or "balanced"
     return f"{drawn} drawn = {trained} trained + {quarantined} quarantined + {in_hand} in hand; {faults}"
 
 
@@ -155,7 +164,9 @@ def _num_unproven(records: Sequence[Sequence[Record]], moments: Moments, end: fl
     rounds = of_kind(records[0], "round")
     committed = {each["round_id"]: each["committed"] for each in rounds}
     last = max((each["time"] for each in rounds), default=0.0)
-    taken = [record for part in records for record in of_kind(part, TAKEN) if record["time"] >= moments.fault]
+    taken = [
+        record for part in records for record in of_kind(part, "taken") if record["time"] >= moments.fault
+    ]
     of_failed: int = sum(
         each["num_rollouts"]
         for each in taken
@@ -168,7 +179,7 @@ def _num_unproven(records: Sequence[Sequence[Record]], moments: Moments, end: fl
 
 def _words(record: Record) -> str:
     match record["kind"]:
-        case "warning" | "quarantine":
+        case "warning" | "quarantined":
             return str(record["message"])
         case "round":
             return next(iter(_errors([record])), "a round failed")

@@ -32,7 +32,7 @@ _COLUMNS = (
 )
 
 Phase = tuple[float, float]
-"""From when to when, by the audit's clock: steps that begin and end inside belong to it."""
+"""From when to when, by the events' clock: steps that begin and end inside belong to it."""
 
 
 def run_outage(bench: FaultBench, num_steps: int, num_cycles: int) -> tuple[list[ResultTable | str], bool]:

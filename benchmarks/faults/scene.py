@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 
-from benchmarks.faults.accounting import Moments, first_notice, is_proof
+from benchmarks.faults.accounting import Moments, Record, first_notice, is_proof
 from benchmarks.faults.server import TestedServer
 from benchmarks.faults.training_job import TrainingJob
-from swift_stage2.telemetry.audit import Record
 
 START_S = 400.0
 _NUM_WARM_STEPS = 14

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 import psutil
 
 from benchmarks.estimates import FEWEST_STEPS, Trend, trend
-from benchmarks.faults.accounting import FaultReport, Moments, account_sentence, report
+from benchmarks.faults.accounting import FaultReport, Moments, Record, account_sentence, report
 from benchmarks.faults.scene import START_S, Scene
 from benchmarks.faults.table import FAULTS, problems_of
 from benchmarks.faults.training_job import JobSettings, TrainingJob, Victim
 from benchmarks.results import ResultTable, grouped, say
-from swift_stage2.telemetry.audit import Record
 
 if TYPE_CHECKING:
     from benchmarks.faults.bench import FaultBench

@@ -1,4 +1,4 @@
-"""The learner: two torchrun ranks on the tiny model, followed through their audits while they train.
+"""The learner: two torchrun ranks on the tiny model, followed through their logs while they train.
 
 The job has no last step of its own, unless it is told one: it is stopped as SIGTERM stops any run, at a step on which
 all ranks agree, with a checkpoint.
@@ -7,6 +7,7 @@ all ranks agree, with a checkpoint.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ from typing import Any
 import psutil
 
 from benchmarks.clocks import PLUGINS
+from benchmarks.faults.accounting import Record
 from benchmarks.faults.leftovers import Held, command_line, kill_all, tree_of
 from benchmarks.processes import Found, Processes
 from benchmarks.servers import write_job
@@ -26,9 +28,8 @@ from swift_stage2.config import load_config
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.launch.plan import plan_launch
 from swift_stage2.runtime.ports import free_ports
-from swift_stage2.telemetry.audit import Record, audit_path
-from swift_stage2.telemetry.ledger_account import RunAccount, account_of
-from swift_stage2.telemetry.reading import AuditTail, read_ledgers
+from swift_stage2.telemetry.account import RunAccount, account_of
+from swift_stage2.telemetry.event_log import EventTail, event_path, log_paths, read_logs
 
 NUM_RANKS = 2
 _STEPS_THAT_NO_FAULT_REACHES = 5000
@@ -76,7 +77,7 @@ class TrainingJob:
         environment = {**os.environ, **CHILD_ENVIRONMENT}
         learner = plan_launch(load_config(self._config), self._config, environment).learner
         assert learner is not None
-        self._tails = [AuditTail(audit_path(self.run_dir, rank)) for rank in range(NUM_RANKS)]
+        self._tails = [EventTail(event_path(self.run_dir, rank)) for rank in range(NUM_RANKS)]
         self._tree = processes.job.start(replace(learner, name=f"learner-{name}"))
         self._held = Held()
         self._watched_at = 0.0
@@ -108,7 +109,7 @@ class TrainingJob:
         """Waits a moment and takes in what was written."""
         self._owner.moment()
         for tail, records in zip(self._tails, self.records, strict=True):
-            records.extend(tail.read())
+            records.extend(map(json.loads, tail.lines()))
         if time.monotonic() - self._watched_at >= _WATCH_EVERY_S:
             self._watched_at = time.monotonic()
             self._held.look(tree_of(self._tree.pid)[1:])
@@ -172,10 +173,10 @@ class TrainingJob:
         return self._held.left([self._group_port])
 
     def account(self) -> RunAccount:
-        """The account of all ranks' ledgers; empty while no process has come as far as a ledger."""
-        if not list((self.run_dir / "ledger").glob("rank*.jsonl")):
+        """The account of all ranks' logs; empty while no process has begun one."""
+        if not log_paths(self.run_dir):
             return RunAccount(ranks=(), violations=())
-        return account_of(read_ledgers([self.run_dir]))
+        return account_of(read_logs([self.run_dir]))
 
 
 def _is_forked(process: psutil.Process, ranks: Sequence[psutil.Process]) -> bool:

@@ -19,7 +19,6 @@ from typing import Any
 
 import psutil
 
-from benchmarks.faults.accounting import of_kind
 from benchmarks.gpu_check.device import free_memory, used_gib
 from benchmarks.gpu_check.real_shapes import WIDE_4_LAYERS, checkpoint
 from benchmarks.gpu_check.stage import CheckFailed, CheckSkipped, Context
@@ -33,8 +32,7 @@ from swift_stage2.launch.job import last_cause
 from swift_stage2.runtime.ports import free_ports
 from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.telemetry.activity import NANOSECONDS
-from swift_stage2.telemetry.audit import audit_path
-from swift_stage2.telemetry.reading import read_audit
+from swift_stage2.telemetry.event_log import event_path, read_events
 from swift_stage2.telemetry.summary import summarise
 
 _LEAST_ROUNDS = 3
@@ -113,7 +111,7 @@ def _train_for_rounds(
 
 _NUM_STEPS = 12
 _PARTS = {"start": "learner_loaded", "round": "first_round", "step": "first_step"}
-"""Kind of the audit's record with which the learner is at a part."""
+"""Kind of the event with which the learner is at a part."""
 
 
 def one_gpu_vllm(context: Context) -> None:
@@ -183,8 +181,8 @@ def attention_options() -> dict[str, str]:
 
 def _look(context: Context, job: DemoJob) -> None:
     """Notes how far the learner is, and the most that was in use of the device."""
-    path = audit_path(job.run_dir, 0)
-    kinds = {record["kind"] for record in read_audit(path)} if path.exists() else set()
+    path = event_path(job.run_dir, 0)
+    kinds = {event.kind for event in read_events(path)} if path.exists() else set()
     for kind, part in _PARTS.items():
         if kind in kinds:
             context.at(part)
@@ -211,9 +209,10 @@ def await_end(
 
 
 def _records(job: DemoJob, rank: int, kind: str) -> list[dict[str, Any]]:
-    """Whole records of a rank's audit so far."""
-    path = audit_path(job.run_dir, rank)
-    return of_kind(read_audit(path), kind) if path.exists() else []
+    """A rank's whole events so far."""
+    path = event_path(job.run_dir, rank)
+    events = read_events(path) if path.exists() else []
+    return [event.model_dump(mode="json") for event in events if event.kind == kind]
 
 
 def _rank_below(tree: ProcessTree, rank: str) -> psutil.Process:

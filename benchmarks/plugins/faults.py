@@ -11,7 +11,7 @@ from typing import Any
 
 from swift_stage2 import Stage2Trainer  # isort: skip, it must be imported before torchvision
 
-from benchmarks.faults.accounting import TAKEN
+from benchmarks.faults.accounting import Taken
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.records import Rollout
 from swift_stage2.training.stage2_trainer import register_trainer
@@ -28,7 +28,7 @@ _prepare = Pipeline._prepare
 
 def _note_and_prepare(pipeline: Pipeline, rollouts: Sequence[Rollout]) -> None:
     for round_id, number in Counter(rollout.round_id for rollout in rollouts).items():
-        pipeline.events._audit.write(TAKEN, round_id=round_id, num_rollouts=number)
+        pipeline.events.log.write(Taken(round_id=round_id, num_rollouts=number))
     _prepare(pipeline, rollouts)
 
 

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from swift_stage2.channel_b.rollout_client.lane import PostEvents
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.errors import MatchingError, PromptMismatch, SampleError
 from swift_stage2.records import BatchOutcome, QuarantineReason, Rollout, SampleKey
-from swift_stage2.telemetry.ledger import ReturnReason, UnusedReason
+from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.telemetry.recorders import PipelineRecorder
+from swift_stage2.telemetry.sample_events import Finished, ReturnReason, Sent, UnusedReason, keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +89,9 @@ class Attempt:
 class Attempts:
     """Those that are neither DONE nor ENDED. Safe from any thread."""
 
-    def __init__(self, told: PostEvents | None = None) -> None:
-        """``told`` hears of every POST as well."""
-        self._told = told
+    def __init__(self, log: EventLog | None = None) -> None:
+        """``log`` keeps every POST."""
+        self._log = log or EventLog(None)
         self._lock = threading.Lock()
         self._open: dict[SampleKey, Attempt] = {}
 
@@ -149,13 +149,11 @@ class Attempts:
                 attempt = self._open[key].go_on_to(AttemptState.IN_FLIGHT)
                 seconds = attempt.so_far.seconds if attempt.so_far is not None else 0.0
                 self._open[key] = replace(attempt, version=version, sent_s=now_s - seconds)
-        if self._told is not None:
-            self._told.sent(keys, server=server, seed=seed, version=version)
+        self._log.write(Sent(samples=keys_of(keys), server=server, seed=seed, version=version))
 
     def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
         """It ended; what that means for them their share says."""
-        if self._told is not None:
-            self._told.finished(keys, server=server, end=end, seconds=seconds)
+        self._log.write(Finished(samples=keys_of(keys), server=server, end=end, seconds=round(seconds, 4)))
 
 
 @dataclass(eq=False, repr=False)
@@ -230,8 +228,8 @@ class AttemptEnds:
         self.quarantine(rollout.sample.key, reason, str(refusal))
 
     def quarantine(self, key: SampleKey, reason: str, message: str) -> None:
-        self.source.settle_quarantined(key, reason, message)
-        self.events.quarantined(key, reason, message, self.source.origin_of(key))
+        origin = self.source.settle_quarantined(key, reason, message)
+        self.events.quarantined(key, reason, message, origin)
 
     def _count_attempt(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
         """Samples whose rollout was lost are asked again, up to ``max_attempts`` rollouts."""

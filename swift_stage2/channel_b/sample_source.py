@@ -3,7 +3,7 @@
 Channel A orders the same rows by ``seed + epoch``; this stream by a hash, so that both never train in step. Every
 position of an epoch's shard is *outstanding* from its first draw until it is settled (trained, or quarantined);
 whatever is outstanding when a checkpoint is written is drawn again, first, after resume. Every change is told to
-the ledger under the one lock, so that ledger and state agree at any moment.
+the event log under the one lock, so that log and state agree at any moment.
 """
 
 from __future__ import annotations
@@ -27,8 +27,19 @@ from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.errors import DatasetError
 from swift_stage2.records import RowOrigin, Sample, SampleKey, image_paths
 from swift_stage2.scheduling.run_ahead import Place, Shares
-from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import Entry, Ledger, ReturnReason, UnusedReason
+from swift_stage2.telemetry.event_log import EventLog
+from swift_stage2.telemetry.events import Checkpoint
+from swift_stage2.telemetry.sample_events import (
+    Drawn,
+    Quarantined,
+    Returned,
+    ReturnReason,
+    StreamState,
+    Trained,
+    Unused,
+    UnusedReason,
+    keys_of,
+)
 from swift_stage2.whole_file import regular_lines
 
 logger = logging.getLogger(__name__)
@@ -55,7 +66,7 @@ class SampleSource:
         rank: int,
         world_size: int,
         seed: int,
-        events: Ledger | None = None,
+        log: EventLog | None = None,
         usable: Sequence[int] | None = None,
         origins: RowOrigins | None = None,
         num_generations: int = 1,
@@ -79,7 +90,7 @@ class SampleSource:
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
-        self._events = events or Ledger(AuditLog(None))
+        self._log = log or EventLog(None)
         self._origins = origins or RowOrigins()
         self._num_generations = num_generations
         self._lock = threading.Lock()
@@ -101,7 +112,7 @@ class SampleSource:
             keys = [self._next_key() for _ in range(count)]
             self._shares.begin(map(_place, keys), version)
             if keys:
-                self._events.write(Entry.DRAWN, keys)
+                self._log.write(Drawn(samples=keys_of(keys)))
         return keys
 
     def read(self, key: SampleKey) -> Sample:
@@ -118,23 +129,36 @@ class SampleSource:
             self._again.extend(kept)
             self._shares.end(map(_place, kept))
             if kept:
-                self._events.write(Entry.RETURNED, kept, reason=reason)
+                self._log.write(Returned(samples=keys_of(kept), reason=reason))
 
     def settle_trained(self, keys: Sequence[SampleKey], *, pack_id: str, step: int, version: int) -> None:
         """Ends the life of a pack's samples: ``step`` trains them under ``version``."""
         with self._lock:
             self._settle(keys)
-            self._events.write(Entry.TRAINED, keys, pack_id=pack_id, step=step, version=version)
+            samples = keys_of(keys)
+            self._log.write(Trained(samples=samples, pack_id=pack_id, step=step, version=version))
 
-    def settle_quarantined(self, key: SampleKey, reason: str, message: str) -> None:
+    def settle_quarantined(self, key: SampleKey, reason: str, message: str) -> RowOrigin:
+        """Ends its life without training; returns where its row stands."""
+        origin = self.origin_of(key)
         with self._lock:
             self._settle([key])
-            self._events.write(Entry.QUARANTINED, [key], reason=reason, message=message)
+            self._log.write(
+                Quarantined(
+                    samples=keys_of([key]),
+                    reason=reason,
+                    message=message,
+                    file=origin.file,
+                    line=origin.line,
+                    images=origin.images,
+                )
+            )
+        return origin
 
     def settle_unused(self, keys: Sequence[SampleKey], reason: UnusedReason) -> None:
         with self._lock:
             self._settle(keys)
-            self._events.write(Entry.UNUSED, keys, reason=reason)
+            self._log.write(Unused(samples=keys_of(keys), reason=reason))
 
     def group_of(self, key: SampleKey) -> tuple[int, int]:
         """Epoch and number of the group of a sample."""
@@ -166,10 +190,10 @@ class SampleSource:
             return self._state()
 
     def checkpoint(self, *, step: int, save_id: str) -> dict[str, Any]:
-        """``state_dict`` for the checkpoint ``save_id`` before ``step``, told to the ledger in the same moment."""
+        """``state_dict`` for the checkpoint ``save_id`` before ``step``, told to the log in the same moment."""
         with self._lock:
             state = self._state()
-            self._events.write(Entry.CHECKPOINT, step=step, save_id=save_id, state=state)
+            self._log.write(Checkpoint(step=step, save_id=save_id, state=StreamState(**state)))
             return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

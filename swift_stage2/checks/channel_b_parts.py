@@ -104,7 +104,7 @@ def check_parts(
         rank=control.rank,
         world_size=control.world_size,
         seed=seed,
-        events=telemetry.ledger,
+        log=telemetry.log,
         usable=usable,
         origins=checked.origins,
         num_generations=config.rollout.num_generations,

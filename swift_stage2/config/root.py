@@ -76,7 +76,7 @@ class TelemetryConfig:
         rules.at_least(self, 0, "gallery_rows", remedy="0 keeps none")
         if self.record and not self.audit:
             raise ConfigError(
-                "record needs the ledger that audit keeps",
+                "record needs the event log that audit keeps",
                 got="record=true audit=false",
                 remedy="write telemetry.audit: true",
             )

@@ -69,7 +69,7 @@ class DemoJob:
 
     @property
     def run_dir(self) -> Path:
-        """ms-swift's output directory: logs, audit, TensorBoard and checkpoints."""
+        """ms-swift's output directory: logs, events, TensorBoard and checkpoints."""
         return self.directory.absolute() / "run"
 
     @property

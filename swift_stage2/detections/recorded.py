@@ -2,7 +2,7 @@
 
 A line is one of a file of predictions, with ``row`` (its number in the validation set), ``file`` (the image's absolute
 path), ``truth`` in the same pixels, and the evaluation's ``due_step``, ``step`` (at which it began) and ``version``.
-Rank 0 writes a file whole, beside training, once all ranks have ended; the audit says which evaluations count.
+Rank 0 writes a file whole, beside training, once all ranks have ended; the event log says which evaluations count.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from swift_stage2.detections.scores import DetectionScores, detection_data
 from swift_stage2.records import Rollout, image_paths
 from swift_stage2.runtime.background import BackgroundCall
 from swift_stage2.scheduling.evaluation_schedule import RunningEvaluation
+from swift_stage2.telemetry.event_log import log_paths, ranks_of, read_logs
+from swift_stage2.telemetry.events import Evaluation
 from swift_stage2.telemetry.metrics import SCORE_TAGS
-from swift_stage2.telemetry.reading import read_ranks
 from swift_stage2.whole_file import regular_lines, write_whole
 
 if TYPE_CHECKING:  # a report must open without torch
@@ -264,17 +265,14 @@ def evaluations_directory(run_dir: Path) -> Path:
 
 
 def read_evaluations(run_dirs: Sequence[Path]) -> list[RecordedEvaluation]:
-    """The evaluations of one run that count, oldest first: those that its audit tells, or all where there is none.
+    """The evaluations of one run that count, oldest first: those that its log tells, or all where there is none.
 
     Lines of another form are left out. Raises:
-        UserError: an audit cannot be read.
+        UserError: a log cannot be read.
     """
-    ranks = read_ranks(run_dirs)
-    told = {
-        (record.get("due_step"), record["begun_step"], record["version"])
-        for records in ranks.values()
-        for record in records.evaluations
-    }
+    ranks = ranks_of(read_logs([each for each in run_dirs if log_paths(each)]))
+    ended = (each for rank in ranks.values() for each in rank.of(Evaluation))
+    told = {(each.due_step, each.begun_step, each.version) for each in ended}
     found: dict[int, RecordedEvaluation] = {}
     files: list[tuple[int, Path]] = []
     for path in chain.from_iterable(evaluations_directory(each).glob("step*.jsonl") for each in run_dirs):

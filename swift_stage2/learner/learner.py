@@ -10,11 +10,11 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from swift_stage2.channel_b.ready_queue import Reservation
 from swift_stage2.collectives import ControlGroup
-from swift_stage2.errors import ChannelBStarved, PipelineFailed, Stage2Error
+from swift_stage2.errors import ChannelBStarved, PipelineFailed, Stage2Error, StorageFull
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.learner.parts import ChannelB
 from swift_stage2.learner.rounds import LearnerRounds
@@ -28,6 +28,8 @@ from swift_stage2.scheduling.pacing import max_prompts_in_flight
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
 from swift_stage2.scheduling.version_clock import require_fresh
 from swift_stage2.scheduling.watches import StarvationWatch
+from swift_stage2.telemetry.event_log import unwritten
+from swift_stage2.telemetry.events import Checkpoint
 from swift_stage2.telemetry.facade import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -93,6 +95,7 @@ class Learner:
             WeightSyncError: the learner's weights cannot be exported.
             WeightSyncHang: another rank has ended because of a round.
             StaleSample: a bug let one come so far.
+            StorageFull: some rank's event log cannot be written; nothing of this step is trained.
             PipelineFailed: a pipeline died somewhere and the configuration asks to fail.
             ChannelBStarved: B starved and the configuration asks to fail.
         """
@@ -105,6 +108,10 @@ class Learner:
         wants_b = self.channel_b is not None and wants_channel_b(step, self.b_ratio)
         reservation = self._reserve(step, num_packs) if wants_b else None
         outcome = self._agree(reservation)
+        if outcome.log_failed:
+            if reservation is not None:
+                reservation.release()
+            self._raise_log_failures()
         heard = self._hear_of_round(reservation) if outcome.round_news else None
         plan = outcome.plan(wants_b=wants_b)
         packs = self._spend(step, reservation, plan)
@@ -157,6 +164,7 @@ class Learner:
     def checkpoint(self, *, step: int, save_id: str) -> dict[str, Any]:
         """This rank's state for a run resumed before ``step``, besides the trainer's own, as JSON."""
         if self.channel_b is None:
+            self.events.log.write(Checkpoint(step=step, save_id=save_id))
             return {}
         source = self.channel_b.source.checkpoint(step=step, save_id=save_id)
         unfinished = (
@@ -193,6 +201,8 @@ class Learner:
         """One agreement after training: the final round and evaluation go on. True when nothing more can come."""
         assert self._rounds is not None
         outcome = self._agree(None, stops=time.monotonic() >= end)
+        if outcome.log_failed:
+            self._raise_log_failures()
         # Else a rank has found the time to be over, a moment before this one.
         self._stop_requested |= outcome.stop_requested and time.monotonic() < end - _CLOCKS_APART_S
         heard = self._rounds.hear() if outcome.round_news else None
@@ -231,7 +241,11 @@ class Learner:
         return b.queue.reserve(num_packs, current_version=b.clock.current, min_tokens=b.min_ready_tokens)
 
     def _agree(self, reservation: Reservation | None, *, stops: bool = False) -> GateOutcome:
-        facts = RankFacts(not_reserved=reservation is None, stop_requested=self._stop_requested or stops)
+        facts = RankFacts(
+            not_reserved=reservation is None,
+            stop_requested=self._stop_requested or stops,
+            log_failed=bool(self.events.log.failure),
+        )
         num_servers = 0
         if self.channel_b is not None:
             b, num_servers = self.channel_b, len(self.channel_b.base_urls)
@@ -338,12 +352,19 @@ class Learner:
         if not outcome.pipeline_failed or self.channel_b is None or self.channel_b.continue_on_failure:
             return
         failure = self.channel_b.pipeline.failure
-        mine = f"rank {self.control.rank}: {type(failure).__name__}: {failure}" if failure else ""
-        causes = "; ".join(cause for cause in self.control.gather(mine) if cause)
+        causes = self._causes(f"{type(failure).__name__}: {failure}" if failure else "")
         raise PipelineFailed(
             f"channel B's pipeline must live for the whole run, it died ({causes}); mend the cause, or set "
             "stage2_ab.channel_b.on_pipeline_failure: continue_a"
         )
+
+    def _raise_log_failures(self) -> NoReturn:
+        raise StorageFull(unwritten(self._causes(self.events.log.failure)))
+
+    def _causes(self, mine: str) -> str:
+        """The causes of all ranks that have one."""
+        told = enumerate(self.control.gather(mine))
+        return "; ".join(f"rank {rank}: {cause}" for rank, cause in told if cause)
 
     def _watch_starvation(self, plan: StepPlan) -> None:
         if self.starvation is None or self.channel_b is None:

@@ -36,12 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if run_dir.resolve().is_relative_to(output.resolve()):
         raise UserError(f"--output must not hold the run itself, got {output}; name another directory")
     if "RANK" in os.environ:
-        return as_rank(lambda: _be_rank(run_dir, output, unfinished=options.unfinished))
-    return _start_ranks(read_run(run_dir, unfinished=options.unfinished), output)
+        return as_rank(lambda: _be_rank(run_dir, output))
+    return _start_ranks(read_run(run_dir), output)
 
 
-def _be_rank(run_dir: Path, output: Path, *, unfinished: bool) -> int:
-    recorded = read_run(run_dir, unfinished=unfinished)
+def _be_rank(run_dir: Path, output: Path) -> int:
+    recorded = read_run(run_dir)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != recorded.world_size:
         raise UserError(
@@ -65,10 +65,9 @@ def _start_ranks(recorded: RecordedRun, output: Path) -> int:
     logs = output / "logs"
     status_file = logs / "replay.exit_status"
     outer = {name: text for name, text in without_rank(os.environ).items() if name not in ENVIRONMENT_NAMES}
-    more = [] if recorded.unfinished_step is None else ["--unfinished"]
     learner = torchrun_command(
         "replay",
-        ["replay", str(recorded.directory), "--output", str(output), *more],
+        ["replay", str(recorded.directory), "--output", str(output)],
         num_ranks=recorded.world_size,
         shutdown_timeout_s=recorded.config["launch"]["learner"]["shutdown_timeout_s"],
         environment={
@@ -114,11 +113,6 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="DIR",
         help="gets logs and verdict, no checkpoint (default RUN_DIR/replay); an earlier replay there is replaced",
-    )
-    parser.add_argument(
-        "--unfinished",
-        action="store_true",
-        help="also take the step that every rank planned and not every rank ended, if there is one: where a run hung",
     )
     return parser
 

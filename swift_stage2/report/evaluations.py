@@ -1,16 +1,32 @@
-"""Detection over steps: what the validation rows were answered at every evaluation."""
+"""How good rollouts and evaluations were, and detection over steps: answers to the validation rows. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.detections.recorded import RecordedRow, read_evaluations
 from swift_stage2.detections.scores import DetectionScores, detection_data
-from swift_stage2.pages.content import Chart, Mark, Section, Sentence, Table, number, series_of
+from swift_stage2.pages.content import (
+    Chart,
+    Mark,
+    Part,
+    Section,
+    Sentence,
+    Table,
+    Tone,
+    filled,
+    number,
+    pairs,
+    series_of,
+)
+from swift_stage2.report.gallery import RankMatch
 from swift_stage2.report.run_data import RunData
+from swift_stage2.telemetry.events import Evaluation
+from swift_stage2.telemetry.summary import RunSummary
 
 _MOST_SHOWN = 30
 _MEASURES = {"eval/ap50": "AP50", "eval/ap": "AP", "eval/f1": "F1"}
@@ -36,7 +52,7 @@ def evaluations_of(run: RunData) -> list[RowEvaluation]:
     """Those that ended and of which rows with boxes were kept, by step.
 
     Raises:
-        UserError: an audit cannot be read.
+        UserError: a log cannot be read.
     """
     found = (
         RowEvaluation(each.step, each.version, {row.row: row for row in each.rows if _has_boxes(row)})
@@ -54,12 +70,11 @@ def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
     title = "Detection over steps"
     if not evaluations:
         return Section("detection", title, (Sentence("No evaluation left answers to validation rows."),))
-    last, shown = len(evaluations) - 1, evaluations
-    if last >= _MOST_SHOWN:
-        places = {round(place * last / (_MOST_SHOWN - 1)) for place in range(_MOST_SHOWN)}
-        shown = [evaluations[place] for place in sorted(places)]
+    shown = evaluations[-_MOST_SHOWN:]
     points = [each.scores.points() for each in shown]
-    some = f"{len(shown)} of {len(evaluations)} evaluations. " if len(shown) < len(evaluations) else ""
+    some = (
+        f"The last {len(shown)} of {len(evaluations)} evaluations. " if len(shown) < len(evaluations) else ""
+    )
     told = (
         f"{some}Labels must be equal and the IoU at least 0.5, without scores, as in swift-stage2 evaluate, which also "
         "tells intervals, classes and types of errors."
@@ -91,3 +106,66 @@ def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
     )
     table = Table("", ("step", "rows", *_MEASURES.values()), rows)
     return Section("detection", title, (Sentence(told), table, chart))
+
+
+_NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}
+_NOT_SHOWN = ("truncated_ratio",)
+_MOST_EVALUATIONS = 12
+_SAME_LABEL = ("stage2_ab", "channel_b", "matching", "same_label")
+_FEWEST_PAIRS = 20  # of which something is said
+_FEW_EQUAL = 0.05
+_MOST_OF_LABEL = 40  # characters
+
+
+def quality_section(run: RunData, summary: RunSummary, matches: Sequence[RankMatch]) -> Section:
+    names = _NAMES
+    if any(match.is_of_points for match in matches):
+        names = _NAMES | {"mean_iou": "mean closeness"}
+    evaluations = run.first.of(Evaluation)
+    told = dict.fromkeys(name for each in evaluations for name in each.ratios if name not in _NOT_SHOWN)
+    own = {name: name for name in told if name not in _NAMES}  # of the task, which may be no shares
+    parts: list[Part | None] = [
+        None if run.setting(*_SAME_LABEL) else _labels_apart(matches),
+        quality_table(summary),
+        _evaluations(evaluations, {**names, **own}),
+    ]
+    return Section("quality", "Match quality", filled(parts) or (Sentence("No rollout was matched."),))
+
+
+def _labels_apart(matches: Iterable[RankMatch]) -> Sentence | None:
+    """A warning where pairs, found whatever their labels say, have next to no label in common."""
+    found = Counter(
+        (each.match.predicted[prediction].label, each.match.truth[truth].label)
+        for each in matches
+        for prediction, truth, _ in each.match.pairs
+    )
+    num_pairs, num_equal = found.total(), sum(n for (said, true), n in found.items() if said == true)
+    if num_pairs < _FEWEST_PAIRS or num_equal >= _FEW_EQUAL * num_pairs:
+        return None
+    (said, true), _ = next(each for each in found.most_common() if each[0][0] != each[0][1])
+    return Sentence(
+        f"Only {num_equal} of {num_pairs} matched pairs have one label, most often the model says "
+        f"{said[:_MOST_OF_LABEL]!r} where the data say {true[:_MOST_OF_LABEL]!r}: probably the data spell labels "
+        "otherwise than the model was taught, or the prompt does not name them; mend that, or write "
+        f"{'.'.join(_SAME_LABEL)}: true if pairs of two labels shall be none.",
+        Tone.WARN,
+    )
+
+
+def quality_table(summary: RunSummary) -> Table:
+    return pairs("Quality over the run", {tag: f"{value:.3f}" for tag, value in summary.ratios.items()})
+
+
+def _evaluations(evaluations: Sequence[Evaluation], measures: Mapping[str, str]) -> Table:
+    rows = tuple(
+        (
+            number(each.begun_step),
+            number(each.version),
+            f"{each.counts.num_answered} of {each.counts.num_wanted}",
+            *(number(each.ratios.get(measure)) for measure in measures),
+            each.end,
+        )
+        for each in evaluations[-_MOST_EVALUATIONS:]
+    )
+    title = f"The last {len(rows)} of {len(evaluations)} evaluations"
+    return Table(title, ("step", "version", "answered", *measures.values(), "end"), rows)

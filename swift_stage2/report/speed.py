@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 from swift_stage2.report.run_data import RunData
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity, in_seconds
-from swift_stage2.telemetry.audit import Record
-from swift_stage2.telemetry.reading import RankRecords
+from swift_stage2.telemetry.event_log import RankEvents
+from swift_stage2.telemetry.events import Start, Step
 
 WORKING = ("reading", "asking", "preparing", "packing")
 """Activities of the pipeline thread that an inline run would have to do as well."""
@@ -111,21 +111,18 @@ class Speed:
 
 
 def works_of(run: RunData) -> list[RankWork]:
-    """Every rank's work up to its last metrics record, which alone tells of the pipeline; all of it without one."""
+    """Every rank's work up to its last metrics, which alone tell of the pipeline; all of it without any."""
     works = []
-    for records in run.ranks:
-        last: Record = records.metrics[-1] if records.metrics else {}
-        until = last.get("time", math.inf)
-        known = replace(
-            records, steps={n: step for n, step in records.steps.items() if step["time"] <= until}
-        )
-        numbers = last.get("numbers", {})
+    for rank in run.ranks:
+        last = rank.metrics
+        until, numbers = (math.inf, {}) if last is None else (last.time, last.numbers)
+        steps = [step for step in rank.steps.values() if step.time <= until]
         works.append(
             RankWork(
-                rank=records.rank,
-                steps=trained_steps(known),
-                syncing_s=sum(_spent(step, Activity.SYNCING) for step in known.steps.values()),
-                pipeline_s=in_seconds(last.get("pipeline_ns")),
+                rank=rank.rank,
+                steps=trained_steps(rank, until),
+                syncing_s=sum(_spent(step, Activity.SYNCING) for step in steps),
+                pipeline_s=in_seconds(last.pipeline_ns if last is not None else None),
                 packs_made=int(numbers.get("packs_made", 0)),
                 packs_trained=int(numbers.get("packs_trained", 0)),
             )
@@ -133,28 +130,28 @@ def works_of(run: RunData) -> list[RankWork]:
     return works
 
 
-def trained_steps(records: RankRecords) -> list[TrainedStep]:
-    """Every step whose successor was recorded by the same process; the last one's end is not known.
+def trained_steps(rank: RankEvents, until: float = math.inf) -> list[TrainedStep]:
+    """Every step whose successor was told by the same process; the last one's end is not known.
 
-    A step's record is written when its plan is made and tells the main thread's time since the record before. So the
-    training of step *s* is told by the record of *s* + 1, and a round by the record of the step before which it ran.
+    A step's event is written when its plan is made and tells the main thread's time since the event before. So the
+    training of step *s* is told by the event of *s* + 1, and a round by the event of the step before which it ran.
     """
-    begins = {start["step"] for start in records.starts}
-    steps = [records.steps[number] for number in sorted(records.steps)]
+    begins = {start.step for start in rank.of(Start)}
+    steps = [step for _, step in sorted(rank.steps.items()) if step.time <= until]
     return [
         TrainedStep(
-            step=mine["step"],
-            channel=mine["channel"],
+            step=mine.step,
+            channel=mine.channel,
             seconds=_spent(following, Activity.BUSY, Activity.WAITING),
             is_quiet=not (
-                mine["infer_in_flight"]
-                or following["infer_in_flight"]
-                or mine.get("round_in_transfer")
+                mine.infer_in_flight
+                or following.infer_in_flight
+                or mine.round_in_transfer
                 or _spent(following, Activity.SYNCING)
             ),
         )
         for mine, following in pairwise(steps)
-        if following["step"] == mine["step"] + 1 and following["step"] not in begins
+        if following.step == mine.step + 1 and following.step not in begins
     ]
 
 
@@ -164,7 +161,7 @@ def slowest(works: Iterable[RankWork]) -> Speed | str:
     speeds = [speed for speed in found if isinstance(speed, Speed)]
     if speeds:
         return max(speeds, key=lambda speed: speed.wall_s)
-    return next((reason for reason in found if isinstance(reason, str)), "there is no audit of a rank")
+    return next((reason for reason in found if isinstance(reason, str)), "there is no log of a rank")
 
 
 def measure(work: RankWork) -> Speed | str:
@@ -179,7 +176,7 @@ def measure(work: RankWork) -> Speed | str:
             )
         return "no step trained on channel B, so nothing ran side by side"
     if not work.pipeline_s:
-        return "no clock of the pipeline thread: no logging step was reached, or an earlier release wrote the run"
+        return "no clock of the pipeline thread: no logging step was reached"
     if not work.packs_made:
         return "no pack was made"
     share = work.packs_trained / work.packs_made
@@ -229,5 +226,5 @@ def _lower_quartile(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
 
 
-def _spent(step: Record, *activities: Activity) -> float:
-    return float(sum(step["activity_ns"].get(activity, 0) for activity in activities) / NANOSECONDS)
+def _spent(step: Step, *activities: Activity) -> float:
+    return sum(step.activity_ns.get(activity, 0) for activity in activities) / NANOSECONDS

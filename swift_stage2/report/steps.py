@@ -1,9 +1,10 @@
-"""Tells of a run's steps: wanted and run, drops, where time went, queue and version lag, sync rounds. Pure."""
+"""Tells of a run's steps (wanted and run, drops, time, queue and version lag, sync rounds) and of its samples. Pure."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from swift_stage2.pages.content import (
@@ -22,9 +23,16 @@ from swift_stage2.pages.content import (
     share,
     thinned,
 )
+from swift_stage2.report.evaluations import quality_table
 from swift_stage2.report.run_data import RunData
+from swift_stage2.scheduling.step_plan import Channel
+from swift_stage2.telemetry.account import RankAccount, RunAccount
 from swift_stage2.telemetry.activity import NANOSECONDS, in_seconds
-from swift_stage2.telemetry.reading import RankRecords
+from swift_stage2.telemetry.event_log import RankEvents
+from swift_stage2.telemetry.events import Round
+from swift_stage2.telemetry.sample_events import (
+    Quarantined,
+)
 from swift_stage2.telemetry.summary import RankActivity, RunSummary
 
 _MAIN_THREAD = "Main thread, seconds by activity"
@@ -32,14 +40,13 @@ _MAIN_THREAD = "Main thread, seconds by activity"
 
 def summary_parts(summary: RunSummary) -> tuple[Part, ...]:
     """The numbers of a summary alone, as the demo shows them."""
-    ratios = {tag: f"{value:.3f}" for tag, value in summary.ratios.items()}
     return filled(
         [
             *_steps(summary),
             *_gaps(summary),
             _lags(summary),
             _drops(summary),
-            pairs("Quality over the run", ratios),
+            quality_table(summary),
             _rounds(summary),
             _by_phase(summary),
             _activities(_MAIN_THREAD, summary.activity),
@@ -49,9 +56,6 @@ def summary_parts(summary: RunSummary) -> tuple[Part, ...]:
 
 def steps_section(run: RunData, summary: RunSummary) -> Section:
     parts: list[Part] = list(_steps(summary))
-    if not any(records.starts or records.steps for records in run.ranks):
-        told = "There is no audit (audit/rank*.jsonl), so nothing of steps, times and rounds can be told."
-        parts.append(Sentence(told, Tone.WARN))
     parts += _gaps(summary)
     parts.append(_drops(summary))
     if summary.num_b_wanted:
@@ -72,12 +76,9 @@ def _steps(summary: RunSummary) -> Iterator[Part]:
 
 
 def _gaps(summary: RunSummary) -> Iterator[Sentence]:
-    """Gaps in the audit that all numbers but the account of samples are made from."""
     if summary.missing_ranks:
         missing = ", ".join(map(str, summary.missing_ranks))
-        yield Sentence(f"The audit of rank {missing} is missing; it counts nowhere on this page.", Tone.WARN)
-    if lost := summary.num_records_lost:
-        yield Sentence(f"{lost} records of the audit were lost (full disk or damaged file).", Tone.WARN)
+        yield Sentence(f"The log of rank {missing} is missing; it counts nowhere on this page.", Tone.WARN)
 
 
 def _lags(summary: RunSummary) -> Table:
@@ -101,10 +102,10 @@ def _rounds(summary: RunSummary) -> Table | None:
     return pairs("Sync rounds", facts)
 
 
-def _wanted_and_run(first: RankRecords) -> Chart:
+def _wanted_and_run(first: RankEvents) -> Chart:
     steps = [first.steps[number] for number in sorted(first.steps)]
-    wanted = accumulate(int(step["wants_b"]) for step in steps)
-    ran = accumulate(int(step["channel"] == "B") for step in steps)
+    wanted = accumulate(int(step.wants_b) for step in steps)
+    ran = accumulate(int(step.channel is Channel.B) for step in steps)
     return Chart(
         key="wanted",
         title="B steps, wanted and run",
@@ -113,7 +114,7 @@ def _wanted_and_run(first: RankRecords) -> Chart:
         series=series_of(
             Mark.STAIRS,
             {
-                name: thinned([(step["step"], total) for step, total in zip(steps, totals, strict=True)], max)
+                name: thinned([(step.step, total) for step, total in zip(steps, totals, strict=True)], max)
                 for name, totals in (("wanted", wanted), ("run", ran))
             },
         ),
@@ -121,13 +122,15 @@ def _wanted_and_run(first: RankRecords) -> Chart:
 
 
 def queue_section(run: RunData, version_window: int | None, summary: RunSummary) -> Section:
-    numbers = sorted({number for records in run.ranks for number in records.steps})
-    every = [[r.steps[number] for r in run.ranks if number in r.steps] for number in numbers]
-    depths = [(s[0]["step"], min(step["queue_depth"] for step in s)) for s in every]
+    numbers = sorted({number for rank in run.ranks for number in rank.steps})
+    every = [[rank.steps[number] for rank in run.ranks if number in rank.steps] for number in numbers]
+    depths = [(steps[0].step, min(step.queue_depth for step in steps)) for steps in every]
     lags = [
-        (s[0]["step"], max(step["version_lag"] or 0 for step in s)) for s in every if s[0]["channel"] == "B"
+        (steps[0].step, max(step.version_lag or 0 for step in steps))
+        for steps in every
+        if steps[0].channel is Channel.B
     ]
-    limit = next((r.metrics[-1]["numbers"].get("queue_limit") for r in run.ranks if r.metrics), None)
+    limit = run.first.start.queue_limit if run.first.start is not None else None
     packs = Chart(
         key="queue",
         title="Ready packs",
@@ -153,10 +156,9 @@ def queue_section(run: RunData, version_window: int | None, summary: RunSummary)
 def time_section(run: RunData, summary: RunSummary) -> Section:
     """Where the main thread's and the pipeline's time went."""
     pipeline = [
-        RankActivity(records.rank, spent, (last.get("pipeline_wall_ns") or 0) / NANOSECONDS)
-        for records in run.ranks
-        for last in records.metrics[-1:]
-        if (spent := in_seconds(last.get("pipeline_ns")))
+        RankActivity(rank.rank, spent, (last.pipeline_wall_ns or 0) / NANOSECONDS)
+        for rank in run.ranks
+        if (last := rank.metrics) is not None and (spent := in_seconds(last.pipeline_ns))
     ]
     parts: list[Part | None] = [
         _activities(_MAIN_THREAD, summary.activity),
@@ -179,7 +181,7 @@ def _activities(title: str, ranks: Sequence[RankActivity]) -> Table:
 
 
 def rounds_section(run: RunData, summary: RunSummary) -> Section:
-    if not run.first.rounds:
+    if not run.first.of(Round):
         return Section("rounds", "Sync rounds", (Sentence("There was no sync round."),))
     return Section("rounds", "Sync rounds", filled([_rounds(summary), _by_phase(summary)]))
 
@@ -194,3 +196,111 @@ def _by_phase(summary: RunSummary) -> Table:
         for phase, spent in spent_s.items()
     )
     return Table("Seconds by phase", ("phase", "times", "median", "longest", "total"), rows)
+
+
+_MOST_SAMPLES = 8  # of one broken rule
+_MOST_PLACES = 100
+
+
+def account_section(account: RunAccount | None, ranks: Iterable[RankEvents]) -> Section:
+    """The whole answer; None is a run without channel B."""
+    parts: tuple[Part, ...]
+    if account is not None:
+        parts = (
+            _ranks(account.ranks),
+            _counts("In hand", (rank.in_hand for rank in account.ranks)),
+            _counts("Quarantined, by reason", (rank.quarantined for rank in account.ranks)),
+            _counts("Unused after comparison, by reason", (rank.unused for rank in account.ranks)),
+            _counts("Returned and redrawn, by reason", (rank.returned for rank in account.ranks)),
+            *_violations(account),
+            *(Sentence(f"missing: {doubt}", Tone.WARN) for doubt in account.doubts),
+            _verdict(account),
+        )
+    else:
+        parts = (Sentence("There was no channel B, so there is no sample to account for."),)
+    given_up = _given_up(event for rank in ranks for event in rank.of(Quarantined))
+    return Section("ledger", "Was anything lost?", filled((*parts, given_up)))
+
+
+def _ranks(ranks: Sequence[RankAccount]) -> Table:
+    rows = [(str(rank.rank), _numbers(rank)) for rank in ranks]
+    sums = {name: sum(numbers[name] for _, numbers in rows) for name in rows[0][1]}
+    seldom = ("taken over", "unused", "rollouts resumed")
+    shown = [name for name, total in sums.items() if total or name not in seldom]
+    rows += [("all", sums)] if len(rows) > 1 else []
+    return Table(
+        "Samples of channel B",
+        ("rank", *shown),
+        tuple((rank, *(str(numbers[name]) for name in shown)) for rank, numbers in rows),
+    )
+
+
+def _numbers(rank: RankAccount) -> dict[str, int]:
+    return {
+        "taken over": rank.taken_over,
+        "drawn": rank.drawn,
+        "trained": rank.trained,
+        "quarantined": sum(rank.quarantined.values()),
+        "unused": sum(rank.unused.values()),
+        "in hand": sum(rank.in_hand.values()),
+        "rollouts resumed": rank.num_cut,
+        "resumes": rank.num_resumes,
+        "void": rank.num_void,
+    }
+
+
+def _counts(title: str, parts: Iterable[Mapping[str, int]]) -> Table:
+    totals: Counter[str] = Counter()
+    for part in parts:
+        totals.update(part)
+    return pairs(title, {name: str(count) for name, count in totals.items()}, ("", "samples"))
+
+
+def _violations(account: RunAccount) -> Iterator[Sentence]:
+    """Broken rules, with samples as epoch:position:row."""
+    told = [("", violation) for violation in account.violations]
+    told += [(f"rank {rank.rank}: ", violation) for rank in account.ranks for violation in rank.violations]
+    for whose, violation in told:
+        names = [f"{epoch}:{position}:{row}" for epoch, position, row, _ in violation.samples]
+        shown, more = ", ".join(names[:_MOST_SAMPLES]), len(names) - _MOST_SAMPLES
+        text = f"broken: {whose}{violation.rule}{': ' if names else ''}{shown}"
+        yield Sentence(f"{text} and {more} more" if more > 0 else text, Tone.BAD)
+
+
+def _verdict(account: RunAccount) -> Sentence:
+    if not account.is_provable:
+        damaged = sum(rank.num_damaged for rank in account.ranks)
+        known = f"{damaged} lines are damaged" if damaged else "the logs lack what checkpoints tell"
+        return Sentence(
+            f"not provable: {known}, so what is broken above may only be what they told", Tone.WARN
+        )
+    if account.num_violations:
+        return Sentence(f"not balanced: {account.num_violations} rules are broken", Tone.BAD)
+    has_ended = all(rank.has_ended for rank in account.ranks)
+    has_unused = any(rank.unused for rank in account.ranks)
+    ended = "quarantined, compared and unused" if has_unused else "quarantined"
+    open_ended = "" if has_ended else "; up to the last record, for no end is told"
+    return Sentence(
+        f"balanced: every sample drawn was trained once, {ended}, or is in hand{open_ended}", Tone.GOOD
+    )
+
+
+def _given_up(quarantines: Iterable[Quarantined]) -> Table:
+    """A row per place and reason, the commonest first."""
+    told = Counter(_place(event) for event in quarantines)
+    rows = tuple(
+        (place, image, reason, str(count), message)
+        for (place, image, reason, message), count in told.most_common(_MOST_PLACES)
+    )
+    title = "Samples given up"
+    if len(told) > len(rows):
+        title += f": {len(rows)} of {len(told):,} places"
+    headings = ("file and line", "image", "reason", "times", "message")
+    return Table(title, headings, rows, dict.fromkeys(range(len(rows)), Tone.WARN), ends_in_words=True)
+
+
+def _place(event: Quarantined) -> tuple[str, str, str, str]:
+    ((_, _, row, _), *_) = event.samples
+    place = f"row {row} of ms-swift's set" if event.file is None else f"{event.file}:{event.line}"
+    named = ", ".join(image for image in event.images if image is not None)
+    return place, named, event.reason, event.message

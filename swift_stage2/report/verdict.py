@@ -1,45 +1,46 @@
-"""Tells how fast a run was, how far from the best, what binds and which knob would help, by how much and why. Pure.
+"""Tells how fast a run was, how far from the best, what binds and which setting would help, by how much and why. Pure.
 
 The first bottleneck is the resource that binds; the others follow in the order of what they usually cost.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from swift_stage2.checks.feeding import Advice, sustained
+from swift_stage2.checks.feeding import sustained
 from swift_stage2.pages.content import Headline, Part, Section, Sentence, Table, Tone, filled, seconds
-from swift_stage2.report.run_data import RunData
-from swift_stage2.report.speed import FEWEST_QUIET, RankWork, Speed, slowest, trained_steps
-from swift_stage2.telemetry.ledger import Entry
-from swift_stage2.telemetry.summary import RunSummary, why_b_is_unused
+from swift_stage2.report.speed import FEWEST_QUIET, RankWork, Speed, slowest
+from swift_stage2.telemetry.summary import RunSummary
+
+SLOWDOWN = 0.03
+"""Of steps beside rollouts; more than this is told."""
+MISSED_SHARE = 0.05
+"""Of wanted B steps; the first one comes before any pack."""
+ROUNDS_SHARE = 0.05
+"""Of the training part; more than this is worth a setting."""
+_OTHER_SKIPS = {
+    "servers_suspect": "found no server that was proven; section Sync rounds and the log say what became of them",
+    "truncation_guard": "were held back because too many rollouts are cut off: raise rollout.decoding.max_new_tokens",
+    "pipeline_failed": "came after the pipeline had failed; the learner's log says why",
+}
+_FEED = (
+    " A smaller stage2_ab.channel_b.packing.packing_length needs fewer rollouts for a step, a larger "
+    "rollout.max_inflight_per_server makes more at once, a smaller stage2_ab.schedule.b_ratio wants fewer; section "
+    "Queue and version lag shows how many packs were ready, and doctor --live computes the settings."
+)
 
 
-def verdict_section(
-    works: Sequence[RankWork], summary: RunSummary, knobs: Knobs, post_steps: PostSteps = None
-) -> Section:
+def verdict_section(works: Sequence[RankWork], summary: RunSummary, b_ratio: float | None) -> Section:
+    """``b_ratio`` as it is set; None where the run did not write it down."""
     speed = slowest(works)
-    known = speed if isinstance(speed, Speed) else None
-    found = list(bottlenecks(known, summary, knobs, post_steps))
-    unused = why_b_is_unused(
-        num_wanted=summary.num_b_wanted,
-        num_run=summary.num_b_run,
-        skips=summary.skips,
-        num_rounds=summary.num_rounds_committed + summary.num_rounds_failed,
-        num_proven=summary.num_rounds_committed,
-        errors=summary.server_errors,
-    )
+    unused = summary.why_b_is_unused
     parts: list[Part | None] = [Sentence(f"{unused[0].upper()}{unused[1:]}.", Tone.WARN) if unused else None]
-    if known:
-        parts += [_headline(known, summary), _missed(summary), *_cautions(known)]
+    if isinstance(speed, Speed):
+        parts += [_headline(speed, summary), _missed(summary), _caution(speed)]
+        parts += [*map(Sentence, bottlenecks(speed, summary, b_ratio)), _sums(speed)]
     else:
         parts.append(Sentence(f"No speed-up can be told: {speed}.", Tone.WARN))
-    parts += [*(Sentence(each.sentence) for each in found), _advice(found)]
-    if known:
-        parts.append(_sums(known))
+        parts += map(Sentence, bottlenecks(None, summary, b_ratio))
     return Section("verdict", "Verdict", filled(parts))
 
 
@@ -69,28 +70,31 @@ def _missed(summary: RunSummary) -> Sentence | None:
     )
 
 
-def _cautions(speed: Speed) -> Iterator[Sentence]:
-    if estimated := [pace.channel for pace in speed.paces if pace.is_estimate]:
-        yield Sentence(
-            f"The speed-up may be told too high: fewer than {FEWEST_QUIET} steps of channel {' and '.join(estimated)} "
-            "ran without a rollout in flight, so what a step costs alone is estimated from the quicker ones.",
-            Tone.WARN,
-        )
-
-
-def _advice(found: Iterable[Bottleneck]) -> Table:
-    rows = tuple(
-        (each.knob, "not recorded" if each.present is None else f"{each.present:g}", each.proposed, each.why)
-        for bottleneck in found
-        for each in bottleneck.advice
+def _caution(speed: Speed) -> Sentence | None:
+    estimated = [pace.channel for pace in speed.paces if pace.is_estimate]
+    told = (
+        f"The speed-up may be told too high: fewer than {FEWEST_QUIET} steps of channel {' and '.join(estimated)} ran "
+        "without a rollout in flight, so what a step costs alone is estimated from the quicker ones."
     )
-    return Table("What would help", ("knob", "now", "try", "because"), rows, ends_in_words=True)
+    return Sentence(told, Tone.WARN) if estimated else None
 
 
 def _sums(speed: Speed) -> Table:
     work = ", ".join(f"{name} {seconds(spent)}" for name, spent in speed.working_s.items())
-    rows = (
-        *_paces(speed),
+    rows = [
+        (
+            f"{pace.channel} steps",
+            seconds(pace.num_steps * pace.quiet_s),
+            f"{pace.num_steps} × {seconds(pace.quiet_s)}, the "
+            + (
+                f"lower quartile of all: fewer than {FEWEST_QUIET} steps were quiet"
+                if pace.is_estimate
+                else f"median of {pace.num_quiet} quiet steps"
+            ),
+        )
+        for pace in speed.paces
+    ]
+    rows += [
         ("S, steps", seconds(speed.steps_s), "the sum of these"),
         ("R, sync rounds", seconds(speed.rounds_s), "the main thread in rounds"),
         ("P, rollouts", seconds(speed.rollouts_s), f"{work}; for the packs that were trained"),
@@ -100,173 +104,85 @@ def _sums(speed: Speed) -> Table:
         ("speed-up", f"{speed.speed_up:.2f} ×", "inline / W"),
         ("bound", f"{speed.bound:.2f} ×", "inline / ideal"),
         ("reached", f"{speed.fraction:.1%}", "speed-up / bound = ideal / W"),
-    )
-    return Table(
-        f"How it is computed, of rank {speed.rank}", ("part", "value", "how"), rows, ends_in_words=True
-    )
+    ]
+    title = f"How it is computed, of rank {speed.rank}"
+    return Table(title, ("part", "value", "how"), tuple(rows), ends_in_words=True)
 
 
-def _paces(speed: Speed) -> Iterator[tuple[str, str, str]]:
-    for pace in speed.paces:
-        how = f"median of {pace.num_quiet} quiet steps"
-        if pace.is_estimate:
-            how = f"lower quartile of all: fewer than {FEWEST_QUIET} steps were quiet"
-        yield (
-            f"{pace.channel} steps",
-            seconds(pace.num_steps * pace.quiet_s),
-            f"{pace.num_steps} × {seconds(pace.quiet_s)}, the {how}",
-        )
-
-
-SLOWDOWN = 0.03
-"""Of steps beside rollouts; more than this is told."""
-MISSED_SHARE = 0.05
-"""Of wanted B steps; the first one comes before any pack."""
-ROUNDS_SHARE = 0.05
-"""Of the training part; more than this is worth a knob."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knobs:
-    """The present settings, None where the run did not write them down."""
-
-    b_ratio: float | None = None
-    sync_every_steps: int | None = None
-    version_window: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Bottleneck:
-    sentence: str
-    advice: tuple[Advice, ...] = ()
-
-
-_OTHER_SKIPS = {
-    "servers_suspect": "found no server that was proven; section Sync rounds and the log say what became of them",
-    "truncation_guard": "were held back because too many rollouts are cut off: raise rollout.decoding.max_new_tokens",
-    "pipeline_failed": "came after the pipeline had failed; the learner's log says why",
-}
-PostSteps = tuple[float, float] | None
-"""Lower and upper decile of what a POST takes, in steps; None without POSTs."""
-
-
-def bottlenecks(
-    speed: Speed | None, summary: RunSummary, knobs: Knobs, post_steps: PostSteps
-) -> Iterator[Bottleneck]:
+def bottlenecks(speed: Speed | None, summary: RunSummary, b_ratio: float | None) -> Iterator[str]:
     """The part that binds, if speed and number of steps are known; then all else that costs something.
 
     Figures of a run that lacked servers are no ground for a setting: there what became of the servers is all.
     """
-    has_advice = False
+    is_advised = False
     is_lost = summary.skips.get("servers_suspect", 0) > MISSED_SHARE * summary.num_b_wanted
     if speed and summary.num_steps and not is_lost:
-        binding = _binding(speed, summary, knobs)
-        has_advice = bool(binding.advice) and not speed.learner_binds
-        yield binding
+        advice = _b_ratio(speed, summary, b_ratio, upwards=speed.learner_binds)
+        is_advised = bool(advice) and not speed.learner_binds
+        yield _binding(speed) + advice
         if speed.rounds_s > ROUNDS_SHARE * speed.wall_s:
             num_rounds = summary.num_rounds_committed + summary.num_rounds_failed
-            yield Bottleneck(
+            yield (
                 f"Sync rounds take {speed.rounds_s / speed.wall_s:.0%} of the training part: {num_rounds} in "
                 f"{summary.num_steps} steps; a larger stage2_ab.channel_b.prefetch.sync_every_steps has fewer."
             )
         for pace in speed.paces:
             if pace.busy_s is not None and pace.slowdown is not None and pace.slowdown > SLOWDOWN:
-                yield Bottleneck(
+                yield (
                     f"Steps of channel {pace.channel} are {pace.slowdown:.0%} slower beside rollouts and rounds: "
                     f"{seconds(pace.busy_s)} against {seconds(pace.quiet_s)}. Give servers and learner cores of their "
                     "own."
                 )
     if not is_lost:
-        yield from _missing_packs(speed, summary, knobs, post_steps, is_told=has_advice)
+        yield from _missing_packs(speed, summary, b_ratio, is_told=is_advised)
     for reason, sentence in _OTHER_SKIPS.items():
         if missed := summary.skips.get(reason, 0):
-            yield Bottleneck(f"{missed} wanted B steps {sentence}.")
+            yield f"{missed} wanted B steps {sentence}."
     if errors := summary.server_errors:
         number = sum(errors.values())
         often = "once" if number == 1 else f"{number} times, mostly"
-        yield Bottleneck(f"Rounds could not prove a server {often}: {next(iter(errors)).removesuffix('.')}.")
+        yield f"Rounds could not prove a server {often}: {next(iter(errors)).removesuffix('.')}."
 
 
-def knobs_of(run: RunData) -> Knobs:
-    """The settings; the window also from the ledger, which has always held it."""
-    prefetch = ("stage2_ab", "channel_b", "prefetch")
-    window = run.number_setting(*prefetch, "version_window")
-    if window is None:
-        starts = [record for record in run.ledger_records if record["kind"] == Entry.START]
-        window = starts[-1]["version_window"] if starts else None
-    return Knobs(
-        b_ratio=run.number_setting("stage2_ab", "schedule", "b_ratio"),
-        sync_every_steps=run.number_setting(*prefetch, "sync_every_steps") or None,
-        version_window=window,
+def _binding(speed: Speed) -> str:
+    learner, rollouts = seconds(speed.learner_s), seconds(speed.rollouts_s)
+    if speed.learner_binds:
+        return f"The learner binds: its steps and rounds need {learner}, the rollouts {rollouts}."
+    asking = speed.working_s["asking"]
+    if asking >= speed.rollouts_s - asking:
+        return (
+            f"The rollouts bind: asking the servers takes {seconds(asking)} of the pipeline's {rollouts}, the learner "
+            f"needs {learner}; more servers would shorten the asking."
+        )
+    spent, name = max((spent, name) for name, spent in speed.working_s.items() if name != "asking")
+    return (
+        f"Preparation on the CPU binds: the pipeline needs {rollouts}, of which {name} takes {seconds(spent)}; the "
+        f"learner needs {learner}."
     )
-
-
-def post_steps_of(run: RunData) -> PostSteps:
-    """From an answered POST's seconds and the median step."""
-    posts = [
-        record["seconds"]
-        for record in run.ledger_records
-        if record["kind"] == Entry.FINISHED and record["end"] == "answered"
-    ]
-    steps = [step.seconds for step in trained_steps(run.first)]
-    if len(posts) < 2 or not steps or not (step_s := statistics.median(steps)):
-        return None
-    deciles = statistics.quantiles(posts, n=10, method="inclusive")
-    return deciles[0] / step_s, deciles[-1] / step_s
 
 
 def sustained_b_ratio(speed: Speed, summary: RunSummary) -> float:
     """The highest share of B steps that these rollouts feed, at this run's step times; rounded down."""
-    return sustained(_sustained_share(speed, summary))
+    return sustained(summary.num_b_run / summary.num_steps * speed.learner_s / speed.rollouts_s)
 
 
-def _sustained_share(speed: Speed, summary: RunSummary) -> float:
-    return summary.num_b_run / summary.num_steps * speed.learner_s / speed.rollouts_s
-
-
-def _binding(speed: Speed, summary: RunSummary, knobs: Knobs) -> Bottleneck:
-    learner, rollouts = seconds(speed.learner_s), seconds(speed.rollouts_s)
-    if speed.learner_binds:
-        return Bottleneck(
-            f"The learner binds: its steps and rounds need {learner}, the rollouts {rollouts}.",
-            _b_ratio(speed, summary, knobs, upwards=True),
-        )
-    less_b = _b_ratio(speed, summary, knobs, upwards=False)
-    asking = speed.working_s["asking"]
-    if asking >= speed.rollouts_s - asking:
-        return Bottleneck(
-            f"The rollouts bind: asking the servers takes {seconds(asking)} of the pipeline's {rollouts}, the learner "
-            f"needs {learner}; more servers would shorten the asking.",
-            less_b,
-        )
-    others = {name: spent for name, spent in speed.working_s.items() if name != "asking"}
-    name = max(others, key=others.__getitem__)
-    return Bottleneck(
-        f"Preparation on the CPU binds: the pipeline needs {rollouts}, of which {name} takes "
-        f"{seconds(others[name])}; the learner needs {learner}.",
-        less_b,
-    )
-
-
-def _b_ratio(speed: Speed, summary: RunSummary, knobs: Knobs, *, upwards: bool) -> tuple[Advice, ...]:
-    """The ratio that the rollouts sustain, if it lies in that direction of the wanted one."""
+def _b_ratio(speed: Speed, summary: RunSummary, b_ratio: float | None, *, upwards: bool) -> str:
+    """The ratio that the rollouts sustain, if it lies in that direction of the wanted one; else nothing."""
     if not speed.rollouts_s:
-        return ()
+        return ""
     ratio = sustained_b_ratio(speed, summary)
-    wanted = summary.num_b_wanted / summary.num_steps if knobs.b_ratio is None else knobs.b_ratio
+    wanted = summary.num_b_wanted / summary.num_steps if b_ratio is None else b_ratio
     if ratio == wanted or (ratio > wanted) != upwards:
-        return ()
-    why = (
-        f"the rollouts sustain {summary.num_b_run} of {summary.num_steps} steps × {seconds(speed.learner_s)} / "
-        f"{seconds(speed.rollouts_s)} = {_sustained_share(speed, summary):.3f}"
+        return ""
+    return (
+        f" The rollouts sustain stage2_ab.schedule.b_ratio {'up to ' * upwards}{ratio:g}: {summary.num_b_run} of "
+        f"{summary.num_steps} steps × {seconds(speed.learner_s)} / {seconds(speed.rollouts_s)}."
     )
-    proposed = f"up to {ratio:g}" if upwards else f"{ratio:g}"
-    return (Advice("stage2_ab.schedule.b_ratio", knobs.b_ratio, proposed, why),)
 
 
 def _missing_packs(
-    speed: Speed | None, summary: RunSummary, knobs: Knobs, post_steps: PostSteps, *, is_told: bool
-) -> Iterator[Bottleneck]:
+    speed: Speed | None, summary: RunSummary, b_ratio: float | None, *, is_told: bool
+) -> Iterator[str]:
     """``is_told``: what binds, and what would help, has been named already."""
     missed, early = summary.skips.get("not_enough_packs", 0), summary.num_b_too_early
     later = missed - early
@@ -274,46 +190,22 @@ def _missing_packs(
         sum(summary.totals[f"{what}_dropped_stale"] for what in ("packs", "segments", "rollouts"))
     )
     if later and num_stale:
-        sentence = f"{later} wanted B steps lacked packs while {num_stale} packs and rollouts went stale"
-        advice = _window(knobs, post_steps)
-        remedy = "" if advice else "; raise stage2_ab.channel_b.prefetch.version_window"
-        yield Bottleneck(f"{sentence}{remedy}.", advice)
+        yield (
+            f"{later} wanted B steps lacked packs while {num_stale} packs and rollouts went stale; raise "
+            "stage2_ab.channel_b.prefetch.version_window."
+        )
     elif missed <= MISSED_SHARE * summary.num_b_wanted or is_told:
         return
     elif later <= MISSED_SHARE * summary.num_b_wanted:
-        yield Bottleneck(
+        yield (
             f"{early} of {summary.num_b_wanted} wanted B steps came before the first packs were ready, and "
             f"{later or 'none'} lacked packs after that: this is the start of a run, which weighs less in a longer "
             "one, and not the pace of production."
         )
     else:
-        advice = _b_ratio(speed, summary, knobs, upwards=False) if speed else ()
-        cause = (
-            "too slow for this share" if summary.num_b_run else "too slow for this share, or began too late"
-        )
-        yield Bottleneck(
+        advice = _b_ratio(speed, summary, b_ratio, upwards=False) if speed else ""
+        late = "" if summary.num_b_run else ", or began too late"
+        yield (
             f"{missed} of {summary.num_b_wanted} wanted B steps lacked packs while nothing went stale: production was "
-            f"{cause}.{'' if advice else _FEED}",
-            advice,
+            f"too slow for this share{late}.{advice or _FEED}"
         )
-
-
-_FEED = (
-    " A smaller stage2_ab.channel_b.packing.packing_length needs fewer rollouts for a step, a larger "
-    "rollout.max_inflight_per_server makes more at once, a smaller stage2_ab.schedule.b_ratio wants fewer; section "
-    "Queue and version lag shows how many packs were ready, and doctor --live computes the settings."
-)
-
-
-def _window(knobs: Knobs, post_steps: PostSteps) -> tuple[Advice, ...]:
-    """A window in which POSTs of such unlike lengths all arrive fresh: arrivals spread over at most its steps."""
-    window, every = knobs.version_window, knobs.sync_every_steps
-    if window is None or every is None or post_steps is None:
-        return ()
-    quick, slow = post_steps
-    why = (
-        f"POSTs take {quick:.1f} to {slow:.1f} steps; arrivals may spread over version_window × sync_every_steps = "
-        f"{window} × {every} steps"
-    )
-    needed = max(window + 1, math.ceil((slow - quick + 1) / every))
-    return (Advice("stage2_ab.channel_b.prefetch.version_window", window, str(needed), why),)

@@ -51,7 +51,7 @@ def what_was_trained(run_dir: Path) -> str:
     """The traces of a run that has trained here, in a few words; empty if there are none."""
     if steps := checkpoints_in(run_dir):
         return f"checkpoint-{max(steps)}"
-    for path in sorted(run_dir.glob("audit/rank*.jsonl")):
+    for path in sorted(run_dir.glob("events/rank*.jsonl")):
         if any(b'"kind":"step"' in line for line in regular_lines(path)):
             return f"the steps in {path.relative_to(run_dir)}"
     log = run_dir / "logging.jsonl"  # ms-swift also writes a line without a loss where a start fails

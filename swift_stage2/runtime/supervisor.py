@@ -100,7 +100,7 @@ class ProcessTree:
 
 
 def _private(path: str, flags: int) -> int:
-    """A log may quote rows and answers, and is as private as the audit."""
+    """A log may quote rows and answers, and is as private as the event log."""
     return os.open(path, flags, 0o600)
 
 

@@ -74,7 +74,7 @@ class ProgressWatch:
 
     who: Mapping[str, Callable[[], Standing | None]]
     limit_s: float
-    on_stall: Callable[[str, float], None]
+    on_stall: Callable[[str, float], object]
 
     def __post_init__(self) -> None:
         self._told: dict[str, tuple[Standing, float]] = {}

@@ -15,7 +15,7 @@ from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 
 _FLAGS = (
     "not_reserved", "pipeline_failed", "stop_requested", "truncation_guard", "evaluation_wanted", "round_news",
-    "server_joins",
+    "server_joins", "log_failed",
 )  # fmt: skip
 _NUM_COMMON_ENTRIES = len(_FLAGS) + 2
 _MILLI = 1000  # durations travel as whole thousandths of a step
@@ -36,6 +36,8 @@ class RankFacts:
     """Rank 0's: of the round in transfer there is something to hear."""
     server_joins: bool = False
     """Rank 0's: a server that was absent at the start has answered, and passed the checks of a start."""
+    log_failed: bool = False
+    """This rank's event log cannot be written any more."""
     pace: ProductionPace = INSTANT
     """Of this rank's productions; in the outcome the slowest rank's, which paces all."""
     servers_suspect: tuple[bool, ...] = ()

@@ -1,13 +1,12 @@
-"""One rank's telemetry: counters, activity clock, audit, ledger, trace, and on rank 0 TensorBoard and a line to read.
+"""One rank's telemetry: counters, activity clock, event log, trace, and on rank 0 TensorBoard and a line to read.
 
 The learner reports steps, rounds and warnings, the pipeline its own events through ``pipeline``. Ranks meet
 only in ``merge_and_write``, at logging steps, through a sum that the caller brings. Nothing here raises for
-the disk's sake.
+the disk's sake; ``log.failure`` tells.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import Counter
@@ -19,23 +18,29 @@ from typing import Any
 from swift_stage2.records import EvaluationRecord, RoundOutcome, StepRecord
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
 from swift_stage2.scheduling.step_plan import SkipReason
-from swift_stage2.telemetry.activity import NANOSECONDS, Activity, ActivityClock
-from swift_stage2.telemetry.audit import AuditLog, StorageWarning, rank_path, to_json
-from swift_stage2.telemetry.ledger import Ledger, MatchLog, RecordEntry
+from swift_stage2.telemetry.activity import NANOSECONDS, Activity, ActivityClock, ActivityT
+from swift_stage2.telemetry.display import StatusLine, TensorBoardSink, scalars_of_merge, scalars_of_plan
+from swift_stage2.telemetry.event_log import EventLog, event_path
+from swift_stage2.telemetry.events import (
+    CaughtUp,
+    End,
+    Evaluation,
+    EvaluationScores,
+    Loss,
+    Losses,
+    Metrics,
+    Round,
+    Start,
+    Step,
+    TrainedPack,
+    Warned,
+)
 from swift_stage2.telemetry.metrics import PREFIX, Counters, SumAcrossRanks, decode, encode
-from swift_stage2.telemetry.recorders import EvaluationRecorder, PipelineRecorder
-from swift_stage2.telemetry.status_line import StatusLine
+from swift_stage2.telemetry.recorders import EvaluationRecorder, MatchKeeper, PipelineRecorder
 from swift_stage2.telemetry.summary import why_b_is_unused
-from swift_stage2.telemetry.tensorboard import TensorBoardSink, scalars_of_merge, scalars_of_plan
 from swift_stage2.telemetry.trace import Trace
 
 logger = logging.getLogger(__name__)
-
-_OF_A_STEP = (
-    *("version", "version_lag", "queue_depth", "infer_in_flight"),
-    *("round_pending", "round_in_transfer", "plan_seconds"),
-)
-
 
 _EVALUATE = "swift-stage2 evaluate measures a checkpoint"
 _UNANSWERED = {  # why, and what helps, by how an evaluation ended
@@ -46,8 +51,8 @@ _UNANSWERED = {  # why, and what helps, by how an evaluation ended
 
 
 class Telemetry:
-    """Everything that is measured on one rank. The main thread's, except for ``counters``, ``ledger``, ``record``,
-    ``trace``, ``pipeline`` and ``evaluation``, which any thread may use."""
+    """Everything that is measured on one rank. The main thread's, except for ``counters``, ``log``, ``trace``,
+    ``pipeline`` and ``evaluation``, which any thread may use."""
 
     def __init__(
         self,
@@ -56,9 +61,9 @@ class Telemetry:
         world_size: int,
         *,
         tensorboard: bool = True,
-        audit: bool = True,
+        events: bool = True,
         trace: bool = False,
-        record: bool = False,
+        records: bool = False,
         kept_rows: Container[int] = frozenset(),
         say: Callable[[str], object] | None = None,
         total_steps: int = 0,
@@ -67,75 +72,59 @@ class Telemetry:
     ) -> None:
         """``queue_limit`` None means that there is no channel B. ``say`` gets lines for a user.
 
-        ``kept_rows`` of the data set have their matches kept whole, ``reward_terms`` of rollouts are summed.
+        ``events`` keeps a log, with ``records`` also of what a replay needs. ``kept_rows`` of the data set have their
+        matches kept whole, ``reward_terms`` of rollouts are summed.
         """
         self._run_dir = run_dir
         self._rank = rank
         self._world_size = world_size
-        self._storage = StorageWarning()
         self.counters = Counters(reward_terms)
         self.trace = Trace(trace)
         self.clock = ActivityClock(self.trace.now_ns, self.trace.recorder_of("learner"))
         self.activity = self.clock.activity
 
-        def log(folder: str, kept: bool) -> AuditLog:
-            return AuditLog(rank_path(folder, run_dir, rank) if kept else None, rank, warning=self._storage)
-
-        b_enabled = queue_limit is not None
-        self.audit = log("audit", audit)
-        self.ledger = Ledger(log("ledger", audit and b_enabled))
-        self.record = log("record", record)
-        self._match_file = log("matches", audit and b_enabled)
-        matches = MatchLog(self._match_file, kept_rows)
-        self.pipeline = PipelineRecorder(
-            self.counters, self.audit, self.ledger, self.record, matches, self.trace
-        )
-        self.evaluation = EvaluationRecorder(self.audit, matches)
-        writes_board = tensorboard and rank == 0
-        self._board = TensorBoardSink(run_dir / "runs", warning=self._storage) if writes_board else None
+        self.log = EventLog(event_path(run_dir, rank) if events else None)
+        self._records = records
+        matches = MatchKeeper(self.log, kept_rows)
+        self.pipeline = PipelineRecorder(self.counters, self.log, matches, self.trace, records)
+        self.evaluation = EvaluationRecorder(self.log, matches)
+        self._board = TensorBoardSink(run_dir / "runs" if tensorboard and rank == 0 else None)
         self._say = say
-        self._told_ns = self.clock.totals_ns()  # by the audit's records of steps
+        self._told_ns = self.clock.totals_ns()  # by events of steps
         self._total_steps = total_steps
         self._status = StatusLine(total_steps, queue_limit)
         self._round_errors: dict[int, str | None] = {}  # by server, of its last round
-        self._transports: set[tuple[int, str]] = set()  # by which weights have reached servers
         self._num_errors: Counter[str] = Counter()  # of servers that a round did not prove
         self._queue_limit = queue_limit
         self._window_start: dict[str, float] = {}
         self._plans: list[tuple[int, float, dict[str, float]]] = []
-        self._closed = False
+        self._has_started = self._closed = False
 
-    def record_start(self, step: int, **settings: Any) -> None:
-        """Write down once what a run, or a resumed part of it, begins with: seed, decoding parameters and more.
-
-        Records of an earlier process for ``step`` and later are void from here on.
-        """
-        self._tell(
-            "start",
-            step=step,
+    def record_start(self, **facts: Any) -> None:
+        """Write down once what a run, or a resumed part of it, begins with: ``facts`` of the event ``Start``."""
+        self._has_started = True
+        start = Start(
             world_size=self._world_size,
             total_steps=self._total_steps,
             queue_limit=self._queue_limit,
-            settings=settings,
+            **facts,
         )
-        if self._board is not None:
-            text = json.dumps(to_json(settings), indent=2)
-            self._board.write_text(f"{PREFIX}settings", f"```json\n{text}\n```")
+        self.log.write(start)
+        settings = start.model_dump_json(include={"seed", "decoding", "config"}, indent=2, fallback=str)
+        self._board.write_text(f"{PREFIX}settings", f"```json\n{settings}\n```")
 
     def record_step(self, facts: StepRecord) -> None:
-        """Count one step when its plan is made. The audit gives it the time since the step before."""
-        channel, version = facts.plan.channel, facts.version
+        """Count one step when its plan is made. Its event has the time since the step before."""
         self._count_step(facts)
-        self._audit_step(facts)
-        self.record.write(RecordEntry.STEP, step=facts.step, channel=channel, version=version)
+        self._tell_step(facts)
         end_ns = self.trace.now_ns()
         self.trace.record("plan", end_ns - int(facts.plan_seconds * NANOSECONDS), end_ns)
-        if self._board is not None:
-            self._plans.append((facts.step, time.time(), scalars_of_plan(facts.plan)))
+        self._plans.append((facts.step, time.time(), scalars_of_plan(facts.plan)))
 
     def record_losses(self, step: int, losses: Sequence[str]) -> None:
         """Keep every micro_step's loss of a step that has trained, as ``float.hex``."""
-        self.record.write(RecordEntry.LOSSES, step=step, losses=losses)
+        if self._records:
+            self.log.write(Losses(step=step, losses=tuple(losses)))
 
     def record_round(self, step: int, outcome: RoundOutcome, pending_seconds: float = 0.0) -> None:
         """Count one sync round that has ended, on every rank, and how long it waited until it could begin.
@@ -143,33 +132,25 @@ class Telemetry:
         It is committed iff a server was proven. A catch-up is no round: the servers that it proved are counted apart.
         """
         committed = bool(outcome.proven)
-        facts = {
+        facts: dict[str, Any] = {
             "step": step,
             "round_id": outcome.round_id,
             "version": outcome.version,
             "seconds": outcome.seconds,
-            "servers": dict(outcome.reports),
+            "servers": {str(server): report for server, report in outcome.reports.items()},
         }
         if outcome.is_catch_up:
             self.counters.add("sync_servers_caught_up", len(outcome.proven))
-            self._tell("catch_up", **facts)
+            self.log.write(CaughtUp(**facts))
         else:
             self.counters.add("sync_rounds_committed" if committed else "sync_rounds_failed")
-            self._tell(
-                "round",
-                **facts,
-                committed=committed,
-                staged=outcome.staged,
-                pending_seconds=pending_seconds,
-                canary_seconds=outcome.canary_seconds,
-                snapshot_seconds=outcome.snapshot_seconds,
-            )
+            of_round = {
+                name: getattr(outcome, name) for name in ("staged", "canary_seconds", "snapshot_seconds")
+            }
+            self.log.write(Round(**facts, **of_round, committed=committed, pending_seconds=pending_seconds))
         self.counters.add("sync_servers_failed", len(outcome.failed))
         self._num_errors.update(str(outcome.reports[server].error) for server in outcome.failed)
         for server, report in outcome.reports.items() if self._rank == 0 else ():
-            if report.transport and (server, report.transport) not in self._transports:
-                self._transports.add((server, report.transport))
-                logger.info("weights reach server %d over %s", server, report.transport)
             told, self._round_errors[server] = self._round_errors.get(server), report.error
             if report.error and report.error != told:
                 self.record_warning(
@@ -180,18 +161,14 @@ class Telemetry:
     def record_evaluation(self, facts: EvaluationRecord) -> None:
         """Write down an evaluation that has ended, on every rank; its points stand at the step at which it began."""
         run, counts = facts.run, facts.counts
-        self._tell(
-            "evaluation",
-            step=facts.ended_step,
-            **asdict(run),
-            end=facts.end,
-            counts=counts,
-            ratios=counts.ratios,
+        self.log.write(
+            Evaluation(
+                step=facts.ended_step, **asdict(run), end=facts.end, counts=counts, ratios=counts.ratios
+            )
         )
         values = {**counts.ratios, "num_samples": counts.num_answered, "version": run.version}
-        if self._board is not None:
-            scalars = {f"{PREFIX}eval/{name}": float(value) for name, value in values.items()}
-            self._board.write_scalars(run.begun_step, scalars)
+        scalars = {f"{PREFIX}eval/{name}": float(value) for name, value in values.items()}
+        self._board.write_scalars(run.begun_step, scalars)
         if counts.num_answered == 0:
             self.record_warning(
                 f"the evaluation that began at step {run.begun_step} has no answer to {counts.num_wanted} "
@@ -200,17 +177,15 @@ class Telemetry:
 
     def record_scores(self, run: RunningEvaluation, scores: Mapping[str, float], fault: str = "") -> None:
         """Write down what rank 0 has computed of an evaluation beside training, and its ``fault``, if it has one."""
-        self._tell("evaluation_scores", **asdict(run), scores=scores)
-        if self._board is not None:
-            tags = {f"{PREFIX}eval/{name}": value for name, value in scores.items()}
-            self._board.write_scalars(run.begun_step, tags)
+        self.log.write(EvaluationScores(**asdict(run), scores=scores))
+        tags = {f"{PREFIX}eval/{name}": value for name, value in scores.items()}
+        self._board.write_scalars(run.begun_step, tags)
         if fault:
             self.record_warning(f"the evaluation that began at step {run.begun_step} is not whole: {fault}")
 
     def show_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
         """Put pictures of an evaluation that began at ``step``, encoded, by name, into TensorBoard; on rank 0."""
-        if self._board is not None:
-            self._board.write_images(step, pictures)
+        self._board.write_images(step, pictures)
 
     @property
     def unused_b(self) -> str:
@@ -228,16 +203,16 @@ class Telemetry:
 
     def record_loss(self, step: int, loss: float) -> None:
         """Keep what ms-swift logs after ``step`` steps: the mean over all ranks and the steps since its last log."""
-        self._tell("loss", step=step, loss=loss)
+        self.log.write(Loss(step=step, loss=loss))
         self._say_status(loss)
 
     def record_warning(self, message: str) -> None:
-        """Say or log a warning, and keep it for the audit."""
+        """Say or log a warning, and keep it."""
         if self._say is not None:
             self._say(f"warning: {message}")
         else:
             logger.warning("%s", message)
-        self._tell("warning", message=message)
+        self.log.write(Warned(message=message))
 
     def merge_and_write(
         self, step: int, sum_across_ranks: SumAcrossRanks, *, epoch: float | None = None
@@ -258,9 +233,8 @@ class Telemetry:
         self._window_start = dict(merged.values)
         self.counters.set("ver_lag", None)
         self._tell_metrics(step, numbers, activity_ns, wall_ns, epoch)
-        if self._board is not None:
-            self._flush_plans()
-            self._board.write_scalars(step, values)
+        self._flush_plans()
+        self._board.write_scalars(step, values)
         return values
 
     def state_dict(self) -> dict[str, Any]:
@@ -285,21 +259,18 @@ class Telemetry:
         if self._closed:
             return
         self._closed = True
-        self.ledger.close()  # before the audit tells the end, so that it never tells one that the ledger does not
         self.pipeline.tell_batches()
-        self._tell_metrics(None, self.counters.snapshot(), *self.clock.read_ns())
-        if self.unused_b:
-            self.audit.write("unused_b", cause=self.unused_b)
-        self.audit.close()
-        self.record.close()
-        self._match_file.close()
-        if self._board is not None:
-            self._flush_plans()
-            self._board.close()
+        if self._has_started:
+            self._tell_metrics(None, self.counters.snapshot(), *self.clock.read_ns())
+        self.log.close(End(unused_b=self.unused_b) if self._has_started else None)
+        if self.log.failure:
+            logger.warning("the event log lacks its end: %s", self.log.failure)
+        self._flush_plans()
+        self._board.close()
         self.clock.end_interval()
         if self._queue_limit is not None:
             self.pipeline.clock.end_interval()
-        self.trace.save(self._run_dir / "trace" / f"rank{self._rank}.json", self._rank, self._storage)
+        self.trace.save(self._run_dir / "trace" / f"rank{self._rank}.json", self._rank)
         self._say_status(None)
 
     def _count_step(self, facts: StepRecord) -> None:
@@ -322,21 +293,28 @@ class Telemetry:
             if facts.version_lag is not None:
                 self.counters.raise_to("ver_lag", facts.version_lag)
 
-    def _audit_step(self, facts: StepRecord) -> None:
+    def _tell_step(self, facts: StepRecord) -> None:
         totals = self.clock.totals_ns()
         spent = {activity: ns - self._told_ns[activity] for activity, ns in totals.items()}
         self._told_ns = totals
-        self._tell(
-            "step",
-            step=facts.step,
-            channel=facts.plan.channel,
-            wants_b=facts.plan.wanted_b,
-            skip_reason=facts.plan.skip_reason,
-            **{name: getattr(facts, name) for name in _OF_A_STEP},
-            num_tokens=sum(pack.num_tokens for pack in facts.packs),
-            num_supervised_tokens=sum(pack.num_supervised_tokens for pack in facts.packs),
-            packs=[{"pack_id": pack.pack_id, "version": pack.version} for pack in facts.packs],
-            activity_ns={activity: ns for activity, ns in spent.items() if ns},
+        self.log.write(
+            Step(
+                step=facts.step,
+                channel=facts.plan.channel,
+                wants_b=facts.plan.wanted_b,
+                skip_reason=facts.plan.skip_reason,
+                version=facts.version,
+                version_lag=facts.version_lag,
+                queue_depth=facts.queue_depth,
+                infer_in_flight=facts.infer_in_flight,
+                round_pending=facts.round_pending,
+                round_in_transfer=facts.round_in_transfer,
+                plan_seconds=facts.plan_seconds,
+                num_tokens=sum(pack.num_tokens for pack in facts.packs),
+                num_supervised_tokens=sum(pack.num_supervised_tokens for pack in facts.packs),
+                packs=tuple(TrainedPack(pack_id=pack.pack_id, version=pack.version) for pack in facts.packs),
+                activity_ns=_by_name({activity: ns for activity, ns in spent.items() if ns}),
+            )
         )
 
     def _tell_metrics(
@@ -347,25 +325,29 @@ class Telemetry:
         wall_ns: int,
         epoch: float | None = None,
     ) -> None:
-        told: dict[str, Any] = {
-            "epoch": epoch,
-            "numbers": numbers,
-            "activity_ns": activity_ns,
-            "wall_ns": wall_ns,
-        }
-        if self._queue_limit is not None:
-            told["pipeline_ns"], told["pipeline_wall_ns"] = self.pipeline.clock.read_ns()
-        self._tell("metrics", step=step, **told)
+        pipeline_ns, pipeline_wall_ns = self.pipeline.clock.read_ns()
+        has_pipeline = self._queue_limit is not None
+        self.log.write(
+            Metrics(
+                step=step,
+                epoch=epoch,
+                numbers=numbers,
+                activity_ns=_by_name(activity_ns),
+                wall_ns=wall_ns,
+                pipeline_ns=_by_name(pipeline_ns) if has_pipeline else None,
+                pipeline_wall_ns=pipeline_wall_ns if has_pipeline else None,
+            )
+        )
 
     def _flush_plans(self) -> None:
-        assert self._board is not None
         for step, wall_time, values in self._plans:
             self._board.write_scalars(step, values, wall_time)
         self._plans.clear()
 
-    def _tell(self, kind: str, **values: Any) -> None:
-        self.audit.write(kind, **values)
-
     def _say_status(self, loss: float | None) -> None:
         if (line := self._status.line(loss)) and self._say is not None:
             self._say(line)
+
+
+def _by_name(ns_by_activity: Mapping[ActivityT, int]) -> dict[str, int]:
+    return {activity.value: ns for activity, ns in ns_by_activity.items()}

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from swift_stage2.config.swift_arguments import SCORED
-from swift_stage2.errors import closest
 from swift_stage2.records import ObjectDropReason, QuarantineReason
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import Activity
-from swift_stage2.telemetry.ledger import UnusedReason
+from swift_stage2.telemetry.sample_events import UnusedReason
 
 PREFIX = "stage2_ab/"
 REWARD = "reward/"  # begins the names of a reward's sums, one per term of the task, and their tags
@@ -53,7 +52,7 @@ class Metric:
     merge: Merge
     help: str
     tag: str | None = None
-    """Without the prefix ``stage2_ab/``; None keeps the number in the audit only."""
+    """Without the prefix ``stage2_ab/``; None keeps the number in the event log only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +233,7 @@ RATIOS: tuple[Ratio, ...] = (
     Ratio("packing/fill_ratio", ("tokens_packed",), ("tokens_capacity",), "filled share of packs"),
 )
 
-# Of a whole evaluation, when it has ended; the audit's record ``evaluation`` holds its counts.
+# Of a whole evaluation, when it has ended; the event ``evaluation`` holds its counts.
 EVALUATION_TAGS: tuple[str, ...] = tuple(
     f"eval/{name}"
     for name in ("precision", "recall", "f1", "mean_iou", "truncated_ratio", "num_samples", "version")
@@ -245,7 +244,7 @@ METRICS_BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
 
 
 class Counters:
-    """One rank's counters and gauges, which any thread may move. A name that is not declared raises ValueError.
+    """One rank's counters and gauges, which any thread may move. A name that is not declared raises KeyError.
 
     Gauges have no value until they are set. Counters continue after a resume; gauges do not. The terms of the task's
     reward are summed beside them, and may be below 0: ``reward_terms`` names them, the same on all ranks.
@@ -255,40 +254,30 @@ class Counters:
         self._lock = threading.Lock()
         self._counts: dict[str, float] = {m.name: 0 for m in METRICS if m.kind is Kind.COUNTER}
         self._counts |= {REWARD + term: 0.0 for term in reward_terms}
-        self._gauges: dict[str, float] = {}
+        self._gauges: dict[str, float | None] = {m.name: None for m in METRICS if m.kind is Kind.GAUGE}
 
     def add(self, name: str, amount: float = 1) -> None:
-        """Grow a counter; a negative ``amount`` raises ValueError, as one that is not a number."""
-        if not amount >= 0:
-            raise ValueError(f"a counter only grows, got name={name!r} amount={amount}")
-        self._check(name, Kind.COUNTER)
+        """Grow a counter."""
         with self._lock:
             self._counts[name] += amount
 
-    def add_reward(self, terms: Mapping[str, float]) -> None:
-        """Add one rollout's; a term that was not named raises KeyError."""
-        with self._lock:
-            for term, value in terms.items():
-                self._counts[REWARD + term] += value
-
     def set(self, name: str, value: float | None) -> None:
         """Set a gauge; None takes its value away."""
-        self._check(name, Kind.GAUGE)
+        if name not in self._gauges:
+            raise KeyError(name)
         with self._lock:
-            self._gauges.pop(name, None)
-            if value is not None:
-                self._gauges[name] = value
+            self._gauges[name] = value
 
     def raise_to(self, name: str, value: float) -> None:
         """Set a gauge to ``value`` unless it is higher already."""
-        self._check(name, Kind.GAUGE)
         with self._lock:
-            self._gauges[name] = max(value, self._gauges.get(name, value))
+            before = self._gauges[name]
+            self._gauges[name] = value if before is None else max(value, before)
 
     def snapshot(self) -> dict[str, float]:
         """Every number at one moment; gauges that were never set are left out."""
         with self._lock:
-            return self._counts | self._gauges
+            return self._counts | {name: value for name, value in self._gauges.items() if value is not None}
 
     def state_dict(self) -> dict[str, float]:
         """The counters, for a checkpoint."""
@@ -300,17 +289,6 @@ class Counters:
         with self._lock:
             for name in self._counts:
                 self._counts[name] = state.get(name, 0)
-
-    @staticmethod
-    def _check(name: str, kind: Kind) -> None:
-        metric = METRICS_BY_NAME.get(name)
-        if metric is None:
-            nearest = closest(name, tuple(METRICS_BY_NAME))
-            hint = f"did you mean {nearest!r}?" if nearest else "declare it in telemetry/metrics.py"
-            raise ValueError(f"a metric must be declared, got name={name!r}; {hint}")
-        if metric.kind is not kind:
-            verb = "add to" if metric.kind is Kind.COUNTER else "set"
-            raise ValueError(f"{name!r} is a {metric.kind}; {verb} it instead")
 
 
 SumAcrossRanks = Callable[[Sequence[float]], Sequence[float]]

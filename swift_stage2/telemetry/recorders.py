@@ -1,16 +1,18 @@
-"""Turns what channel B's pipeline and evaluations report into counters, gauges, records and spans.
+"""Turns what channel B's pipeline and evaluations report into counters, gauges, events and spans.
 
-One recorder each, so that nothing of an evaluation reaches the ledger or the counters of what trains.
+One recorder each, so that nothing of an evaluation reaches the account or the counters of what trains.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from swift_stage2.records import (
     BatchOutcome,
@@ -21,33 +23,94 @@ from swift_stage2.records import (
     SampleKey,
     Segment,
     Target,
+    image_paths,
 )
 from swift_stage2.telemetry.activity import IntervalClock, PipelineActivity
-from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import Entry, Ledger, MatchLog, RecordEntry, completion_of, spans_of
-from swift_stage2.telemetry.metrics import Counters
+from swift_stage2.telemetry.event_log import EventLog
+from swift_stage2.telemetry.events import Batch, EvaluationFailure, EvaluationPost
+from swift_stage2.telemetry.metrics import REWARD, Counters
+from swift_stage2.telemetry.sample_events import (
+    Advantages,
+    Cut,
+    Labelled,
+    Match,
+    Matched,
+    Packed,
+    Read,
+    RecordedCompletion,
+    keys_of,
+)
 from swift_stage2.telemetry.trace import Trace
 
 logger = logging.getLogger(__name__)
 
+MOST_MATCH_BYTES = 64 * 2**20
+_EVALUATED_ROWS = 64
 _CUT_BY_OUR_OWN_STOP = "stopped"
 _MOST_TOLD = 20
+
+
+def rows_to_keep(num_rows: int, num_kept: int, seed: int) -> frozenset[int]:
+    """Which rows of the training set have their matches kept, the same on all ranks; at most ``num_kept``.
+
+    They are the same in every epoch, too, so that a row is seen again under later versions.
+    """
+    return frozenset(random.Random(seed).sample(range(num_rows), min(num_kept, num_rows)))
+
+
+class MatchKeeper:
+    """Keeps whole the matches of ``rows`` of the training set, and of the first rows of a validation set."""
+
+    def __init__(self, log: EventLog, rows: Container[int]) -> None:
+        self._log = log
+        self._rows = {"training": rows, "evaluation": range(_EVALUATED_ROWS) if rows else ()}
+        self._num_bytes = 0
+
+    def keep(
+        self,
+        purpose: Literal["training", "evaluation"],
+        rollout: Rollout,
+        target: Target,
+        space: tuple[int, int] | None,
+    ) -> None:
+        match, key = target.match, rollout.sample.key
+        if key.index not in self._rows[purpose] or self._num_bytes > MOST_MATCH_BYTES:
+            return
+        if match is None or space is None:
+            return
+        self._num_bytes += self._log.write(
+            Match(
+                purpose=purpose,
+                sample=keys_of([key])[0],
+                version=rollout.version,
+                images=image_paths(rollout.sample.row),
+                space=space,
+                truth=tuple(Labelled(label=label, box=box) for label, box in match.truth),
+                predicted=tuple(Labelled(label=label, box=box) for label, box in match.predicted),
+                pairs=tuple((prediction, truth, round(iou, 4)) for prediction, truth, iou in match.pairs),
+                rollout=rollout.text,
+                target=target.text,
+                truncated=rollout.truncated,
+                dropped=target.quality.dropped,
+                reward={term: round(value, 4) for term, value in target.quality.reward.items()},
+            )
+        )
 
 
 @dataclass(eq=False)
 class PipelineRecorder:
     """One rank's side of the pipeline's events. ``seconds`` is how long the stage took."""
 
-    _counters: Counters
-    _audit: AuditLog
-    _ledger: Ledger
-    _record: AuditLog
-    _matches: MatchLog
-    _trace: Trace
+    counters: Counters
+    log: EventLog
+    matches: MatchKeeper
+    trace: Trace
+    records: bool = False
+    """Whether answers are kept for a replay."""
 
     def __post_init__(self) -> None:
-        trace = self._trace
-        self.clock = IntervalClock(PipelineActivity.IDLE, trace.now_ns, trace.recorder_of("pipeline"))
+        now_ns, on_closed = self.trace.now_ns, self.trace.recorder_of("pipeline")
+        self.clock = IntervalClock(PipelineActivity.IDLE, now_ns, on_closed)
         self._untold: list[BatchOutcome] = []
         self._num_posts_out = 0
         self._posts_lock = threading.Lock()
@@ -62,64 +125,62 @@ class PipelineRecorder:
     def batch(self, outcome: BatchOutcome) -> None:
         """Some came back from the servers, out of one share.
 
-        The audit gets one record of all that came until a pack is made, or until something went wrong.
+        One event tells of all that came until a pack is made, or until something went wrong.
         """
         self._stage("rollout", outcome.seconds)
-        self._counters.add("rollouts_received", len(outcome.rollouts))
+        self.counters.add("rollouts_received", len(outcome.rollouts))
         failed = [failure for failure in outcome.failures if failure.end != _CUT_BY_OUR_OWN_STOP]
-        self._counters.add("rollouts_failed", sum(failure.num_requests > 0 for failure in failed))
-        self._counters.add("samples_returned", len(outcome.returned))
-        self._counters.add("rollouts_aborted", len(outcome.aborted))
-        self._counters.add("tokens_aborted", sum(len(rollout.token_ids) for rollout in outcome.aborted))
-        self._counters.add("rollouts_resumed", len(outcome.partial))
+        self.counters.add("rollouts_failed", sum(failure.num_requests > 0 for failure in failed))
+        self.counters.add("samples_returned", len(outcome.returned))
+        self.counters.add("rollouts_aborted", len(outcome.aborted))
+        self.counters.add("tokens_aborted", sum(len(rollout.token_ids) for rollout in outcome.aborted))
+        self.counters.add("rollouts_resumed", len(outcome.partial))
         # Of a whole one, all before its last part: an abort that keeps nothing would have lost them.
-        self._counters.add("tokens_kept", sum(rollout.spans[-1].start for rollout in outcome.rollouts))
+        self.counters.add("tokens_kept", sum(rollout.spans[-1].start for rollout in outcome.rollouts))
         self._untold.append(outcome)
         if outcome.failures or outcome.returned or outcome.quarantined:
             self.tell_batches()
         for rollout in outcome.partial:
-            self._ledger.cut(rollout)
-        for rollout in outcome.rollouts:
-            self._record.write(RecordEntry.COMPLETION, **completion_of(rollout))
+            self.log.write(Cut.of(rollout))
+        for rollout in outcome.rollouts if self.records else ():
+            self.log.write(RecordedCompletion.of(rollout))
 
     def tell_batches(self) -> None:
-        """Writes what came back into the audit, as far as it is not there."""
+        """Writes of what came back, as far as that is not told."""
         untold, self._untold = self._untold, []
         if not untold:
             return
-        self._audit.write(
-            "batch",
-            seconds=sum(each.seconds for each in untold),
-            num_rollouts=sum(len(each.rollouts) for each in untold),
-            num_returned=sum(len(each.returned) for each in untold),
-            num_aborted=sum(len(each.aborted) for each in untold),
-            partial=[
-                {"sample": rollout.sample.key.entry, "spans": spans_of(rollout.spans)}
-                for each in untold
-                for rollout in each.partial
-            ],
-            num_quarantined=sum(len(each.quarantined) for each in untold),
-            num_posts=sum(each.num_posts for each in untold),
-            failures=[failure for each in untold for failure in each.failures],
+        self.log.write(
+            Batch(
+                seconds=sum(each.seconds for each in untold),
+                num_rollouts=sum(len(each.rollouts) for each in untold),
+                num_returned=sum(len(each.returned) for each in untold),
+                num_aborted=sum(len(each.aborted) for each in untold),
+                num_quarantined=sum(len(each.quarantined) for each in untold),
+                num_posts=sum(each.num_posts for each in untold),
+                failures=tuple(failure for each in untold for failure in each.failures),
+            )
         )
 
     def partial_dropped(self, rollout: Rollout) -> None:
         """An aborted rollout is not resumed after all: stale, unproven, refused, or too slow."""
-        self._counters.add("tokens_partial_dropped", len(rollout.token_ids))
+        self.counters.add("tokens_partial_dropped", len(rollout.token_ids))
 
     def unconfirmed(self, num_rollouts: int) -> None:
         """So many rollouts were given up because their round did not prove their server."""
-        self._counters.add("rollouts_unconfirmed", num_rollouts)
+        self.counters.add("rollouts_unconfirmed", num_rollouts)
 
     def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:
         """So many rollouts were wanted and begun; fewer where ``max_rollouts_per_version`` left no more."""
-        self._counters.add("run_ahead_exhausted", num_begun < num_wanted)
+        self.counters.add("run_ahead_exhausted", num_begun < num_wanted)
 
     def read(
         self, keys: Sequence[SampleKey], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]
     ) -> None:
         """Rows and images of drawn samples were read."""
-        self._ledger.write(Entry.READ, keys, num_objects=num_objects, num_pixels=num_pixels)
+        self.log.write(
+            Read(samples=keys_of(keys), num_objects=tuple(num_objects), num_pixels=tuple(num_pixels))
+        )
 
     def enter(self, activity: PipelineActivity) -> None:
         """The pipeline's thread does this from now on; waiting for a ticket is asking while a POST is out."""
@@ -135,7 +196,7 @@ class PipelineRecorder:
             if self._num_posts_out == 1:
                 self.clock.switch_from(PipelineActivity.TICKET, PipelineActivity.ASKING)
         try:
-            with self._trace.span("POST"):
+            with self.trace.span("POST"):
                 yield
         finally:
             with self._posts_lock:
@@ -146,71 +207,71 @@ class PipelineRecorder:
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
         """A rollout was parsed, matched and corrected; ``space`` is that of the boxes, width and height."""
         self._count_quality(target.quality)
-        # First, so that whoever reads of it in the ledger finds the whole match, too.
-        self._matches.write("training", rollout, target, space)
-        self._ledger.matched(rollout, target.quality)
+        # First, so that whoever reads of it has read the whole match.
+        self.matches.keep("training", rollout, target, space)
+        self.log.write(Matched.of(rollout, target.quality))
 
     def compared(self, rollouts: Sequence[Rollout], reward_std: float) -> None:
         """The rollouts of one group have advantages, and are about to become segments."""
-        self._counters.add("groups_compared")
-        self._counters.add("group_reward_std", reward_std)
-        self._record.write(
-            RecordEntry.ADVANTAGES,
-            samples=[rollout.sample.key.entry for rollout in rollouts],
-            advantages=[rollout.advantages for rollout in rollouts],
-        )
+        self.counters.add("groups_compared")
+        self.counters.add("group_reward_std", reward_std)
+        if self.records:
+            self.log.write(
+                Advantages(
+                    samples=keys_of(rollout.sample.key for rollout in rollouts),
+                    advantages=tuple(rollout.advantages or () for rollout in rollouts),
+                )
+            )
 
     def stale_in_group(self, num_rollouts: int) -> None:
         """So many rollouts went stale while they waited for others of their rows."""
-        self._counters.add("rollouts_dropped_stale", num_rollouts)
+        self.counters.add("rollouts_dropped_stale", num_rollouts)
 
     def unused(self, num_rollouts: int, reason: str) -> None:
         """So many rollouts were compared, or could not be, and nothing is trained of them."""
-        self._counters.add(f"rollouts_unused/{reason}", num_rollouts)
+        self.counters.add(f"rollouts_unused/{reason}", num_rollouts)
 
     def segment(self, segment: Segment, seconds: float) -> None:
         """One rollout became a segment."""
         self._stage("prepare", seconds)
-        self._counters.add("targets_left_out", segment.num_left_out)
+        self.counters.add("targets_left_out", segment.num_left_out)
         self._last_progress_s = time.monotonic()
 
     def pack(self, pack: Pack, seconds: float) -> None:
         """One pack was collated and is about to be offered to the queue."""
         self._stage("pack", seconds)
         self._last_progress_s = time.monotonic()
-        self._counters.add("packs_made")
-        self._counters.add("segments_packed", len(pack.keys))
-        self._counters.add("tokens_packed", pack.num_tokens)
-        self._counters.add("tokens_capacity", pack.capacity_tokens)
-        self._ledger.packed(pack)
+        self.counters.add("packs_made")
+        self.counters.add("segments_packed", len(pack.keys))
+        self.counters.add("tokens_packed", pack.num_tokens)
+        self.counters.add("tokens_capacity", pack.capacity_tokens)
+        self.log.write(Packed.of(pack))
         self.tell_batches()
 
     def dropped(self, pack: Pack, reason: str) -> None:
         """The queue dropped a pack; ``reason`` is ``dropped_stale`` or ``dropped_oldest``."""
-        self._counters.add(f"packs_{reason}")
+        self.counters.add(f"packs_{reason}")
 
     def stale_segment(self, segment: Segment) -> None:
-        self._counters.add("segments_dropped_stale")
+        self.counters.add("segments_dropped_stale")
 
-    def quarantined(self, key: object, reason: str, message: str, origin: RowOrigin | None = None) -> None:
+    def quarantined(self, key: SampleKey, reason: str, message: str, origin: RowOrigin | None = None) -> None:
         """A sample was given up; ``reason`` is a ``QuarantineReason``. The first few are logged."""
-        self._counters.add(f"samples_quarantined/{reason}")
-        self._counters.add("samples_quarantined")
-        place = {"file": origin.file, "line": origin.line, "images": origin.images} if origin else {}
-        self._audit.write("quarantine", sample=key, reason=reason, message=message, **place)
+        self.counters.add(f"samples_quarantined/{reason}")
+        self.counters.add("samples_quarantined")
         self._num_quarantined += 1
         if self._num_quarantined <= _MOST_TOLD:
-            last = "; the audit holds those to come" if self._num_quarantined == _MOST_TOLD else ""
+            last = "; the event log holds those to come" if self._num_quarantined == _MOST_TOLD else ""
             logger.warning("a sample is given up (%s): %s: %s%s", reason, origin or key, message, last)
 
     def _stage(self, name: str, seconds: float) -> None:
-        self._counters.add(f"stage_seconds/{name}", max(0.0, seconds))
+        self.counters.add(f"stage_seconds/{name}", max(0.0, seconds))
         if name != "rollout":  # its POSTs have spans of their own
-            end_ns = self._trace.now_ns()
-            self._trace.record(name, end_ns - int(seconds * 1e9), end_ns)
+            end_ns = self.trace.now_ns()
+            self.trace.record(name, end_ns - int(seconds * 1e9), end_ns)
 
     def _count_quality(self, quality: MatchQuality) -> None:
-        add = self._counters.add
+        add = self.counters.add
         add("rollouts_prepared")
         add("rollouts_truncated", quality.num_truncated)
         add("objects_parsed", quality.num_predictions)
@@ -221,12 +282,13 @@ class PipelineRecorder:
         add("match_gated", quality.num_gated)
         for reason, count in quality.dropped.items():
             add(f"objects_dropped/{reason}", count)
-        self._counters.add_reward(quality.reward)
+        for term, value in quality.reward.items():
+            add(REWARD + term, value)
 
 
 class EvaluationRecorder:
-    def __init__(self, audit: AuditLog, matches: MatchLog) -> None:
-        self._audit = audit
+    def __init__(self, log: EventLog, matches: MatchKeeper) -> None:
+        self._log = log
         self._matches = matches
         self._versions: dict[SampleKey, int] = {}  # of the POST that is out with it
 
@@ -238,20 +300,13 @@ class EvaluationRecorder:
         """It is over; its ticket is still held."""
         for key in keys:  # of one POST, so of one version
             version = self._versions.pop(key)
-        self._audit.write(
-            "post",
-            purpose="evaluation",
-            server=server,
-            version=version,
-            end=end,
-            seconds=seconds,
-            rows=[key.index for key in keys],
-        )
+        rows = tuple(key.index for key in keys)
+        self._log.write(EvaluationPost(server=server, version=version, end=end, seconds=seconds, rows=rows))
 
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
         """A sample was answered; ``space`` is that of the boxes, width and height."""
-        self._matches.write("evaluation", rollout, target, space)
+        self._matches.keep("evaluation", rollout, target, space)
 
     def given_up(self, index: int, message: str) -> None:
         """Row ``index`` of the validation set counts as failed."""
-        self._audit.write("evaluation_failure", row=index, message=message)
+        self._log.write(EvaluationFailure(row=index, message=message))

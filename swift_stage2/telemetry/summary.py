@@ -1,4 +1,4 @@
-"""Turns the audit of a finished, killed or running run into answers: what was wanted, what ran, where time went.
+"""Turns the events of a finished, killed or running run into answers: what was wanted, what ran, where time went.
 
 The only place that counts them: the demo's table and the report's sections show the same numbers. Pure, but for
 ``summarise``, which reads the files.
@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from swift_stage2.errors import UserError
+from swift_stage2.records import ServerReport
+from swift_stage2.scheduling.step_plan import Channel, SkipReason
 from swift_stage2.telemetry.activity import NANOSECONDS, in_seconds
-from swift_stage2.telemetry.audit import Record
+from swift_stage2.telemetry.event_log import RankEvents, ranks_of, read_logs
+from swift_stage2.telemetry.events import CaughtUp, Round
 from swift_stage2.telemetry.metrics import METRICS, RATIOS, Kind, Merge
-from swift_stage2.telemetry.reading import RankRecords, read_ranks
 
 _DROPS = (
     "packs_dropped_stale",
@@ -70,106 +71,96 @@ class RunSummary:
     server_errors: Mapping[str, int]
     """Error → how often a server failed a round with it."""
     activity: tuple[RankActivity, ...]
-    num_records_lost: int
-    """Audit records that a full disk did not take, or that cannot be read any more."""
     missing_ranks: tuple[int, ...]
-    """Ranks that the run had and whose audit is not there."""
+    """Ranks that the run had and whose log is not there."""
+
+    @property
+    def why_b_is_unused(self) -> str:
+        """As ``why_b_is_unused`` has it."""
+        return why_b_is_unused(
+            num_wanted=self.num_b_wanted,
+            num_run=self.num_b_run,
+            skips=self.skips,
+            num_rounds=self.num_rounds_committed + self.num_rounds_failed,
+            num_proven=self.num_rounds_committed,
+            errors=self.server_errors,
+        )
 
 
 def summarise(run_dir: Path) -> RunSummary:
-    """Read every rank's audit of one run.
+    """Read every rank's log of one run.
 
     Raises:
-        UserError: there is no audit, or one of its files cannot be read.
+        UserError: there is no log, or one cannot be read.
     """
-    ranks = read_ranks([run_dir])
-    if not ranks:
-        raise UserError(
-            f"a summary needs the audit of a run, got run_dir={run_dir} without audit/rank*.jsonl; "
-            "name the directory of a run that had telemetry.audit: true"
-        )
-    return summary_of([ranks[rank] for rank in sorted(ranks)])
+    return summary_of([*ranks_of(read_logs([run_dir])).values()])
 
 
-def summary_of(ranks: Sequence[RankRecords]) -> RunSummary:
+def summary_of(ranks: Sequence[RankEvents]) -> RunSummary:
     """Everything that is counted of a run, from its ranks in order; of nothing without any.
 
     Values that are equal on all ranks are the first one's.
     """
-    first, totals = ranks[0] if ranks else RankRecords(0), _totals(ranks)
+    first, totals = ranks[0] if ranks else RankEvents(0), _totals(ranks)
     steps = first.steps.values()
-    first_b = min((number for number, step in first.steps.items() if step["channel"] == "B"), default=0)
-    servers = [server for record in first.rounds for server in record["servers"].values()]
+    first_b = min((step.step for step in steps if step.channel is Channel.B), default=0)
+    servers = [server for each in first.of(Round) for server in each.servers.values()]
     return RunSummary(
         num_steps=len(steps),
-        num_b_wanted=sum(step["wants_b"] for step in steps),
-        num_b_run=sum(step["channel"] == "B" for step in steps),
-        skips=_count(step["skip_reason"] for step in steps if step["skip_reason"]),
+        num_b_wanted=sum(step.wants_b for step in steps),
+        num_b_run=sum(step.channel is Channel.B for step in steps),
+        skips=_count(step.skip_reason for step in steps if step.skip_reason),
         num_b_too_early=sum(
-            number < first_b and step["skip_reason"] == "not_enough_packs"
-            for number, step in first.steps.items()
+            step.step < first_b and step.skip_reason is SkipReason.NOT_ENOUGH_PACKS for step in steps
         ),
         num_disagreements=_disagreements(ranks),
         lag_counts=_lags(ranks),
         totals=totals,
         drops=_drops(totals),
         ratios={each.tag: value for each in RATIOS if (value := each.value(totals, {})) is not None},
-        num_rounds_committed=sum(record["committed"] for record in first.rounds),
-        num_rounds_failed=sum(not record["committed"] for record in first.rounds),
-        num_caught_up=sum(
-            server["proven"] for record in first.catch_ups for server in record["servers"].values()
-        ),
-        round_seconds=[record["seconds"] for record in first.rounds],
-        phase_seconds=_phases(first.rounds, servers),
-        proofs=_count(server["proof"] for server in servers if server["proven"]),
-        transports=_count(server["transport"] for server in servers if server.get("transport")),
-        server_errors=_count(str(server["error"]) for server in servers if not server["proven"]),
+        num_rounds_committed=sum(each.committed for each in first.of(Round)),
+        num_rounds_failed=sum(not each.committed for each in first.of(Round)),
+        num_caught_up=sum(server.proven for each in first.of(CaughtUp) for server in each.servers.values()),
+        round_seconds=[each.seconds for each in first.of(Round)],
+        phase_seconds=_phases(first.of(Round), servers),
+        proofs=_count(server.proof for server in servers if server.proven),
+        transports=_count(server.transport for server in servers if server.transport),
+        server_errors=_count(str(server.error) for server in servers if not server.proven),
         activity=tuple(
-            RankActivity(rank.rank, in_seconds(last["activity_ns"]), last["wall_ns"] / NANOSECONDS)
+            RankActivity(rank.rank, in_seconds(last.activity_ns), last.wall_ns / NANOSECONDS)
             for rank in ranks
-            for last in rank.metrics[-1:]
+            if (last := rank.metrics) is not None
         ),
-        num_records_lost=sum(rank.num_lost for rank in ranks),
         missing_ranks=_missing(ranks),
     )
 
 
-def _missing(ranks: Sequence[RankRecords]) -> tuple[int, ...]:
-    world_size = max((start.get("world_size") or 0 for rank in ranks for start in rank.starts), default=0)
-    return tuple(sorted(set(range(world_size)) - {rank.rank for rank in ranks if rank.starts or rank.steps}))
+def _missing(ranks: Sequence[RankEvents]) -> tuple[int, ...]:
+    world_size = max((rank.start.world_size for rank in ranks if rank.start is not None), default=0)
+    return tuple(sorted(set(range(world_size)) - {rank.rank for rank in ranks}))
 
 
 def _count(values: Iterable[str]) -> dict[str, int]:
     return dict(Counter(values).most_common())
 
 
-def _disagreements(ranks: Sequence[RankRecords]) -> int:
-    first, *others = ranks or [RankRecords(0)]
-    plan = ("channel", "wants_b", "skip_reason", "version")
-    return sum(
-        any(
-            step[name] != other.steps[number][name]
-            for other in others
-            if number in other.steps
-            for name in plan
-        )
-        for number, step in first.steps.items()
-    )
+def _disagreements(ranks: Sequence[RankEvents]) -> int:
+    first, *others = ranks or [RankEvents(0)]
+    plans = [
+        {n: (step.channel, step.wants_b, step.skip_reason, step.version) for n, step in rank.steps.items()}
+        for rank in (first, *others)
+    ]
+    return sum(any(other.get(n, plan) != plan for other in plans[1:]) for n, plan in plans[0].items())
 
 
-def _lags(ranks: Sequence[RankRecords]) -> dict[int, int]:
-    lags = Counter(
-        step["version"] - pack["version"]
-        for rank in ranks
-        for step in rank.steps.values()
-        for pack in step["packs"]
-    )
-    return dict(sorted(lags.items()))
+def _lags(ranks: Sequence[RankEvents]) -> dict[int, int]:
+    steps = (step for rank in ranks for step in rank.steps.values())
+    return dict(sorted(Counter(step.version - pack.version for step in steps for pack in step.packs).items()))
 
 
-def _totals(ranks: Sequence[RankRecords]) -> dict[str, float]:
-    """From each rank's last metrics record; what is the same on every rank counts once."""
-    numbers = [rank.metrics[-1]["numbers"] for rank in ranks if rank.metrics]
+def _totals(ranks: Sequence[RankEvents]) -> dict[str, float]:
+    """From each rank's last metrics; what is the same on every rank counts once."""
+    numbers = [last.numbers for rank in ranks if (last := rank.metrics) is not None]
     return {
         metric.name: sum(
             rank.get(metric.name, 0) for rank in (numbers[:1] if metric.merge is Merge.SAME else numbers)
@@ -187,13 +178,13 @@ def _drops(totals: Mapping[str, float]) -> dict[str, int]:
     }
 
 
-def _phases(rounds: Sequence[Record], servers: Sequence[Record]) -> dict[str, list[float]]:
+def _phases(rounds: Sequence[Round], servers: Sequence[ServerReport]) -> dict[str, list[float]]:
     durations: dict[str, list[float]] = {
-        "canary": [record["canary_seconds"] for record in rounds],
-        "snapshot": [record["snapshot_seconds"] for record in rounds],
+        "canary": [each.canary_seconds for each in rounds],
+        "snapshot": [each.snapshot_seconds for each in rounds],
     }
     for server in servers:
-        for phase, seconds in server["seconds"].items():
+        for phase, seconds in server.seconds.items():
             durations.setdefault(phase, []).append(seconds)
     return {phase: seconds for phase, seconds in durations.items() if seconds}
 

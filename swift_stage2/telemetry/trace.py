@@ -1,12 +1,13 @@
 """Records who did what when: closed intervals of every thread, for a trace that Perfetto can show.
 
 Off, a span is one shared object that does nothing. On, it is two clock reads and an append to a bounded
-buffer that forgets its oldest entries and counts them. Times are Unix time, as each rank's machine has it.
+buffer that forgets its oldest entries. Times are Unix time, as each rank's machine has it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections import deque
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.errors import UserError
-from swift_stage2.telemetry.audit import StorageWarning
 from swift_stage2.whole_file import read_regular, write_whole
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY = 200_000
 _NOTHING = nullcontext()
@@ -55,7 +57,6 @@ class Trace:
         self.enabled = enabled
         self.now_ns = now_ns
         self._spans: deque[Span] = deque(maxlen=capacity)
-        self._num_recorded = 0
         self._lock = threading.Lock()
         self._unix_offset_ns = time.time_ns() - now_ns()
 
@@ -78,7 +79,6 @@ class Trace:
         span = Span(name, track or threading.current_thread().name, start_ns, end_ns)
         with self._lock:
             self._spans.append(span)
-            self._num_recorded += 1
 
     def recorder_of(self, track: str) -> Callable[[str, int, int], None]:
         return partial(self.record, track=track)
@@ -88,12 +88,6 @@ class Trace:
         """The buffer's intervals, in the order in which the intervals ended."""
         with self._lock:
             return tuple(self._spans)
-
-    @property
-    def num_forgotten(self) -> int:
-        """Spans that the buffer had no room for."""
-        with self._lock:
-            return self._num_recorded - len(self._spans)
 
     def chrome_trace(self, rank: int) -> dict[str, Any]:
         """The spans in Chrome's trace format: a process per rank, a track per thread, microseconds of Unix time."""
@@ -112,12 +106,9 @@ class Trace:
             }
             for span in spans
         ]
-        return {
-            "traceEvents": names + events,
-            "otherData": {"num_forgotten": self.num_forgotten},
-        }
+        return {"traceEvents": names + events}
 
-    def save(self, path: Path, rank: int, warning: StorageWarning) -> None:
+    def save(self, path: Path, rank: int) -> None:
         """Write the Chrome trace to ``path``, whole or not at all."""
         if not self.enabled:
             return
@@ -125,7 +116,7 @@ class Trace:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(self.chrome_trace(rank)))
         except OSError as error:
-            warning.report(path, error)
+            logger.warning("no trace: %s: %s", path, error)
 
 
 def _metadata(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
@@ -141,12 +132,9 @@ def merge_traces(run_dir: Path) -> Path | None:
     """
     files = sorted(run_dir.glob("trace/rank*.json"), key=lambda path: (len(path.name), path.name))
     events: list[Any] = []
-    about: dict[str, Any] = {}
     for path in files:
         try:
-            trace = json.loads(read_regular(path))
-            events += trace["traceEvents"]
-            about[path.stem] = trace["otherData"]
+            events += json.loads(read_regular(path))["traceEvents"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"a trace of a rank must be whole, got path={path}: {type(error).__name__}: {error}; "
@@ -154,5 +142,5 @@ def merge_traces(run_dir: Path) -> Path | None:
             ) from error
     if not files:
         return None
-    write_whole(run_dir / "trace.json", json.dumps({"traceEvents": events, "otherData": about}))
+    write_whole(run_dir / "trace.json", json.dumps({"traceEvents": events}))
     return run_dir / "trace.json"

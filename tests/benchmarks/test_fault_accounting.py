@@ -1,4 +1,4 @@
-"""What is told of a fault, on audits written by hand: what each must show, and what it must not overlook."""
+"""What is told of a fault, on events written by hand: what each must show, and what it must not overlook."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from benchmarks.faults.accounting import (
     report,
 )
 from benchmarks.faults.soak import plan_faults, trends_of
-from swift_stage2.telemetry.ledger_account import account_of
-from swift_stage2.telemetry.reading import read_ledgers
+from swift_stage2.telemetry.account import account_of
+from swift_stage2.telemetry.event_log import read_logs
 
 
 def counted(directory: Path) -> str:
-    return account_sentence(account_of(read_ledgers([directory])))
+    return account_sentence(account_of(read_logs([directory])))
 
 
 def test_the_accounts_of_all_ranks_add_up(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,13 +15,16 @@ from benchmarks.learner_job import (
     write_arm_config,
 )
 from benchmarks.overlap import Mode, OverlapRun, Repetition, note, run_of
-from benchmarks.peer import LearnerLoop, LoopArm, num_trained, share_of_bound
+from benchmarks.peer import LearnerLoop, LoopArm, share_of_bound
 from benchmarks.stand_in_server import (
     NUM_ANSWERS,
 )
 from swift_stage2.config import Objective, Proof, load_config
 from swift_stage2.demo.demo_config import GRADIENT_ACCUMULATION_STEPS
 from swift_stage2.errors import ChildFailed
+from swift_stage2.scheduling.step_plan import Channel
+from swift_stage2.telemetry.event_log import RankEvents
+from swift_stage2.telemetry.events import Step
 
 SECOND = 1_000_000_000
 
@@ -52,18 +53,16 @@ def test_the_budget_is_of_the_median_and_a_skipped_step_is_told() -> None:
 
 
 def _records(channels: str, waits: dict[int, float] | None = None) -> ArmRecords:
-    steps: list[dict[str, Any]] = [
-        {
-            "kind": "step",
-            "step": step,
-            "wants_b": step % 4 == 3,
-            "channel": channel,
-            "plan_seconds": (waits or {}).get(step, 0.1),
-        }
+    steps = [
+        Step(
+            step=step, channel=Channel(channel), wants_b=step % 4 == 3, skip_reason=None, version=1, version_lag=None,
+            queue_depth=0, infer_in_flight=0, round_pending=False, plan_seconds=(waits or {}).get(step, 0.1),
+            num_tokens=0, num_supervised_tokens=0, packs=(), activity_ns={},
+        )
         for step, channel in enumerate(channels)
-    ]
+    ]  # fmt: skip
     clock = {"end_ns": [(step + 1) * 500_000_000 for step in range(len(channels))]}
-    return ArmRecords(clock, [*steps, {"kind": "batch", "num_rollouts": 9}])
+    return ArmRecords(clock, RankEvents(0, [steps]))
 
 
 def test_a_run_counts_from_the_end_of_its_warm_up() -> None:
@@ -111,18 +110,6 @@ def test_a_learners_bound_is_its_inline_step_without_its_waits() -> None:
     assert share_of_bound(loops, LoopArm.PEER) == pytest.approx(0.75)
     # Half a second of either step was spent without a core.
     assert share_of_bound(loops, LoopArm.PEER, less_queued=True) == pytest.approx(1.0 / 1.5)
-
-
-def test_only_what_steps_after_the_warm_up_trained_is_counted(tmp_path: Path) -> None:
-    entries = [
-        {"kind": "trained", "step": 7, "samples": [1, 2]},
-        {"kind": "packed", "samples": [3]},
-        {"kind": "trained", "step": 8, "samples": [3, 4, 5]},
-        {"kind": "trained", "step": 9, "samples": [6]},
-    ]
-    path = tmp_path / "rank0.jsonl"
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    assert num_trained(path, 8) == 4
 
 
 def test_both_learners_ask_their_server_alike_for_whole_groups(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from swift_stage2.config import GrpoConfig, Objective
 from swift_stage2.errors import DatasetError
 from swift_stage2.records import Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.scheduling.version_clock import VersionClock
-from swift_stage2.telemetry.ledger import ReturnReason, UnusedReason
+from swift_stage2.telemetry.sample_events import ReturnReason, UnusedReason
 
 NUM_ROWS = 5
 WINDOW = 1

@@ -23,9 +23,10 @@ from swift_stage2.channel_b.partial_rollouts import join
 from swift_stage2.errors import StaleSample
 from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.scheduling.version_clock import require_fresh
-from swift_stage2.telemetry.ledger import Entry
-from swift_stage2.telemetry.ledger_account import RankAccount, account_of
-from swift_stage2.telemetry.reading import read_ledger
+from swift_stage2.telemetry.account import RankAccount, account_of
+from swift_stage2.telemetry.event_log import read_events
+from swift_stage2.telemetry.events import Start
+from swift_stage2.telemetry.sample_events import StreamState
 
 __all__ = ["encoder", "make_bench", "server_encoder"]  # fixtures
 
@@ -44,14 +45,14 @@ class Scene:
             bench.events,
         )
         self._file = file
-        bench.events.ledger.write(
-            Entry.START,
-            run_id="run",
-            step=0,
-            world_size=1,
-            version_window=WINDOW,
-            save_id=None,
-            state=bench.source.state_dict(),
+        bench.events.log.write(
+            Start(
+                run_id="run",
+                step=0,
+                world_size=1,
+                version_window=WINDOW,
+                state=StreamState(**bench.source.state_dict()),
+            )
         )
 
     def part(self, sample: Sample, *token_ids: int, **changes: Any) -> Rollout:
@@ -89,7 +90,7 @@ class Scene:
     def account(self) -> RankAccount:
         """Balanced, after the end."""
         assert self.pipeline.stop(PATIENCE_S)
-        account = account_of({0: read_ledger(self._file)})
+        account = account_of({0: read_events(self._file)})
         assert account.is_balanced, account
         (rank,) = account.ranks
         return rank
@@ -98,7 +99,7 @@ class Scene:
 @pytest.fixture
 def scene(make_bench: Callable[..., Bench], tmp_path: Path) -> Scene:
     file = tmp_path / "rank0.jsonl"
-    return Scene(make_bench(target_packs=6, max_resumes=WINDOW, ledger_path=file), file)
+    return Scene(make_bench(target_packs=6, max_resumes=WINDOW, log_path=file), file)
 
 
 def test_an_aborted_rollout_goes_on_behind_its_ids_before_anything_new(scene: Scene) -> None:

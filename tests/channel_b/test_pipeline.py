@@ -46,11 +46,11 @@ from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.protocol import PREFIX, may_abort
+from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.activity import PipelineActivity
-from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import Entry, Ledger
-from swift_stage2.telemetry.ledger_account import account_of
-from swift_stage2.telemetry.reading import read_ledger
+from swift_stage2.telemetry.event_log import EventLog, read_events
+from swift_stage2.telemetry.events import Start
+from swift_stage2.telemetry.sample_events import Cut, Matched, Packed, Read, Returned, StreamState, keys_of
 
 PATIENCE_S = 60.0
 WINDOW = 2
@@ -91,19 +91,19 @@ class Recorder:
     activities: list[PipelineActivity] = field(default_factory=list)
     matches: list[tuple[SampleKey, Target, tuple[int, int] | None]] = field(default_factory=list)
     reads: list[tuple[SampleKey, int, int | None]] = field(default_factory=list)
-    ledger: Ledger = field(default_factory=lambda: Ledger(AuditLog(None)))
+    log: EventLog = field(default_factory=lambda: EventLog(None))
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
 
     def read(self, keys: Sequence[SampleKey], **traits: Any) -> None:
         self.reads.extend(zip(keys, traits["num_objects"], traits["num_pixels"], strict=True))
-        self.ledger.write(Entry.READ, keys, **traits)
+        self.log.write(Read(samples=keys_of(keys), **traits))
 
     def batch(self, outcome: BatchOutcome) -> None:
         self.num_batches += 1
         for rollout in outcome.partial:
-            self.ledger.cut(rollout)
+            self.log.write(Cut.of(rollout))
         self._tell()
 
     def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:
@@ -122,7 +122,7 @@ class Recorder:
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
         self.matches.append((rollout.sample.key, target, space))
         self.rollouts.append(rollout)
-        self.ledger.matched(rollout, target.quality)
+        self.log.write(Matched.of(rollout, target.quality))
         self._tell()
 
     def compared(self, rollouts: Sequence[Rollout], reward_std: float) -> None:
@@ -140,7 +140,7 @@ class Recorder:
 
     def pack(self, pack: Pack, seconds: float) -> None:
         self.packs.append(pack)
-        self.ledger.packed(pack)
+        self.log.write(Packed.of(pack))
         self._tell()
 
     def dropped(self, pack: Pack, reason: str) -> None:
@@ -333,7 +333,7 @@ def make_bench(
         *,
         target_packs: int = 2,
         limit: int = 4,
-        ledger_path: Path | None = None,
+        log_path: Path | None = None,
         origins: RowOrigins | None = None,
         num_generations: int = 1,
         groups: GroupSettings | None = None,
@@ -341,14 +341,14 @@ def make_bench(
         **changes: Any,
     ) -> Bench:
         clock = VersionClock()
-        events = Recorder(ledger=Ledger(AuditLog(ledger_path)))
+        events = Recorder(log=EventLog(log_path))
         source = SampleSource(
             rows if data is None else data,
             make_task(),
             rank=0,
             world_size=1,
             seed=1,
-            events=events.ledger,
+            log=events.log,
             origins=origins,
             num_generations=num_generations,
         )
@@ -359,7 +359,7 @@ def make_bench(
                 ends, settings=groups, source=source, clock=clock, version_window=WINDOW, now_s=now_s
             )
 
-        attempts = Attempts(events.ledger)
+        attempts = Attempts(events.log)
         client = StandInClient(clock, server_encoder, attempts)
         evaluation = RankEvaluation(
             rows,
@@ -821,7 +821,7 @@ def test_a_rollout_whose_round_does_not_prove_its_server_is_asked_again(
 def test_a_stop_gives_back_what_is_held_and_a_checkpoint_has_it(
     make_bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
-    bench = make_bench(ledger_path=tmp_path / "rank0.jsonl")
+    bench = make_bench(log_path=tmp_path / "rank0.jsonl")
     bench.client.answer = bench.client.answer_ahead
     bench.pipeline.start()
     bench.observe(max_prompts=2)
@@ -829,9 +829,9 @@ def test_a_stop_gives_back_what_is_held_and_a_checkpoint_has_it(
     assert bench.pipeline.stop(PATIENCE_S)
     asked = [key for keys in bench.client.calls for key in keys]
     assert bench.source.state_dict()["outstanding"] == [key.entry for key in asked]
-    (returned,) = [r for r in read_ledger(tmp_path / "rank0.jsonl") if r["kind"] == "returned"]
-    assert returned["samples"] == [key.entry for key in asked]
-    assert returned["reason"] == "stopped"
+    (returned,) = [each for each in read_events(tmp_path / "rank0.jsonl") if isinstance(each, Returned)]
+    assert returned.samples == keys_of(asked)
+    assert returned.reason == "stopped"
 
 
 def test_rollouts_whose_preparation_a_stop_interrupts_return(
@@ -988,17 +988,17 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
 ) -> None:
     """Faults of every kind in turn, versions that pass, packs that expire, a stop in the middle.
 
-    A checkpoint is taken at every step, while the thread draws: the ledger must agree with each.
+    A checkpoint is taken at every step, while the thread draws: the log must agree with each.
     """
-    bench = make_bench(target_packs=3, limit=3, ledger_path=tmp_path / "rank0.jsonl")
-    bench.events.ledger.write(
-        Entry.START,
-        run_id="run",
-        step=0,
-        world_size=1,
-        version_window=WINDOW,
-        save_id=None,
-        state=bench.source.state_dict(),
+    bench = make_bench(target_packs=3, limit=3, log_path=tmp_path / "rank0.jsonl")
+    bench.events.log.write(
+        Start(
+            run_id="run",
+            step=0,
+            world_size=1,
+            version_window=WINDOW,
+            state=StreamState(**bench.source.state_dict()),
+        )
     )
 
     def misbehave(samples: Sequence[Sample]) -> BatchOutcome:
@@ -1068,7 +1068,7 @@ def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
     assert bench.events.quarantines
     assert set(ends) == set(drawn)
     assert all(count == 1 for count in ends.values()), [place for place, count in ends.items() if count > 1]
-    account = account_of({0: read_ledger(tmp_path / "rank0.jsonl")})
+    account = account_of({0: read_events(tmp_path / "rank0.jsonl")})
     assert account.is_balanced, account
     (rank,) = account.ranks
     assert (rank.drawn, rank.trained) == (len(drawn), len(bench.trained))

@@ -14,9 +14,10 @@ from real_model import rollout_of
 from swift_stage2.channel_b.groups import GroupSettings
 from swift_stage2.config import GrpoConfig, Objective
 from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey, VersionSpan
-from swift_stage2.telemetry.ledger import Entry
-from swift_stage2.telemetry.ledger_account import account_of
-from swift_stage2.telemetry.reading import read_ledger
+from swift_stage2.telemetry.account import account_of
+from swift_stage2.telemetry.event_log import read_events
+from swift_stage2.telemetry.events import Start
+from swift_stage2.telemetry.sample_events import Returned, ReturnReason, StreamState
 
 __all__ = ["encoder", "make_bench", "server_encoder"]  # fixtures
 
@@ -301,13 +302,18 @@ def test_a_row_that_is_misread_at_all_its_positions_condemns_its_server_once(mak
 
 
 def test_a_stop_gives_back_what_waits_and_the_ledger_balances(make_bench: MakeBench, tmp_path: Path) -> None:
-    ledger = tmp_path / "rank0.jsonl"
-    scene = GroupBench(make_bench, 4, ledger_path=ledger, target_packs=1)
+    log = tmp_path / "rank0.jsonl"
+    scene = GroupBench(make_bench, 4, log_path=log, target_packs=1)
     bench = scene.bench
-    bench.events.ledger.write(
-        Entry.START, run_id="run", step=0, world_size=1, version_window=WINDOW, save_id=None,
-        state=bench.source.state_dict(),
-    )  # fmt: skip
+    bench.events.log.write(
+        Start(
+            run_id="run",
+            step=0,
+            world_size=1,
+            version_window=WINDOW,
+            state=StreamState(**bench.source.state_dict()),
+        )
+    )
     bench.client.answer = scene.all_but(1)
     bench.pipeline.start()
     bench.observe(max_prompts=6)
@@ -315,10 +321,10 @@ def test_a_stop_gives_back_what_waits_and_the_ledger_balances(make_bench: MakeBe
     assert bench.pipeline.stop(PATIENCE_S)
     assert bench.pipeline.failure is None
     assert scene.waiting == set()
-    stopped = [r for r in read_ledger(ledger) if r["kind"] == "returned" and r["reason"] == "stopped"]
-    waited = {(epoch, position) for record in stopped for epoch, position, *_ in record["samples"]}
+    returned = [each for each in read_events(log) if isinstance(each, Returned)]
+    waited = {key[:2] for each in returned if each.reason is ReturnReason.STOPPED for key in each.samples}
     assert {(0, 0), (0, 2), (0, 3)} <= waited
-    (rank,) = account_of({0: read_ledger(ledger)}).ranks
+    (rank,) = account_of({0: read_events(log)}).ranks
     assert rank.violations == ()
     assert sum(rank.in_hand.values()) == len(bench.source.state_dict()["outstanding"])
 

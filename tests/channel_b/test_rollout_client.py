@@ -29,6 +29,7 @@ from fake_rollout_server import (
 from free_port import free_port
 from rollout_batch import generate
 
+from swift_stage2.channel_b.attempts import Attempts
 from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights, Terms, lane
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.config import DecodingConfig
@@ -37,9 +38,8 @@ from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
 from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import PREFIX
-from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import Ledger
-from swift_stage2.telemetry.reading import read_ledger
+from swift_stage2.telemetry.event_log import EventLog, read_events
+from swift_stage2.telemetry.sample_events import Finished, Sent
 
 PATIENCE_S = 60.0
 KEY = "sk-very-secret-0123456789"
@@ -742,24 +742,22 @@ def test_every_post_is_told_with_its_samples_its_seed_and_how_it_ended(
 ) -> None:
     server.on_infer = failing_on("2")
     path = tmp_path / "rank0.jsonl"
-    with make_client(server, events=Ledger(AuditLog(path))) as client:
+    attempts = Attempts(EventLog(path))
+    attempts.begin([sample.key for sample in make_samples(4)])
+    with make_client(server, events=attempts) as client:
         outcome = ask(client, 4)
-    told = read_ledger(path)
-    sent, finished = told[::2], told[1::2]
-    assert {record["kind"] for record in sent} == {"sent"}
-    assert {record["kind"] for record in finished} == {"finished"}
-    assert [record["samples"] for record in sent] == [record["samples"] for record in finished]
-    posted = [[str(position) for _, position, _, _ in record["samples"]] for record in sent]
+    told = read_events(path)
+    sent = [each for each in told[::2] if isinstance(each, Sent)]
+    finished = [each for each in told[1::2] if isinstance(each, Finished)]
+    assert len(sent) + len(finished) == len(told)
+    assert [each.samples for each in sent] == [each.samples for each in finished]
+    posted = [[str(position) for _, position, _, _ in each.samples] for each in sent]
     called = [list(call.texts) for call in server.infer_calls]
     assert all(texts in called for texts in posted)
     assert (posted[0], posted.count(["2"])) == (["0", "1", "2", "3"], 2), "an error answer is asked once more"
-    assert {(record["server"], record["version"]) for record in sent} == {(server.url, 3)}
-    assert len({record["seed"] for record in sent}) == len(sent)
-    answered = sorted(
-        position
-        for record in finished
-        if record["end"] == PostEnd.ANSWERED
-        for _, position, _, _ in record["samples"]
-    )
+    assert {(each.server, each.version) for each in sent} == {(server.url, 3)}
+    assert len({each.seed for each in sent}) == len(sent)
+    is_answered = [each for each in finished if each.end == PostEnd.ANSWERED]
+    answered = sorted(position for each in is_answered for _, position, _, _ in each.samples)
     assert answered == sorted(rollout.sample.key.position for rollout in outcome.rollouts) == [0, 1, 3]
-    assert {record["end"] for record in finished} == {"answered", "error_answer"}
+    assert {each.end for each in finished} == {"answered", "error_answer"}

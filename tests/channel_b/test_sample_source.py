@@ -18,7 +18,7 @@ from swift_stage2.channel_b.sample_source import SampleSource, usable_rows
 from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.errors import DatasetError, SampleError
 from swift_stage2.records import SampleKey
-from swift_stage2.telemetry.ledger import ReturnReason
+from swift_stage2.telemetry.sample_events import ReturnReason
 
 NUM_ROWS = 7
 

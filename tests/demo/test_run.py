@@ -143,6 +143,7 @@ def _plan(number: int, num_skipped: int) -> StepPlan:
 def _summary(run_dir: Path, num_skipped: int) -> RunSummary:
     for rank in (0, 1):
         telemetry = Telemetry(run_dir, rank, 2, tensorboard=False, queue_limit=8)
+        telemetry.record_start(run_id="r", step=0)
         with telemetry.activity("syncing"):
             telemetry.record_round(0, round_outcome(1, True))
         for number in range(STEPS_OF_SUMMARY):

@@ -38,11 +38,10 @@ from swift_stage2.records import (
     ObjectMatch,
     Sample,
     SampleKey,
-    StepRecord,
     Target,
 )
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
-from swift_stage2.scheduling.step_plan import Channel, StepPlan
+from swift_stage2.telemetry.events import Checkpoint
 from swift_stage2.telemetry.facade import Telemetry
 
 FIRST = RunningEvaluation(due_step=100, begun_step=104, version=3)
@@ -284,11 +283,10 @@ def test_evaluations_that_a_resume_made_void_do_not_count(tmp_path: Path) -> Non
     second = RunningEvaluation(200, 200, 4)
     for first_step, evaluations in ((0, (FIRST, second)), (150, ())):
         telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False)
-        telemetry.record_start(first_step)
+        telemetry.record_start(run_id=str(first_step), step=first_step, save_id="s" if first_step else None)
         for evaluation in evaluations:
-            telemetry.record_step(
-                StepRecord(evaluation.begun_step, StepPlan(Channel.A), 3, None, 0, 0, False, ())
-            )
+            if evaluation is second:
+                telemetry.log.write(Checkpoint(step=150, save_id="s"))
             told(telemetry, evaluation, evaluation.begun_step + 5)
             keep(keeper, evaluation, ROWS)
         telemetry.close()
@@ -299,10 +297,10 @@ def test_evaluations_that_a_resume_made_void_do_not_count(tmp_path: Path) -> Non
 
 def test_of_an_evaluation_that_a_resumed_run_asked_anew_the_newest_counts(tmp_path: Path) -> None:
     keeper = EvaluationKeeper(evaluations_directory(tmp_path), OBJECT_LIST)
+    telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False)
+    telemetry.record_start(run_id="r", step=0)
     for version in (9, 8):
-        telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False)
         evaluation = RunningEvaluation(100, 104, version)
         told(telemetry, evaluation, 110)
         keep(keeper, evaluation, ROWS)
-        telemetry.close()
     assert [each.version for each in read_evaluations([tmp_path])] == [8]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,16 @@ import yaml
 from launched_run import LaunchedRun, write_launch_config
 from torchrun_job import DROPOUT, LearnerRun, Server, assert_replays, free_port, start_server
 
-from swift_stage2.telemetry.ledger import ledger_path
-from swift_stage2.telemetry.ledger_account import account_of
-from swift_stage2.telemetry.reading import read_audit, read_ledger, read_ledgers
+from swift_stage2.telemetry.account import account_of
+from swift_stage2.telemetry.event_log import event_path, read_logs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def _asked(directory: Path, rank: int, base_url: str) -> list[dict[str, Any]]:
-    path = ledger_path(directory, rank)
-    records = read_ledger(path) if path.exists() else []
-    return [record for record in records if record["kind"] == "sent" and record["server"] == base_url]
+    if not event_path(directory, rank).exists():
+        return []
+    return [each for each in LearnerRun(0, "", directory).audit(rank, "sent") if each["server"] == base_url]
 
 
 def _steps_ahead(run: LaunchedRun) -> list[dict[str, Any]]:
@@ -81,10 +81,11 @@ def test_a_listed_server_that_starts_after_the_run_is_proven_and_asked_by_both_r
         if late is not None:
             late.kill()
     for rank in (0, 1):
-        audit = read_audit(directory / "audit" / f"rank{rank}.jsonl")
-        proofs = [each for each in audit if "1" in each.get("servers", {}) and each["servers"]["1"]["proven"]]
+        of_rank = partial(LearnerRun(0, "", directory).audit, rank)
+        rounds = sorted((*of_rank("round"), *of_rank("catch_up")), key=lambda each: each["time"])
+        proofs = [each for each in rounds if "1" in each["servers"] and each["servers"]["1"]["proven"]]
         assert proofs[0]["kind"] == "catch_up", "no round is needed for it"
         assert min(each["time"] for each in _asked(directory, rank, late.base_url)) > proofs[0]["time"]
-    assert account_of(read_ledgers([directory])).is_balanced
-    num_steps = sum(each["kind"] == "step" for each in audit)
+    assert account_of(read_logs([directory])).is_balanced
+    num_steps = len(of_rank("step"))
     assert_replays(LearnerRun(0, run.output, directory), num_steps, tmp_path / "replay")

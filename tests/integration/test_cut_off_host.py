@@ -14,8 +14,8 @@ from jobs_on_hosts import GROUP_PORT, RunOnHost, our_server
 from network_hosts import Host, network_hosts
 from torchrun_job import write_config
 
-from swift_stage2.telemetry.ledger_account import account_of
-from swift_stage2.telemetry.reading import read_ledgers
+from swift_stage2.telemetry.account import account_of
+from swift_stage2.telemetry.event_log import read_logs
 
 pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(1800)]
 
@@ -105,7 +105,7 @@ def test_a_host_that_is_cut_off_in_the_middle_of_a_transfer_is_left_out_and_take
     assert not any(process.is_running() for process in serving)
     assert_gone(learner, cut, kept)
     check_rounds(run.audit("round"))
-    account = account_of(read_ledgers([run.directory]))
+    account = account_of(read_logs([run.directory]))
     assert account.is_balanced, account
     assert [rank.has_ended for rank in account.ranks] == [True, True]
     assert all(rank.trained > 0 and rank.num_void == 0 for rank in account.ranks)

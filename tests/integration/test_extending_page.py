@@ -279,7 +279,7 @@ def counting_run(
 def test_a_run_trains_a_users_task_on_both_channels(counting_run: LearnerRun) -> None:
     steps = counting_run.audit(0, "step")
     assert {step["channel"] for step in steps} == {"A", "B"}, [step["skip_reason"] for step in steps]
-    assert counting_run.audit(0, "quarantine") == []
+    assert counting_run.audit(0, "quarantined") == []
     numbers = counting_run.audit(0, "metrics")[-1]["numbers"]
     assert numbers["reward/exact"] == numbers["match_pairs"]
     assert numbers["reward/near"] > 0

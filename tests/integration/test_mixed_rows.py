@@ -11,7 +11,6 @@ from real_model import read_rows
 from torchrun_job import LearnerRun, Server, run_learner, write_config
 
 from swift_stage2.cli import main
-from swift_stage2.telemetry.reading import read_ledgers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -59,26 +58,17 @@ def run(tmp_path_factory: pytest.TempPathFactory, mixed_file: Path, server: Serv
 
 def test_no_sample_is_lost_or_given_up(run: LearnerRun) -> None:
     assert main(["report", str(run.directory)]) == 0
-    assert [run.audit(rank, "quarantine") for rank in (0, 1)] == [[], []]
-    starts = [
-        record
-        for records in read_ledgers([run.directory]).values()
-        for record in records
-        if "state" in record
-    ]
-    assert {record["state"]["num_rows"] for record in starts} == {24}, "30 rows, 6 of them without objects"
+    assert [run.audit(rank, "quarantined") for rank in (0, 1)] == [[], []]
+    starts = [start for rank in (0, 1) for start in run.audit(rank, "start")]
+    assert {start["state"]["num_rows"] for start in starts} == {24}, "30 rows, 6 of them without objects"
 
 
 def test_images_without_objects_are_drawn_matched_and_trained(run: LearnerRun) -> None:
-    records = [record for found in read_ledgers([run.directory]).values() for record in found]
-    objects = [count for record in records if record["kind"] == "read" for count in record["num_objects"]]
+    objects = [n for rank in (0, 1) for each in run.audit(rank, "read") for n in each["num_objects"]]
     assert 0 in objects
     assert any(objects)
-    empty = [
-        record["quality"]
-        for record in records
-        if record["kind"] == "matched" and record["quality"]["num_ground_truth"] == 0
-    ]
+    qualities = [each["quality"] for rank in (0, 1) for each in run.audit(rank, "matched")]
+    empty = [quality for quality in qualities if quality["num_ground_truth"] == 0]
     assert empty
     assert all(quality["num_pairs"] == 0 for quality in empty)
     assert {step["channel"] for step in run.audit(0, "step")} == {"A", "B"}

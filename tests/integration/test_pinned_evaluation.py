@@ -13,7 +13,6 @@ from swift_stage2.cli import main
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.detections.recorded import read_evaluations
-from swift_stage2.telemetry.reading import read_ledgers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -59,10 +58,7 @@ def _posts(run: LearnerRun) -> list[dict[str, Any]]:
 
 
 def test_all_ranks_have_the_same_evaluations(run: LearnerRun) -> None:
-    first, second = (
-        [{**record, "time": 0, "rank": 0, "sequence": 0} for record in run.audit(rank, "evaluation")]
-        for rank in (0, 1)
-    )
+    first, second = ([{**record, "time": 0} for record in run.audit(rank, "evaluation")] for rank in (0, 1))
     assert first == second
     *during, final = first
     assert all(record["due_step"] % EVERY_STEPS == 0 for record in during)
@@ -86,7 +82,6 @@ def test_all_ranks_have_the_same_evaluations(run: LearnerRun) -> None:
 def test_every_evaluation_has_one_version_and_asks_each_row_once(run: LearnerRun) -> None:
     evaluations = run.audit(0, "evaluation")
     posts = _posts(run)
-    assert {post["purpose"] for post in posts} == {"evaluation"}
     for record in evaluations:
         mine = [post for post in posts if post["version"] == record["version"]]
         answered = sorted(row for post in mine for row in post["rows"] if post["end"] == "answered")
@@ -122,7 +117,7 @@ def test_channel_b_still_runs_and_its_ledger_knows_of_no_evaluation(run: Learner
     ran = [record for record in wanted if record["channel"] == "B"]
     assert ran, [record["skip_reason"] for record in wanted]
     assert main(["report", str(run.directory)]) == 0
-    sent = [r for records in read_ledgers([run.directory]).values() for r in records if r["kind"] == "sent"]
+    sent = [each for rank in (0, 1) for each in run.audit(rank, "sent")]
     assert {sample[0] for record in sent for sample in record["samples"]} <= set(range(100))
     for rank in (0, 1):
         received = run.audit(rank, "metrics")[-1]["numbers"]["rollouts_received"]

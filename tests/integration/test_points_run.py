@@ -72,7 +72,7 @@ def test_both_channels_train_points(run: LearnerRun) -> None:
     channels = [step["channel"] for step in steps]
     assert channels.count("B") > 2, [step["skip_reason"] for step in steps]
     assert channels.count("A") > 2
-    assert run.audit(0, "quarantine") == []
+    assert run.audit(0, "quarantined") == []
     assert any(evaluation["counts"]["num_answered"] for evaluation in run.audit(0, "evaluation"))
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from torchrun_job import DROPOUT, LearnerRun, Server, assert_replays, run_learner, run_replay, write_config
 
-from swift_stage2.telemetry.ledger import ledger_path, record_path
-from swift_stage2.telemetry.reading import read_ledger
+from swift_stage2.telemetry.event_log import event_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -33,10 +32,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, server: 
     channels = [record["channel"] for record in run.audit(0, "step")]
     assert channels.count("B") >= 3, channels
     assert len([record for record in run.audit(0, "round") if record["committed"]]) >= 2
-    completions = [json.loads(line) for line in record_path(directory, 0).read_text().splitlines()]
-    completions = [line for line in completions if line["kind"] == "completion"]
+    completions = run.audit(0, "completion")
     assert completions
-    assert all(len(line["log_probs"]) == len(line["token_ids"]) for line in completions)
+    assert all(len(line["columns"]["log_probs"]) == len(line["token_ids"]) for line in completions)
     return run
 
 
@@ -48,8 +46,7 @@ def test_every_loss_every_batch_and_the_last_weights_are_the_same_bits(
 
 def _copy(recorded: LearnerRun, directory: Path) -> Path:
     """Copies the files that a replay reads, and nothing else."""
-    for part in ("record", "ledger"):
-        shutil.copytree(recorded.directory / part, directory / part)
+    shutil.copytree(recorded.directory / "events", directory / "events")
     return directory
 
 
@@ -74,7 +71,7 @@ def test_changed_completions_are_found_at_the_first_step_that_trained_one(
         objects = re.findall(r"{[^{}]*}", line["text"])
         return line | {"text": f"[{', '.join(reversed(objects))}]"}
 
-    _edit(record_path(run_dir, 1), change)
+    _edit(event_path(run_dir, 1), change)
     replay = run_replay(run_dir, tmp_path / "replay")
     assert replay.status == 1, replay.output[-3000:]
     first = _b_steps(recorded)[0]
@@ -92,7 +89,7 @@ def test_a_changed_plan_is_found(recorded: LearnerRun, tmp_path: Path) -> None:
     def change(line: dict[str, Any]) -> dict[str, Any]:
         return line | {"step": swapped.get(line["step"], line["step"])} if line["kind"] == "trained" else line
 
-    _edit(ledger_path(run_dir, 0), change)
+    _edit(event_path(run_dir, 0), change)
     replay = run_replay(run_dir, tmp_path / "replay")
     assert replay.status == 1, replay.output[-3000:]
     assert (
@@ -101,8 +98,8 @@ def test_a_changed_plan_is_found(recorded: LearnerRun, tmp_path: Path) -> None:
 
 
 def _packs(run_dir: Path, step: int) -> list[str]:
-    lines = read_ledger(ledger_path(run_dir, 0))
-    return [line["pack_id"] for line in lines if line["kind"] == "trained" and line["step"] == step]
+    lines = LearnerRun(0, "", run_dir).audit(0, "trained")
+    return [line["pack_id"] for line in lines if line["step"] == step]
 
 
 @pytest.mark.ci
@@ -114,8 +111,8 @@ def test_a_killed_run_replays_to_its_last_whole_step_and_a_resumed_one_from_its_
     config = write_config(directory, rows_file, server, b_ratio=0.5, swift=swift, record=True)
     killed = run_learner(config, directory, ranks=2, inject="*:1:await_packs,1:12:SIGKILL")
     assert killed.status != 0
-    for path in (record_path(directory, 1), ledger_path(directory, 0)):
-        with path.open("ab") as file:
+    for rank in (0, 1):
+        with event_path(directory, rank).open("ab") as file:
             file.write(b'{"kind":"losses","ti')  # as a kill in the middle of a line leaves it
     replay = run_replay(directory, tmp_path / "replay1")
     assert replay.status == 0, replay.output[-3000:]

@@ -31,9 +31,9 @@ from swift_stage2.errors import ChildFailed
 from swift_stage2.rollout_server.open_round import RoundState
 from swift_stage2.runtime.checkpoints import checkpoints_in, why_not_whole
 from swift_stage2.runtime.ports import free_ports
-from swift_stage2.telemetry.audit import audit_path
-from swift_stage2.telemetry.ledger_account import account_of
-from swift_stage2.telemetry.reading import AuditTail, read_ledgers
+from swift_stage2.telemetry.account import account_of
+from swift_stage2.telemetry.event_log import EventTail, event_path, read_logs
+from swift_stage2.telemetry.events import Step
 
 _NUM_STEPS, _SAVE_STEPS, _EVAL_STEPS = 12, 5, 6
 _DEADLINE_S, _LEFT_DEADLINE_S, _MARK = 400.0, 90.0, "SWIFT_STAGE2_TEST_STOP"
@@ -132,7 +132,7 @@ class _Job:
         return self._process.returncode or 0
 
     def stop(self, way: str, moment: str) -> None:
-        tail, step, end = AuditTail(audit_path(self.run_dir, 0)), -1, time.monotonic() + _DEADLINE_S
+        tail, step, end = EventTail(event_path(self.run_dir, 0)), -1, time.monotonic() + _DEADLINE_S
         signs: dict[str, Callable[[], bool]] = {
             _LOADING: lambda: (self.run_dir / "args.json").exists(),  # ms-swift's, before it loads the model
             _SAVE: lambda: bool(checkpoints_in(self.run_dir)),
@@ -142,7 +142,7 @@ class _Job:
             if self._process.poll() is not None or time.monotonic() > end:
                 raise ChildFailed(f"{moment} must come before the run ends; see {self.log}")
             time.sleep(0.01)
-            step = max([step, *(record["step"] for record in tail.read() if record["kind"] == "step")])
+            step = max([step, *(event.step for event in tail.read() if isinstance(event, Step))])
         if moment == _EVALUATION:
             time.sleep(1.0)  # of the step before it; it takes some seconds
         for _ in range(1 + (moment == _AGAIN)):
@@ -184,5 +184,5 @@ class _Job:
     def replay_fault(self) -> str:
         place = (str(self.run_dir), "--output", str(self.run_dir.with_name("replay")))
         status = self._run((sys.executable, "-m", "swift_stage2", "replay", *place))
-        is_balanced = account_of(read_ledgers([self.run_dir])).is_balanced
+        is_balanced = account_of(read_logs([self.run_dir])).is_balanced
         return "" if is_balanced and not status else f"replay {status}, account balanced: {is_balanced}"

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_disk import SmallDisk
 from torchrun_job import LearnerRun, Server, run_learner, write_config
 
 from swift_stage2.cli import main
 from swift_stage2.runtime.lock import hold_run_directory
-from swift_stage2.telemetry.ledger import Entry, ledger_path, matches_path
-from swift_stage2.telemetry.ledger_account import account_of
-from swift_stage2.telemetry.reading import read_audit, read_ledger, read_ledgers
+from swift_stage2.telemetry.account import account_of
+from swift_stage2.telemetry.event_log import read_logs
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -79,8 +79,8 @@ def _check_followed(directory: Path) -> list[dict[str, Any]]:
     """The follower's lines: of every rollout that became a segment one, and no other."""
     lines = [json.loads(line) for line in (directory / FOLLOWED).read_text().splitlines()]
     assert len({line["rollout"] for line in lines}) == len(lines)
-    for rank, records in read_ledgers([directory]).items():
-        matched = [record for record in records if record["kind"] == Entry.MATCHED]
+    for rank in (0, 1):
+        matched = LearnerRun(0, "", directory).audit(rank, "matched")
         found = [line for line in lines if line["rank"] == rank]
         keys = [[line[name] for name in ("epoch", "position", "row", "attempt")] for line in found]
         assert keys == [sample for record in matched for sample in record["samples"]]
@@ -154,22 +154,22 @@ def test_no_stale_pack_is_trained(long_run: LearnerRun) -> None:
         assert max(lags) <= 3
 
 
-def test_the_ledger_balances_and_holds_every_pack_that_a_step_trained(long_run: LearnerRun) -> None:
+def test_the_account_balances_and_holds_every_pack_that_a_step_trained(long_run: LearnerRun) -> None:
     assert main(["report", str(long_run.directory)]) == 0
-    for rank, records in read_ledgers([long_run.directory]).items():
-        packs = [(r["step"], r["pack_id"]) for r in records if r["kind"] == "trained"]
+    for rank in (0, 1):
+        trained, sent = long_run.audit(rank, "trained"), long_run.audit(rank, "sent")
+        packs = [(each["step"], each["pack_id"]) for each in trained]
         steps = long_run.audit(rank, "step")
         assert packs == [(step["step"], pack["pack_id"]) for step in steps for pack in step["packs"]]
-        places = [tuple(s[:2]) for r in records if r["kind"] == "trained" for s in r["samples"]]
+        places = [tuple(sample[:2]) for each in trained for sample in each["samples"]]
         assert len(places) == len(set(places)) > 0
-        before = {tuple(s[:2]) for r in records if r["kind"] == "sent" for s in r["samples"]}
+        before = {tuple(sample[:2]) for each in sent for sample in each["samples"]}
         assert set(places) <= before
 
 
 def test_the_trace_of_every_actor_tiles_its_time_and_sums_to_the_audits(long_run: LearnerRun) -> None:
     for rank in (0, 1):
         trace = json.loads((long_run.directory / "trace" / f"rank{rank}.json").read_text())
-        assert trace["otherData"]["num_forgotten"] == 0
         names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
         spans = [(names[e["tid"]], e) for e in trace["traceEvents"] if e["ph"] == "X"]
         last = long_run.audit(rank, "metrics")[-1]
@@ -200,15 +200,11 @@ def test_the_trace_of_every_actor_tiles_its_time_and_sums_to_the_audits(long_run
             assert {"canary", "snapshot", "begin", "connect", "push", "acknowledge", "prove"} <= kinds
 
 
-def test_kept_matches_are_those_of_the_ledger(long_run: LearnerRun) -> None:
+def test_kept_matches_are_those_that_were_matched(long_run: LearnerRun) -> None:
     for rank in (0, 1):
-        matches = read_audit(matches_path(long_run.directory, rank))
-        told = {
-            tuple(s)
-            for r in read_ledger(ledger_path(long_run.directory, rank))
-            if r["kind"] == "matched"
-            for s in r["samples"]
-        }
+        matches = long_run.audit(rank, "match")
+        matched = long_run.audit(rank, "matched")
+        told = {tuple(sample) for each in matched for sample in each["samples"]}
         kept = [tuple(record["sample"]) for record in matches]
         assert set(kept) == told, "the data set has fewer rows than are kept"
         assert all(Path(path).is_file() for record in matches for path in record["images"])
@@ -227,7 +223,7 @@ def test_a_follower_saw_every_rollout_of_the_run_once_with_its_answer(
     long_run: LearnerRun, server: Server
 ) -> None:
     lines = _check_followed(long_run.directory)
-    account = account_of(read_ledgers([long_run.directory]))
+    account = account_of(read_logs([long_run.directory]))
     for rank in account.ranks:
         in_hand = sum(rank.in_hand.get(stage, 0) for stage in ("matched", "packed"))
         dropped = sum(rank.returned.get(reason, 0) for reason in ("stale", "overflow"))
@@ -240,7 +236,7 @@ def test_a_follower_saw_every_rollout_of_the_run_once_with_its_answer(
     texts = {
         (rank, *record["sample"]): record["rollout"]
         for rank in (0, 1)
-        for record in read_audit(matches_path(long_run.directory, rank))
+        for record in long_run.audit(rank, "match")
     }
     assert texts == {
         (line["rank"], line["epoch"], line["position"], line["row"], line["attempt"]): line["text"]
@@ -317,7 +313,7 @@ def test_resume_in_the_middle_of_an_epoch_repeats_and_skips_no_batch_of_channel_
     versions = [record["version"] for record in steps]
     assert versions == sorted(versions)
     assert _weights(resumed, 0) == _weights(resumed, 1)
-    _check_ledgers(first, second)
+    _check_accounts(first, second)
 
 
 @pytest.mark.slow
@@ -339,7 +335,7 @@ def _kill_and_resume(
     killed = run_learner(config, directory, ranks=2, inject="*:7:await_packs,1:8:SIGKILL/5")
     assert killed.status != 0
     latest = max(directory.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
-    before = account_of(read_ledgers([directory]))
+    before = account_of(read_logs([directory]))
     assert before.is_balanced
     again = swift | {"resume_from_checkpoint": str(latest)}
     config = write_config(directory, rows_file, server, b_ratio=0.5, swift=again, preprocessing="process")
@@ -350,19 +346,18 @@ def _kill_and_resume(
     resumed = run_learner(config, directory, ranks=2, inject="*:7:await_packs")
     assert resumed.status == 0, resumed.output[-3000:]
     assert main(["report", str(directory)]) == 0
-    account = account_of(read_ledgers([directory]))
+    account = account_of(read_logs([directory]))
     assert [rank.num_resumes for rank in account.ranks] == [1, 1]
     assert all(rank.num_void > 0 for rank in account.ranks), "no B step fell between checkpoint and kill"
     assert all(rank.trained > 0 for rank in account.ranks)
-    matched = [record for record in read_ledger(ledger_path(directory, 0)) if record["kind"] == Entry.MATCHED]
-    assert all(record["num_rollout_tokens"] > 0 for record in matched)
+    assert all(each["num_rollout_tokens"] > 0 for each in resumed.audit(0, "matched"))
 
 
-def _check_ledgers(first: Path, second: Path) -> None:
+def _check_accounts(first: Path, second: Path) -> None:
     """One balanced account of both runs; each on its own balances as well."""
     assert main(["report", str(first), str(second)]) == 0
-    apart = [account_of(read_ledgers([directory])) for directory in (first, second)]
-    joined = account_of(read_ledgers([first, second]))
+    apart = [account_of(read_logs([directory])) for directory in (first, second)]
+    joined = account_of(read_logs([first, second]))
     assert [account.is_balanced for account in apart] == [True, True]
     assert [rank.num_resumes for rank in joined.ranks] == [1, 1]
     assert [rank.num_void for rank in joined.ranks] == [0, 0], "the stop was agreed and saved"
@@ -393,7 +388,7 @@ def test_an_error_that_one_rank_meets_in_its_step_ends_the_other_and_loses_no_sa
     assert "ValueError: what only rank 1 meets" in run.output
     steps = [len(run.audit(rank, "step")) for rank in (0, 1)]
     assert steps == [8, 8]  # rank 0 did not get past the decision that rank 1 never came to
-    assert account_of(read_ledgers([directory])).is_balanced
+    assert account_of(read_logs([directory])).is_balanced
 
 
 @pytest.mark.slow
@@ -410,4 +405,34 @@ def test_a_preprocessing_process_that_is_killed_ends_all_ranks_and_loses_no_samp
     assert "PipelineFailed" in run.output
     steps = [len(run.audit(rank, "step")) for rank in (0, 1)]
     assert steps[0] == steps[1] >= 8
-    assert account_of(read_ledgers([directory])).is_balanced
+    assert account_of(read_logs([directory])).is_balanced
+
+
+@pytest.mark.slow
+def test_a_full_disk_under_the_event_log_ends_all_ranks_in_order_and_the_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, rows_file: Path, server: Server, small_disk: SmallDisk
+) -> None:
+    directory = tmp_path / "full"
+    directory.mkdir()
+    (directory / "events").symlink_to(small_disk.path)
+    small_disk.fill(leaving_bytes=40 * 4096)
+    swift: dict[str, Any] = {"max_steps": 400, "save_strategy": "steps", "save_steps": 4}
+    run = run_learner(
+        write_config(directory, rows_file, server, b_ratio=0.5, swift=swift), directory, ranks=2
+    )
+    assert run.status == 1
+    assert "error: every event of a run must be written, got rank" in run.output
+    assert "No space left on device; make room there, then go on from the last checkpoint" in run.output
+    before = account_of(read_logs([directory]))
+    assert before.is_balanced
+    assert not any(rank.has_ended for rank in before.ranks)
+    latest = max(directory.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    small_disk.make_room()
+    swift |= {"resume_from_checkpoint": str(latest), "max_steps": int(latest.name.split("-")[1]) + 4}
+    resumed = run_learner(
+        write_config(directory, rows_file, server, b_ratio=0.5, swift=swift), directory, ranks=2
+    )
+    assert resumed.status == 0, resumed.output[-3000:]
+    account = account_of(read_logs([directory]))
+    assert account.is_balanced
+    assert [(rank.num_resumes, rank.has_ended) for rank in account.ranks] == [(1, True)] * 2

@@ -25,7 +25,7 @@ from swift_stage2.records import Pack, Rollout, SampleKey
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.scheduling.version_clock import VersionClock
-from swift_stage2.telemetry.ledger import UnusedReason
+from swift_stage2.telemetry.sample_events import UnusedReason
 
 Place = tuple[int, int]  # a sample's epoch and position
 _SLACK_S = 1e-6

@@ -25,7 +25,7 @@ from swift_stage2.fence import InferFence
 from swift_stage2.learner import Learner
 from swift_stage2.records import BatchOutcome, Pack, Rollout, RoundOutcome, SampleKey
 from swift_stage2.scheduling.round_schedule import RoundSchedule
-from swift_stage2.telemetry.ledger import Entry, ReturnReason, UnusedReason
+from swift_stage2.telemetry.sample_events import Drawn, ReturnReason, UnusedReason, keys_of
 
 _FOR_EVER_S = 1000.0
 
@@ -143,7 +143,7 @@ class LateTellingSource(SampleSource):
         with self._lock:
             keys = [self._next_key() for _ in range(count)]
             self._shares.begin(((key.epoch, key.position) for key in keys), version)
-        self._events.write(Entry.DRAWN, keys)
+        self._log.write(Drawn(samples=keys_of(keys)))
         return keys
 
 

@@ -70,10 +70,11 @@ from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
+from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.activity import PipelineActivity
-from swift_stage2.telemetry.ledger import Entry
-from swift_stage2.telemetry.ledger import Ledger as SampleLedger
-from swift_stage2.telemetry.ledger_account import account_of
+from swift_stage2.telemetry.event_log import EventLog
+from swift_stage2.telemetry.events import AnyEvent, Start
+from swift_stage2.telemetry.sample_events import Cut, Matched, Packed, Read, StreamState, keys_of
 from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot_memory import SnapshotMemory
@@ -190,15 +191,15 @@ class WatchedEvaluation(RankEvaluation):
 class RankEvents:
     """Pipeline's and learner's events of one rank."""
 
-    def __init__(self, ledger: Ledger, rank: int, told: SampleLedger, client: RolloutClient) -> None:
+    def __init__(self, ledger: Ledger, rank: int, log: MemoryLog, client: RolloutClient) -> None:
         self._ledger = ledger
         self._rank = rank
-        self._told = told
+        self.log = log
         self._client = client
         self._suspicions: dict[str, str] = {}  # by server, that were noted
 
     def read(self, keys: Sequence[SampleKey], **traits: Any) -> None:
-        self._told.write(Entry.READ, keys, **traits)
+        self.log.write(Read(samples=keys_of(keys), **traits))
 
     def batch(self, outcome: BatchOutcome) -> None:
         counts = self._ledger.counts
@@ -206,7 +207,7 @@ class RankEvents:
         counts["rollouts aborted"] += len(outcome.aborted)
         for rollout in outcome.partial:
             counts["rollouts cut"] += 1
-            self._told.cut(rollout)
+            self.log.write(Cut.of(rollout))
         counts["samples returned"] += len(outcome.returned)
         noted, self._suspicions = self._suspicions, self._client.suspects
         for _, reason in sorted(self._suspicions.items() - noted.items()):
@@ -231,14 +232,14 @@ class RankEvents:
     def enter(self, activity: PipelineActivity) -> None: ...
 
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
-        self._told.matched(rollout, target.quality)
+        self.log.write(Matched.of(rollout, target.quality))
         self._ledger.matched(self._rank, rollout)
 
     def segment(self, segment: Segment, seconds: float) -> None: ...
 
     def pack(self, pack: Pack, seconds: float) -> None:
         self._ledger.counts["packs"] += 1
-        self._told.packed(pack)
+        self.log.write(Packed.of(pack))
 
     def dropped(self, pack: Pack, reason: str) -> None:
         self._ledger.dropped(self._rank, pack, reason)
@@ -264,14 +265,16 @@ class RankEvents:
             active().fail(f"rank {self._rank}: {message}")
 
 
-class MemoryLog:
-    """Keeps what the package's own ledger of samples was told, in place of a file."""
+class MemoryLog(EventLog):
+    """Keeps what a rank told, in place of a file."""
 
     def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
+        super().__init__(None)
+        self.events: list[AnyEvent] = []
 
-    def write(self, kind: str, **values: Any) -> None:
-        self.records.append({"kind": str(kind), **values})
+    def write(self, event: Any) -> int:
+        self.events.append(event)
+        return 1
 
 
 class Canary:
@@ -447,7 +450,7 @@ class Scene:
 
     def check_told(self) -> None:
         """Judges the run as ``swift-stage2 report`` would. Raises ``Violation`` unless it balances."""
-        account = account_of({rank: log.records for rank, log in enumerate(self._logs)})
+        account = account_of({rank: log.events for rank, log in enumerate(self._logs)})
         broken = [*account.violations, *(broken for rank in account.ranks for broken in rank.violations)]
         if broken:
             raise Violation(f"the ledger does not balance: {broken[0].rule}: {broken[0].samples}")
@@ -490,27 +493,27 @@ class Scene:
         urls = [server.url for server in self.servers]
         fence = parts.fence(start_closed=True)
         clock = VersionClock()
-        told = SampleLedger(self._logs[rank])  # type: ignore[arg-type]
+        log = self._logs[rank]
         source = parts.source(
             _ROWS,
             StubTask(),
             rank=rank,
             world_size=setting.num_ranks,
             seed=0,
-            events=told,
+            log=log,
             num_generations=setting.num_generations,
         )
         ledger.watch_source(rank, source)
-        told.write(
-            Entry.START,
-            run_id="run",
-            step=0,
-            world_size=setting.num_ranks,
-            version_window=setting.version_window,
-            save_id=None,
-            state=source.state_dict(),
+        log.write(
+            Start(
+                run_id="run",
+                step=0,
+                world_size=setting.num_ranks,
+                version_window=setting.version_window,
+                state=StreamState(**source.state_dict()),
+            )
         )
-        attempts = Attempts(told)
+        attempts = Attempts(log)
         client = parts.client(
             urls,
             fence=fence,
@@ -527,7 +530,7 @@ class Scene:
             events=attempts,
             columns=(LOG_PROBS,) if setting.num_generations > 1 else (),
         )
-        events = RankEvents(ledger, rank, told, client)
+        events = RankEvents(ledger, rank, log, client)
         pipelines: list[Pipeline] = []
         queue = parts.queue(
             setting.queue_limit,

@@ -1,4 +1,4 @@
-"""A recorded run as files: the real source and the real writers of ledger and record, driven by hand."""
+"""A recorded run as files: the real source and the real writer, driven by hand."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ledger_run import LedgerRun
 
 from swift_stage2.records import Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.scheduling.step_plan import Channel
-from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import RecordEntry, completion_of, record_path
+from swift_stage2.telemetry.events import Losses, Step
+from swift_stage2.telemetry.sample_events import RecordedCompletion
 
 SURROUNDINGS = {"directory": "/", "environment": {}, "device": "cpu", "threads": 1, "versions": {}}
 
@@ -31,52 +31,52 @@ class RecordedRank:
         config: dict[str, Any] | None = None,
         log_probs: tuple[float, ...] | None = None,
     ) -> None:
-        self.path = record_path(run_dir, rank)
-        self.ledger = LedgerRun(run_dir, rank=rank, world_size=world_size, run_id=run_id, state=state)
-        self.record = AuditLog(self.path, rank)
-        self._log_probs = log_probs
-        self.record.write(
-            RecordEntry.START,
-            run_id=run_id,
-            step=self.ledger.step,
+        self.run = LedgerRun(
+            run_dir,
+            rank=rank,
             world_size=world_size,
+            run_id=run_id,
+            state=state,
             config=config or {"swift": {}},
             surroundings=SURROUNDINGS,
         )
+        self._log_probs = log_probs
         self._num_packs = 0
 
     def plan_a(self) -> int:
         """The next step is planned."""
-        number = self.ledger.step
-        self.ledger.step += 1
+        number = self.run.step
+        self.run.step += 1
         self._write_plan(number, Channel.A)
         return number
 
     def plan_b(self) -> int:
         """The next step is planned and takes two packs of two samples."""
-        number = self.ledger.step
+        number = self.run.step
         for _ in range(2):
             self._num_packs += 1
-            keys = self.ledger.draw(2)
+            keys = self.run.draw(2)
             for key in keys:
-                self.record.write(
-                    RecordEntry.COMPLETION, **completion_of(completion(key, log_probs=self._log_probs))
-                )
-            self.ledger.match(keys)
-            self.ledger.pack(keys, f"p{self._num_packs}")
-            self.ledger.source.settle_trained(keys, pack_id=f"p{self._num_packs}", step=number, version=1)
-        self.ledger.step += 1
+                self.run.log.write(RecordedCompletion.of(completion(key, log_probs=self._log_probs)))
+            self.run.match(keys)
+            self.run.pack(keys, f"p{self._num_packs}")
+            self.run.source.settle_trained(keys, pack_id=f"p{self._num_packs}", step=number, version=1)
+        self.run.step += 1
         self._write_plan(number, Channel.B)
         return number
 
     def _write_plan(self, number: int, channel: Channel) -> None:
-        self.record.write(RecordEntry.STEP, step=number, channel=channel, version=1)
+        self.run.log.write(
+            Step(
+                step=number, channel=channel, wants_b=channel is Channel.B, skip_reason=None, version=1,
+                version_lag=None, queue_depth=0, infer_in_flight=0, round_pending=False, plan_seconds=0.0,
+                num_tokens=0, num_supervised_tokens=0, packs=(), activity_ns={},
+            )
+        )  # fmt: skip
 
     def end(self, number: int) -> None:
         """That step has trained."""
-        self.record.write(
-            RecordEntry.LOSSES, step=number, losses=[(number + 0.1).hex(), (number + 0.2).hex()]
-        )
+        self.run.log.write(Losses(step=number, losses=((number + 0.1).hex(), (number + 0.2).hex())))
 
     def train(self, channels: str) -> None:
         """Whole steps."""

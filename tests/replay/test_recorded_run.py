@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from recorded_files import LOG_PROBS, RecordedRank, edit
@@ -9,7 +9,7 @@ from recorded_files import LOG_PROBS, RecordedRank, edit
 from swift_stage2.errors import UserError
 from swift_stage2.records import SampleKey, VersionSpan
 from swift_stage2.replay.recorded_run import read_run
-from swift_stage2.telemetry.ledger import ledger_path, record_path
+from swift_stage2.telemetry.event_log import event_path
 
 HALF = b'{"kind":"losses","time":17952'
 
@@ -38,18 +38,7 @@ def test_columns_come_back_to_the_last_bit_and_are_absent_where_none_was_needed(
     RecordedRank(tmp_path, log_probs=log_probs).train("B")
     (step,) = read_run(tmp_path).steps[0]
     assert {each.log_probs for pack in step.packs for each in pack.completions} == {log_probs}
-    assert (b"log_probs" in record_path(tmp_path, 0).read_bytes()) == (log_probs is not None)
-
-
-@pytest.mark.parametrize("damaged", [[-0.1], [-0.1, "x"], [-0.1, None], "x"])
-def test_a_column_that_is_not_whole_is_damage(tmp_path: Path, damaged: Any) -> None:
-    RecordedRank(tmp_path, log_probs=LOG_PROBS).train("B")
-    edit(
-        record_path(tmp_path, 0),
-        lambda line: line | {"log_probs": damaged} if line["kind"] == "completion" else line,
-    )
-    with pytest.raises(UserError, match="is damaged: a line of kind 'completion'"):
-        read_run(tmp_path)
+    assert (b"log_probs" in event_path(tmp_path, 0).read_bytes()) == (log_probs is not None)
 
 
 def test_a_killed_run_has_the_steps_that_every_rank_ended(tmp_path: Path) -> None:
@@ -59,29 +48,18 @@ def test_a_killed_run_has_the_steps_that_every_rank_ended(tmp_path: Path) -> Non
         rank.train("AA")
     ranks[0].train("B")
     ranks[1].plan_b()
-    for path in (record_path(tmp_path, 0), record_path(tmp_path, 1), ledger_path(tmp_path, 1)):
-        with path.open("ab") as file:
+    for rank in (0, 1):
+        with event_path(tmp_path, rank).open("ab") as file:
             file.write(HALF)
     run = read_run(tmp_path)
-    assert (run.last_step, run.unfinished_step, run.verdict(0, None).num_b_steps) == (1, None, 0)
+    assert (run.last_step, run.verdict(0, None).num_b_steps) == (1, 0)
     assert [len(steps) for steps in run.steps.values()] == [2, 2]
-    hung = read_run(tmp_path, unfinished=True)
-    assert (hung.last_step, hung.unfinished_step, hung.verdict(0, None).num_b_steps) == (1, 2, 0)
-    assert all(steps[-1].losses is None and len(steps[-1].packs) == 2 for steps in hung.steps.values())
-
-
-def test_a_step_that_not_every_rank_planned_is_not_taken(tmp_path: Path) -> None:
-    ranks = [RecordedRank(tmp_path, rank=rank, world_size=2) for rank in (0, 1)]
-    for rank in ranks:
-        rank.train("A")
-    ranks[0].plan_a()
-    assert read_run(tmp_path, unfinished=True).unfinished_step is None
 
 
 def test_of_a_resumed_run_the_last_process_counts(tmp_path: Path) -> None:
     first = RecordedRank(tmp_path, run_id="first", config={"swift": {"seed": 1}})
     first.train("AB")
-    state = first.ledger.save("save")
+    state = first.run.save("save")
     first.train("AA")
     resumed = RecordedRank(tmp_path, run_id="second", state=state, config={"swift": {"seed": 2}})
     resumed.train("A")
@@ -97,100 +75,31 @@ def test_a_process_that_some_rank_never_began_is_passed_over(tmp_path: Path) -> 
     assert read_run(tmp_path).run_id == "first"
 
 
-def test_without_channel_b_no_ledger_is_needed(tmp_path: Path) -> None:
-    RecordedRank(tmp_path).train("AA")
-    ledger_path(tmp_path, 0).unlink()
-    assert read_run(tmp_path).last_step == 1
-
-
-def test_no_record_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"record/rank0\.jsonl, got no such file; .*telemetry\.record: true"):
-        read_run(tmp_path)
-
-
-def test_a_missing_ranks_record_is_named(tmp_path: Path) -> None:
-    RecordedRank(tmp_path, world_size=2).train("A")
-    with pytest.raises(UserError, match=r"all 2 ranks, got none of rank 1; bring .*rank1\.jsonl"):
-        read_run(tmp_path)
-
-
-def test_a_run_that_ended_before_its_first_step_did_is_refused(tmp_path: Path) -> None:
-    RecordedRank(tmp_path).plan_a()
-    with pytest.raises(UserError, match="ended before its first step did"):
-        read_run(tmp_path)
-
-
-def test_a_torn_file_without_a_start_is_refused(tmp_path: Path) -> None:
-    record_path(tmp_path, 0).parent.mkdir()
-    record_path(tmp_path, 0).write_bytes(HALF)
-    with pytest.raises(UserError, match="no process that began"):
-        read_run(tmp_path)
-
-
-def test_a_hole_is_not_taken_for_the_end(tmp_path: Path) -> None:
-    RecordedRank(tmp_path).train("AAAA")
-    edit(record_path(tmp_path, 0), lambda line: None if line.get("step") == 1 else line)
-    with pytest.raises(UserError, match="a line of step 1 is lost, though rank 0 tells of later steps"):
-        read_run(tmp_path)
-
-
-@pytest.mark.parametrize(("channels", "number", "to"), [("AB", 1, "A"), ("AB", 0, "B")])
-def test_a_changed_channel_is_found(tmp_path: Path, channels: str, number: int, to: str) -> None:
-    RecordedRank(tmp_path).train(channels)
-
-    def change(line: dict[str, Any]) -> dict[str, Any]:
-        return line | {"channel": to} if line["kind"] == "step" and line["step"] == number else line
-
-    edit(record_path(tmp_path, 0), change)
-    with pytest.raises(UserError, match=f"record and ledger of rank 0 disagree about step {number}"):
-        read_run(tmp_path)
-
-
-def test_ranks_that_trained_different_channels_are_refused(tmp_path: Path) -> None:
-    RecordedRank(tmp_path, rank=0, world_size=2).train("AB")
-    RecordedRank(tmp_path, rank=1, world_size=2).train("AA")
-    with pytest.raises(UserError, match="got step 1: B on rank 0, A on rank 1"):
-        read_run(tmp_path)
-
-
-def test_a_lost_completion_is_named(tmp_path: Path) -> None:
-    RecordedRank(tmp_path).train("B")
-    edit(
-        record_path(tmp_path, 0),
-        lambda line: None if line["kind"] == "completion" and line["sample"][1] == 3 else line,
-    )
-    with pytest.raises(
-        UserError, match=r"lacks what a server said to sample 0:3:\d+:0, which step 0 trained"
-    ):
-        read_run(tmp_path)
-
-
-def test_a_pack_that_the_ledger_does_not_know_is_named(tmp_path: Path) -> None:
-    RecordedRank(tmp_path).train("B")
-    edit(ledger_path(tmp_path, 0), lambda line: None if line.get("kind") == "packed" else line)
-    with pytest.raises(UserError, match="tells nothing of pack p1, which step 0 trained"):
-        read_run(tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("kind", "field"),
+    ("spoil", "words"),
     [
-        ("start", "world_size"),
-        ("completion", "sample"),
-        ("step", "channel"),
-        ("losses", "losses"),
-        ("step", "kind"),
+        (lambda path: path.unlink(), r"holds events/rank\*\.jsonl, got .*telemetry\.audit: true"),
+        (lambda path: path.write_bytes(HALF), "a process that every rank began, got none"),
+        (
+            lambda path: edit(path, lambda line: None if line["kind"] == "losses" else line),
+            "a step that was recorded and ended, got none .*telemetry.record: true",
+        ),
+        (
+            lambda path: edit(path, lambda line: {"kind": "step"} if line["kind"] == "step" else line),
+            "the log of rank 0 in .* is damaged",
+        ),
     ],
 )
-def test_a_line_without_what_its_kind_has_is_one_line(tmp_path: Path, kind: str, field: str) -> None:
+def test_what_cannot_be_replayed_is_one_clear_line(
+    tmp_path: Path, spoil: Callable[[Path], object], words: str
+) -> None:
     RecordedRank(tmp_path).train("AB")
-
-    def damage(line: dict[str, Any]) -> dict[str, Any]:
-        if line["kind"] == kind:
-            line[field] = "stray"
-        return line
-
-    edit(record_path(tmp_path, 0), damage)
-    with pytest.raises(UserError, match=r"rank0\.jsonl is damaged: a line of kind") as told:
+    spoil(event_path(tmp_path, 0))
+    with pytest.raises(UserError, match=words):
         read_run(tmp_path)
-    assert "\n" not in str(told.value)
+
+
+def test_a_missing_ranks_log_is_named(tmp_path: Path) -> None:
+    RecordedRank(tmp_path, world_size=2).train("A")
+    with pytest.raises(UserError, match="all 2 ranks, got none of rank 1"):
+        read_run(tmp_path)

@@ -15,15 +15,13 @@ from swift_stage2.launch.plan import EXIT_STATUS_FILE
 from swift_stage2.replay import command
 from swift_stage2.replay.recorded_run import ReplayVerdict, read_verdict
 
-VERDICT = ReplayVerdict(
-    first_step=3, last_step=9, num_b_steps=2, num_compared=7, unfinished_step=None, difference=None
-)
+VERDICT = ReplayVerdict(first_step=3, last_step=9, num_b_steps=2, num_compared=7, difference=None)
 
 
 def test_no_record_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("swift-stage2 replay: error: a replay needs ")
+    assert line.startswith("swift-stage2 replay: error: a run's directory holds ")
     assert not (tmp_path / "replay").exists()
 
 
@@ -72,7 +70,7 @@ def _files(directory: Path) -> set[Path]:
         ("file", "--output must be a directory that can be written, got "),
         ("file/below", "--output must be a directory that can be written, got "),
         ("thesis", "with other files; name another one"),
-        ("job/run/ledger", "with other files; name another one"),
+        ("job/run/events", "with other files; name another one"),
         ("job/run", "--output must not hold the run itself, got "),
         ("job", "--output must not hold the run itself, got "),
         ("link", "--output must not hold the run itself, got "),
@@ -139,7 +137,6 @@ def test_a_rank_without_a_place_to_write_is_one_line(
     ("changes", "is_equal", "words"),
     [
         ({}, True, "equal: every loss of steps 3 to 9, 2 of them on channel B, is bit-equal on every rank"),
-        ({"unfinished_step": 10}, True, "every rank; step 10, which the run did not end, ended here"),
         (
             {"num_compared": 6, "difference": "step 9"},
             False,

@@ -19,8 +19,8 @@ from swift_stage2.channel_b.task import Task
 from swift_stage2.collectives import SingleRank
 from swift_stage2.errors import ReplayDiffers, UserError
 from swift_stage2.records import Pack, Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.replay.rank import PackMaker, ReplayedLearner
 from swift_stage2.replay.recorded_run import RecordedPack, RecordedStep
-from swift_stage2.replay.replayed_learner import PackMaker, ReplayedLearner
 from swift_stage2.scheduling.step_plan import Channel
 
 LOSSES = ((0.1).hex(), (0.2).hex())
@@ -144,20 +144,12 @@ def test_another_number_of_micro_steps_differs() -> None:
         _learner(_step(0)).end_step(0, LOSSES[:1])
 
 
-def test_a_step_that_the_run_did_not_end_is_taken_and_not_compared() -> None:
-    learner = _learner(_step(0), _step(1, losses=None))
-    assert not learner.begin_step(0, 2).stop
-    assert learner.begin_step(1, 2).stop
-    learner.end_step(1, ["0x1p-1"])
-    assert learner.num_compared == 0
-
-
 def test_another_number_of_packs_than_micro_steps_is_refused(
     encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:
     maker = PackMaker(rows, encoder, TASK, PACKING_LENGTH)
     learner = _learner(_step(0, RecordedPack("p", 1, (_completion(0, "[]"),))), maker=maker)
-    with pytest.raises(UserError, match="each of its 2 micro_steps, the ledger tells of 1"):
+    with pytest.raises(UserError, match="each of its 2 micro_steps, the log tells of 1"):
         learner.begin_step(0, 2)
 
 

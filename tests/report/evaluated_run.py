@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from run_files import RunFiles, balanced_ledger
+from run_files import RunFiles
 
 from swift_stage2.detections.prediction import LabelledBoxes
 from swift_stage2.detections.recorded import RecordedRow, as_line, evaluations_directory
@@ -36,7 +36,6 @@ def evaluated_run(
     answers: Sequence[Scene],
 ) -> Path:
     """A whole run that was evaluated every 8 steps, at a version of its own each time."""
-    balanced_ledger(run_dir, num_samples=4 * len(answers)).ledger.close()
     run = RunFiles(run_dir).start()
     for said in answers:
         run.train(8)

@@ -1,22 +1,16 @@
-"""One rank's process as a follower sees it: real ledger, real matches, real recording, driven by hand."""
+"""One rank's process as a follower sees it: real samples, matches and completions, driven by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 from ledger_run import LedgerRun
 
 from swift_stage2.records import MatchQuality, ObjectMatch, Rollout, Sample, SampleKey, Target, VersionSpan
-from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.ledger import (
-    MatchLog,
-    Purpose,
-    RecordEntry,
-    completion_of,
-    matches_path,
-    record_path,
-)
+from swift_stage2.telemetry.recorders import MatchKeeper
+from swift_stage2.telemetry.sample_events import RecordedCompletion
 
 _MATCH = ObjectMatch(predicted=(("cat", (1, 2, 3, 4)),), truth=(("cat", (1, 2, 3, 4)),), pairs=((0, 0, 0.5),))
 _QUALITY = MatchQuality(1, 1, 1, 0.5, 0, 0)
@@ -25,25 +19,26 @@ _QUALITY = MatchQuality(1, 1, 1, 0.5, 0, 0)
 class FollowedRun(LedgerRun):
     """``text`` of an answer tells run and sample, so that no other could stand for it."""
 
-    def __init__(self, run_dir: Path, *, rank: int = 0, world_size: int = 1, **options: object) -> None:
-        super().__init__(run_dir, rank=rank, world_size=world_size, **options)  # type: ignore[arg-type]
+    def __init__(self, run_dir: Path, **options: Any) -> None:
+        super().__init__(run_dir, **options)
         self.run_id = str(options.get("run_id", "run"))
-        self._matches = MatchLog(AuditLog(matches_path(run_dir, rank), rank), range(1000))
-        self._record = AuditLog(record_path(run_dir, rank), rank)
+        self._matches = MatchKeeper(self.log, range(1000))
 
     def text(self, key: SampleKey) -> str:
         return f"{self.run_id} answers {key.entry}"
 
-    def write_text(self, keys: Sequence[SampleKey], purpose: Purpose = "training") -> None:
-        """Into the matches, as the pipeline does before it tells the ledger."""
+    def write_text(
+        self, keys: Sequence[SampleKey], purpose: Literal["training", "evaluation"] = "training"
+    ) -> None:
+        """As the match of a row that is kept, which the pipeline tells before it tells that it is matched."""
         for key in keys:
             target = Target("wanted", (1,), (1.0,), _QUALITY, _MATCH)
-            self._matches.write(purpose, self._rollout(key), target, (10, 10))
+            self._matches.keep(purpose, self._rollout(key), target, (10, 10))
 
     def record_text(self, keys: Sequence[SampleKey]) -> None:
-        """Into the recording, as the pipeline does when an answer comes."""
+        """As a recording has it, when an answer comes."""
         for key in keys:
-            self._record.write(RecordEntry.COMPLETION, **completion_of(self._rollout(key)))
+            self.log.write(RecordedCompletion.of(self._rollout(key)))
 
     def finish(self, count: int) -> list[SampleKey]:
         """So many rollouts are drawn, answered and matched."""
@@ -52,14 +47,10 @@ class FollowedRun(LedgerRun):
         self.match(keys)
         return keys
 
-    def train_finished(self, keys: list[SampleKey], pack_id: str = "p") -> None:
-        self.pack(keys, pack_id)
-        self.train(keys, pack_id)
-
     def tear(self) -> None:
         """A kill in the middle of a line."""
         with self.path.open("ab") as file:
-            file.write(b'{"kind":"matched","time":1.5,"ra')
+            file.write(b'{"kind":"matched","time":1.5,"sa')
 
     def _rollout(self, key: SampleKey) -> Rollout:
         spans = (VersionSpan(1, 0, 1),)
@@ -73,16 +64,19 @@ def killed_and_resumed(run_dir: Path, num_ranks: int) -> list[str]:
     """
     told: list[str] = []
     for rank in range(num_ranks):
-        first = FollowedRun(run_dir, rank=rank, world_size=num_ranks, num_rows=30, run_id="a")
+        of_rank = {"rank": rank, "world_size": num_ranks, "num_rows": 30}
+        first = FollowedRun(run_dir, run_id="a", **of_rank)
         keys = first.finish(3)
-        first.train_finished(keys)
+        first.pack(keys)
+        first.train(keys)
         state = first.save("s1")
         lost = first.finish(2)  # which the second process draws and answers again
         first.tear()
-        second = FollowedRun(run_dir, rank=rank, world_size=num_ranks, run_id="b", num_rows=30, state=state)
+        second = FollowedRun(run_dir, run_id="b", state=state, **of_rank)
         more = second.finish(4)
         assert more[:2] == lost
-        second.train_finished(more[:3])
-        second.ledger.close()
+        second.pack(more[:3])
+        second.train(more[:3])
+        second.end()
         told += [*map(first.text, [*keys, *lost]), *map(second.text, more)]
     return told

@@ -9,7 +9,11 @@ from typing import Any
 from ledger_run import LedgerRun
 from PIL import Image
 
-from swift_stage2.telemetry.audit import AuditLog, audit_path
+from swift_stage2.records import EvaluationCounts, ServerReport
+from swift_stage2.scheduling.step_plan import Channel, SkipReason
+from swift_stage2.telemetry.event_log import EventLog, event_path
+from swift_stage2.telemetry.events import End, Evaluation, Metrics, Round, Step, TrainedPack
+from swift_stage2.telemetry.sample_events import Labelled, Match
 
 CONFIG: dict[str, Any] = {
     "stage2_ab": {
@@ -28,15 +32,16 @@ ASKING_S, PREPARING_S = 0.3, 0.05
 
 
 class RunFiles:
-    """One rank's process: steps alternate between A and B, a round runs before every fourth."""
+    """One rank's process: steps alternate between A and B, a round runs before every fourth.
 
-    def __init__(self, run_dir: Path, *, rank: int = 0, config: Mapping[str, Any] | None = CONFIG) -> None:
+    Every B step trains a pack of one sample, whose whole life is told.
+    """
+
+    def __init__(self, run_dir: Path, *, rank: int = 0, config: Mapping[str, Any] = CONFIG) -> None:
         self.run_dir = run_dir
         self.rank = rank
         self.now = 1_000_000.0
-        self.audit = AuditLog(audit_path(run_dir, rank), rank, now=lambda: self.now)
-        self.matches = AuditLog(run_dir / "matches" / f"rank{rank}.jsonl", rank, now=lambda: self.now)
-        self.has_pipeline_clock = True
+        self.log = EventLog(event_path(run_dir, rank))
         self._config = config
         self._spent: dict[str, int] = {"other": 500_000_000}
         self._totals: dict[str, int] = {}
@@ -45,19 +50,28 @@ class RunFiles:
         self.num_b = 0
         self.step = 0
 
-    def start(self, step: int = 0) -> RunFiles:
-        """A process begins before ``step``."""
-        settings: dict[str, Any] = {"run_id": "r", "seed": 0}
-        self.audit.write(
-            "start",
-            step=step,
-            world_size=1,
-            settings=settings | ({"config": self._config} if self._config else {}),
+    def start(self, *, state: str | None = None, **told: Any) -> RunFiles:
+        """A process begins, from the checkpoint that ``state`` holds; ``told`` is of the start, too."""
+        self.samples = LedgerRun(
+            self.run_dir,
+            rank=self.rank,
+            num_rows=41,
+            run_id="r" if state is None else "resumed",
+            state=state,
+            log=self.log,
+            time=self.now,
+            config=self._config,
+            **told,
         )
-        self.step, self._spent = step, {"other": 500_000_000}
+        self.step, self._spent = self.samples.step, {"other": 500_000_000}
         return self
 
-    def train(self, num_steps: int, *, with_b: bool = True, skipped: str | None = None) -> RunFiles:
+    def save(self, save_id: str = "s1") -> str:
+        """A checkpoint before the next step."""
+        self.samples.step = self.step
+        return self.samples.save(save_id)
+
+    def train(self, num_steps: int, *, with_b: bool = True, skipped: SkipReason | None = None) -> RunFiles:
         """Steps one after another; ``skipped``: wanted B steps run A, for this reason."""
         for _ in range(num_steps):
             if with_b and self.step % 4 == 0:
@@ -66,57 +80,43 @@ class RunFiles:
             self._plan("B" if wants_b and not skipped else "A", wants_b, skipped if wants_b else None)
             self.step += 1
             if self.step % 10 == 0:
-                self.log(self.step)
+                self.tell_metrics(self.step)
         return self
 
-    def log(self, step: int | None) -> None:
+    def tell_metrics(self, step: int | None) -> None:
         """A logging step; None is the run's end."""
-        values: dict[str, Any] = {}
-        if self.has_pipeline_clock:
-            work = {"asking": self.num_b * ASKING_S, "preparing": self.num_b * PREPARING_S}
-            pipeline_ns = {name: round(spent * 1e9) for name, spent in work.items()}
-            wall_ns = max(sum(self._totals.values()), sum(pipeline_ns.values()))
-            pipeline_ns["idle"] = wall_ns - sum(pipeline_ns.values())
-            values = {"pipeline_ns": pipeline_ns, "pipeline_wall_ns": wall_ns}
-        numbers = {"packs_made": self.num_b, "packs_trained": self.num_b} | (
-            {"queue_limit": 8} if self.num_b else {}
-        )
+        work = {"asking": self.num_b * ASKING_S, "preparing": self.num_b * PREPARING_S}
+        pipeline_ns = {name: round(spent * 1e9) for name, spent in work.items()}
+        wall_ns = max(sum(self._totals.values()), sum(pipeline_ns.values()))
+        pipeline_ns["idle"] = wall_ns - sum(pipeline_ns.values())
         total = self._totals | {name: self._totals.get(name, 0) + ns for name, ns in self._spent.items()}
-        self.audit.write(
-            "metrics",
-            step=step,
-            epoch=None,
-            numbers=numbers,
-            activity_ns=total,
-            wall_ns=sum(total.values()),
-            **values,
+        self.log.write(
+            Metrics(
+                time=self.now,
+                step=step,
+                epoch=None,
+                numbers={"packs_made": self.num_b, "packs_trained": self.num_b},
+                activity_ns=total,
+                wall_ns=sum(total.values()),
+                pipeline_ns=pipeline_ns,
+                pipeline_wall_ns=wall_ns,
+            )
         )
-
-    def log_loss(self, loss: float) -> RunFiles:
-        """ms-swift logs a loss after the last step."""
-        self.audit.write("loss", step=self.step, loss=loss)
-        return self
 
     def evaluate(self, **own: float) -> RunFiles:
         """An evaluation of two samples that began here, one of them answered; ``own`` are metrics of the task."""
-        counts = {"num_wanted": 2, "num_answered": 1}
-        ratios = {
-            "precision": 0.5,
-            "recall": 0.25,
-            "f1": 1 / 3,
-            "mean_iou": 0.75,
-            "truncated_ratio": 0.0,
-            **own,
-        }
-        self.audit.write(
-            "evaluation",
-            step=self.step + 1,
-            due_step=self.step,
-            begun_step=self.step,
-            version=self.version,
-            end="round_due",
-            counts=counts,
-            ratios=ratios,
+        told = {"precision": 0.5, "recall": 0.25, "f1": 1 / 3, "mean_iou": 0.75, "truncated_ratio": 0.0}
+        self.log.write(
+            Evaluation(
+                time=self.now,
+                step=self.step + 1,
+                due_step=self.step,
+                begun_step=self.step,
+                version=self.version,
+                end="round_due",
+                counts=EvaluationCounts(num_wanted=2, num_answered=1),
+                ratios=told | own,
+            )
         )
         return self
 
@@ -135,62 +135,70 @@ class RunFiles:
     ) -> None:
         """One rollout against its ground truth; ``said`` is the label of what was predicted, if it is another."""
         self.now += 0.001
-        values = {"purpose": "training", "space": [112, 112], "rollout": "said", "target": "trained"}
-        values |= {"truncated": False, "dropped": {}}
-        self.matches.write(
-            "match",
-            sample=list(sample),
-            version=version,
-            images=list(images),
-            truth=[{"label": label, "box": list(box)} for box in truth],
-            predicted=[{"label": said or label, "box": list(box)} for box in predicted],
-            pairs=[list(pair) for pair in pairs],
-            **(values | others),
+        values: dict[str, Any] = {"purpose": "training", "space": (112, 112), "rollout": "said"}
+        values |= {"target": "trained", "truncated": False, "dropped": {}, "reward": {}}
+        self.log.write(
+            Match(
+                time=self.now,
+                sample=tuple(sample),
+                version=version,
+                images=tuple(images),
+                truth=tuple(Labelled(label=label, box=tuple(box)) for box in truth),
+                predicted=tuple(Labelled(label=said or label, box=tuple(box)) for box in predicted),
+                pairs=tuple(tuple(pair) for pair in pairs),
+                **(values | others),
+            )
         )
 
     def end(self) -> None:
         """An orderly end."""
-        self.log(None)
-        self.audit.close()
-        self.matches.close()
+        self.tell_metrics(None)
+        self.log.close(End())
 
     def _round(self) -> None:
         self.version += 1
         self._spend("syncing", ROUND_S)
-        phases = {"begin": 0.01, "push": 0.1, "prove": 0.05}
-        server = {"proven": True, "error": None, "proof": "canary", "num_bytes": 9, "seconds": phases}
-        self.audit.write(
-            "round",
-            step=self.step,
-            round_id="x",
-            version=self.version,
-            committed=True,
-            seconds=ROUND_S,
-            pending_seconds=0.0,
-            canary_seconds=0.02,
-            snapshot_seconds=0.01,
-            servers={"0": server},
+        server = ServerReport(True, None, "canary", 9, {"begin": 0.01, "push": 0.1, "prove": 0.05})
+        self.log.write(
+            Round(
+                time=self.now,
+                step=self.step,
+                round_id="x",
+                version=self.version,
+                committed=True,
+                seconds=ROUND_S,
+                pending_seconds=0.0,
+                canary_seconds=0.02,
+                snapshot_seconds=0.01,
+                servers={"0": server},
+            )
         )
 
-    def _plan(self, channel: str, wants_b: bool, skip_reason: str | None) -> None:
-        packs = [{"pack_id": str(self.step), "version": max(0, self.version - 1)}] if channel == "B" else []
+    def _plan(self, channel: str, wants_b: bool, skip_reason: SkipReason | None) -> None:
+        packs = ()
+        if channel == "B":
+            packs = (TrainedPack(pack_id=str(self.step), version=max(0, self.version - 1)),)
+            self._train_sample()
         self.num_b += len(packs)
         in_flight = self.step % 6 == 5
-        self.audit.write(
-            "step",
-            step=self.step,
-            channel=channel,
-            wants_b=wants_b,
-            skip_reason=skip_reason,
-            version=self.version,
-            version_lag=1 if packs else None,
-            queue_depth=self.step % 3,
-            infer_in_flight=int(in_flight),
-            round_pending=False,
-            plan_seconds=0.001,
-            num_tokens=40,
-            packs=packs,
-            activity_ns=self._spent,
+        self.log.write(
+            Step(
+                time=self.now,
+                step=self.step,
+                channel=Channel(channel),
+                wants_b=wants_b,
+                skip_reason=skip_reason,
+                version=self.version,
+                version_lag=1 if packs else None,
+                queue_depth=self.step % 3,
+                infer_in_flight=int(in_flight),
+                round_pending=False,
+                plan_seconds=0.001,
+                num_tokens=40,
+                num_supervised_tokens=20,
+                packs=packs,
+                activity_ns=self._spent,
+            )
         )
         self._totals = self._totals | {
             name: self._totals.get(name, 0) + ns for name, ns in self._spent.items()
@@ -201,20 +209,23 @@ class RunFiles:
         if in_flight or (self.step + 1) % 6 == 5:
             self._spend("busy", BUSY_S)
 
+    def _train_sample(self) -> None:
+        keys = self.samples.draw(1)
+        self.samples.match(keys, self.version)
+        self.samples.pack(keys, str(self.step))
+        self.samples.step = self.step
+        self.samples.train(keys, str(self.step), version=self.version)
+
     def _spend(self, activity: str, seconds: float) -> None:
         self.now += seconds
         self._spent[activity] = self._spent.get(activity, 0) + round(seconds * 1e9)
 
 
-def balanced_ledger(run_dir: Path, *, num_samples: int = 6, num_generations: int = 1) -> LedgerRun:
-    """A ledger of samples that were all trained, each in a pack of its own, by the B steps of ``RunFiles``."""
-    run = LedgerRun(run_dir, num_rows=max(7, num_samples), run_id="r", num_generations=num_generations)
-    for step in range(1, 2 * num_samples, 2):
-        keys = run.draw(1)
-        run.match(keys)
-        run.pack(keys, str(step))
-        run.step = step
-        run.train(keys, str(step))
+def balanced_ledger(run_dir: Path) -> LedgerRun:
+    """Samples that were all trained, and nothing else of a run."""
+    run = LedgerRun(run_dir)
+    for _ in range(6):
+        run.train_drawn(1)
     return run
 
 

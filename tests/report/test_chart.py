@@ -8,8 +8,8 @@ import xml.etree.ElementTree as ET
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.pages.chart import svg_of
 from swift_stage2.pages.content import Chart, Mark, Series, series_of
+from swift_stage2.pages.page import svg_of
 
 VALUES = st.floats(-1e9, 1e9, allow_subnormal=False)
 POINTS = st.lists(st.tuples(st.integers(0, 10**6), VALUES), max_size=5)

@@ -1,10 +1,9 @@
-"""Rollouts of ledgers that grow: each once, none missing, with the answer that is its own."""
+"""Rollouts of logs that grow: each once, none missing, with the answer that is its own."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,13 +15,13 @@ from followed_run import FollowedRun, killed_and_resumed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_stage2.errors import UserError
-from swift_stage2.records import SampleKey
-from swift_stage2.report.finished_rollouts import FinishedRollout, RunRollouts
-from swift_stage2.telemetry import reading
-from swift_stage2.telemetry.ledger import ReturnReason, ledger_path, matches_path
+from swift_stage2.report.rollouts_command import FinishedRollout, RunRollouts
+from swift_stage2.telemetry import event_log
+from swift_stage2.telemetry.event_log import event_path
+from swift_stage2.telemetry.sample_events import ReturnReason
 
 NUM_RANKS = 2
+NO_END = "told no end: it was killed, or a full disk took no more"
 
 
 def read_whole(run_dir: Path) -> list[FinishedRollout]:
@@ -46,74 +45,67 @@ def test_a_killed_and_resumed_runs_rollouts_are_told_once_each_with_their_own_an
     run_dir, told = written
     found = read_whole(run_dir)
     assert [each.text for rank in range(NUM_RANKS) for each in of_rank(found, rank)] == told
-    assert len({each.rollout for each in found}) == len(found) == 18
+    assert len({each.fields["rollout"] for each in found}) == len(found) == 18
     assert [each.time for each in found] == sorted(each.time for each in found)
 
 
-def test_rollouts_of_all_ranks_are_told_by_time(tmp_path: Path) -> None:
-    runs = [FollowedRun(tmp_path, rank=rank, world_size=2) for rank in range(2)]
-    for rank in (1, 0, 0, 1):
-        runs[rank].finish(1)
-    assert [each.rank for each in read_whole(tmp_path)] == [1, 0, 0, 1]
-
-
-PIECES = st.lists(st.tuples(st.integers(0, 2 * NUM_RANKS - 1), st.integers(1, 900)), max_size=30)
+PIECES = st.lists(st.tuples(st.integers(0, NUM_RANKS - 1), st.integers(1, 900)), max_size=30)
 
 
 @settings(max_examples=60, deadline=None)
 @given(pieces=PIECES, chunk=st.sampled_from([1, 64, 1 << 20]))
-def test_files_that_grow_by_pieces_cut_anywhere_are_read_as_whole_ones_are(
+def test_logs_that_grow_by_pieces_cut_anywhere_are_read_as_whole_ones_are(
     written: tuple[Path, list[str]], pieces: list[tuple[int, int]], chunk: int
 ) -> None:
     whole_dir, _ = written
-    paths = [path(Path(), rank) for rank in range(NUM_RANKS) for path in (ledger_path, matches_path)]
     found: list[FinishedRollout] = []
-    with tempfile.TemporaryDirectory() as name, mock.patch.object(reading, "_CHUNK_BYTES", chunk):
+    with tempfile.TemporaryDirectory() as name, mock.patch.object(event_log, "_CHUNK_BYTES", chunk):
         grown = Path(name)
-        for path in paths:
-            (grown / path).parent.mkdir(exist_ok=True)
+        (grown / "events").mkdir()
         rollouts = RunRollouts(grown)
-        for number, num_bytes in itertools.chain(pieces, ((each, 1 << 30) for each in range(len(paths)))):
-            path = paths[number]
-            with (whole_dir / path).open("rb") as source, (grown / path).open("ab") as target:
+        for rank, num_bytes in itertools.chain(pieces, ((rank, 1 << 30) for rank in range(NUM_RANKS))):
+            with (
+                event_path(whole_dir, rank).open("rb") as source,
+                event_path(grown, rank).open("ab") as target,
+            ):
                 source.seek(target.tell())
                 target.write(source.read(num_bytes))
             found += rollouts.read()
         doubts = rollouts.doubts
     whole = read_whole(whole_dir)
-    for rank in range(NUM_RANKS):
-        pairs = zip(of_rank(found, rank), of_rank(whole, rank), strict=True)
-        for one, other in pairs:
-            # A match that came behind its ledger record is not waited for
-            assert one.text in (
-                None,
-                other.text,
-            )
-            assert replace(one, text=None) == replace(other, text=None)
+    assert [of_rank(found, rank) for rank in range(NUM_RANKS)] == [
+        of_rank(whole, rank) for rank in range(NUM_RANKS)
+    ]
     assert doubts == []
 
 
-def test_what_the_ledger_tells_of_a_rollout(tmp_path: Path) -> None:
-    run = FollowedRun(tmp_path, rank=1, world_size=2, run_id="a")
+def test_what_the_log_tells_of_a_rollout(tmp_path: Path) -> None:
+    run = FollowedRun(tmp_path, rank=1, world_size=2, run_id="a", likeness="closeness")
     (key,) = run.draw(1)
-    run.match([key], version=4)
+    run.ask([key])
+    run.matched(key, 4, reward={"total": 0.5})
     (found,) = read_whole(tmp_path)
-    assert replace(found, time=0.0) == FinishedRollout(
-        rollout="a:1:0:0:0", time=0.0, run_id="a", rank=1, version=4,
-        epoch=0, position=0, row=key.index, group=None, attempt=0, server="http://s", num_tokens=4, truncated=False,
-        pairs=1, false=0, missed=0, mean_iou=0.5, likeness="IoU", reward={}, dropped={}, text=None,
-    )  # fmt: skip
+    assert found.fields | {"time": 0.0} == {
+        "rollout": "a:1:0:0:0", "time": 0.0, "run_id": "a", "rank": 1, "version": 4, "epoch": 0, "position": 0,
+        "row": key.index, "attempt": 0, "server": "http://s", "num_tokens": 4, "truncated": False, "pairs": 1,
+        "false": 0, "missed": 0, "mean_iou": 0.5, "likeness": "closeness", "dropped": {}, "reward": {"total": 0.5},
+        "text": None,
+    }  # fmt: skip
+    assert ", 0 missed, closeness 0.50, reward 0.50" in found.line
 
 
 def test_rollouts_of_one_row_share_a_group_through_a_resume(tmp_path: Path) -> None:
     first = FollowedRun(tmp_path, rank=1, world_size=2, num_generations=3)
-    first.train_finished(first.finish(2))
+    keys = first.finish(2)
+    first.pack(keys)
+    first.train(keys)
     state = first.save("s1")
     later = FollowedRun(tmp_path, rank=1, world_size=2, num_generations=3, run_id="later", state=state)
     later.finish(3)
     found = read_whole(tmp_path)
     assert [each.group for each in found] == ["1:0:0"] * 3 + ["1:0:1"] * 2
-    assert len({(each.row, each.group) for each in found}) == 2
+    assert len({(each.key[2], each.group) for each in found}) == 2
+    assert "  group 1:0:0  attempt 0  " in found[0].line
 
 
 def test_a_redrawn_sample_is_another_rollout(tmp_path: Path) -> None:
@@ -122,10 +114,10 @@ def test_a_redrawn_sample_is_another_rollout(tmp_path: Path) -> None:
     run.source.give_back([key], ReturnReason.STALE)
     (again,) = run.finish(1)
     assert again == replace(key, attempt=1)
-    assert [each.attempt for each in read_whole(tmp_path)] == [0, 1]
+    assert [each.key[3] for each in read_whole(tmp_path)] == [0, 1]
 
 
-def test_the_recording_holds_the_answers_of_rows_whose_match_is_not_kept(tmp_path: Path) -> None:
+def test_a_recording_holds_the_answers_of_rows_whose_match_is_not_kept(tmp_path: Path) -> None:
     run = FollowedRun(tmp_path)
     first, second = run.draw(2)
     run.record_text([first])
@@ -135,95 +127,54 @@ def test_the_recording_holds_the_answers_of_rows_whose_match_is_not_kept(tmp_pat
 
 def test_no_answer_of_an_evaluation_or_of_another_process_is_taken(tmp_path: Path) -> None:
     run = FollowedRun(tmp_path, run_id="a")
+    state = json.dumps({"step": 0, "save_id": None, "source": run.source.state_dict()})
     keys = run.draw(2)
     run.write_text(keys, "evaluation")
     run.match(keys[:1])
-    run.write_text(keys[1:])  # and is killed before the ledger hears of it
-    resumed = FollowedRun(tmp_path, run_id="b", state=json.dumps(_at_the_beginning(run)))
+    run.write_text(keys[1:])  # and is killed before that is matched
+    resumed = FollowedRun(tmp_path, run_id="b", state=state)
     assert resumed.draw(2) == keys
     resumed.match(keys)
-    assert [(each.run_id, each.text) for each in read_whole(tmp_path)] == [
-        ("a", None),
-        ("b", None),
-        ("b", None),
-    ]
+    found = [(each.start.run_id, each.text) for each in read_whole(tmp_path)]
+    assert found == [("a", None), ("b", None), ("b", None)]
 
 
-def _at_the_beginning(run: FollowedRun) -> dict[str, object]:
-    (start,) = [record for record in run.records() if record["kind"] == "start"]
-    return {"step": 0, "save_id": None, "source": start["state"]}
-
-
-def finished_run(run_dir: Path, ends: Iterable[bool]) -> None:
-    ranks = list(ends)
-    for rank, has_ended in enumerate(ranks):
-        run = FollowedRun(run_dir, rank=rank, world_size=len(ranks))
+def doubts_of(run_dir: Path, *ends: bool) -> list[str]:
+    """Of a run whose ranks told an end, or did not."""
+    for rank, has_ended in enumerate(ends):
+        run = FollowedRun(run_dir, rank=rank, world_size=2)
         run.finish(1)
         if has_ended:
-            run.ledger.close()
-
-
-def doubts_of(run_dir: Path) -> list[str]:
+            run.end()
     rollouts = RunRollouts(run_dir)
     assert list(rollouts.read())
     return list(rollouts.doubts)
 
 
-def test_a_rank_without_an_end_is_named(tmp_path: Path) -> None:
-    finished_run(tmp_path, [True, False])
-    assert doubts_of(tmp_path) == ["rank 1 told no end: it was killed, or a full disk took no more"]
-
-
-def test_a_rank_without_a_ledger_is_named(tmp_path: Path) -> None:
-    finished_run(tmp_path, [True, True])
-    ledger_path(tmp_path, 1).unlink()
-    assert doubts_of(tmp_path) == ["rank 1 told no end: it was killed, or a full disk took no more"]
+@pytest.mark.parametrize("ends", [(True, False), (True,)])
+def test_a_rank_without_an_end_or_a_log_is_named(tmp_path: Path, ends: tuple[bool, ...]) -> None:
+    assert doubts_of(tmp_path, *ends) == [f"rank 1 {NO_END}"]
 
 
 def test_the_end_of_an_earlier_process_is_not_the_last_ones(tmp_path: Path) -> None:
-    finished_run(tmp_path, [True, True])
-    FollowedRun(tmp_path, rank=0, world_size=2, run_id="later").ledger.close()
-    told = "told no end: it was killed, or a full disk took no more"
-    assert doubts_of(tmp_path) == [f"rank 1 {told}"]
-    for rank in range(2):
-        FollowedRun(tmp_path, rank=rank, world_size=2, run_id="latest")
-    assert doubts_of(tmp_path) == [f"rank 0 {told}", f"rank 1 {told}"]
+    assert doubts_of(tmp_path, True, True) == []
+    FollowedRun(tmp_path, rank=0, world_size=2, run_id="later").end()
+    assert doubts_of(tmp_path) == [f"rank 1 {NO_END}"]
 
 
-@pytest.mark.parametrize("damage", ["removed", "overwritten"])
-def test_a_record_that_is_missing_or_damaged_is_told(tmp_path: Path, damage: str) -> None:
-    finished_run(tmp_path, [True])
-    path = ledger_path(tmp_path, 0)
+def test_a_damaged_line_is_told(tmp_path: Path) -> None:
+    doubts_of(tmp_path, True, True)
+    path = event_path(tmp_path, 0)
     lines = path.read_bytes().splitlines(keepends=True)
-    (number,) = [number for number, line in enumerate(lines) if b'"kind":"finished"' in line]
-    lines[number] = b"" if damage == "removed" else b"\0" * (len(lines[number]) - 1) + b"\n"
-    path.write_bytes(b"".join(lines))
-    assert doubts_of(tmp_path) == ["rank 0: 1 records of its ledger are missing or damaged"]
-
-
-def test_a_ledger_of_no_rank_is_refused(tmp_path: Path) -> None:
-    finished_run(tmp_path, [True])
-    shutil.copy(ledger_path(tmp_path, 0), tmp_path / "ledger" / "rank0-copy.jsonl")
-    with pytest.raises(
-        UserError, match=r"a ledger is rank<number>\.jsonl and can be read, got path=.*rank0-copy"
-    ):
-        read_whole(tmp_path)
-
-
-def test_a_ledger_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    finished_run(tmp_path, [True])
-    ledger_path(tmp_path, 0).unlink()
-    ledger_path(tmp_path, 0).mkdir()
-    with pytest.raises(UserError, match="make it readable"):
-        read_whole(tmp_path)
+    path.write_bytes(b"".join([*lines[:3], b"\0\n", *lines[4:]]))
+    assert doubts_of(tmp_path) == ["rank 0: 1 lines of its log are damaged"]
 
 
 def test_reading_holds_a_chunk_and_not_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the first lines of a long run come at once."""
     run = FollowedRun(tmp_path, num_rows=200)
-    keys: list[SampleKey] = run.finish(200)
-    monkeypatch.setattr(reading, "_CHUNK_BYTES", 256)
-    tail = reading.AuditTail(run.path)
-    first = next(record for record in tail.stream() if record["kind"] == "matched")
-    assert first["samples"] == [keys[0].entry]
+    run.finish(200)
+    monkeypatch.setattr(event_log, "_CHUNK_BYTES", 256)
+    tail = event_log.EventTail(run.path)
+    assert next(tail.read()).kind == "start"
     assert tail._offset < run.path.stat().st_size / 2

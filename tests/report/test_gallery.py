@@ -9,39 +9,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ledger_run import LedgerRun
 from PIL import Image
 from run_files import RunFiles, picture
 
 from swift_stage2.detections.drawing import Drawing, gallery_image
 from swift_stage2.pages.content import Gallery
-from swift_stage2.report.gallery import gallery_of
-from swift_stage2.report.matches import LoggedMatch, matches_of
+from swift_stage2.report.gallery import RankMatch, gallery_of, matches_of
 from swift_stage2.report.run_data import read_run
-from swift_stage2.report.samples import fates_of
-from swift_stage2.telemetry.ledger import ReturnReason, UnusedReason
 
 
-def matches(tmp_path: Path, *each: dict[str, Any]) -> list[LoggedMatch]:
+def matches(tmp_path: Path, *each: dict[str, Any]) -> list[RankMatch]:
     run = RunFiles(tmp_path)
     run.start()
     for number, values in enumerate(each):
         run.match(**{"sample": [0, number, number, 0], **values})
     run.end()
-    found, odd = matches_of(read_run([tmp_path]).ranks[0].matches)
-    assert odd == 0
-    return found
+    return matches_of(read_run([tmp_path]).ranks)
 
 
 def gallery(tmp_path: Path, *each: dict[str, Any], size: int = 200) -> Gallery:
-    return gallery_of(matches(tmp_path, *each), {}, size)
+    return gallery_of(matches(tmp_path, *each), size)
 
 
 def test_the_newest_come_first_and_no_more_than_asked_for(tmp_path: Path) -> None:
     found = gallery(tmp_path, *({"rollout": str(number)} for number in range(9)), size=3)
     assert [dict(shown.texts)["Rollout"] for shown in found.pictures] == ["8", "7", "6"]
     assert found.num_matches == 9
-    assert gallery_of(matches(tmp_path), {}, 0).pictures == ()
+    assert gallery_of(matches(tmp_path), 0).pictures == ()
 
 
 def image_of(uri: str) -> Image.Image:
@@ -108,53 +102,7 @@ def test_an_image_with_too_many_pixels_is_never_decoded(
         assert trouble
 
 
-def test_what_became_of_a_sample_is_read_from_the_ledger(tmp_path: Path) -> None:
-    run = LedgerRun(tmp_path)
-    (trained,) = run.train_drawn(1)
-    late, bad, waiting, cut = run.draw(4)
-    run.source.give_back([late], ReturnReason.STALE)
-    run.source.give_back([cut], ReturnReason.STOPPED)
-    run.source.settle_quarantined(bad, "too_slow", "three times")
-    run.match([waiting])
-    (once_more,) = run.draw(1)
-    assert once_more.attempt == 1
-    run.match([once_more])
-    run.pack([once_more])
-    run.train([once_more])
-    told = fates_of(run.records())
-    keys = {
-        name: (key.epoch, key.position, key.index, key.attempt)
-        for name, key in {
-            "trained": trained,
-            "late": late,
-            "bad": bad,
-            "cut": cut,
-            "again": once_more,
-            "waiting": waiting,
-        }.items()
-    }
-    assert told == {
-        keys["trained"]: "trained at step 0",
-        keys["late"]: "not trained, asked again: stale",
-        keys["bad"]: "given up: too_slow",
-        keys["cut"]: "not trained, the run ended",
-        keys["again"]: "trained at step 1",
-    }
-    found = gallery_of(
-        matches(tmp_path, *({"sample": list(keys[name])} for name in ("trained", "waiting"))), {0: told}
-    )
-    assert [shown.fate for shown in found.pictures] == ["not trained", "trained at step 0"]
-
-
 def test_a_picture_of_an_evaluation_was_never_trained(tmp_path: Path) -> None:
     (shown,) = gallery(tmp_path, {"purpose": "evaluation", "sample": [2**31 - 1, 2, 7, 0]}).pictures
     assert shown.fate == "evaluation, never trained"
     assert shown.facts[0] == "row 7 of the validation set, rank 0"
-
-
-def test_what_was_compared_and_not_trained_is_told(tmp_path: Path) -> None:
-    run = LedgerRun(tmp_path, num_generations=2)
-    keys = run.draw(2)
-    run.match(keys)
-    run.source.settle_unused(keys, UnusedReason.NO_VARIANCE)
-    assert [*fates_of(run.records()).values()] == ["compared, and nothing trained of it: no_variance"] * 2

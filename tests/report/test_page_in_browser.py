@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, Request, sync_playwright
-from run_files import RunFiles, balanced_ledger, picture
+from run_files import RunFiles, picture
 
 from swift_stage2.pages.page import page_of, write_page
-from swift_stage2.report.report import report_of
+from swift_stage2.report.command import report_of
 from swift_stage2.report.run_data import read_run
 
 pytestmark = pytest.mark.browser
@@ -36,7 +35,6 @@ NUM_MATCHES = 15
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with everything, texts that attack, and an image that is absent."""
     run_dir = tmp_path_factory.mktemp("run")
-    balanced_ledger(run_dir, num_samples=30).ledger.close()
     run = RunFiles(run_dir)
     run.start().train(60).evaluate()
     image = picture(run_dir / "images" / "street.png")
@@ -136,13 +134,6 @@ def test_nothing_is_wider_than_the_screen(visit: Visit) -> None:
     assert box["width"] <= visit.page.evaluate("innerWidth")
 
 
-def test_colours_follow_the_system(browser: Browser, page_file: Path) -> None:
-    for scheme, ground in (("dark", "rgb(20, 22, 26)"), ("light", "rgb(255, 255, 255)")):
-        opened = Visit(browser, page_file, scheme=scheme)
-        assert opened.page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
-        opened.close()
-
-
 def test_pictures_are_the_newest_first_with_a_word_where_there_is_none(visit: Visit) -> None:
     cards = visit.page.locator(".card")
     assert cards.count() == NUM_MATCHES
@@ -151,18 +142,3 @@ def test_pictures_are_the_newest_first_with_a_word_where_there_is_none(visit: Vi
     assert images.count() == NUM_MATCHES - 1
     assert images.evaluate_all("all => all.every(one => one.complete && one.naturalWidth >= 300)")
     assert "No picture: " in cards.nth(NUM_MATCHES - 1 - 4).inner_text()
-
-
-def test_texts_of_models_and_data_sets_are_shown_as_they_are(visit: Visit) -> None:
-    assert visit.page.locator("script").count() == 0
-    assert visit.page.locator(".card").first.locator("pre").all_text_contents() == [f"{EVIL} 14", EVIL]
-
-
-def test_a_skip_link_leads_past_the_navigation(visit: Visit) -> None:
-    visit.page.keyboard.press("Tab")
-    assert visit.page.evaluate("document.activeElement.textContent") == "Skip to the report"
-    visit.page.keyboard.press("Enter")
-    assert visit.page.evaluate("document.activeElement.id") == "content"
-    levels = visit.page.locator("h1, h2, h3").evaluate_all("all => all.map(one => Number(one.tagName[1]))")
-    assert levels[0] == 1
-    assert all(after - before <= 1 for before, after in pairwise(levels))

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from followed_run import FollowedRun, killed_and_resumed
 
 from swift_stage2.cli import main
-from swift_stage2.report.finished_rollouts import RunRollouts
-from swift_stage2.report.rollouts_command import line_of
+from swift_stage2.report.rollouts_command import RunRollouts
 from swift_stage2.runtime.lock import hold_run_directory
 from swift_stage2.telemetry.facade import Telemetry
 
@@ -71,7 +68,7 @@ def test_rollouts_come_while_the_run_goes_on_and_its_end_ends_the_follower(
     second = run.finish(1)
     assert texts(next_line(follower)) == [run.text(second[0])]
     last = run.finish(2)
-    run.ledger.close()
+    run.end()
     held.close()
     out, err = follower.communicate(timeout=_DEADLINE_S)
     assert texts(out) == [run.text(key) for key in last]
@@ -138,49 +135,6 @@ def test_a_killed_run_ends_the_follower_with_1_and_all_that_was_written(
     ]
 
 
-def test_a_consumer_that_stops_reading_misses_nothing(
-    tmp_path: Path, follow: Callable[..., Follower], held: ExitStack
-) -> None:
-    """More than a pipe holds, written while nobody takes a line."""
-    run = FollowedRun(tmp_path, num_rows=600)
-    follower = follow("--json")
-    keys = [*run.finish(1)]
-    assert texts(next_line(follower)) == [run.text(keys[0])]
-    keys += run.finish(599)
-    run.ledger.close()
-    held.close()
-    out, _ = follower.communicate(timeout=_DEADLINE_S)
-    assert len(out) > 1 << 16
-    assert texts(out) == [run.text(key) for key in keys[1:]]
-    assert follower.returncode == 0
-
-
-def test_a_reader_that_leaves_ends_a_follower_at_the_next_rollout(
-    tmp_path: Path, follow: Callable[..., Follower], held: ExitStack
-) -> None:
-    run = FollowedRun(tmp_path)
-    run.finish(1)
-    follower = follow()
-    assert next_line(follower)
-    assert follower.stdout is not None
-    follower.stdout.close()
-    run.finish(1)
-    assert follower.wait(timeout=_DEADLINE_S) == _UNREAD
-    assert follower.stderr is not None
-    assert follower.stderr.read() == ""
-
-
-def test_an_interrupt_ends_with_130_and_without_a_word(
-    tmp_path: Path, follow: Callable[..., Follower], held: ExitStack
-) -> None:
-    FollowedRun(tmp_path).finish(1)
-    follower = follow()
-    assert next_line(follower)
-    follower.send_signal(signal.SIGINT)
-    assert follower.communicate(timeout=_DEADLINE_S) == ("", "")
-    assert follower.returncode == 130
-
-
 def test_without_follow_what_is_there_is_printed(
     tmp_path: Path, held: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,14 +143,12 @@ def test_without_follow_what_is_there_is_printed(
     assert main(["rollouts", "--json", str(tmp_path)]) == 0  # it goes on
     out, err = capsys.readouterr()
     assert (texts(out), err) == ([run.text(key) for key in keys], "")
-    assert [json.loads(line) for line in out.splitlines()] == [
-        json.loads(json.dumps({name: value for name, value in asdict(each).items() if name != "group"}))
-        for each in RunRollouts(tmp_path).read()
-    ]
+    told = [each.fields for each in RunRollouts(tmp_path).read()]
+    assert [json.loads(line) for line in out.splitlines()] == json.loads(json.dumps(told))
     held.close()
     assert main(["rollouts", str(tmp_path)]) == 1
     assert "rank 0 told no end" in capsys.readouterr().err
-    run.ledger.close()
+    run.end()
     assert main(["rollouts", str(tmp_path)]) == 0
     assert capsys.readouterr().err == ""
 
@@ -206,7 +158,7 @@ def test_a_line_is_readable_and_a_terminal_obeys_nothing_in_it(tmp_path: Path) -
     run.text = lambda key: "\x1b[2J\x9b" + "é" * 200  # type: ignore[method-assign]
     run.finish(1)
     (found,) = RunRollouts(tmp_path).read()
-    line = line_of(found)
+    line = found.line
     assert line.isprintable()
     assert re.fullmatch(
         r"\d\d:\d\d:\d\d  rank 0  v1     0:0:\d        attempt 0  http://s     4 tokens  "
@@ -216,25 +168,6 @@ def test_a_line_is_readable_and_a_terminal_obeys_nothing_in_it(tmp_path: Path) -
     )
 
 
-@pytest.mark.parametrize(("written", "told"), [("closeness", "closeness"), ("\x1b[2J", "IoU")])
-def test_what_pairs_have_is_told_in_the_task_s_word(tmp_path: Path, written: str, told: str) -> None:
-    run = FollowedRun(tmp_path, likeness=written)
-    run.finish(1)
-    (found,) = RunRollouts(tmp_path).read()
-    assert f", 0 missed, {told} 0.50  " in line_of(found)
-    assert asdict(found)["likeness"] == told
-
-
-def test_a_rollout_tells_its_reward(tmp_path: Path) -> None:
-    run, terms = FollowedRun(tmp_path), {"f1": 1.0, "misses": -0.25, "total": 0.875}
-    (key,) = run.draw(1)
-    run.ledger.sent([key], server="http://s", seed=5, version=1)
-    run.matched(key, reward=terms)
-    (found,) = RunRollouts(tmp_path).read()
-    assert ", IoU 0.50, reward 0.88" in line_of(found)
-    assert asdict(found)["reward"] == terms
-
-
 @pytest.mark.parametrize("options", [(), ("--follow",)])
 def test_no_such_run_is_one_line(
     tmp_path: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -242,11 +175,13 @@ def test_no_such_run_is_one_line(
     for place in (tmp_path / "absent", tmp_path):
         assert main(["rollouts", *options, str(place)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("swift-stage2 rollouts: error: rollouts are read from a run's directory with ")
-        assert f"ledger/rank*.jsonl, got {place}" in line
+        assert line.startswith(
+            "swift-stage2 rollouts: error: a run's directory holds events/rank*.jsonl, got "
+        )
+        assert f"got {place}" in line
     FollowedRun(tmp_path / "v0-20260101-000000").finish(1)
     assert main(["rollouts", *options, str(tmp_path)]) == 2
-    assert f"; name {tmp_path / 'v0-20260101-000000'}, " in capsys.readouterr().err
+    assert f"; name {tmp_path / 'v0-20260101-000000'}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [(), ("--follow",)])
@@ -254,26 +189,8 @@ def test_a_run_without_channel_b_has_no_rollouts(
     tmp_path: Path, options: tuple[str, ...], held: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False, total_steps=5, queue_limit=None)
-    telemetry.record_start(0)
+    telemetry.record_start(run_id="r", step=0)
     assert main(["rollouts", *options, str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"rollouts are read from a run with channel B, got {tmp_path}, whose run has none; name" in line
     telemetry.close()
-
-
-def test_a_group_is_told_in_runs_that_have_groups_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, num_generations in (("alone", 1), ("grouped", 2)):
-        run = FollowedRun(tmp_path / name, num_generations=num_generations)
-        run.finish(3)
-        run.ledger.close()
-    told = {}
-    for name in ("alone", "grouped"):
-        assert main(["rollouts", "--json", str(tmp_path / name)]) == 0
-        told[name] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [each["group"] for each in told["grouped"]] == ["0:0:0", "0:0:0", "0:0:1"]
-    assert not any("group" in each for each in told["alone"])
-    lines = [line_of(next(iter(RunRollouts(tmp_path / name).read()))) for name in ("alone", "grouped")]
-    assert "group" not in lines[0]
-    assert "  group 0:0:0  attempt 0  " in lines[1]

@@ -69,7 +69,7 @@ def checkpoint_of(config: Stage2Config) -> Path:
 
 def train_one_step(run_dir: Path) -> None:
     telemetry = Telemetry(run_dir, 0, 1, tensorboard=False, queue_limit=8, total_steps=40)
-    telemetry.record_start(0)
+    telemetry.record_start(run_id="r", step=0)
     telemetry.record_step(step_facts(0))
     telemetry.close()
 
@@ -83,7 +83,7 @@ def test_an_empty_directory_and_one_in_which_nothing_was_trained_are_free(
     swift = configured().swift
     refuse_earlier_run(swift)
     telemetry = Telemetry(tmp_path / "run", 0, 1, tensorboard=False, queue_limit=8)
-    telemetry.record_start(0)  # a start that failed before its first step
+    telemetry.record_start(run_id="r", step=0)  # a start that failed before its first step
     telemetry.close()
     (tmp_path / "run" / "logs").mkdir()
     # ms-swift's, then
@@ -91,18 +91,18 @@ def test_an_empty_directory_and_one_in_which_nothing_was_trained_are_free(
     refuse_earlier_run(swift)
 
 
-@pytest.mark.parametrize("trace", ["checkpoint", "audit", "log"])
+@pytest.mark.parametrize("trace", ["checkpoint", "events", "log"])
 def test_an_earlier_run_is_not_written_over(configured: Configure, tmp_path: Path, trace: str) -> None:
     run_dir = tmp_path / "run"
     if trace == "checkpoint":
         write_checkpoint(run_dir, 9)
         write_checkpoint(run_dir, 10)
-    elif trace == "audit":
+    elif trace == "events":
         train_one_step(run_dir)
     else:
         run_dir.mkdir()
         (run_dir / "logging.jsonl").write_text('{"loss": 1}\n')
-    told = {"checkpoint": "checkpoint-10", "audit": "audit/rank0.jsonl", "log": "logging.jsonl"}[trace]
+    told = {"checkpoint": "checkpoint-10", "events": "events/rank0.jsonl", "log": "logging.jsonl"}[trace]
     for no in (False, "false"):
         with pytest.raises(ConfigError, match=rf"output_dir='{run_dir}' with .*{told}; go on .* by --resume"):
             refuse_earlier_run(configured(add_version=no).swift)

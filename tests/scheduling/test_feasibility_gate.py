@@ -87,7 +87,7 @@ def test_one_proven_server_left_blames_the_queue() -> None:
 
 
 def test_a_vector_for_other_servers_is_refused() -> None:
-    with pytest.raises(ValueError, match="11 entries for 1 servers, got 9"):
+    with pytest.raises(ValueError, match="12 entries for 1 servers, got 10"):
         decide(RankFacts().encode(), num_servers=1)
     with pytest.raises(ValueError, match="one entry per server"):
         RankFacts(servers_suspect=(True,))

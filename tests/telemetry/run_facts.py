@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any, TypeVar
+
 from swift_stage2.records import (
     MatchQuality,
     Pack,
@@ -16,7 +19,11 @@ from swift_stage2.records import (
     VersionSpan,
 )
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
+from swift_stage2.telemetry.event_log import EventTail, event_path
 from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.sample_events import Event
+
+EventT = TypeVar("EventT", bound=Event)
 
 PLAN_A = StepPlan(Channel.A)
 PLAN_B = StepPlan(Channel.B)
@@ -81,3 +88,16 @@ def round_outcome(version: int, *proven: bool, seconds: float = 1.0, round_id: s
         for index, ok in enumerate(proven)
     }
     return RoundOutcome(round_id, version, reports, seconds=seconds, canary_seconds=0.125)
+
+
+def started(run_dir: Path, rank: int = 0, world_size: int = 1, **options: Any) -> Telemetry:
+    """A rank that has told its start."""
+    telemetry = Telemetry(run_dir, rank, world_size, **({"tensorboard": False, "queue_limit": 8} | options))
+    telemetry.record_start(run_id="r", step=0, seed=1)
+    return telemetry
+
+
+def told(run_dir: Path, kind: type[EventT], rank: int = 0) -> list[EventT]:
+    """A rank's events of one kind so far."""
+    events = EventTail(event_path(run_dir, rank)).read()
+    return [event for event in events if isinstance(event, kind)]

@@ -72,33 +72,20 @@ def test_the_document_lists_every_tag_and_no_other() -> None:
     assert {row.replace("<term>", ".+") for row in rows} == declared_tags()
 
 
-def test_a_misspelt_name_raises_and_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="did you mean 'packs_dropped_stale'"):
-        Counters().add("packs_droped_stale")
-
-
-def test_an_undeclared_reason_of_a_family_raises() -> None:
-    counters = Counters()
-    counters.add("objects_dropped/invalid_box", 2)
-    with pytest.raises(ValueError, match="must be declared"):
-        counters.add("objects_dropped/ugly_box")
-    assert counters.snapshot()["objects_dropped/invalid_box"] == 2
-
-
-@pytest.mark.parametrize("amount", [-1, -0.001, float("nan")])
-def test_a_counter_only_grows(amount: float) -> None:
-    counters = Counters()
-    with pytest.raises(ValueError, match="only grows"):
-        counters.add("packs_made", amount)
-    assert counters.snapshot()["packs_made"] == 0
+@pytest.mark.parametrize("name", ["packs_droped_stale", "objects_dropped/ugly_box"])
+def test_a_name_that_is_not_declared_raises(name: str) -> None:
+    with pytest.raises(KeyError):
+        Counters().add(name)
+    for move in (Counters().set, Counters().raise_to):
+        with pytest.raises(KeyError):
+            move(name, 1)
 
 
 def test_counters_and_gauges_are_not_mixed_up() -> None:
-    counters = Counters()
-    with pytest.raises(ValueError, match="is a gauge; set it"):
-        counters.add("queue_depth")
-    with pytest.raises(ValueError, match="is a counter; add to it"):
-        counters.set("packs_made", 3)
+    with pytest.raises(KeyError):
+        Counters().add("queue_depth")
+    with pytest.raises(KeyError):
+        Counters().set("packs_made", 3)
 
 
 def test_a_gauge_has_no_value_until_it_is_set() -> None:
@@ -223,14 +210,15 @@ def test_the_length_depends_on_the_number_of_ranks_only() -> None:
 def test_terms_of_a_reward_are_summed_over_ranks_and_may_be_below_zero() -> None:
     ranks = [Counters(("f1", "misses")) for _ in range(3)]
     for rank, misses in zip(ranks, (-0.5, -0.25, 0.0), strict=True):
-        rank.add_reward({"misses": misses, "f1": 1.0})
+        rank.add("reward/misses", misses)
+        rank.add("reward/f1", 1.0)
         rank.set("queue_depth", 2)
     views = merge(ranks)
     assert all(view == views[0] for view in views)
     assert (views[0].values["reward/f1"], views[0].values["reward/misses"]) == (3.0, -0.75)
     assert views[0].values["queue_depth"] == 2, "what stands behind the terms is still found"
     with pytest.raises(KeyError):
-        ranks[0].add_reward({"f2": 1.0})
+        ranks[0].add("reward/f2", 1.0)
     resumed = Counters(("f1", "misses"))
     resumed.load_state_dict(ranks[0].state_dict())
     assert resumed.snapshot()["reward/misses"] == -0.5

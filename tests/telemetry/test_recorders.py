@@ -1,98 +1,112 @@
 from __future__ import annotations
 
-import json
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from telemetry.run_facts import PLAN_A, PLAN_B, pack, quality, skipped, step
-from telemetry.test_match_log import rollout
+from telemetry.run_facts import PLAN_A, PLAN_B, pack, quality, skipped, started, step
 
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.records import (
     BatchOutcome,
+    MatchQuality,
+    ObjectMatch,
     PostFailure,
+    Rollout,
     RoundOutcome,
     RowOrigin,
+    Sample,
     SampleKey,
     Segment,
     ServerReport,
+    Target,
     VersionSpan,
 )
-from swift_stage2.report.report import report_of
+from swift_stage2.report.command import report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
+from swift_stage2.telemetry import recorders
 from swift_stage2.telemetry.activity import PipelineActivity
-from swift_stage2.telemetry.audit import AuditLog
-from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.ledger import Ledger, MatchLog
+from swift_stage2.telemetry.event_log import EventLog, read_events
+from swift_stage2.telemetry.events import Batch
 from swift_stage2.telemetry.metrics import Counters
-from swift_stage2.telemetry.reading import read_audit
-from swift_stage2.telemetry.recorders import PipelineRecorder
+from swift_stage2.telemetry.recorders import MatchKeeper, PipelineRecorder, rows_to_keep
+from swift_stage2.telemetry.sample_events import Cut, Labelled, Match
 from swift_stage2.telemetry.trace import Trace
 
 PATIENCE_S = 60.0
 
 
-def recorder(
-    counters: Counters | None = None, *, trace: bool = False, audit: AuditLog | None = None
-) -> PipelineRecorder:
-    log = AuditLog(None)
-    return PipelineRecorder(
-        counters or Counters(), audit or log, Ledger(log), log, MatchLog(log, ()), Trace(trace)
-    )
+def recorder(counters: Counters | None = None, log: EventLog | None = None) -> PipelineRecorder:
+    log = log or EventLog(None)
+    return PipelineRecorder(counters or Counters(), log, MatchKeeper(log, ()), Trace(False))
 
 
-def test_a_post_that_our_own_stop_cut_is_no_failed_rollout() -> None:
+def rollout(index: int = 0, images: Any = ("a.png",)) -> Rollout:
+    sample = Sample(SampleKey(1, 2, index, 1), {"images": list(images)})
+    spans = (VersionSpan(7, 0, 2), VersionSpan(6, 2, 3))
+    return Rollout(sample, "said", (1,), (2,), True, 3, "http://127.0.0.1:1", spans)
+
+
+_SEGMENT = Segment(SampleKey(0, 0, 0), 1, (), 8, 4, quality(), 1)
+_FAILURES = tuple(PostFailure("http://s", end, 4, "") for end in (PostEnd.STOPPED, PostEnd.LOST))
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "tell"),
+    [
+        (
+            "rollouts_failed",
+            1,
+            lambda told: told.batch(BatchOutcome(failures=_FAILURES)),
+        ),  # one by our own stop
+        ("rollouts_dropped_stale", 3, lambda told: told.stale_in_group(3)),
+        ("targets_left_out", 1, lambda told: told.segment(_SEGMENT, 0.0)),
+        ("rollouts_unconfirmed", 3, lambda told: told.unconfirmed(3)),
+        ("run_ahead_exhausted", 1, lambda told: told.run_ahead(num_wanted=4, num_begun=3)),
+        ("run_ahead_exhausted", 0, lambda told: told.run_ahead(num_wanted=4, num_begun=4)),
+    ],
+)
+def test_losses_are_counted(name: str, number: int, tell: Callable[[PipelineRecorder], None]) -> None:
     counters = Counters()
-    failures = tuple(PostFailure("http://127.0.0.1:9", end, 4, "") for end in (PostEnd.STOPPED, PostEnd.LOST))
-    recorder(counters).batch(BatchOutcome(failures=failures))
-    assert counters.snapshot()["rollouts_failed"] == 1
-
-
-def test_what_groups_lose_is_counted() -> None:
-    counters = Counters()
-    pipeline = recorder(counters)
-    pipeline.stale_in_group(3)
-    for num_left_out in (0, 1):
-        pipeline.segment(Segment(SampleKey(0, 0, 0), 1, (), 8, 4, quality(), num_left_out), 0.0)
-    numbers = counters.snapshot()
-    assert (numbers["rollouts_dropped_stale"], numbers["targets_left_out"]) == (3, 1)
+    tell(recorder(counters))
+    assert counters.snapshot()[name] == number
 
 
 def test_tokens_of_aborted_rollouts_are_counted_as_kept_or_thrown_away(tmp_path: Path) -> None:
     path, counters = tmp_path / "rank0.jsonl", Counters()
-    pipeline = recorder(counters, audit=AuditLog(path))
-    part = replace(rollout(0), token_ids=(1, 2, 3), spans=(VersionSpan(4, 0, 3),))
+    pipeline = recorder(counters, EventLog(path))
+    part = replace(rollout(), token_ids=(1, 2, 3), spans=(VersionSpan(4, 0, 3),))
     whole = replace(
         part, token_ids=(1, 2, 3, 4), spans=(VersionSpan(4, 0, 2), VersionSpan(5, 2, 3), VersionSpan(6, 3, 4))
     )
     pipeline.batch(BatchOutcome(partial=(part,), aborted=(part, part), rollouts=(whole, part)))
     pipeline.partial_dropped(part)
-    pipeline.tell_batches()
     numbers = counters.snapshot()
     assert (numbers["rollouts_resumed"], numbers["rollouts_aborted"]) == (1, 2)
     assert (numbers["tokens_kept"], numbers["tokens_aborted"], numbers["tokens_partial_dropped"]) == (3, 6, 3)
-    (line,) = (each for each in map(json.loads, path.read_text().splitlines()) if each["kind"] == "batch")
-    assert line["partial"] == [{"sample": part.sample.key.entry, "spans": [[4, 0, 3]]}]
+    (cut,) = read_events(path)
+    assert isinstance(cut, Cut)
+    assert (cut.num_tokens, cut.spans) == (3, ((4, 0, 3),))
 
 
-def test_the_audit_has_one_record_of_what_came_until_a_pack_or_a_failure(tmp_path: Path) -> None:
+def test_one_event_tells_of_what_came_until_a_pack_or_a_failure(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
-    pipeline = recorder(audit=AuditLog(path))
-    answered = BatchOutcome(rollouts=(rollout(0),), num_posts=1, seconds=0.5)
+    pipeline = recorder(log=EventLog(path))
+    answered = BatchOutcome(rollouts=(rollout(),), num_posts=1, seconds=0.5)
     for _ in range(3):
         pipeline.batch(answered)
-    assert not path.exists() or path.read_text() == ""
+    assert not path.exists()
     pipeline.pack(pack(), 0.1)
     pipeline.batch(answered)
     pipeline.batch(BatchOutcome(failures=(PostFailure("http://s", PostEnd.LOST, 1, "gone"),), num_posts=1))
     pipeline.tell_batches()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    first, second = (line for line in lines if line["kind"] == "batch")
-    assert (first["num_rollouts"], first["num_posts"], first["seconds"], first["failures"]) == (3, 3, 1.5, [])
-    assert (second["num_rollouts"], second["num_posts"], len(second["failures"])) == (1, 2, 1)
+    first, second = (event for event in read_events(path) if isinstance(event, Batch))
+    assert (first.num_rollouts, first.num_posts, first.seconds, first.failures) == (3, 3, 1.5, ())
+    assert (second.num_rollouts, second.num_posts, len(second.failures)) == (1, 2, 1)
 
 
 def test_a_pipeline_that_comes_back_to_its_wait_is_asking_if_a_post_is_out() -> None:
@@ -103,22 +117,6 @@ def test_a_pipeline_that_comes_back_to_its_wait_is_asking_if_a_post_is_out() -> 
         pipeline.enter(PipelineActivity.TICKET)
         assert pipeline.clock.current is PipelineActivity.ASKING
     assert pipeline.clock.current is PipelineActivity.TICKET
-
-
-def test_rollouts_that_no_round_confirmed_are_counted() -> None:
-    counters = Counters()
-    pipeline = recorder(counters)
-    pipeline.unconfirmed(0)
-    pipeline.unconfirmed(3)
-    assert counters.snapshot()["rollouts_unconfirmed"] == 3
-
-
-def test_turns_whose_budget_was_used_up_are_counted() -> None:
-    counters = Counters()
-    pipeline = recorder(counters)
-    for num_begun in (4, 3, 0):
-        pipeline.run_ahead(num_wanted=4, num_begun=num_begun)
-    assert counters.snapshot()["run_ahead_exhausted"] == 2
 
 
 def test_the_pipeline_is_asking_while_at_least_one_post_is_out() -> None:
@@ -160,29 +158,96 @@ def test_a_post_that_outlives_its_batch_changes_nothing() -> None:
     assert pipeline.clock.current is PipelineActivity.IDLE
 
 
-def test_a_sample_given_up_is_told_by_file_line_image_and_message(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    audit = AuditLog(tmp_path / "rank0.jsonl")
-    pipeline = recorder(audit=audit)
-    origin = RowOrigin("/data/rows.jsonl", 13, ("/data/a.png",))
+def test_the_log_of_samples_that_are_given_up_is_not_flooded(caplog: pytest.LogCaptureFixture) -> None:
+    pipeline, origin = recorder(), RowOrigin("/data/rows.jsonl", 13, ("/data/a.png",))
     for _ in range(50):
         pipeline.quarantined(SampleKey(0, 4, 7), "bad_sample", "a box must lie inside its image", origin)
-    audit.close()
-    records = read_audit(tmp_path / "rank0.jsonl")
-    assert len(records) == 50
-    assert {name: records[0][name] for name in ("file", "line", "images", "message")} == {
-        "file": "/data/rows.jsonl",
-        "line": 13,
-        "images": ["/data/a.png"],
-        "message": "a box must lie inside its image",
-    }
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 20, "the log is not flooded"
-    assert told[0] == (
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 20
+    assert messages[0] == (
         "a sample is given up (bad_sample): /data/rows.jsonl:13, image /data/a.png: a box must lie inside its image"
     )
-    assert told[-1].endswith("; the audit holds those to come")
+    assert messages[-1].endswith("; the event log holds those to come")
+
+
+QUALITY = MatchQuality(1, 2, 1, 0.75, 0, 1, {"invalid_box": 2}, reward={"f1": 2 / 3, "total": 1.0})
+MATCH = ObjectMatch(
+    predicted=(("cat", (1, 2, 3, 4)),),
+    truth=(("cat", (1, 2, 3, 5)), ("dog", (6, 7, 8, 9))),
+    pairs=((0, 0, 2 / 3),),
+)
+
+
+def target(match: ObjectMatch | None = MATCH) -> Target:
+    return Target("wanted", (1,), (1.0,), QUALITY, match)
+
+
+def kept(path: Path) -> list[Match]:
+    return [event for event in read_events(path) if isinstance(event, Match)] if path.exists() else []
+
+
+def test_a_match_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    images = ["a.png", {"path": "b.png", "bytes": b""}, {"bytes": b"x"}]
+    path = tmp_path / "rank1.jsonl"
+    MatchKeeper(EventLog(path), {5}).keep("training", rollout(5, images), target(), (640, 480))
+    (found,) = kept(path)
+    assert found == Match(
+        time=found.time,
+        purpose="training",
+        sample=(1, 2, 5, 1),
+        version=6,
+        images=(str(tmp_path / "a.png"), str(tmp_path / "b.png"), None),
+        space=(640, 480),
+        truth=(Labelled(label="cat", box=(1, 2, 3, 5)), Labelled(label="dog", box=(6, 7, 8, 9))),
+        predicted=(Labelled(label="cat", box=(1, 2, 3, 4)),),
+        pairs=((0, 0, 0.6667),),
+        rollout="said",
+        target="wanted",
+        truncated=True,
+        dropped={"invalid_box": 2},
+        reward={"f1": 0.6667, "total": 1.0},
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "purpose", "indices", "told_of"),
+    [
+        ({5}, "training", (4, 5, 6, 5), [5, 5]),
+        ((), "evaluation", (0,), []),
+        ({5}, "evaluation", (0, 10_000), [0]),
+    ],
+)
+def test_only_the_chosen_rows_are_kept_and_the_first_of_an_evaluation(
+    tmp_path: Path, rows: Any, purpose: Any, indices: tuple[int, ...], told_of: list[int]
+) -> None:
+    keeper = MatchKeeper(EventLog(tmp_path / "a.jsonl"), rows)
+    for index in indices:
+        keeper.keep(purpose, rollout(index), target(), (1, 1))
+    assert [match.sample[2] for match in kept(tmp_path / "a.jsonl")] == told_of
+
+
+def test_what_has_no_boxes_or_no_image_is_left_out_and_the_rest_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorders, "MOST_MATCH_BYTES", 2000)
+    path = tmp_path / "a.jsonl"
+    keeper = MatchKeeper(EventLog(path), {5})
+    keeper.keep("training", rollout(5), target(match=None), (1, 1))
+    keeper.keep("training", rollout(5), target(), None)
+    assert kept(path) == []
+    for _ in range(100):
+        keeper.keep("training", rollout(5), target(), (1, 1))
+    assert 2000 < path.stat().st_size < 3000
+
+
+def test_all_ranks_keep_the_same_rows() -> None:
+    rows = rows_to_keep(1000, 64, seed=7)
+    assert rows == rows_to_keep(1000, 64, seed=7) != rows_to_keep(1000, 64, seed=8)
+    assert len(rows) == 64
+    assert rows <= set(range(1000))
+    assert rows_to_keep(10, 64, seed=7) == set(range(10))
+    assert rows_to_keep(10, 0, seed=7) == set()
 
 
 _NO_ROUTE = "http://a:1: the weight group did not form"
@@ -227,8 +292,7 @@ def outcome(error: str | None) -> RoundOutcome:
 def test_the_run_and_its_report_say_it_with_the_cause(
     tmp_path: Path, plans: list[StepPlan], errors: list[str | None], words: str
 ) -> None:
-    telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False, queue_limit=8)
-    telemetry.record_start(0)
+    telemetry = started(tmp_path)
     for error in errors:
         telemetry.record_round(0, outcome(error))
     for number, plan in enumerate(plans):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from telemetry.run_facts import PLAN_B, pack, skipped, step
 
+from swift_stage2.telemetry.display import StatusLine
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.status_line import StatusLine
 
 
 class Clock:
@@ -64,10 +63,3 @@ def test_rank_0_tells_each_logging_step_once_with_its_loss_and_the_last_one_at_t
     assert first.startswith("step 2/4, loss 0.5000 | B 1 of 2 wanted, not_enough_packs 1 | queue 1 of 8")
     assert warning == "warning: a server is lost"
     assert last.startswith("step 4/4 | ")
-
-
-@pytest.mark.parametrize("epoch", [None, 0.0])
-def test_an_epoch_is_told_where_it_is_known(epoch: float | None) -> None:
-    status = StatusLine(4, None)
-    status.take(1, epoch, {}, ())
-    assert ("epoch" in status.line()) is (epoch is not None)

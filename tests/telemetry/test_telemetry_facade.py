@@ -5,20 +5,29 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from event_files import EventFiles
-from run_facts import PLAN_A, PLAN_B, match, pack, quality, round_outcome, skipped, step
+from run_facts import PLAN_A, PLAN_B, match, pack, quality, round_outcome, skipped, started, step, told
 
 from swift_stage2.records import BatchOutcome, EvaluationCounts, EvaluationRecord, SampleKey
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import Activity, PipelineActivity
+from swift_stage2.telemetry.events import (
+    End,
+    Evaluation,
+    EvaluationFailure,
+    EvaluationPost,
+    EvaluationScores,
+    Losses,
+    Metrics,
+    Start,
+    Step,
+    Warned,
+)
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.ledger import RecordEntry
-from swift_stage2.telemetry.reading import read_audit
 
 TAGS = {
     "async": """policy_wants_b step_kind_b b_step_skipped_due_to_queue b_ratio_realized b_debt queue_depth queue_limit
@@ -42,7 +51,7 @@ class Ranks:
 
     def __init__(self, run_dir: Path, world_size: int = 2, **options: object) -> None:
         self.telemetry = [
-            Telemetry(run_dir, rank, world_size, queue_limit=8, total_steps=100, **options)  # type: ignore[arg-type]
+            started(run_dir, rank, world_size, tensorboard=True, total_steps=100, **options)
             for rank in range(world_size)
         ]
         self._barrier = threading.Barrier(world_size)
@@ -101,7 +110,7 @@ def test_every_tag_of_the_design_is_written_and_no_other(tmp_path: Path) -> None
     assert EventFiles(tmp_path / "runs").tags == expected
 
 
-def test_an_evaluation_is_in_every_audit_and_in_no_counter(tmp_path: Path) -> None:
+def test_an_evaluation_is_in_every_log_and_in_no_counter(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     counts = EvaluationCounts(num_wanted=4, num_answered=3, num_pairs=2, num_predictions=4, sum_iou=1.0)
     record = EvaluationRecord(RunningEvaluation(10, 12, 5), 14, EvaluationEnd.ROUND_DUE, counts)
@@ -115,18 +124,12 @@ def test_an_evaluation_is_in_every_audit_and_in_no_counter(tmp_path: Path) -> No
         assert telemetry.counters.snapshot() == before
     ranks.close()
     for rank in (0, 1):
-        post, failure, told, _ = read_audit(tmp_path / "audit" / f"rank{rank}.jsonl")
-        assert (post["kind"], post["purpose"], post["version"], post["rows"]) == (
-            "post",
-            "evaluation",
-            5,
-            [7],
-        )
-        assert (failure["kind"], failure["row"]) == ("evaluation_failure", 9)
-        assert (told["step"], told["due_step"], told["begun_step"]) == (14, 10, 12)
-        assert (told["end"], told["version"], told["counts"]["num_wanted"]) == ("round_due", 5, 4)
-        assert told["ratios"] == {"precision": 0.5, "f1": 1.0, "mean_iou": 0.5, "truncated_ratio": 0.0}
-    assert not (tmp_path / "ledger").exists()
+        (post,), (failure,) = told(tmp_path, EvaluationPost, rank), told(tmp_path, EvaluationFailure, rank)
+        (evaluation,) = told(tmp_path, Evaluation, rank)
+        assert (post.version, post.rows, failure.row) == (5, (7,), 9)
+        assert (evaluation.step, evaluation.due_step, evaluation.begun_step) == (14, 10, 12)
+        assert (evaluation.end, evaluation.version, evaluation.counts) == ("round_due", 5, counts)
+        assert evaluation.ratios == {"precision": 0.5, "f1": 1.0, "mean_iou": 0.5, "truncated_ratio": 0.0}
     events = EventFiles(tmp_path / "runs")
     assert events.series("stage2_ab/eval/precision") == [(12, 0.5)]
     assert events.series("stage2_ab/eval/num_samples") == [(12, 3)]
@@ -139,9 +142,9 @@ def test_scores_stand_where_their_evaluation_began_and_their_fault_is_a_warning(
     ranks.telemetry[0].record_scores(RunningEvaluation(10, 12, 5), {"ap": 0.25}, "no room")
     ranks.close()
     assert EventFiles(tmp_path / "runs").series("stage2_ab/eval/ap") == [(12, 0.25)]
-    scores, warning, _ = read_audit(tmp_path / "audit" / "rank0.jsonl")
-    assert (scores["kind"], scores["scores"], scores["version"]) == ("evaluation_scores", {"ap": 0.25}, 5)
-    assert "the evaluation that began at step 12 is not whole: no room" in warning["message"]
+    (scores,), (warning,) = told(tmp_path, EvaluationScores), told(tmp_path, Warned)
+    assert (scores.scores, scores.version) == ({"ap": 0.25}, 5)
+    assert "the evaluation that began at step 12 is not whole: no room" in warning.message
 
 
 @pytest.mark.parametrize(
@@ -160,9 +163,7 @@ def test_an_evaluation_without_an_answer_is_a_warning(
     for counts in (EvaluationCounts(num_wanted=4, num_answered=1), EvaluationCounts(num_wanted=4)):
         ranks.telemetry[0].record_evaluation(EvaluationRecord(run, 14, end, counts))
     ranks.close()
-    warnings = [
-        r["message"] for r in read_audit(tmp_path / "audit" / "rank0.jsonl") if r["kind"] == "warning"
-    ]
+    warnings = [each.message for each in told(tmp_path, Warned)]
     assert len(warnings) == 1
     assert warnings[0].startswith(
         f"the evaluation that began at step 12 has no answer to 4 samples ({end}); "
@@ -178,8 +179,10 @@ def test_a_round_that_proves_nothing_says_why_once_per_cause(
         for telemetry in ranks.telemetry:
             telemetry.record_round(version, round_outcome(version, proven, True))
     ranks.close()
-    told = [record.getMessage() for record in caplog.records if "did not prove" in record.getMessage()]
-    assert told == [f"the round of version {version} did not prove a server: refused" for version in (0, 3)]
+    warnings = [record.getMessage() for record in caplog.records if "did not prove" in record.getMessage()]
+    assert warnings == [
+        f"the round of version {version} did not prove a server: refused" for version in (0, 3)
+    ]
 
 
 def test_every_step_has_its_plan_and_logging_steps_the_rest(tmp_path: Path) -> None:
@@ -207,22 +210,6 @@ def test_every_step_has_its_plan_and_logging_steps_the_rest(tmp_path: Path) -> N
     ratios = dict(events.series("stage2_ab/async/b_ratio_realized"))
     assert ratios == pytest.approx({2: 1 / 3, 5: 1 / 6})
     assert ranks.num_collectives == 2
-
-
-def test_how_weights_reach_a_server_is_logged_once_for_every_way(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "swift_stage2")
-    ranks = Ranks(tmp_path)
-    outcome = round_outcome(1, True, True)
-    ways = ("shared_memory", "tcp (elsewhere)", "tcp (elsewhere)", "tcp (no room)", "shared_memory")
-    for telemetry, (version, way) in itertools.product(ranks.telemetry, enumerate(ways)):
-        reports = {server: replace(each, transport=way) for server, each in outcome.reports.items()}
-        telemetry.record_round(version, replace(outcome, reports=reports))
-    ranks.close()
-    told = [record.getMessage() for record in caplog.records if "weights reach" in record.getMessage()]
-    expected = ("shared_memory", "tcp (elsewhere)", "tcp (no room)")
-    assert told == [f"weights reach server {server} over {way}" for way in expected for server in (0, 1)]
 
 
 def test_ranks_read_the_same_merged_numbers(tmp_path: Path) -> None:
@@ -291,18 +278,6 @@ def test_a_reward_is_the_mean_over_the_window_s_rollouts_of_all_ranks(tmp_path: 
     ranks.close()
 
 
-def test_the_lag_is_that_of_the_window(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path, world_size=1)
-    ranks.step(0, PLAN_B, version=5, packs=(pack(version=3),))
-    ranks.step(1, PLAN_B, version=5, packs=(pack(version=4),))
-    assert ranks.merge(at=1)[0]["stage2_ab/async/ver_lag"] == 2
-    ranks.step(2, PLAN_B, version=5, packs=(pack(version=5),))
-    assert ranks.merge(at=2)[0]["stage2_ab/async/ver_lag"] == 0
-    ranks.step(3, PLAN_A, version=5)
-    assert "stage2_ab/async/ver_lag" not in ranks.merge(at=3)[0]
-    ranks.close()
-
-
 def test_activities_add_up_to_wall_time_in_tags_and_audit(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     for number in range(3):
@@ -315,13 +290,11 @@ def test_activities_add_up_to_wall_time_in_tags_and_audit(tmp_path: Path) -> Non
     spent = [merged[f"stage2_ab/time/learner_{activity}"] for activity in Activity]
     assert merged["stage2_ab/time/learner_wall"] == pytest.approx(sum(spent), rel=1e-12)
     for rank in range(2):
-        records = read_audit(tmp_path / "audit" / f"rank{rank}.jsonl")
-        metrics = [record for record in records if record["kind"] == "metrics"]
+        metrics = told(tmp_path, Metrics, rank)
         assert len(metrics) == 2, "one logging step and the end"
-        for record in metrics:
-            assert sum(record["activity_ns"].values()) == record["wall_ns"]
-        in_steps = sum(sum(record["activity_ns"].values()) for record in records if record["kind"] == "step")
-        assert in_steps <= metrics[-1]["wall_ns"]
+        assert all(sum(each.activity_ns.values()) == each.wall_ns for each in metrics)
+        in_steps = sum(sum(each.activity_ns.values()) for each in told(tmp_path, Step, rank))
+        assert in_steps <= metrics[-1].wall_ns
         assert in_steps > 0
 
 
@@ -351,45 +324,44 @@ def test_a_resumed_run_continues_its_counters(tmp_path: Path) -> None:
 
 
 def test_the_time_of_earlier_processes_is_in_no_step_of_this_one(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, 0, 1)
+    telemetry = started(tmp_path)
     an_hour_ns = 3600 * 10**9
     telemetry.load_state_dict({"counters": {}, "activity_ns": {"busy": an_hour_ns}, "window_start": {}})
     telemetry.record_step(step(0))
     telemetry.close()
-    first, last = read_audit(tmp_path / "audit/rank0.jsonl")
-    assert sum(first["activity_ns"].values()) < an_hour_ns
-    assert last["activity_ns"]["busy"] == an_hour_ns
+    (first,), (last,) = told(tmp_path, Step), told(tmp_path, Metrics)
+    assert sum(first.activity_ns.values()) < an_hour_ns
+    assert last.activity_ns["busy"] == an_hour_ns
 
 
 def test_settings_are_written_once(tmp_path: Path) -> None:
     telemetry = Telemetry(tmp_path, 0, 1, queue_limit=8)
-    telemetry.record_start(0, seed=7, decoding={"temperature": 0.01})
+    telemetry.record_start(run_id="r", step=0, seed=7, decoding={"temperature": 0.01}, config={"a": {"b": 1}})
     telemetry.close()
     assert '"seed": 7' in EventFiles(tmp_path / "runs").text("stage2_ab/settings")
-    (start,) = (record for record in read_audit(tmp_path / "audit/rank0.jsonl") if record["kind"] == "start")
-    assert start["settings"] == {"seed": 7, "decoding": {"temperature": 0.01}}
+    (start,) = told(tmp_path, Start)
+    assert (start.seed, start.decoding, start.config) == (7, {"temperature": 0.01}, {"a": {"b": 1}})
 
 
-def test_without_channel_b_its_parts_have_no_gauges(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, 0, 1)
-    telemetry.record_step(step(0))
-    tags = telemetry.merge_and_write(1, lambda vector: vector)
+def test_a_process_that_ends_before_its_start_tells_neither_numbers_nor_an_end(tmp_path: Path) -> None:
+    """They would count for the process before it."""
+    telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False)
+    telemetry.record_warning("no server")
     telemetry.close()
-    assert not {"stage2_ab/async/queue_depth", "stage2_ab/async/prefetch_last_progress_s_ago"} & set(tags)
-    assert tags["stage2_ab/async/b_ratio_realized"] == 0
+    assert told(tmp_path, Warned)
+    assert not told(tmp_path, Metrics) + told(tmp_path, End)
 
 
 def test_only_rank_0_writes_event_files(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, 1, 2, queue_limit=8)
-    telemetry.record_start(0, seed=1)
+    telemetry = started(tmp_path, 1, 2, tensorboard=True)
     telemetry.record_step(step(0))
     telemetry.close()
     assert not (tmp_path / "runs").exists()
-    assert [path.name for path in (tmp_path / "audit").iterdir()] == ["rank1.jsonl"]
+    assert [path.name for path in (tmp_path / "events").iterdir()] == ["rank1.jsonl"]
 
 
 def test_switched_off_it_leaves_no_file(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False, audit=False)
+    telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False, events=False)
     telemetry.record_step(step(0))
     telemetry.merge_and_write(1, lambda vector: vector)
     telemetry.close()
@@ -397,45 +369,33 @@ def test_switched_off_it_leaves_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_record_is_kept_when_asked_for_and_holds_every_bit_of_a_loss(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, 1, 2, tensorboard=False, record=True, queue_limit=8)
-    telemetry.record.write(RecordEntry.START, run_id="run", step=0, world_size=2, config={}, surroundings={})
-    telemetry.record_step(step(0, PLAN_B, version=3))
-    losses = [(0.1).hex(), float("inf").hex(), (-0.0).hex()]
+@pytest.mark.parametrize("records", [True, False])
+def test_losses_are_kept_to_the_last_bit_when_asked_for(tmp_path: Path, records: bool) -> None:
+    telemetry = started(tmp_path, records=records)
+    losses = ((0.1).hex(), float("inf").hex(), (-0.0).hex())
     telemetry.record_losses(0, losses)
     telemetry.close()
     telemetry.record_losses(1, losses)  # after the end: dropped
-    _, plan, end = read_audit(tmp_path / "record" / "rank1.jsonl")
-    assert (plan["kind"], plan["step"], plan["channel"], plan["version"]) == ("step", 0, "B", 3)
-    assert end["losses"] == losses
+    assert [each.losses for each in told(tmp_path, Losses)] == ([losses] if records else [])
 
 
-def test_a_full_disk_gives_one_warning_for_everything(
+def test_a_full_disk_is_told_by_the_log_and_raises_nowhere(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Audit, event file and trace all stand on one full disk."""
-    for path in ("audit/rank0.jsonl", "trace/rank0.partial"):
+    """Event log, event file and trace all stand on one full disk."""
+    for path in ("events/rank0.jsonl", "trace/rank0.partial"):
         (tmp_path / path).parent.mkdir()
         (tmp_path / path).symlink_to("/dev/full")
     (tmp_path / "runs").touch()  # no folder for the event file
-    telemetry = Telemetry(tmp_path, 0, 1, trace=True, total_steps=3, queue_limit=8)
+    telemetry = started(tmp_path, tensorboard=True, trace=True, total_steps=3)
     with caplog.at_level(logging.WARNING):
         for number in range(3):
             telemetry.record_step(step(number))
             telemetry.merge_and_write(number, lambda vector: vector)
         telemetry.close()
-    assert len(caplog.records) == 1
     assert telemetry.counters.snapshot()["steps"] == 3
-    assert "training goes on" in caplog.text
-
-
-def test_the_trace_holds_activities_and_stages(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, 0, 1, trace=True, queue_limit=8)
-    with telemetry.activity("syncing"), telemetry.pipeline.post():
-        produce(telemetry)
-    telemetry.close()
-    events = json.loads((tmp_path / "trace" / "rank0.json").read_text())["traceEvents"]
-    assert {"syncing", "POST", "prepare", "pack"} <= {event["name"] for event in events}
+    assert "No space left on device" in telemetry.log.failure
+    assert "the event log lacks its end" in caplog.text
 
 
 def test_the_trace_of_both_actors_tiles_their_time_to_the_end(tmp_path: Path) -> None:
@@ -454,15 +414,9 @@ def test_the_trace_of_both_actors_tiles_their_time_to_the_end(tmp_path: Path) ->
         assert sum(span.end_ns - span.start_ns for span in spans) == clock._since_ns - clock._started_ns
 
 
-def test_a_run_without_channel_b_traces_no_pipeline(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, 0, 1, trace=True)
-    telemetry.close()
-    assert {span.track for span in telemetry.trace.spans} == {"learner"}
-
-
 def test_a_warning_is_logged_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     telemetry = Telemetry(tmp_path, 0, 1)
     telemetry.record_warning("100 % of rollouts are cut off")
     telemetry.close()
     assert "100 % of rollouts are cut off" in caplog.text
-    assert any(record["kind"] == "warning" for record in read_audit(tmp_path / "audit/rank0.jsonl"))
+    assert [each.message for each in told(tmp_path, Warned)] == ["100 % of rollouts are cut off"]

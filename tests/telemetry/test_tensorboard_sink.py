@@ -10,8 +10,8 @@ from event_files import EventFiles
 from PIL import Image
 from small_disk import SmallDisk
 
+from swift_stage2.telemetry.display import TensorBoardSink
 from swift_stage2.telemetry.metrics import PREFIX
-from swift_stage2.telemetry.tensorboard import TensorBoardSink
 
 
 def test_scalars_come_back_with_their_steps(tmp_path: Path) -> None:
@@ -22,20 +22,6 @@ def test_scalars_come_back_with_their_steps(tmp_path: Path) -> None:
     events = EventFiles(tmp_path)
     assert events.tags == {"a/b", "a/c"}
     assert events.series("a/b") == [(5, 1.5), (10, 2.5)]
-
-
-def test_what_was_written_is_readable_before_the_file_is_closed(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    sink.write_scalars(5, {"a": 1.0})
-    assert EventFiles(tmp_path).series("a") == [(5, 1.0)]
-    sink.close()
-
-
-def test_text_is_written(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    sink.write_text("settings", "seed 7")
-    sink.close()
-    assert EventFiles(tmp_path).text("settings") == "seed 7"
 
 
 def test_pictures_come_back_with_their_steps(tmp_path: Path) -> None:

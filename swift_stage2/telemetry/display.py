@@ -1,12 +1,14 @@
-"""Turns merged numbers into scalars, and scalars into TensorBoard's curves, written by rank 0 at logging steps.
+"""Rank 0's display while a run goes on: TensorBoard's curves, and one line per logging step.
 
-Totals are totals of the run; ratios cover the window since the last logging step and are absent when nothing
-happened in it. A full disk ends the curves, never the run.
+Totals are totals of the run; ratios cover the window since the last logging step and are absent when nothing happened
+in it. A full disk ends the curves, and the log the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -16,11 +18,12 @@ from PIL import Image
 
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity
-from swift_stage2.telemetry.audit import StorageWarning
 from swift_stage2.telemetry.metrics import METRICS, PREFIX, RATIOS, MergedMetrics, reward_ratios
 
 if TYPE_CHECKING:  # it takes a second to load, and a report needs none of it
     from torch.utils.tensorboard import FileWriter
+
+logger = logging.getLogger(__name__)
 
 _IF_USED = ("stage_seconds/", "groups_", "rollouts_unused/", "rollouts_dropped_stale", "targets_left_out")
 
@@ -65,63 +68,130 @@ def _activities(activity_ns: Mapping[Activity, int]) -> dict[str, float]:
 
 
 class TensorBoardSink:
-    """One event file in ``directory``, made at the first write. Not for several threads at once."""
+    """One event file in ``directory``, made at the first write; None keeps nothing. Not for several threads at once."""
 
-    def __init__(self, directory: Path, *, warning: StorageWarning | None = None) -> None:
+    def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self._warning = warning or StorageWarning()
         self._writer: FileWriter | None = None
-        self._closed = False
+        self._closed = directory is None
 
     def write_scalars(self, step: int, scalars: Mapping[str, float], wall_time: float | None = None) -> None:
         """Write all ``scalars``, by full tag, as one event."""
+        if self._closed or not scalars:
+            return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        if values:
-            self._write(Summary(value=values), step, wall_time)
+        self._write(Summary(value=values), step, wall_time)
 
     def write_images(self, step: int, images: Mapping[str, bytes]) -> None:
         """Write encoded pictures, by name."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = []
         for name, content in images.items():
+            if self._closed:
+                return
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
             width, height = Image.open(BytesIO(content)).size
             image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=content)
-            values.append(Summary.Value(tag=f"{PREFIX}eval/pictures/{name}", image=image))
-        if values:
-            self._write(Summary(value=values), step)
+            value = Summary.Value(tag=f"{PREFIX}eval/pictures/{name}", image=image)
+            self._write(Summary(value=[value]), step)
 
     def write_text(self, tag: str, text: str) -> None:
         """Write ``text`` (Markdown) once, at step 0."""
-        from tensorboard.plugins.text.summary_v2 import text_pb
+        if not self._closed:
+            from tensorboard.plugins.text.summary_v2 import text_pb
 
-        self._write(text_pb(tag, text), 0)
+            self._write(text_pb(tag, text), 0)
 
     def close(self) -> None:
         """Close the file; later writes are dropped. May be called again."""
         writer, self._writer, self._closed = self._writer, None, True
         if writer is not None:
-            with self._told():
+            with self._until_full():
                 writer.close()
 
     def _write(self, summary: Any, step: int, wall_time: float | None = None) -> None:
         from torch.utils.tensorboard import FileWriter
 
-        if self._closed:
-            return
-        with self._told():
+        with self._until_full():
             if self._writer is None:
                 self._writer = FileWriter(str(self._directory), filename_suffix=".stage2")
             self._writer.add_summary(summary, step, wall_time)
             self._writer.event_writer.flush()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _until_full(self) -> Iterator[None]:
         """Ends the curves where the disk takes no more: readers stop at a torn record."""
         try:
             yield
         except OSError as error:
             self._writer, self._closed = None, True
-            self._warning.report(self._directory, error)
+            logger.warning("no more curves in %s: %s", self._directory, error)
+
+
+class StatusLine:
+    """Keeps what one logging step told until its loss is known."""
+
+    def __init__(
+        self, total_steps: int, queue_limit: int | None, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``queue_limit`` None means that there is no channel B."""
+        self._total_steps = total_steps
+        self._queue_limit = queue_limit
+        self._now_s = now_s
+        self._before = (now_s(), 0.0, 0.0)  # time, step and rollouts at the logging step before
+        self._parts: tuple[str, ...] = ()
+
+    def take(
+        self,
+        step: int,
+        epoch: float | None,
+        values: Mapping[str, float | None],
+        queue_depths: Sequence[float | None],
+    ) -> None:
+        """``values`` are those of all ranks by the name of their metric, ``queue_depths`` by rank."""
+        self._parts = tuple(self._told(step, epoch, values, queue_depths))
+
+    def line(self, loss: float | None = None) -> str:
+        """The line of the last logging step, once; else nothing."""
+        if not self._parts:
+            return ""
+        first, *others = self._parts
+        self._parts = ()
+        return " | ".join([first if loss is None else f"{first}, loss {loss:.4f}", *others])
+
+    def _told(
+        self,
+        step: int,
+        epoch: float | None,
+        values: Mapping[str, float | None],
+        queue_depths: Sequence[float | None],
+    ) -> Iterator[str]:
+        now, rollouts = self._now_s(), values.get("rollouts_received") or 0.0
+        begun, first, received = self._before
+        self._before = (now, step, rollouts)
+        yield f"step {step}/{self._total_steps}{_known(', epoch {:.2f}', epoch)}"
+        if 0 < first < step:  # the first steps are no measure
+            pace = (now - begun) / (step - first)
+            yield f"{pace:.2f} s/step, {_duration(max(0, self._total_steps - step) * pace)} left"
+        if self._queue_limit is None:
+            return
+        skips = {reason: values.get(f"b_steps_skipped/{reason}") or 0 for reason in SkipReason}
+        why = "".join(f", {reason} {count:g}" for reason, count in skips.items() if count)
+        yield f"B {values.get('b_steps_run') or 0:g} of {values.get('b_steps_wanted') or 0:g} wanted{why}"
+        depths = [depth for depth in queue_depths if depth is not None]
+        if depths:
+            yield f"queue {min(depths):g} of {self._queue_limit}"
+        yield f"version {values.get('ver_current') or 0:g}{_known(', lag {:g}', values.get('ver_lag'))}"
+        if 0 < first < step and now > begun:
+            yield f"{(rollouts - received) / (now - begun):.3g} rollouts/s"
+
+
+def _known(pattern: str, value: float | None) -> str:
+    return "" if value is None else pattern.format(value)
+
+
+def _duration(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}"

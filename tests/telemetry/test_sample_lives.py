@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ledger_run import LedgerRun
 
 from swift_stage2.records import SampleKey
-from swift_stage2.telemetry.ledger import ReturnReason
+from swift_stage2.telemetry.sample_events import ReturnReason
 
 Place = tuple[int, int]
 
@@ -51,7 +51,7 @@ class Life(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "run"):
-            self.run.ledger.close()
+            self.run.log.close()
             self.directory.cleanup()
 
     def _begin_process(self, state: str | None) -> None:
@@ -84,8 +84,7 @@ class Life(RuleBasedStateMachine):
             self.run.match(keys)
             self.matched += keys
         else:
-            self.run.ledger.sent(keys, server="http://s", seed=1, version=1)
-            self.run.ledger.finished(keys, server="http://s", end="lost", seconds=0.1)
+            self.run.ask(keys, end="lost")
             self.drawn += keys
 
     @precondition(lambda self: self.matched)
@@ -130,7 +129,7 @@ class Life(RuleBasedStateMachine):
     @rule(data=st.data(), torn_at=st.none() | st.floats(0, 1))
     def crash_and_begin_again(self, data: st.DataObject, torn_at: float | None) -> None:
         """From any checkpoint ever written, also one that a resume had left behind, or from nothing."""
-        self.run.ledger.close()
+        self.run.log.close()
         if torn_at is not None:
             self._tear_the_last_line(torn_at)
         state, world = data.draw(st.sampled_from([(None, World()), *self.saves]))
@@ -145,13 +144,13 @@ class Life(RuleBasedStateMachine):
             self.saves.pop()  # a checkpoint is written after its record
         found = self.run.account()
         assert found.violations == ()
-        assert found.num_records_lost == 0
+        assert found.num_damaged == 0
 
     @invariant()
     def the_account_is_what_happened(self) -> None:
         found = self.run.account()
         assert found.violations == ()
-        assert found.num_records_lost == 0
+        assert found.num_damaged == 0
         assert found.taken_over == 0
         assert found.drawn == len(self.world.drawn)
         assert found.trained == len(self.world.trained) == len(set(self.world.trained))

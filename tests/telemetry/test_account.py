@@ -1,9 +1,8 @@
-"""Every rule of the ledger, broken once: the account must say so, name the samples, and say nothing else."""
+"""Every rule of the account, broken once: the account must say so, name the samples, and say nothing else."""
 
 from __future__ import annotations
 
-import copy
-import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,18 +10,17 @@ from typing import Any
 
 import pytest
 from ledger_run import LedgerRun, again
-from telemetry.test_match_log import rollout
 
-from swift_stage2.records import MatchQuality, Sample, SampleKey, VersionSpan
-from swift_stage2.telemetry.audit import AuditLog, Record
-from swift_stage2.telemetry.ledger import Entry, Ledger, ReturnReason, UnusedReason
-from swift_stage2.telemetry.ledger_account import RankAccount, account_of
-from swift_stage2.telemetry.reading import read_audit, read_ledger
+from swift_stage2.records import MatchQuality, Rollout, Sample, VersionSpan
+from swift_stage2.telemetry.account import RankAccount, account_of
+from swift_stage2.telemetry.event_log import read_events
+from swift_stage2.telemetry.events import AnyEvent, Damaged
+from swift_stage2.telemetry.sample_events import Cut, Matched, ReturnReason, UnusedReason
 
-Spoil = Callable[[list[Record]], Any]
+Spoil = Callable[[list[AnyEvent]], Any]
 
 
-def _good_run(directory: Path) -> list[Record]:
+def _good_run(directory: Path) -> list[AnyEvent]:
     """Seven rows: two packs trained, one sample returned as stale and trained later, one given up, one in hand."""
     run = LedgerRun(directory)
     first = run.train_drawn(2)
@@ -38,20 +36,20 @@ def _good_run(directory: Path) -> list[Record]:
     run.draw(1)
     run.save("s2")
     assert len(first) == 2
-    return run.records()
+    return run.events()
 
 
-def _account(records: list[Record]) -> RankAccount:
+def _account(records: list[AnyEvent]) -> RankAccount:
     (account,) = account_of({0: records}).ranks
     return account
 
 
-def _rules(records: list[Record]) -> list[str]:
+def _rules(records: list[AnyEvent]) -> list[str]:
     return [violation.rule for violation in _account(records).violations]
 
 
-def _at(records: list[Record], kind: str, number: int = 0) -> int:
-    return [index for index, record in enumerate(records) if record["kind"] == kind][number]
+def _at(records: list[AnyEvent], kind: str, number: int = 0) -> int:
+    return [index for index, record in enumerate(records) if record.kind == kind][number]
 
 
 def test_a_good_run_balances(tmp_path: Path) -> None:
@@ -59,17 +57,13 @@ def test_a_good_run_balances(tmp_path: Path) -> None:
     assert found.violations == ()
     assert (found.drawn, found.trained, found.quarantined) == (5, 3, {"bad_sample": 1})
     assert (found.in_hand, found.returned) == ({"drawn": 1}, {"stale": 1})
-    assert (found.num_resumes, found.num_void, found.num_records_lost, found.taken_over) == (0, 0, 0, 0)
-
-
-def _swap_row(records: list[Record]) -> None:
-    records[_at(records, "trained")]["samples"][0][2] += 100
+    assert (found.num_resumes, found.num_void, found.num_damaged, found.taken_over) == (0, 0, 0, 0)
 
 
 def _double(kind: str, number: int = 0) -> Spoil:
-    def spoil(records: list[Record]) -> None:
+    def spoil(records: list[AnyEvent]) -> None:
         index = _at(records, kind, number)
-        records.insert(index + 1, copy.deepcopy(records[index]))
+        records.insert(index + 1, records[index])
 
     return spoil
 
@@ -79,34 +73,52 @@ def _without(kind: str, number: int = 0) -> Spoil:
 
 
 def _with(kind: str, number: int = 0, **fields: Any) -> Spoil:
-    return lambda records: records[_at(records, kind, number)].update(fields)
+    """``fields`` of one event become others."""
+
+    def spoil(records: list[AnyEvent]) -> None:
+        index = _at(records, kind, number)
+        records[index] = records[index].model_copy(update=fields)
+
+    return spoil
 
 
-def _drop_from_checkpoint(records: list[Record]) -> None:
-    records[_at(records, "checkpoint")]["state"]["outstanding"].pop()
+def _with_state(kind: str, **changes: Any) -> Spoil:
+    """``changes`` gives fields of the first state of that kind from what they were."""
+
+    def spoil(records: list[AnyEvent]) -> None:
+        state = records[_at(records, kind)].state  # type: ignore[union-attr]
+        fields = {name: change(getattr(state, name)) for name, change in changes.items()}
+        _with(kind, state=state.model_copy(update=fields))(records)  # type: ignore[union-attr]
+
+    return spoil
 
 
-def _move_cursor(records: list[Record]) -> None:
-    records[_at(records, "checkpoint")]["state"]["position"] += 1
+def _with_key(
+    kind: str, number: int, change: Callable[[list[AnyEvent], tuple[int, ...]], tuple[int, ...]]
+) -> Spoil:
+    """The first sample of one event becomes another."""
+
+    def spoil(records: list[AnyEvent]) -> None:
+        first, *rest = records[_at(records, kind, number)].samples  # type: ignore[union-attr]
+        _with(kind, number, samples=(change(records, first), *rest))(records)
+
+    return spoil
 
 
-def _train_the_quarantined(records: list[Record]) -> None:
-    index = _at(records, "trained", 1)
-    records[index]["samples"].append(records[_at(records, "quarantined")]["samples"][0])
+def _first_row(records: list[AnyEvent], key: tuple[int, ...]) -> tuple[int, ...]:
+    """The key at the row that was drawn first."""
+    return (*key[:2], records[_at(records, "drawn")].samples[0][2], key[3])  # type: ignore[union-attr]
 
 
-def _new_before_returned(records: list[Record]) -> None:
+def _train_the_quarantined(records: list[AnyEvent]) -> None:
+    quarantined = records[_at(records, "quarantined")].samples  # type: ignore[union-attr]
+    trained = records[_at(records, "trained", 1)].samples  # type: ignore[union-attr]
+    _with("trained", 1, samples=(*trained, *quarantined))(records)
+
+
+def _new_before_returned(records: list[AnyEvent]) -> None:
     one, other = _at(records, "drawn", 2), _at(records, "drawn", 3)
     records[one : one + 1] = [records.pop(other), records[one]]
-
-
-def _skip_a_position(records: list[Record]) -> None:
-    records[_at(records, "drawn", 3)]["samples"][0][1] += 1
-
-
-def _same_row_twice(records: list[Record]) -> None:
-    row = records[_at(records, "drawn")]["samples"][0][2]
-    records[_at(records, "drawn", 3)]["samples"][0][2] = row
 
 
 @pytest.mark.parametrize(
@@ -130,12 +142,24 @@ def _same_row_twice(records: list[Record]) -> None:
         (_with("trained", 1, version=5), "nothing is trained that is older than the version window"),
         (_with("trained", 1, step=0), "steps that train only grow"),
         (_with("trained", step=1), "a checkpoint before a step is taken before that step trains"),
-        (_drop_from_checkpoint, "a checkpoint holds exactly the samples in hand"),
-        (_move_cursor, "a checkpoint's cursor stands behind the last new sample"),
-        (_swap_row, "a sample keeps its row, and its attempt until it returns"),
+        (
+            _with_state("checkpoint", outstanding=lambda keys: keys[:-1]),
+            "a checkpoint holds exactly the samples in hand",
+        ),
+        (
+            _with_state("checkpoint", position=lambda at: at + 1),
+            "a checkpoint's cursor stands behind the last new sample",
+        ),
+        (
+            _with_key("trained", 0, lambda _, key: (*key[:2], key[2] + 100, key[3])),
+            "a sample keeps its row, and its attempt until it returns",
+        ),
         (_new_before_returned, "samples that returned are drawn before any new one"),
-        (_skip_a_position, "every position of an epoch's shard is drawn once, in order"),
-        (_same_row_twice, "no row is drawn at more positions of an epoch than it has"),
+        (
+            _with_key("drawn", 3, lambda _, key: (key[0], key[1] + 1, *key[2:])),
+            "every position of an epoch's shard is drawn once, in order",
+        ),
+        (_with_key("drawn", 3, _first_row), "no row is drawn at more positions of an epoch than it has"),
         (_without("start"), "a process's first record tells that it starts"),
     ],
 )
@@ -146,21 +170,19 @@ def test_a_broken_rule_is_found(tmp_path: Path, spoil: Spoil, rule: str) -> None
     assert not account_of({0: records}).is_balanced
 
 
-def _resumed_run(directory: Path) -> list[Record]:
+def _resumed_run(directory: Path) -> list[AnyEvent]:
     """One sample whose rollout was aborted, resumed under the next version, and trained."""
     run = LedgerRun(directory)
     (key,) = keys = run.draw(1)
-    run.ledger.sent(keys, server="http://s", seed=5, version=1)
-    run.ledger.finished(keys, server="http://s", end="answered", seconds=0.25)
+    run.ask(keys)
     spans = (VersionSpan(1, 0, 3), VersionSpan(2, 3, 5))
-    run.ledger.cut(replace(rollout(0), sample=Sample(key, {}), token_ids=(7, 8, 9), spans=spans[:1]))
-    run.ledger.sent(keys, server="http://t", seed=6, version=2)
-    run.ledger.finished(keys, server="http://t", end="answered", seconds=0.25)
-    whole = replace(rollout(0), sample=Sample(key, {}), spans=spans)
-    run.ledger.matched(whole, MatchQuality(1, 1, 1, 0.5, 0, 0))
+    part = Rollout(Sample(key, {}), "said", (7, 8, 9), (2,), True, 3, "http://s", spans[:1])
+    run.log.write(Cut.of(part))
+    run.ask(keys, server="http://t", version=2)
+    run.log.write(Matched.of(replace(part, spans=spans), MatchQuality(1, 1, 1, 0.5, 0, 0)))
     run.pack(keys)
     run.train(keys)
-    return run.records()
+    return run.events()
 
 
 def test_a_resumed_rollout_has_one_end_and_keeps_its_spans(tmp_path: Path) -> None:
@@ -168,9 +190,10 @@ def test_a_resumed_rollout_has_one_end_and_keeps_its_spans(tmp_path: Path) -> No
     found = _account(records)
     assert found.violations == ()
     assert (found.drawn, found.trained, found.num_cut, found.returned) == (1, 1, 1, {})
-    told = records[_at(records, "cut")]
-    assert (told["num_tokens"], told["spans"]) == (3, [[1, 0, 3]])
-    assert records[_at(records, "matched")]["spans"] == [[1, 0, 3], [2, 3, 5]]
+    cut, matched = records[_at(records, "cut")], records[_at(records, "matched")]
+    assert isinstance(cut, Cut)
+    assert isinstance(matched, Matched)
+    assert (cut.num_tokens, cut.spans, matched.spans) == (3, ((1, 0, 3),), ((1, 0, 3), (2, 3, 5)))
     until_cut = records[: _at(records, "cut") + 1]
     assert _account(until_cut).in_hand == {"partial": 1}
 
@@ -190,7 +213,7 @@ def test_a_broken_rule_of_resumed_rollouts_is_found(tmp_path: Path, spoil: Spoil
     assert rule in _rules(records)
 
 
-def _run_in_groups(directory: Path) -> list[Record]:
+def _run_in_groups(directory: Path) -> list[AnyEvent]:
     """Three rows at three positions each: the first trained, the second compared in vain, of the third one dropped."""
     run = LedgerRun(directory, num_rows=3, num_generations=3)
     run.train_drawn(3)
@@ -203,7 +226,7 @@ def _run_in_groups(directory: Path) -> list[Record]:
     run.pack(late[:1], "q")
     run.source.settle_unused(late[:1], UnusedReason.DROPPED)
     run.draw(1)
-    return run.records()
+    return run.events()
 
 
 def test_rows_that_stand_at_several_positions_balance(tmp_path: Path) -> None:
@@ -212,7 +235,7 @@ def test_rows_that_stand_at_several_positions_balance(tmp_path: Path) -> None:
     assert account_of({0: records}).is_balanced
     assert (found.drawn, found.trained, found.quarantined) == (9, 3, {})
     assert (found.unused, found.in_hand) == ({"dropped": 1, "no_variance": 3}, {"drawn": 1, "matched": 1})
-    drawn = [sample for record in records if record["kind"] == "drawn" for sample in record["samples"]]
+    drawn = [key for record in records if record.kind == "drawn" for key in record.samples]  # type: ignore[union-attr]
     assert [position for _, position, _, _ in drawn] == list(range(9))
     assert [drawn[n][2] == drawn[n + 1][2] for n in range(8)] == [True, True, False] * 2 + [True, True]
 
@@ -222,10 +245,11 @@ def test_a_second_epoch_has_as_many_positions(tmp_path: Path, num_generations: i
     run = LedgerRun(tmp_path, num_rows=2, num_generations=num_generations)
     for _ in range(2 * num_generations):
         run.train_drawn(2)
-    records = run.records()
+    records = run.events()
     assert account_of({0: records}).is_balanced
-    for state in (record["state"] for record in records if record["kind"] == "start"):
-        state["num_generations"] = num_generations + 1  # the second epoch begins too early for these
+    _with_state("start", num_generations=lambda _: num_generations + 1)(
+        records
+    )  # their second epoch begins too early
     assert "every position of an epoch's shard is drawn once, in order" in _rules(records)
 
 
@@ -240,10 +264,6 @@ def test_a_checkpoint_in_the_middle_of_a_group_opens_the_account(tmp_path: Path)
     assert (found.violations, found.taken_over, found.drawn, found.trained) == ((), 1, 4, 5)
 
 
-def _a_position_too_many(records: list[Record]) -> None:
-    records[_at(records, "drawn", 1)]["samples"][0][2] = records[_at(records, "drawn")]["samples"][0][2]
-
-
 @pytest.mark.parametrize(
     ("spoil", "rule"),
     [
@@ -251,9 +271,9 @@ def _a_position_too_many(records: list[Record]) -> None:
         (_without("unused"), "a checkpoint holds exactly the samples in hand"),
         (_without("matched", 3), "a sample is unused once it was matched"),
         (_without("drawn", 1), "a sample is drawn before it is unused"),
-        (_a_position_too_many, "no row is drawn at more positions of an epoch than it has"),
+        (_with_key("drawn", 1, _first_row), "no row is drawn at more positions of an epoch than it has"),
         (
-            lambda records: records[0]["state"].pop("num_generations"),
+            _with_state("start", num_generations=lambda _: 1),
             "no row is drawn at more positions of an epoch",
         ),
     ],
@@ -269,7 +289,7 @@ def test_a_violation_names_its_samples(tmp_path: Path) -> None:
     trained = records[_at(records, "trained")]
     records.insert(_at(records, "trained") + 1, trained)
     (twice,) = [v for v in _account(records).violations if v.rule == "no sample is trained twice"]
-    assert [list(sample) for sample in twice.samples] == trained["samples"]
+    assert twice.samples == trained.samples  # type: ignore[union-attr]
 
 
 def test_what_does_not_add_up_is_told_with_its_numbers(tmp_path: Path) -> None:
@@ -286,9 +306,10 @@ def test_every_position_is_drawn_before_the_next_epoch(tmp_path: Path) -> None:
     for _ in range(4):
         run.train_drawn(2)
     assert run.account().violations == ()
-    records = run.records()
-    for record in records:  # the second epoch begins one sample too early
-        record["samples"] = [[1, 0, *s[2:]] if s[:2] == [0, 2] else s for s in record.get("samples", [])]
+    records = run.events()
+    _with_key("drawn", 1, lambda _, key: (1, 0, *key[2:]))(
+        records
+    )  # the second epoch begins one sample too early
     assert "every position of an epoch's shard is drawn once, in order" in _rules(records)
 
 
@@ -325,7 +346,7 @@ def test_a_state_that_is_not_its_checkpoints_is_found(tmp_path: Path) -> None:
     first.draw(2)
     state = first.save("s1")
     LedgerRun(tmp_path, run_id="b", state=state.replace('"position": 2', '"position": 3'))
-    assert _rules(first.records()) == ["a resumed process begins with the very state of its checkpoint"]
+    assert _rules(first.events()) == ["a resumed process begins with the very state of its checkpoint"]
 
 
 def test_a_checkpoint_from_elsewhere_opens_the_account(tmp_path: Path) -> None:
@@ -337,7 +358,7 @@ def test_a_checkpoint_from_elsewhere_opens_the_account(tmp_path: Path) -> None:
     found = second.account()
     assert found.violations == ()
     assert (found.taken_over, found.drawn, found.trained, found.num_resumes) == (2, 1, 3, 0)
-    (joined,) = account_of({0: first.records() + second.records()}).ranks
+    (joined,) = account_of({0: first.events() + second.events()}).ranks
     assert (joined.taken_over, joined.drawn, joined.trained, joined.num_resumes) == (0, 5, 5, 1)
     assert joined.violations == ()
 
@@ -355,7 +376,7 @@ def test_ranks_that_resume_different_checkpoints_are_found(tmp_path: Path) -> No
     states = [[run.save(name) for name in ("s1", "s2")] for run in ranks]
     for rank in (0, 1):
         LedgerRun(tmp_path, rank=rank, world_size=2, run_id="b", state=states[rank][rank])
-    (mixed,) = account_of({rank: run.records() for rank, run in enumerate(ranks)}).violations
+    (mixed,) = account_of({rank: run.events() for rank, run in enumerate(ranks)}).violations
     assert mixed.rule == "all ranks resume the same checkpoints, rank 1 others than rank 0"
 
 
@@ -365,88 +386,51 @@ def test_a_rank_killed_before_it_began_anew_does_not_void_the_others(tmp_path: P
     for run in ranks:
         run.train_drawn(1)
     LedgerRun(tmp_path, rank=1, world_size=2, run_id="b", state=states[1])
-    account = account_of({rank: run.records() for rank, run in enumerate(ranks)})
+    account = account_of({rank: run.events() for rank, run in enumerate(ranks)})
     assert account.is_balanced
     assert [rank.trained for rank in account.ranks] == [1, 1]
 
 
-def test_a_missing_ranks_ledger_is_named(tmp_path: Path) -> None:
+def test_a_missing_ranks_log_is_named(tmp_path: Path) -> None:
     run = LedgerRun(tmp_path, rank=1, world_size=3)
-    (missing,) = account_of({1: run.records()}).violations
-    assert missing.rule == "every rank has a ledger, rank 0, 2 of 3 has none"
+    (missing,) = account_of({1: run.events()}).violations
+    assert missing.rule == "every rank has a log, rank 0, 2 of 3 has none"
 
 
 def test_ranks_of_different_runs_have_nothing_to_balance(tmp_path: Path) -> None:
     ranks = [LedgerRun(tmp_path, rank=rank, world_size=2, run_id=str(rank)) for rank in (0, 1)]
-    (apart,) = account_of({rank: run.records() for rank, run in enumerate(ranks)}).violations
+    (apart,) = account_of({rank: run.events() for rank, run in enumerate(ranks)}).violations
     assert apart.rule == "all ranks tell of a process that they began together"
 
 
-# --- records that are not there ----------------------------------------------------------------------
+# --- lines that are no events -----------------------------------------------------------------------
 
 
-def test_a_gap_makes_the_account_not_provable(tmp_path: Path) -> None:
-    records = _good_run(tmp_path)
-    records.insert(-1, {"kind": "gap", "records_lost": 3})
-    account = account_of({0: records})
-    assert account.num_violations == 0
-    assert not account.is_provable
-    assert not account.is_balanced
-    assert account.ranks[0].num_records_lost == 3
-
-
-def test_a_gap_in_what_is_void_does_no_harm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_void", [False, True])
+def test_a_damaged_line_takes_the_proof_away_unless_a_resume_made_it_void(
+    tmp_path: Path, is_void: bool
+) -> None:
     first = LedgerRun(tmp_path, run_id="a")
     state = first.save("s1")
-    first.ledger._log.write("gap", records_lost=1)
-    second = LedgerRun(tmp_path, run_id="b", state=state)
-    assert account_of({0: second.records()}).is_balanced
+    with first.path.open("ab") as file:
+        file.write(b"\0\0\n")
+    if is_void:
+        LedgerRun(tmp_path, run_id="b", state=state)
+    account = account_of({0: first.events()})
+    assert account.num_violations == 0
+    assert (account.ranks[0].num_damaged, account.is_balanced) == (int(not is_void), is_void)
 
 
-def test_a_torn_last_line_is_dropped_and_one_in_the_middle_is_not(tmp_path: Path) -> None:
-    records = _good_run(tmp_path)
-    path = tmp_path / "ledger" / "rank0.jsonl"
+def test_any_cut_of_a_good_run_balances_as_far_as_it_goes(tmp_path: Path) -> None:
+    """As ``kill -9`` leaves it: what was begun stands in hand."""
+    events = _good_run(tmp_path)
+    path = tmp_path / "events" / "rank0.jsonl"
     whole = path.read_bytes()
-    path.write_bytes(whole[:-20])
-    torn_at_the_end = account_of({0: read_ledger(path)})
-    assert torn_at_the_end.is_balanced
-    lines = whole.splitlines(keepends=True)
-    lines[3] = lines[3][:-20] + b"\n"
-    path.write_bytes(b"".join(lines))
-    assert len(read_ledger(path)) == len(records)
-    assert not account_of({0: read_ledger(path)}).is_provable
-
-
-@pytest.mark.parametrize("damage", [b"x", b"\0\0", b"[]", b"7"])
-def test_lines_that_no_kill_explains_are_lost_also_at_the_end(tmp_path: Path, damage: bytes) -> None:
-    records = _good_run(tmp_path)
-    path = tmp_path / "ledger" / "rank0.jsonl"
-    lines = [line for line in path.read_bytes().splitlines(keepends=True) if b'"gap"' not in line]
-    path.write_bytes(b"".join([*lines[:-2], *(damage + line[1:] for line in lines[-2:])]))
-    account = account_of({0: read_ledger(path)})
-    assert (account.ranks[0].num_records_lost, account.is_provable) == (2, False)
-    path.write_bytes(b"".join(damage + line[1:] for line in lines))
-    assert account_of({0: read_ledger(path)}).ranks[0].num_records_lost == len(records)
-
-
-def test_a_full_disk_raises_nothing_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    ledger = Ledger(AuditLog(Path("/dev/full")))
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            ledger.write(Entry.DRAWN, [])
-        ledger.flush_to_disk()
-        ledger.close()
-    assert len(caplog.records) == 1
-
-
-def test_the_end_is_the_last_record_whatever_is_told_while_it_closes(tmp_path: Path) -> None:
-    class Log(AuditLog):
-        def close(self, **last: str) -> None:
-            ledger.write(Entry.DRAWN, [SampleKey(0, 0, 0, 0)])  # of another thread, just before
-            super().close(**last)
-
-    ledger = Ledger(Log(tmp_path / "rank0.jsonl"))
-    ledger.write(Entry.START, run_id="r", step=0, world_size=1, version_window=1, save_id=None, state={})
-    ledger.close()
-    kinds = [record["kind"] for record in read_audit(tmp_path / "rank0.jsonl")]
-    assert kinds == ["start", "drawn", "end"]
+    for end in range(len(whole.splitlines(keepends=True)[0]), len(whole), 37):
+        path.write_bytes(whole[:end])
+        account = account_of({0: read_events(path)})
+        assert account.is_balanced, account
+    assert account.ranks[0].drawn == 5
+    assert not any(isinstance(event, Damaged) for event in events)
+    os.truncate(path, 0)
+    assert read_events(path) == []

@@ -1,0 +1,383 @@
+"""Turns the logs of all ranks into an account: what became of every sample, and what breaks the rules. Pure.
+
+Each rank's effective history is replayed by itself, event by event; then the ranks are compared. An event that is not
+possible where it stands breaks a rule, and the replay goes on. ``docs/design/channel_b.md`` lists the rules.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from swift_stage2.telemetry.event_log import RankEvents, ranks_of, run_of
+from swift_stage2.telemetry.events import AnyEvent, Checkpoint, Damaged, Start
+from swift_stage2.telemetry.sample_events import (
+    Cut,
+    Drawn,
+    Event,
+    Finished,
+    Key,
+    Matched,
+    Packed,
+    Place,
+    Quarantined,
+    Read,
+    Returned,
+    SampleEvent,
+    Sent,
+    StreamState,
+    Trained,
+    Unused,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAccount:
+    """All ranks' accounts, and what only shows when they are compared."""
+
+    ranks: tuple[RankAccount, ...]
+    violations: tuple[Violation, ...]
+    doubts: tuple[str, ...] = ()
+    """Sentences about what checkpoints tell of the run and its logs do not."""
+
+    @property
+    def num_violations(self) -> int:
+        return len(self.violations) + sum(len(rank.violations) for rank in self.ranks)
+
+    @property
+    def is_provable(self) -> bool:
+        """Whether every line of the effective history is an event, as far as anything tells."""
+        return not self.doubts and not any(rank.num_damaged for rank in self.ranks)
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether it is proven that every sample has one end or is in hand."""
+        return self.is_provable and self.num_violations == 0
+
+
+def account_of(logs: Mapping[int, Sequence[AnyEvent]], doubts: tuple[str, ...] = ()) -> RunAccount:
+    """The account of a run from the events of every rank, oldest first; parts of a run follow each other."""
+    found = ranks_of(logs)
+    ranks = tuple(
+        _replay(each, sum(len(event.samples) for event in logs[rank] if isinstance(event, Trained)))
+        for rank, each in found.items()
+    )
+    return RunAccount(ranks=ranks, violations=tuple(_compare(found)), doubts=doubts)
+
+
+def _replay(rank: RankEvents, num_ever_trained: int) -> RankAccount:
+    replay = Replay(rank.rank)
+    for event in rank:
+        replay.take(event)
+    return replay.account(rank, num_void=num_ever_trained - replay.num_trained)
+
+
+def _compare(ranks: Mapping[int, RankEvents]) -> Iterator[Violation]:
+    if not all(rank.history for rank in ranks.values()):
+        yield Violation("all ranks tell of a process that they began together")
+        return
+    ways = {
+        number: [
+            (run_of(process), start.save_id)
+            for process, start in zip(rank.history, rank.of(Start), strict=False)
+        ]
+        for number, rank in ranks.items()
+    }
+    first, *others = ways
+    for other in others:
+        if ways[other] != ways[first]:
+            yield Violation(f"all ranks resume the same checkpoints, rank {other} others than rank {first}")
+    world_size = start.world_size if (start := ranks[first].start) else 1
+    if missing := sorted(set(range(world_size)) - set(ranks)):
+        yield Violation(f"every rank has a log, rank {', '.join(map(str, missing))} of {world_size} has none")
+
+
+class SampleStage(StrEnum):
+    TO_BE_REDRAWN = "to be redrawn"
+    DRAWN = "drawn"
+    SENT = "sent"
+    FINISHED = "finished"
+    PARTIAL = "partial"
+    MATCHED = "matched"
+    PACKED = "packed"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A rule that was broken, as a sentence, and by which samples."""
+
+    rule: str
+    samples: tuple[Key, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAccount:
+    """One rank's samples: ``taken_over + drawn == trained + quarantined + unused + in_hand``, or a rule is broken."""
+
+    rank: int
+    taken_over: int
+    """In hand when the first process whose events are here resumed a checkpoint from elsewhere."""
+    drawn: int
+    """Each sample once, however often it was redrawn."""
+    trained: int
+    quarantined: Mapping[str, int]
+    """By reason."""
+    unused: Mapping[str, int]
+    """By reason: nothing is trained of their rollouts, though nothing is wrong with them."""
+    in_hand: Mapping[str, int]
+    """By stage."""
+    returned: Mapping[str, int]
+    """Returns by reason; a sample may return several times."""
+    num_cut: int
+    """How often a rollout was aborted, to be resumed."""
+    num_resumes: int
+    num_void: int
+    """Samples that were trained in steps which did not survive; each counts again where it ended then."""
+    num_damaged: int
+    """Lines that are no event. Above 0 nothing is proven."""
+    has_ended: bool
+    """Whether the last process told its orderly end; one that was killed or still runs did not."""
+    violations: tuple[Violation, ...]
+
+
+@dataclass(slots=True)
+class _Life:
+    key: Key
+    stage: SampleStage
+    version: int | None = None
+    pack_id: str | None = None
+
+
+_MOVES: dict[type[Event], tuple[tuple[SampleStage, ...], SampleStage, str]] = {
+    Read: ((SampleStage.DRAWN,), SampleStage.DRAWN, "read once it was drawn"),
+    Sent: (
+        (SampleStage.DRAWN, SampleStage.SENT, SampleStage.PARTIAL),
+        SampleStage.SENT,
+        "sent once it was drawn",
+    ),
+    Finished: ((SampleStage.SENT,), SampleStage.FINISHED, "finished once it was sent"),
+    Cut: ((SampleStage.FINISHED,), SampleStage.PARTIAL, "cut once it was answered"),
+    Matched: ((SampleStage.FINISHED,), SampleStage.MATCHED, "matched once it was answered"),
+    Packed: ((SampleStage.MATCHED,), SampleStage.PACKED, "packed once it was matched"),
+}
+"""By kind of event: the stages in which a sample may be, the one that it reaches, and the rule."""
+_UNUSED_AFTER = (SampleStage.MATCHED, SampleStage.PACKED)
+
+
+@dataclass(slots=True)
+class Replay:
+    """One rank's stream, made again from its events. ``num_trained`` counts events, not distinct samples."""
+
+    rank: int
+    num_trained: int = 0
+    _num_cut: int = 0
+    _num_damaged: int = 0
+    _taken_over: int = 0
+    _num_drawn: int = 0
+    _quarantined: Counter[str] = field(default_factory=Counter)
+    _unused: Counter[str] = field(default_factory=Counter)
+    _returned: Counter[str] = field(default_factory=Counter)
+    _broken: dict[str, list[Key]] = field(default_factory=dict)
+    _lives: dict[Place, _Life] = field(default_factory=dict)
+    _ends: dict[Place, str] = field(default_factory=dict)  # kinds
+    _rows: Counter[int] = field(default_factory=Counter)  # of the present epoch, drawn so far
+    _num_generations: int = 1
+    _cursor: Place | None = None  # of the next new sample
+    _shard: int = 0
+    _window: int = 0
+    _first_step: int = 0  # before which no step can train any more
+    _last_trained: int = -1
+    _saved: StreamState | None = None  # of the checkpoint just replayed
+
+    def take(self, event: AnyEvent) -> None:
+        match event:
+            case Damaged():
+                self._num_damaged += 1
+            case Start():
+                self._start(event)
+            case Checkpoint(state=StreamState() as state):
+                self._checkpoint(event, state)
+            case _ if isinstance(event, SampleEvent):
+                self._take_samples(event)
+
+    def account(self, told: RankEvents, *, num_void: int) -> RankAccount:
+        quarantined, unused, in_hand = self._quarantined.total(), self._unused.total(), len(self._lives)
+        if self._taken_over + self._num_drawn != self.num_trained + quarantined + unused + in_hand:
+            self._break(
+                f"drawn = trained + quarantined + unused + in hand, got {self._taken_over} taken over + "
+                f"{self._num_drawn} drawn, {self.num_trained} trained + {quarantined} quarantined + {unused} unused + "
+                f"{in_hand} in hand",
+                (),
+            )
+        stages = Counter(life.stage for life in self._lives.values())
+        return RankAccount(
+            rank=self.rank,
+            taken_over=self._taken_over,
+            drawn=self._num_drawn,
+            trained=self.num_trained,
+            quarantined=dict(sorted(self._quarantined.items())),
+            unused=dict(sorted(self._unused.items())),
+            in_hand={stage.value: stages[stage] for stage in SampleStage if stages[stage]},
+            returned=dict(sorted(self._returned.items())),
+            num_cut=self._num_cut,
+            num_resumes=max(0, len(told.history) - 1),
+            num_void=num_void,
+            num_damaged=self._num_damaged,
+            has_ended=told.has_ended,
+            violations=tuple(Violation(rule, tuple(samples)) for rule, samples in self._broken.items()),
+        )
+
+    def _start(self, event: Start) -> None:
+        if event.state is None:
+            return
+        if self._cursor is None:
+            self._open(event.state, is_resumed=event.save_id is not None)
+        elif event.state != self._saved:
+            rule = "a resumed process begins with the very state of its checkpoint"
+            self._break(rule, event.state.outstanding)
+        self._window, self._first_step, self._saved = event.version_window, event.step, None
+        for life in self._lives.values():  # whatever the process before had of them is gone
+            life.stage, life.version, life.pack_id = SampleStage.TO_BE_REDRAWN, None, None
+
+    def _open(self, state: StreamState, *, is_resumed: bool) -> None:
+        keys = state.outstanding
+        self._cursor = (state.epoch, state.position)
+        self._num_generations = state.num_generations
+        self._shard = len(range(self.rank, state.num_rows, state.world_size)) * self._num_generations
+        self._lives = {key[:2]: _Life(key, SampleStage.TO_BE_REDRAWN) for key in keys}
+        self._taken_over = len(keys)
+        if not is_resumed and (keys or self._cursor != (0, 0)):
+            self._break("a run that resumes nothing begins at its stream's first sample", keys)
+
+    def _checkpoint(self, event: Checkpoint, state: StreamState) -> None:
+        told, in_hand = state.outstanding, [life.key for life in self._lives.values()]
+        if sorted(told) != sorted(in_hand):
+            self._break("a checkpoint holds exactly the samples in hand", sorted(set(told) ^ set(in_hand)))
+        if (state.epoch, state.position) != self._cursor:
+            self._break("a checkpoint's cursor stands behind the last new sample", ())
+        if event.step <= self._last_trained:
+            self._break("a checkpoint before a step is taken before that step trains", ())
+        self._first_step, self._saved = event.step, state
+
+    def _take_samples(self, event: SampleEvent) -> None:
+        if self._cursor is None:
+            self._break("a process's first record tells that it starts", ())
+            self._cursor = (0, 0)
+        for key in event.samples:
+            life = self._lives.get(key[:2])
+            if isinstance(event, Drawn):
+                self._draw(key, life)
+            elif life is None:
+                self._miss(event, key)
+            else:
+                self._take_sample(event, key, life)
+        if isinstance(event, Trained):
+            if event.step < self._first_step:
+                self._break("steps that train only grow", event.samples)
+            self._first_step = self._last_trained = max(self._first_step, event.step)
+
+    def _take_sample(self, event: SampleEvent, key: Key, life: _Life) -> None:
+        if life.key != key and not isinstance(event, Returned):
+            self._break("a sample keeps its row, and its attempt until it returns", [key])
+        match event:
+            case Returned():
+                self._return(event, key, life)
+            case Trained():
+                self._train(event, key, life)
+            case Quarantined():
+                self._quarantined[event.reason] += 1
+                self._end(event, key)
+            case Unused():
+                self._move(life, _UNUSED_AFTER, life.stage, "unused once it was matched")
+                self._unused[event.reason] += 1
+                self._end(event, key)
+            case Finished() if event.end != "answered":
+                self._move(life, (SampleStage.SENT,), SampleStage.DRAWN, "finished once it was sent")
+            case _:
+                self._move(life, *_MOVES[type(event)])
+        match event:
+            case Cut():
+                self._num_cut += 1
+            case Packed():
+                life.pack_id = event.pack_id
+            case Matched():
+                life.version = event.version
+                if any(version < event.version for version, _, _ in event.spans):
+                    self._break("a rollout is as old as its oldest token", [key])
+
+    def _draw(self, key: Key, life: _Life | None) -> None:
+        place = key[:2]
+        if life is not None:
+            self._move(life, (SampleStage.TO_BE_REDRAWN,), SampleStage.DRAWN, "redrawn once it had returned")
+            if life.key != key:
+                self._break("a sample keeps its row, and its attempt until it returns", [key])
+            return
+        if place in self._ends:
+            self._break("a sample that has ended is not drawn again", [key])
+            return
+        self._num_drawn += 1
+        self._lives[place] = _Life(key, SampleStage.DRAWN)
+        waiting = [other.key for other in self._lives.values() if other.stage is SampleStage.TO_BE_REDRAWN]
+        if waiting:
+            self._break("samples that returned are drawn before any new one", waiting)
+        self._advance(key)
+
+    def _advance(self, key: Key) -> None:
+        assert self._cursor is not None
+        epoch, position = self._cursor
+        if position == self._shard:
+            epoch, position = epoch + 1, 0
+            self._rows.clear()
+        if key[:2] != (epoch, position):
+            self._break("every position of an epoch's shard is drawn once, in order", [key])
+        self._rows[key[2]] += 1
+        if self._rows[key[2]] > self._num_generations:
+            self._break("no row is drawn at more positions of an epoch than it has", [key])
+        self._cursor = (key[0], key[1] + 1)
+
+    def _return(self, event: Returned, key: Key, life: _Life) -> None:
+        if life.stage is SampleStage.TO_BE_REDRAWN:
+            self._break("a sample returns once it was drawn", [key])
+        if key[:3] != life.key[:3] or not 0 <= key[3] - life.key[3] <= 1:
+            self._break("a sample keeps its row, and a return adds at most one attempt", [key])
+        self._returned[event.reason] += 1
+        self._lives[key[:2]] = _Life(key, SampleStage.TO_BE_REDRAWN)
+
+    def _train(self, event: Trained, key: Key, life: _Life) -> None:
+        self.num_trained += 1
+        if life.stage is not SampleStage.PACKED or life.pack_id != event.pack_id:
+            self._break("a sample is trained in the pack that it was packed into", [key])
+        if life.version is not None and life.version < event.version - self._window:
+            self._break("nothing is trained that is older than the version window", [key])
+        self._end(event, key)
+
+    def _end(self, event: SampleEvent, key: Key) -> None:
+        self._ends[key[:2]] = event.kind
+        del self._lives[key[:2]]
+
+    def _miss(self, event: SampleEvent, key: Key) -> None:
+        """An event of a sample that is not in hand."""
+        end = self._ends.get(key[:2])
+        match event:
+            case Trained():
+                self.num_trained += 1
+            case Quarantined():
+                self._quarantined[event.reason] += 1
+            case Unused():
+                self._unused[event.reason] += 1
+        if event.kind == end == "trained":
+            self._break("no sample is trained twice", [key])
+        elif end is not None:
+            self._break(f"a sample that was {end} is not {event.kind} after it", [key])
+        else:
+            self._break(f"a sample is drawn before it is {event.kind}", [key])
+
+    def _move(self, life: _Life, before: Sequence[SampleStage], after: SampleStage, rule: str) -> None:
+        if life.stage not in before:
+            self._break(f"a sample is {rule}", [life.key])
+        life.stage = after
+
+    def _break(self, rule: str, samples: Sequence[Key]) -> None:
+        self._broken.setdefault(rule, []).extend(samples)
