@@ -275,15 +275,3 @@ def test_no_record_shows_the_key() -> None:
         for where, field, decorators in holders
         if hidden not in field and not any(hidden in each for each in decorators)
     ] == []
-
-
-def test_no_docstring_begins_with_what() -> None:
-    """A reader gets a subject and a verb first."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    assert [
-        (name_of(file), text.splitlines()[0])
-        for file in FILES
-        for node in nodes_of(file)
-        if isinstance(node, kinds)
-        if (text := ast.get_docstring(node) or "").startswith("What ")
-    ] == []

@@ -149,8 +149,3 @@ def test_a_target_carries_the_columns_that_its_task_declares_and_one_value_per_t
 def test_a_rollout_that_lacks_a_column_costs_its_sample() -> None:
     with pytest.raises(SampleError, match="needs a rollout's log_probs, got one without"):
         correct_by(Carrying(), rollout(), None, lambda text: ((), ()))
-
-
-def test_log_probs_are_kept_in_the_record() -> None:
-    with pytest.raises(ConfigError, match=r"got log_probs=true record=false; write telemetry.record: true"):
-        configured("detection", log_probs=True)

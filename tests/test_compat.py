@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import sys
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from commands import run_python
 from real_model import tiny_model
 from transformers.integrations import deepspeed as integration
 
-from swift_stage2.compat import keep_buffers_exact, start_communication
+from swift_stage2.compat import keep_buffers_exact
 
 
 def _run(script: str, *, first_on_path: Path | None = None) -> str:
@@ -89,31 +87,3 @@ def test_zero3_keeps_the_rotary_frequencies_in_float32() -> None:
     (pattern, _) = kept(DeepSpeedConfig(3))
     names = [name for name, _ in tiny_model()[0].named_buffers() if pattern in name]
     assert {name.partition(".rotary")[0] for name in names} == {"model.visual", "model.language_model"}
-
-
-@pytest.mark.parametrize(
-    ("swift", "rank", "started"),
-    [
-        ({"deepspeed": "zero3", "use_cpu": True}, "0", True),
-        ({"deepspeed": {"zero_optimization": {"stage": 2}}, "use_cpu": True, "ddp_timeout": 60}, "1", True),
-        ({"deepspeed": "zero3"}, "0", False),  # on a GPU Accelerate does it
-        ({"deepspeed": None, "use_cpu": True}, "0", False),
-        ({"deepspeed": "zero2", "use_cpu": True}, None, False),  # not started by torchrun
-    ],
-)
-def test_communication_is_started_on_cpu_ranks_only(
-    monkeypatch: pytest.MonkeyPatch, swift: Mapping[str, Any], rank: str | None, started: bool
-) -> None:
-    calls: list[dict[str, Any]] = []
-    module: Any = types.ModuleType("deepspeed")
-    module.init_distributed = lambda **settings: calls.append(settings)
-    monkeypatch.setitem(sys.modules, "deepspeed", module)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
-    start_communication(swift)
-    assert bool(calls) == started
-    if started:
-        assert calls[0]["dist_backend"] == "gloo"
-        assert calls[0]["timeout"].total_seconds() == swift.get("ddp_timeout", 1800)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from swift_stage2.config import Stage2Config, StarvationAction, load_config
 from swift_stage2.config.binding import bind
 from swift_stage2.config.stage2_ab import PrefetchConfig
-from swift_stage2.config.swift_arguments import UNSUPPORTED, as_argv, refuse_unknown_names
+from swift_stage2.config.swift_arguments import UNSUPPORTED, as_argv
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import ConfigError, UserError
 
@@ -419,14 +419,6 @@ def _numbers(section: type, place: str = "") -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", [*_numbers(Stage2Config), "stage2_ab.channel_b.reward.weights.f1"])
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_number_that_is_not_finite_is_told_as_such(tmp_path: Path, path: str, value: float) -> None:
-    message = refusal(tmp_path, changed({path: value}))
-    assert "finite number" in message
-    assert f"{path.rpartition('.')[2]}={value}" in message
-
-
 def test_without_channel_b_nothing_of_it_is_needed(tmp_path: Path) -> None:
     data = {
         "swift": {"packing": True, "gradient_accumulation_steps": 64},
@@ -554,15 +546,6 @@ def test_a_budget_fills_a_step_or_is_refused_by_its_name(
         assert f"max_rollouts_per_version: {needed} or more" in rule.remedy
 
 
-def test_a_budget_is_held_against_the_accumulation_that_swift_decides(tmp_path: Path) -> None:
-    data = changed({f"{PREFETCH}.max_rollouts_per_version": 3})
-    del data["swift"]["gradient_accumulation_steps"]
-    config = load(tmp_path, data)
-    config.check_accumulation(3)
-    with pytest.raises(ConfigError, match=r"max_rollouts_per_version >= .*, got 3 >= 4"):
-        config.check_accumulation(4)
-
-
 @pytest.mark.parametrize(
     ("text", "exact"), [("0.3", Fraction(3, 10)), ("0.875", Fraction(7, 8)), ("1e-3", Fraction(1, 1000))]
 )
@@ -649,12 +632,6 @@ def test_a_long_value_is_not_told_in_full(tmp_path: Path) -> None:
     assert len(message) < 600
 
 
-def test_an_ending_alone_is_no_likeness() -> None:
-    with pytest.raises(ConfigError, match="remove it") as caught:
-        refuse_unknown_names({"rlhf_type": "dpo"}, {"torch_dtype", "lora_dtype", "learning_rate"})
-    assert "did you mean" not in str(caught.value)
-
-
 def test_a_file_that_cannot_be_read_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"must exist, got path=.*absent\.yaml"):
         load_config(tmp_path / "absent.yaml")
@@ -709,21 +686,6 @@ def test_arguments_become_argv() -> None:
         "--model", "m", "--dataset", "a.jsonl", "b.jsonl", "--bf16", "true", "--use_cpu", "false",
         "--learning_rate", "1e-05", "--gradient_checkpointing_kwargs", '{"use_reentrant": false}',
     ]  # fmt: skip
-
-
-def test_an_argument_that_swift_does_not_have_names_the_nearest() -> None:
-    valid = ("learning_rate", "model", "lr_scheduler_type")
-    refuse_unknown_names({"model": "m", "learning_rate": 1}, valid)
-    with pytest.raises(
-        ConfigError, match="unknown key 'lerning_rate' in section swift; did you mean 'learning_rate'"
-    ):
-        refuse_unknown_names({"model": "m", "lerning_rate": 1}, valid)
-    with pytest.raises(ConfigError, match=r"unknown key 'xyz' in section swift; .* remove it"):
-        refuse_unknown_names({"xyz": 1}, valid)
-    with pytest.raises(ConfigError, match=r"'beta'.* did you mean 'stage2_ab.channel_b.grpo.kl_weight'"):
-        refuse_unknown_names({"beta": 0.04}, valid)
-    with pytest.raises(ConfigError, match=r"did you mean 'stage2_ab\.schedule\.b_ratio'"):
-        refuse_unknown_names({"b_ratio": 0.5}, valid)
 
 
 def test_importing_the_configuration_loads_no_heavy_package() -> None:

@@ -112,17 +112,6 @@ def test_the_source_distribution_is_the_checkout_and_gives_the_same_wheel(
     assert metadata_of(again).items() == metadata_of(built.wheel).items()
 
 
-def test_version_and_licence_are_told(built: Built) -> None:
-    told = metadata_of(built.wheel)
-    assert (told["Name"], told["Version"], told["License-Expression"]) == (
-        "swift-stage2",
-        __version__,
-        "Apache-2.0",
-    )
-    assert told.get_all("License-File") == ["LICENSE"]
-    assert not [each for each in told.get_all("Classifier", []) if each.startswith("License ::")]
-
-
 @dataclass(frozen=True)
 class Installation:
     """An environment that has the wheel and sees the tests' other packages; an empty folder outside the checkout."""

@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from commands import run_python
 
 PROJECT = Path(__file__).parents[1]
 
@@ -101,23 +100,3 @@ def test_ci_runs_only_the_commands_of_the_contributors_page() -> None:
     assert all(
         command.split()[0] in page and command.split()[-1].split("/")[-1] in page for command in commands
     )
-
-
-def test_the_number_of_slow_tests_that_were_left_out_is_told(tmp_path: Path) -> None:
-    shutil.copy(PROJECT / "tests" / "conftest.py", tmp_path / "conftest.py")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: as in setup.cfg\n")
-    (tmp_path / "test_two.py").write_text(
-        "import pytest\ndef test_fast(): ...\n@pytest.mark.slow\ndef test_slow(): ...\n"
-    )
-    told = {}
-    for options in ((), ("-m", "slow"), ("-m", "not slow"), ("-m", "not slow", "-n", "2")):
-        done = run_python("-m", "pytest", "-q", *options, tmp_path, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        told[options] = [line for line in done.stdout.splitlines() if "left out" in line]
-    slow = "left out: 1 slow tests: scripts/test --all runs everything"
-    assert told == {
-        (): [],
-        ("-m", "slow"): [],
-        ("-m", "not slow"): [slow],
-        ("-m", "not slow", "-n", "2"): [slow],
-    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +12,7 @@ from real_model import rollout_of
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.channel_b.task import TASKS
-from swift_stage2.checks.channel_b_parts import CheckedParts, make_task, merge_lengths, run_ahead_budget
+from swift_stage2.checks.channel_b_parts import make_task, run_ahead_budget
 from swift_stage2.checks.samples import Excess, RowLengths
 from swift_stage2.config import Objective, Stage2Config
 from swift_stage2.errors import ConfigError
@@ -73,14 +72,6 @@ def test_rewards_of_a_users_own_task_that_are_all_0_are_refused(monkeypatch: pyt
                 make_task(rewarded)
 
 
-def test_the_task_writes_and_weighs_as_it_is_configured() -> None:
-    target = {"dialect": "object_map", "weights": {"closure": 0.25}}
-    config = configured(channel_b={"target": target})
-    assert corrected(config, "cat").text.startswith('{"object_1"')
-    assert make_task(config).closing_weight == 0.25
-    assert make_task(configured()).closing_weight == 1.0
-
-
 @pytest.mark.parametrize(
     ("prefetch", "b_ratio", "packs_per_b_step", "budget"),
     [
@@ -110,25 +101,6 @@ def test_the_budget_of_a_version_is_that_of_the_packs_that_can_be_of_use(
         objective = replace(config.stage2_ab, objective=Objective.GRPO)
         in_groups = replace(config, rollout=rollout, stage2_ab=objective)
         assert run_ahead_budget(in_groups, lengths, packs_per_b_step) == budget + 3
-
-
-@pytest.mark.parametrize(("mean", "rank", "told"), [(500, 0, "out"), (10, 0, "warning"), (10, 1, "")])
-def test_a_start_tells_how_many_a_steps_one_b_step_stands_for(
-    mean: int, rank: int, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    nothing, warnings = Excess(1000, 0, 0, ""), list[str]()
-    lengths = RowLengths(3, nothing, nothing, 0, "", 5, 5, 3 * mean)
-    control: Any = SimpleNamespace(rank=rank, world_size=2, gather=lambda note: [note, note])
-    mine: Any = CheckedParts(*[None] * 6, lengths=lengths)  # type: ignore[arg-type]
-    telemetry: Any = SimpleNamespace(record_warning=warnings.append)
-    config = configured(channel_b={"packing": {"packing_length": 1000}})
-    merged = merge_lengths(config, mine, control, telemetry, packs_per_step=4).lengths
-    assert (merged.num_rows, merged.num_tokens, merged.longest_prompt) == (6, 6 * mean, 5)
-    assert ("as many rows as 2 A steps: 16 (8 packs of 1000 tokens" in capsys.readouterr().err) is (
-        told == "out"
-    )
-    assert len(warnings) == (told == "warning")
-    assert all("as many rows as 100 A steps: 800 (8 packs" in line for line in warnings)
 
 
 def test_a_task_that_nobody_registered_is_refused() -> None:

@@ -17,13 +17,9 @@ from doctor_run import Report
 from live_server import free_port
 from real_model import make_encoder, rollout_of, sample_of
 
-from swift_stage2.channel_b.task import TASKS
-from swift_stage2.checks import doctor as command
 from swift_stage2.checks import rollouts
 from swift_stage2.checks.learner import rank_bytes
 from swift_stage2.config import load_config
-from swift_stage2.demo.demo_config import TEMPLATE_FILE
-from swift_stage2.errors import ConfigError
 
 Configure = Callable[..., Path]
 Doctor = Callable[..., Report]
@@ -42,17 +38,6 @@ def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 # --- exit statuses -----------------------------------------------------------------------------------
-
-
-def test_a_missing_file_and_text_that_is_no_yaml_are_the_users_mistake(tmp_path: Path) -> None:
-    missing = cli(str(tmp_path / "absent.yaml"))
-    assert missing.returncode == 2
-    assert "a configuration file must exist" in missing.stderr
-    assert missing.stdout == ""
-    broken = tmp_path / "broken.yaml"
-    broken.write_text("stage2_ab: {schedule: ")
-    with pytest.raises(ConfigError, match="valid YAML"):
-        command.main([str(broken)])
 
 
 def test_a_refused_configuration_is_a_failed_check_and_the_rest_names_it(
@@ -287,37 +272,6 @@ def test_numbers_that_only_the_rows_or_ms_swift_tell_are_held_against_the_settin
     assert told in row["fix"]
 
 
-BREAKING = """
-from swift_stage2 import register_task
-from swift_stage2.channel_b.detection import DetectionTask
-
-@register_task("breaking")
-class BreakingTask(DetectionTask):
-    def correct(self, rollout, truth, tokenise):
-        rollout.text and int(rollout.text)
-        return super().correct(rollout, truth, tokenise)
-"""
-
-
-def test_a_task_that_breaks_on_an_answer_is_told_with_its_line(
-    configure: Configure, doctor: Doctor, tmp_path: Path
-) -> None:
-    plugin = tmp_path / "breaking.py"
-    plugin.write_text(BREAKING, encoding="utf-8")
-    config = configure(
-        DEAD, stage2_ab__task="breaking", swift__external_plugins=[str(TEMPLATE_FILE), str(plugin)]
-    )
-    try:
-        row = doctor(config).row("samples")
-    finally:
-        TASKS.pop("breaking", None)
-    assert row["verdict"] == "failed"
-    assert row["found"].startswith("task breaking must work on every row and answer")
-    assert "ValueError: invalid literal for int()" in row["found"]
-    assert row["found"].endswith(f"({plugin}:8)")
-    assert row["fix"] == "mend the task"
-
-
 @pytest.mark.parametrize("engine", ["swift", "vllm"])
 def test_a_servers_context_must_hold_the_longest_prompt_and_its_answer(
     configure: Configure, doctor: Doctor, engine: str
@@ -343,11 +297,6 @@ def test_no_secret_is_printed(configure: Configure, doctor: Doctor, monkeypatch:
     for secret in ("k3y-of-the-server", "pa55word", "t0ken-of-the-hub"):
         assert secret not in report.text
     assert json.loads(report.text)["live"] is False
-
-
-def test_nothing_is_left_in_the_run_directory(configure: Configure, doctor: Doctor, tmp_path: Path) -> None:
-    doctor(configure(f"http://127.0.0.1:{free_port()}"))
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

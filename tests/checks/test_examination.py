@@ -19,7 +19,6 @@ from swift_stage2.checks.examination import (
     findings_table,
     left_out,
     ok,
-    summary_line,
     warning,
 )
 from swift_stage2.config import load_config
@@ -47,14 +46,6 @@ def test_what_rests_on_a_failed_check_is_not_run_and_names_the_first_cause() -> 
     assert second.finding.counts_as_failed
     assert third.finding.counts_as_failed
     assert exam.num_failed == 1
-
-
-def test_a_cause_in_another_section_is_named_with_it() -> None:
-    exam = Examination()
-    exam.begin_section("Server 0")
-    first = exam.check("route", lambda: failed("broken", "mend it"))
-    exam.begin_section("Feeding")
-    assert exam.check("rate", never, needs=[first]).finding.found == "because of: route (Server 0)"
 
 
 def test_what_rests_on_a_check_that_was_left_out_does_not_count_as_failed() -> None:
@@ -96,14 +87,6 @@ def test_a_secret_is_hidden_wherever_it_turns_up() -> None:
     assert (finding.found, finding.fix) == ("key *** is wrong", "replace ***")
 
 
-def test_what_is_being_looked_at_is_told() -> None:
-    told: list[str] = []
-    exam = Examination(on_begin=told.append)
-    first = exam.check("first", lambda: failed("broken", "mend it"))
-    exam.check("second", never, needs=[first])
-    assert told == ["first"]
-
-
 FINDINGS = [
     Finding("Configuration", "configuration loads", Verdict.OK, "run.yaml: b_ratio 0.25, 2 server(s)"),
     Finding(
@@ -137,10 +120,6 @@ def test_nothing_is_cut_off_and_no_line_is_too_long(width: int) -> None:
         assert part in words
     assert words.count("queue_limit=[8]") == 12, "brackets are text here, not markup"
     assert [line.strip() for line in text.splitlines()].count("Server 0: http://127.0.0.1:8000") == 1
-
-
-def test_verdicts_are_counted() -> None:
-    assert summary_line(FINDINGS).plain == "1 ok, 1 warning, 1 failed, 1 not checked"
 
 
 def test_a_check_that_does_not_apply_has_no_row() -> None:

@@ -36,21 +36,6 @@ def proposed(feeding: Feeding, step_s: float | None) -> dict[str, float]:
     return {each.knob.rpartition(".")[2]: float(each.proposed) for each in advise(feeding, step_s)}
 
 
-def test_a_production_is_a_ranks_share_or_its_target() -> None:
-    assert FEEDING.prompts_per_post == 16  # 16 * 2 servers / 2 ranks; the target would be 20
-    assert FEEDING.production_s == pytest.approx(4.0)
-    few = replace(FEEDING, max_inflight_per_server=64)
-    assert few.prompts_per_post == 20
-    assert few.production_s == pytest.approx(1.0 + 3.0 * 19 / 63)
-
-
-def test_a_pack_of_more_samples_than_a_post_asks_for_takes_several_posts() -> None:
-    large = replace(FEEDING, samples_per_pack=64.0)
-    assert (large.prompts_per_post, large.posts_per_production) == (16, 4)
-    assert large.production_s == pytest.approx(4 * 4.0)
-    assert large.shortest_step_s > 3.9 * FEEDING.shortest_step_s
-
-
 @given(st.floats(0.05, 1.0), st.integers(1, 8), st.floats(0.1, 60.0), st.floats(1.0, 40.0))
 def test_from_the_shortest_step_on_production_keeps_up_by_rate(
     b_ratio: float, packs: int, batch_s: float, per_pack: float
@@ -108,11 +93,6 @@ def test_what_is_advised_follows_from_the_measurement() -> None:
     assert "prefetch_target_packs: 8 (now 4)" in outcome.fix
     enough = replace(FEEDING, max_inflight_per_server=64, rollouts_per_s=32.0)
     assert check_settings(enough, 4.0).verdict is Verdict.OK
-
-
-@given(st.floats(0.0, 3.0))
-def test_a_sustained_share_is_never_more_than_production_feeds(share: float) -> None:
-    assert share * 0.5 - 0.01 <= sustained(share) + max(0.0, share - 1) <= share * (1 + 1e-9)
 
 
 def test_samples_per_pack_are_those_of_the_real_packing_in_a_long_run() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 from real_model import (
     answer_and_objects,
-    boxes_of,
     make_encoder,
     make_task,
     make_template,
@@ -22,15 +20,12 @@ from real_model import (
 )
 
 from swift_stage2.channel_b.detection import DetectionTask
-from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.channel_b.preprocessing import (
     Prepared,
     ProcessPreprocessor,
     ThreadPreprocessor,
     make_pack,
-    make_target,
 )
 from swift_stage2.checks.packing_isolation import check_isolation, isolation_batches
 from swift_stage2.errors import ConfigError, DatasetError
@@ -168,29 +163,6 @@ def test_an_answer_without_a_closed_list_is_refused(
         make_task().check_answer(text, objects)
 
 
-def test_written_out_answers_are_learned_too(rows: list[dict[str, Any]]) -> None:
-    """Boxes in the template's own space, without placeholders; labels with escapes."""
-    encoder = make_encoder(make_template(norm_bbox="norm1000"), packing_length=LENGTH)
-    written = []
-    for row in rows[:3]:
-        labelled = {**row, "objects": {**row["objects"], "ref": ['é "x"'] * len(row["objects"]["ref"])}}
-        boxes = boxes_of(encoder, sample_of(labelled))
-        answer = [{"label": 'é "x"', "bbox_2d": list(box)} for box in boxes]
-        content = json.dumps(answer, indent=1)
-        written.append(
-            {**labelled, "messages": [row["messages"][0], {"role": "assistant", "content": content}]}
-        )
-    task = _learned(written, encoder)
-    assert task.answer_format.ensure_ascii
-    for row in written:
-        sample = sample_of(row)
-        answer_text, objects = answer_and_objects(encoder, sample)
-        task.check_answer(answer_text, objects)
-        prompt = encoder.encode_prompt(sample)
-        target = make_target(rollout_of(sample, answer_text, ()), prompt, encoder, task)
-        assert target.text == answer_text == row["messages"][1]["content"]
-
-
 def test_a_prefix_of_the_template_is_part_of_every_answer(rows: list[dict[str, Any]]) -> None:
     """As thinking models have it: the template writes something before the answer of the row."""
     template = make_template()
@@ -286,11 +258,3 @@ _FORWARD = (
 
 def _supervised(text: str, encoder: Encoder) -> list[int]:
     return [*encoder.tokenise(text)[0], *encoder.closing_token_ids]
-
-
-def test_the_parser_takes_both_key_orders_and_the_empty_answer() -> None:
-    for text in ('[{"label": "a", "bbox_2d": [1, 2, 3, 4]}]', '[{"bbox_2d": [1, 2, 3, 4], "label": "a"}]'):
-        assert len(parse_rollout(text).objects) == 1
-    for text, dialect in (("[]", "object_list"), ("```json\n[]\n```", "object_list"), ("{}", "object_map")):
-        parsed = parse_rollout(text, DIALECTS[dialect])
-        assert (parsed.objects, dict(parsed.dropped), parsed.unclosed) == ((), {}, False)

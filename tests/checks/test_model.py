@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -249,16 +247,6 @@ def test_what_cannot_work_is_refused_with_its_remedy(
     with pytest.raises(ConfigError) as caught:
         check_family(_config(tmp_path, architecture, **settings))
     MESSAGES.check(case, str(caught.value).replace(f"{tmp_path}/", ""))
-
-
-@pytest.mark.parametrize("command", ["launch", "train", pytest.param("doctor", marks=pytest.mark.slow)])
-def test_every_command_says_so_before_anything_starts(tmp_path: Path, command: str) -> None:
-    _config(tmp_path, "Qwen3VLForConditionalGeneration", model="Qwen3-VL-2B-Thinking")
-    arguments = [sys.executable, "-m", "swift_stage2", command, str(tmp_path / "config.yaml")]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == (1 if command == "doctor" else 2)
-    assert "which thinks first" in " ".join((done.stdout + done.stderr).split())
-    assert not (tmp_path / "out").exists()
 
 
 def test_other_models_may_list_boxes_that_are_written_out(tmp_path: Path) -> None:

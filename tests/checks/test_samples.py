@@ -152,17 +152,6 @@ def test_a_row_that_cannot_be_read_is_not_measured(
     assert (lengths.num_rows, lengths.num_unusable) == (1, 6)
 
 
-@pytest.mark.parametrize(
-    ("mine", "others", "shortest"), [(9, 7, 7), (7, 9, 7), (0, 9, 9), (9, 0, 9), (0, 0, 0)]
-)
-def test_the_shortest_prompt_is_that_of_all_ranks(mine: int, others: int, shortest: int) -> None:
-    parts = [
-        RowLengths(3, Excess(10, 0, 0, ""), Excess(5, 0, 0, ""), shortest_prompt=prompt)
-        for prompt in (mine, others)
-    ]
-    assert parts[0].merged(parts[1]).shortest_prompt == shortest
-
-
 def _lengths(num_rows: int, mean: int, prompt: int, answer: int) -> RowLengths:
     """Rows with the longest prompt and true answer as told."""
     segments, answers = Excess(4096, 0, prompt + answer, ""), Excess(1024, 0, answer, "")
@@ -174,19 +163,6 @@ def _sizes(lengths: RowLengths, num_packs: int, **changes: Any) -> Inequality:
     found = step_sizes(replace(config, swift={**config.swift, **changes}), lengths, num_packs)
     assert found is not None
     return found
-
-
-def test_a_b_step_of_more_than_sixteen_a_steps_is_advised_against(tmp_path: Path) -> None:
-    told = _sizes(_lengths(36, 64, 40, 60), 4)
-    assert told.is_advice
-    assert not told.holds
-    assert told.numbers.startswith(
-        "one B step trains as many rows as 64 A steps: 256 (4 packs of 4096 tokens, "
-    )
-    assert told.remedy == (
-        "write stage2_ab.channel_b.packing.packing_length: 256, then it is 4, with "
-        "rollout.decoding.max_new_tokens: 216, so that a prompt and its answer fit"
-    )
 
 
 @pytest.mark.parametrize(
@@ -226,8 +202,3 @@ def test_the_length_that_is_advised_is_one_that_a_run_takes(
     length, max_new_tokens = int(found[1]), int(found[2] or 1024)
     assert prompt + max_new_tokens <= length <= 4096
     assert answer <= max_new_tokens
-
-
-def test_nothing_measured_is_no_trouble() -> None:
-    empty = RowLengths(0, Excess(10, 0, 0, ""), Excess(5, 0, 0, ""))
-    assert empty.troubles == []

@@ -37,11 +37,6 @@ def here(port: int, group_port: int, host: str = "127.0.0.1") -> dict[str, Any]:
     return {"base_url": f"http://{host}:{port}", "group_port": group_port}
 
 
-def test_free_ports_pass() -> None:
-    ports = [free_port(), free_port()]
-    assert refuse_busy_ports(started(here(*ports)), [0]) == ports
-
-
 def test_a_busy_port_is_named_with_its_holder_and_key(busy_port: int) -> None:
     config = started(here(busy_port, free_port()), here(free_port(), free_port()))
     with pytest.raises(ConfigError, match=rf"port={busy_port} .*process {os.getpid()} .*\[0\]\.base_url"):

@@ -33,14 +33,6 @@ def refusal(capfd: pytest.CaptureFixture[str], output_dir: Path, *arguments: str
     return message
 
 
-def test_a_value_of_the_wrong_type_is_named_without_the_usage(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    message = refusal(capfd, tmp_path, "--learning_rate", "much")
-    assert message.startswith("ms-swift refuses section swift: argument --learning_rate")
-    assert "invalid float value: 'much'" in message
-
-
 @pytest.mark.parametrize(
     ("where", "remedy"),
     [

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import os
 import shlex
 import socket
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +18,6 @@ from swift_stage2.demo.demo_config import (
     held_ports,
     write_config,
 )
-from swift_stage2.errors import ConfigError
 from swift_stage2.runtime.ports import free_ports
 
 
@@ -54,23 +51,6 @@ def test_every_share_of_b_gives_one_server_and_deadlines_that_fit(b_ratio: float
     assert config.stage2_ab.schedule.b_ratio == b_ratio
 
 
-def test_without_channel_b_there_is_no_server(tmp_path: Path) -> None:
-    config = load_config(write_config(_job(tmp_path, b_ratio=0.0), (4001, 4002)))
-    assert config.rollout.servers == config.launch.servers == ()
-
-
-def test_a_share_outside_its_range_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"b_ratio=1\.2"):
-        write_config(_job(tmp_path, b_ratio=1.2), (4001, 4002))
-
-
-def test_a_step_of_channel_a_reads_what_the_yaml_says(tmp_path: Path) -> None:
-    job = _job(tmp_path, num_ranks=3)
-    swift = config_of(job, (4001, 4002))["swift"]
-    per_rank = swift["per_device_train_batch_size"] * swift["gradient_accumulation_steps"]
-    assert job.samples_per_step == 3 * per_rank
-
-
 def test_a_port_that_somebody_listens_on_is_held() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -78,12 +58,3 @@ def test_a_port_that_somebody_listens_on_is_held() -> None:
         port = listener.getsockname()[1]
         assert held_ports((port, *free_ports(1))) == [port]
     assert held_ports((port,)) == []
-
-
-def test_the_model_of_the_demo_is_in_the_package() -> None:
-    assert os.path.getsize(STAGE1 / "model.safetensors") < 8 << 20
-
-
-def test_a_job_can_be_recorded(tmp_path: Path) -> None:
-    assert load_config(write_config(_job(tmp_path, record=True), (4001, 4002))).telemetry.record
-    assert not load_config(write_config(_job(tmp_path), (4001, 4002))).telemetry.record

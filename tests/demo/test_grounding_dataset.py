@@ -41,21 +41,6 @@ def test_the_template_renders_the_object_list_dialect(tmp_path: Path, template: 
     assert json.loads(answer_text(objects)) == [{"bbox_2d": [*box], "label": label} for label, box in objects]
 
 
-def test_boxes_follow_an_image_that_is_really_resized(tmp_path: Path, template: Any) -> None:
-    path = write_dataset(tmp_path / "data", SceneKind.SHAPES, 4, Split.TRAIN, 0, image_size=(150, 100))
-    for row in _rows(path):
-        boxes = row["objects"]["bbox"]
-        # The multiples of 28 nearest to 150 x 100 are 140 x 112.
-        scaled = [
-            [round(x1 * 140 / 150), round(y1 * 112 / 100), round(x2 * 140 / 150), round(y2 * 112 / 100)]
-            for x1, y1, x2, y2 in boxes
-        ]
-        encoding = template.encode(row)
-        answer = template.tokenizer.decode([token for token in encoding["labels"] if token != -100])
-        assert [found["bbox_2d"] for found in json.loads(answer.removesuffix("<|im_end|>\n"))] == scaled
-        assert encoding["image_grid_thw"].tolist() == [[1, 8, 10]]
-
-
 def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
 

@@ -12,7 +12,7 @@ import torch
 from scripts import make_stage1
 from scripts.make_stage1 import Stage1, evaluate, new_stage1, train, training_scenes
 from swift_stage2.demo.grounding_dataset import grounding_row
-from swift_stage2.demo.scenes import Scene, SceneKind, make_scene
+from swift_stage2.demo.scenes import SceneKind, make_scene
 from swift_stage2.demo.tiny_template import load_tiny_model
 
 
@@ -34,20 +34,6 @@ def test_the_checkpoint_finds_objects_and_leaves_room(stage1_directory: Path) ->
     # 0.44 and 0.48 on 256 scenes; 32 scatter by about 0.1 around that.
     for kind in SceneKind:
         assert 0.25 < evaluate(stage1_directory, kind, 32)["eval/f1"] < 0.7
-
-
-def test_order_is_shuffled_in_the_last_part_of_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[bool] = []
-
-    def recorded(step: int, *, ordered: bool) -> list[Scene]:
-        asked.append(ordered)
-        return training_scenes(step, ordered=ordered)[:1]
-
-    monkeypatch.setattr(make_stage1, "training_scenes", recorded)
-    train(new_stage1(seed=0), tmp_path, num_steps=10, save_every_steps=10, num_eval_scenes=1, seed=0)
-    assert asked == [True] * 7 + [False] * 3
 
 
 def test_training_learns_and_leaves_loadable_checkpoints(

@@ -147,16 +147,6 @@ def test_another_program_at_the_servers_address_is_told_at_once(
     assert "end what listens there, or correct --server, or name --model alone" in error
 
 
-@pytest.mark.parametrize("option", ["--timeout-s", "--in-flight"])
-@pytest.mark.parametrize("digits", [7, 5000])
-def test_numbers_that_nobody_could_wait_for_are_refused(
-    data: Path, predictions: Path, option: str, digits: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        evaluate("--data", data, "--predictions", predictions, option, "9" * digits)
-    assert (end.value.code, option in capsys.readouterr().err) == (2, True)
-
-
 @pytest.mark.parametrize("option", ["--bootstrap", "--score-convention=order"])
 def test_a_retired_option_is_told_with_what_to_do(
     data: Path, predictions: Path, option: str, capsys: pytest.CaptureFixture[str]
@@ -167,10 +157,3 @@ def test_a_retired_option_is_told_with_what_to_do(
         2,
         True,
     )
-
-
-def test_exactly_one_source_is_named(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        evaluate("--data", data)
-    assert end.value.code == 2
-    assert "--predictions" in capsys.readouterr().err

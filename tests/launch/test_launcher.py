@@ -19,7 +19,6 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from closed_connection import leave_closed_connection
 from free_port import free_port
 
 from swift_stage2.servers import protocol
@@ -319,19 +318,6 @@ def test_ranks_of_a_real_torchrun_may_save_and_are_gone_afterwards(launch: Launc
 
 
 # --- who answers, and how soon a mistake is told ---------------------------------------------------
-
-
-def test_a_stock_server_waits_for_closed_connections_on_its_port_and_a_signal_ends_the_wait(
-    launch: Launch,
-) -> None:
-    port = leave_closed_connection()
-    running = launch(learner=["run"], port=port, is_stock=True)
-    running.wait_for(
-        f"server0: port {port} .*has closed connections of an earlier server, .*; waiting up to 90 s"
-    )
-    running.stop()
-    assert running.output.count("has closed connections") == 1
-    assert "started server0" not in running.output
 
 
 # --- restarts ------------------------------------------------------------------------------------

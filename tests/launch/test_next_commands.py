@@ -37,13 +37,6 @@ def test_the_last_checkpoint_is_evaluated_on_the_runs_own_validation_set(
     assert options.output == run_dir / "evaluation"
 
 
-def test_the_link_to_the_last_checkpoint_goes_before_its_number(run_dir: Path, validation: Path) -> None:
-    (run_dir / "last-checkpoint").symlink_to("checkpoint-9")
-    last, evaluate = next_commands(run_dir, {"val_dataset": str(validation)})
-    assert last == f"last checkpoint: {run_dir / 'last-checkpoint'}"
-    assert shlex.quote(str(run_dir / "last-checkpoint")) in evaluate
-
-
 def test_an_adapter_is_merged_before_it_is_evaluated(run_dir: Path, validation: Path) -> None:
     (run_dir / "last-checkpoint").symlink_to("checkpoint-10")
     (run_dir / "checkpoint-10" / "adapter_config.json").write_text("{}")

@@ -47,12 +47,6 @@ def test_the_learner_is_torchrun_with_our_grace() -> None:
     assert plan.learner.environment[EXIT_STATUS_FILE] == str(plan.exit_status_file)
 
 
-def test_torchrun_leaves_its_folder_with_the_runs_logs_unless_the_user_names_another() -> None:
-    for outer, folder in ((OUTER, "/runs/a/logs/torchrun"), (OUTER | {"PET_LOG_DIR": "/mine"}, "/mine")):
-        plan = plan_launch(config(launch=servers({"devices": [2]})), Path("/c/run.yaml"), outer)
-        assert plan.learner.environment["PET_LOG_DIR"] == folder
-
-
 def test_every_process_sees_its_own_devices_and_nothing_of_an_outer_launcher() -> None:
     plan = plan_launch(config(launch=servers({"devices": [2, 3]})), Path("run.yaml"), OUTER)
     (server,) = plan.servers
@@ -77,13 +71,6 @@ def test_devices_count_those_that_launch_itself_sees(visible: str | None, learne
     plan = plan_launch(config(launch=servers({"devices": [2]})), Path("run.yaml"), outer)
     assert plan.learner.environment["CUDA_VISIBLE_DEVICES"] == learner
     assert plan.servers[0].command.environment["CUDA_VISIBLE_DEVICES"] == server
-
-
-@pytest.mark.parametrize("visible", ["0,1,GPU-c", None])
-def test_a_device_may_be_named(visible: str | None) -> None:
-    outer = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    plan = plan_launch(config(launch=servers({"devices": ["GPU-c"]})), Path("run.yaml"), outer)
-    assert plan.servers[0].command.environment["CUDA_VISIBLE_DEVICES"] == "GPU-c"
 
 
 @pytest.mark.parametrize(
@@ -194,10 +181,6 @@ def test_a_servers_own_environment_reaches_it_alone() -> None:
     assert environment["CUDA_VISIBLE_DEVICES"] == "2"
     assert plan.learner.environment["PATH"] == "/bin"
     assert "VLLM_CPU_KVCACHE_SPACE" not in plan.learner.environment
-
-
-def test_servers_that_run_elsewhere_are_not_started() -> None:
-    assert plan_launch(config(), Path("run.yaml"), OUTER).servers == ()
 
 
 @pytest.mark.parametrize(
@@ -343,10 +326,3 @@ def test_a_device_may_be_shared_by_its_number_and_its_name(engine: str, is_refus
         planned = plan()
         for command in (planned.learner, planned.servers[0].command):
             assert command.environment["CUDA_VISIBLE_DEVICES"] == "GPU-a"
-
-
-def test_the_example_for_one_gpu_puts_all_on_it() -> None:
-    file = Path(__file__).parents[2] / "configs" / "one-gpu.yaml"
-    plan = plan_launch(load_config(file), file, {"CUDA_VISIBLE_DEVICES": "0"})
-    commands = (plan.learner, plan.servers[0].command)
-    assert [command.environment["CUDA_VISIBLE_DEVICES"] for command in commands] == ["0", "0"]

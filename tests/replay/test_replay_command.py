@@ -121,18 +121,6 @@ def test_the_verdict_is_told_once(
     assert read_verdict(tmp_path / "out") == VERDICT
 
 
-def test_a_rank_without_a_place_to_write_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = _run_dir(tmp_path)
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert main(["replay", str(run_dir), "--output", str(tmp_path / "file")]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    assert "--output must be a directory that can be written, got " in line
-
-
 @pytest.mark.parametrize(
     ("changes", "is_equal", "words"),
     [
@@ -157,7 +145,3 @@ def test_a_verdict_is_a_status_and_a_sentence(
     assert words in verdict.sentence
     verdict.write(tmp_path)
     assert read_verdict(tmp_path) == verdict
-
-
-def test_no_verdict_is_none(tmp_path: Path) -> None:
-    assert read_verdict(tmp_path) is None

@@ -168,13 +168,3 @@ def test_a_damaged_line_is_told(tmp_path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:3], b"\0\n", *lines[4:]]))
     assert doubts_of(tmp_path) == ["rank 0: 1 lines of its log are damaged"]
-
-
-def test_reading_holds_a_chunk_and_not_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the first lines of a long run come at once."""
-    run = FollowedRun(tmp_path, num_rows=200)
-    run.finish(200)
-    monkeypatch.setattr(event_log, "_CHUNK_BYTES", 256)
-    tail = event_log.EventTail(run.path)
-    assert next(tail.read()).kind == "start"
-    assert tail._offset < run.path.stat().st_size / 2

@@ -57,18 +57,6 @@ def test_a_picture_is_small_and_has_its_boxes(tmp_path: Path) -> None:
     assert len({*image.getpixel((20, 96))}) == 1, "the grey picture beside it"  # type: ignore[misc]
 
 
-def test_points_are_drawn_as_well(tmp_path: Path) -> None:
-    path = picture(tmp_path / "image.png")
-    (shown,) = gallery(tmp_path, {"images": [path], "truth": [[9, 9]], "predicted": [[9, 8]]}).pictures
-    assert image_of(shown.image).width > 100
-
-
-def test_a_reward_is_one_short_line(tmp_path: Path) -> None:
-    with_one, without = gallery(tmp_path, {}, {"reward": {"f1": 2 / 3, "misses": -0.5, "total": 1}}).pictures
-    assert "reward: f1 0.67, misses -0.50, total 1.00" in with_one.facts
-    assert not any("reward" in fact for fact in without.facts)
-
-
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "bmp", "gif", "tiff", "ppm"])
 def test_every_raster_format_is_read(tmp_path: Path, suffix: str) -> None:
     (shown,) = gallery(tmp_path, {"images": [picture(tmp_path / f"image.{suffix}")]}).pictures

@@ -16,7 +16,6 @@ from swift_stage2.pages.content import Chart, Headline, Sentence, Table
 from swift_stage2.pages.page import page_of, write_page
 from swift_stage2.report.command import RunReport, report_of
 from swift_stage2.report.run_data import read_run
-from swift_stage2.telemetry.event_log import event_path
 
 SECTIONS = [
     "verdict",
@@ -108,16 +107,6 @@ def test_another_place_and_json(run_dir: Path, capsys: pytest.CaptureFixture[str
     assert "1 of 7 matches" in output.read_text()
 
 
-@pytest.mark.parametrize("option", [["--gallery", "-1"], ["--gallery", "many"]])
-def test_a_gallery_of_a_wrong_size_is_refused(
-    run_dir: Path, option: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["report", str(run_dir), *option])
-    assert end.value.code == 2
-    assert "a number of matches is 0 or more" in capsys.readouterr().err
-
-
 def test_a_page_is_written_whole_or_not_at_all(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = run_dir / "absent" / "page.html"
     assert main(["report", str(run_dir), "--output", str(output)]) == 2
@@ -150,14 +139,6 @@ def test_a_text_of_a_model_or_a_data_set_stays_text(tmp_path: Path, place: str) 
     assert "onerror=window" not in text.replace("&lt;img src=x onerror=window", "")
 
 
-def test_the_name_of_a_directory_stays_text(tmp_path: Path) -> None:
-    run_dir = tmp_path / EVIL.replace("/", "∕")
-    RunFiles(run_dir).start().train(2).end()
-    text = page_of(report(run_dir))
-    assert "<script>window" not in text
-    assert "&lt;script&gt;window" in text
-
-
 def test_nothing_is_loaded_from_outside(run_dir: Path) -> None:
     text = page_of(report(run_dir))
     assert re.findall(r"(?:src|href)\s*=\s*[\"'](?!#|data:)", text) == []
@@ -183,15 +164,6 @@ def test_a_run_that_ended_before_its_first_step_is_a_report(tmp_path: Path) -> N
     assert page_of(found)
 
 
-def test_a_killed_run_is_told_as_far_as_it_came(run_dir: Path) -> None:
-    path = event_path(run_dir, 0)
-    os.truncate(path, path.stat().st_size - 11)
-    found = report(run_dir)
-    assert found.speed is not None
-    assert "running, or was killed" in found.state
-    assert found.is_balanced
-
-
 def test_evaluations_are_told_with_how_they_ended(run_dir: Path) -> None:
     (section,) = (section for section in report(run_dir).sections if section.key == "quality")
     (table,) = (part for part in section.parts if isinstance(part, Table) and "evaluations" in part.title)
@@ -200,15 +172,6 @@ def test_evaluations_are_told_with_how_they_ended(run_dir: Path) -> None:
         ("40", "10", "1 of 2", "0.5", "0.25"),
     ]
     assert table.rows[0][-1] == "round_due"
-
-
-def test_the_metrics_of_a_task_stand_behind_the_others(tmp_path: Path) -> None:
-    RunFiles(tmp_path).start().train(1).evaluate().evaluate(mean_angle=12.5).end()
-    (section,) = (section for section in report(tmp_path).sections if section.key == "quality")
-    table = section.parts[-1]
-    assert isinstance(table, Table)
-    assert table.headings[-2:] == ("mean_angle", "end")
-    assert [row[-2] for row in table.rows] == ["–", "12.5"]
 
 
 @pytest.mark.parametrize(
@@ -233,15 +196,6 @@ def test_pairs_whose_labels_never_agree_are_told_with_both_spellings(
 
 
 # --- what is missing is told ----------------------------------------------------------------------
-
-
-def test_lines_that_cannot_be_read_are_counted(run_dir: Path) -> None:
-    assert "damaged" not in sentences(report(run_dir), "ledger")
-    path = event_path(run_dir, 0)
-    path.write_bytes(path.read_bytes() + b"\xff\x00 no event\n[1, 2]\n")
-    found = report(run_dir)
-    assert "not provable: 2 lines are damaged" in sentences(found, "ledger")
-    assert not found.is_balanced
 
 
 def test_a_rank_without_its_log_is_named(tmp_path: Path) -> None:

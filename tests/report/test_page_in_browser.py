@@ -123,10 +123,6 @@ def test_every_chart_is_drawn_with_a_table_behind_it(visit: Visit) -> None:
     assert behind.is_visible()
 
 
-def test_the_window_is_drawn_as_a_limit(visit: Visit) -> None:
-    assert "version_window 2" in visit.page.locator("#queue svg").all_text_contents()[1]
-
-
 def test_nothing_is_wider_than_the_screen(visit: Visit) -> None:
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     box = visit.page.locator("figure > svg").first.bounding_box()

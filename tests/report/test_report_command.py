@@ -86,12 +86,6 @@ def test_no_such_run_is_one_line(tmp_path: Path, name: str, capsys: pytest.Captu
     assert "telemetry.audit: true" in line
 
 
-def test_the_folder_that_holds_the_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    LedgerRun(tmp_path / "v0-20260101-000000", run_id="a").train_drawn(1)
-    assert main(["report", str(tmp_path)]) == 2
-    assert f"; name {tmp_path / 'v0-20260101-000000'}\n" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("given", ["a b", "a b c", "c a b"])
 def test_unrelated_runs_are_refused(tmp_path: Path, given: str, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "abc":

@@ -71,13 +71,6 @@ def test_a_run_that_is_still_running_or_was_killed_is_read(tmp_path: Path) -> No
     assert not first(tmp_path).has_ended
 
 
-def test_the_configuration_is_that_of_the_start_or_unknown(tmp_path: Path) -> None:
-    RunFiles(tmp_path).start().end()
-    found = read_run([tmp_path])
-    assert found.setting("stage2_ab", "channel_b", "prefetch", "version_window") == 2
-    assert found.setting("rollout", "absent", "too") is None
-
-
 def test_a_draw_that_was_repeated_counts_once(tmp_path: Path) -> None:
     run = RunFiles(tmp_path).start()
     run.match([0, 1, 1, 0])

@@ -167,21 +167,6 @@ def test_the_numbers_of_any_run_fit_each_other(work_: RankWork) -> None:
     assert speed.wall_s == pytest.approx(sum(one.seconds for one in work_.steps) + work_.syncing_s)
 
 
-@given(works, st.floats(0.1, 10))
-def test_a_faster_clock_changes_no_ratio(work_: RankWork, factor: float) -> None:
-    assert work_.pipeline_s is not None
-    scaled = work(
-        [step(one.channel, one.seconds * factor, one.is_quiet) for one in work_.steps],
-        syncing_s=work_.syncing_s * factor,
-        pipeline_s={name: spent * factor for name, spent in work_.pipeline_s.items()},
-        packs=(work_.packs_made, work_.packs_trained),
-    )
-    before, after = measure(work_), measure(scaled)
-    assert isinstance(before, Speed) == isinstance(after, Speed)
-    if isinstance(before, Speed) and isinstance(after, Speed):
-        assert (after.speed_up, after.bound) == pytest.approx((before.speed_up, before.bound))
-
-
 @given(works, st.integers(1, 40))
 def test_the_ratio_proposed_is_one_that_the_rollouts_feed(work_: RankWork, num_b_run: int) -> None:
     speed = measure(work_)
@@ -239,49 +224,6 @@ def test_a_run_that_lost_its_servers_is_told_that_and_to_turn_no_knob() -> None:
 
 
 @pytest.mark.parametrize(
-    ("errors", "sentence"),
-    [
-        ({"Server disconnected.": 1}, "Rounds could not prove a server once: Server disconnected."),
-        ({"refused": 2, "late": 1}, "Rounds could not prove a server 3 times, mostly: refused."),
-    ],
-)
-def test_unproven_servers_are_counted_in_a_sentence(errors: dict[str, int], sentence: str) -> None:
-    assert told_of(None, summary(server_errors=errors)) == [sentence]
-
-
-def test_no_larger_share_of_b_is_proposed_where_the_wanted_one_was_not_fed() -> None:
-    speed = speed_of(work(TEN_AND_TEN, pipeline_s={"asking": 5.0}))
-    told = summary(num_b_wanted=14, skips={"not_enough_packs": 4})
-    binds, missing = told_of(speed, told, 0.7)
-    assert binds.startswith("The learner binds")
-    assert "sustain" not in binds
-    assert "production was too slow" in missing
-    assert "b_ratio 0.6: 10 of 20 steps × 6 s / 5 s" in missing
-    (without,) = told_of(None, told, 0.7)
-    assert without.endswith("doctor --live computes the settings.")
-
-
-def test_steps_before_the_first_pack_are_no_slow_production() -> None:
-    told = summary(num_b_run=7, num_b_wanted=8, skips={"not_enough_packs": 1}, num_b_too_early=1)
-    (sentence,) = told_of(None, told)
-    assert sentence.startswith(
-        "1 of 8 wanted B steps came before the first packs were ready, and none lacked"
-    )
-    assert "too slow" not in sentence
-    stale = replace(told, totals=summary(num_stale=7).totals)
-    assert told_of(None, stale) == told_of(None, told), "what went stale was made later"
-    later = summary(num_b_run=5, num_b_wanted=8, skips={"not_enough_packs": 3}, num_b_too_early=1)
-    (sentence,) = told_of(None, later)
-    assert "3 of 8 wanted B steps lacked packs while nothing went stale: production was too slow" in sentence
-
-
-def test_a_run_without_settings_still_gets_sentences() -> None:
-    speed = speed_of(work(TEN_AND_TEN, syncing_s=2.0, pipeline_s={"asking": 9.0}))
-    found = told_of(speed, summary(skips={"not_enough_packs": 1}, num_stale=1), None)
-    assert any(each.endswith("prefetch.version_window.") for each in found)
-
-
-@pytest.mark.parametrize(
     ("skips", "names"),
     [
         (
@@ -304,11 +246,6 @@ def test_steps_that_were_skipped_come_with_a_setting_or_a_section(
     assert "the 4 of 6 wanted B steps that did not run count in neither" in sentences
     headline = next(part for part in section.parts if isinstance(part, Headline))
     assert ("reached", "100%", "of the bound for the 2 B steps that ran") in headline.numbers
-
-
-def test_what_is_lost_without_a_speed_is_told_all_the_same() -> None:
-    (sentence,) = told_of(None, summary(skips={"servers_suspect": 3}))
-    assert "3 wanted B steps found no server" in sentence
 
 
 def test_more_than_the_bound_is_told_as_the_bound() -> None:

@@ -27,24 +27,12 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
     assert [file.name for file in directory.iterdir()] == ["stage2_rank1.json"]
 
 
-def test_ranks_do_not_share_a_file(tmp_path: Path) -> None:
-    _write(tmp_path, rank=0, a_batches_in_epoch=1)
-    _write(tmp_path, rank=1, a_batches_in_epoch=2)
-    assert [checkpoints.read_a_batches(str(tmp_path), rank) for rank in (0, 1)] == [1, 2]
-
-
 def test_a_state_that_cannot_be_written_leaves_the_old_file_whole(tmp_path: Path) -> None:
     """The state ends in something that is no JSON, after much that is."""
     _write(tmp_path)
     with pytest.raises(TypeError):
         _write(tmp_path, step=41, state={"long": list(range(5000)), "last": {1, 2}})
     assert checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=40) == STATE
-
-
-def test_a_new_state_replaces_the_old_one(tmp_path: Path) -> None:
-    _write(tmp_path)
-    _write(tmp_path, step=41, state={})
-    assert checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=41) == {}
 
 
 @pytest.mark.parametrize(
@@ -85,15 +73,6 @@ def test_a_checkpoint_that_is_written_over_cannot_be_resumed_meanwhile(tmp_path:
     checkpoints.void_older(str(tmp_path))
     assert not (tmp_path / "trainer_state.json").exists()
     checkpoints.void_older(str(tmp_path / "none yet"))
-
-
-def test_a_missing_ranks_file_is_named_though_a_stray_copy_is_there(tmp_path: Path) -> None:
-    _write(tmp_path)
-    (tmp_path / "stage2_rank0.json").rename(tmp_path / "stage2_rankx.json")
-    with pytest.raises(ConfigError, match=r"stage-2 state of every rank, cannot read .*stage2_rank0\.json"):
-        checkpoints.read_state(str(tmp_path), rank=0, world_size=2, step=40)
-    with pytest.raises(ConfigError, match="resume from another checkpoint"):
-        checkpoints.read_a_batches(str(tmp_path), 0)
 
 
 @pytest.mark.parametrize("content", ["", '{"format": 1, "rank"', "\x00", "[]", "7", '"text"', "{}"])

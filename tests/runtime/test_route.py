@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 
 import pytest
@@ -24,33 +23,3 @@ def test_a_port_that_listens_has_no_error_and_a_closed_one_is_told() -> None:
     assert isinstance(error, ConnectionRefusedError)
     assert "group_bind must be the address" in group_remedy(error)
     assert "start the server there" in http_remedy(error)
-
-
-@pytest.mark.parametrize(
-    ("error", "http", "group"),
-    [
-        (
-            socket.gaierror(-2, "Name or service not known"),
-            "write the host of base_url as a name",
-            "group_host",
-        ),
-        (
-            OSError(errno.EHOSTUNREACH, "No route to host"),
-            "no route there, or a firewall rejects",
-            "group_host",
-        ),
-        (
-            TimeoutError("timed out"),
-            "open the port of base_url in every firewall",
-            "open group_port in every firewall",
-        ),
-        (
-            OSError("something else answers"),
-            "check scheme, host and port",
-            "another program may hold group_port",
-        ),
-    ],
-)
-def test_every_kind_of_failure_has_a_remedy_of_its_own(error: OSError, http: str, group: str) -> None:
-    assert http in http_remedy(error)
-    assert group in group_remedy(error)

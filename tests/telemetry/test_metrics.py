@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,10 +11,8 @@ from swift_stage2.channel_b.ready_queue import DropReason
 from swift_stage2.telemetry import metrics
 from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.metrics import (
-    EVALUATION_TAGS,
     METRICS,
     RATIOS,
-    SCORE_TAGS,
     Counters,
     Kind,
     Merge,
@@ -26,31 +22,9 @@ from swift_stage2.telemetry.metrics import (
     vector_length,
 )
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "formats.md"
-
-PLAN_TAGS = {
-    "async/policy_wants_b",
-    "async/step_kind_b",
-    "async/b_step_skipped_due_to_queue",
-    "async/b_ratio_realized",
-    "async/b_debt",
-    "async/b_steps_skipped_total",
-}
-
 
 def table_tags() -> list[str]:
     return [metric.tag for metric in METRICS if metric.tag is not None] + [ratio.tag for ratio in RATIOS]
-
-
-def declared_tags() -> set[str]:
-    return (
-        set(table_tags())
-        | PLAN_TAGS
-        | set(EVALUATION_TAGS)
-        | set(SCORE_TAGS)
-        | {f"time/learner_{name}" for name in (*Activity, "wall")}
-        | {f"{metrics.REWARD}.+"}
-    )
 
 
 def test_the_queue_s_drop_reasons_are_declared() -> None:
@@ -61,17 +35,6 @@ def test_no_two_numbers_share_a_tag() -> None:
     assert len(table_tags()) == len(set(table_tags()))
 
 
-def test_ratios_divide_declared_counters() -> None:
-    names = {name for ratio in RATIOS for name in (*ratio.numerator, *ratio.denominator)}
-    assert names <= set(metrics.METRICS_BY_NAME)
-
-
-def test_the_document_lists_every_tag_and_no_other() -> None:
-    page = DOCUMENT.read_text(encoding="utf-8").partition("<!-- generated: tags -->")[2]
-    rows = re.findall(r"^\| `([^`]+)` \|", page.partition("<!-- end -->")[0], flags=re.MULTILINE)
-    assert {row.replace("<term>", ".+") for row in rows} == declared_tags()
-
-
 @pytest.mark.parametrize("name", ["packs_droped_stale", "objects_dropped/ugly_box"])
 def test_a_name_that_is_not_declared_raises(name: str) -> None:
     with pytest.raises(KeyError):
@@ -79,13 +42,6 @@ def test_a_name_that_is_not_declared_raises(name: str) -> None:
     for move in (Counters().set, Counters().raise_to):
         with pytest.raises(KeyError):
             move(name, 1)
-
-
-def test_counters_and_gauges_are_not_mixed_up() -> None:
-    with pytest.raises(KeyError):
-        Counters().add("queue_depth")
-    with pytest.raises(KeyError):
-        Counters().set("packs_made", 3)
 
 
 def test_a_gauge_has_no_value_until_it_is_set() -> None:
@@ -205,23 +161,6 @@ def test_the_length_depends_on_the_number_of_ranks_only() -> None:
     counters.add("packs_made", 2)
     full = encode(counters.snapshot(), dict.fromkeys(Activity, 5), rank=2, world_size=3)
     assert len(empty) == len(full) == vector_length(3)
-
-
-def test_terms_of_a_reward_are_summed_over_ranks_and_may_be_below_zero() -> None:
-    ranks = [Counters(("f1", "misses")) for _ in range(3)]
-    for rank, misses in zip(ranks, (-0.5, -0.25, 0.0), strict=True):
-        rank.add("reward/misses", misses)
-        rank.add("reward/f1", 1.0)
-        rank.set("queue_depth", 2)
-    views = merge(ranks)
-    assert all(view == views[0] for view in views)
-    assert (views[0].values["reward/f1"], views[0].values["reward/misses"]) == (3.0, -0.75)
-    assert views[0].values["queue_depth"] == 2, "what stands behind the terms is still found"
-    with pytest.raises(KeyError):
-        ranks[0].add("reward/f2", 1.0)
-    resumed = Counters(("f1", "misses"))
-    resumed.load_state_dict(ranks[0].state_dict())
-    assert resumed.snapshot()["reward/misses"] == -0.5
 
 
 def test_a_vector_of_another_world_size_is_refused() -> None:

@@ -99,27 +99,6 @@ def test_rounds_by_phase(run_dir: Path) -> None:
     assert summary.server_errors == {"refused": 3}
 
 
-def test_activities_add_up_on_every_rank(run_dir: Path) -> None:
-    summary = summarise(run_dir)
-    assert [rank.rank for rank in summary.activity] == [0, 1]
-    for rank in summary.activity:
-        assert sum(rank.seconds.values()) == pytest.approx(rank.wall_s, rel=1e-12)
-        assert rank.seconds["busy"] > 0
-
-
-def test_the_table_shows_it(run_dir: Path) -> None:
-    shown = _text(summarise(run_dir))
-    for text in (
-        "B skipped: servers_suspect",
-        "2 (50%)",
-        "samples_quarantined/too_slow",
-        "whole round",
-        "wall",
-    ):
-        assert text in shown
-    assert "differ between ranks" not in shown
-
-
 def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
     for rank, plan in enumerate((PLAN_B, PLAN_A)):
         telemetry = started(tmp_path, rank, 2)

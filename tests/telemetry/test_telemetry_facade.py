@@ -147,28 +147,16 @@ def test_scores_stand_where_their_evaluation_began_and_their_fault_is_a_warning(
     assert "the evaluation that began at step 12 is not whole: no room" in warning.message
 
 
-@pytest.mark.parametrize(
-    ("end", "remedy"),
-    [
-        (EvaluationEnd.ROUND_DUE, "raise stage2_ab.evaluation.max_round_delay_steps"),
-        (EvaluationEnd.NO_SERVER, "no proven server was left; swift-stage2 evaluate measures a checkpoint"),
-        (EvaluationEnd.TRAINING_ENDS, "swift-stage2 evaluate measures a checkpoint"),
-    ],
-)
-def test_an_evaluation_without_an_answer_is_a_warning(
-    end: EvaluationEnd, remedy: str, tmp_path: Path
-) -> None:
+def test_an_evaluation_without_an_answer_is_a_warning(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     run = RunningEvaluation(10, 12, 5)
-    for counts in (EvaluationCounts(num_wanted=4, num_answered=1), EvaluationCounts(num_wanted=4)):
-        ranks.telemetry[0].record_evaluation(EvaluationRecord(run, 14, end, counts))
+    for num_answered in (1, 0):
+        counts = EvaluationCounts(num_wanted=4, num_answered=num_answered)
+        ranks.telemetry[0].record_evaluation(EvaluationRecord(run, 14, EvaluationEnd.ROUND_DUE, counts))
     ranks.close()
-    warnings = [each.message for each in told(tmp_path, Warned)]
-    assert len(warnings) == 1
-    assert warnings[0].startswith(
-        f"the evaluation that began at step 12 has no answer to 4 samples ({end}); "
-    )
-    assert warnings[0].endswith(remedy)
+    (warning,) = told(tmp_path, Warned)
+    assert "began at step 12 has no answer to 4 samples (round_due); " in warning.message
+    assert warning.message.endswith("raise stage2_ab.evaluation.max_round_delay_steps")
 
 
 def test_a_round_that_proves_nothing_says_why_once_per_cause(
@@ -248,19 +236,6 @@ def test_ranks_read_the_same_merged_numbers(tmp_path: Path) -> None:
         "time/rollout": 2.0,
     }
     assert {tag: first[f"stage2_ab/{tag}"] for tag in expected} == pytest.approx(expected)
-
-
-def test_ratios_cover_the_window_and_totals_the_run(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path, world_size=1)
-    (telemetry,) = ranks.telemetry
-    match(telemetry, quality(pairs=4, predictions=4, truths=4))
-    assert ranks.merge(at=1)[0]["stage2_ab/match/precision"] == 1.0
-    match(telemetry, quality(pairs=1, predictions=4, truths=4))
-    second = ranks.merge(at=2)[0]
-    assert second["stage2_ab/match/precision"] == 0.25
-    assert second["stage2_ab/parse/objects"] == 8
-    assert "stage2_ab/match/precision" not in ranks.merge(at=3)[0], "nothing was matched since"
-    ranks.close()
 
 
 def test_a_reward_is_the_mean_over_the_window_s_rollouts_of_all_ranks(tmp_path: Path) -> None:
@@ -412,11 +387,3 @@ def test_the_trace_of_both_actors_tiles_their_time_to_the_end(tmp_path: Path) ->
         assert [span.name for span in spans] == names
         assert all(one.end_ns == following.start_ns for one, following in itertools.pairwise(spans))
         assert sum(span.end_ns - span.start_ns for span in spans) == clock._since_ns - clock._started_ns
-
-
-def test_a_warning_is_logged_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    telemetry = Telemetry(tmp_path, 0, 1)
-    telemetry.record_warning("100 % of rollouts are cut off")
-    telemetry.close()
-    assert "100 % of rollouts are cut off" in caplog.text
-    assert [each.message for each in told(tmp_path, Warned)] == ["100 % of rollouts are cut off"]

@@ -12,25 +12,6 @@ from swift_stage2.errors import UserError
 from swift_stage2.telemetry.trace import Trace, merge_traces
 
 
-class Ticks:
-    def __init__(self) -> None:
-        self.now_ns = 0
-
-    def __call__(self) -> int:
-        self.now_ns += 1000
-        return self.now_ns
-
-
-def test_spans_are_closed_intervals_of_their_thread() -> None:
-    trace = Trace(True, now_ns=Ticks())
-    with trace.span("outer"), trace.span("inner"):
-        pass
-    inner, outer = trace.spans
-    assert (inner.name, outer.name) == ("inner", "outer")
-    assert outer.start_ns < inner.start_ns < inner.end_ns < outer.end_ns
-    assert outer.track == threading.current_thread().name
-
-
 def test_a_block_that_raises_is_recorded() -> None:
     trace = Trace(True)
     with pytest.raises(RuntimeError), trace.span("broken"):
@@ -108,11 +89,6 @@ def test_ranks_stand_side_by_side_in_their_order(tmp_path: Path) -> None:
     spans = [(event["pid"], event["name"]) for event in merged["traceEvents"] if event["ph"] == "X"]
     assert spans == [(rank, f"span of {rank}") for rank in (0, 2, 10)]
     assert not list(tmp_path.glob("*.partial"))
-
-
-def test_a_run_without_traces_has_none(tmp_path: Path) -> None:
-    assert merge_traces(tmp_path) is None
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"otherData": {}}', "3", "[" * 100_000])
