@@ -79,18 +79,6 @@ def test_a_command_of_a_checkout_takes_this_ones_place_with_its_status_and_its_w
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["bench", "gpu-check"])
-def test_an_installed_package_says_where_the_benches_are(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "_CHECKOUT", tmp_path)
-    assert cli.main([name]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"swift-stage2 {name}: error: benches are in benchmarks/ of a checkout")
-    assert f"swift-stage2 {name} in a checkout" in told
-    assert told.count("\n") == 1
-
-
 def test_one_interrupt_ends_a_bench_once(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-u", "-m", "swift_stage2", "bench", "plan", "--output", str(out)]

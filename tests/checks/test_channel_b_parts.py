@@ -101,10 +101,3 @@ def test_the_budget_of_a_version_is_that_of_the_packs_that_can_be_of_use(
         objective = replace(config.stage2_ab, objective=Objective.GRPO)
         in_groups = replace(config, rollout=rollout, stage2_ab=objective)
         assert run_ahead_budget(in_groups, lengths, packs_per_b_step) == budget + 3
-
-
-def test_a_task_that_nobody_registered_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"stage2_ab\.task must be .*detection.*, got task='detect'; did you mean"
-    ):
-        make_task(configured(task="detect"))

@@ -213,14 +213,7 @@ def test_a_run_directory_that_cannot_be_written_fails(
             "write packing_length: ",
         ),
         ({"swift__lerning_rate": 1e-4}, "template", "failed", "did you mean 'learning_rate'?"),
-        ({"swift__torch_dtype": "float99"}, "template", "failed", "invalid choice: 'float99'"),
         ({"swift__dataset": ["/nowhere/rows.jsonl"]}, "data sets", "failed", ""),
-        (
-            {"swift__split_dataset_ratio": 1.5},
-            "data sets",
-            "failed",
-            "must be at least 0 and below 1, got split_dataset_ratio=1.5",
-        ),
     ],
 )
 def test_what_the_real_template_and_parser_refuse_is_a_row_with_its_fix(

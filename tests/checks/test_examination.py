@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from swift_stage2.checks.checks import Known
 from swift_stage2.checks.examination import (
     Examination,
-    Finding,
     Outcome,
     Verdict,
     failed,
-    findings_table,
     left_out,
     ok,
     warning,
@@ -85,41 +81,6 @@ def test_a_secret_is_hidden_wherever_it_turns_up() -> None:
     exam = Examination(secrets=("s3cret", ""))
     finding = exam.check("x", lambda: failed("key s3cret is wrong", "replace s3cret")).finding
     assert (finding.found, finding.fix) == ("key *** is wrong", "replace ***")
-
-
-FINDINGS = [
-    Finding("Configuration", "configuration loads", Verdict.OK, "run.yaml: b_ratio 0.25, 2 server(s)"),
-    Finding(
-        "Configuration", "useful limit", Verdict.WARNING, "queue_limit=[8] " * 12, "write queue_limit: 6"
-    ),
-    Finding("Server 0: http://127.0.0.1:8000", "route", Verdict.FAILED, "nothing answers", "start it", True),
-    Finding(
-        "Server 0: http://127.0.0.1:8000", "model served", Verdict.NOT_CHECKED, "because of: route", "", True
-    ),
-]
-
-
-def screen(width: int) -> str:
-    stream = io.StringIO()
-    Console(file=stream, width=width).print(findings_table(FINDINGS))
-    return stream.getvalue()
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_nothing_is_cut_off_and_no_line_is_too_long(width: int) -> None:
-    text = screen(width)
-    assert all(len(line) <= width for line in text.splitlines())
-    assert "…" not in text
-    words = " ".join(text.split())
-    for part in (
-        "fix: start it",
-        "fix: write queue_limit: 6",
-        "not checked: because of: route",
-        "nothing answers",
-    ):
-        assert part in words
-    assert words.count("queue_limit=[8]") == 12, "brackets are text here, not markup"
-    assert [line.strip() for line in text.splitlines()].count("Server 0: http://127.0.0.1:8000") == 1
 
 
 def test_a_check_that_does_not_apply_has_no_row() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import FAMILIES, family_directory, family_template, load_family
+from family_models import FAMILIES, family_template, load_family
 from real_model import answer_and_objects, boxes_of, make_encoder, make_task, sample_of, summed_loss
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.checks.packing_isolation import IsolationChange, isolation_batches, measure_isolation
@@ -206,27 +205,6 @@ def test_vllm_gives_a_push_the_places_that_it_gives_the_checkpoint(family: Loade
     assert len(places) == len(exported)
     assert all(place.startswith(VLLM_MODULES) for place in places)
     assert places == {_at_vllm(name, prefixes) for name in _saved(tmp_path)}
-
-
-def test_experts_are_held_in_another_layout_than_the_published_files() -> None:
-    """Why Qwen3-VL-MoE is refused with vLLM, whose loader transposes what it is given, as published files need it."""
-    directory = family_directory("qwen3_vl_moe")
-    (file,) = directory.glob("*.safetensors")
-    as_published = {
-        name: tensor.transpose(1, 2).contiguous()
-        if re.search(r"experts\.(gate_up|down)_proj$", name)
-        else tensor
-        for name, tensor in load_file(file).items()
-    }
-    before = file.read_bytes()
-    try:
-        save_file(as_published, file, metadata={"format": "pt"})
-        model, _ = load_family("qwen3_vl_moe")
-    finally:
-        file.write_bytes(before)
-    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
-    ((_, pushed),) = WeightExport(model).read([name])
-    assert torch.equal(pushed, as_published[name].transpose(1, 2))
 
 
 # --- thinking --------------------------------------------------------------------------------------

@@ -122,16 +122,6 @@ def test_pictures_that_are_odd(tmp_path: Path, run_import: Importer) -> None:
     }
 
 
-def test_labels_that_an_answer_cannot_hold_are_respelt(tmp_path: Path, run_import: Importer) -> None:
-    names = ['12" pipe', "a\\b", " <bbox>\n", "<<image>>"]
-    categories = [{"id": number, "name": name} for number, name in enumerate(names)]
-    annotations = [annotation(number, category_id=number, bbox=[number, 0, 9, 9]) for number in range(4)]
-    source = write_coco(tmp_path, annotations, categories=categories)
-    found = run_import("coco", source)
-    assert [label for label, _ in found.of("a.png")] == ["12' pipe", "a/b", "bbox", "image"]
-    assert found.counts() == {ImportIssue.RESPELT.found: 4}
-
-
 def test_a_turned_picture_is_taken_as_it_is_stored_where_that_is_said(
     tmp_path: Path, run_import: Importer
 ) -> None:

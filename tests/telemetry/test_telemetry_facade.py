@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import threading
@@ -14,7 +13,7 @@ from run_facts import PLAN_A, PLAN_B, match, pack, quality, round_outcome, skipp
 from swift_stage2.records import BatchOutcome, EvaluationCounts, EvaluationRecord, SampleKey
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
 from swift_stage2.scheduling.step_plan import SkipReason
-from swift_stage2.telemetry.activity import Activity, PipelineActivity
+from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.events import (
     End,
     Evaluation,
@@ -371,19 +370,3 @@ def test_a_full_disk_is_told_by_the_log_and_raises_nowhere(
     assert telemetry.counters.snapshot()["steps"] == 3
     assert "No space left on device" in telemetry.log.failure
     assert "the event log lacks its end" in caplog.text
-
-
-def test_the_trace_of_both_actors_tiles_their_time_to_the_end(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, 0, 1, trace=True, queue_limit=8)
-    telemetry.clock.switch("busy")
-    telemetry.pipeline.enter(PipelineActivity.READING)
-    telemetry.pipeline.enter(PipelineActivity.IDLE)
-    telemetry.close()
-    for actor, clock, names in (
-        ("learner", telemetry.clock, ["starting", "busy"]),
-        ("pipeline", telemetry.pipeline.clock, ["idle", "reading", "idle"]),
-    ):
-        spans = [span for span in telemetry.trace.spans if span.track == actor]
-        assert [span.name for span in spans] == names
-        assert all(one.end_ns == following.start_ns for one, following in itertools.pairwise(spans))
-        assert sum(span.end_ns - span.start_ns for span in spans) == clock._since_ns - clock._started_ns
