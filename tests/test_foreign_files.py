@@ -1,4 +1,4 @@
-"""A pipe, a device without an end or aliases in the place of a file from outside: each command goes on or says so."""
+"""A pipe or a device without an end in the place of a file from outside: each command goes on or says so."""
 
 from __future__ import annotations
 
@@ -125,15 +125,6 @@ def test_what_is_no_file_or_too_large_is_an_os_error(tmp_path: Path, spoil: Call
         list(regular_lines(path))
     with pytest.raises(OSError, match="regular"):
         open_regular(tmp_path)
-
-
-def test_aliases_of_a_foreign_yaml_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 10)}]" for i in range(10)]
-    command = as_labels(tmp_path, lambda path: path.parent.mkdir() or path)
-    classes = tmp_path / "data.yaml"
-    classes.write_text("\n".join([*names, "names: *a9"]))
-    assert main([*command, "--classes", str(classes)]) == 2
-    assert "alias" in capsys.readouterr().err
 
 
 OBEYED = "\x1b[2J\x9b5m\u202e\x07"

@@ -302,4 +302,4 @@ def _environment(
 
 def devices_of(command: Command) -> list[str]:
     """The devices that it sees, each by the one name that it has on this machine."""
-    return [device for device in command.environment["CUDA_VISIBLE_DEVICES"].split(",") if device]
+    return [device for device in command.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]

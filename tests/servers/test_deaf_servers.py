@@ -28,7 +28,7 @@ def train_until_load(
     """The warnings of ``train`` before it reads ms-swift's arguments, as this rank of a job."""
 
     def load(arguments: object) -> None:
-        raise _AboutToLoad
+        raise _AboutToLoad("enough")
 
     def run(port: int, b_ratio: float, rank: str) -> list[str]:
         file = tmp_path / "run.yaml"
