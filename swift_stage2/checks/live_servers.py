@@ -12,14 +12,13 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
-from swift_stage2.channel_b.task import needed_columns
 from swift_stage2.checks import feeding
 from swift_stage2.checks.coordinates import Questions, examine_answers, prepare_questions
 from swift_stage2.checks.examination import (
@@ -37,14 +36,12 @@ from swift_stage2.checks.preparation import LearnerPreparation, prepare_learner
 from swift_stage2.checks.rollouts import (
     TimedCall,
     check_calls,
-    check_gap,
     check_matching,
     check_prompts,
     connection_by_route,
 )
 from swift_stage2.checks.servers import explain, identify
 from swift_stage2.collectives import SingleRank
-from swift_stage2.columns import LOG_PROBS
 from swift_stage2.config import Fenced, Mode, Stage2Config
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
 from swift_stage2.records import ServerReport
@@ -90,7 +87,7 @@ class LiveServers:
         )
         sync = self.exam.check("canary", lambda: self._make_sync(module.result), needs=[module, self.samples])
         for index, session, connection in self._servers():
-            self._examine_server(index, session, connection, module, sync)
+            self._examine_server(index, session, connection, sync)
         if sync.passed:
             sync.result.close()  # its process, where no round was run
 
@@ -140,7 +137,6 @@ class LiveServers:
         index: int,
         session: ServerSession,
         connection: ServerConnection,
-        module: Checked[nn.Module],
         sync: Checked[WeightSync],
     ) -> None:
         check, samples, config = self.exam.check, self.samples, self.config
@@ -169,12 +165,6 @@ class LiveServers:
             lambda: check_matching(calls.result, samples.result.encoder, samples.result.task, config),
             needs=[calls],
         )
-        if LOG_PROBS in needed_columns(config):
-            check(
-                "log-probabilities",
-                lambda: self._check_gap(calls.result, info.result, module.result),
-                needs=[calls, samples, module],
-            )
         self.calls.append(calls)
         self.infos.append(info)
         # Also where prompts differ, for then this tells why; a round that failed has left no weights to ask.
@@ -196,16 +186,6 @@ class LiveServers:
             lambda: check_round(sync.result, index, session, info.result),
             needs=[info, sync, *needs],
             fix="restart the server and read its log",
-        )
-
-    def _check_gap(self, calls: Sequence[TimedCall], info: ServerInfo, module: nn.Module) -> Outcome[None]:
-        dtypes = {spec.dtype for spec in info.manifest}
-        return check_gap(
-            calls,
-            self.samples.result.encoder,
-            self.config.rollout.decoding,
-            partial(self._learner.logits, module),
-            (self._learner.compute_dtype(module), dtypes.pop() if len(dtypes) == 1 else ""),
         )
 
     def examine_feeding(self, step_s: float | None, num_ranks: int) -> None:
