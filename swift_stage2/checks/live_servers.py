@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from swift_stage2.checks.rollouts import (
 from swift_stage2.checks.servers import explain, identify
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Fenced, Mode, Stage2Config
-from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
+from swift_stage2.errors import FaultKind, ServerFault
 from swift_stage2.records import ServerReport
 from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import INSTALLING_STATE, RefusalReason, ServerInfo
@@ -94,8 +94,7 @@ class LiveServers:
     def examine_coordinates(self) -> None:
         """Who answers, with which model, and in which numbers; without a round and without the learner's weights."""
         for index, session, connection in self._servers():
-            model = self._check_model(index, session, self._check_identity(index, session))
-            self._examine_answers(connection, model)
+            self._examine_answers(connection, self._check_identity(index, session))
 
     @cached_property
     def _questions(self) -> Questions:
@@ -115,21 +114,10 @@ class LiveServers:
                 yield index, session, connection
 
     def _check_identity(self, index: int, session: ServerSession) -> Checked[ServerInfo]:
-        return self.exam.check(
-            "who answers", lambda: check_identity(session, self.config), needs=[self.routes[index]]
-        )
-
-    def _check_model(
-        self, index: int, session: ServerSession, info: Checked[ServerInfo], *needs: Checked[Any]
-    ) -> Checked[ServerInfo]:
         started = self.config.launch.servers
-        written = (started[index].model if started else None) or self.config.swift.get("model")
+        model = (started[index].model if started else None) or self.config.swift.get("model")
         return self.exam.check(
-            "model served",
-            lambda: check_model(
-                session, info.result, self.config, str(written or self.prepared.result.model_directory)
-            ),
-            needs=[info, *needs],
+            "who answers", lambda: check_identity(session, self.config, model), needs=[self.routes[index]]
         )
 
     def _examine_server(
@@ -145,13 +133,12 @@ class LiveServers:
         # One that is unproven answers nothing else before a round.
         is_first = info.passed and info.result.state == RefusalReason.UNPROVEN
         dry = self._check_round(index, session, info, sync) if is_first else None
-        model = self._check_model(index, session, info, *filter(None, [dry]))
         prompt = check(
             "prompts",
             lambda: check_prompts(
                 connection, samples.result.encoder, samples.result.samples[:_NUM_PROMPTS], timeout_s
             ),
-            needs=[model, samples],
+            needs=[info, samples, *filter(None, [dry])],
         )
         if dry is None:
             dry = self._check_round(index, session, info, sync, prompt)
@@ -169,7 +156,7 @@ class LiveServers:
         self.infos.append(info)
         # Also where prompts differ, for then this tells why; a round that failed has left no weights to ask.
         spoilt = [dry] if dry.finding.verdict is Verdict.FAILED else []
-        self._examine_answers(connection, model, *spoilt)
+        self._examine_answers(connection, info, *spoilt)
 
     def _check_round(
         self,
@@ -212,7 +199,6 @@ class LiveServers:
             max_inflight_per_server=config.rollout.max_inflight_per_server,
             version_window=prefetch.version_window,
             sync_every_steps=prefetch.sync_every_steps,
-            queue_limit=prefetch.limit(accumulation, b_ratio),
             prefetch_target_packs=prefetch.target(accumulation, b_ratio),
             samples_per_pack=samples_per_pack(
                 self.samples.result.segment_lengths, channel_b.packing.packing_length
@@ -253,8 +239,13 @@ class LiveServers:
         return ok("the learner answers a greedy question about a sample", sync)
 
 
-def check_identity(session: ServerSession, config: Stage2Config) -> Outcome[ServerInfo]:
-    """The probe of a start, in words; one that takes connections and answers nothing is told soon."""
+def check_identity(
+    session: ServerSession, config: Stage2Config, model: str | None = None
+) -> Outcome[ServerInfo]:
+    """The probe of a start, in words; one that takes connections and answers nothing is told soon.
+
+    ``model`` is the learner's. Of a stock server, which tells none, the prompts and the dry round show another.
+    """
     most_s, started = config.rollout.request_timeout_s, time.perf_counter()
     try:
         try:
@@ -273,6 +264,11 @@ def check_identity(session: ServerSession, config: Stage2Config) -> Outcome[Serv
     weights = (
         f"version {info.weight_version} of run {info.run_id}" if info.run_id else "those of its checkpoint"
     )
+    if info.model and model and Path(info.model).name != Path(model).name:
+        return failed(
+            f"serves {info.model}, the learner trains {model}",
+            f"restart the server with the learner's model: --model {model}; or correct rollout.servers",
+        )
     found = f"swift-stage2 rollout ({info.engine}), {info.state}, weights: {weights}, {answered}"
     if info.state in _IN_A_ROUND:
         return failed(
@@ -284,47 +280,6 @@ def check_identity(session: ServerSession, config: Stage2Config) -> Outcome[Serv
             found, "nothing to write: the next proven sync round, also the doctor's, mends it", info
         )
     return ok(found, info)
-
-
-def check_model(
-    session: ServerSession, info: ServerInfo, config: Stage2Config, expected: str
-) -> Outcome[ServerInfo]:
-    """Whether the server serves the learner's model, by name; a stock one names it in its replies only."""
-    model = info.model
-    if model is None:
-        try:
-            deadline = Deadline(config.rollout.request_timeout_s)
-            reply = session.post(protocol.INFER, protocol.one_token_request(), deadline)
-            protocol.parse_infer_reply(reply, 1)
-        except ServerFault as fault:
-            raise explain(fault, session, config) from fault
-        except ProtocolError as error:
-            return failed(
-                f"{session.base_url}{protocol.INFER} answers, but not as swift rollout does: {error}",
-                f"start swift-stage2 rollout or swift rollout (ms-swift 4.6) at {session.base_url}",
-            )
-        model = _served_model(reply)
-    known = replace(info, model=model)
-    if model is None:
-        return warning(
-            "the server does not say which model it serves",
-            f"make sure that the server was started with {expected}",
-            known,
-        )
-    if Path(model).name != Path(expected).name:
-        return failed(
-            f"serves {model}, the learner trains {expected}",
-            f"restart the server with the learner's model: --model {expected}; or correct rollout.servers",
-        )
-    return ok(f"serves {model}", known)
-
-
-def _served_model(data: Any) -> str | None:
-    """The model that an ``/infer/`` reply names: a path, or the last part of one. None if it names none."""
-    output = data[0] if isinstance(data, list) and data else None
-    response = output.get("response") if isinstance(output, Mapping) else None
-    model = response.get("model") if isinstance(response, Mapping) else None
-    return model if isinstance(model, str) else None
 
 
 def busy_with(session: ServerSession, info: ServerInfo) -> str:

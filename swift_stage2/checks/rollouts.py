@@ -32,7 +32,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _SEED = 1
 _FEW_PARSED = 0.5
 _TEXT_PROMPT = "Write one word."
-_FIX = (
+OTHER_PROMPT = (
     "give the server the learner's model, template and pixel limits (--template, MAX_PIXELS, --max_pixels), "
     "and restart it"
 )
@@ -200,7 +200,7 @@ def check_prompts(
         difference = _difference(prompt, completion)
         if difference:
             row = f"row {samples[number].key.index}" if number < len(samples) else "a prompt of text alone"
-            return failed(f"{row}: {difference}", _FIX)
+            return failed(f"{row}: {difference}", OTHER_PROMPT)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     sizes = sorted({f"{width}x{height}" for prompt in prompts for width, height in prompt.images_size})
     return ok(
@@ -211,8 +211,8 @@ def check_prompts(
 
 def _difference(prompt: PromptEncoding, completion: Completion) -> str:
     own, theirs = prompt.token_ids, completion.prompt_token_ids
-    if completion.images_size and completion.images_size != prompt.images_size:
-        return f"images are {_sizes(completion.images_size)} on the server, {_sizes(prompt.images_size)} on the learner"
+    if sizes := size_difference(completion.images_size, prompt.images_size):
+        return sizes
     if own != theirs:
         place = next(
             (i for i, (a, b) in enumerate(zip(own, theirs, strict=False)) if a != b),
@@ -220,6 +220,13 @@ def _difference(prompt: PromptEncoding, completion: Completion) -> str:
         )
         return f"the server reads {len(theirs)} prompt tokens, the learner {len(own)}, different from place {place} on"
     return ""
+
+
+def size_difference(served: Sequence[tuple[int, int]], own: Sequence[tuple[int, int]]) -> str:
+    """Empty where the server does not say in which sizes its model sees images."""
+    if not served or tuple(served) == tuple(own):
+        return ""
+    return f"images are {_sizes(served)} on the server, {_sizes(own)} on the learner"
 
 
 def _sizes(sizes: Sequence[tuple[int, int]]) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from swift_stage2.errors import UserError
 from swift_stage2.launch.run_end import next_commands
 from swift_stage2.pages.content import GALLERY_KEY, Section, Sentence, number
 from swift_stage2.pages.page import PageContent, page_of, write_page
@@ -34,7 +33,6 @@ from swift_stage2.runtime.output import SafeConsole, say
 from swift_stage2.runtime.parser import CommandParser
 from swift_stage2.telemetry.account import RunAccount, account_of
 from swift_stage2.telemetry.summary import summary_of
-from swift_stage2.telemetry.trace import merge_traces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,13 +127,6 @@ def _tell(report: RunReport, options: argparse.Namespace) -> None:
     say(f"page: {output}")
     if report.suspects:
         say(f"suspected label errors: {output.parent / _SUSPECTS}")
-    try:
-        trace = merge_traces(options.run_dir[-1])
-    except (UserError, OSError) as error:
-        say(f"no trace of all ranks: {error}")  # the report stands without it
-    else:
-        if trace is not None:
-            say(f"trace: {trace}, for ui.perfetto.dev")
 
 
 def _write(output: Path, report: RunReport) -> None:
