@@ -30,7 +30,7 @@ from swift_stage2.report.steps import (
 from swift_stage2.report.suspects import Suspect, suspect_lines, suspects_of, suspects_section
 from swift_stage2.report.verdict import verdict_section
 from swift_stage2.runtime.output import SafeConsole, say
-from swift_stage2.runtime.parser import CommandParser
+from swift_stage2.runtime.parser import CommandParser, whole_number
 from swift_stage2.telemetry.account import RunAccount, account_of
 from swift_stage2.telemetry.summary import summary_of
 
@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gallery",
         metavar="N",
-        type=_at_least_zero,
+        type=whole_number(0),
         default=DEFAULT_SIZE,
         help=f"how many pictures the page shows (default {DEFAULT_SIZE})",
     )
@@ -179,10 +179,3 @@ def _parser() -> argparse.ArgumentParser:
         help="print everything as JSON; a page is then written only with --output",
     )
     return parser
-
-
-def _at_least_zero(text: str) -> int:
-    number = int(text) if text.isdecimal() else -1
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"a number of matches is 0 or more, got {text}")
-    return number
