@@ -59,22 +59,6 @@ def without_orientation(content: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def num_pixels(request: Mapping[str, Any]) -> int | None:
-    """Pixels of all images of an ``/infer/`` request before any resizing; only headers are decoded.
-
-    None without images, or with one that is no picture: what becomes of such a request is the server's to say.
-    """
-    try:
-        return sum(_pixels_of(image) for image in request.get("images") or ()) or None
-    except _UNREADABLE:
-        return None
-
-
-def _pixels_of(image: str) -> int:
-    with Image.open(io.BytesIO(base64.b64decode(image))) as picture:
-        return picture.width * picture.height
-
-
 def image_as_base64(image: Any) -> str:
     """An image of a row, as a request carries it: ``image`` is a path, a mapping with one or with bytes, or a picture.
 

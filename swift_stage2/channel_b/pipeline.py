@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,6 @@ from typing import Any
 from swift_stage2.channel_b.attempts import AttemptEnds, Attempts, AttemptState
 from swift_stage2.channel_b.demand import Demand
 from swift_stage2.channel_b.groups import Groups
-from swift_stage2.channel_b.image_files import num_pixels
 from swift_stage2.channel_b.packing import decide_pack
 from swift_stage2.channel_b.partial_rollouts import PartialRollouts, newest_version
 from swift_stage2.channel_b.preprocessing import Judged, Prepared, Preprocessor, Refusal
@@ -279,10 +278,6 @@ class Pipeline:
         if not samples:
             return
         if are_new:
-            # 1 of a task whose truth has no length
-            num_objects = [len(s.truth) if isinstance(s.truth, Sized) else 1 for s in samples]
-            pixels = [num_pixels(request) for request in requests]
-            self.events.read([s.key for s in samples], num_objects=num_objects, num_pixels=pixels)
             self._demand.asked()
         self.events.enter(PipelineActivity.TICKET)
         self.client.submit(samples, requests)

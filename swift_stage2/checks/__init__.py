@@ -9,7 +9,7 @@ engine_canary     the question of a sync round, answered by ms-swift's engine
 doctor            ``swift-stage2 doctor``: options and order
 examination       one row (a finding); runs checks in order, skips what rests on a failed one; the table
 learner   preparation         model, template, rows and memory, as the trainer would have them
-live_servers   rollouts       ``--live``, server by server: prompts, one sync round, timed calls, log-probabilities
+live_servers   rollouts       ``--live``, server by server: prompts, one sync round, timed calls
 coordinates       ``--coordinates``, also live: in which numbers boxes are written
 feeding           the adviser: can the servers feed channel B, and which settings fit
 """

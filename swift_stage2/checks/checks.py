@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift_stage2.checks.dataset import check_data
-from swift_stage2.checks.model import check_family, check_hub_ids, check_model
+from swift_stage2.checks.model import check_family, check_model
 from swift_stage2.checks.servers import (
     refuse_busy_ports,
     refuse_deaf_endpoint,
@@ -205,11 +205,6 @@ def _data_sets(config: Stage2Config, known: Known) -> Found:
     return Found(text, advice, "look at these rows; such rows train as they are")
 
 
-def _hub_ids(config: Stage2Config, known: Known) -> Found | None:
-    hub_ids = check_hub_ids(config.swift)
-    return Found(f"ms-swift finds {', '.join(hub_ids)} on a hub, or in its cache") if hub_ids else None
-
-
 def _earlier_run(config: Stage2Config, known: Known) -> Found:
     refuse_earlier_run(config.swift)
     return Found("no earlier run is written over")
@@ -264,7 +259,6 @@ CHECKS = (
     Check("plugins", "files", _plugins),
     Check("disk directory", "files", _disk_directory),
     Check("data sets", "rows", _data_sets),
-    Check("hub ids", "files", _hub_ids),
     Check("earlier run", "run_directory", _earlier_run),
     Check("ranks", "num_ranks", _checkpoint_ranks),
     Check("ports", "started_servers", _ports),

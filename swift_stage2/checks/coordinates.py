@@ -9,7 +9,6 @@ fit their own images better than other images.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from swift_stage2.channel_b.parsing import read_ground_truth
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.checks.examination import Checked, Examination, Outcome, failed, left_out, ok
-from swift_stage2.checks.rollouts import infer
+from swift_stage2.checks.rollouts import OTHER_PROMPT, infer, size_difference
 from swift_stage2.config import Stage2Config
 from swift_stage2.dataset.picture import UNREADABLE, look_at
 from swift_stage2.errors import SampleError
@@ -88,8 +87,6 @@ class AnsweredImage:
     """Of the space in which the template writes boxes."""
     resized: Size
     """Of the image as the learner's model sees it."""
-    served: Size | None = None
-    """Of the image as the server says that its model saw it."""
 
     def shares(self, side: str, reading: Reading) -> Array:
         """The boxes of one side, in shares of the image."""
@@ -246,9 +243,7 @@ def examine_answers(
 ) -> None:
     """The rows of one server."""
     answered = exam.check("answered rows", lambda: ask_rows(connection, questions, config), needs=needs)
-    limits = exam.check("pixel limits", lambda: check_limits(answered.result, config), needs=[answered])
-    spoilt = [limits] if limits.finding.counts_as_failed else []
-    exam.check("coordinates", lambda: check_coordinates(answered.result), needs=[answered, *spoilt])
+    exam.check("coordinates", lambda: check_coordinates(answered.result), needs=[answered])
 
 
 def ask_rows(
@@ -269,34 +264,13 @@ def ask_rows(
                 "read the server's log; if it was late, write a longer rollout.request_timeout_s",
             )
         for image, reply in zip(asked.images[start:], result.completions, strict=False):
-            served = reply.images_size[0] if len(reply.images_size) == 1 else None
-            images.append(replace(image, answers=read_numbers(reply.text, dialect.label_key), served=served))
+            if difference := size_difference(reply.images_size, (image.resized,)):
+                return failed(difference, OTHER_PROMPT)
+            images.append(replace(image, answers=read_numbers(reply.text, dialect.label_key)))
     num_boxes = sum(len(image.answers) for image in images)
     return ok(
         f"{len(images)} row(s) of one image each, answered greedily: {num_boxes} boxes of four numbers",
         images,
-    )
-
-
-def check_limits(images: Sequence[AnsweredImage], config: Stage2Config) -> Outcome[None]:
-    """The sizes in which both sides saw the same images."""
-    seen = [image for image in images if image.served is not None]
-    if not seen:
-        return left_out("the server does not say in which size it sees an image")
-    differing = [image for image in seen if image.served != image.resized]
-    if not differing:
-        return ok(f"both sides see all {len(seen)} images in the same size")
-    first, own = differing[0], config.swift.get("max_pixels")
-    stored, resized, served = (
-        f"{w:g}x{h:g}" for w, h in (first.stored, first.resized, first.served or (0, 0))
-    )
-    largest = max(math.prod(image.served or ()) for image in seen)
-    return failed(
-        f"{len(differing)} of {len(seen)} images differ in size, one of {stored} is {resized} on the learner, {served} "
-        "on the server",
-        f"write swift.max_pixels: {largest:.0f}, or take the limit from the server (--max-pixels, MAX_PIXELS)"
-        if own is None
-        else f"start the server with --max-pixels {own} (swift rollout: --max_pixels {own}), as swift.max_pixels",
     )
 
 

@@ -12,14 +12,12 @@ from fractions import Fraction
 
 from swift_stage2.checks.examination import Outcome, failed, ok, warning
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
-from swift_stage2.config.stage2_ab import packs_of_b_steps
 from swift_stage2.scheduling.outlook import PacingState, ProductionPace
 from swift_stage2.scheduling.pacing import Pacer, max_prompts_in_flight
 
 _LOAD_THAT_STARVES = 2.0  # at less than half of the need the starvation watch speaks up
 _SHARE_FOR_SEARCH = 1e-4
 _SEARCH_ROUNDS = 60
-_PREFETCH = "stage2_ab.channel_b.prefetch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +32,6 @@ class Feeding:
     max_inflight_per_server: int
     version_window: int
     sync_every_steps: int
-    queue_limit: int
     prefetch_target_packs: int
     samples_per_pack: float
     single_s: float
@@ -161,7 +158,7 @@ def check_settings(feeding: Feeding, step_s: float | None) -> Outcome[None]:
 
 def advise(feeding: Feeding, step_s: float | None) -> list[Advice]:
     """Settings that are too small, and a share of B steps that is too large; without a step time what needs none."""
-    n, every, inflight = feeding.packs_per_b_step, feeding.sync_every_steps, feeding.max_inflight_per_server
+    every, inflight = feeding.sync_every_steps, feeding.max_inflight_per_server
     load = 1.0 if step_s is None else max(1.0, feeding.load(step_s))
     slots = max(math.ceil(feeding.rollouts_per_b_step / feeding.num_servers), math.ceil(inflight * load))
     wanted: list[tuple[str, float, float, str]] = [
@@ -175,20 +172,9 @@ def advise(feeding: Feeding, step_s: float | None) -> list[Advice]:
     if step_s is not None:
         steps = feeding.production(step_s)
         window = max(1, feeding.versions_passed(step_s), feeding.version_window)
-        useful = packs_of_b_steps(n, feeding.b_ratio, (window + 1) * every)
-        in_production = packs_of_b_steps(n, feeding.b_ratio, steps)
-        target, limit = min(useful, in_production), min(useful, max(feeding.queue_limit, in_production))
         aged = f"packs arrive {steps:.1f} steps old, and a version lasts {every}"
-        wanted += [
-            (f"{_PREFETCH}.version_window", feeding.version_window, window, aged),
-            (
-                f"{_PREFETCH}.prefetch_target_packs",
-                feeding.prefetch_target_packs,
-                target,
-                f"{n} packs for each B step that a production's {steps:.1f} steps span",
-            ),
-            (f"{_PREFETCH}.queue_limit", feeding.queue_limit, limit, "room for that target"),
-        ]
+        knob = "stage2_ab.channel_b.prefetch.version_window"
+        wanted.append((knob, feeding.version_window, window, aged))
     found = [Advice(knob, now, f"{value:g}", why) for knob, now, value, why in wanted if value > now]
     if load > 1:
         ratio = float(feeding.b_ratio)

@@ -191,7 +191,7 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcom
 
 
 def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None]:
-    """Whether a pack, and a server's context, hold the longest prompt and its answer."""
+    """Whether a pack holds the longest prompt and its answer."""
     prompt, new = samples.longest_prompt_tokens, config.rollout.decoding.max_new_tokens
     length, needed = config.stage2_ab.channel_b.packing.packing_length, prompt + new
     longest = samples.lengths.segments
@@ -207,13 +207,6 @@ def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None
             f"(max_new_tokens {new}): such samples may be quarantined",
             f"write stage2_ab.channel_b.packing.packing_length: {needed} or more",
         )
-    for index, server in enumerate(config.launch.servers):
-        context = server.args.get("vllm_max_model_len")
-        if isinstance(context, int) and context < prompt + new:
-            return warning(
-                f"launch.servers[{index}].args.vllm_max_model_len {context} < prompt {prompt} + max_new_tokens {new}",
-                f"write launch.servers[{index}].args.vllm_max_model_len: {prompt + new} or more",
-            )
     return ok(
         f"packing_length {length} >= {needed}; of all {samples.lengths.num_rows:,} rows the longest with its true "
         f"answer has {longest.longest} tokens ({longest.place})"

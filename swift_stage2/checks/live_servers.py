@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
-from swift_stage2.channel_b.task import needed_columns
 from swift_stage2.checks import feeding
 from swift_stage2.checks.coordinates import Questions, examine_answers, prepare_questions
 from swift_stage2.checks.examination import (
@@ -37,16 +36,14 @@ from swift_stage2.checks.preparation import LearnerPreparation, prepare_learner
 from swift_stage2.checks.rollouts import (
     TimedCall,
     check_calls,
-    check_gap,
     check_matching,
     check_prompts,
     connection_by_route,
 )
 from swift_stage2.checks.servers import explain, identify
 from swift_stage2.collectives import SingleRank
-from swift_stage2.columns import LOG_PROBS
 from swift_stage2.config import Fenced, Mode, Stage2Config
-from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
+from swift_stage2.errors import FaultKind, ServerFault
 from swift_stage2.records import ServerReport
 from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import INSTALLING_STATE, RefusalReason, ServerInfo
@@ -90,15 +87,14 @@ class LiveServers:
         )
         sync = self.exam.check("canary", lambda: self._make_sync(module.result), needs=[module, self.samples])
         for index, session, connection in self._servers():
-            self._examine_server(index, session, connection, module, sync)
+            self._examine_server(index, session, connection, sync)
         if sync.passed:
             sync.result.close()  # its process, where no round was run
 
     def examine_coordinates(self) -> None:
         """Who answers, with which model, and in which numbers; without a round and without the learner's weights."""
         for index, session, connection in self._servers():
-            model = self._check_model(index, session, self._check_identity(index, session))
-            self._examine_answers(connection, model)
+            self._examine_answers(connection, self._check_identity(index, session))
 
     @cached_property
     def _questions(self) -> Questions:
@@ -118,21 +114,10 @@ class LiveServers:
                 yield index, session, connection
 
     def _check_identity(self, index: int, session: ServerSession) -> Checked[ServerInfo]:
-        return self.exam.check(
-            "who answers", lambda: check_identity(session, self.config), needs=[self.routes[index]]
-        )
-
-    def _check_model(
-        self, index: int, session: ServerSession, info: Checked[ServerInfo], *needs: Checked[Any]
-    ) -> Checked[ServerInfo]:
         started = self.config.launch.servers
-        written = (started[index].model if started else None) or self.config.swift.get("model")
+        model = (started[index].model if started else None) or self.config.swift.get("model")
         return self.exam.check(
-            "model served",
-            lambda: check_model(
-                session, info.result, self.config, str(written or self.prepared.result.model_directory)
-            ),
-            needs=[info, *needs],
+            "who answers", lambda: check_identity(session, self.config, model), needs=[self.routes[index]]
         )
 
     def _examine_server(
@@ -140,7 +125,6 @@ class LiveServers:
         index: int,
         session: ServerSession,
         connection: ServerConnection,
-        module: Checked[nn.Module],
         sync: Checked[WeightSync],
     ) -> None:
         check, samples, config = self.exam.check, self.samples, self.config
@@ -149,13 +133,12 @@ class LiveServers:
         # One that is unproven answers nothing else before a round.
         is_first = info.passed and info.result.state == RefusalReason.UNPROVEN
         dry = self._check_round(index, session, info, sync) if is_first else None
-        model = self._check_model(index, session, info, *filter(None, [dry]))
         prompt = check(
             "prompts",
             lambda: check_prompts(
                 connection, samples.result.encoder, samples.result.samples[:_NUM_PROMPTS], timeout_s
             ),
-            needs=[model, samples],
+            needs=[info, samples, *filter(None, [dry])],
         )
         if dry is None:
             dry = self._check_round(index, session, info, sync, prompt)
@@ -169,17 +152,11 @@ class LiveServers:
             lambda: check_matching(calls.result, samples.result.encoder, samples.result.task, config),
             needs=[calls],
         )
-        if LOG_PROBS in needed_columns(config):
-            check(
-                "log-probabilities",
-                lambda: self._check_gap(calls.result, info.result, module.result),
-                needs=[calls, samples, module],
-            )
         self.calls.append(calls)
         self.infos.append(info)
         # Also where prompts differ, for then this tells why; a round that failed has left no weights to ask.
         spoilt = [dry] if dry.finding.verdict is Verdict.FAILED else []
-        self._examine_answers(connection, model, *spoilt)
+        self._examine_answers(connection, info, *spoilt)
 
     def _check_round(
         self,
@@ -196,16 +173,6 @@ class LiveServers:
             lambda: check_round(sync.result, index, session, info.result),
             needs=[info, sync, *needs],
             fix="restart the server and read its log",
-        )
-
-    def _check_gap(self, calls: Sequence[TimedCall], info: ServerInfo, module: nn.Module) -> Outcome[None]:
-        dtypes = {spec.dtype for spec in info.manifest}
-        return check_gap(
-            calls,
-            self.samples.result.encoder,
-            self.config.rollout.decoding,
-            partial(self._learner.logits, module),
-            (self._learner.compute_dtype(module), dtypes.pop() if len(dtypes) == 1 else ""),
         )
 
     def examine_feeding(self, step_s: float | None, num_ranks: int) -> None:
@@ -232,7 +199,6 @@ class LiveServers:
             max_inflight_per_server=config.rollout.max_inflight_per_server,
             version_window=prefetch.version_window,
             sync_every_steps=prefetch.sync_every_steps,
-            queue_limit=prefetch.limit(accumulation, b_ratio),
             prefetch_target_packs=prefetch.target(accumulation, b_ratio),
             samples_per_pack=samples_per_pack(
                 self.samples.result.segment_lengths, channel_b.packing.packing_length
@@ -273,8 +239,13 @@ class LiveServers:
         return ok("the learner answers a greedy question about a sample", sync)
 
 
-def check_identity(session: ServerSession, config: Stage2Config) -> Outcome[ServerInfo]:
-    """The probe of a start, in words; one that takes connections and answers nothing is told soon."""
+def check_identity(
+    session: ServerSession, config: Stage2Config, model: str | None = None
+) -> Outcome[ServerInfo]:
+    """The probe of a start, in words; one that takes connections and answers nothing is told soon.
+
+    ``model`` is the learner's. Of a stock server, which tells none, the prompts and the dry round show another.
+    """
     most_s, started = config.rollout.request_timeout_s, time.perf_counter()
     try:
         try:
@@ -293,6 +264,11 @@ def check_identity(session: ServerSession, config: Stage2Config) -> Outcome[Serv
     weights = (
         f"version {info.weight_version} of run {info.run_id}" if info.run_id else "those of its checkpoint"
     )
+    if info.model and model and Path(info.model).name != Path(model).name:
+        return failed(
+            f"serves {info.model}, the learner trains {model}",
+            f"restart the server with the learner's model: --model {model}; or correct rollout.servers",
+        )
     found = f"swift-stage2 rollout ({info.engine}), {info.state}, weights: {weights}, {answered}"
     if info.state in _IN_A_ROUND:
         return failed(
@@ -304,47 +280,6 @@ def check_identity(session: ServerSession, config: Stage2Config) -> Outcome[Serv
             found, "nothing to write: the next proven sync round, also the doctor's, mends it", info
         )
     return ok(found, info)
-
-
-def check_model(
-    session: ServerSession, info: ServerInfo, config: Stage2Config, expected: str
-) -> Outcome[ServerInfo]:
-    """Whether the server serves the learner's model, by name; a stock one names it in its replies only."""
-    model = info.model
-    if model is None:
-        try:
-            deadline = Deadline(config.rollout.request_timeout_s)
-            reply = session.post(protocol.INFER, protocol.one_token_request(), deadline)
-            protocol.parse_infer_reply(reply, 1)
-        except ServerFault as fault:
-            raise explain(fault, session, config) from fault
-        except ProtocolError as error:
-            return failed(
-                f"{session.base_url}{protocol.INFER} answers, but not as swift rollout does: {error}",
-                f"start swift-stage2 rollout or swift rollout (ms-swift 4.6) at {session.base_url}",
-            )
-        model = _served_model(reply)
-    known = replace(info, model=model)
-    if model is None:
-        return warning(
-            "the server does not say which model it serves",
-            f"make sure that the server was started with {expected}",
-            known,
-        )
-    if Path(model).name != Path(expected).name:
-        return failed(
-            f"serves {model}, the learner trains {expected}",
-            f"restart the server with the learner's model: --model {expected}; or correct rollout.servers",
-        )
-    return ok(f"serves {model}", known)
-
-
-def _served_model(data: Any) -> str | None:
-    """The model that an ``/infer/`` reply names: a path, or the last part of one. None if it names none."""
-    output = data[0] if isinstance(data, list) and data else None
-    response = output.get("response") if isinstance(output, Mapping) else None
-    model = response.get("model") if isinstance(response, Mapping) else None
-    return model if isinstance(model, str) else None
 
 
 def busy_with(session: ServerSession, info: ServerInfo) -> str:

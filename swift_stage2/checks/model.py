@@ -1,7 +1,7 @@
 """Refuses in one line a missing or cut checkpoint, and by name a model whose answers channel B could not read or teach.
 
 Looks at directories, the heads of weight files, ``config.json`` and the first row of the data set; loads no ms-swift. A
-hub id is ms-swift's own business, except where the user has said that there is no network. Among those refused are
+hub id is ms-swift's own business. Among those refused are
 models that think before they answer; a model that has no name here is judged by its template, once that is there
 (``Encoder``). docs/data.md is the list.
 """
@@ -9,13 +9,11 @@ models that think before they answer; a model that has no name here is judged by
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
 from swift_stage2.config import ServerEngine, Stage2Config
@@ -78,40 +76,6 @@ def check_model(swift_arguments: Mapping[str, Any], *, of: str = "swift.") -> No
             got="none",
             remedy="write the directory of a stage-1 checkpoint",
         )
-
-
-def check_hub_ids(swift_arguments: Mapping[str, Any], *, of: str = "swift.") -> list[str]:
-    """Checks every hub id that ``model`` and ``adapters`` name, as ``check_hub_id`` does; returns them."""
-    uses_hf = _is_on(str(swift_arguments.get("use_hf", "")))
-    hub_ids = []
-    for argument in ("model", "adapters"):
-        for place in named_places(swift_arguments, argument):
-            if not _is_local(place):
-                check_hub_id(f"{of}{argument}", place, uses_hf=uses_hf)
-                hub_ids.append(place)
-    return hub_ids
-
-
-def check_hub_id(argument: str, hub_id: str, *, uses_hf: bool = False) -> None:
-    """Refuses an id that ms-swift would look for outside though ``HF_HUB_OFFLINE`` says that nothing is there.
-
-    ms-swift asks ModelScope, which knows no such variable, unless USE_HF names Hugging Face's hub, whose cache serves.
-
-    Raises:
-        ConfigError: the id is in no cache that would be looked into.
-    """
-    uses_hf = uses_hf or _is_on(os.environ.get("USE_HF", ""))
-    is_cached = isinstance(try_to_load_from_cache(hub_id, "config.json"), str)
-    if _is_on(os.environ.get("HF_HUB_OFFLINE", "")) and not (uses_hf and is_cached):
-        raise ConfigError(
-            f"{argument} must be on this machine while HF_HUB_OFFLINE is set",
-            got=f"{hub_id!r}{', which ms-swift would ask ModelScope for' if is_cached else ', which is in no cache'}",
-            remedy=f"name a directory, or {'set USE_HF=1' if is_cached else 'unset HF_HUB_OFFLINE'}",
-        )
-
-
-def _is_on(text: str) -> bool:
-    return text.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def _is_local(place: str) -> bool:

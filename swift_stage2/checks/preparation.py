@@ -7,10 +7,8 @@ torchrun or write into the run directory, and builds everything that a server is
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,21 +17,16 @@ from swift_stage2.compat import declare_operators
 
 declare_operators()  # before ms-swift imports torchvision
 
-import torch  # noqa: E402
 from swift.arguments import SftArguments  # noqa: E402
 from swift.pipelines import SwiftSft  # noqa: E402
-from swift.utils import to_device  # noqa: E402
 from torch import nn  # noqa: E402
 
-from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder  # noqa: E402
+from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.checks.engine_canary import HALF_PRECISION_DTYPES, EngineCanary  # noqa: E402
-from swift_stage2.checks.swift_parsing import SECTION, learner_arguments, mixed_precision  # noqa: E402
-from swift_stage2.columns import COLUMNS  # noqa: E402
+from swift_stage2.checks.swift_parsing import SECTION, learner_arguments  # noqa: E402
 from swift_stage2.config.swift_arguments import refuse_unknown_names  # noqa: E402
 from swift_stage2.records import Sample  # noqa: E402
 from swift_stage2.weights.proof import Canary  # noqa: E402
-
-_NO_INPUTS = {"labels", "loss_scale", "length", *COLUMNS}
 
 
 class LearnerPreparation(SwiftSft):  # type: ignore[misc]
@@ -74,41 +67,9 @@ class LearnerPreparation(SwiftSft):  # type: ignore[misc]
         )
         return module.eval()
 
-    def compute_dtype(self, module: nn.Module) -> torch.dtype:
-        """That of a step's forward pass: under mixed precision another one than the weights'."""
-        mixed = self._mixed_precision(module)
-        weights: torch.dtype = self.args.torch_dtype
-        return weights if mixed is None else mixed
-
-    def logits(self, module: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Those before every supervised token of a pack, in float32: a step's forward pass, but for dropout."""
-        places = (batch["labels"][0] != IGNORED_LABEL).nonzero()[:, 0] - 1
-        inputs = {name: value for name, value in batch.items() if name not in _NO_INPUTS}
-        # A large vocabulary's logits of a whole prompt take gigabytes.
-        is_cut = (
-            "logits_to_keep" in inspect.signature(self.template.get_base_model(module).forward).parameters
-        )
-        if is_cut:
-            inputs["logits_to_keep"] = places
-        mixed, device = self._mixed_precision(module), _device_of(module)
-        with torch.no_grad():
-            inputs = to_device(inputs, device)
-            if self.template.model_meta.is_multimodal:  # before autocast, as the trainer's hook is
-                _, inputs = self.template.pre_forward_hook(module, (), inputs)
-            with nullcontext() if mixed is None else torch.autocast(device.type, mixed):
-                logits: torch.Tensor = module(**inputs, use_cache=False).logits[0]
-        return (logits if is_cut else logits[places.to(logits.device)]).float()
-
-    def _mixed_precision(self, module: nn.Module) -> torch.dtype | None:
-        return mixed_precision(self.args, _device_of(module).type)
-
     def canary(self, module: nn.Module, encoder: Encoder, sample: Sample) -> Canary:
         half_precision = self.args.torch_dtype in HALF_PRECISION_DTYPES
         return EngineCanary(module, self.template, encoder, sample, half_precision=half_precision)
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
 
 
 def prepare_learner(

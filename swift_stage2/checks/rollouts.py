@@ -1,32 +1,25 @@
 """Prompts as the server reads them, a few timed calls, and the answers as channel B takes them.
 
-The first timed call asks for one rollout, the second for as many as the run would keep in flight there. An objective
-that trains rollouts by their rewards weighs every token by both sides' log-probabilities: where those differ for
-another reason than the steps between (dtype, weights, images, attention), no loss shows it, and a row here does.
+The first timed call asks for one rollout, the second for as many as the run would keep in flight there.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import chain
-from typing import Any
 
-import torch
-
-from swift_stage2.channel_b.encoding import IGNORED_LABEL, Encoder, PromptEncoding
-from swift_stage2.channel_b.preprocessing import as_sampled, make_segment
+from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
+from swift_stage2.channel_b.preprocessing import make_segment
 from swift_stage2.channel_b.rollout_client.chat_connection import connect
 from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.channel_b.task import Task, needed_columns
-from swift_stage2.checks.examination import Outcome, failed, left_out, ok, warning
-from swift_stage2.columns import BEHAVIOUR, Column, given_by
+from swift_stage2.checks.examination import Outcome, failed, ok, warning
+from swift_stage2.columns import Column, given_by
 from swift_stage2.config import DecodingConfig, Stage2Config
-from swift_stage2.config.objective import LEAST_TEMPERATURE
 from swift_stage2.config.stage2_ab import SHIPPED_TASKS
 from swift_stage2.errors import SampleError, ServerFault
 from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, VersionSpan
@@ -39,7 +32,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _SEED = 1
 _FEW_PARSED = 0.5
 _TEXT_PROMPT = "Write one word."
-_FIX = (
+OTHER_PROMPT = (
     "give the server the learner's model, template and pixel limits (--template, MAX_PIXELS, --max_pixels), "
     "and restart it"
 )
@@ -207,7 +200,7 @@ def check_prompts(
         difference = _difference(prompt, completion)
         if difference:
             row = f"row {samples[number].key.index}" if number < len(samples) else "a prompt of text alone"
-            return failed(f"{row}: {difference}", _FIX)
+            return failed(f"{row}: {difference}", OTHER_PROMPT)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     sizes = sorted({f"{width}x{height}" for prompt in prompts for width, height in prompt.images_size})
     return ok(
@@ -218,8 +211,8 @@ def check_prompts(
 
 def _difference(prompt: PromptEncoding, completion: Completion) -> str:
     own, theirs = prompt.token_ids, completion.prompt_token_ids
-    if completion.images_size and completion.images_size != prompt.images_size:
-        return f"images are {_sizes(completion.images_size)} on the server, {_sizes(prompt.images_size)} on the learner"
+    if sizes := size_difference(completion.images_size, prompt.images_size):
+        return sizes
     if own != theirs:
         place = next(
             (i for i, (a, b) in enumerate(zip(own, theirs, strict=False)) if a != b),
@@ -229,92 +222,12 @@ def _difference(prompt: PromptEncoding, completion: Completion) -> str:
     return ""
 
 
+def size_difference(served: Sequence[tuple[int, int]], own: Sequence[tuple[int, int]]) -> str:
+    """Empty where the server does not say in which sizes its model sees images."""
+    if not served or tuple(served) == tuple(own):
+        return ""
+    return f"images are {_sizes(served)} on the server, {_sizes(own)} on the learner"
+
+
 def _sizes(sizes: Sequence[tuple[int, int]]) -> str:
     return ", ".join(f"{width}x{height}" for width, height in sizes) or "none"
-
-
-# Mean |difference| in nats. In float32 ours differ by less than 1e-4 at any token (tests/rollout_server); the rest is
-# for other kernels. In 16 bits NeMo RL takes a mean exp |difference| of 1.05 for the limit at equal precision, which
-# is a mean of 0.049; a learner with other weights, or another temperature, is off by tenths.
-_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
-_MOST_ROLLOUTS = 16
-_FEWEST_TOKENS = 32
-_NO_QUALITY = MatchQuality(0, 0, 0, 0.0, 0, 0)
-
-Logits = Callable[[Mapping[str, Any]], torch.Tensor]
-"""The learner's logits before every supervised token of a pack's batch, in float32."""
-
-
-def check_gap(
-    calls: Sequence[TimedCall],
-    encoder: Encoder,
-    decoding: DecodingConfig,
-    logits: Logits,
-    dtypes: tuple[torch.dtype, str],
-) -> Outcome[None]:
-    """Compares both sides' log-probabilities of the timed calls' rollouts, which brought the server's.
-
-    ``dtypes``: that the learner computes in, and the server's of its weights, empty where it does not tell.
-    """
-    plain = DecodingConfig(temperature=decoding.temperature, max_new_tokens=decoding.max_new_tokens)
-    if decoding != plain or 0 < decoding.temperature < LEAST_TEMPERATURE:
-        return left_out(
-            "cannot tell: top_p, top_k, repetition_penalty, or a temperature below "
-            f"{LEAST_TEMPERATURE:g}, make another distribution of the learner's"
-        )
-    temperature = decoding.temperature or 1.0  # greedy decoding divides by none
-    try:
-        parts = _log_probs(calls, encoder, logits, temperature)
-    except torch.OutOfMemoryError:
-        return left_out("cannot tell: the model is loaded, but a forward pass does not fit its device here")
-    num_tokens = sum(len(served) for served, _, _ in parts)
-    if num_tokens < _FEWEST_TOKENS:
-        return left_out(
-            f"cannot tell: the rollouts that can be trained have {num_tokens} tokens, fewer than {_FEWEST_TOKENS}"
-        )
-    served, own, own_at_one = (torch.cat(column) for column in zip(*parts, strict=True))
-    tolerance, gaps = _TOLERANCES[dtypes[0]], (own - served).abs()
-    learners = str(dtypes[0]).removeprefix("torch.")
-    found = (
-        f"{num_tokens} tokens of {len(parts)} rollouts at temperature {temperature:g}: learner and server differ by "
-        f"{float(gaps.mean()):.2g} nats on average, 99 % of the tokens by at most {float(gaps.quantile(0.99)):.2g} "
-        f"(tolerance in {learners}: {tolerance:g} on average)"
-    )
-    if float(gaps.mean()) <= tolerance:  # what is not a number is not
-        return ok(found)
-    if float((own_at_one - served).abs().mean()) <= tolerance:
-        return warning(
-            f"{found}; at temperature 1 they agree: the server leaves the temperature out",
-            "bring ms-swift and vLLM on the server to this machine's versions, or write rollout.decoding.temperature: "
-            "1.0",
-        )
-    other = dtypes[1] or "which the server does not tell"
-    causes = [
-        "other weights: restart the server with the learner's model, and let a round with checksums prove them",
-        "other images: mend row pixel limits, install one version of transformers on both sides",
-        "another attention: write one kind for swift.attn_impl and the server's",
-    ]
-    if other != learners:
-        causes.insert(0, f"another dtype ({other}): start the server with --torch_dtype {learners}")
-    listed = "; ".join(f"({place}) {cause}" for place, cause in enumerate(causes, 1))
-    return warning(found, f"likely, in this order: {listed}")
-
-
-def _log_probs(
-    calls: Sequence[TimedCall], encoder: Encoder, logits: Logits, temperature: float
-) -> list[tuple[torch.Tensor, ...]]:
-    """Of each rollout's sampled tokens: the server's, the learner's, and the learner's at temperature 1."""
-    parts: list[tuple[torch.Tensor, ...]] = []
-    for rollout in list(chain.from_iterable(call.rollouts for call in reversed(calls)))[:_MOST_ROLLOUTS]:
-        try:
-            encoder.require_trainable(rollout)
-            target, prompt = as_sampled(rollout, 1.0, _NO_QUALITY), encoder.encode_prompt(rollout.sample)
-            batch = encoder.collate([encoder.encode_segment(rollout, prompt, [(target, None)])])
-        except SampleError:
-            continue  # no pack takes it, and the row above tells why
-        labels, served = batch["labels"][0], batch[BEHAVIOUR.name][0]
-        trained, rows = labels != IGNORED_LABEL, logits(batch)
-        tokens = labels[trained, None].to(rows.device)
-        own = (torch.log_softmax(rows / by, -1).gather(1, tokens)[:, 0].cpu() for by in (temperature, 1.0))
-        parts.append((served[trained], *own))
-    return parts

@@ -336,7 +336,7 @@ class EvaluationConfig:
     take; 0 does without."""
     num_pictures: int = 4
     """Rows among them, always the same, that every evaluation shows as pictures with true and predicted objects, in
-    TensorBoard, W&B and trackio, wherever the run reports to; 0 draws none."""
+    TensorBoard; 0 draws none."""
 
     def __post_init__(self) -> None:
         rules.at_least(self, 0, "every_steps", "max_round_delay_steps", "final_timeout_s", "num_pictures")

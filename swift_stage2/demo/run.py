@@ -36,8 +36,7 @@ from swift_stage2.evaluate.command import main as evaluate
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.launcher import launch
 from swift_stage2.launch.run_end import evaluate_command
-from swift_stage2.pages.terminal import terminal_parts
-from swift_stage2.report.steps import summary_parts
+from swift_stage2.report.command import main as report
 from swift_stage2.runtime.claim import claim_directory
 from swift_stage2.runtime.output import SafeConsole, print_error
 from swift_stage2.runtime.parser import CommandParser, whole_number
@@ -103,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _FAILED
     summary = summarise(job.run_dir)
     problems = problems_of(summary, job.num_steps, remaining_children(), held_ports(ports))
-    SafeConsole().print(terminal_parts(summary_parts(summary)))
+    report([str(job.run_dir)])
     words = ("--data", scenes.held_out, "--compare", *places, "--output", directory / "comparison")
     evaluate(list(map(str, words)))
     for problem in problems:
@@ -112,7 +111,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say("everything ran and ended as it should; no process and no port is left")
     _say(f"took {time.monotonic() - started:.0f} s; configuration, logs and checkpoint are in {directory}")
     _say(f"evaluate it: {evaluate_command(scenes.held_out, job.checkpoint)}")
-    _say(f"what it did, as a page: swift-stage2 report {job.run_dir}")
     return _FAILED if problems else 0
 
 

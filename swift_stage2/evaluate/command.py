@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.checks.model import check_hub_ids, check_model, recorded_plugins
+from swift_stage2.checks.model import check_model, recorded_plugins
 from swift_stage2.config import ServerEngine
 from swift_stage2.config.yaml_text import set_values
 from swift_stage2.detections.prediction import (
@@ -143,7 +143,6 @@ def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Predi
     swift, folder = set_values({}, options.swift, "--swift"), options.output or _FOLDER
     arguments = {**swift, "model": options.model}
     check_model(arguments, of="--")
-    check_hub_ids(arguments, of="--")
     if not swift.get("external_plugins"):
         recorded_plugins(Path(options.model), "--swift external_plugins=FILE")
     with ExitStack() as stack:

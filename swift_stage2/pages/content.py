@@ -51,14 +51,12 @@ class Mark(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One named set of points. ``low`` and ``high`` bound each point, or are empty."""
+    """One named set of points."""
 
     name: str
     mark: Mark
     x: tuple[float, ...]
     y: tuple[float, ...]
-    low: tuple[float, ...] = ()
-    high: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

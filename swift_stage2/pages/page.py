@@ -31,7 +31,7 @@ _FEW = 60  # points up to which each is marked
 def svg_of(chart: Chart) -> str:
     """The picture alone; the page puts title, legend and numbers beside it."""
     xs = [place for series in chart.series for place in series.x]
-    ys = [value for series in chart.series for value in (*series.y, *series.low, *series.high)]
+    ys = [value for series in chart.series for value in series.y]
     scale = _Scale(_ticks(xs), _ticks([*ys, *chart.limits.values(), 0.0]))
     parts = [*_axes(chart, scale)]
     for name, value in chart.limits.items():
@@ -93,8 +93,6 @@ def _series(series: Series, scale: _Scale) -> Iterator[str]:
     points = [(scale.x(x), scale.y(y)) for x, y in zip(series.x, series.y, strict=True)]
     if series.mark is not Mark.POINTS and points:
         yield f'<path d="{_path(points, is_stairs=series.mark is Mark.STAIRS)}"/>'
-    for x, low, high in zip(series.x, series.low, series.high, strict=False):
-        yield f'<path d="M{scale.x(x)} {scale.y(low)}V{scale.y(high)}"/>'
     if series.mark is Mark.POINTS or (series.mark is Mark.LINE and len(points) <= _FEW):
         yield from (f'<circle cx="{x}" cy="{y}" r="3"/>' for x, y in points)
 

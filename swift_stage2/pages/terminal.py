@@ -32,11 +32,6 @@ def terminal_report(sections: Iterable[Section]) -> RenderableType:
     return Group(*lines)
 
 
-def terminal_parts(parts: Iterable[Part]) -> RenderableType:
-    """Those that a terminal can show."""
-    return Group(*_lines(parts))
-
-
 def _lines(parts: Iterable[Part]) -> Iterator[RenderableType]:
     for part in parts:
         match part:

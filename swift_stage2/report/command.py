@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from swift_stage2.errors import UserError
 from swift_stage2.launch.run_end import next_commands
 from swift_stage2.pages.content import GALLERY_KEY, Section, Sentence, number
 from swift_stage2.pages.page import PageContent, page_of, write_page
@@ -31,10 +30,9 @@ from swift_stage2.report.steps import (
 from swift_stage2.report.suspects import Suspect, suspect_lines, suspects_of, suspects_section
 from swift_stage2.report.verdict import verdict_section
 from swift_stage2.runtime.output import SafeConsole, say
-from swift_stage2.runtime.parser import CommandParser
+from swift_stage2.runtime.parser import CommandParser, whole_number
 from swift_stage2.telemetry.account import RunAccount, account_of
 from swift_stage2.telemetry.summary import summary_of
-from swift_stage2.telemetry.trace import merge_traces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,13 +127,6 @@ def _tell(report: RunReport, options: argparse.Namespace) -> None:
     say(f"page: {output}")
     if report.suspects:
         say(f"suspected label errors: {output.parent / _SUSPECTS}")
-    try:
-        trace = merge_traces(options.run_dir[-1])
-    except (UserError, OSError) as error:
-        say(f"no trace of all ranks: {error}")  # the report stands without it
-    else:
-        if trace is not None:
-            say(f"trace: {trace}, for ui.perfetto.dev")
 
 
 def _write(output: Path, report: RunReport) -> None:
@@ -178,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gallery",
         metavar="N",
-        type=_at_least_zero,
+        type=whole_number(0),
         default=DEFAULT_SIZE,
         help=f"how many pictures the page shows (default {DEFAULT_SIZE})",
     )
@@ -188,10 +179,3 @@ def _parser() -> argparse.ArgumentParser:
         help="print everything as JSON; a page is then written only with --output",
     )
     return parser
-
-
-def _at_least_zero(text: str) -> int:
-    number = int(text) if text.isdecimal() else -1
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"a number of matches is 0 or more, got {text}")
-    return number

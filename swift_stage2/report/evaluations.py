@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,7 +16,6 @@ from swift_stage2.pages.content import (
     Section,
     Sentence,
     Table,
-    Tone,
     filled,
     number,
     pairs,
@@ -111,10 +109,6 @@ def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
 _NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}
 _NOT_SHOWN = ("truncated_ratio",)
 _MOST_EVALUATIONS = 12
-_SAME_LABEL = ("stage2_ab", "channel_b", "matching", "same_label")
-_FEWEST_PAIRS = 20  # of which something is said
-_FEW_EQUAL = 0.05
-_MOST_OF_LABEL = 40  # characters
 
 
 def quality_section(run: RunData, summary: RunSummary, matches: Sequence[RankMatch]) -> Section:
@@ -125,31 +119,10 @@ def quality_section(run: RunData, summary: RunSummary, matches: Sequence[RankMat
     told = dict.fromkeys(name for each in evaluations for name in each.ratios if name not in _NOT_SHOWN)
     own = {name: name for name in told if name not in _NAMES}  # of the task, which may be no shares
     parts: list[Part | None] = [
-        None if run.setting(*_SAME_LABEL) else _labels_apart(matches),
         quality_table(summary),
         _evaluations(evaluations, {**names, **own}),
     ]
     return Section("quality", "Match quality", filled(parts) or (Sentence("No rollout was matched."),))
-
-
-def _labels_apart(matches: Iterable[RankMatch]) -> Sentence | None:
-    """A warning where pairs, found whatever their labels say, have next to no label in common."""
-    found = Counter(
-        (each.match.predicted[prediction].label, each.match.truth[truth].label)
-        for each in matches
-        for prediction, truth, _ in each.match.pairs
-    )
-    num_pairs, num_equal = found.total(), sum(n for (said, true), n in found.items() if said == true)
-    if num_pairs < _FEWEST_PAIRS or num_equal >= _FEW_EQUAL * num_pairs:
-        return None
-    (said, true), _ = next(each for each in found.most_common() if each[0][0] != each[0][1])
-    return Sentence(
-        f"Only {num_equal} of {num_pairs} matched pairs have one label, most often the model says "
-        f"{said[:_MOST_OF_LABEL]!r} where the data say {true[:_MOST_OF_LABEL]!r}: probably the data spell labels "
-        "otherwise than the model was taught, or the prompt does not name them; mend that, or write "
-        f"{'.'.join(_SAME_LABEL)}: true if pairs of two labels shall be none.",
-        Tone.WARN,
-    )
 
 
 def quality_table(summary: RunSummary) -> Table:

@@ -23,7 +23,6 @@ from swift_stage2.pages.content import (
     share,
     thinned,
 )
-from swift_stage2.report.evaluations import quality_table
 from swift_stage2.report.run_data import RunData
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.telemetry.account import RankAccount, RunAccount
@@ -36,22 +35,6 @@ from swift_stage2.telemetry.sample_events import (
 from swift_stage2.telemetry.summary import RankActivity, RunSummary
 
 _MAIN_THREAD = "Main thread, seconds by activity"
-
-
-def summary_parts(summary: RunSummary) -> tuple[Part, ...]:
-    """The numbers of a summary alone, as the demo shows them."""
-    return filled(
-        [
-            *_steps(summary),
-            *_gaps(summary),
-            _lags(summary),
-            _drops(summary),
-            quality_table(summary),
-            _rounds(summary),
-            _by_phase(summary),
-            _activities(_MAIN_THREAD, summary.activity),
-        ]
-    )
 
 
 def steps_section(run: RunData, summary: RunSummary) -> Section:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from swift_stage2.checks.model import check_checkpoint, check_hub_id, recorded_plugins
+from swift_stage2.checks.model import check_checkpoint, recorded_plugins
 from swift_stage2.config.rules import variable_option
 from swift_stage2.errors import UserError, without_list
 from swift_stage2.rollout_server.engine import Engine, EngineState
@@ -373,9 +373,8 @@ def _command(
 
 
 def _require_model(model: str) -> None:
-    """A hub id is left to ms-swift, which looks in its cache and downloads, unless that is known to be in vain."""
+    """A hub id is left to ms-swift, which looks in its cache and downloads."""
     if _HUB_ID.fullmatch(model) and not Path(model).exists():
-        check_hub_id("the model", model)
         return
     directory = Path(model)
     if not any((directory / mark).is_file() for mark in ("config.json", "adapter_config.json")):

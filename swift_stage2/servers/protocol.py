@@ -292,12 +292,6 @@ def greedy_config(max_new_tokens: int) -> dict[str, Any]:
     )
 
 
-def one_token_request() -> dict[str, Any]:
-    """An ``/infer/`` body that asks for one greedy token: whether the server answers, and with which model."""
-    message = {"role": "user", "content": "?"}
-    return {"infer_requests": [{"messages": [message]}], "request_config": greedy_config(1)}
-
-
 REQUEST_ID = "uuid"  # of an infer request, as ms-swift calls it: our server stamps its answer with it
 PREFIX = "prefix_token_ids"  # of an infer request: the first ids of its answer, where ``ServerInfo.resume``
 _MAY_ABORT = "may_abort"

@@ -23,7 +23,6 @@ from swift_stage2.telemetry.sample_events import (
     Packed,
     Place,
     Quarantined,
-    Read,
     Returned,
     SampleEvent,
     Sent,
@@ -151,7 +150,6 @@ class _Life:
 
 
 _MOVES: dict[type[Event], tuple[tuple[SampleStage, ...], SampleStage, str]] = {
-    Read: ((SampleStage.DRAWN,), SampleStage.DRAWN, "read once it was drawn"),
     Sent: (
         (SampleStage.DRAWN, SampleStage.SENT, SampleStage.PARTIAL),
         SampleStage.SENT,

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,7 +174,8 @@ class StatusLine:
         yield f"step {step}/{self._total_steps}{_known(', epoch {:.2f}', epoch)}"
         if 0 < first < step:  # the first steps are no measure
             pace = (now - begun) / (step - first)
-            yield f"{pace:.2f} s/step, {_duration(max(0, self._total_steps - step) * pace)} left"
+            left = timedelta(seconds=round(max(0, self._total_steps - step) * pace))
+            yield f"{pace:.2f} s/step, {left} left"
         if self._queue_limit is None:
             return
         skips = {reason: values.get(f"b_steps_skipped/{reason}") or 0 for reason in SkipReason}
@@ -189,9 +191,3 @@ class StatusLine:
 
 def _known(pattern: str, value: float | None) -> str:
     return "" if value is None else pattern.format(value)
-
-
-def _duration(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    hour, minute = divmod(minutes, 60)
-    return f"{hour}:{minute:02d}:{second:02d}"

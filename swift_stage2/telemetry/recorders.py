@@ -36,7 +36,6 @@ from swift_stage2.telemetry.sample_events import (
     Match,
     Matched,
     Packed,
-    Read,
     RecordedCompletion,
     keys_of,
 )
@@ -173,14 +172,6 @@ class PipelineRecorder:
     def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:
         """So many rollouts were wanted and begun; fewer where ``max_rollouts_per_version`` left no more."""
         self.counters.add("run_ahead_exhausted", num_begun < num_wanted)
-
-    def read(
-        self, keys: Sequence[SampleKey], *, num_objects: Sequence[int], num_pixels: Sequence[int | None]
-    ) -> None:
-        """Rows and images of drawn samples were read."""
-        self.log.write(
-            Read(samples=keys_of(keys), num_objects=tuple(num_objects), num_pixels=tuple(num_pixels))
-        )
 
     def enter(self, activity: PipelineActivity) -> None:
         """The pipeline's thread does this from now on; waiting for a ticket is asking while a POST is out."""

@@ -95,15 +95,6 @@ class Drawn(Event):
     samples: Keys
 
 
-class Read(Event):
-    """Row and images were read: ``num_objects`` and ``num_pixels`` of each, the latter null if unknown."""
-
-    kind: Literal["read"] = "read"
-    samples: Keys
-    num_objects: tuple[int, ...]
-    num_pixels: tuple[int | None, ...]
-
-
 class Sent(Event):
     """A POST left, which asks a server proven with ``version`` for one rollout each."""
 
@@ -280,6 +271,4 @@ class Unused(Event):
     reason: UnusedReason
 
 
-SampleEvent = (
-    Drawn | Read | Sent | Finished | Cut | Matched | Packed | Returned | Trained | Quarantined | Unused
-)
+SampleEvent = Drawn | Sent | Finished | Cut | Matched | Packed | Returned | Trained | Quarantined | Unused

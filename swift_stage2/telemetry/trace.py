@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.errors import UserError
-from swift_stage2.whole_file import read_regular, write_whole
+from swift_stage2.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -121,26 +120,3 @@ class Trace:
 
 def _metadata(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": name}}
-
-
-def merge_traces(run_dir: Path) -> Path | None:
-    """Writes one Chrome trace of what a run's ranks traced to ``run_dir/trace.json``; None where none did, or yet.
-
-    Raises:
-        UserError: a file is no trace of a rank.
-        OSError: it cannot be written.
-    """
-    files = sorted(run_dir.glob("trace/rank*.json"), key=lambda path: (len(path.name), path.name))
-    events: list[Any] = []
-    for path in files:
-        try:
-            events += json.loads(read_regular(path))["traceEvents"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(
-                f"a trace of a rank must be whole, got path={path}: {type(error).__name__}: {error}; "
-                "remove it, the others will do"
-            ) from error
-    if not files:
-        return None
-    write_whole(run_dir / "trace.json", json.dumps({"traceEvents": events}))
-    return run_dir / "trace.json"

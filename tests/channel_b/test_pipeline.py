@@ -50,7 +50,7 @@ from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.event_log import EventLog, read_events
 from swift_stage2.telemetry.events import Start
-from swift_stage2.telemetry.sample_events import Cut, Matched, Packed, Read, Returned, StreamState, keys_of
+from swift_stage2.telemetry.sample_events import Cut, Matched, Packed, Returned, StreamState, keys_of
 
 PATIENCE_S = 60.0
 WINDOW = 2
@@ -90,15 +90,10 @@ class Recorder:
     rollouts: list[Rollout] = field(default_factory=list)  # that were matched
     activities: list[PipelineActivity] = field(default_factory=list)
     matches: list[tuple[SampleKey, Target, tuple[int, int] | None]] = field(default_factory=list)
-    reads: list[tuple[SampleKey, int, int | None]] = field(default_factory=list)
     log: EventLog = field(default_factory=lambda: EventLog(None))
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
-
-    def read(self, keys: Sequence[SampleKey], **traits: Any) -> None:
-        self.reads.extend(zip(keys, traits["num_objects"], traits["num_pixels"], strict=True))
-        self.log.write(Read(samples=keys_of(keys), **traits))
 
     def batch(self, outcome: BatchOutcome) -> None:
         self.num_batches += 1
@@ -429,9 +424,6 @@ def test_rollouts_become_packs(make_bench: Callable[..., Bench], encoder: Encode
     assert pack.capacity_tokens == PACKING_LENGTH
     assert pack.num_supervised_tokens == sum(segment.num_supervised_tokens for segment in segments)
     assert pack.quality == tuple(segment.quality for segment in segments)
-    read = {key: (num_objects, num_pixels) for key, num_objects, num_pixels in bench.events.reads}
-    for segment in segments:
-        assert read[segment.key] == (segment.quality.num_ground_truth, 150 * 100)
     expected = encoder.collate(segments)
     assert torch.equal(pack.batch["input_ids"], expected["input_ids"])
     assert torch.equal(pack.batch["position_ids"], expected["position_ids"])

@@ -115,7 +115,7 @@ def check_live_twice(config: Path, capsys: pytest.CaptureFixture[str], texts: Ma
         capsys.readouterr()
         report = run_doctor(config, ["--live", "--step-seconds", "5"], lambda: capsys.readouterr().out)
         assert report.status == 0, report.text
-        assert not_ok(report) <= {"coordinates", "pixel limits"}
+        assert not_ok(report) <= {"coordinates"}
         for check, text in texts.items():
             assert text in report.row(check)["found"]
         assert "nothing is grossly wrong" in report.row("dry sync round")["found"]

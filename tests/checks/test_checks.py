@@ -44,7 +44,6 @@ def test_only_checks_whose_needs_are_there_are_run() -> None:
         "plugins",
         "disk directory",
         "data sets",
-        "hub ids",
     ]
 
 

@@ -265,16 +265,6 @@ def test_numbers_that_only_the_rows_or_ms_swift_tell_are_held_against_the_settin
     assert told in row["fix"]
 
 
-@pytest.mark.parametrize("engine", ["swift", "vllm"])
-def test_a_servers_context_must_hold_the_longest_prompt_and_its_answer(
-    configure: Configure, doctor: Doctor, engine: str
-) -> None:
-    launch = {"servers": [{"engine": engine, "args": {"vllm_max_model_len": 64}}]}
-    row = doctor(configure(DEAD, launch=launch)).row("packing_length")
-    assert row["verdict"] == "warning", row
-    assert "launch.servers[0].args.vllm_max_model_len 64 < prompt " in row["found"]
-
-
 def test_without_channel_b_no_server_is_looked_at(configure: Configure, doctor: Doctor) -> None:
     report = doctor(configure(DEAD, stage2_ab={"schedule": {"b_ratio": 0}}), "--live")
     assert report.status == 0, report.text

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 from builders import config_of, servers_at
-from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, error, outputs
-from fake_rollout_server import output as wire_output
+from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, error
 
 from swift_stage2.checks import live_servers, servers
 from swift_stage2.checks.examination import Examination, Finding, Verdict
-from swift_stage2.checks.live_servers import check_identity, check_model
+from swift_stage2.checks.live_servers import check_identity
 from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import ServerInfo
 from swift_stage2.servers.session import ServerSession
@@ -165,44 +164,3 @@ def test_a_refused_key_is_told_without_the_key(
 def test_an_unproven_server_is_a_warning(server: FakeRolloutServer, identify: Look) -> None:
     server.on_get = answers({"incarnation": "i", "state": "unproven"})
     assert identify().verdict is Verdict.WARNING
-
-
-# --- the model served --------------------------------------------------------------------------------
-
-
-def named(model: str) -> Behaviour:
-    item = wire_output("x")
-    item["response"]["model"] = model
-    return lambda call: outputs([item])
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "verdict", "fix"),
-    [
-        (named("stage1"), Verdict.OK, ""),  # the last part of its model's path
-        (
-            named("Qwen2.5-VL-7B"),
-            Verdict.FAILED,
-            "restart the server with the learner's model: --model /models/stage1",
-        ),
-        (None, Verdict.WARNING, "make sure that the server was started with /models/stage1"),
-        (lambda call: error(500), Verdict.FAILED, "read the server's log"),
-        (
-            lambda call: Answer(body=b"[]"),
-            Verdict.FAILED,
-            "start swift-stage2 rollout or swift rollout (ms-swift 4.6)",
-        ),
-        (lambda call: Answer(body=b"not json"), Verdict.FAILED, CORRECT),
-    ],
-)
-def test_a_stock_server_is_known_by_the_model_that_its_answers_name(
-    server: FakeRolloutServer, behaviour: Behaviour | None, verdict: Verdict, fix: str
-) -> None:
-    if behaviour is not None:
-        server.on_infer = behaviour
-    config = config_of(servers_at(server.url), {"rollout.request_timeout_s": 5.0})
-    info = ServerInfo(stock=True)
-    with ServerSession(server.url) as session:
-        work = Examination().check("model", lambda: check_model(session, info, config, "/models/stage1"))
-    assert work.finding.verdict is verdict
-    assert fix in work.finding.fix

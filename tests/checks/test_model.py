@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 from builders import changed
-from commands import run_command
 from golden import Golden, name_of
 
 from swift_stage2.checks.model import (
     _PLAIN_BOXES,
     _THINKING,
     check_family,
-    check_hub_ids,
     check_model,
     recorded_plugins,
 )
@@ -131,52 +129,6 @@ def test_adapters_may_be_several_and_must_be_paths(value: Any) -> None:
         ConfigError, match=r"swift\.adapters must be a path or a list of paths, got adapters="
     ):
         check_model({"model": "org/hub-model", "adapters": value})
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    """Hugging Face's cache with one copy of ``owner/cached``."""
-    copy = tmp_path / "hub" / "models--owner--cached" / "snapshots" / "abc"
-    copy.mkdir(parents=True)
-    (copy / "config.json").write_text("{}")
-    (tmp_path / "hub" / "models--owner--cached" / "refs").mkdir()
-    (tmp_path / "hub" / "models--owner--cached" / "refs" / "main").write_text("abc")
-    return tmp_path / "hub"
-
-
-@pytest.mark.parametrize(
-    ("hub_id", "variables", "told"),
-    [
-        ("owner/absent", {}, "got 'owner/absent', which is in no cache; name a directory, or unset"),
-        ("owner/absent", {"USE_HF": "1"}, "got 'owner/absent', which is in no cache"),
-        ("owner/cached", {}, "which ms-swift would ask ModelScope for; name a directory, or set USE_HF=1"),
-    ],
-)
-def test_without_a_network_a_server_refuses_a_hub_id_on_one_line(
-    cache: Path, hub_id: str, variables: dict[str, str], told: str
-) -> None:
-    result = run_command(
-        "rollout",
-        hub_id,
-        "--port",
-        "0",
-        variables={"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)} | variables,
-    )
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.count("\n") == 1
-    assert told in result.stderr
-
-
-@pytest.mark.parametrize("argument", ["model", "adapters"])
-def test_without_a_network_a_configuration_with_a_hub_id_is_refused(
-    argument: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    swift = {argument: "owner/absent-everywhere"}
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match=rf"swift\.{argument} must be on this machine while HF_HUB_OFFLINE"):
-        check_hub_ids(swift)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    check_hub_ids(swift)
 
 
 def _config(

@@ -64,9 +64,6 @@ def test_no_sample_is_lost_or_given_up(run: LearnerRun) -> None:
 
 
 def test_images_without_objects_are_drawn_matched_and_trained(run: LearnerRun) -> None:
-    objects = [n for rank in (0, 1) for each in run.audit(rank, "read") for n in each["num_objects"]]
-    assert 0 in objects
-    assert any(objects)
     qualities = [each["quality"] for rank in (0, 1) for each in run.audit(rank, "matched")]
     empty = [quality for quality in qualities if quality["num_ground_truth"] == 0]
     assert empty

@@ -74,7 +74,7 @@ from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.telemetry.events import AnyEvent, Start
-from swift_stage2.telemetry.sample_events import Cut, Matched, Packed, Read, StreamState, keys_of
+from swift_stage2.telemetry.sample_events import Cut, Matched, Packed, StreamState
 from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot_memory import SnapshotMemory
@@ -197,9 +197,6 @@ class RankEvents:
         self.log = log
         self._client = client
         self._suspicions: dict[str, str] = {}  # by server, that were noted
-
-    def read(self, keys: Sequence[SampleKey], **traits: Any) -> None:
-        self.log.write(Read(samples=keys_of(keys), **traits))
 
     def batch(self, outcome: BatchOutcome) -> None:
         counts = self._ledger.counts

@@ -24,7 +24,6 @@ def config(stock: ServerProcess, tmp_path: Path, rows_file: Path, monkeypatch: p
 def test_a_stock_server_is_green_twice_in_a_row(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = {
         "who answers": "stock swift rollout",
-        "model served": "serves stage1",
         "prompts": "images as the model sees them: 140x112",
     }
     check_live_twice(config, capsys, texts)

@@ -51,9 +51,8 @@ def test_a_higher_value_stands_higher_and_a_later_one_further_right() -> None:
     assert first[1] > second[1]
 
 
-def test_bounds_are_drawn_and_a_text_stays_text() -> None:
-    series = Series("a", Mark.POINTS, (1.0,), (2.0,), (1.0,), (3.0,))
+def test_a_text_stays_text() -> None:
+    series = Series("a", Mark.POINTS, (1.0,), (2.0,))
     text = svg_of(chart((series,), title="<script>", y_title="<b>", limits={"<i>": 1.0}))
     assert not re.search(r"<(script|b|i)>", text)
-    (bar,) = ET.fromstring(text).iter("path")
-    assert re.fullmatch(r"M[\d.]+ [\d.]+V[\d.]+", bar.attrib["d"])
+    assert ET.fromstring(text).find(".//{*}circle") is not None

@@ -174,27 +174,6 @@ def test_evaluations_are_told_with_how_they_ended(run_dir: Path) -> None:
     assert table.rows[0][-1] == "round_due"
 
 
-@pytest.mark.parametrize(
-    ("num_equal", "num_apart", "same_label", "warns"),
-    [(1, 20, False, True), (1, 19, False, False), (0, 19, False, False), (0, 20, True, False)],
-)
-def test_pairs_whose_labels_never_agree_are_told_with_both_spellings(
-    tmp_path: Path, num_equal: int, num_apart: int, same_label: bool, warns: bool
-) -> None:
-    config = {"stage2_ab": {"channel_b": {"matching": {"same_label": same_label}}}}
-    run = RunFiles(tmp_path, config=config).start()
-    for number in range(num_equal + num_apart):
-        run.match([0, number, 1, 0], label="car" if number < num_equal else "Auto", said="car")
-    run.end()
-    told = sentences(report(tmp_path), "quality")
-    assert ("stage2_ab.channel_b.matching.same_label" in told) is warns
-    if warns:
-        assert told.startswith(
-            "Only 1 of 21 matched pairs have one label, most often the model says 'car' where "
-        )
-        assert "the data say 'Auto'" in told
-
-
 # --- what is missing is told ----------------------------------------------------------------------
 
 

@@ -9,12 +9,13 @@ import pytest
 from rich.console import Console
 from run_facts import PLAN_A, PLAN_B, match, pack, quality, round_outcome, skipped, started, step, told
 
-from swift_stage2.pages.terminal import terminal_parts
-from swift_stage2.report.steps import summary_parts
+from swift_stage2.pages.terminal import terminal_report
+from swift_stage2.report.command import report_of
+from swift_stage2.report.run_data import read_run
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry.events import Checkpoint, Warned
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.summary import RunSummary, summarise
+from swift_stage2.telemetry.summary import summarise
 
 
 @pytest.fixture
@@ -107,13 +108,13 @@ def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
         telemetry.close()
     summary = summarise(tmp_path)
     assert summary.num_disagreements == 1
-    assert _text(summary).count("plans that differ between ranks") == 1
+    assert _text(tmp_path).count("plans that differ between ranks") == 1
 
 
-def _text(summary: RunSummary, width: int = 120) -> str:
+def _text(run_dir: Path, width: int = 120) -> str:
     console = Console(width=width)
     with console.capture() as capture:
-        console.print(terminal_parts(summary_parts(summary)))
+        console.print(terminal_report(report_of(read_run([run_dir]), 0).sections))
     return capture.get()
 
 

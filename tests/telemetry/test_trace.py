@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from small_disk import SmallDisk
 
-from swift_stage2.errors import UserError
-from swift_stage2.telemetry.trace import Trace, merge_traces
+from swift_stage2.telemetry.trace import Trace
 
 
 def test_a_block_that_raises_is_recorded() -> None:
@@ -72,29 +71,3 @@ def test_a_full_disk_gives_one_warning(small_disk: SmallDisk, caplog: pytest.Log
         Trace(True).save(small_disk.path / "rank0.json", 0)
     assert len(caplog.records) == 1
     assert not (small_disk.path / "rank0.json").exists()
-
-
-def save(run_dir: Path, rank: int, name: str) -> None:
-    trace = Trace(True)
-    with trace.span(name):
-        pass
-    trace.save(run_dir / "trace" / f"rank{rank}.json", rank)
-
-
-def test_ranks_stand_side_by_side_in_their_order(tmp_path: Path) -> None:
-    for rank in (10, 2, 0):
-        save(tmp_path, rank, f"span of {rank}")
-    assert merge_traces(tmp_path) == tmp_path / "trace.json"
-    merged = json.loads((tmp_path / "trace.json").read_text())
-    spans = [(event["pid"], event["name"]) for event in merged["traceEvents"] if event["ph"] == "X"]
-    assert spans == [(rank, f"span of {rank}") for rank in (0, 2, 10)]
-    assert not list(tmp_path.glob("*.partial"))
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"otherData": {}}', "3", "[" * 100_000])
-def test_a_damaged_trace_is_named(tmp_path: Path, text: str) -> None:
-    save(tmp_path, 0, "a")
-    path = tmp_path / "trace" / "rank1.json"
-    path.write_text(text)
-    with pytest.raises(UserError, match=str(path)):
-        merge_traces(tmp_path)
