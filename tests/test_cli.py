@@ -53,12 +53,6 @@ def test_no_option_may_be_abbreviated(capsys: pytest.CaptureFixture[str]) -> Non
     assert "unrecognized arguments: --resum; did you mean --resume?" in capsys.readouterr().err
 
 
-def test_a_retired_command_says_what_to_do_instead(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["servers", "add", "run", "http://127.0.0.1:8001"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "servers is retired: list every server in rollout.servers" in line
-
-
 def test_pages_are_made_without_torch() -> None:
     """Its import costs more than a report."""
     makers = (

@@ -157,18 +157,6 @@ def test_numbers_that_nobody_could_wait_for_are_refused(
     assert (end.value.code, option in capsys.readouterr().err) == (2, True)
 
 
-@pytest.mark.parametrize("option", ["--bootstrap", "--score-convention=order"])
-def test_a_retired_option_is_told_with_what_to_do(
-    data: Path, predictions: Path, option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        evaluate("--data", data, "--predictions", predictions, option)
-    assert (end.value.code, f"{option.partition('=')[0]} is retired: " in capsys.readouterr().err) == (
-        2,
-        True,
-    )
-
-
 def test_exactly_one_source_is_named(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         evaluate("--data", data)
