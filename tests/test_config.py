@@ -117,7 +117,6 @@ REFUSED: list[dict[str, Any]] = [
     {"swift.report_to": False},
     {"swift.report_to": ["tensorbord"]},
     {"swift.deepspeed": "none"},
-    {"swift.dataloader_num_workers": -3},
     {"swift.gradient_accumulation_steps": 0},
     {"swift.gradient_accumulation_steps": "4"},
     {f"{DECODING}.temperature": -1},
@@ -215,7 +214,6 @@ REFUSED: list[dict[str, Any]] = [
     sharing(on_vllm("0.4")),
     sharing(on_vllm(True)),
     sharing(on_vllm(1)),
-    sharing(on_vllm(1.2, devices=[1])),
     sharing(on_vllm(0.4, engine="swift")),
     sharing(on_vllm(0.4), share_devices=False),
     # how weights travel and what becomes of pending rollouts
@@ -462,11 +460,6 @@ def test_unsupported_arguments_are_refused_with_a_reason(tmp_path: Path, rule: A
             },
             None,
         ),
-        ({SYNC: {"timeout_s": 10.5, "bucket_mib": 1}}, "write rollout.sync.timeout_s: 11 or more"),
-        ({SYNC: {"timeout_s": 49.5, "bucket_mib": 4000}}, "write rollout.sync.timeout_s: 50 or more"),
-        ({SYNC: {"timeout_s": 50, "bucket_mib": 4000}}, None),
-        ({"rollout.request_timeout_s": 0.5}, "write rollout.request_timeout_s: 4 or more"),
-        ({"stage2_ab.starvation.grace_steps": 15}, "write stage2_ab.starvation.grace_steps: 16 or more"),
         ({"stage2_ab.schedule.b_ratio": 0}, None),
         ({"stage2_ab.schedule.b_ratio": 0, LAUNCHED: [{"engine": "transformers"}]}, "remove them"),
     ],
@@ -720,10 +713,6 @@ def test_an_argument_that_swift_does_not_have_names_the_nearest() -> None:
         refuse_unknown_names({"model": "m", "lerning_rate": 1}, valid)
     with pytest.raises(ConfigError, match=r"unknown key 'xyz' in section swift; .* remove it"):
         refuse_unknown_names({"xyz": 1}, valid)
-    with pytest.raises(ConfigError, match=r"'beta'.* did you mean 'stage2_ab.channel_b.grpo.kl_weight'"):
-        refuse_unknown_names({"beta": 0.04}, valid)
-    with pytest.raises(ConfigError, match=r"did you mean 'stage2_ab\.schedule\.b_ratio'"):
-        refuse_unknown_names({"b_ratio": 0.5}, valid)
 
 
 def test_importing_the_configuration_loads_no_heavy_package() -> None:
