@@ -42,7 +42,7 @@ from swift_stage2.checks.servers import FoundServers, examine, wait_for_servers
 from swift_stage2.collectives import ControlGroup, join_control_group, together
 from swift_stage2.config import Fenced, Mode, OnPending, OnPipelineFailure, Stage2Config, StarvationAction
 from swift_stage2.config.swift_arguments import require_metric
-from swift_stage2.detections.recorded import EvaluationKeeper, ShowPictures, draw_row, evaluations_directory
+from swift_stage2.detections.recorded import EvaluationKeeper, evaluations_directory
 from swift_stage2.evaluation import make_evaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
@@ -90,15 +90,13 @@ def start_run(
     logging_steps: int,
     wrap_transport: WrapTransport | None = None,
     validation_rows: Rows | None = None,
-    show_pictures: ShowPictures | None = None,
     make_queue: Callable[..., ReadyQueue] = ReadyQueue,
     make_pipeline: Callable[..., Pipeline] = Pipeline,
 ) -> Stage2Run:
     """Builds one rank's run; nothing runs in the background yet.
 
     ``wrap_transport`` gets every transport that a sync round is about to use; rounds then have their pushes in this
-    process. ``validation_rows`` are for ``stage2_ab.evaluation``, whose encoded pictures ``show_pictures`` gets
-    on rank 0, by step and name. Whatever makes a part is called like its default.
+    process. ``validation_rows`` are for ``stage2_ab.evaluation``. Whatever makes a part is called like its default.
 
     Raises:
         ConfigError, DatasetError: a setting does not fit the template, the tokenizer, the data or the model.
@@ -155,7 +153,6 @@ def start_run(
                 make_queue=make_queue,
                 make_pipeline=make_pipeline,
                 validation_rows=validation_rows,
-                show_pictures=show_pictures,
                 total_steps=total_steps,
                 servers=servers,
                 failures=failures,
@@ -221,7 +218,6 @@ def _build_channel_b(
     make_queue: Callable[..., ReadyQueue],
     make_pipeline: Callable[..., Pipeline],
     validation_rows: Rows | None,
-    show_pictures: ShowPictures | None,
     total_steps: int,
     servers: FoundServers,
     failures: BackgroundFailures,
@@ -262,7 +258,6 @@ def _build_channel_b(
         chat_models=servers.chat_models,
         columns=needed_columns(config),
     )
-    shown_by = (telemetry.show_pictures if config.telemetry.tensorboard else None, show_pictures)
     dialect = config.stage2_ab.channel_b.target.dialect or str(getattr(parts.task, "default_dialect", ""))
     evaluation = make_evaluation(
         config,
@@ -278,8 +273,6 @@ def _build_channel_b(
         keeper=EvaluationKeeper(
             evaluations_directory(Path(run_directory)) if config.telemetry.audit else None,
             DIALECTS.get(dialect, OBJECT_LIST),
-            partial(draw_row, validation_rows or (), parts.task.likeness),
-            [show for show in shown_by if show is not None],
         ),
         last_step=total_steps - 1,
     )

@@ -25,7 +25,6 @@ WAITING_METHODS = {
 }
 # Modules of under 40 lines with a single importer, and why each is a file of its own.
 SHORT_MODULES: dict[str, str] = {
-    "training/picture_reports.py": "nothing else knows of W&B and trackio",
     "training/stop_signals.py": "signals stand apart from the trainer's loop",
 }
 KNOWS_SWIFT = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 from swift.callbacks.early_stop import EarlyStopCallback
@@ -22,7 +21,6 @@ from swift_stage2.records import EvaluationRecord
 from swift_stage2.run import Stage2Run
 from swift_stage2.runtime.watches import hung_round_ends_process
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd
-from swift_stage2.training.picture_reports import PictureReports
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +38,6 @@ class EvaluatedTrainer(Seq2SeqTrainer):  # type: ignore[misc]
     stop_agreed = False
     is_between_epochs = False
     _num_taken = 0
-
-    @cached_property
-    def show_pictures(self) -> PictureReports | None:
-        """Gives pictures of evaluations to where this run reports to, beside TensorBoard; None: nowhere."""
-        return PictureReports.of(self.callback_handler.callbacks)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """A whole model as transformers loads any: Hugging Face's trainer loads weights of the module's own names.
@@ -78,8 +71,6 @@ class EvaluatedTrainer(Seq2SeqTrainer):  # type: ignore[misc]
             with hung_round_ends_process():
                 self.stage2.learner.evaluate_final(self.state.global_step)
         self._take_ended()
-        if self.show_pictures:
-            self.stage2.tell_evaluations()  # trackio takes nothing once training has ended
         if not self.control.should_save:
             return
         saved = getattr(self.state, "last_model_checkpoint", None)

@@ -256,7 +256,6 @@ class Stage2Trainer(EvaluatedTrainer):
             logging_steps=int(self.args.logging_steps),
             wrap_transport=self.wrap_transport,
             validation_rows=_rows_of(self.eval_dataset),
-            show_pictures=self.show_pictures,
         )
         if self._resume_directory and self.stage2_config.b_enabled:
             self._resume()
