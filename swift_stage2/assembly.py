@@ -42,7 +42,7 @@ from swift_stage2.checks.servers import FoundServers, examine, wait_for_servers
 from swift_stage2.collectives import ControlGroup, join_control_group, together
 from swift_stage2.config import Fenced, Mode, OnPending, OnPipelineFailure, Stage2Config, StarvationAction
 from swift_stage2.config.swift_arguments import require_metric
-from swift_stage2.detections.recorded import EvaluationKeeper, draw_row, evaluations_directory
+from swift_stage2.detections.recorded import EvaluationKeeper, evaluations_directory
 from swift_stage2.evaluation import make_evaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
@@ -273,8 +273,6 @@ def _build_channel_b(
         keeper=EvaluationKeeper(
             evaluations_directory(Path(run_directory)) if config.telemetry.audit else None,
             DIALECTS.get(dialect, OBJECT_LIST),
-            partial(draw_row, validation_rows or (), parts.task.likeness),
-            [telemetry.show_pictures] if config.telemetry.tensorboard else (),
         ),
         last_step=total_steps - 1,
     )

@@ -86,11 +86,6 @@ def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in _OWN_PARSER:
         module, _ = _OWN_PARSER[arguments[0]]
         return int(importlib.import_module(f"swift_stage2.{module}").main(arguments[1:]))
-    if arguments and arguments[0] == "servers":
-        raise UserError(
-            "servers is retired: list every server in rollout.servers; one that is absent at the start joins when it "
-            "answers"
-        )
     options = parser().parse_args(arguments)
     if options.command == "completion":
         print(importlib.import_module("shtab").complete(parser(), options.shell))

@@ -76,19 +76,13 @@ class RankEvaluation:
         decoding: DecodingConfig,
         events: EvaluationRecorder,
         usable: Sequence[int] | None = None,
-        num_pictures: int = 0,
     ) -> None:
-        """Of the first ``num_samples`` of ``rows`` that are ``usable``, rank r's are r, r + ``world_size``, …
-
-        ``num_pictures`` of them all, at even distances, are told with what a picture of them shows.
-        """
+        """Of the first ``num_samples`` of ``rows`` that are ``usable``, rank r's are r, r + ``world_size``, …"""
         self._rows = rows
         self._task = task
         chosen = (range(len(rows)) if usable is None else usable)[:num_samples]
         indices = chosen[rank::world_size]
         self._keys = [SampleKey(_EPOCH, position, index) for position, index in enumerate(indices)]
-        pictured = {len(chosen) * place // num_pictures for place in range(num_pictures)}
-        self._pictured = {chosen[place] for place in pictured if place < len(chosen)}
         self._client = client
         self._make_request = make_request
         self._preprocessor = preprocessor
@@ -247,7 +241,7 @@ class RankEvaluation:
             truth = answer[0].sample.truth if answer else self._task.read_truth(row)
         except SampleError:
             truth = None
-        return as_line(recorded_row(index, row, truth, answer, draws=index in self._pictured))
+        return as_line(recorded_row(index, row, truth, answer))
 
 
 @dataclass(eq=False, repr=False)
@@ -369,7 +363,6 @@ def make_evaluation(
         decoding=config.rollout.decoding,
         events=events,
         usable=usable,
-        num_pictures=settings.num_pictures,
     )
     return PinnedEvaluation(
         schedule,

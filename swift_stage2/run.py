@@ -75,11 +75,6 @@ class Stage2Run:
         evaluation = self.channel_b.evaluation if self.channel_b is not None else None
         return evaluation.ended if evaluation is not None else ()
 
-    def tell_evaluations(self) -> None:
-        """Tells what is still to come of evaluations that have ended: scores and pictures, within 30 s of each."""
-        if self.channel_b is not None and self.channel_b.evaluation is not None:
-            self.channel_b.evaluation.close()
-
     def start(self) -> None:
         """Starts the background threads; from here on the main thread counts as busy unless it says otherwise."""
         self.telemetry.clock.switch(Activity.BUSY)

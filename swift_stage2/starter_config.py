@@ -9,7 +9,6 @@ import argparse
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from swift_stage2.dataset.files import local_files, split_rows
 from swift_stage2.errors import UserError
 from swift_stage2.runtime.output import say
 from swift_stage2.runtime.parser import CommandParser
-from swift_stage2.runtime.ports import is_free
 
-_FIRST_PORT, _FIRST_GROUP_PORT, _LAST_PORT = 8000, 29600, 65535
+_FIRST_PORT, _FIRST_GROUP_PORT = 8000, 29600
 _PATHS = ("model", "dataset", "val_dataset", "external_plugins", "adapters")
 _OF_BOTH_SIDES = ("model_type", "template", "external_plugins", "max_pixels")
 _HEAD = """\
@@ -86,8 +84,10 @@ def starter_config(options: argparse.Namespace) -> dict[str, Any]:
         **({} if learner else {"use_cpu": True, "ddp_backend": "gloo", "attn_impl": "sdpa"}),
         "add_version": False,
     }
-    ports = _free_ports(len(rollout) or 1)
-    urls = [{"base_url": f"http://127.0.0.1:{http}", "group_port": group} for http, group in ports]
+    urls = [
+        {"base_url": f"http://127.0.0.1:{_FIRST_PORT + number}", "group_port": _FIRST_GROUP_PORT + number}
+        for number in range(len(rollout) or 1)
+    ]
     data: dict[str, Any] = {
         "swift": swift,
         "stage2_ab": {"schedule": {"b_ratio": options.b_ratio}, "task": options.task},
@@ -144,15 +144,6 @@ def _devices(answer: str) -> list[int]:
     if not all(word.strip().isdecimal() for word in words):
         raise UserError(f"GPUs must be numbers with commas between, got {answer!r}; write 0,1 or none")
     return [int(word) for word in words]
-
-
-def _free_ports(number: int) -> list[tuple[int, int]]:
-    """HTTP and group port of each server: the first that nobody here holds."""
-    http, group = (
-        (port for port in range(first, _LAST_PORT) if is_free("127.0.0.1", port))
-        for first in (_FIRST_PORT, _FIRST_GROUP_PORT)
-    )
-    return list(islice(zip(http, group, strict=False), number))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

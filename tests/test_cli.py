@@ -45,12 +45,6 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
-def test_a_retired_command_says_what_to_do_instead(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["servers", "add", "run", "http://127.0.0.1:8001"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "servers is retired: list every server in rollout.servers" in line
-
-
 def test_pages_are_made_without_torch() -> None:
     """Its import costs more than a report."""
     makers = (

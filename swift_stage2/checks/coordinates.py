@@ -264,7 +264,9 @@ def ask_rows(
                 "read the server's log; if it was late, write a longer rollout.request_timeout_s",
             )
         for image, reply in zip(asked.images[start:], result.completions, strict=False):
-            if difference := size_difference(reply.images_size, (image.resized,)):
+            if difference := size_difference(
+                reply.images_size, [(round(image.resized[0]), round(image.resized[1]))]
+            ):
                 return failed(difference, OTHER_PROMPT)
             images.append(replace(image, answers=read_numbers(reply.text, dialect.label_key)))
     num_boxes = sum(len(image.answers) for image in images)

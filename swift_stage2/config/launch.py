@@ -186,8 +186,6 @@ def _check_devices(devices: tuple[int | str, ...]) -> None:
 
 UTILIZATION = "vllm_gpu_memory_utilization"
 """Argument of a server on vLLM: the part of each of its devices that it takes."""
-_VLLMS_OWN = 0.9
-_WITHOUT = ServerEngine.TRANSFORMERS  # which takes what it needs
 
 
 class Placement(NamedTuple):
@@ -207,11 +205,9 @@ def check_devices(launch: LaunchConfig, placements: Iterable[Placement]) -> None
     """Checks that each process may have the devices it names.
 
     Raises:
-        ConfigError: two share one without ``launch.share_devices``, a part is no number up to 1, the parts of a shared
-            one are not stated or too much together, or a stock server is on rank 0's, where NCCL cannot reach it.
+        ConfigError: two share one without ``launch.share_devices``, the parts of a shared one are not stated or too
+            much together, or a stock server is on rank 0's, where NCCL cannot reach it.
     """
-    for number, server in enumerate(launch.servers):
-        share_of(server, f"launch.servers[{number}].args")
     users: dict[tuple[str, int | str], list[Placement]] = {}
     for placement in placements:
         for device in placement.devices:
@@ -228,31 +224,9 @@ def check_devices(launch: LaunchConfig, placements: Iterable[Placement]) -> None
             _check_shares(launch, device, who)
 
 
-def share_of(server: ServerProcess, place: str = "launch.servers[].args") -> float | None:
-    """The part that a server on vLLM states; None where it states none, or takes what it needs (transformers).
-
-    ``place``: where it stands in the file.
-
-    Raises:
-        ConfigError: it is no part.
-    """
-    if server.engine is ServerEngine.TRANSFORMERS:
-        return None
-    args = {name.lstrip("-").replace("-", "_"): value for name, value in server.args.items()}
-    share = args.get(UTILIZATION)
-    is_number = isinstance(share, int | float) and not isinstance(share, bool)
-    if share is not None and not (is_number and 0 < share <= 1):
-        raise ConfigError(
-            f"{place}.{UTILIZATION} must be a number above 0 and at most 1",
-            got=f"{UTILIZATION}={share!r}",
-            remedy=f"write it like {UTILIZATION}: 0.4",
-        )
-    return share
-
-
-def even_share(num_users: int, taken: float = 0.0) -> float:
-    """A part for each of so many processes, of what ``taken`` leaves; two digits, rounded down."""
-    return int(100 * (1 - taken) / num_users + 1e-6) / 100
+def even_share(num_users: int) -> float:
+    """A part for each of so many processes, which two digits hold, rounded down."""
+    return int(100 / num_users + 1e-6) / 100
 
 
 def _refuse_stock_beside_rank_0(launch: LaunchConfig, device: int | str, who: Sequence[Placement]) -> None:
@@ -268,20 +242,16 @@ def _refuse_stock_beside_rank_0(launch: LaunchConfig, device: int | str, who: Se
 
 
 def _check_shares(launch: LaunchConfig, device: int | str, who: Sequence[Placement]) -> None:
-    servers = {each.name: launch.servers[each.server] for each in who if each.server is not None}
-    shares = {name: share_of(server, f"launch.{name}.args") for name, server in servers.items()}
-    stated = {name: share for name, share in shares.items() if share is not None}
-    total = round(sum(stated.values()), 6)
-    silent = [
-        name for name, server in servers.items() if name not in stated and server.engine is not _WITHOUT
-    ]
-    if total < 1 and not silent:
-        return
-    share = even_share(len(who)) if total >= 1 else even_share(len(who) - len(stated), total)
-    told = [f"{part:g} of {name}" for name, part in stated.items()]
-    told += [f"none of {name}, so that vLLM would take {_VLLMS_OWN:g}" for name in silent]
-    raise ConfigError(
-        f"the parts of device {device} must be stated by every server on vLLM and be below 1 together",
-        got=f"{UTILIZATION} {', '.join(told)} ({total:g} together)",
-        remedy=f"write {UTILIZATION}: {share:g} for each of them, or give one another device",
-    )
+    servers = [launch.servers[each.server] for each in who if each.server is not None]
+    shares: list[Any] = []
+    for server in servers:
+        if server.engine is not ServerEngine.TRANSFORMERS:  # which takes what it needs
+            args = {name.lstrip("-").replace("-", "_"): value for name, value in server.args.items()}
+            shares.append(args.get(UTILIZATION))
+    are_parts = all(type(share) in (int, float) and share > 0 for share in shares)
+    if not are_parts or sum(shares) >= 1:
+        raise ConfigError(
+            f"every server on vLLM must state its part of device {device}, which it shares, all below 1 together",
+            got=f"{UTILIZATION} {', '.join(map(str, shares))}",
+            remedy=f"write {UTILIZATION}: {even_share(len(who)):g} into args of each, or give one another device",
+        )

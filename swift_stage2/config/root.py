@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,7 +20,6 @@ from swift_stage2.config.stage2_ab import (
     SHIPPED_DIALECTS,
     SHIPPED_TASKS,
     Stage2AbConfig,
-    StarvationAction,
 )
 from swift_stage2.config.swift_arguments import (
     as_argv,
@@ -34,26 +32,8 @@ from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError
 from swift_stage2.runtime.route import is_loopback
 
-_WANTED_STEPS_IN_GRACE = 4
 _PARTS_OF_FIRST_ROUND = 3  # canary, copy, pushes: each may take all of a round's time
-# A round's own waits are of seconds; a bucket is copied, summed, sent and taken, at this pace or better.
-_ROUND_FIXED_S = 10.0
-_SLOW_BUCKET_MIB_PER_S = 100.0
-# Of a call besides its tokens, and a pace that no server keeps for one conversation among several.
-_REQUEST_FIXED_S = 1.0
-_FAST_TOKENS_PER_S = 400.0
-
 _SECRET = re.compile(r"_(token|secret|webhook_url|api_key|password)$")  # ms-swift's arguments of these names
-
-# Keys of configurations from before this package, wherever they stand, and what says the same now.
-RETIRED_ANYWHERE = {"rollout_buffer": "stage2_ab.channel_b.prefetch"}
-RETIRED_AT_TOP = {
-    "temperature": "rollout.decoding.temperature",
-    "top_p": "rollout.decoding.top_p",
-    "top_k": "rollout.decoding.top_k",
-    "max_new_tokens": "rollout.decoding.max_new_tokens",
-    "repetition_penalty": "rollout.decoding.repetition_penalty",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +151,6 @@ class Stage2Config:
             *self.stage2_ab.channel_b.prefetch.inequalities,
             self._control_timeout_inequality(),
             *(self._accumulation_inequalities(steps) if steps is not None else ()),
-            *self._advice(),
         )
 
     def check_accumulation(self, gradient_accumulation_steps: int) -> None:
@@ -254,45 +233,6 @@ class Stage2Config:
         is_written = prefetch.max_rollouts_per_version is not None
         budget = (prefetch.budget_inequality(per_step),) if is_written else ()
         return (*holding_a_step, *budget, advice)
-
-    def _advice(self) -> tuple[Inequality, ...]:
-        """Times that are so short that what is sound is given up, and a grace in which a single B step decides."""
-        starvation, b_ratio = self.stage2_ab.starvation, self.stage2_ab.schedule.exact_b_ratio
-        grace, rollout, sync = starvation.grace_steps, self.rollout, self.rollout.sync
-        grace_needed = math.ceil(_WANTED_STEPS_IN_GRACE / b_ratio) if b_ratio else grace
-        fixed, pace, tokens = _ROUND_FIXED_S, _SLOW_BUCKET_MIB_PER_S, rollout.decoding.max_new_tokens
-        round_s = math.ceil(fixed + sync.bucket_mib / pace)
-        request_s = math.ceil(_REQUEST_FIXED_S + tokens / _FAST_TOKENS_PER_S)
-        per_request = f"{_REQUEST_FIXED_S:g} + {tokens} / {_FAST_TOKENS_PER_S:g}"
-        return (
-            Inequality(
-                "starvation grace",
-                f"stage2_ab.starvation.grace_steps * b_ratio >= {_WANTED_STEPS_IN_GRACE}",
-                f"{grace} * {float(b_ratio):g} = {float(grace * b_ratio):g}",
-                starvation.action is StarvationAction.OFF or grace >= grace_needed,
-                f"write stage2_ab.starvation.grace_steps: {grace_needed} or more",
-                "one skipped B step counts as starvation",
-                is_advice=True,
-            ),
-            Inequality(
-                "round time",
-                f"rollout.sync.timeout_s >= {fixed:g} + sync.bucket_mib / {pace:g}",
-                f"{sync.timeout_s:g} >= {fixed:g} + {sync.bucket_mib} / {pace:g} = {round_s}",
-                sync.timeout_s >= round_s,
-                f"write rollout.sync.timeout_s: {round_s} or more, plus the seconds that all weights take",
-                "a sound round may be given up, and its servers with it",
-                is_advice=True,
-            ),
-            Inequality(
-                "request time",
-                f"rollout.request_timeout_s >= {_REQUEST_FIXED_S:g} + max_new_tokens / {_FAST_TOKENS_PER_S:g}",
-                f"{rollout.request_timeout_s:g} >= {per_request} = {request_s}",
-                rollout.request_timeout_s >= request_s,
-                f"write rollout.request_timeout_s: {request_s} or more, or a smaller rollout.decoding.max_new_tokens",
-                "a long answer is given up while a sound server writes it",
-                is_advice=True,
-            ),
-        )
 
     def _check_names(self) -> None:
         """Names that only a user's file could register are left to the start, when it has been loaded."""
@@ -383,18 +323,6 @@ def load_config(path: str | PathLike[str]) -> Stage2Config:
     file = Path(path)
     data = read_yaml(file)
     try:
-        _refuse_retired(data)
         return bind(Stage2Config, data)
     except ConfigError as exc:
         raise exc.at(str(file)) from exc
-
-
-def _refuse_retired(data: Mapping[str, Any], place: str = "") -> None:
-    for key, value in data.items():
-        replacement = RETIRED_ANYWHERE.get(key) or (None if place else RETIRED_AT_TOP.get(key))
-        if replacement is not None:
-            raise ConfigError(
-                f"{place}{key} is retired and no longer read", remedy=f"use {replacement} instead"
-            )
-        if isinstance(value, Mapping) and f"{place}{key}" != "swift":
-            _refuse_retired(value, f"{place}{key}.")

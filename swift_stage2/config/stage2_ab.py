@@ -334,12 +334,9 @@ class EvaluationConfig:
     final_timeout_s: float = 600.0
     """With ``every_steps``, how many seconds after training one more round and evaluation, of the final weights, may
     take; 0 does without."""
-    num_pictures: int = 4
-    """Rows among them, always the same, that every evaluation shows as pictures with true and predicted objects, in
-    TensorBoard; 0 draws none."""
 
     def __post_init__(self) -> None:
-        rules.at_least(self, 0, "every_steps", "max_round_delay_steps", "final_timeout_s", "num_pictures")
+        rules.at_least(self, 0, "every_steps", "max_round_delay_steps", "final_timeout_s")
         rules.at_least(self, 1, "num_samples")
 
 

@@ -193,13 +193,6 @@ def refuse_values(arguments: Mapping[str, Any]) -> None:
             got=f"deepspeed={deepspeed!r}",
             remedy="remove the key to train without DeepSpeed",
         )
-    workers = arguments.get("dataloader_num_workers")
-    if isinstance(workers, int) and workers < 0:
-        raise ConfigError(
-            "swift.dataloader_num_workers must be at least 0",
-            got=f"dataloader_num_workers={workers}",
-            remedy="write 0 for none",
-        )
 
 
 def refuse_unknown_names(
@@ -211,26 +204,9 @@ def refuse_unknown_names(
     """
     for name in arguments:
         if name not in valid:
-            near = _OTHER_NAMES.get(name) or closest(name, tuple(valid))
+            near = closest(name, tuple(valid))
             hint = f"did you mean {near!r}?" if near else "`swift sft` has no such argument: remove it"
             raise ConfigError(f"unknown key {name!r} in {where}", remedy=hint)
-
-
-_GRPO = "stage2_ab.channel_b.grpo"
-# Of ms-swift 3 and 2, and of what has sections of its own here: the share of channel B, and the settings of its GRPO.
-_OTHER_NAMES = {
-    "train_type": "tuner_type",
-    "sft_type": "tuner_type",
-    "b_ratio": "stage2_ab.schedule.b_ratio",
-    "beta": f"{_GRPO}.kl_weight",
-    "epsilon": f"{_GRPO}.clip_low",
-    "epsilon_high": f"{_GRPO}.clip_high",
-    "scale_rewards": f"{_GRPO}.scale_by_std",
-    "reward_weights": "stage2_ab.channel_b.reward.weights",
-    "reward_funcs": "stage2_ab.channel_b.reward.weights",
-    "num_generations": "rollout.num_generations",
-    "max_completion_length": "rollout.decoding.max_new_tokens",
-}
 
 
 def as_argv(arguments: Mapping[str, Any]) -> list[str]:

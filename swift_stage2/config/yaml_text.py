@@ -102,24 +102,17 @@ def parse_yaml(text: str, name: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as exc:
-        raise _syntax_error(exc, text).at(name) from exc
+        raise _syntax_error(exc).at(name) from exc
     except RecursionError as exc:
         raise ConfigError("values must be nested less deep", remedy="remove brackets", key=name) from exc
     except ConfigError as exc:
         raise exc.at(name) from exc
 
 
-def _syntax_error(error: yaml.YAMLError, text: str) -> ConfigError:
-    where, problem = "", " ".join(str(error).split())
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        where = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: "
-        problem = error.problem or problem
-        if error.context_mark is not None and error.context_mark.line != error.problem_mark.line:
-            problem = f"{problem} ({error.context} that begins on line {error.context_mark.line + 1})"
-    elif isinstance(error, yaml.reader.ReaderError):
-        before = text[: error.position]
-        where = f"line {before.count(chr(10)) + 1}, column {len(before) - before.rfind(chr(10))}: "
-        problem = f"{error.reason}: {text[error.position]!r}"
+def _syntax_error(error: yaml.YAMLError) -> ConfigError:
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    problem = getattr(error, "problem", None) or " ".join(str(error).split())
     return ConfigError(
         f"{where}the file must be valid YAML",
         got=f"{problem}",

@@ -118,7 +118,7 @@ class CocoFile:
                 if key is not None and seen.setdefault(key, content) != content:
                     self._report.add(ImportIssue.ID_TWICE, where)
                 box = self._box(annotation, where)
-                if name := self._name_of[image]:
+                if box is not None and (name := self._name_of[image]):
                     self._objects[name].append(AnnotatedObject(self._labels[category], box, where))
 
     def _id(self, of: str, element: Any, member: str) -> str | None:

@@ -125,7 +125,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="COCO's JSON",
         description="Writes images, categories and annotations.",
         exit_statuses="0 done",
-        retired={"--truth": "images and categories are listed by name; take the ids from there"},
     )
     add = coco.add_argument
     add("rows", type=Path, metavar="PREDICTIONS.jsonl", help="predictions, or rows of training data")

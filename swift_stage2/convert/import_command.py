@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,20 +15,20 @@ from typing import Any
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.convert.coco_file import CocoFile
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
-from swift_stage2.convert.rows import LABEL, LABELS, ImagePlacer, RowStyle
+from swift_stage2.convert.rows import LABELS, ImagePlacer, RowStyle
 from swift_stage2.convert.sources import ImageFolder
 from swift_stage2.convert.voc_folder import VocFolder
 from swift_stage2.convert.yolo_folder import YoloFolder
 from swift_stage2.dataset.picture import TURN
 from swift_stage2.errors import DatasetError, UserError
 from swift_stage2.runtime.output import SafeConsole, check_new_file, say
-from swift_stage2.runtime.parser import CommandParser, whole_number
+from swift_stage2.runtime.parser import CommandParser
 from swift_stage2.runtime.progress import going_on, progress_bar
 from swift_stage2.whole_file import whole_file
 
 Source = CocoFile | YoloFolder | VocFolder
 _EVERY = 50  # images between two movements of the bar
-_PROMPT, _CLASS_PROMPT = "Detect all objects.", f"Detect every {LABEL}."
+_PROMPT = "Detect all objects."
 _UPRIGHT = f"turn the pictures themselves, and import them then: {TURN}"
 _SOURCES = {
     "coco": "COCO's JSON, as CVAT, Label Studio and Roboflow write it, too",
@@ -48,20 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_new_file(output, force=options.force, sources=[options.source])
     if not os.path.isdir(options.images):  # Path.is_dir raises for names that are too long
         raise UserError(f"--images must be a folder, got {options.images}, which is none; correct the path")
-    style = RowStyle(  # before anything is read: it refuses a wrong prompt
-        prompt=options.prompt,
-        dialect=DIALECTS[options.dialect],
-        seed=options.seed,
-        per_class=options.per_class,
-        negatives=options.negatives,
-        max_objects=options.max_objects,
-    )
+    style = RowStyle(prompt=options.prompt, dialect=DIALECTS[options.dialect])  # refuses a wrong prompt
     report = ImportReport()
     # Absolute, so that rows are right wherever they are read from.
     folder = ImageFolder(options.images.absolute())
     with going_on("import", f"reading {options.source}"):
         source = _open(options, report, folder)
-    if options.negatives or LABELS in options.prompt:
+    if LABELS in options.prompt:
         style = replace(style, labels=source.labels())
     placer = ImagePlacer(folder.folder, report)
     try:
@@ -99,7 +91,7 @@ def _write(
 ) -> list[str]:
     """A line for each file: how much it holds. Raises OSError or UserError; then there is none."""
     report = placer.report
-    num_images, num_rows, num_objects = Counter[Path](), Counter[Path](), Counter[Path]()
+    num_images, num_objects = Counter[Path](), Counter[Path]()
     with ExitStack() as stack:
         files = {path: stack.enter_context(whole_file(path)) for path in outputs}
         move_to = stack.enter_context(progress_bar(len(source), "images"))
@@ -109,13 +101,11 @@ def _write(
             if (placed := placer.place(image)) is None:
                 continue
             path = outputs[-1] if _is_held_out(image.name, options) else outputs[0]
-            rows = list(style.rows(placed, report))
-            files[path].writelines(rows)
-            num_rows[path] += len(rows)
-            num_images[path] += bool(rows)
-            num_objects[path] += len(placed.objects) if rows else 0
+            files[path].write(style.row(placed))
+            num_images[path] += 1
+            num_objects[path] += len(placed.objects)
         found = "; ".join(report.words()) or "nothing odd"
-        if not num_rows.total():
+        if not num_images.total():
             raise DatasetError(f"SOURCE must give rows, got none: {found}; mend what is named")
         if report.num_annotations and not num_objects.total():
             raise DatasetError(
@@ -128,15 +118,12 @@ def _write(
                 f"with the upright size: {report.counts[ImportIssue.UPRIGHT]}); write --boxes-on stored if boxes were "
                 f"drawn on the pixels as they lie in the file; else, as most programs show pictures, {_UPRIGHT}"
             )
-        if empty := [path for path in outputs if not num_rows[path]]:
+        if empty := [path for path in outputs if not num_images[path]]:
             raise UserError(
                 f"--split must leave images on both sides, got {options.split:g} of {num_images.total()} images and "
                 f"none for {empty[0]}; name another share or --seed"
             )
-    return [
-        f"{path}: {num_rows[path]:,} rows of {num_images[path]:,} images with {num_objects[path]:,} objects"
-        for path in outputs
-    ]
+    return [f"{path}: {num_images[path]:,} rows with {num_objects[path]:,} objects" for path in outputs]
 
 
 def _is_held_out(name: str, options: argparse.Namespace) -> bool:
@@ -148,12 +135,6 @@ def _is_held_out(name: str, options: argparse.Namespace) -> bool:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    argv = sys.argv[2:] if argv is None else argv
-    if argv[:1] == ["pages"]:
-        raise UserError(
-            "import pages is retired: draw pages' pictures and boxes with a browser, write them as COCO, and give "
-            "that to import coco"
-        )
     parser = CommandParser(
         prog="swift-stage2 import", exit_statuses="0 done", description="Turns a labelled data set into rows."
     )
@@ -164,45 +145,31 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     first_help = "where edges count from (default 1)"
     of_format["voc"]("--first-pixel", type=int, choices=(0, 1), default=1, help=first_help)
     of_format["voc"]("--skip-difficult", action="store_true", help="drop objects marked as difficult")
-    options = parser.parse_args(argv)
-    if options.prompt is None:
-        options.prompt = _CLASS_PROMPT if options.per_class else _PROMPT
-    if options.boxes_on == "upright":
-        raise UserError(f"--boxes-on upright is retired: {_UPRIGHT}")
-    if options.negatives and not options.per_class:
-        raise UserError(
-            f"--negatives goes with --per-class, got --negatives {options.negatives} alone; add it"
-        )
-    return options
+    return parser.parse_args(argv)
 
 
 def _add_format(formats: Any, name: str, meaning: str) -> Callable[..., Any]:
     """The options of all formats; returns what adds those of one."""
     parser = formats.add_parser(
-        name,
-        help=meaning,
-        description=f"SOURCE is {meaning}.",
-        exit_statuses="0 done",
-        retired={"--order": "objects stand as SOURCE lists them; sort them there"},
+        name, help=meaning, description=f"SOURCE is {meaning}.", exit_statuses="0 done"
     )
     add: Callable[..., Any] = parser.add_argument
     add("source", type=Path, metavar="SOURCE")
     add("--images", type=Path, required=True, metavar="DIR", help="the folder that images' names start from")
     add("--output", type=Path, required=True, metavar="TRAIN.jsonl", help="the file to write")
-    prompts = f"(default: {_PROMPT} or {_CLASS_PROMPT})"
-    add("--prompt", help=f"the question; {LABELS} stands for all classes, {LABEL} for one {prompts}")
+    add(
+        "--prompt",
+        default=_PROMPT,
+        help=f"the question; {LABELS} stands for all classes (default: {_PROMPT})",
+    )
     of_boxes = [name for name, dialect in DIALECTS.items() if dialect.num_coordinates == 4]
     add("--dialect", choices=of_boxes, default=of_boxes[0], help="default: %(default)s")
-    add("--per-class", action="store_true", help="ask for one class per row, for each that the image shows")
-    negatives_help = "with --per-class: ask every image for N classes that it does not show, too"
-    add("--negatives", type=whole_number(1), default=0, metavar="N", help=negatives_help)
-    add("--max-objects", type=whole_number(1), metavar="N", help="leave out images with more objects")
     add("--split", type=_share, metavar="SHARE", help="write this share of the images to TRAIN.val.jsonl")
-    add("--seed", type=int, default=0, metavar="N", help="of --split and --negatives (default 0)")
+    add("--seed", type=int, default=0, metavar="N", help="of --split (default 0)")
     boxes_on_help = (
         "where a picture carries an EXIF rotation: boxes were drawn on its pixels as they are stored"
     )
-    add("--boxes-on", choices=("stored", "upright"), help=boxes_on_help)
+    add("--boxes-on", choices=("stored",), help=boxes_on_help)
     add("--force", action="store_true", help="replace TRAIN.jsonl if it exists")
     return add
 

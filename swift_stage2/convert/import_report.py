@@ -31,8 +31,6 @@ class ImportIssue(Enum):
         "picture whose boxes all end within its first pixel, as shares would",
         "left out; multiply by width and height",
     )
-    TOO_MANY = ("picture with more objects than --max-objects", "left out")
-    UNASKED = ("picture that no question is asked about", "left out; --negatives asks")
     LISTED_TWICE = ("picture that is listed twice", "its objects joined")
     OTHER_NAME = ("picture that its annotation file names otherwise", "taken by the file's own name")
     EMPTY = ("picture without objects", "kept, with empty lists")

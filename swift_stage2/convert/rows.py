@@ -1,15 +1,14 @@
 """A picture's rows: its boxes, put on the picture that is there, and the question and answer about them.
 
-Every box lies inside its picture, as large as that is, and has an area. A row asks about all classes, or about one.
+Every box lies inside its picture, as large as that is, and has an area.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,18 +24,16 @@ from swift_stage2.errors import UserError
 from swift_stage2.records import Box
 
 _IMAGE_MARK = "<image>"
-LABEL, LABELS = "{label}", "{labels}"
+LABELS = "{labels}"
 _PLACEHOLDER = re.compile(r"\{\s*labels?\s*\}", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """A picture that a row can name, and its boxes in pixels; ``hidden``: labels of objects that were left out."""
+    """A picture that a row can name, and its boxes in pixels."""
 
     path: str
-    name: str
     objects: list[tuple[str, Box]]
-    hidden: set[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +49,26 @@ class ImagePlacer:
         picture = self._look_at(path)
         if picture is None:
             return None
-        boxes = [each.box for each in image.objects if each.box is not None]
-        if not image.is_share and boxes and all(max(box) <= 1 for box in boxes):
-            first = next(each.where for each in image.objects if each.box is not None)
-            self.report.add(ImportIssue.SHARES, f"{first}: {path}")
+        objects = image.objects
+        if not image.is_share and objects and all(max(each.box) <= 1 for each in objects):
+            self.report.add(ImportIssue.SHARES, f"{objects[0].where}: {path}")
             return None
         size = picture.width, picture.height
         self._compare_sizes(image, picture, size)
         placed: list[tuple[str, Box]] = []
-        hidden = {each.label for each in image.objects if each.box is None}
         for label, written, where in self._once(image.objects):
             box = self._inside(_pixels(written, size) if image.is_share else written, size, where)
-            if box is None:
-                hidden.add(label)
-            else:
+            if box is not None:
                 placed.append((label, box))
         if not placed:
             self.report.add(ImportIssue.EMPTY, path)
-        return PlacedImage(path, image.name, placed, hidden)
+        return PlacedImage(path, placed)
 
     def _once(self, objects: Sequence[AnnotatedObject]) -> list[tuple[str, Box, str]]:
-        """Those with a box, each once."""
+        """Each once."""
         found: dict[tuple[str, Box], str] = {}
         for label, box, where in objects:
-            if box is not None and found.setdefault((label, box), where) is not where:
+            if found.setdefault((label, box), where) is not where:
                 self.report.add(ImportIssue.REPEATED, f"{where} as {found[label, box]}")
         return [(label, box, where) for (label, box), where in found.items()]
 
@@ -127,68 +120,34 @@ def _pixels(shares: Box, size: tuple[int, int]) -> Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStyle:
-    """``prompt`` may hold ``{labels}``, all classes, and with ``per_class`` holds ``{label}``.
+    """``prompt`` may hold ``{labels}``, which stands for all ``labels``.
 
     Raises:
-        UserError: a prompt that no row can have, or that does not ask what it should.
+        UserError: a prompt that no row can have.
     """
 
     prompt: str
     dialect: Dialect
-    seed: int = 0
-    per_class: bool = False
-    negatives: int = 0
-    """Questions per picture for classes that it does not show; with ``per_class``."""
-    max_objects: int | None = None
     labels: Sequence[str] = ()
-    """All classes, for ``{labels}`` and negatives."""
 
     def __post_init__(self) -> None:
-        if (LABEL in self.prompt) != self.per_class:
-            raise UserError(
-                f"--per-class and {LABEL} in --prompt go together, got prompt={self.prompt!r}; "
-                + (
-                    f"write --prompt 'Detect every {LABEL}.'"
-                    if self.per_class
-                    else "add --per-class, or take it out"
-                )
-            )
         if LABEL_MARK in self.prompt or BOX_MARK in self.prompt or self.prompt.count(_IMAGE_MARK) > 1:
             raise UserError(
                 f"--prompt may hold {_IMAGE_MARK} once, and neither {LABEL_MARK} nor {BOX_MARK}, got "
                 f"prompt={self.prompt!r}; take them out"
             )
-        if near := set(_PLACEHOLDER.findall(self.prompt)) - {LABEL, LABELS}:
-            raise UserError(f"--prompt knows {LABELS} and {LABEL}, got {min(near)}; correct it")
+        if near := set(_PLACEHOLDER.findall(self.prompt)) - {LABELS}:
+            raise UserError(f"--prompt knows {LABELS}, got {min(near)}; correct it")
 
-    def rows(self, image: PlacedImage, report: ImportReport) -> Iterator[str]:
-        """One line for each question about a picture, with its line break."""
-        objects = image.objects
-        if self.max_objects is not None and len(objects) > self.max_objects:
-            # Objects that a row leaves out are objects that the model is taught to leave out.
-            report.add(ImportIssue.TOO_MANY, image.name)
-            return
-        if not self.per_class:
-            yield self._row(image.path, self.prompt, objects)
-            return
-        shown = dict.fromkeys(label for label, _ in objects)
-        absent = [label for label in self.labels if label not in shown and label not in image.hidden]
-        chance = random.Random(f"{self.seed}:{image.name}")
-        asked = [*shown, *chance.sample(absent, min(self.negatives, len(absent)))]
-        if not asked:
-            report.add(ImportIssue.UNASKED, image.name)
-        for label in asked:
-            of_class = [each for each in objects if each[0] == label]
-            yield self._row(image.path, self.prompt.replace(LABEL, label), of_class)
-
-    def _row(self, path: str, prompt: str, objects: Sequence[tuple[str, Box]]) -> str:
-        prompt = prompt.replace(LABELS, ", ".join(self.labels))
+    def row(self, image: PlacedImage) -> str:
+        """The line of a picture, with its line break."""
+        prompt = self.prompt.replace(LABELS, ", ".join(self.labels))
         messages = [
             {"role": "user", "content": prompt if _IMAGE_MARK in prompt else _IMAGE_MARK + prompt},
-            {"role": "assistant", "content": _answer(self.dialect, len(objects))},
+            {"role": "assistant", "content": _answer(self.dialect, len(image.objects))},
         ]
-        labels, boxes = [label for label, _ in objects], [box for _, box in objects]
-        row = {"messages": messages, "images": [path], "objects": {"ref": labels, "bbox": boxes}}
+        labels, boxes = [label for label, _ in image.objects], [box for _, box in image.objects]
+        row = {"messages": messages, "images": [image.path], "objects": {"ref": labels, "bbox": boxes}}
         return json.dumps(row, ensure_ascii=False) + "\n"
 
 

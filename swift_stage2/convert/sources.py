@@ -36,10 +36,10 @@ _FLAGS = {
 
 
 class AnnotatedObject(NamedTuple):
-    """``box`` is x1, y1, x2, y2; None of one that was left out: nobody may say that the picture shows none of it."""
+    """``box`` is x1, y1, x2, y2."""
 
     label: str
-    box: Box | None
+    box: Box
     where: str
     """File and line."""
 

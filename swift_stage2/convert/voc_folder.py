@@ -72,8 +72,7 @@ class VocFolder:
 
     def labels(self) -> Sequence[str]:
         """In alphabetical order: VOC has no list of classes."""
-        objects = (each for image in self._images for each in image.objects)
-        return sorted({each.label for each in objects if each.box is not None})
+        return sorted({each.label for image in self._images for each in image.objects})
 
     def __iter__(self) -> Iterator[AnnotatedImage]:
         return iter(self._images)
@@ -82,32 +81,30 @@ class VocFolder:
         root = _parse_xml(read_regular(path))
         if root.tag != "annotation":
             raise ValueError(f"the root must be <annotation>, got <{root.tag}>")
-        objects = [self._object(thing, f"{path}:{thing.get(_LINE)}") for thing in root.iterfind("object")]
+        found = (self._object(thing, f"{path}:{thing.get(_LINE)}") for thing in root.iterfind("object"))
+        objects = [each for each in found if each is not None]
         if (name := self._picture(root, path, file)) is None:
             return None
         sides = [whole(root.findtext(f"size/{side}")) or 0 for side in ("width", "height")]
         size = (sides[0], sides[1]) if min(sides) > 0 else None
         return AnnotatedImage(name=name, objects=objects, size=size)
 
-    def _object(self, thing: Element, where: str) -> AnnotatedObject:
+    def _object(self, thing: Element, where: str) -> AnnotatedObject | None:
         self._report.num_annotations += 1
         label = self._spelling.spell((thing.findtext("name") or "").strip())
-        written, issue, is_kept = thing.findtext("difficult"), None, False
         if not label:
-            issue = ImportIssue.NO_LABEL
+            self._report.add(ImportIssue.NO_LABEL, where)
         elif (box := self._box(thing, where)) is None:
-            issue = ImportIssue.NO_BOX
-        elif (is_difficult := flag(written)) is None:
-            issue = ImportIssue.BAD_FLAG
+            self._report.add(ImportIssue.NO_BOX, where)
+        elif (is_difficult := flag(thing.findtext("difficult"))) is None:
+            self._report.add(ImportIssue.BAD_FLAG, where)
+        elif is_difficult and self._skip_difficult:
+            self._report.add(ImportIssue.SKIPPED, where)
         else:
-            is_kept = not (is_difficult and self._skip_difficult)
             if is_difficult:
-                issue = ImportIssue.DIFFICULT if is_kept else ImportIssue.SKIPPED
-        if issue:
-            self._report.add(
-                issue, f"{where}: difficult={written}" if issue is ImportIssue.BAD_FLAG else where
-            )
-        return AnnotatedObject(label, box if is_kept else None, where)
+                self._report.add(ImportIssue.DIFFICULT, where)
+            return AnnotatedObject(label, box, where)
+        return None
 
     def _box(self, thing: Element, where: str) -> Box | None:
         edges = numbers([(thing.findtext(f"bndbox/{edge}") or "").strip() for edge in _EDGES])

@@ -112,7 +112,6 @@ class YoloFolder:
             found = _read_values(fields, self._num_key_points)
             if isinstance(found, ImportIssue):
                 self._report.add(found, f"{where}: {line[:80]}")
-                yield AnnotatedObject(label, None, where)
                 continue
             box, note = found
             if note:

@@ -12,7 +12,6 @@ from pathlib import Path
 from swift_stage2.channel_b.dialects import DIALECTS, coordinates_of
 from swift_stage2.config.stage2_ab import DEFAULT_TASK, SHIPPED_TASKS
 from swift_stage2.dataset.fault import Rule
-from swift_stage2.dataset.picture import TURN
 from swift_stage2.dataset.survey import MOST_KEPT, Findings, survey
 from swift_stage2.errors import UserError, closest
 from swift_stage2.runtime.output import say
@@ -64,10 +63,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="check every row of JSONL files",
         description="Checks every row of JSONL files and prints all faults, each with its file and line.",
         exit_statuses=statuses,
-        retired={
-            "--json": "the exit status says whether there are faults, and every fault is one line",
-            "--apply-exif": f"turn the pictures themselves: {TURN}",
-        },
     )
     add = check.add_argument
     add("files", nargs="+", metavar="FILE.jsonl")

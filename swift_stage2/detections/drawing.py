@@ -1,6 +1,6 @@
 """One row as a picture: its image, true and predicted objects, and how close those of a pair are.
 
-For TensorBoard a JPEG, for galleries of HTML pages a smaller data URI. A path comes from a data set: it is opened as an
+Galleries of HTML pages hold it as a data URI. A path comes from a data set: it is opened as an
 image of a known raster format and as nothing else, only if it is a regular file of a bounded size.
 """
 
@@ -10,7 +10,7 @@ import base64
 import io
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -19,21 +19,16 @@ from PIL import Image, ImageDraw, ImageFont
 from pydantic import FiniteFloat
 
 from swift_stage2.channel_b.image_files import content_of
-from swift_stage2.channel_b.parsing import TrueObjects
-from swift_stage2.detections.prediction import as_text
 from swift_stage2.errors import SampleError
-from swift_stage2.records import ObjectMatch
 from swift_stage2.servers.image_opening import FORMATS
 
-MOST_SIDE = 640
-"""Pixels of a picture's longer side."""
+GALLERY_SIDE, _QUALITY = 384, 60
+"""Pixels of a picture's longer side, and WebP's quality."""
 _LEAST_SIDE = 320  # smaller images are enlarged, so that labels can be read
 _TRUTH, _MATCHED, _MISSED, _FALSE = "#0072b2", "#009e73", "#b87400", "#d6278f"
 _TEXT_PIXELS, _LINE_PIXELS, _RADIUS = 13, 18, 6
 _MOST_CHARACTERS = 24  # of a label
-_QUALITY = 85
 _MOST_PIXELS = 100_000_000
-_GALLERY_SIDE, _GALLERY_QUALITY = 384, 60
 # Pillow's own font knows Latin letters. These are looked for where the system keeps fonts.
 _OTHER_FONTS = (
     "NotoSansCJK-Regular.ttc",
@@ -59,39 +54,6 @@ class Drawing:
     """Prediction, truth, IoU or closeness."""
 
 
-def drawing_of(
-    match: ObjectMatch | None, truth: TrueObjects | None, scale: tuple[float, float]
-) -> Drawing | None:
-    """Of an answer its ``match``, times ``scale``; without one the ``truth`` alone, in pixels. None without either."""
-    if match is None:
-        alone = tuple(zip(map(as_text, truth.labels), truth.boxes, strict=True)) if truth else ()
-        return Drawing(alone, (), ()) if truth else None
-
-    def scaled(objects: Sequence[tuple[str, Sequence[float]]]) -> tuple[tuple[str, _Place], ...]:
-        return tuple(
-            (as_text(label), tuple(round(value * scale[axis % 2], 2) for axis, value in enumerate(place)))
-            for label, place in objects
-        )
-
-    return Drawing(scaled(match.truth), scaled(match.predicted), match.pairs)
-
-
-def draw(
-    drawing: Drawing, row: Mapping[str, Any], size: tuple[int, int], caption: str, likeness: str
-) -> bytes:
-    """A JPEG. ``size``: width and height of the stored image; ``likeness``: the word for what pairs have.
-
-    Raises:
-        SampleError, UnreadableImage, OSError and whatever else decoders raise: the row's first image cannot be read.
-    """
-    images = row.get("images") or ()
-    first = images[0] if isinstance(images, list | tuple) else images
-    canvas = _drawn(drawing, first, size, caption, likeness, MOST_SIDE)
-    buffer = io.BytesIO()
-    canvas.save(buffer, "JPEG", quality=_QUALITY, subsampling=0)
-    return buffer.getvalue()
-
-
 def gallery_image(
     drawing: Drawing, path: str, size: tuple[int, int], likeness: str = "IoU"
 ) -> tuple[str, str]:
@@ -99,19 +61,24 @@ def gallery_image(
     if not path:
         return "", "the image has no path"
     try:
-        canvas = _drawn(drawing, path, size, "", likeness, _GALLERY_SIDE)
+        canvas = draw(drawing, path, size, likeness)
     except (SampleError, UnreadableImage) as reason:
         return "", str(reason)
     except Exception as error:  # decoders of damaged files raise anything
         return "", f"no image that can be read: {type(error).__name__}"
     buffer = io.BytesIO()
-    canvas.save(buffer, "WEBP", quality=_GALLERY_QUALITY)
+    canvas.save(buffer, "WEBP", quality=_QUALITY)
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}", ""
 
 
-def _drawn(
-    drawing: Drawing, image: Any, size: tuple[int, int], caption: str, likeness: str, most_side: int
+def draw(
+    drawing: Drawing, image: Any, size: tuple[int, int], likeness: str, most_side: int = GALLERY_SIDE
 ) -> Image.Image:
+    """The picture with a legend. ``size``: width and height that places are measured in; ``likeness``: what pairs have.
+
+    Raises:
+        SampleError, UnreadableImage, OSError and whatever else decoders raise: the image cannot be read.
+    """
     picture = _opened(image, most_side)
     if (factor := math.ceil(_LEAST_SIDE / max(picture.size))) > 1:
         picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
@@ -127,7 +94,7 @@ def _drawn(
         pen.mark(place, text, _MATCHED if number in close else _FALSE, is_true=False)
     num_pairs, mean = len(close), sum(close.values()) / max(1, len(close))
     pen.legend(
-        ", ".join(filter(None, (caption, f"mean {likeness} {mean:.2f}" if num_pairs else ""))),
+        f"mean {likeness} {mean:.2f}" if num_pairs else "",
         (
             (f"{num_pairs} matched", _MATCHED),
             (f"{len(drawing.predicted) - num_pairs} false", _FALSE),

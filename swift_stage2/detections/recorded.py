@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.channel_b.parsing import TrueObjects
-from swift_stage2.channel_b.task import Rows
 from swift_stage2.dataset.picture import UNREADABLE, look_at
-from swift_stage2.detections.drawing import Drawing, draw, drawing_of
 from swift_stage2.detections.prediction import (
     FAILED,
     TRUNCATED,
@@ -59,8 +57,6 @@ class RecordedRow(Prediction):
     row: int
     file: str | None = None
     truth: LabelledBoxes | None = None
-    drawing: Drawing | None = None
-    """Of a row that is shown; in no file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +71,6 @@ class RecordedEvaluation:
 
 
 _FORM = TypeAdapter(RecordedRow)
-DrawRow = Callable[[RunningEvaluation, RecordedRow], bytes]
-"""An encoded picture."""
-ShowPictures = Callable[[int, Mapping[str, bytes]], None]
-"""Gets encoded pictures by name, and the step at which their evaluation began."""
 
 
 def recorded_row(
@@ -86,8 +78,6 @@ def recorded_row(
     row: Mapping[str, Any],
     truth: Any,
     answer: tuple[Rollout, Judged] | None = None,
-    *,
-    draws: bool = False,
 ) -> RecordedRow:
     """Row ``number`` of the validation set with its ``truth``, as the task read it; no ``answer``: it has failed.
 
@@ -106,7 +96,6 @@ def recorded_row(
             size = picture.width, picture.height
     match = judged.target.match if judged else None
     told = _in_row_pixels(row, truth, size) if isinstance(truth, TrueObjects) else None
-    drawing = drawing_of(match, told, (size[0] / space[0], size[1] / space[1])) if draws else None
     if match and any(len(place) != 4 for _, place in (*match.predicted, *match.truth)):
         match = None  # of points, for which there are no such metrics
     found = in_pixels(match.predicted, space, size) if match else LabelledBoxes()
@@ -125,7 +114,6 @@ def recorded_row(
         row=number,
         file=files[0] if files else None,
         truth=true,
-        drawing=drawing,
     )
 
 
@@ -148,15 +136,6 @@ def as_line(row: RecordedRow, evaluation: RunningEvaluation | None = None) -> st
     return json.dumps(known)
 
 
-def draw_row(rows: Rows, likeness: str, evaluation: RunningEvaluation, row: RecordedRow) -> bytes:
-    """A picture of a row that has a drawing. ``rows`` are the validation set's; raises what ``draw`` raises."""
-    assert row.drawing is not None
-    caption = f"row {row.row}, version {evaluation.version}"
-    if row.finish_reason in (FAILED, TRUNCATED):
-        caption += ", no answer" if row.finish_reason == FAILED else ", cut off"
-    return draw(row.drawing, rows[row.row], (row.width, row.height), caption, likeness)
-
-
 def scores_of(rows: Sequence[RecordedRow], dialect: Dialect) -> dict[str, float]:
     """``SCORES`` by name, as `evaluate` computes them; absent where nothing was counted or the task has no boxes."""
     truths = [TrueObjects(row.truth.ref, row.truth.bbox) for row in rows if row.truth is not None]
@@ -173,30 +152,15 @@ class Scored:
     evaluation: RunningEvaluation
     scores: Mapping[str, float]
     fault: str = ""
-    pictures: Mapping[str, bytes] = field(default_factory=dict)
-    """Encoded, by the name of their row."""
 
 
 class EvaluationKeeper:
-    """Rank 0's: writes what evaluations left, scores and draws it, each on a thread of its own. The main thread's."""
+    """Rank 0's: writes what evaluations left and scores it, each on a thread of its own. The main thread's."""
 
-    def __init__(
-        self,
-        directory: Path | None,
-        dialect: Dialect,
-        draw: DrawRow | None = None,
-        shows: Sequence[ShowPictures] = (),
-    ) -> None:
-        """``directory`` None writes nothing.
-
-        ``draw`` gets rows that have a drawing, and may raise anything; ``shows`` get the pictures, on the main thread.
-        Without either nothing is drawn.
-        """
+    def __init__(self, directory: Path | None, dialect: Dialect) -> None:
+        """``directory`` None writes nothing."""
         self._directory = directory
         self._dialect = dialect
-        self._draw = draw if shows else None
-        self._shows = shows
-        self._has_told_of_picture = False
         self._calls: list[tuple[RunningEvaluation, BackgroundCall[Scored]]] = []
 
     def take(self, evaluation: RunningEvaluation, parts: Sequence[str]) -> None:
@@ -211,25 +175,18 @@ class EvaluationKeeper:
             if not each[1].ended_within(max(0.0, end - time.monotonic())):
                 continue
             self._calls.remove(each)
-            scored = each[1].result_within(0.0)
-            for show in self._shows if scored.pictures else ():
-                show(scored.evaluation.begun_step, scored.pictures)
-            yield scored
+            yield each[1].result_within(0.0)
 
     def close(self) -> Iterator[Scored]:
         """The last ones. What has not ended in time is left to the process's end: files are whole or not there."""
         yield from self.finished(_END_S)
         late, self._calls = self._calls, []
         for evaluation, _ in late:
-            yield Scored(
-                evaluation, {}, f"scores and pictures were not ready {_END_S:g} s after the end of training"
-            )
+            yield Scored(evaluation, {}, f"scores were not ready {_END_S:g} s after the end of training")
 
     def _keep(self, evaluation: RunningEvaluation, parts: Sequence[str]) -> Scored:
         scores: Mapping[str, float] = {}
-        pictures: dict[str, bytes] = {}
         faults: list[str] = []
-        rows: list[RecordedRow] = []
         try:
             lines = (line for part in parts for line in part.splitlines())
             rows = sorted((_FORM.validate_json(line) for line in lines), key=lambda row: row.row)
@@ -241,22 +198,14 @@ class EvaluationKeeper:
         except Exception as error:  # top of a thread: told as a warning, for training needs none of this
             logger.debug("an evaluation could not be scored", exc_info=True)
             faults.append(f"{type(error).__name__}: {error}")
-        for row in rows:
-            try:
-                if row.drawing is not None and self._draw is not None:
-                    pictures[f"row{row.row}"] = self._draw(evaluation, row)
-            except Exception as error:  # decoders of damaged files raise anything
-                if not self._has_told_of_picture:
-                    faults.append(f"no picture of row {row.row}, and no word of further ones: {error}")
-                self._has_told_of_picture = True
-        return Scored(evaluation, scores, "; ".join(faults), pictures)
+        return Scored(evaluation, scores, "; ".join(faults))
 
     def _write(self, evaluation: RunningEvaluation, rows: Sequence[RecordedRow]) -> None:
         if self._directory is None or not rows:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
         name = f"step{evaluation.due_step:06d}.v{evaluation.version:06d}.jsonl"
-        lines = (as_line(replace(row, drawing=None), evaluation) + "\n" for row in rows)
+        lines = (as_line(row, evaluation) + "\n" for row in rows)
         write_whole(self._directory / name, "".join(lines), is_private=True)
 
 

@@ -91,10 +91,8 @@ def ask_server(
     """
     info, key = require_answer(base_url), RolloutConfig().api_key()
     connection = connect(base_url, info.chat_model, api_key=key, connect_timeout_s=CONNECT_TIMEOUT_S)
-    # A stock server works on one call after the other; all else takes requests one by one.
-    rows_per_call = questions.num_in_flight if info.is_swift_rollout else 1
     with closing(connection):
-        return _Asking(connection, encoder, questions, rows_per_call, on_progress).run(rows)
+        return _Asking(connection, encoder, questions, on_progress).run(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,29 +110,21 @@ class _Asking:
     connection: ServerConnection
     encoder: Encoder
     questions: AskingSettings
-    rows_per_call: int
     on_progress: Callable[[int], None]
     answered: dict[int, Prediction] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    again: deque[_AskedRow] = field(default_factory=deque)
-    """Of calls with several rows that brought no answer: to be asked one by one."""
     num_late: int = 0
-    """Calls of one row, in a row, that their deadline ended: of several rows one may be at fault for all."""
-
-    @property
-    def num_calls(self) -> int:
-        """At once, at most."""
-        return self.questions.num_in_flight // self.rows_per_call
+    """Calls, one after the other, that their deadline ended."""
 
     def run(self, rows: Sequence[TrueRow]) -> list[Prediction]:
         waiting = deque(rows)
-        out: dict[Future[PostResult], list[_AskedRow]] = {}
-        with ThreadPoolExecutor(self.num_calls, "evaluate") as pool:
+        out: dict[Future[PostResult], _AskedRow] = {}
+        with ThreadPoolExecutor(self.questions.num_in_flight, "evaluate") as pool:
             try:
-                while waiting or self.again or out:
-                    while (waiting or self.again) and len(out) < self.num_calls:
-                        if batch := self._next_batch(waiting):
-                            out[pool.submit(self._post, batch)] = batch
+                while waiting or out:
+                    while waiting and len(out) < self.questions.num_in_flight:
+                        if (question := self._prepare(waiting.popleft())) is not None:
+                            out[pool.submit(self._post, question)] = question
                     done, _ = wait(out, 2 * self.questions.timeout_s, FIRST_COMPLETED)
                     if out and not done:
                         raise ServerUnavailable(
@@ -151,15 +141,6 @@ class _Asking:
             say(told, is_error=True)
         return [self.answered[row.number] for row in rows]
 
-    def _next_batch(self, waiting: deque[TrueRow]) -> list[_AskedRow]:
-        if self.again:
-            return [self.again.popleft()]
-        batch: list[_AskedRow] = []
-        while waiting and len(batch) < self.rows_per_call:
-            if (question := self._prepare(waiting.popleft())) is not None:
-                batch.append(question)
-        return batch
-
     def _prepare(self, row: TrueRow) -> _AskedRow | None:
         size = (1, 1)
         try:
@@ -172,36 +153,32 @@ class _Asking:
             self._fail(row, size, str(error))
             return None
 
-    def _post(self, batch: Sequence[_AskedRow]) -> PostResult:
+    def _post(self, question: _AskedRow) -> PostResult:
         """On a thread of the pool. A server without room is asked again until the call's time is over."""
         decoding = DecodingConfig(temperature=0.0, max_new_tokens=self.questions.max_new_tokens)
         config = protocol.request_config(**asdict(decoding), seed=_SEED)
         deadline = Deadline(self.questions.timeout_s)
         while True:
-            requests = [question.request for question in batch]
-            result = self.connection.infer(requests, config, timeout_s=deadline.remaining_s())
+            result = self.connection.infer([question.request], config, timeout_s=deadline.remaining_s())
             if result.end is not PostEnd.BUSY or deadline.expired:
                 return result
             time.sleep(_BUSY_PAUSE_S)
 
-    def _take(self, batch: Sequence[_AskedRow], result: PostResult) -> None:
+    def _take(self, question: _AskedRow, result: PostResult) -> None:
         if result.end is PostEnd.ANSWERED:
             self.num_late = 0
-            for question, completion in zip(batch, result.completions, strict=True):
-                self.answered[question.row.number] = self._read(question, completion)
+            (completion,) = result.completions
+            self.answered[question.row.number] = self._read(question, completion)
             return
         if result.end not in _OF_THE_REQUEST:
             raise ServerUnavailable(f"the server must answer to the end, got {result.reason}")
-        self.num_late = self.num_late + (len(batch) == 1) if result.end is PostEnd.TIMED_OUT else 0
-        if self.num_late >= max(2, self.num_calls):  # every other row would wait as long
+        self.num_late = self.num_late + 1 if result.end is PostEnd.TIMED_OUT else 0
+        if self.num_late >= max(2, self.questions.num_in_flight):  # every other row would wait as long
             raise ServerUnavailable(
                 f"the server must answer to the end, got {self.num_late} calls in a row without an answer: "
                 f"{result.reason}"
             )
-        if len(batch) > 1:
-            self.again.extend(batch)
-        else:
-            self._fail(batch[0].row, batch[0].size, result.reason)
+        self._fail(question.row, question.size, result.reason)
 
     def _read(self, question: _AskedRow, completion: protocol.Completion) -> Prediction:
         prompt, (width, height) = question.prompt, question.size

@@ -209,10 +209,6 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Standard detection metrics: COCO's AP and AR, precision, recall and F1 with 95 % intervals, by "
         "class, number and size of objects, and TIDE's error types. Compares two sets of predictions image by image.",
         exit_statuses="0 every row has a prediction; 1 some have none",
-        retired={
-            "--bootstrap": "intervals are always of 1,000 draws; leave it out",
-            "--score-convention": "objects without scores all count as 1; write scores into the predictions",
-        },
     )
     add = parser.add_argument
     add("--data", required=True, type=Path, metavar="FILE.jsonl", help="rows with their true objects")

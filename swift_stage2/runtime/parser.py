@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from swift_stage2.errors import closest
@@ -18,20 +18,12 @@ _MOST = 10**18  # of an option that knows no smaller one
 
 
 class CommandParser(argparse.ArgumentParser):
-    """``exit_statuses`` are those that only this command has, ``0 …`` among them. No option may be abbreviated.
-
-    ``retired``: options that were, each with what to do instead.
-    """
+    """``exit_statuses`` are those that only this command has, ``0 …`` among them. No option may be abbreviated."""
 
     def __init__(
-        self,
-        *,
-        exit_statuses: str = "0 done; 1 a process of its own failed",
-        retired: Mapping[str, str] | None = None,
-        **options: Any,
+        self, *, exit_statuses: str = "0 done; 1 a process of its own failed", **options: Any
     ) -> None:
         super().__init__(epilog=f"exit status: {exit_statuses}; {_FOR_ALL}", allow_abbrev=False, **options)
-        self._retired = retired or {}
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -41,9 +33,6 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             below = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
             asked = below[0].choices[getattr(options, below[0].dest)] if below else self
-            for option in (word.partition("=")[0] for word in unknown):
-                if option in asked._retired:
-                    asked.error(f"{option} is retired: {asked._retired[option]}")
             asked.error(f"unrecognized arguments: {' '.join(unknown)}")
         return options
 

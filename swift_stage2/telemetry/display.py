@@ -11,11 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from PIL import Image
 
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity
@@ -84,18 +81,6 @@ class TensorBoardSink:
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._write(Summary(value=values), step, wall_time)
-
-    def write_images(self, step: int, images: Mapping[str, bytes]) -> None:
-        """Write encoded pictures, by name."""
-        for name, content in images.items():
-            if self._closed:
-                return
-            from tensorboard.compat.proto.summary_pb2 import Summary
-
-            width, height = Image.open(BytesIO(content)).size
-            image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=content)
-            value = Summary.Value(tag=f"{PREFIX}eval/pictures/{name}", image=image)
-            self._write(Summary(value=[value]), step)
 
     def write_text(self, tag: str, text: str) -> None:
         """Write ``text`` (Markdown) once, at step 0."""

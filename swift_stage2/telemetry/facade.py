@@ -183,10 +183,6 @@ class Telemetry:
         if fault:
             self.record_warning(f"the evaluation that began at step {run.begun_step} is not whole: {fault}")
 
-    def show_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
-        """Put pictures of an evaluation that began at ``step``, encoded, by name, into TensorBoard; on rank 0."""
-        self._board.write_images(step, pictures)
-
     @property
     def unused_b(self) -> str:
         """Why fewer than half of the wanted B steps ran, also before a resume; on all ranks alike, else empty."""

@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from benchmarks.processes import Processes
-from swift_stage2.demo.run import remaining_children
 from swift_stage2.errors import ChildFailed
 
 PATIENCE_S = 60.0
@@ -30,9 +29,9 @@ def _python(code: str) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def before() -> set[str]:
+def before() -> set[psutil.Process]:
     """Processes of other tests."""
-    return set(remaining_children())
+    return set(psutil.Process().children(recursive=True))
 
 
 def test_commands_run_one_after_another_each_with_its_environment_and_log(tmp_path: Path) -> None:
@@ -51,14 +50,16 @@ def test_a_failure_names_status_cause_and_log(tmp_path: Path) -> None:
 
 
 def test_a_command_that_misses_its_deadline_is_ended_with_all_below_it(
-    tmp_path: Path, before: set[str]
+    tmp_path: Path, before: set[psutil.Process]
 ) -> None:
     with pytest.raises(ChildFailed, match="it did not happen within 0 s"), Processes(tmp_path) as processes:
         processes.run("child", _python(STUBBORN), deadline_s=0.0)
-    assert set(remaining_children()) <= before
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_a_signal_ends_everything_and_interrupts_the_caller(tmp_path: Path, before: set[str]) -> None:
+def test_a_signal_ends_everything_and_interrupts_the_caller(
+    tmp_path: Path, before: set[psutil.Process]
+) -> None:
     log = tmp_path / "child.log"
 
     def interrupt_once_it_runs() -> None:
@@ -73,15 +74,15 @@ def test_a_signal_ends_everything_and_interrupts_the_caller(tmp_path: Path, befo
         processes.run("child", _python(STUBBORN), deadline_s=PATIENCE_S)
     interrupting.join(PATIENCE_S)
     assert not psutil.pid_exists(int(log.read_text()))
-    assert set(remaining_children()) <= before
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_the_first_of_several_that_fails_ends_the_others_and_is_named(
-    tmp_path: Path, before: set[str]
+    tmp_path: Path, before: set[psutil.Process]
 ) -> None:
     with Processes(tmp_path) as processes:
         first = processes.start_process("first", _python(STUBBORN))
         second = processes.start_process("second", _python("raise SystemExit(3)"))
         with pytest.raises(ChildFailed, match="second ended with status 3"):
             processes.wait_for_all([first, second], PATIENCE_S)
-    assert set(remaining_children()) <= before
+    assert set(psutil.Process().children(recursive=True)) <= before

@@ -29,7 +29,7 @@ def test_boxes_become_corners_and_no_float_is_smeared(tmp_path: Path, run_import
     assert "[0.1, 2, 0.3, 5.5]" in found.path.read_text()
     assert found.rows[0]["messages"][0]["content"] == "<image>Detect all objects."
     assert found.counts() == {}
-    assert "1 rows of 1 images with 2 objects" in found.told
+    assert "1 rows with 2 objects" in found.told
 
 
 ODD_OBJECTS: list[tuple[ImportIssue, dict[str, Any], list[float] | None]] = [

@@ -93,8 +93,6 @@ def test_a_turned_picture_of_yolo_has_the_shares_of_its_stored_sides(
     assert run_import("yolo", source, "--boxes-on", "stored", advice=told).of("a.jpg") == [
         ("cat", [16, 0, 48, 24])
     ]
-    with pytest.raises(UserError, match="--boxes-on upright is retired: turn the pictures themselves"):
-        run_import("yolo", source, "--boxes-on", "upright")
 
 
 @pytest.mark.parametrize(
@@ -198,19 +196,13 @@ def test_an_odd_object_of_voc(
     assert found.counts() == {issue.found: count for issue, count in counts.items()}
 
 
-def test_difficult_objects_can_be_dropped_and_are_no_negatives_then(
-    tmp_path: Path, run_import: Importer
-) -> None:
+def test_difficult_objects_can_be_dropped(tmp_path: Path, run_import: Importer) -> None:
     source = write_voc(tmp_path, thing((5, 5, 9, 9), more="<difficult>1</difficult>") + DOG)
     write_voc(tmp_path, thing((5, 5, 9, 9)), name="b", filename="b.png")
-    found = run_import("voc", source, "--skip-difficult", "--per-class", "--negatives", "5")
+    found = run_import("voc", source, "--skip-difficult")
     assert found.counts() == {ImportIssue.SKIPPED.found: 1}
-    asked = [(name, row["messages"][0]["content"]) for name, row in zip(found.names, found.rows, strict=True)]
-    assert asked == [
-        ("a.png", "<image>Detect every dog."),  # whether it shows no cat is not known
-        ("b.png", "<image>Detect every cat."),
-        ("b.png", "<image>Detect every dog."),
-    ]
+    assert [label for label, _ in found.of("a.png")] == ["dog"]
+    assert [label for label, _ in found.of("b.png")] == ["cat"]
 
 
 def test_names_sizes_and_files_of_voc(tmp_path: Path, run_import: Importer) -> None:

@@ -1,4 +1,4 @@
-"""Prompts, dialects, questions per class and the split: the choices of whoever imports."""
+"""Prompts, dialects and the split: the choices of whoever imports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from commands import run_command
 from drawn_sources import Importer, annotation, draw, write_coco
 
 from swift_stage2.convert import import_command
-from swift_stage2.convert.import_report import ImportIssue
 from swift_stage2.dataset.survey import survey
 from swift_stage2.errors import UserError
 
@@ -32,37 +31,10 @@ def some_images(folder: Path, count: int) -> Path:
     return write_coco(folder, objects, images, CATEGORIES)
 
 
-def test_questions_per_class_and_negatives(tmp_path: Path, run_import: Importer) -> None:
-    source = some_images(tmp_path, 3)
-    found = run_import("coco", source, "--per-class", "--prompt", "Where is a {label}? {labels}")
-    asked = [(row["messages"][0]["content"], row["objects"]["ref"]) for row in found.rows]
-    assert asked == [
-        ("<image>Where is a cat? cat, dog, bird, cow", ["cat"]),
-        ("<image>Where is a dog? cat, dog, bird, cow", ["dog"]),
-        ("<image>Where is a cat? cat, dog, bird, cow", ["cat"]),
-    ]
-    assert found.counts() == {ImportIssue.EMPTY.found: 1, ImportIssue.UNASKED.found: 1}
-    again = [run_import("coco", source, "--per-class", "--negatives", "2", "--seed", seed) for seed in "112"]
-    assert again[0].rows == again[1].rows != again[2].rows
-    per_image = [
-        [row for row in again[0].rows if row["images"][0].endswith(f"{n:02d}.png")] for n in range(3)
-    ]
-    assert [[len(row["objects"]["bbox"]) for row in rows] for rows in per_image] == [
-        [0, 0],
-        [1, 0, 0],
-        [1, 1, 0, 0],
-    ]
-    for rows in per_image:
-        questions = [row["messages"][0]["content"] for row in rows]
-        assert len(set(questions)) == len(questions)
-
-
-def test_a_class_of_a_crowd_or_a_dropped_box_is_no_negative(tmp_path: Path, run_import: Importer) -> None:
-    objects = [annotation(1, category_id=0, iscrowd=1), annotation(2, category_id=1, bbox=[90, 90, 5, 5])]
-    objects += [annotation(3, category_id=2), annotation(4, category_id=3, bbox=[1, 1])]
-    source = write_coco(tmp_path, objects, categories=CATEGORIES)
-    found = run_import("coco", source, "--per-class", "--negatives", "9")
-    assert [row["messages"][0]["content"] for row in found.rows] == ["<image>Detect every bird."]
+def test_labels_in_a_prompt_are_all_classes(tmp_path: Path, run_import: Importer) -> None:
+    found = run_import("coco", some_images(tmp_path, 2), "--prompt", "Which of {labels}?")
+    asked = {row["messages"][0]["content"] for row in found.rows}
+    assert asked == {"<image>Which of cat, dog, bird, cow?"}
 
 
 def test_dialects_and_the_place_of_the_image(tmp_path: Path, run_import: Importer) -> None:
@@ -77,24 +49,16 @@ def test_dialects_and_the_place_of_the_image(tmp_path: Path, run_import: Importe
     assert found.rows[0]["messages"][0]["content"] == "Look at <image> and list."
 
 
-def test_images_with_too_many_objects_are_left_out(tmp_path: Path, run_import: Importer) -> None:
-    found = run_import("coco", some_images(tmp_path, 5), "--max-objects", "2")
-    assert found.names == ["00.png", "01.png", "02.png"]
-    assert found.counts() == {ImportIssue.EMPTY.found: 1, ImportIssue.TOO_MANY.found: 2}
-
-
 def test_the_split_is_by_image_and_an_image_stays_on_its_side(tmp_path: Path, run_import: Importer) -> None:
     def sides(count: int, seed: str) -> tuple[set[str], set[str]]:
-        train = run_import(
-            "coco", some_images(tmp_path, count), "--per-class", "--split", "0.3", "--seed", seed
-        )
+        train = run_import("coco", some_images(tmp_path, count), "--split", "0.3", "--seed", seed)
         val = train.path.with_name("train.val.jsonl")
         assert survey([val]).num_faults == 0
         held_out = [json.loads(line)["images"][0] for line in val.read_text().splitlines()]
         return set(train.names), {Path(name).name for name in held_out}
 
     train, val = sides(60, "0")
-    assert (len(train | val), train & val) == (59, set())  # the first has no question
+    assert (len(train | val), train & val) == (60, set())
     assert 8 <= len(val) <= 28  # 18 expected, with a deviation of 3.5
     more_train, more_val = sides(70, "0")
     assert (train < more_train, val < more_val) == (True, True)
@@ -105,12 +69,10 @@ def test_the_split_is_by_image_and_an_image_stays_on_its_side(tmp_path: Path, ru
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--prompt", "Where is {label}?"], "add --per-class"),
-        (["--per-class", "--prompt", "Where?"], "go together"),
+        (["--prompt", "Where is {label}?"], r"knows \{labels\}, got \{label\}"),
         (["--prompt", "<bbox>"], "neither"),
         (["--prompt", "<image><image>"], "once"),
-        (["--prompt", "Find {Labels}."], r"knows \{labels\} and \{label\}, got \{Labels\}"),
-        (["--negatives", "2"], "goes with --per-class"),
+        (["--prompt", "Find {Labels}."], r"knows \{labels\}, got \{Labels\}"),
         (["--split", "0.0001"], "images on both sides"),
         (["--images", "nowhere"], "--images must be a folder"),
         (["--images", "n" * 300], "--images must be a folder"),
@@ -145,7 +107,7 @@ def test_the_command_as_its_users_call_it(tmp_path: Path) -> None:
     done = run_command(*words.split(), cwd=tmp_path, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-2:] == [
-        "new/train.jsonl: 3 rows of 3 images with 3 objects",
+        "new/train.jsonl: 3 rows with 3 objects",
         "check it with: swift-stage2 data check new/train.jsonl",
     ]
     again = run_command(*words.split(), cwd=tmp_path, timeout=PATIENCE_S)

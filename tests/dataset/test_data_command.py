@@ -64,8 +64,6 @@ def test_advice_alone_ends_with_0(tmp_path: Path) -> None:
         (["absent.jsonl"], "a data set must be a readable UTF-8 file, got absent.jsonl"),
         (["/"], "a data set must be a readable UTF-8 file, got /"),
         (["a.jsonl", "--dialect", "yaml"], "invalid choice: 'yaml'"),
-        (["a.jsonl", "--apply-exif", "upright"], "--apply-exif is retired: turn the pictures"),
-        (["a.jsonl", "--json"], "--json is retired: the exit status says"),
     ],
 )
 def test_a_call_that_cannot_be_used_ends_with_2(arguments: list[str], words: str) -> None:

@@ -94,9 +94,7 @@ def test_what_it_leaves_is_a_run_that_can_be_looked_at_and_repeated(
 @pytest.mark.slow
 @pytest.mark.timeout(PATIENCE_S + 100)
 def test_no_process_and_no_port_is_left(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    done, directory = finished
-    assert "are left: " not in done.stdout
-    assert "still held: " not in done.stdout
+    _, directory = finished
     server = load_config(directory / "config.yaml").rollout.servers[0]
     assert held_ports((server.port, server.group_port)) == []
     mentions = [process for process in psutil.process_iter(["cmdline"]) if _mentions(process, str(directory))]
@@ -133,18 +131,16 @@ def _summary(run_dir: Path, num_skipped: int) -> RunSummary:
 
 @pytest.mark.parametrize(("num_skipped", "is_success"), [(0, True), (2, True), (3, False)])
 def test_b_must_run_at_four_of_five_wanted_steps(tmp_path: Path, num_skipped: int, is_success: bool) -> None:
-    problems = problems_of(_summary(tmp_path, num_skipped), STEPS_OF_SUMMARY, (), ())
+    problems = problems_of(_summary(tmp_path, num_skipped), STEPS_OF_SUMMARY)
     told = "channel B must run at 80% of 10 wanted steps at least, it ran at 7"
     assert problems == ([] if is_success else [told])
 
 
 def test_what_is_not_as_it_should_be_is_a_problem(tmp_path: Path) -> None:
     good = _summary(tmp_path, 0)
-    for summary, wanted, processes, ports, told in (
-        (good, 100, ("7 (python)",), (), "processes are left: 7 (python)"),
-        (good, 100, (), (8000,), "ports are still held: 8000"),
-        (good, 101, (), (), "100 of 101 optimizer steps ran"),
-        (replace(good, server_errors={"wrong": 1}), 100, (), (), "a server failed 1 sync rounds: wrong"),
+    for summary, wanted, told in (
+        (good, 101, "100 of 101 optimizer steps ran"),
+        (replace(good, server_errors={"wrong": 1}), 100, "a server failed 1 sync rounds: wrong"),
     ):
-        assert problems_of(summary, wanted, processes, ports) == [told]
-    assert problems_of(replace(good, num_b_wanted=0, num_b_run=0), 100, (), ()) == []
+        assert problems_of(summary, wanted) == [told]
+    assert problems_of(replace(good, num_b_wanted=0, num_b_run=0), 100) == []

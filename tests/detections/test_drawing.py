@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from swift_stage2.channel_b.parsing import TrueObjects
-from swift_stage2.detections.drawing import MOST_SIDE, Drawing, UnreadableImage, draw, drawing_of
+from swift_stage2.detections.drawing import Drawing, UnreadableImage, draw
 from swift_stage2.errors import SampleError
-from swift_stage2.records import ObjectMatch
 
 Colour = tuple[int, int, int]
 TRUTH, MATCHED, MISSED, FALSE = (0, 114, 178), (0, 158, 115), (184, 116, 0), (214, 39, 143)
 WHITE = (255, 255, 255)
+MOST_SIDE = 640
 BOXES = Drawing(
     truth=(("car", (100.0, 100.0, 200.0, 200.0)), ("dog", (300.0, 100.0, 380.0, 160.0))),
     predicted=(("car", (110.0, 110.0, 210.0, 210.0)), ("cat", (20.0, 300.0, 80.0, 380.0))),
@@ -31,7 +29,8 @@ def row(tmp_path: Path) -> dict[str, Any]:
 
 
 def drawn(drawing: Drawing, row: dict[str, Any], size: tuple[int, int] = (400, 400)) -> Image.Image:
-    return Image.open(io.BytesIO(draw(drawing, row, size, "row 7", "IoU"))).convert("RGB")
+    images = row["images"]
+    return draw(drawing, images[0] if isinstance(images, list) else images, size, "IoU", MOST_SIDE)
 
 
 def is_near(picture: Image.Image, place: tuple[int, int], colour: Colour) -> bool:
@@ -120,13 +119,3 @@ def test_what_is_no_image_is_an_error(
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 399 * 400)
     with pytest.raises(UnreadableImage, match="too many pixels"):
         drawn(BOXES, row)
-
-
-def test_a_match_is_drawn_in_pixels_and_a_row_without_an_answer_by_its_truth() -> None:
-    match = ObjectMatch((("car", (100, 200, 300, 400)),), (("car", (100, 100, 300, 400)),), ((0, 0, 0.75),))
-    assert drawing_of(match, None, (0.2, 0.1)) == Drawing(
-        (("car", (20.0, 10.0, 60.0, 40.0)),), (("car", (20.0, 20.0, 60.0, 40.0)),), ((0, 0, 0.75),)
-    )
-    points = TrueObjects(("car",), ((3.0, 4.0),))
-    assert drawing_of(None, points, (0.2, 0.1)) == Drawing((("car", (3.0, 4.0)),), (), ())
-    assert drawing_of(None, None, (1.0, 1.0)) is None

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +16,12 @@ from swift_stage2.channel_b.dialects import OBJECT_LIST
 from swift_stage2.channel_b.parsing import read_ground_truth
 from swift_stage2.channel_b.preprocessing import Judged
 from swift_stage2.detections import recorded
-from swift_stage2.detections.drawing import Drawing
 from swift_stage2.detections.prediction import LabelledBoxes, read_predictions, read_rows
 from swift_stage2.detections.recorded import (
     EvaluationKeeper,
     RecordedRow,
     Scored,
     as_line,
-    draw_row,
     evaluations_directory,
     read_evaluations,
     recorded_row,
@@ -101,10 +96,10 @@ def test_what_is_not_ready_at_the_end_is_told_once_and_waited_for_once(
 ) -> None:
     monkeypatch.setattr(recorded, "_END_S", 0.2)
     stuck = threading.Event()
-    keeper = EvaluationKeeper(None, OBJECT_LIST, lambda *of: str(stuck.wait(60)).encode(), [lambda *of: None])
-    drawn = replace(ROWS[0], drawing=Drawing((), (), ()))
+    monkeypatch.setattr(recorded, "scores_of", lambda *of: {"ap": stuck.wait(60)})
+    keeper = EvaluationKeeper(None, OBJECT_LIST)
     for step in (1, 2):
-        keeper.take(RunningEvaluation(step, step, step), [as_line(drawn)])
+        keeper.take(RunningEvaluation(step, step, step), [as_line(ROWS[0])])
     faults = [(scored.evaluation.begun_step, scored.fault) for scored in keeper.close()]
     assert [step for step, _ in faults] == [1, 2]
     assert all("were not ready 0.2 s after the end of training" in fault for _, fault in faults)
@@ -150,30 +145,13 @@ def test_a_row_that_failed_has_its_truth_and_no_answer() -> None:
     assert found.truth == LabelledBoxes(("car",), ((1.0, 2.0, 3.0, 4.0),))
 
 
-def test_only_rows_that_are_shown_have_a_drawing(picture: Path) -> None:
-    row = {
-        "messages": [QUESTION],
-        "images": [str(picture)],
-        "objects": {"ref": ["car"], "bbox": [[20, 10, 60, 50]]},
-    }
-    truth = read_ground_truth(row)
-    found = judged(("car", (100, 100, 300, 500)), truth=(("car", (100, 100, 300, 490)),))
-    answer = rollout_of(Sample(SampleKey(0, 0, 7), row, truth), "said", ()), found
-    assert recorded_row(7, row, truth, answer).drawing is None
-    drawing = Drawing((("car", (20.0, 10.0, 60.0, 49.0)),), (("car", (20.0, 10.0, 60.0, 50.0)),), ())
-    assert recorded_row(7, row, truth, answer, draws=True).drawing == drawing
-    alone = recorded_row(7, row, truth, draws=True).drawing
-    assert alone == Drawing((("car", (20.0, 10.0, 60.0, 50.0)),), (), ())
-
-
-def test_points_have_a_drawing_and_no_boxes(picture: Path) -> None:
+def test_points_have_no_boxes(picture: Path) -> None:
     row = {"messages": [QUESTION], "images": [str(picture)], "objects": {"ref": ["car"], "bbox": [[20, 10]]}}
     truth = read_ground_truth(row, 2)
     match = ObjectMatch((("car", (500, 500)),), (("car", (100, 100)),), ((0, 0, 0.5),))
     found = Judged(Target("", (), (), MatchQuality(1, 1, 1, 0.5, 0, 0), match), (1000, 1000))
     answer = rollout_of(Sample(SampleKey(0, 0, 7), row, truth), "said", ()), found
-    told = recorded_row(7, row, truth, answer, draws=True)
-    assert told.drawing == Drawing((("car", (20.0, 10.0)),), (("car", (100.0, 50.0)),), ((0, 0, 0.5),))
+    told = recorded_row(7, row, truth, answer)
     assert (told.objects, told.truth) == (LabelledBoxes(), None)
 
 
@@ -232,41 +210,6 @@ def test_no_line_of_a_rank_spoils_a_run() -> None:
     keeper.take(FIRST, ["{}"])
     (scored,) = keeper.close()
     assert "ValidationError" in scored.fault
-
-
-def shown(row: RecordedRow) -> RecordedRow:
-    return replace(row, drawing=Drawing((("car", (0.0, 0.0, 10.0, 10.0)),), (), ()))
-
-
-def test_rows_with_a_drawing_become_pictures_that_are_in_no_file(tmp_path: Path) -> None:
-    directory = evaluations_directory(tmp_path)
-    seen: list[tuple[int, Any]] = []
-    keeper = EvaluationKeeper(
-        directory, OBJECT_LIST, lambda evaluation, row: b"row %d" % row.row, [lambda *told: seen.append(told)]
-    )
-    scored = keep(keeper, FIRST, [ROWS[0]], [shown(ROWS[1])])
-    assert scored.pictures == {"row1": b"row 1"}
-    assert seen == [(104, scored.pictures)]
-    (file,) = directory.iterdir()
-    assert "drawing" not in file.read_text()
-
-
-def test_nothing_is_drawn_that_nobody_shows() -> None:
-    keeper = EvaluationKeeper(None, OBJECT_LIST, lambda evaluation, row: b"picture")
-    assert keep(keeper, FIRST, [shown(ROWS[0])]).pictures == {}
-
-
-def test_a_picture_that_fails_is_told_once_and_costs_no_other(picture: Path, tmp_path: Path) -> None:
-    rows = [{"images": [str(tmp_path / "absent.png")]}, {"images": [str(picture)]}]
-    shows: list[Any] = [lambda step, pictures: None]
-    keeper = EvaluationKeeper(None, OBJECT_LIST, partial(draw_row, rows, "IoU"), shows)
-    first, second = (keep(keeper, FIRST, list(map(shown, ROWS))) for _ in range(2))
-    assert "no picture of row 0, and no word of further ones: an image must be a readable file" in first.fault
-    assert second.fault == ""
-    assert first.pictures.keys() == second.pictures.keys() == {"row1"}
-    assert first.scores["ar"] == pytest.approx(0.5)
-    image = Image.open(io.BytesIO(first.pictures["row1"]))
-    assert image.format == "JPEG"
 
 
 # --- a run -------------------------------------------------------------------------------------------

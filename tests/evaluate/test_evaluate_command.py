@@ -145,15 +145,3 @@ def test_another_program_at_the_servers_address_is_told_at_once(
     (error,) = capsys.readouterr().err.splitlines()
     assert f"{server.url} must be a rollout server, got an answer of another program" in error
     assert "end what listens there, or correct --server, or name --model alone" in error
-
-
-@pytest.mark.parametrize("option", ["--bootstrap", "--score-convention=order"])
-def test_a_retired_option_is_told_with_what_to_do(
-    data: Path, predictions: Path, option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        evaluate("--data", data, "--predictions", predictions, option)
-    assert (end.value.code, f"{option.partition('=')[0]} is retired: " in capsys.readouterr().err) == (
-        2,
-        True,
-    )

@@ -11,9 +11,7 @@ class EventFiles:
     """Everything that TensorBoard would show of a directory."""
 
     def __init__(self, directory: Path) -> None:
-        self._events = EventAccumulator(
-            str(directory), size_guidance={"scalars": 0, "tensors": 0, "images": 0}
-        )
+        self._events = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0})
         self._events.Reload()
 
     @property
@@ -22,13 +20,6 @@ class EventFiles:
 
     def series(self, tag: str) -> list[tuple[int, float]]:
         return [(event.step, event.value) for event in self._events.Scalars(tag)]
-
-    def images(self) -> dict[str, list[tuple[int, bytes]]]:
-        """Steps and encoded pictures by tag."""
-        return {
-            tag: [(event.step, event.encoded_image_string) for event in self._events.Images(tag)]
-            for tag in self._events.Tags()["images"]
-        }
 
     def text(self, tag: str) -> str:
         (event,) = self._events.Tensors(tag)

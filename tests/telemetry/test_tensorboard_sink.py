@@ -2,16 +2,13 @@ from __future__ import annotations
 
 import logging
 import time
-from io import BytesIO
 from pathlib import Path
 
 import pytest
 from event_files import EventFiles
-from PIL import Image
 from small_disk import SmallDisk
 
 from swift_stage2.telemetry.display import TensorBoardSink
-from swift_stage2.telemetry.metrics import PREFIX
 
 
 def test_scalars_come_back_with_their_steps(tmp_path: Path) -> None:
@@ -22,19 +19,6 @@ def test_scalars_come_back_with_their_steps(tmp_path: Path) -> None:
     events = EventFiles(tmp_path)
     assert events.tags == {"a/b", "a/c"}
     assert events.series("a/b") == [(5, 1.5), (10, 2.5)]
-
-
-def test_pictures_come_back_with_their_steps(tmp_path: Path) -> None:
-    buffer = BytesIO()
-    Image.new("RGB", (30, 20), "red").save(buffer, "JPEG")
-    sink = TensorBoardSink(tmp_path)
-    sink.write_images(5, {"row0": buffer.getvalue(), "row16": buffer.getvalue()})
-    sink.write_images(9, {"row0": buffer.getvalue()})
-    sink.write_images(10, {})
-    sink.close()
-    first, second = f"{PREFIX}eval/pictures/row0", f"{PREFIX}eval/pictures/row16"
-    content = buffer.getvalue()
-    assert EventFiles(tmp_path).images() == {first: [(5, content), (9, content)], second: [(5, content)]}
 
 
 def test_no_file_without_a_write_and_none_after_close(tmp_path: Path) -> None:
