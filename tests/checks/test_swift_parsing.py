@@ -126,7 +126,6 @@ def test_every_example_writes_only_what_ms_swift_can_read() -> None:
     ("swift", "server", "told"),
     [
         ("{learnin_rate: 1}", "{}", "unknown key 'learnin_rate' in section swift; did you mean 'learning_rate'?"),
-        ("{train_type: full}", "{}", "did you mean 'tuner_type'?"),  # its name in ms-swift 3
         ("{learning_rate: much}", "{}", "section swift: argument --learning_rate/--learning-rate: invalid float"),
         (
             "{}",
