@@ -42,7 +42,9 @@ class SafeConsole(Console):
 def say(*lines: object, is_error: bool = False) -> None:
     """Prints each as one line of printable text, on stderr if it ``is_error`` or goes beside what a program reads."""
     for line in lines:
-        print(printable(str(line)), file=sys.stderr if is_error else sys.stdout, flush=True)
+        stream = sys.stderr if is_error else sys.stdout
+        stream.write(f"{printable(str(line))}\n")  # one write, since ranks share a log
+        stream.flush()
 
 
 def print_error(command: str, message: object) -> None:

@@ -35,6 +35,7 @@ _LONGEST_STRAY_PATIENCE_S = 10.0
 _KILL_DEADLINE_S = 10.0
 _MARGIN_S = 25.0  # beyond the command's grace, for a supervisor to end what the command left
 _LONGEST_WAIT_S = 3600.0
+_SAME_REQUEST_S = 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TRACKER = "multiprocessing.resource_tracker"
 
@@ -166,19 +167,22 @@ class StopSignals:
 
     Attributes:
         received: number of the first signal, None until there is one.
-        wants_haste: whether a second one came.
+        wants_haste: whether a second one came that is a request of its own: a terminal that closes, and ``timeout``,
+            send theirs twice.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self.wants_haste = False
+        self._first_s = 0.0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
         self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._previous_wakeup = signal.set_wakeup_fd(self._write_end)
         for number in _SIGNALS:
-            self._previous[number] = signal.signal(number, self._record)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # by nohup, say
+                self._previous[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -195,8 +199,10 @@ class StopSignals:
             os.read(self._read_end, 4096)
 
     def _record(self, number: int, _: object) -> None:
-        self.wants_haste = self.received is not None
-        self.received = self.received or number
+        if self.received is None:
+            self.received, self._first_s = number, time.monotonic()
+        elif number != signal.SIGHUP and time.monotonic() - self._first_s > _SAME_REQUEST_S:
+            self.wants_haste = True
 
 
 def supervise_this_program(grace_s: float) -> None:
@@ -223,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {_SUPERVISOR: str(os.getpid())},
                 start_new_session=True,  # a terminal's Ctrl-C asks the supervisor
-                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
+                preexec_fn=partial(_begin, os.getpid()),
             )
         except OSError as error:
             print(f"the command must be a program that can be started, got {error}", flush=True)
@@ -232,10 +238,23 @@ def main(argv: Sequence[str]) -> int:
         while child.poll() is None and signals.received is None:
             signals.wait(_LONGEST_WAIT_S, also=(pidfd,))
         _end(child, pidfd, signals, options.grace_s)
-        left = end_descendants(min(options.grace_s, _LONGEST_STRAY_PATIENCE_S))
+        status = -signal.SIGKILL if child.returncode is None else child.returncode
+        # What a killed torchrun has left saves a checkpoint.
+        is_struck = status < 0 and signals.received is None
+        left = end_descendants(
+            options.grace_s if is_struck else min(options.grace_s, _LONGEST_STRAY_PATIENCE_S)
+        )
     if left:
         print(f"processes that SIGKILL did not end: {left}", flush=True)
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+    return status if status >= 0 else 128 - status
+
+
+def _begin(supervisor: int) -> None:
+    """Before the command replaces this process: a signal ends it already, and is not recorded for nobody."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    end_with_parent(supervisor, signal.SIGTERM)
 
 
 def _end(child: subprocess.Popen[bytes], pidfd: int, signals: StopSignals, grace_s: float) -> None:
@@ -247,7 +266,8 @@ def _end(child: subprocess.Popen[bytes], pidfd: int, signals: StopSignals, grace
         signals.wait(left_s, also=(pidfd,))
     if child.poll() is None:
         child.kill()
-        child.wait(timeout=_KILL_DEADLINE_S)
+        with suppress(subprocess.TimeoutExpired):  # the kernel may hold it
+            child.wait(timeout=_KILL_DEADLINE_S)
 
 
 if __name__ == "__main__":

@@ -191,9 +191,10 @@ class Stage2Trainer(EvaluatedTrainer):
             return None
         with self.stage2.telemetry.activity("saving"):
             directory = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
-            if self.args.should_save:
-                # No rank goes on to its own file before rank 0 has done this
-                checkpoints.void_older(str(directory))
+            # May be refused, by all; then nothing is touched. No rank writes before rank 0 has voided what is older.
+            state = self.stage2.checkpoint(self.state.global_step)
+            void = partial(checkpoints.void_older, str(directory))
+            self.stage2.together(void if self.args.should_save else lambda: None)
             write = partial(
                 _write_state,
                 directory,
@@ -201,7 +202,7 @@ class Stage2Trainer(EvaluatedTrainer):
                 world_size=self.args.world_size,
                 step=self.state.global_step,
                 a_batches_in_epoch=self._a_batches_in_epoch,
-                state=self.stage2.checkpoint(self.state.global_step),
+                state=state,
             )
             # Rank 0 must not complete a checkpoint that lacks the file of a rank which is killed meanwhile.
             self.stage2.together(write)

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from swift_stage2.runtime.supervisor import StopSignals
+
 GONE_S = 60.0
 # A server with a child in a session of its own that ignores SIGTERM and holds shared memory, and a grandchild.
 SERVER = """
@@ -68,3 +70,20 @@ def test_nothing_outlives_a_program_that_supervises_itself(tmp_path: Path, end: 
                 os.kill(process if isinstance(process, int) else process.pid, signal.SIGKILL)
         bystander.wait(GONE_S)
         supervisor.stdout.close()
+
+
+def test_a_terminal_that_closes_sends_its_signal_twice_and_asks_once() -> None:
+    with StopSignals() as signals:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert (signals.received, signals.wants_haste) == (signal.SIGHUP, False)
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
