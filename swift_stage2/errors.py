@@ -153,7 +153,7 @@ class ServerFault(Stage2Error):
     @property
     def knows_no_such_call(self) -> bool:
         """True if the server answered that it does not have the route that was called."""
-        return self.status in (404, 405, 501)
+        return self.status in (301, 302, 307, 308, 404, 405, 501)  # vLLM redirects from a slash at the end
 
     @property
     def is_foreign(self) -> bool:

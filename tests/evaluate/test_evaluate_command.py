@@ -134,7 +134,8 @@ def test_what_cannot_be_used_is_one_line_and_status_2(
 
 
 @pytest.mark.parametrize(
-    "page", [Answer(status=404, body=b"<html>"), Answer(body=b"<html>"), Answer(status=501)]
+    "page",
+    [Answer(status=404, body=b"<html>"), Answer(body=b"<html>"), Answer(status=501), Answer(status=307)],
 )
 def test_another_program_at_the_servers_address_is_told_at_once(
     data: Path, page: Answer, capsys: pytest.CaptureFixture[str]

@@ -42,7 +42,7 @@ def test_two_ranks_train_both_channels_with_a_server_on_another_host(
 
 
 def _ours(weights: str) -> list[str]:
-    return ["-m", "swift_stage2", "rollout", *our_arguments(HTTP_PORT), "--group-bind", weights]
+    return ["-m", "swift_stage2", "rollout", *our_arguments(HTTP_PORT), "--group-bind", weights, "--insecure"]
 
 
 def _bound_to(host: Host, words: list[str]) -> list[str]:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from live_server import free_port, image_request, load_learner, train_a_little
 from our_server import engine_here
+from packaging.version import Version
 from plain_vllm import is_paused, start_plain, wait_until_it_serves, weight_version
 from rollout_batch import generate
 from stock_server import ServerProcess
@@ -32,6 +34,9 @@ from swift_stage2.weights.snapshot import PackedBucket
 from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.weights.vllm_transport import VllmTransport
 
+pytestmark = pytest.mark.skipif(
+    Version(vllm.__version__) < Version("0.32"), reason="a plain vllm serve needs vLLM 0.32"
+)
 _CPU = torch.device("cpu")
 _NUM_TOKENS = 12
 _REQUESTS = [image_request(shade, text) for shade, text in ((200, "find"), (120, "find red"), (60, "count"))]
