@@ -162,6 +162,11 @@ def _is_tracker(process: psutil.Process) -> bool:
     return False
 
 
+def _is_nohup(number: int) -> bool:
+    """A shell's ``&`` has SIGINT ignored as well; that one is asked for by hand."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+
+
 class StopSignals:
     """While entered, SIGTERM, SIGINT and SIGHUP are only recorded. Main thread only.
 
@@ -181,7 +186,7 @@ class StopSignals:
         self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._previous_wakeup = signal.set_wakeup_fd(self._write_end)
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # by nohup, say
+            if not _is_nohup(number):
                 self._previous[number] = signal.signal(number, self._record)
         return self
 
@@ -252,7 +257,7 @@ def main(argv: Sequence[str]) -> int:
 def _begin(supervisor: int) -> None:
     """Before the command replaces this process: a signal ends it already, and is not recorded for nobody."""
     for number in _SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
+        if not _is_nohup(number):
             signal.signal(number, signal.SIG_DFL)
     end_with_parent(supervisor, signal.SIGTERM)
 
