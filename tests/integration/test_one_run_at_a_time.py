@@ -40,7 +40,7 @@ def test_a_killed_torchrun_takes_its_ranks_along_and_the_run_goes_on_by_resume(
     environment = os.environ | ENVIRONMENT | {"RECORD_DIR": str(directory / "micro_steps"), "INJECT": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     command += ["--master_port", str(free_port()), "-m", "swift_stage2", "train", str(config)]
-    audit = directory / "audit" / "rank0.jsonl"
+    audit = directory / "events" / "rank0.jsonl"
     with log.open("wb") as output:
         torchrun = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment

@@ -78,7 +78,7 @@ def test_both_channels_train_points(run: LearnerRun) -> None:
 
 def test_matches_are_of_points(run: LearnerRun) -> None:
     records = [
-        json.loads(line) for line in (run.directory / "matches" / "rank0.jsonl").read_text().splitlines()
+        json.loads(line) for line in (run.directory / "events" / "rank0.jsonl").read_text().splitlines()
     ]
     matches = [record for record in records if record["kind"] == "match"]
     assert {len(each["box"]) for match in matches for each in match["truth"]} == {2}

@@ -170,7 +170,7 @@ class _Job:
 
     def losses(self) -> dict[tuple[int, int], list[str]]:
         """By rank and step, as the last process had them."""
-        paths = {rank: self.run_dir / "record" / f"rank{rank}.jsonl" for rank in (0, 1)}
+        paths = {rank: self.run_dir / "events" / f"rank{rank}.jsonl" for rank in (0, 1)}
         lines = [
             (rank, json.loads(line)) for rank, path in paths.items() for line in path.open(encoding="utf-8")
         ]
