@@ -75,7 +75,7 @@ class Stage1:
 
 
 def evaluate(directory: Path, kind: SceneKind, num_scenes: int) -> dict[str, float]:
-    """What ``swift-stage2 evaluate`` measures, of a checkpoint's greedy answers to scenes that are always the same."""
+    """Scores of a checkpoint's greedy answers to a fixed set of scenes, as ``swift-stage2 evaluate`` defines them."""
     from swift.infer_engine import (  # after torchvision's stand-ins
         InferRequest,
         RequestConfig,

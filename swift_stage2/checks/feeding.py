@@ -127,7 +127,7 @@ class Advice:
 
 
 def check_rate(feeding: Feeding, step_s: float | None) -> Outcome[None]:
-    """Whether production keeps up; without a step time, from which one on it does."""
+    """The verdict on whether rollouts keep up with ``step_s``; where that is None, the shortest step that they feed."""
     found = (
         f"a B step trains {feeding.packs_per_b_step} packs * {feeding.num_ranks} rank(s) * "
         f"{feeding.samples_per_pack:.1f} samples a pack = {feeding.rollouts_per_b_step:.0f} rollouts, "

@@ -191,7 +191,7 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcom
 
 
 def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None]:
-    """Whether a pack holds the longest prompt and its answer."""
+    """The row that compares ``packing_length`` with the longest prompt and its answer."""
     prompt, new = samples.longest_prompt_tokens, config.rollout.decoding.max_new_tokens
     length, needed = config.stage2_ab.channel_b.packing.packing_length, prompt + new
     longest = samples.lengths.segments
@@ -242,7 +242,7 @@ def _check_accumulation(exam: Examination, config: Stage2Config, by_swift: int) 
 
 
 def samples_per_pack(lengths: Sequence[int], capacity: int) -> float:
-    """How many samples a pack holds in the long run: what the pipeline's packing fills of it, over the mean length.
+    """The mean number of samples in a pack: the tokens that packing fills, divided by the mean length of a sample.
 
     Counting the samples of the first packs would not tell: the best fill takes the longest samples first.
     """

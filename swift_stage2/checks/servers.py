@@ -342,5 +342,5 @@ def foreign(
 
 
 def vllm_is_installed() -> bool:
-    """Whether this process could join a stock server's group."""
+    """True if vLLM can be imported here, which a learner needs to send weights to a stock server."""
     return importlib.util.find_spec("vllm") is not None

@@ -32,7 +32,7 @@ class Inequality:
     remedy: str
     """The correction, in one line."""
     otherwise: str = ""
-    """What happens where it does not hold."""
+    """The consequence for a run that breaks the rule; empty where the rule says it."""
     is_advice: bool = False
     """Such a setting wastes something; it is warned about, not refused."""
 

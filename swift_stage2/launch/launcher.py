@@ -197,7 +197,7 @@ def _follow(
 
 
 def _is_apart(command: Command, loading: Sequence[ManagedServer]) -> bool:
-    """Whether it sees no device of a server that loads: vLLM takes for its own whatever others allocate meanwhile."""
+    """True if the command sees no device of a loading server: vLLM counts what others allocate meanwhile as its own."""
     taken = {device for server in loading for device in devices_of(server.planned.command)}
     return taken.isdisjoint(devices_of(command))
 

@@ -45,7 +45,7 @@ class ManagedServer:
     start_timeout_s: float
     port_patience_s: float = _PORT_PATIENCE_S
     has_come: bool = field(default=False, init=False)
-    """Whether it has been up."""
+    """True once the server has answered that it is healthy."""
     has_started: bool = field(default=False, init=False)
     _trees: tuple[ProcessTree, ...] = field(default=(), init=False)
     _state: _State = field(default=_State.WAITING, init=False)
