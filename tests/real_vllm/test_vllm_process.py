@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
