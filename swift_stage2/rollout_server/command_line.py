@@ -18,6 +18,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -112,7 +113,8 @@ def serve(command: ServerCommand) -> NoReturn:
             adopt_orphans()
         status = _serve(command, listener)
     if command.has_children:  # a killed supervisor would not
-        end_descendants(_CLOSE_TIMEOUT_S)
+        own_tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # removes what is left here
+        end_descendants(_CLOSE_TIMEOUT_S, spare=[own_tracker])
     # All is closed. The interpreter would join every thread of a pool, and what vLLM has imported and started takes
     # many seconds to tear down, and may hang in it.
     logging.shutdown()
