@@ -1,4 +1,4 @@
-"""Prints sentences and tables on a terminal: every number of a report that stands outside of charts."""
+"""Prints sentences and tables on a terminal: all of a report but its pictures."""
 
 from __future__ import annotations
 

@@ -51,16 +51,15 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
     account = None if run.had_no_b else account_of(run.logs, run.doubts)
     matches = matches_of(run.ranks)
     summary, works = summary_of(run.ranks), works_of(run)
-    prefetch = ("stage2_ab", "channel_b", "prefetch")
     found = slowest(works)
     gallery = gallery_of(matches, gallery_size)
     evaluations = evaluations_of(run)
     suspects = suspects_of(evaluations)
     sections = (
         verdict_section(works, summary, run.number_setting("stage2_ab", "schedule", "b_ratio")),
-        steps_section(run, summary),
+        steps_section(summary),
         time_section(run, summary),
-        queue_section(run, run.number_setting(*prefetch, "version_window"), summary),
+        queue_section(run, summary),
         rounds_section(run, summary),
         quality_section(run, summary, matches),
         detection_section(evaluations),

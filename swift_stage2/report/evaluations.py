@@ -10,8 +10,6 @@ from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.detections.recorded import RecordedRow, read_evaluations
 from swift_stage2.detections.scores import DetectionScores, detection_data
 from swift_stage2.pages.content import (
-    Chart,
-    Mark,
     Part,
     Section,
     Sentence,
@@ -19,7 +17,6 @@ from swift_stage2.pages.content import (
     filled,
     number,
     pairs,
-    series_of,
 )
 from swift_stage2.report.gallery import RankMatch
 from swift_stage2.report.run_data import RunData
@@ -85,25 +82,8 @@ def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
         )
         for each, values in zip(shown, points, strict=True)
     )
-    chart = Chart(
-        key="detection",
-        title="AP50, AP and F1 over steps",
-        description="Greedy answers to the validation rows, at the step at which each evaluation began.",
-        y_title="0 to 1",
-        series=series_of(
-            Mark.LINE,
-            {
-                name: [
-                    (each.step, values[metric])
-                    for each, values in zip(shown, points, strict=True)
-                    if metric in values
-                ]
-                for metric, name in _MEASURES.items()
-            },
-        ),
-    )
     table = Table("", ("step", "rows", *_MEASURES.values()), rows)
-    return Section("detection", title, (Sentence(told), table, chart))
+    return Section("detection", title, (Sentence(told), table))
 
 
 _NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}

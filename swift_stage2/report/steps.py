@@ -5,11 +5,8 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 
 from swift_stage2.pages.content import (
-    Chart,
-    Mark,
     Part,
     Section,
     Sentence,
@@ -19,12 +16,9 @@ from swift_stage2.pages.content import (
     number,
     pairs,
     seconds,
-    series_of,
     share,
-    thinned,
 )
 from swift_stage2.report.run_data import RunData
-from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.telemetry.account import RankAccount, RunAccount
 from swift_stage2.telemetry.activity import NANOSECONDS, in_seconds
 from swift_stage2.telemetry.event_log import RankEvents
@@ -37,12 +31,10 @@ from swift_stage2.telemetry.summary import RankActivity, RunSummary
 _MAIN_THREAD = "Main thread, seconds by activity"
 
 
-def steps_section(run: RunData, summary: RunSummary) -> Section:
+def steps_section(summary: RunSummary) -> Section:
     parts: list[Part] = list(_steps(summary))
     parts += _gaps(summary)
     parts.append(_drops(summary))
-    if summary.num_b_wanted:
-        parts.append(_wanted_and_run(run.first))
     return Section("steps", "What was wanted and what ran", filled(parts))
 
 
@@ -85,54 +77,17 @@ def _rounds(summary: RunSummary) -> Table | None:
     return pairs("Sync rounds", facts)
 
 
-def _wanted_and_run(first: RankEvents) -> Chart:
-    steps = [first.steps[number] for number in sorted(first.steps)]
-    wanted = accumulate(int(step.wants_b) for step in steps)
-    ran = accumulate(int(step.channel is Channel.B) for step in steps)
-    return Chart(
-        key="wanted",
-        title="B steps, wanted and run",
-        description="How many B steps the schedule had wanted, and how many had run, up to each step.",
-        y_title="B steps so far",
-        series=series_of(
-            Mark.STAIRS,
-            {
-                name: thinned([(step.step, total) for step, total in zip(steps, totals, strict=True)], max)
-                for name, totals in (("wanted", wanted), ("run", ran))
-            },
-        ),
-    )
-
-
-def queue_section(run: RunData, version_window: int | None, summary: RunSummary) -> Section:
-    numbers = sorted({number for rank in run.ranks for number in rank.steps})
-    every = [[rank.steps[number] for rank in run.ranks if number in rank.steps] for number in numbers]
-    depths = [(steps[0].step, min(step.queue_depth for step in steps)) for steps in every]
-    lags = [
-        (steps[0].step, max(step.version_lag or 0 for step in steps))
-        for steps in every
-        if steps[0].channel is Channel.B
-    ]
+def queue_section(run: RunData, summary: RunSummary) -> Section:
+    """Ready packs once each step had taken its own, and how old the packs were that were trained."""
     limit = run.first.start.queue_limit if run.first.start is not None else None
-    packs = Chart(
-        key="queue",
-        title="Ready packs",
-        description="Ready packs of the rank that has fewest, when a step has taken its own. In a long run "
-        "a point is the least of several steps.",
-        y_title="packs",
-        series=series_of(Mark.STAIRS, {"ready packs": thinned(depths, min)}),
-        limits={} if limit is None else {"queue_limit": limit},
-    )
-    age = Chart(
-        key="lag",
-        title="Version lag",
-        description="Versions between the learner and the oldest pack that a B step trained. In a long run "
-        "a point is the most of several steps.",
-        y_title="versions",
-        series=series_of(Mark.POINTS, {"oldest pack trained": thinned(lags, max)}),
-        limits={} if version_window is None else {"version_window": version_window},
-    )
-    found = filled([packs if lags or limit else None, age, _lags(summary)])
+    depths = [
+        min(rank.steps[step].queue_depth for rank in run.ranks if step in rank.steps)
+        for step in run.first.steps
+    ]
+    packs = {"most that it holds": number(limit)}
+    if depths:
+        packs |= {"median": number(statistics.median(depths)), "least": number(min(depths))}
+    found = filled([pairs("Ready packs of the rank with fewest", packs) if limit else None, _lags(summary)])
     return Section("queue", "Queue and version lag", found or (Sentence("There was no channel B."),))
 
 

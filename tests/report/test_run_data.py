@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from run_files import A_S, B_S, BUSY_S, ROUND_S, RunFiles, balanced_ledger
 
-from swift_stage2.pages.content import MOST_POINTS, thinned
 from swift_stage2.report.gallery import matches_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.report.speed import trained_steps, works_of
@@ -95,13 +94,3 @@ def test_a_checkpoint_on_disk_must_be_told_of_unless_the_run_began_with_it(
     told = "rank 0: checkpoint-6 is of a save that the log does not tell of"
     assert found.doubts == (() if is_told else (told,))
     assert account_of(found.logs, found.doubts).is_balanced is is_told
-
-
-def test_long_series_are_thinned_without_losing_their_sum_or_end() -> None:
-    points = [(float(n), float(n % 7)) for n in range(10 * MOST_POINTS)]
-    few = thinned(points)
-    assert len(few) == MOST_POINTS
-    assert sum(y for _, y in few) * 10 == pytest.approx(sum(y for _, y in points))
-    assert max(y for _, y in thinned(points, max)) == 6
-    assert thinned(points[:3]) == points[:3]
-    assert thinned([]) == []
