@@ -1,4 +1,4 @@
-"""Every record that travels between parts, in flow order: from a sample to its pack, then steps, rounds, evaluations.
+"""Every record that travels between parts, in flow order: from a sample to its pack, then rounds and evaluations.
 
 All records are frozen; whoever takes one makes the next and never edits what it was given.
 """
@@ -10,28 +10,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
-from swift_stage2.scheduling.step_plan import StepPlan
 
 Box = tuple[float, float, float, float]
 Coordinates = tuple[int, ...]  # a box x1, y1, x2, y2 or a point x, y, in the template's coordinate space
 
 
-@dataclass(frozen=True, slots=True)
-class SampleKey:
-    """Where a sample stands in one rank's stream. ``attempt`` counts rollouts asked for, from 0."""
+class SampleKey(NamedTuple):
+    """Where a sample stands in one rank's stream; a list of four in every file of a run.
+
+    ``attempt`` counts rollouts asked for, from 0.
+    """
 
     epoch: int
     position: int  # within this rank's shard of the epoch
-    index: int  # row in the data set
+    index: int  # type: ignore[assignment]  # row in the data set; hides the method of tuples
     attempt: int = 0
-
-    @property
-    def entry(self) -> list[int]:
-        """The form in which every file of a run names it."""
-        return [self.epoch, self.position, self.index, self.attempt]
 
 
 def find_image(path: str) -> str:
@@ -78,8 +74,41 @@ class QuarantineReason(StrEnum):
     TOO_SLOW = "too_slow"
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class ReturnReason(StrEnum):
+    """Why a drawn sample came back untrained, to be drawn again."""
+
+    STALE = "stale"
+    """Its rollout fell out of the version window."""
+    OVERFLOW = "overflow"
+    """Its pack was the oldest of a queue over its limit."""
+    TIMED_OUT = "timed_out"
+    """It was asked alone and did not answer in time."""
+    ABORTED = "aborted"
+    """Its server ended it early for a pending round."""
+    FAILED = "failed"
+    """No server answered it: none was proven, the one asked was lost or refused, or the batch's time was over. Or no
+    round proved the weights that answered."""
+    STOPPED = "stopped"
+    """The run ended while it was asked."""
+
+    @property
+    def counts_attempt(self) -> bool:
+        """True if this return counts as an attempt. A server's fault does not."""
+        return self in (ReturnReason.STALE, ReturnReason.OVERFLOW, ReturnReason.TIMED_OUT)
+
+
+class UnusedReason(StrEnum):
+    """Why nothing is trained of a rollout that was compared with others, though nothing is wrong with it."""
+
+    NO_VARIANCE = "no_variance"
+    """All rewards of its group are equal."""
+    TOO_SMALL = "too_small"
+    """Fewer than ``min_group`` of its group were left."""
+    DROPPED = "dropped"
+    """Its segment was dropped, and too few others of its group to compare it with another rollout."""
+
+
+class VersionSpan(NamedTuple):
     """Token positions ``start <= i < end`` of a rollout that were sampled under ``version``."""
 
     version: int
@@ -235,22 +264,6 @@ class Pack:
     capacity_tokens: int
     quality: tuple[MatchQuality, ...] = ()
     versions: tuple[int, ...] = ()  # of the segments, one per key
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step as this rank saw it, for the event log and the metrics."""
-
-    step: int
-    plan: StepPlan
-    version: int
-    version_lag: int | None  # of the oldest pack trained; None on channel A
-    queue_depth: int
-    infer_in_flight: int
-    round_pending: bool  # due, or waiting for the drain
-    packs: tuple[Pack, ...]
-    round_in_transfer: bool = False
-    plan_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class Events:
         return nullcontext()
 
     def record_step(self, facts: Any) -> None:
-        self.steps.append((facts.step, str(facts.plan.channel), facts.plan.skip_reason, facts.version))
+        self.steps.append((facts.step, str(facts.channel), facts.skip_reason, facts.version))
         self.in_transfer.append(facts.round_in_transfer)
 
     def record_round(self, step: int, outcome: Any, pending_seconds: float) -> None:

@@ -18,10 +18,17 @@ from enum import StrEnum
 
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.errors import MatchingError, PromptMismatch, SampleError
-from swift_stage2.records import BatchOutcome, QuarantineReason, Rollout, SampleKey
+from swift_stage2.records import (
+    BatchOutcome,
+    QuarantineReason,
+    ReturnReason,
+    Rollout,
+    SampleKey,
+    UnusedReason,
+)
 from swift_stage2.telemetry.event_log import EventLog
+from swift_stage2.telemetry.events import Finished, Sent
 from swift_stage2.telemetry.recorders import PipelineRecorder
-from swift_stage2.telemetry.sample_events import Finished, ReturnReason, Sent, UnusedReason, keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +119,7 @@ class Attempts:
         with self._lock:
             if twice := self._open.keys() & set(keys):
                 raise ValueError(
-                    f"a sample has one attempt at a time, got {sorted(key.entry for key in twice)}"
+                    f"a sample has one attempt at a time, got {sorted(list(key) for key in twice)}"
                 )
             self._open.update(dict.fromkeys(keys, Attempt()))
 
@@ -149,11 +156,11 @@ class Attempts:
                 attempt = self._open[key].go_on_to(AttemptState.IN_FLIGHT)
                 seconds = attempt.so_far.seconds if attempt.so_far is not None else 0.0
                 self._open[key] = replace(attempt, version=version, sent_s=now_s - seconds)
-        self._log.write(Sent(samples=keys_of(keys), server=server, seed=seed, version=version))
+        self._log.write(Sent(samples=tuple(keys), server=server, seed=seed, version=version))
 
     def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
         """It ended; what that means for them their share says."""
-        self._log.write(Finished(samples=keys_of(keys), server=server, end=end, seconds=round(seconds, 4)))
+        self._log.write(Finished(samples=tuple(keys), server=server, end=end, seconds=round(seconds, 4)))
 
 
 @dataclass(eq=False, repr=False)

@@ -30,7 +30,7 @@ from swift_stage2.channel_b.rollout_client.trust import servers_at_fault
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import QueueClosed, SampleError
-from swift_stage2.records import BatchOutcome, Pack, QuarantineReason, Rollout, Sample, Segment
+from swift_stage2.records import BatchOutcome, Pack, QuarantineReason, ReturnReason, Rollout, Sample, Segment
 from swift_stage2.runtime.watches import Standing
 from swift_stage2.scheduling.outlook import ProductionPace, StepView
 from swift_stage2.scheduling.pacing import Pacer
@@ -38,7 +38,6 @@ from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.recorders import PipelineRecorder
-from swift_stage2.telemetry.sample_events import ReturnReason
 
 logger = logging.getLogger(__name__)
 

@@ -29,13 +29,14 @@ from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import MatchingError, ReplayDiffers, SampleError, UserError
 from swift_stage2.learner import StepDecision
-from swift_stage2.records import Pack, Rollout, Segment, StepRecord
+from swift_stage2.records import Pack, Rollout, Segment
 from swift_stage2.replay.recorded_run import RecordedPack, RecordedRun, RecordedStep, ReplayVerdict
 from swift_stage2.run import Stage2Run
 from swift_stage2.runtime import checkpoints
 from swift_stage2.runtime.progress import say_beside_bar
 from swift_stage2.runtime.surroundings import surroundings
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
+from swift_stage2.telemetry.events import Step
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.training.sft import train
 
@@ -121,15 +122,14 @@ class ReplayedLearner:
         packs = together(self._control, lambda: self._make(recorded, num_packs))
         plan = StepPlan(recorded.channel)
         self._events.record_step(
-            StepRecord(
-                step=step,
-                plan=plan,
-                version=recorded.version,
-                version_lag=max((recorded.version - pack.version for pack in packs), default=None),
+            Step.planned(
+                step,
+                plan,
+                packs,
+                recorded.version,
                 queue_depth=0,
                 infer_in_flight=0,
                 round_pending=False,
-                packs=packs,
                 plan_seconds=time.perf_counter() - started,
             )
         )

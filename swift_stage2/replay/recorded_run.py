@@ -17,8 +17,16 @@ from swift_stage2.errors import UserError
 from swift_stage2.records import Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.telemetry.event_log import Process, RankEvents, read_logs, run_of, split_by_process
-from swift_stage2.telemetry.events import Damaged, Losses, Step
-from swift_stage2.telemetry.sample_events import Advantages, Key, Packed, RecordedCompletion, Trained
+from swift_stage2.telemetry.events import (
+    Advantages,
+    Damaged,
+    Key,
+    Losses,
+    Packed,
+    RecordedCompletion,
+    Step,
+    Trained,
+)
 from swift_stage2.whole_file import read_regular
 
 _VERDICT_FILE = "verdict.json"

@@ -16,7 +16,7 @@ from swift_stage2.pages.content import (
     number,
 )
 from swift_stage2.telemetry.event_log import RankEvents
-from swift_stage2.telemetry.sample_events import Key, Match
+from swift_stage2.telemetry.events import Key, Match
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class RankMatch:
     @property
     def is_of_points(self) -> bool:
         """Whether any object is a point; a task has objects of one kind."""
-        return any(len(one.box) == 2 for one in (*self.match.truth, *self.match.predicted))
+        return any(len(box) == 2 for _, box in (*self.match.truth, *self.match.predicted))
 
 
 def matches_of(ranks: Iterable[RankEvents]) -> list[RankMatch]:
@@ -61,8 +61,8 @@ def gallery_of(matches: Sequence[RankMatch], size: int = DEFAULT_SIZE) -> Galler
 def _picture(logged: RankMatch) -> Picture:
     match = logged.match
     drawing = Drawing(
-        tuple((each.label, each.box) for each in match.truth),
-        tuple((each.label, each.box) for each in match.predicted),
+        match.truth,
+        match.predicted,
         match.pairs,
     )
     path = (match.images[0] if match.images else None) or ""

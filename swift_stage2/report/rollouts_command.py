@@ -28,8 +28,9 @@ from swift_stage2.runtime.lock import is_held
 from swift_stage2.runtime.output import say
 from swift_stage2.runtime.parser import CommandParser
 from swift_stage2.telemetry.event_log import EventTail, log_paths, no_log
-from swift_stage2.telemetry.events import Damaged, End, Start
-from swift_stage2.telemetry.sample_events import (
+from swift_stage2.telemetry.events import (
+    Damaged,
+    End,
     Key,
     Match,
     Matched,
@@ -38,6 +39,7 @@ from swift_stage2.telemetry.sample_events import (
     RecordedCompletion,
     Returned,
     Sent,
+    Start,
 )
 
 

@@ -22,8 +22,7 @@ from swift_stage2.report.run_data import RunData
 from swift_stage2.telemetry.account import RankAccount, RunAccount
 from swift_stage2.telemetry.activity import NANOSECONDS, in_seconds
 from swift_stage2.telemetry.event_log import RankEvents
-from swift_stage2.telemetry.events import Round
-from swift_stage2.telemetry.sample_events import (
+from swift_stage2.telemetry.events import (
     Quarantined,
 )
 from swift_stage2.telemetry.summary import RankActivity, RunSummary
@@ -119,7 +118,7 @@ def _activities(title: str, ranks: Sequence[RankActivity]) -> Table:
 
 
 def rounds_section(run: RunData, summary: RunSummary) -> Section:
-    if not run.first.of(Round):
+    if not summary.round_seconds:
         return Section("rounds", "Sync rounds", (Sentence("There was no sync round."),))
     return Section("rounds", "Sync rounds", filled([_rounds(summary), _by_phase(summary)]))
 

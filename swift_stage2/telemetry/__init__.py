@@ -4,7 +4,7 @@
     recorders            what the pipeline and evaluations report
     metrics              the one table of numbers, one rank's counters, and their sum over ranks
     activity, trace      where the time goes
-    sample_events, events, event_log     what is written of every rank, and what is read back
+    events, event_log    what is written of every rank, and what is read back
     display              what is shown while a run goes on
     summary, account     what ran and what it cost; what became of all samples
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from swift_stage2.telemetry.event_log import RankEvents, ranks_of, run_of
-from swift_stage2.telemetry.events import AnyEvent, Checkpoint, Damaged, Start
-from swift_stage2.telemetry.sample_events import (
+from swift_stage2.telemetry.events import (
+    AnyEvent,
+    Checkpoint,
     Cut,
+    Damaged,
     Drawn,
     Event,
     Finished,
@@ -26,6 +28,7 @@ from swift_stage2.telemetry.sample_events import (
     Returned,
     SampleEvent,
     Sent,
+    Start,
     StreamState,
     Trained,
     Unused,

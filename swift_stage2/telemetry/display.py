@@ -14,8 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
+from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity
+from swift_stage2.telemetry.events import Step
 from swift_stage2.telemetry.metrics import METRICS, PREFIX, RATIOS, MergedMetrics, reward_ratios
 
 if TYPE_CHECKING:  # it takes a second to load, and a report needs none of it
@@ -41,12 +42,12 @@ def scalars_of_merge(merged: MergedMetrics, window_start: Mapping[str, float]) -
     return scalars | _schedule(merged.values) | _activities(merged.activity_ns)
 
 
-def scalars_of_plan(plan: StepPlan) -> dict[str, float]:
+def scalars_of_plan(told: Step) -> dict[str, float]:
     """The plan of one step; equal on every rank."""
     return {
-        f"{PREFIX}async/policy_wants_b": float(plan.wanted_b),
-        f"{PREFIX}async/step_kind_b": float(plan.channel == "B"),
-        f"{PREFIX}async/b_step_skipped_due_to_queue": float(plan.skip_reason == "not_enough_packs"),
+        f"{PREFIX}async/policy_wants_b": float(told.wants_b),
+        f"{PREFIX}async/step_kind_b": float(told.channel == "B"),
+        f"{PREFIX}async/b_step_skipped_due_to_queue": float(told.skip_reason == "not_enough_packs"),
     }
 
 

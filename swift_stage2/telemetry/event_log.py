@@ -28,11 +28,11 @@ from swift_stage2.telemetry.events import (
     Checkpoint,
     Damaged,
     End,
+    Event,
     Metrics,
     Start,
     Step,
 )
-from swift_stage2.telemetry.sample_events import Event
 from swift_stage2.whole_file import MOST_BYTES, flush_directory, open_regular, regular_lines
 
 EventT = TypeVar("EventT", bound=Event)

@@ -11,18 +11,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.records import EvaluationRecord, RoundOutcome, StepRecord
+from swift_stage2.records import EvaluationRecord, RoundOutcome
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.activity import NANOSECONDS, Activity, ActivityClock, ActivityT
 from swift_stage2.telemetry.display import StatusLine, TensorBoardSink, scalars_of_merge, scalars_of_plan
 from swift_stage2.telemetry.event_log import EventLog, event_path
 from swift_stage2.telemetry.events import (
-    CaughtUp,
     End,
     Evaluation,
     EvaluationScores,
@@ -32,7 +30,6 @@ from swift_stage2.telemetry.events import (
     Round,
     Start,
     Step,
-    TrainedPack,
     Warned,
 )
 from swift_stage2.telemetry.metrics import PREFIX, Counters, SumAcrossRanks, decode, encode
@@ -113,13 +110,17 @@ class Telemetry:
         settings = start.model_dump_json(include={"seed", "decoding", "config"}, indent=2, fallback=str)
         self._board.write_text(f"{PREFIX}settings", f"```json\n{settings}\n```")
 
-    def record_step(self, facts: StepRecord) -> None:
-        """Count one step when its plan is made. Its event has the time since the step before."""
-        self._count_step(facts)
-        self._tell_step(facts)
+    def record_step(self, told: Step) -> None:
+        """Count one step when its plan is made, and write it down with the time since the step before."""
+        self._count_step(told)
+        totals = self.clock.totals_ns()
+        spent = {activity: ns - self._told_ns[activity] for activity, ns in totals.items()}
+        self._told_ns = totals
+        activity_ns = _by_name({activity: ns for activity, ns in spent.items() if ns})
+        self.log.write(told.model_copy(update={"activity_ns": activity_ns}))
         end_ns = self.trace.now_ns()
-        self.trace.record("plan", end_ns - int(facts.plan_seconds * NANOSECONDS), end_ns)
-        self._plans.append((facts.step, time.time(), scalars_of_plan(facts.plan)))
+        self.trace.record("plan", end_ns - int(told.plan_seconds * NANOSECONDS), end_ns)
+        self._plans.append((told.step, time.time(), scalars_of_plan(told)))
 
     def record_losses(self, step: int, losses: Sequence[str]) -> None:
         """Keep every micro_step's loss of a step that has trained, as ``float.hex``."""
@@ -132,22 +133,21 @@ class Telemetry:
         It is committed iff a server was proven. A catch-up is no round: the servers that it proved are counted apart.
         """
         committed = bool(outcome.proven)
-        facts: dict[str, Any] = {
-            "step": step,
-            "round_id": outcome.round_id,
-            "version": outcome.version,
-            "seconds": outcome.seconds,
-            "servers": {str(server): report for server, report in outcome.reports.items()},
-        }
         if outcome.is_catch_up:
             self.counters.add("sync_servers_caught_up", len(outcome.proven))
-            self.log.write(CaughtUp(**facts))
         else:
             self.counters.add("sync_rounds_committed" if committed else "sync_rounds_failed")
-            of_round = {
-                name: getattr(outcome, name) for name in ("staged", "canary_seconds", "snapshot_seconds")
-            }
-            self.log.write(Round(**facts, **of_round, committed=committed, pending_seconds=pending_seconds))
+        servers = {str(server): report for server, report in outcome.reports.items()}
+        self.log.write(
+            Round.of(
+                outcome,
+                kind="catch_up" if outcome.is_catch_up else "round",
+                step=step,
+                committed=committed,
+                pending_seconds=pending_seconds,
+                servers=servers,
+            )
+        )
         self.counters.add("sync_servers_failed", len(outcome.failed))
         self._num_errors.update(str(outcome.reports[server].error) for server in outcome.failed)
         for server, report in outcome.reports.items() if self._rank == 0 else ():
@@ -162,9 +162,7 @@ class Telemetry:
         """Write down an evaluation that has ended, on every rank; its points stand at the step at which it began."""
         run, counts = facts.run, facts.counts
         self.log.write(
-            Evaluation(
-                step=facts.ended_step, **asdict(run), end=facts.end, counts=counts, ratios=counts.ratios
-            )
+            Evaluation.of(run, step=facts.ended_step, end=facts.end, counts=counts, ratios=counts.ratios)
         )
         values = {**counts.ratios, "num_samples": counts.num_answered, "version": run.version}
         scalars = {f"{PREFIX}eval/{name}": float(value) for name, value in values.items()}
@@ -177,7 +175,7 @@ class Telemetry:
 
     def record_scores(self, run: RunningEvaluation, scores: Mapping[str, float], fault: str = "") -> None:
         """Write down what rank 0 has computed of an evaluation beside training, and its ``fault``, if it has one."""
-        self.log.write(EvaluationScores(**asdict(run), scores=scores))
+        self.log.write(EvaluationScores.of(run, scores=scores))
         tags = {f"{PREFIX}eval/{name}": value for name, value in scores.items()}
         self._board.write_scalars(run.begun_step, tags)
         if fault:
@@ -255,7 +253,6 @@ class Telemetry:
         if self._closed:
             return
         self._closed = True
-        self.pipeline.tell_batches()
         if self._has_started:
             self._tell_metrics(None, self.counters.snapshot(), *self.clock.read_ns())
         self.log.close(End(unused_b=self.unused_b) if self._has_started else None)
@@ -269,49 +266,25 @@ class Telemetry:
         self.trace.save(self._run_dir / "trace" / f"rank{self._rank}.json", self._rank)
         self._say_status(None)
 
-    def _count_step(self, facts: StepRecord) -> None:
-        add, gauge, plan = self.counters.add, self.counters.set, facts.plan
+    def _count_step(self, told: Step) -> None:
+        add, gauge = self.counters.add, self.counters.set
         add("steps")
-        add("b_steps_wanted", int(plan.wanted_b))
-        add("b_steps_run", int(plan.channel == "B"))
-        if plan.skip_reason is not None:
-            add(f"b_steps_skipped/{plan.skip_reason}")
-        add("packs_trained", len(facts.packs))
-        add("tokens_trained", sum(pack.num_tokens for pack in facts.packs))
-        add("supervised_tokens_trained", sum(pack.num_supervised_tokens for pack in facts.packs))
-        add("stage_seconds/plan", facts.plan_seconds)
+        add("b_steps_wanted", int(told.wants_b))
+        add("b_steps_run", int(told.channel == "B"))
+        if told.skip_reason is not None:
+            add(f"b_steps_skipped/{told.skip_reason}")
+        add("packs_trained", len(told.packs))
+        add("tokens_trained", told.num_tokens)
+        add("supervised_tokens_trained", told.num_supervised_tokens)
+        add("stage_seconds/plan", told.plan_seconds)
         if self._queue_limit is not None:
-            gauge("queue_depth", facts.queue_depth)
-            gauge("ver_current", facts.version)
-            gauge("sync_pending", int(facts.round_pending))
-            gauge("sync_in_transfer", int(facts.round_in_transfer))
-            gauge("infer_inflight", facts.infer_in_flight)
-            if facts.version_lag is not None:
-                self.counters.raise_to("ver_lag", facts.version_lag)
-
-    def _tell_step(self, facts: StepRecord) -> None:
-        totals = self.clock.totals_ns()
-        spent = {activity: ns - self._told_ns[activity] for activity, ns in totals.items()}
-        self._told_ns = totals
-        self.log.write(
-            Step(
-                step=facts.step,
-                channel=facts.plan.channel,
-                wants_b=facts.plan.wanted_b,
-                skip_reason=facts.plan.skip_reason,
-                version=facts.version,
-                version_lag=facts.version_lag,
-                queue_depth=facts.queue_depth,
-                infer_in_flight=facts.infer_in_flight,
-                round_pending=facts.round_pending,
-                round_in_transfer=facts.round_in_transfer,
-                plan_seconds=facts.plan_seconds,
-                num_tokens=sum(pack.num_tokens for pack in facts.packs),
-                num_supervised_tokens=sum(pack.num_supervised_tokens for pack in facts.packs),
-                packs=tuple(TrainedPack(pack_id=pack.pack_id, version=pack.version) for pack in facts.packs),
-                activity_ns=_by_name({activity: ns for activity, ns in spent.items() if ns}),
-            )
-        )
+            gauge("queue_depth", told.queue_depth)
+            gauge("ver_current", told.version)
+            gauge("sync_pending", int(told.round_pending))
+            gauge("sync_in_transfer", int(told.round_in_transfer))
+            gauge("infer_inflight", told.infer_in_flight)
+            if told.version_lag is not None:
+                self.counters.raise_to("ver_lag", told.version_lag)
 
     def _tell_metrics(
         self,

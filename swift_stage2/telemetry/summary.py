@@ -15,7 +15,7 @@ from swift_stage2.records import ServerReport
 from swift_stage2.scheduling.step_plan import Channel, SkipReason
 from swift_stage2.telemetry.activity import NANOSECONDS, in_seconds
 from swift_stage2.telemetry.event_log import RankEvents, ranks_of, read_logs
-from swift_stage2.telemetry.events import CaughtUp, Round
+from swift_stage2.telemetry.events import Round
 from swift_stage2.telemetry.metrics import METRICS, RATIOS, Kind, Merge
 
 _DROPS = (
@@ -104,7 +104,8 @@ def summary_of(ranks: Sequence[RankEvents]) -> RunSummary:
     first, totals = ranks[0] if ranks else RankEvents(0), _totals(ranks)
     steps = first.steps.values()
     first_b = min((step.step for step in steps if step.channel is Channel.B), default=0)
-    servers = [server for each in first.of(Round) for server in each.servers.values()]
+    rounds = [each for each in first.of(Round) if each.kind == "round"]
+    servers = [server for each in rounds for server in each.servers.values()]
     return RunSummary(
         num_steps=len(steps),
         num_b_wanted=sum(step.wants_b for step in steps),
@@ -118,11 +119,16 @@ def summary_of(ranks: Sequence[RankEvents]) -> RunSummary:
         totals=totals,
         drops=_drops(totals),
         ratios={each.tag: value for each in RATIOS if (value := each.value(totals, {})) is not None},
-        num_rounds_committed=sum(each.committed for each in first.of(Round)),
-        num_rounds_failed=sum(not each.committed for each in first.of(Round)),
-        num_caught_up=sum(server.proven for each in first.of(CaughtUp) for server in each.servers.values()),
-        round_seconds=[each.seconds for each in first.of(Round)],
-        phase_seconds=_phases(first.of(Round), servers),
+        num_rounds_committed=sum(each.committed for each in rounds),
+        num_rounds_failed=sum(not each.committed for each in rounds),
+        num_caught_up=sum(
+            server.proven
+            for each in first.of(Round)
+            if each.kind == "catch_up"
+            for server in each.servers.values()
+        ),
+        round_seconds=[each.seconds for each in rounds],
+        phase_seconds=_phases(rounds, servers),
         proofs=_count(server.proof for server in servers if server.proven),
         transports=_count(server.transport for server in servers if server.transport),
         server_errors=_count(str(server.error) for server in servers if not server.proven),
@@ -155,7 +161,9 @@ def _disagreements(ranks: Sequence[RankEvents]) -> int:
 
 def _lags(ranks: Sequence[RankEvents]) -> dict[int, int]:
     steps = (step for rank in ranks for step in rank.steps.values())
-    return dict(sorted(Counter(step.version - pack.version for step in steps for pack in step.packs).items()))
+    return dict(
+        sorted(Counter(step.version - version for step in steps for version in step.packs.values()).items())
+    )
 
 
 def _totals(ranks: Sequence[RankEvents]) -> dict[str, float]:

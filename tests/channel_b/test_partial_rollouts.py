@@ -25,8 +25,7 @@ from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey, Versi
 from swift_stage2.scheduling.version_clock import require_fresh
 from swift_stage2.telemetry.account import RankAccount, account_of
 from swift_stage2.telemetry.event_log import read_events
-from swift_stage2.telemetry.events import Start
-from swift_stage2.telemetry.sample_events import StreamState
+from swift_stage2.telemetry.events import Start, StreamState
 
 __all__ = ["encoder", "make_bench", "server_encoder"]  # fixtures
 
@@ -161,7 +160,7 @@ def test_one_that_became_stale_meanwhile_is_not_resumed(scene: Scene) -> None:
     for _ in range(WINDOW + 1):
         scene.clock.advance()
     scene.ask(1)
-    assert scene.asked(since=1) == [replace(key, attempt=1)], "a new attempt"
+    assert scene.asked(since=1) == [key._replace(attempt=1)], "a new attempt"
     assert scene.client.prefixes[1] == [[]]
     assert [rollout.token_ids for rollout in scene.events.partial_dropped_rollouts] == [(7, 8)]
     assert scene.account().returned["stale"] == 1

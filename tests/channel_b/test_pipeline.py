@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import cut_of, matched_of
 from channel_b.test_rank_evaluation import Recorder as EvaluationRecorder
 from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
@@ -49,8 +50,7 @@ from swift_stage2.servers.protocol import PREFIX, may_abort
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.event_log import EventLog, read_events
-from swift_stage2.telemetry.events import Start
-from swift_stage2.telemetry.sample_events import Cut, Matched, Packed, Returned, StreamState, keys_of
+from swift_stage2.telemetry.events import Packed, Returned, Start, StreamState
 
 PATIENCE_S = 60.0
 WINDOW = 2
@@ -98,7 +98,7 @@ class Recorder:
     def batch(self, outcome: BatchOutcome) -> None:
         self.num_batches += 1
         for rollout in outcome.partial:
-            self.log.write(Cut.of(rollout))
+            self.log.write(cut_of(rollout))
         self._tell()
 
     def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:
@@ -117,7 +117,7 @@ class Recorder:
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
         self.matches.append((rollout.sample.key, target, space))
         self.rollouts.append(rollout)
-        self.log.write(Matched.of(rollout, target.quality))
+        self.log.write(matched_of(rollout, target.quality))
         self._tell()
 
     def compared(self, rollouts: Sequence[Rollout], reward_std: float) -> None:
@@ -135,7 +135,7 @@ class Recorder:
 
     def pack(self, pack: Pack, seconds: float) -> None:
         self.packs.append(pack)
-        self.log.write(Packed.of(pack))
+        self.log.write(Packed.of(pack, samples=pack.keys))
         self._tell()
 
     def dropped(self, pack: Pack, reason: str) -> None:
@@ -609,7 +609,7 @@ def test_the_samples_of_a_dropped_pack_return_or_are_quarantined(
     if redraw:
         assert bench.events.quarantines == []
         drawn = bench.source.draw(len(keys))
-        assert drawn == [replace(key, attempt=1) for key in keys]
+        assert drawn == [key._replace(attempt=1) for key in keys]
     else:
         assert [(key, reason) for key, reason, _ in bench.events.quarantines] == [
             (key, "too_slow") for key in keys
@@ -820,9 +820,9 @@ def test_a_stop_gives_back_what_is_held_and_a_checkpoint_has_it(
     bench.events.wait_until(lambda: bench.events.num_batches > 0)
     assert bench.pipeline.stop(PATIENCE_S)
     asked = [key for keys in bench.client.calls for key in keys]
-    assert bench.source.state_dict()["outstanding"] == [key.entry for key in asked]
+    assert bench.source.state_dict()["outstanding"] == [list(key) for key in asked]
     (returned,) = [each for each in read_events(tmp_path / "rank0.jsonl") if isinstance(each, Returned)]
-    assert returned.samples == keys_of(asked)
+    assert returned.samples == tuple(asked)
     assert returned.reason == "stopped"
 
 

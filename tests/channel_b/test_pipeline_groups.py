@@ -13,11 +13,10 @@ from real_model import rollout_of
 
 from swift_stage2.channel_b.groups import GroupSettings
 from swift_stage2.config import GrpoConfig, Objective
-from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.records import BatchOutcome, ReturnReason, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import read_events
-from swift_stage2.telemetry.events import Start
-from swift_stage2.telemetry.sample_events import Returned, ReturnReason, StreamState
+from swift_stage2.telemetry.events import Returned, Start, StreamState
 
 __all__ = ["encoder", "make_bench", "server_encoder"]  # fixtures
 
@@ -265,7 +264,7 @@ def test_of_a_dropped_pack_come_again_those_that_can_be_compared(make_bench: Mak
         return
     assert bench.events.quarantines == []
     scene.is_good = lambda sample: sample.key == again[0]
-    again = [replace(key, attempt=1) for key in pair]
+    again = [key._replace(attempt=1) for key in pair]
     bench.observe(step=1, max_prompts=1)
     scene.work_until(lambda: len(bench.events.compared_groups) > 1)
     compared = [rollout.sample.key for rollout in bench.events.compared_groups[1]]

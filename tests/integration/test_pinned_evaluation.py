@@ -121,7 +121,9 @@ def test_channel_b_still_runs_and_its_ledger_knows_of_no_evaluation(run: Learner
     assert {sample[0] for record in sent for sample in record["samples"]} <= set(range(100))
     for rank in (0, 1):
         received = run.audit(rank, "metrics")[-1]["numbers"]["rollouts_received"]
-        assert received == sum(record["num_rollouts"] for record in run.audit(rank, "batch"))
+        assert received == sum(
+            len(each["samples"]) for each in run.audit(rank, "finished") if each["end"] == "answered"
+        )
 
 
 def test_every_evaluation_leaves_the_rows_that_it_counts(run: LearnerRun) -> None:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
+from builders import cut_of, matched_of
 from interleaving.ledger import Ledger
 from interleaving.scheduler import Scheduler, Violation, seeded_chooser
 from interleaving.setting import REQUEST_TIMEOUT_S, SYNC_TIMEOUT_S, Setting, setting_of
@@ -73,8 +74,7 @@ from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.event_log import EventLog
-from swift_stage2.telemetry.events import AnyEvent, Start
-from swift_stage2.telemetry.sample_events import Cut, Matched, Packed, StreamState
+from swift_stage2.telemetry.events import AnyEvent, Packed, Start, StreamState
 from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot_memory import SnapshotMemory
@@ -204,7 +204,7 @@ class RankEvents:
         counts["rollouts aborted"] += len(outcome.aborted)
         for rollout in outcome.partial:
             counts["rollouts cut"] += 1
-            self.log.write(Cut.of(rollout))
+            self.log.write(cut_of(rollout))
         counts["samples returned"] += len(outcome.returned)
         noted, self._suspicions = self._suspicions, self._client.suspects
         for _, reason in sorted(self._suspicions.items() - noted.items()):
@@ -229,14 +229,14 @@ class RankEvents:
     def enter(self, activity: PipelineActivity) -> None: ...
 
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
-        self.log.write(Matched.of(rollout, target.quality))
+        self.log.write(matched_of(rollout, target.quality))
         self._ledger.matched(self._rank, rollout)
 
     def segment(self, segment: Segment, seconds: float) -> None: ...
 
     def pack(self, pack: Pack, seconds: float) -> None:
         self._ledger.counts["packs"] += 1
-        self.log.write(Packed.of(pack))
+        self.log.write(Packed.of(pack, samples=pack.keys))
 
     def dropped(self, pack: Pack, reason: str) -> None:
         self._ledger.dropped(self._rank, pack, reason)

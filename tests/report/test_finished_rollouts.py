@@ -6,7 +6,6 @@ import itertools
 import json
 import tempfile
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -15,10 +14,10 @@ from followed_run import FollowedRun, killed_and_resumed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swift_stage2.records import ReturnReason
 from swift_stage2.report.rollouts_command import FinishedRollout, RunRollouts
 from swift_stage2.telemetry import event_log
 from swift_stage2.telemetry.event_log import event_path
-from swift_stage2.telemetry.sample_events import ReturnReason
 
 NUM_RANKS = 2
 NO_END = "told no end: it was killed, or a full disk took no more"
@@ -113,7 +112,7 @@ def test_a_redrawn_sample_is_another_rollout(tmp_path: Path) -> None:
     (key,) = run.finish(1)
     run.source.give_back([key], ReturnReason.STALE)
     (again,) = run.finish(1)
-    assert again == replace(key, attempt=1)
+    assert again == key._replace(attempt=1)
     assert [each.key[3] for each in read_whole(tmp_path)] == [0, 1]
 
 

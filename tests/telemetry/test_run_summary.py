@@ -26,7 +26,7 @@ def run_dir(tmp_path: Path) -> Path:
         telemetry = started(tmp_path, rank, 2)
         telemetry.record_round(0, round_outcome(1, True, False, seconds=2.0, round_id="a"))
         for number, plan in enumerate(plans):
-            packs = (pack(version=1), pack(version=2 - rank)) if plan is PLAN_B else ()
+            packs = (pack(version=1), pack("q", version=2 - rank)) if plan is PLAN_B else ()
             with telemetry.activity("busy"):
                 telemetry.record_step(step(number, plan, version=2, packs=packs))
         telemetry.record_round(5, round_outcome(2, False, False, seconds=4.0, round_id="b"))
