@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from swift_stage2.telemetry.sample_events import Event
-
 from swift_stage2.telemetry.account import RunAccount
+from swift_stage2.telemetry.events import Event
 
 Record = dict[str, Any]
 """An event as its line has it."""

@@ -15,9 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from swift_stage2.assembly import progress_watch
+from swift_stage2.assembly import RunInputs, progress_watch
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import make_pack, make_segment
 from swift_stage2.channel_b.sample_source import read_sample, usable_rows
@@ -255,40 +253,33 @@ def _start_replay(
     recorded: RecordedRun,
     learners: list[ReplayedLearner],
     config: Stage2Config,
-    *,
-    rows: Rows,
-    template: Any,
-    module: nn.Module,
-    run_directory: str,
-    first_step: int,
-    total_steps: int,
-    logging_steps: int,
-    **_: Any,
+    given: RunInputs,
 ) -> Stage2Run:
-    """In the place of ``assembly.start_run``, whose arguments it takes; the rest of them concerns servers."""
+    """In the place of ``assembly.start_run``."""
     control = join_control_group(config.control_timeout_s)
-    if first_step != recorded.first_step:
+    if given.first_step != recorded.first_step:
         raise UserError(
-            f"the run began before step {recorded.first_step}, got first_step={first_step}; bring its checkpoint back"
+            f"the run began before step {recorded.first_step}, got first_step={given.first_step}; bring its "
+            "checkpoint back"
         )
-    _check_surroundings(recorded.surroundings, surroundings(next(module.parameters()).device))
+    _check_surroundings(recorded.surroundings, surroundings(next(given.module.parameters()).device))
     telemetry = Telemetry(
-        Path(run_directory),
+        Path(given.run_directory),
         control.rank,
         control.world_size,
         tensorboard=False,
         events=False,
         say=partial(say_beside_bar, "replay") if control.rank == 0 else None,
-        total_steps=total_steps,
+        total_steps=given.total_steps,
     )
 
     def make_maker() -> PackMaker:
         channel_b, task = config.stage2_ab.channel_b, make_task(config)
         packing_length = channel_b.packing.packing_length
-        encoder = Encoder(template, packing_length=packing_length)
-        usable = usable_rows(rows, task, channel_b.rows_without_objects)
-        (sample,) = usable_samples(rows, 0, encoder, task, 1, usable)
-        return PackMaker(rows, encoder, task.learn(rows, sample, encoder), packing_length)
+        encoder = Encoder(given.template, packing_length=packing_length)
+        usable = usable_rows(given.rows, task, channel_b.rows_without_objects)
+        (sample,) = usable_samples(given.rows, 0, encoder, task, 1, usable)
+        return PackMaker(given.rows, encoder, task.learn(given.rows, sample, encoder), packing_length)
 
     maker = together(control, make_maker) if config.b_enabled else None
     learners.append(
@@ -299,7 +290,7 @@ def _start_replay(
         telemetry,
         control,
         None,
-        logging_steps,
+        given.logging_steps,
         record_start=lambda **_: None,
         watch=progress_watch(config, telemetry, None),
         saves_checkpoints=False,

@@ -19,6 +19,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import rotate_checkpoints
 
+from swift_stage2.assembly import RunInputs
 from swift_stage2.assembly import start_run as assemble_run
 from swift_stage2.channel_b.encoding import TOKENS_INSTEAD
 from swift_stage2.checks.checks import Known, run_checks
@@ -242,21 +243,23 @@ class Stage2Trainer(EvaluatedTrainer):
         half_precision = self.accelerator.native_amp or module.dtype in HALF_PRECISION_DTYPES
         self.stage2 = self._start_run(
             self.stage2_config,
-            rows=_rows_of(self.train_dataset),
-            template=self.template,
-            module=module,
-            run_directory=self.args.output_dir,
-            seed=self.args.seed,
-            total_steps=self.state.max_steps,
-            first_step=self.state.global_step,
-            make_canary=lambda encoder, sample: EngineCanary(
-                module, self.template, encoder, sample, half_precision=half_precision
+            RunInputs(
+                rows=_rows_of(self.train_dataset),
+                template=self.template,
+                module=module,
+                run_directory=self.args.output_dir,
+                seed=self.args.seed,
+                total_steps=self.state.max_steps,
+                first_step=self.state.global_step,
+                make_canary=lambda encoder, sample: EngineCanary(
+                    module, self.template, encoder, sample, half_precision=half_precision
+                ),
+                packed_loss=self.packed_loss,
+                packs_per_step=self.args.gradient_accumulation_steps,
+                logging_steps=int(self.args.logging_steps),
+                wrap_transport=self.wrap_transport,
+                validation_rows=_rows_of(self.eval_dataset),
             ),
-            packed_loss=self.packed_loss,
-            packs_per_step=self.args.gradient_accumulation_steps,
-            logging_steps=int(self.args.logging_steps),
-            wrap_transport=self.wrap_transport,
-            validation_rows=_rows_of(self.eval_dataset),
         )
         if self._resume_directory and self.stage2_config.b_enabled:
             self._resume()
