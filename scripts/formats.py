@@ -18,9 +18,9 @@ from typing import Any, get_args, get_type_hints
 from swift_stage2.config.root import Stage2Config
 from swift_stage2.config.swift_arguments import UNSUPPORTED
 from swift_stage2.telemetry import metrics
-from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.events import AnyEvent, Damaged
 from swift_stage2.telemetry.metrics import EVALUATION_TAGS, METRICS, RATIOS, SCORE_TAGS
+from swift_stage2.telemetry.timing import Activity
 
 PAGE = Path(__file__).parents[1] / "docs" / "design" / "formats.md"
 _TAG_MEANINGS = {  # of tags that no table of the code describes

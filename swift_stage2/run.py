@@ -19,8 +19,8 @@ from swift_stage2.learner import ChannelB, StepDecision
 from swift_stage2.records import EvaluationRecord
 from swift_stage2.runtime.watches import ProgressWatch
 from swift_stage2.scheduling.watches import StarvationWatch
-from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.timing import Activity
 
 logger = logging.getLogger(__name__)
 

@@ -31,9 +31,9 @@ from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.launch.job import last_cause
 from swift_stage2.runtime.ports import free_ports
 from swift_stage2.runtime.supervisor import ProcessTree
-from swift_stage2.telemetry.activity import NANOSECONDS
 from swift_stage2.telemetry.event_log import event_path, read_events
 from swift_stage2.telemetry.summary import summarise
+from swift_stage2.telemetry.timing import NANOSECONDS
 
 _LEAST_ROUNDS = 3
 _LORA: dict[str, Any] = {"tuner_type": "lora", "lora_rank": 8, "target_modules": ["all-linear"],

@@ -36,8 +36,8 @@ from swift_stage2.scheduling.outlook import ProductionPace, StepView
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 from swift_stage2.scheduling.watches import TruncationGuard
-from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.recorders import PipelineRecorder
+from swift_stage2.telemetry.timing import PipelineActivity
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,7 @@ from swift_stage2.errors import UserError
 from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections, worst_images
 from swift_stage2.evaluate.served_model import ENGINES, OwnServer, own_server, require_answer
 from swift_stage2.pages.content import GALLERY_KEY, Gallery, Section, Sentence, Tone
-from swift_stage2.pages.page import PageContent, page_of, write_page
-from swift_stage2.pages.terminal import terminal_report
+from swift_stage2.pages.rendering import PageContent, page_of, terminal_report, write_page
 from swift_stage2.runtime.output import SafeConsole, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, whole_number
 from swift_stage2.runtime.progress import going_on, progress_bar

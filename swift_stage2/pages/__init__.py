@@ -1,1 +1,1 @@
-"""Sections of sentences, tables and pictures (content), and the forms that commands give them (page, terminal)."""
+"""Sections of sentences, tables and pictures (content), and the two forms of them (rendering)."""

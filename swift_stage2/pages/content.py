@@ -1,4 +1,4 @@
-"""Sections of sentences, tables and pictures: a report free of any form. ``terminal`` and ``page`` render it.
+"""Sections of sentences, tables and pictures: a report free of any form. ``rendering`` has its two forms.
 
 One source for both, so that they cannot tell different numbers.
 """

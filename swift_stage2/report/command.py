@@ -14,10 +14,16 @@ from pathlib import Path
 
 from swift_stage2.launch.run_end import next_commands
 from swift_stage2.pages.content import GALLERY_KEY, Section, Sentence, number
-from swift_stage2.pages.page import PageContent, page_of, write_page
-from swift_stage2.pages.terminal import terminal_report
-from swift_stage2.report.evaluations import detection_section, evaluations_of, quality_section
-from swift_stage2.report.gallery import DEFAULT_SIZE, gallery_of, gallery_section, matches_of
+from swift_stage2.pages.rendering import PageContent, page_of, terminal_report, write_page
+from swift_stage2.report.quality import (
+    DEFAULT_SIZE,
+    detection_section,
+    evaluations_of,
+    gallery_of,
+    gallery_section,
+    matches_of,
+    quality_section,
+)
 from swift_stage2.report.run_data import RunData, read_run
 from swift_stage2.report.speed import Speed, slowest, works_of
 from swift_stage2.report.steps import (

@@ -19,9 +19,9 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 
 from swift_stage2.report.run_data import RunData
-from swift_stage2.telemetry.activity import NANOSECONDS, Activity, in_seconds
 from swift_stage2.telemetry.event_log import RankEvents
 from swift_stage2.telemetry.events import Start, Step
+from swift_stage2.telemetry.timing import NANOSECONDS, Activity, in_seconds
 
 WORKING = ("reading", "asking", "preparing", "packing")
 """Activities of the pipeline thread that an inline run would have to do as well."""

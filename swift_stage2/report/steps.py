@@ -20,12 +20,12 @@ from swift_stage2.pages.content import (
 )
 from swift_stage2.report.run_data import RunData
 from swift_stage2.telemetry.account import RankAccount, RunAccount
-from swift_stage2.telemetry.activity import NANOSECONDS, in_seconds
 from swift_stage2.telemetry.event_log import RankEvents
 from swift_stage2.telemetry.events import (
     Quarantined,
 )
 from swift_stage2.telemetry.summary import RankActivity, RunSummary
+from swift_stage2.telemetry.timing import NANOSECONDS, in_seconds
 
 _MAIN_THREAD = "Main thread, seconds by activity"
 

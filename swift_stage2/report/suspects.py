@@ -20,7 +20,7 @@ from swift_stage2.detections.prediction import TRUNCATED, LabelledBoxes
 from swift_stage2.detections.recorded import RecordedRow
 from swift_stage2.pages.content import Section, Sentence, Table, number
 from swift_stage2.records import Box
-from swift_stage2.report.evaluations import RowEvaluation
+from swift_stage2.report.quality import RowEvaluation
 
 FEWEST = 3
 """Versions that must agree."""

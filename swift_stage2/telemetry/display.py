@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift_stage2.scheduling.step_plan import SkipReason
-from swift_stage2.telemetry.activity import NANOSECONDS, Activity
 from swift_stage2.telemetry.events import Step
 from swift_stage2.telemetry.metrics import METRICS, PREFIX, RATIOS, MergedMetrics, reward_ratios
+from swift_stage2.telemetry.timing import NANOSECONDS, Activity
 
 if TYPE_CHECKING:  # it takes a second to load, and a report needs none of it
     from torch.utils.tensorboard import FileWriter

@@ -17,7 +17,6 @@ from typing import Any
 from swift_stage2.records import EvaluationRecord, RoundOutcome
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
 from swift_stage2.scheduling.step_plan import SkipReason
-from swift_stage2.telemetry.activity import NANOSECONDS, Activity, ActivityClock, ActivityT
 from swift_stage2.telemetry.display import StatusLine, TensorBoardSink, scalars_of_merge, scalars_of_plan
 from swift_stage2.telemetry.event_log import EventLog, event_path
 from swift_stage2.telemetry.events import (
@@ -35,7 +34,7 @@ from swift_stage2.telemetry.events import (
 from swift_stage2.telemetry.metrics import PREFIX, Counters, SumAcrossRanks, decode, encode
 from swift_stage2.telemetry.recorders import EvaluationRecorder, MatchKeeper, PipelineRecorder
 from swift_stage2.telemetry.summary import why_b_is_unused
-from swift_stage2.telemetry.trace import Trace
+from swift_stage2.telemetry.timing import NANOSECONDS, Activity, ActivityClock, ActivityT, Trace
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from enum import StrEnum
 from swift_stage2.config.swift_arguments import SCORED
 from swift_stage2.records import ObjectDropReason, QuarantineReason, UnusedReason
 from swift_stage2.scheduling.step_plan import SkipReason
-from swift_stage2.telemetry.activity import Activity
+from swift_stage2.telemetry.timing import Activity
 
 PREFIX = "stage2_ab/"
 REWARD = "reward/"  # begins the names of a reward's sums, one per term of the task, and their tags

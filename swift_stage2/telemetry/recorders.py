@@ -26,7 +26,6 @@ from swift_stage2.records import (
     Target,
     image_paths,
 )
-from swift_stage2.telemetry.activity import IntervalClock, PipelineActivity
 from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.telemetry.events import (
     Advantages,
@@ -40,7 +39,7 @@ from swift_stage2.telemetry.events import (
     RecordedCompletion,
 )
 from swift_stage2.telemetry.metrics import REWARD, Counters
-from swift_stage2.telemetry.trace import Trace
+from swift_stage2.telemetry.timing import IntervalClock, PipelineActivity, Trace
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from swift_stage2.records import ServerReport
 from swift_stage2.scheduling.step_plan import Channel, SkipReason
-from swift_stage2.telemetry.activity import NANOSECONDS, in_seconds
 from swift_stage2.telemetry.event_log import RankEvents, ranks_of, read_logs
 from swift_stage2.telemetry.events import Round
 from swift_stage2.telemetry.metrics import METRICS, RATIOS, Kind, Merge
+from swift_stage2.telemetry.timing import NANOSECONDS, in_seconds
 
 _DROPS = (
     "packs_dropped_stale",

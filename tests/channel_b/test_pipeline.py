@@ -48,9 +48,9 @@ from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.protocol import PREFIX, may_abort
 from swift_stage2.telemetry.account import account_of
-from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.event_log import EventLog, read_events
 from swift_stage2.telemetry.events import Packed, Returned, Start, StreamState
+from swift_stage2.telemetry.timing import PipelineActivity
 
 PATIENCE_S = 60.0
 WINDOW = 2

@@ -49,7 +49,7 @@ from swift_stage2.config import load_config
 from swift_stage2.errors import ConfigError
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import protocol
-from swift_stage2.telemetry.trace import Trace
+from swift_stage2.telemetry.timing import Trace
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -72,9 +72,9 @@ from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.telemetry.account import account_of
-from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.telemetry.events import AnyEvent, Packed, Start, StreamState
+from swift_stage2.telemetry.timing import PipelineActivity
 from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot_memory import SnapshotMemory

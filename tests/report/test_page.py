@@ -13,7 +13,7 @@ from run_files import RunFiles, picture
 
 from swift_stage2.cli import main
 from swift_stage2.pages.content import Headline, Sentence, Table
-from swift_stage2.pages.page import page_of, write_page
+from swift_stage2.pages.rendering import page_of, write_page
 from swift_stage2.report.command import RunReport, report_of
 from swift_stage2.report.run_data import read_run
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from swift_stage2.pages.content import GALLERY_KEY, Section, Sentence, Table, Tone
-from swift_stage2.pages.terminal import column_widths, terminal_report
+from swift_stage2.pages.rendering import column_widths, terminal_report
 
 KEY = "stage2_ab.channel_b.prefetch.sync_every_steps"
 CELLS = st.text("ab ", max_size=30)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from swift_stage2.channel_b.ready_queue import DropReason
 from swift_stage2.telemetry import metrics
-from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.metrics import (
     METRICS,
     RATIOS,
@@ -21,6 +20,7 @@ from swift_stage2.telemetry.metrics import (
     encode,
     vector_length,
 )
+from swift_stage2.telemetry.timing import Activity
 
 
 def table_tags() -> list[str]:

@@ -29,12 +29,11 @@ from swift_stage2.report.command import report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry import recorders
-from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.event_log import EventLog, read_events
 from swift_stage2.telemetry.events import Cut, FailedPosts, Match
 from swift_stage2.telemetry.metrics import Counters
 from swift_stage2.telemetry.recorders import MatchKeeper, PipelineRecorder, rows_to_keep
-from swift_stage2.telemetry.trace import Trace
+from swift_stage2.telemetry.timing import PipelineActivity, Trace
 
 PATIENCE_S = 60.0
 

@@ -13,7 +13,6 @@ from run_facts import PLAN_A, PLAN_B, match, pack, quality, round_outcome, skipp
 from swift_stage2.records import BatchOutcome, EvaluationCounts, EvaluationRecord, SampleKey
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
 from swift_stage2.scheduling.step_plan import SkipReason
-from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.events import (
     End,
     Evaluation,
@@ -27,6 +26,7 @@ from swift_stage2.telemetry.events import (
     Warned,
 )
 from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.timing import Activity
 
 TAGS = {
     "async": """policy_wants_b step_kind_b b_step_skipped_due_to_queue b_ratio_realized b_debt queue_depth queue_limit

@@ -1,20 +1,72 @@
-"""Prints sentences and tables on a terminal: all of a report but its pictures."""
+"""The two forms of a report's sections: one HTML page that needs nothing else, and text on a terminal.
+
+Style and pictures are inside the page, and no script; every text is escaped; it is written whole or not at all. A
+terminal shows all but pictures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
 
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from swift_stage2.pages.content import GALLERY_KEY, Headline, Part, Section, Sentence, Table, Tone
+from swift_stage2.errors import UserError
+from swift_stage2.pages.content import GALLERY_KEY, Gallery, Headline, Part, Section, Sentence, Table, Tone
+from swift_stage2.whole_file import write_whole
 
 _STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.WARN: "yellow", Tone.BAD: "bold red"}
 
 _GAP = 2  # between columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageContent:
+    """A page before it is drawn. ``places`` are paths; ``galleries`` stand in the sections of their keys."""
+
+    heading: str
+    places: Sequence[str]
+    state: str
+    """State of the run or evaluation, in a few words."""
+    sections: Sequence[Section]
+    galleries: Mapping[str, Gallery]
+
+
+def page_of(report: PageContent) -> str:
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_page_file("page.html.j2")).render(
+        report=report,
+        form=lambda part: type(part).__name__,
+        style=Markup(_page_file("page.css")),
+    )
+
+
+def write_page(path: Path, text: str) -> None:
+    """Puts the page in its place in one move.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        write_whole(path, text, errors="replace", is_private=True)
+    except OSError as error:
+        raise UserError(
+            f"the page cannot be written, got output={path}: {error.strerror}; name another file with --output"
+        ) from error
+
+
+def _page_file(name: str) -> str:
+    return (files("swift_stage2.pages") / "page_files" / name).read_text(encoding="utf-8")
 
 
 def terminal_report(sections: Iterable[Section]) -> RenderableType:

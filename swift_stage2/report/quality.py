@@ -1,16 +1,24 @@
-"""How good rollouts and evaluations were, and detection over steps: answers to the validation rows. Pure."""
+"""How good rollouts and evaluations were: detection over steps, match quality, and pictures of the newest matches.
+
+A picture has what was seen, said, matched, missed, invented and trained.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from swift_stage2.channel_b.parsing import TrueObjects
+from swift_stage2.detections.drawing import Drawing, gallery_image
 from swift_stage2.detections.recorded import RecordedRow, read_evaluations
 from swift_stage2.detections.scores import DetectionScores, detection_data
 from swift_stage2.pages.content import (
+    GALLERY_KEY,
+    Gallery,
     Part,
+    Picture,
     Section,
     Sentence,
     Table,
@@ -18,9 +26,9 @@ from swift_stage2.pages.content import (
     number,
     pairs,
 )
-from swift_stage2.report.gallery import RankMatch
 from swift_stage2.report.run_data import RunData
-from swift_stage2.telemetry.events import Evaluation
+from swift_stage2.telemetry.event_log import RankEvents
+from swift_stage2.telemetry.events import Evaluation, Key, Match
 from swift_stage2.telemetry.summary import RunSummary
 
 _MOST_SHOWN = 30
@@ -84,6 +92,100 @@ def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
     )
     table = Table("", ("step", "rows", *_MEASURES.values()), rows)
     return Section("detection", title, (Sentence(told), table))
+
+
+@dataclass(frozen=True, slots=True)
+class RankMatch:
+    """One rollout against its ground truth, on one rank."""
+
+    rank: int
+    match: Match
+
+    @property
+    def is_of_points(self) -> bool:
+        """Whether any object is a point; a task has objects of one kind."""
+        return any(len(box) == 2 for _, box in (*self.match.truth, *self.match.predicted))
+
+
+def matches_of(ranks: Iterable[RankEvents]) -> list[RankMatch]:
+    """The matches of all ranks by time.
+
+    A draw that a resumed process repeated counts once, as it was answered last. Evaluations repeat their keys, so a key
+    counts once for every version.
+    """
+    found: dict[tuple[int, str, Key, int], RankMatch] = {}
+    for rank in ranks:
+        for match in rank.of(Match):
+            found[rank.rank, match.purpose, match.sample, match.version] = RankMatch(rank.rank, match)
+    return sorted(found.values(), key=lambda each: each.match.time)
+
+
+DEFAULT_SIZE = 24
+_MOST_CHARACTERS = 20_000  # of a text that is shown
+
+
+def gallery_of(matches: Sequence[RankMatch], size: int = DEFAULT_SIZE) -> Gallery:
+    """The newest ``size`` of the ``matches``, which are by time. Opens their images."""
+    newest = matches[: -size - 1 : -1] if size else ()
+    return Gallery(
+        pictures=tuple(map(_picture, newest)),
+        num_matches=len(matches),
+    )
+
+
+def _picture(logged: RankMatch) -> Picture:
+    match = logged.match
+    drawing = Drawing(
+        match.truth,
+        match.predicted,
+        match.pairs,
+    )
+    path = (match.images[0] if match.images else None) or ""
+    likeness = "closeness" if logged.is_of_points else "IoU"
+    image, trouble = gallery_image(drawing, path, match.space, likeness)
+    return Picture(
+        image=image,
+        trouble=trouble,
+        name=Path(path).name or "an image without a path",
+        facts=tuple(_facts(logged.rank, match)),
+        fate="evaluation, never trained" if match.purpose == "evaluation" else "training",
+        texts=(("Rollout", _shortened(match.rollout)), ("Corrected answer", _shortened(match.target))),
+    )
+
+
+def _shortened(text: str) -> str:
+    more = len(text) - _MOST_CHARACTERS
+    return f"{text[:_MOST_CHARACTERS]} … and {more} characters more" if more > 0 else text
+
+
+def gallery_section(gallery: Gallery) -> Section:
+    """How many matches are shown. The page adds the pictures."""
+    told = "The run wrote no matches."
+    if gallery.num_matches:
+        told = f"{number(len(gallery.pictures))} of {number(gallery.num_matches)} matches, the newest first."
+    return Section(GALLERY_KEY, "Gallery", (Sentence(told),))
+
+
+def _facts(rank: int, match: Match) -> Iterator[str]:
+    epoch, position, row, attempt = match.sample
+    again = f", attempt {attempt}" if attempt else ""
+    yield (
+        f"row {row} of the validation set, rank {rank}"
+        if match.purpose == "evaluation"
+        else f"row {row}, epoch {epoch}, position {position}, rank {rank}{again}"
+    )
+    num_pairs = len(match.pairs)
+    yield (
+        f"weights of version {match.version}; {num_pairs} matched, {len(match.truth) - num_pairs} missed, "
+        f"{len(match.predicted) - num_pairs} false"
+    )
+    yield from (f"dropped: {count} × {reason}" for reason, count in match.dropped.items() if count)
+    if match.reward:
+        yield "reward: " + ", ".join(f"{term} {value:.2f}" for term, value in match.reward.items())
+    if match.truncated:
+        yield "cut off at max_new_tokens"
+    if len(match.images) > 1:
+        yield f"first of {len(match.images)} images"
 
 
 _NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}
