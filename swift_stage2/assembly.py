@@ -43,22 +43,21 @@ from swift_stage2.collectives import ControlGroup, join_control_group, together
 from swift_stage2.config import Fenced, Mode, OnPending, OnPipelineFailure, Stage2Config, StarvationAction
 from swift_stage2.config.swift_arguments import require_metric
 from swift_stage2.detections.recorded import EvaluationKeeper, evaluations_directory
-from swift_stage2.evaluation import make_evaluation
+from swift_stage2.evaluation import PinnedEvaluation, RankEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.records import Sample
-from swift_stage2.run import Stage2Run
+from swift_stage2.run import Stage2Run, progress_watch
 from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.runtime.progress import going_on, say_beside_bar
 from swift_stage2.runtime.surroundings import surroundings
-from swift_stage2.runtime.watches import ProgressWatch, Standing
+from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import StarvationWatch, TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
-from swift_stage2.telemetry.events import Warned
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.recorders import rows_to_keep
 from swift_stage2.weights.courier import Courier, thread_courier
@@ -68,8 +67,6 @@ from swift_stage2.weights.proof import Canary
 from swift_stage2.weights.snapshot_memory import SnapshotMemory
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import WrapTransport
-
-_STALL_MARGIN_S = 60.0
 
 MakeCanary = Callable[[Encoder, Sample], Canary]
 
@@ -184,21 +181,6 @@ def start_run(config: Stage2Config, given: RunInputs) -> Stage2Run:
     )
 
 
-def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: ChannelB | None) -> ProgressWatch:
-    """Over a rank's main thread and, if it has one, its pipeline."""
-    who: dict[str, Callable[[], Standing | None]] = {"main thread": lambda: telemetry.clock.standing}
-    if channel_b is not None:
-        who["pipeline"] = lambda: channel_b.pipeline.standing
-    return ProgressWatch(
-        who,
-        # Nothing in a batch of rollouts may wait longer; a round has a watch of its own.
-        limit_s=3 * config.rollout.request_timeout_s + _STALL_MARGIN_S,
-        on_stall=lambda what, seconds: telemetry.log.write(
-            Warned(message=f"no progress: {what} for {seconds:.0f} s")
-        ),
-    )
-
-
 def _build_channel_b(
     config: Stage2Config,
     given: RunInputs,
@@ -244,24 +226,7 @@ def _build_channel_b(
         chat_models=servers.chat_models,
         columns=needed_columns(config),
     )
-    dialect = config.stage2_ab.channel_b.target.dialect or str(getattr(parts.task, "default_dialect", ""))
-    evaluation = make_evaluation(
-        config,
-        given.validation_rows,
-        parts.task,
-        client=client,
-        make_request=parts.encoder.request,
-        preprocessor=parts.preprocessor,
-        control=control,
-        events=telemetry.evaluation,
-        record=telemetry.record_evaluation,
-        record_scores=lambda scored: telemetry.record_scores(scored.evaluation, scored.scores, scored.fault),
-        keeper=EvaluationKeeper(
-            evaluations_directory(Path(given.run_directory)) if config.telemetry.audit else None,
-            DIALECTS.get(dialect, OBJECT_LIST),
-        ),
-        last_step=given.total_steps - 1,
-    )
+    evaluation = _evaluation(config, given, parts, client, control, telemetry)
     memory = SnapshotMemory()
     device = next(given.module.parameters()).device
     courier: Courier  # first, because its process starts meanwhile
@@ -371,6 +336,52 @@ def _build_channel_b(
         answer_spelling=parts.task.spelling,
         objective=config.stage2_ab.objective,
         longest_fill_s=config.control_timeout_s - rollout.sync.timeout_s if is_inline else None,
+    )
+
+
+def _evaluation(
+    config: Stage2Config,
+    given: RunInputs,
+    parts: CheckedParts,
+    client: RolloutClient,
+    control: ControlGroup,
+    telemetry: Telemetry,
+) -> PinnedEvaluation | None:
+    """By the section ``stage2_ab.evaluation``; None when it is off."""
+    settings, channel = config.stage2_ab.evaluation, config.stage2_ab.channel_b
+    if not settings.every_steps:
+        return None
+    rows = given.validation_rows if given.validation_rows is not None else []
+    usable = usable_rows(rows, parts.task, channel.rows_without_objects)
+    config.check_validation_set(len(usable))
+    part = RankEvaluation(
+        rows,
+        parts.task,
+        num_samples=settings.num_samples,
+        rank=control.rank,
+        world_size=control.world_size,
+        client=client,
+        make_request=parts.encoder.request,
+        preprocessor=parts.preprocessor,
+        decoding=config.rollout.decoding,
+        events=telemetry.evaluation,
+        usable=usable,
+    )
+    dialect = channel.target.dialect or str(getattr(parts.task, "default_dialect", ""))
+    return PinnedEvaluation(
+        EvaluationSchedule(
+            every_steps=settings.every_steps,
+            max_round_delay_steps=settings.max_round_delay_steps,
+            last_step=given.total_steps - 1,
+        ),
+        part,
+        control=control,
+        record=telemetry.record_evaluation,
+        record_scores=lambda scored: telemetry.record_scores(scored.evaluation, scored.scores, scored.fault),
+        keeper=EvaluationKeeper(
+            evaluations_directory(Path(given.run_directory)) if config.telemetry.audit else None,
+            DIALECTS.get(dialect, OBJECT_LIST),
+        ),
     )
 
 

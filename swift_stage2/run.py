@@ -14,17 +14,20 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from swift_stage2.collectives import ControlGroup, together
+from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.learner import ChannelB, StepDecision
 from swift_stage2.records import EvaluationRecord
-from swift_stage2.runtime.watches import ProgressWatch
+from swift_stage2.runtime.watches import ProgressWatch, Standing
 from swift_stage2.scheduling.watches import StarvationWatch
+from swift_stage2.telemetry.events import Warned
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.timing import Activity
 
 logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
+_STALL_MARGIN_S = 60.0
 
 ResultT = TypeVar("ResultT")
 
@@ -169,6 +172,21 @@ class Stage2Run:
             self._switch_interval_before = None
         self.telemetry.clock.switch(Activity.OTHER)
         self.telemetry.close()
+
+
+def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: ChannelB | None) -> ProgressWatch:
+    """Over a rank's main thread and, if it has one, its pipeline."""
+    who: dict[str, Callable[[], Standing | None]] = {"main thread": lambda: telemetry.clock.standing}
+    if channel_b is not None:
+        who["pipeline"] = lambda: channel_b.pipeline.standing
+    return ProgressWatch(
+        who,
+        # Nothing in a batch of rollouts may wait longer; a round has a watch of its own.
+        limit_s=3 * config.rollout.request_timeout_s + _STALL_MARGIN_S,
+        on_stall=lambda what, seconds: telemetry.log.write(
+            Warned(message=f"no progress: {what} for {seconds:.0f} s")
+        ),
+    )
 
 
 def _check_spelling(before: Sequence[str] | None, now: Sequence[str]) -> None:

@@ -55,5 +55,5 @@ if LAG_VARIABLE in os.environ:
     from swift_stage2 import assembly
     from swift_stage2.training.stage2_trainer import register_trainer
 
-    assembly.ReadyQueue = DelayedQueue  # type: ignore[misc]
+    assembly.ReadyQueue = DelayedQueue  # type: ignore[attr-defined, assignment]
     register_trainer(Stage2Trainer)

@@ -189,7 +189,7 @@ class AttemptEnds:
     def unconfirmed(self, keys: Sequence[SampleKey]) -> None:
         """Their rollouts are of weights that no round is going to prove."""
         self.source.give_back(keys, ReturnReason.FAILED)
-        self.events.unconfirmed(len(keys))
+        self.events.count("rollouts_unconfirmed", len(keys))
 
     def stopped(self, keys: Sequence[SampleKey]) -> None:
         """The run ends before their rollouts are here."""
@@ -209,13 +209,13 @@ class AttemptEnds:
 
     def stale_in_group(self, keys: Sequence[SampleKey]) -> None:
         """Their rollouts waited for others of their rows, until they were too old."""
-        self.events.stale_in_group(len(keys))
+        self.events.count("rollouts_dropped_stale", len(keys))
         self.dropped(keys, ReturnReason.STALE)
 
     def unused(self, keys: Sequence[SampleKey], reason: UnusedReason) -> None:
         if keys:
             self.source.settle_unused(keys, reason)
-            self.events.unused(len(keys), reason)
+            self.events.count(f"rollouts_unused/{reason}", len(keys))
 
     def refused(self, rollout: Rollout, refusal: SampleError | MatchingError) -> None:
         """Its sample cannot be used, or its server was asked another prompt than the learner's."""

@@ -385,8 +385,7 @@ class Pipeline:
             return
         self._segments = [segment for segment in self._segments if is_still(segment.version)]
         self.preprocessor.forget(stale)
-        for segment in stale:
-            self.events.stale_segment(segment)
+        self.events.count("segments_dropped_stale", len(stale))
         self._drop([segment.key for segment in stale], ReturnReason.STALE)
 
     def _go_on_to(self, activity: PipelineActivity, what: str) -> None:

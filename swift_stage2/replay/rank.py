@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.assembly import RunInputs, progress_watch
+from swift_stage2.assembly import RunInputs
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import make_pack, make_segment
 from swift_stage2.channel_b.sample_source import read_sample, usable_rows
@@ -29,7 +29,7 @@ from swift_stage2.errors import MatchingError, ReplayDiffers, SampleError, UserE
 from swift_stage2.learner import StepDecision
 from swift_stage2.records import Pack, Rollout, Segment
 from swift_stage2.replay.recorded_run import RecordedPack, RecordedRun, RecordedStep, ReplayVerdict
-from swift_stage2.run import Stage2Run
+from swift_stage2.run import Stage2Run, progress_watch
 from swift_stage2.runtime import checkpoints
 from swift_stage2.runtime.progress import say_beside_bar
 from swift_stage2.runtime.surroundings import surroundings

@@ -145,9 +145,9 @@ class PipelineRecorder:
         """An aborted rollout is not resumed after all: stale, unproven, refused, or too slow."""
         self.counters.add("tokens_partial_dropped", len(rollout.token_ids))
 
-    def unconfirmed(self, num_rollouts: int) -> None:
-        """So many rollouts were given up because their round did not prove their server."""
-        self.counters.add("rollouts_unconfirmed", num_rollouts)
+    def count(self, name: str, amount: int = 1) -> None:
+        """So many more of what ``metrics`` has a counter for, and nothing else tells of."""
+        self.counters.add(name, amount)
 
     def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:
         """So many rollouts were wanted and begun; fewer where ``max_rollouts_per_version`` left no more."""
@@ -201,14 +201,6 @@ class PipelineRecorder:
                 )
             )
 
-    def stale_in_group(self, num_rollouts: int) -> None:
-        """So many rollouts went stale while they waited for others of their rows."""
-        self.counters.add("rollouts_dropped_stale", num_rollouts)
-
-    def unused(self, num_rollouts: int, reason: str) -> None:
-        """So many rollouts were compared, or could not be, and nothing is trained of them."""
-        self.counters.add(f"rollouts_unused/{reason}", num_rollouts)
-
     def segment(self, segment: Segment, seconds: float) -> None:
         """One rollout became a segment."""
         self._stage("prepare", seconds)
@@ -228,9 +220,6 @@ class PipelineRecorder:
     def dropped(self, pack: Pack, reason: str) -> None:
         """The queue dropped a pack; ``reason`` is ``dropped_stale`` or ``dropped_oldest``."""
         self.counters.add(f"packs_{reason}")
-
-    def stale_segment(self, segment: Segment) -> None:
-        self.counters.add("segments_dropped_stale")
 
     def quarantined(self, key: SampleKey, reason: str, message: str, origin: RowOrigin | None = None) -> None:
         """A sample was given up; ``reason`` is a ``QuarantineReason``. The first few are logged."""

@@ -182,7 +182,7 @@ def test_ids_of_weights_that_are_not_proven_yet_wait_for_their_round(scene: Scen
     assert [ids for call in scene.client.prefixes[num_calls:] for ids in call][place] == (
         [7] if verdict else []
     )
-    assert scene.events.num_unconfirmed == (not verdict)
+    assert scene.events.counts["rollouts_unconfirmed"] == (not verdict)
     assert len(scene.events.partial_dropped_rollouts) == (not verdict)
 
 
@@ -209,7 +209,7 @@ def test_a_rest_that_does_not_come_in_time_uses_up_the_attempt(scene: Scene) -> 
     scene.client.answer = lambda samples: BatchOutcome(returned=tuple(samples), timed_out=tuple(samples))
     scene.ask(1)
     scene.ask(1)
-    assert scene.asked()[-1] == replace(scene.asked()[0], attempt=1)
+    assert scene.asked()[-1] == scene.asked()[0]._replace(attempt=1)
     assert len(scene.events.partial_dropped_rollouts) == 1
     assert scene.account().returned["timed_out"] == 1
 

@@ -76,15 +76,12 @@ class Recorder:
 
     segments: list[Segment] = field(default_factory=list)
     compared_groups: list[tuple[Rollout, ...]] = field(default_factory=list)
-    num_unused: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
     packs: list[Pack] = field(default_factory=list)
     dropped_packs: list[tuple[Pack, str]] = field(default_factory=list)
-    stale: list[Segment] = field(default_factory=list)
     quarantines: list[tuple[SampleKey, str, str]] = field(default_factory=list)
     origins: list[RowOrigin] = field(default_factory=list)
     num_batches: int = 0
-    num_unconfirmed: int = 0
-    num_stale_in_group: int = 0
     num_exhausted: int = 0
     partial_dropped_rollouts: list[Rollout] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)  # that were matched
@@ -104,8 +101,8 @@ class Recorder:
     def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:
         self.num_exhausted += num_begun < num_wanted
 
-    def unconfirmed(self, num_rollouts: int) -> None:
-        self.num_unconfirmed += num_rollouts
+    def count(self, name: str, amount: int = 1) -> None:
+        self.counts[name] += amount
         self._tell()
 
     def partial_dropped(self, rollout: Rollout) -> None:
@@ -123,12 +120,6 @@ class Recorder:
     def compared(self, rollouts: Sequence[Rollout], reward_std: float) -> None:
         self.compared_groups.append(tuple(rollouts))
 
-    def unused(self, num_rollouts: int, reason: str) -> None:
-        self.num_unused[reason] += num_rollouts
-
-    def stale_in_group(self, num_rollouts: int) -> None:
-        self.num_stale_in_group += num_rollouts
-
     def segment(self, segment: Segment, seconds: float) -> None:
         self.segments.append(segment)
         self._tell()
@@ -140,10 +131,6 @@ class Recorder:
 
     def dropped(self, pack: Pack, reason: str) -> None:
         self.dropped_packs.append((pack, reason))
-        self._tell()
-
-    def stale_segment(self, segment: Segment) -> None:
-        self.stale.append(segment)
         self._tell()
 
     def quarantined(self, key: SampleKey, reason: str, message: str, origin: RowOrigin) -> None:
@@ -586,7 +573,7 @@ def test_a_segment_that_went_stale_is_asked_again_and_its_attempt_counts(
         assert bench.work()
     assert [[key.attempt for key in keys] for keys in bench.client.calls] == [[0, 0], [1, 1], [2, 2]]
     assert len({tuple((key.epoch, key.position) for key in keys) for keys in bench.client.calls}) == 1
-    assert len(bench.events.stale) == 6
+    assert bench.events.counts["segments_dropped_stale"] == 6
     assert bench.events.packs == []
     assert [(reason, key.attempt) for key, reason, _ in bench.events.quarantines] == [("too_slow", 2)] * 2
     assert len(bench.source.state_dict()["outstanding"]) == 0
@@ -786,7 +773,7 @@ def test_a_rollout_that_is_ahead_waits_for_its_servers_proof_and_for_the_clock(
     assert [segment.key for segment in bench.events.segments] == list(asked)
     assert {segment.version for segment in bench.events.segments} == {1}
     assert bench.events.packs
-    assert bench.events.num_unconfirmed == 0
+    assert bench.events.counts["rollouts_unconfirmed"] == 0
 
 
 @pytest.mark.parametrize("clock_moves", [True, False])
@@ -805,7 +792,7 @@ def test_a_rollout_whose_round_does_not_prove_its_server_is_asked_again(
     assert bench.work()
     first, second = bench.client.calls
     assert second[: len(first)] == first, "asked again first, and no attempt counts"
-    assert bench.events.num_unconfirmed == len(first)
+    assert bench.events.counts["rollouts_unconfirmed"] == len(first)
     assert [segment.key for segment in bench.events.segments] == list(second)
     assert bench.events.quarantines == []
 

@@ -126,7 +126,7 @@ class YoungPipeline(Pipeline):
 
 
 def _as_if_of_its_last_part(rollout: Rollout) -> Rollout:
-    return replace(rollout, spans=(replace(rollout.spans[-1], start=0),))
+    return replace(rollout, spans=(rollout.spans[-1]._replace(start=0),))
 
 
 class RepeatingClient(RolloutClient):

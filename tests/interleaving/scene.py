@@ -217,14 +217,11 @@ class RankEvents:
     def partial_dropped(self, rollout: Rollout) -> None:
         self._ledger.counts["partial rollouts dropped"] += 1
 
-    def unconfirmed(self, num_rollouts: int) -> None:
-        self._ledger.counts["rollouts unconfirmed"] += num_rollouts
+    def count(self, name: str, amount: int = 1) -> None:
+        self._ledger.counts[name.replace("_", " ", 1).replace("/", " ")] += amount
 
     def compared(self, rollouts: Sequence[Rollout], reward_std: float) -> None:
         self._ledger.counts["groups trained"] += 1
-
-    def unused(self, num_rollouts: int, reason: str) -> None:
-        self._ledger.counts[f"rollouts unused {reason}"] += num_rollouts
 
     def enter(self, activity: PipelineActivity) -> None: ...
 
@@ -240,12 +237,6 @@ class RankEvents:
 
     def dropped(self, pack: Pack, reason: str) -> None:
         self._ledger.dropped(self._rank, pack, reason)
-
-    def stale_in_group(self, num_rollouts: int) -> None:
-        self._ledger.counts["rollouts stale in a group"] += num_rollouts
-
-    def stale_segment(self, segment: Segment) -> None:
-        self._ledger.counts["segments stale"] += 1
 
     def quarantined(self, key: SampleKey, reason: str, message: str, origin: object) -> None:
         self._ledger.quarantined(self._rank, key)

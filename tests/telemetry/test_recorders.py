@@ -61,9 +61,8 @@ _FAILURES = tuple(PostFailure("http://s", end, 4, "") for end in (PostEnd.STOPPE
             1,
             lambda told: told.batch(BatchOutcome(failures=_FAILURES)),
         ),  # one by our own stop
-        ("rollouts_dropped_stale", 3, lambda told: told.stale_in_group(3)),
         ("targets_left_out", 1, lambda told: told.segment(_SEGMENT, 0.0)),
-        ("rollouts_unconfirmed", 3, lambda told: told.unconfirmed(3)),
+        ("rollouts_unconfirmed", 3, lambda told: told.count("rollouts_unconfirmed", 3)),
         ("run_ahead_exhausted", 1, lambda told: told.run_ahead(num_wanted=4, num_begun=3)),
         ("run_ahead_exhausted", 0, lambda told: told.run_ahead(num_wanted=4, num_begun=4)),
     ],

@@ -32,7 +32,7 @@ def run_dir(tmp_path: Path) -> Path:
         telemetry.record_round(5, round_outcome(2, False, False, seconds=4.0, round_id="b"))
         match(telemetry, quality(pairs=3, predictions=4, truths=6))
         telemetry.pipeline.dropped(pack(), "dropped_oldest")
-        telemetry.pipeline.stale_in_group(3)
+        telemetry.pipeline.count("rollouts_dropped_stale", 3)
         telemetry.pipeline.quarantined("key", "too_slow", "3 rollouts went stale")
         telemetry.close()
     return tmp_path
