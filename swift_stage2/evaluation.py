@@ -308,7 +308,7 @@ class PinnedEvaluation:
 
     def _end(self, step: int, reason: EvaluationEnd) -> None:
         mine = self.part.end()
-        counts = mine.decode(self.control.reduce_sum(mine.encode()))
+        counts = EvaluationCounts.of_ranks(self.control.gather(mine.to_json()))
         end = EvaluationEnd.COMPLETE if counts.is_whole else reason
         # The run that resumes asks an evaluation again that a stop has ended.
         ended = self.schedule.end(again=end is EvaluationEnd.TRAINING_ENDS)

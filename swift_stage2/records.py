@@ -5,11 +5,12 @@ All records are frozen; whoever takes one makes the next and never edits what it
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
-from itertools import chain
+from functools import reduce
 from typing import Any, NamedTuple
 
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
@@ -346,21 +347,20 @@ class EvaluationCounts:
             metrics={name: _added(both, target.metrics.get(name)) for name, both in self.metrics.items()},
         )
 
-    def encode(self) -> tuple[float, ...]:
-        """A vector that may be added up over ranks."""
-        counts = (getattr(self, name) for name in _SUMMED)
-        return tuple(float(count) for count in (*counts, *chain.from_iterable(self.metrics.values())))
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
-    def decode(self, vector: Sequence[float]) -> EvaluationCounts:
-        """Reads the sum of what ``encode`` made on every rank."""
-        *counts, sum_iou = vector[: len(_SUMMED)]
-        own = vector[len(_SUMMED) :]
-        return replace(
-            self,
-            **dict(zip(_SUMMED, map(round, counts), strict=False)),
-            sum_iou=sum_iou,
-            metrics=dict(zip(self.metrics, zip(own[::2], own[1::2], strict=True), strict=True)),
-        )
+    @classmethod
+    def of_ranks(cls, texts: Sequence[str]) -> EvaluationCounts:
+        """The sum of what ``to_json`` gave on every rank."""
+        parts = [cls(**json.loads(text)) for text in texts]
+        names = (each.name for each in fields(cls) if each.name != "metrics")
+        sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
+        own = {
+            name: reduce(_added, (part.metrics[name] for part in parts), (0.0, 0.0))
+            for name in parts[0].metrics
+        }
+        return cls(**sums, metrics=own)
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -376,7 +376,6 @@ class EvaluationCounts:
 
 
 _OF_QUALITY = ("num_truncated", "num_predictions", "num_ground_truth", "num_pairs", "sum_iou")
-_SUMMED = tuple(each.name for each in fields(EvaluationCounts) if each.name != "metrics")
 
 
 def _added(sums: tuple[float, float], more: tuple[float, float] | None) -> tuple[float, float]:

@@ -33,9 +33,10 @@ ResultT = TypeVar("ResultT")
 
 
 class Decider(Protocol):
-    """Who decides every step: the learner, or a replay in its place."""
+    """Who decides every step: the learner, or a replay in its place. What has a body need not be done."""
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        return None
 
     def request_stop(self) -> None: ...
 
@@ -43,11 +44,13 @@ class Decider(Protocol):
 
     def end_step(self, step: int, losses: Sequence[str]) -> None: ...
 
-    def evaluate_final(self, step: int) -> None: ...
+    def evaluate_final(self, step: int) -> None:
+        return None
 
     def checkpoint(self, *, step: int, save_id: str) -> dict[str, Any]: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return None
 
 
 @dataclass(eq=False, repr=False)
@@ -97,7 +100,7 @@ class Stage2Run:
         self.learner.end_step(step - 1, [loss.hex() for loss in losses])
         if step % max(1, self.logging_steps) != 0:
             return {}
-        return self.telemetry.merge_and_write(step, self.control.reduce_sum, epoch=epoch)
+        return self.telemetry.merge_and_write(step, self.control.gather, epoch=epoch)
 
     def end_epoch(self, epoch: float | None, num_read: int, num_batches: int) -> None:
         """Tells how much of an epoch's batches channel A trained; B steps read none of them."""

@@ -29,8 +29,7 @@ from swift_stage2.errors import MatchingError, ReplayDiffers, SampleError, UserE
 from swift_stage2.learner import StepDecision
 from swift_stage2.records import Pack, Rollout, Segment
 from swift_stage2.replay.recorded_run import RecordedPack, RecordedRun, RecordedStep, ReplayVerdict
-from swift_stage2.run import Stage2Run, progress_watch
-from swift_stage2.runtime import checkpoints
+from swift_stage2.run import Decider, Stage2Run, progress_watch
 from swift_stage2.runtime.progress import say_beside_bar
 from swift_stage2.runtime.surroundings import surroundings
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
@@ -82,8 +81,11 @@ class PackMaker:
             ) from error
 
 
-class ReplayedLearner:
-    """One rank's recorded decisions. ``num_compared`` steps have had the recorded losses so far."""
+class ReplayedLearner(Decider):
+    """One rank's recorded decisions. ``num_compared`` steps have had the recorded losses so far.
+
+    There is nothing to start or to end, and no server to ask.
+    """
 
     def __init__(
         self,
@@ -101,9 +103,6 @@ class ReplayedLearner:
         self._events = events
         self._stop_requested = False
         self.num_compared = 0
-
-    def start(self) -> None:
-        """There is nothing to start."""
 
     def request_stop(self) -> None:
         """Ends this replay at the next step that all ranks agree on; safe in a signal handler."""
@@ -151,15 +150,9 @@ class ReplayedLearner:
             )
         self.num_compared += 1
 
-    def evaluate_final(self, step: int) -> None:
-        """Nothing: a replay asks no server."""
-
     def checkpoint(self, *, step: int, save_id: str) -> dict[str, object]:
         """Nothing: a replay is not resumed."""
         return {}
-
-    def close(self) -> None:
-        """There is nothing to end."""
 
     def _make(self, recorded: RecordedStep, num_packs: int) -> tuple[Pack, ...]:
         if recorded.channel is Channel.A:
@@ -217,7 +210,11 @@ def _replay(recorded: RecordedRun, output: Path, rank: int) -> ReplayVerdict:
             f"--output must be a directory that can be written, got {output} ({error}); name another one"
         ) from error
     settings = load_config(config_path)
-    _check_checkpoint(recorded, settings, rank)
+    resumed = settings.swift.get("resume_from_checkpoint")
+    if resumed is not None and not Path(resumed).is_dir():
+        raise UserError(
+            f"the run resumed from {resumed}, which is gone; a replay begins there as well, so bring it back"
+        )
     learners: list[ReplayedLearner] = []
     difference = None
     try:
@@ -226,27 +223,6 @@ def _replay(recorded: RecordedRun, output: Path, rank: int) -> ReplayVerdict:
         leave_job()  # raised on every rank alike
         difference = str(error)
     return recorded.verdict(learners[0].num_compared if learners else 0, difference)
-
-
-def _check_checkpoint(recorded: RecordedRun, config: Stage2Config, rank: int) -> None:
-    """The one that the run resumed is still there, and still the same."""
-    directory = config.swift.get("resume_from_checkpoint")
-    if directory is None:
-        return
-    if not Path(directory).is_dir():
-        raise UserError(
-            f"the run resumed from {directory}, which is gone; a replay begins there as well, so bring it back"
-        )
-    if recorded.save_id is None:
-        return
-    state = checkpoints.read_state(
-        directory, rank=rank, world_size=recorded.world_size, step=recorded.first_step
-    )
-    if state["save_id"] != recorded.save_id:
-        raise UserError(
-            f"the run resumed from the save {recorded.save_id}, got save_id={state['save_id']} in {directory}, which "
-            "was written over since; bring the checkpoint back"
-        )
 
 
 def _start_replay(

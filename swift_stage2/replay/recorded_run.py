@@ -61,8 +61,6 @@ class RecordedRun:
     world_size: int
     first_step: int
     last_step: int
-    save_id: str | None
-    """Of the checkpoint that the process resumed."""
     config: Mapping[str, Any]
     surroundings: Mapping[str, Any]
     steps: Mapping[int, tuple[RecordedStep, ...]]
@@ -144,7 +142,6 @@ def read_run(run_dir: Path) -> RecordedRun:
         world_size=start.world_size,
         first_step=start.step,
         last_step=last,
-        save_id=start.save_id,
         config=start.config,
         surroundings=start.surroundings,
         steps={rank: tuple(map(each.step, range(start.step, last + 1))) for rank, each in steps.items()},

@@ -16,7 +16,6 @@ from swift_stage2.launch.run_end import next_commands
 from swift_stage2.pages.content import GALLERY_KEY, Section, Sentence, number
 from swift_stage2.pages.rendering import PageContent, page_of, terminal_report, write_page
 from swift_stage2.report.quality import (
-    DEFAULT_SIZE,
     detection_section,
     evaluations_of,
     gallery_of,
@@ -36,7 +35,7 @@ from swift_stage2.report.steps import (
 from swift_stage2.report.suspects import Suspect, suspect_lines, suspects_of, suspects_section
 from swift_stage2.report.verdict import verdict_section
 from swift_stage2.runtime.output import SafeConsole, say
-from swift_stage2.runtime.parser import CommandParser, whole_number
+from swift_stage2.runtime.parser import CommandParser
 from swift_stage2.telemetry.account import RunAccount, account_of
 from swift_stage2.telemetry.summary import summary_of
 
@@ -52,17 +51,17 @@ class RunReport(PageContent):
     """Whether it is proven that no sample was lost; nothing can be lost without channel B."""
 
 
-def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
-    """Computes the whole report; opens at most ``gallery_size`` images."""
+def report_of(run: RunData) -> RunReport:
+    """Computes the whole report; opens the images of its gallery."""
     account = None if run.had_no_b else account_of(run.logs, run.doubts)
     matches = matches_of(run.ranks)
     summary, works = summary_of(run.ranks), works_of(run)
     found = slowest(works)
-    gallery = gallery_of(matches, gallery_size)
+    gallery = gallery_of(matches)
     evaluations = evaluations_of(run)
     suspects = suspects_of(evaluations)
     sections = (
-        verdict_section(works, summary, run.number_setting("stage2_ab", "schedule", "b_ratio")),
+        verdict_section(works, summary, run.setting("stage2_ab", "schedule", "b_ratio")),
         steps_section(summary),
         time_section(run, summary),
         queue_section(run, summary),
@@ -115,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: there is no such run, or the report cannot be written.
     """
     options = _parser().parse_args(argv)
-    report = report_of(read_run(options.run_dir), options.gallery)
+    report = report_of(read_run(options.run_dir))
     _tell(report, options)
     return EXIT_BALANCED if report.is_balanced else EXIT_NOT_BALANCED
 
@@ -170,13 +169,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         type=Path,
         help=f"where the page goes (default: {_PAGE} in the last RUN_DIR)",
-    )
-    parser.add_argument(
-        "--gallery",
-        metavar="N",
-        type=whole_number(0),
-        default=DEFAULT_SIZE,
-        help=f"how many pictures the page shows (default {DEFAULT_SIZE})",
     )
     parser.add_argument(
         "--json",

@@ -201,14 +201,10 @@ def quality_section(run: RunData, summary: RunSummary, matches: Sequence[RankMat
     told = dict.fromkeys(name for each in evaluations for name in each.ratios if name not in _NOT_SHOWN)
     own = {name: name for name in told if name not in _NAMES}  # of the task, which may be no shares
     parts: list[Part | None] = [
-        quality_table(summary),
+        pairs("Quality over the run", {tag: f"{value:.3f}" for tag, value in summary.ratios.items()}),
         _evaluations(evaluations, {**names, **own}),
     ]
     return Section("quality", "Match quality", filled(parts) or (Sentence("No rollout was matched."),))
-
-
-def quality_table(summary: RunSummary) -> Table:
-    return pairs("Quality over the run", {tag: f"{value:.3f}" for tag, value in summary.ratios.items()})
 
 
 def _evaluations(evaluations: Sequence[Evaluation], measures: Mapping[str, str]) -> Table:

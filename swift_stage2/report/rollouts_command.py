@@ -131,16 +131,6 @@ class RunRollouts:
         self._run_dir = run_dir
         self._ranks: dict[int, _RankRollouts] = {}
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a rank has begun its log; False also where there is no run."""
-        return bool(log_paths(self._run_dir))
-
-    def require_begun(self, *, may_come: bool) -> None:
-        """Raises UserError: there is no run, and none that ``may_come``."""
-        if not (self.has_begun or may_come):
-            raise no_log(self._run_dir)
-
     def read(self) -> Iterator[FinishedRollout]:
         """Those that have become known since the last call, by time; to be read to its end.
 
@@ -234,8 +224,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     while True:
         # Asked first: whatever a process wrote before its end is found below.
         goes_on = is_held(options.run_dir)
-        rollouts.require_begun(may_come=goes_on and options.follow)
-        if not (rollouts.has_begun or has_waited):
+        has_begun = bool(log_paths(options.run_dir))
+        if not (has_begun or (goes_on and options.follow)):
+            raise no_log(options.run_dir)
+        if not (has_begun or has_waited):
             _say(f"waits for the first rollouts of the run in {options.run_dir}")
             has_waited = True
         for rollout in rollouts.read():

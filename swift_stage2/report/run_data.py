@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +35,6 @@ class RunData:
         for key in path:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
-
-    def number_setting(self, *path: str) -> Any:
-        """One key of the configuration that holds a number; None where it is not known."""
-        value = self.setting(*path)
-        return value if isinstance(value, int | float) and 0 <= value < math.inf else None
 
     @property
     def had_no_b(self) -> bool:

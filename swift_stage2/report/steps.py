@@ -31,37 +31,23 @@ _MAIN_THREAD = "Main thread, seconds by activity"
 
 
 def steps_section(summary: RunSummary) -> Section:
-    parts: list[Part] = list(_steps(summary))
-    parts += _gaps(summary)
-    parts.append(_drops(summary))
-    return Section("steps", "What was wanted and what ran", filled(parts))
-
-
-def _steps(summary: RunSummary) -> Iterator[Part]:
     rows = {
         "optimizer steps": number(summary.num_steps),
         "B wanted": number(summary.num_b_wanted),
         "B run": f"{summary.num_b_run}{share(summary.num_b_run, summary.num_b_wanted)}",
         "B skipped": number(sum(summary.skips.values())),
+        **{f"B skipped: {why}": number(count) for why, count in summary.skips.items()},
     }
-    yield pairs("Steps", rows | {f"B skipped: {why}": number(count) for why, count in summary.skips.items()})
+    parts: list[Part] = [pairs("Steps", rows)]
     if differing := summary.num_disagreements:
-        yield Sentence(f"{differing} steps have plans that differ between ranks: a fault.", Tone.BAD)
-
-
-def _gaps(summary: RunSummary) -> Iterator[Sentence]:
+        parts.append(Sentence(f"{differing} steps have plans that differ between ranks: a fault.", Tone.BAD))
     if summary.missing_ranks:
         missing = ", ".join(map(str, summary.missing_ranks))
-        yield Sentence(f"The log of rank {missing} is missing; it counts nowhere on this page.", Tone.WARN)
-
-
-def _lags(summary: RunSummary) -> Table:
-    rows = {str(lag): number(count) for lag, count in summary.lag_counts.items()}
-    return pairs("Version lag of trained packs", rows, ("versions behind", "packs"))
-
-
-def _drops(summary: RunSummary) -> Table:
-    return pairs("Dropped, over all ranks", {name: number(total) for name, total in summary.drops.items()})
+        told = f"The log of rank {missing} is missing; it counts nowhere on this page."
+        parts.append(Sentence(told, Tone.WARN))
+    drops = {name: number(total) for name, total in summary.drops.items()}
+    parts.append(pairs("Dropped, over all ranks", drops))
+    return Section("steps", "What was wanted and what ran", filled(parts))
 
 
 def _rounds(summary: RunSummary) -> Table | None:
@@ -86,7 +72,13 @@ def queue_section(run: RunData, summary: RunSummary) -> Section:
     packs = {"most that it holds": number(limit)}
     if depths:
         packs |= {"median": number(statistics.median(depths)), "least": number(min(depths))}
-    found = filled([pairs("Ready packs of the rank with fewest", packs) if limit else None, _lags(summary)])
+    lags = {str(lag): number(count) for lag, count in summary.lag_counts.items()}
+    found = filled(
+        [
+            pairs("Ready packs of the rank with fewest", packs) if limit else None,
+            pairs("Version lag of trained packs", lags, ("versions behind", "packs")),
+        ]
+    )
     return Section("queue", "Queue and version lag", found or (Sentence("There was no channel B."),))
 
 

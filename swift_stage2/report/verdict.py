@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from swift_stage2.checks.feeding import sustained
 from swift_stage2.pages.content import Headline, Part, Section, Sentence, Table, Tone, filled, seconds
 from swift_stage2.report.speed import FEWEST_QUIET, RankWork, Speed, slowest
-from swift_stage2.telemetry.summary import RunSummary
+from swift_stage2.scheduling.step_plan import SkipReason
+from swift_stage2.telemetry.summary import SKIP_CAUSES, RunSummary
 
 SLOWDOWN = 0.03
 """Of steps beside rollouts; more than this is told."""
@@ -18,11 +19,6 @@ MISSED_SHARE = 0.05
 """Of wanted B steps; the first one comes before any pack."""
 ROUNDS_SHARE = 0.05
 """Of the training part; more than this is worth a setting."""
-_OTHER_SKIPS = {
-    "servers_suspect": "found no server that was proven; section Sync rounds and the log say what became of them",
-    "truncation_guard": "were held back because too many rollouts are cut off: raise rollout.decoding.max_new_tokens",
-    "pipeline_failed": "came after the pipeline had failed; the learner's log says why",
-}
 _FEED = (
     " A smaller stage2_ab.channel_b.packing.packing_length needs fewer rollouts for a step, a larger "
     "rollout.max_inflight_per_server makes more at once, a smaller stage2_ab.schedule.b_ratio wants fewer; section "
@@ -135,13 +131,9 @@ def bottlenecks(speed: Speed | None, summary: RunSummary, b_ratio: float | None)
                 )
     if not is_lost:
         yield from _missing_packs(speed, summary, b_ratio, is_told=is_advised)
-    for reason, sentence in _OTHER_SKIPS.items():
-        if missed := summary.skips.get(reason, 0):
-            yield f"{missed} wanted B steps {sentence}."
-    if errors := summary.server_errors:
-        number = sum(errors.values())
-        often = "once" if number == 1 else f"{number} times, mostly"
-        yield f"Rounds could not prove a server {often}: {next(iter(errors)).removesuffix('.')}."
+    for reason, missed in summary.skips.items():
+        if reason != SkipReason.NOT_ENOUGH_PACKS:
+            yield f"{missed} wanted B steps did not run: {SKIP_CAUSES[reason]}; section Sync rounds says more."
 
 
 def _binding(speed: Speed) -> str:
@@ -184,8 +176,7 @@ def _missing_packs(
     speed: Speed | None, summary: RunSummary, b_ratio: float | None, *, is_told: bool
 ) -> Iterator[str]:
     """``is_told``: what binds, and what would help, has been named already."""
-    missed, early = summary.skips.get("not_enough_packs", 0), summary.num_b_too_early
-    later = missed - early
+    later = summary.skips.get("not_enough_packs", 0) - summary.num_b_too_early
     num_stale = int(
         sum(summary.totals[f"{what}_dropped_stale"] for what in ("packs", "segments", "rollouts"))
     )
@@ -194,18 +185,10 @@ def _missing_packs(
             f"{later} wanted B steps lacked packs while {num_stale} packs and rollouts went stale; raise "
             "stage2_ab.channel_b.prefetch.version_window."
         )
-    elif missed <= MISSED_SHARE * summary.num_b_wanted or is_told:
-        return
-    elif later <= MISSED_SHARE * summary.num_b_wanted:
-        yield (
-            f"{early} of {summary.num_b_wanted} wanted B steps came before the first packs were ready, and "
-            f"{later or 'none'} lacked packs after that: this is the start of a run, which weighs less in a longer "
-            "one, and not the pace of production."
-        )
-    else:
+    elif later > MISSED_SHARE * summary.num_b_wanted and not is_told:
         advice = _b_ratio(speed, summary, b_ratio, upwards=False) if speed else ""
         late = "" if summary.num_b_run else ", or began too late"
         yield (
-            f"{missed} of {summary.num_b_wanted} wanted B steps lacked packs while nothing went stale: production was "
+            f"{later} of {summary.num_b_wanted} wanted B steps lacked packs while nothing went stale: production was "
             f"too slow for this share{late}.{advice or _FEED}"
         )

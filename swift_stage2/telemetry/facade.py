@@ -1,12 +1,13 @@
 """One rank's telemetry: counters, activity clock, event log, trace, and on rank 0 TensorBoard and a line to read.
 
 The learner reports steps, rounds and warnings, the pipeline its own events through ``pipeline``. Ranks meet
-only in ``merge_and_write``, at logging steps, through a sum that the caller brings. Nothing here raises for
+only in ``merge_and_write``, at logging steps, through a collective that the caller brings. Nothing here raises for
 the disk's sake; ``log.failure`` tells.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import Counter
@@ -31,7 +32,7 @@ from swift_stage2.telemetry.events import (
     Step,
     Warned,
 )
-from swift_stage2.telemetry.metrics import PREFIX, Counters, SumAcrossRanks, decode, encode
+from swift_stage2.telemetry.metrics import PREFIX, Counters, Gather, merged
 from swift_stage2.telemetry.recorders import EvaluationRecorder, MatchKeeper, PipelineRecorder
 from swift_stage2.telemetry.summary import why_b_is_unused
 from swift_stage2.telemetry.timing import NANOSECONDS, Activity, ActivityClock, ActivityT, Trace
@@ -99,15 +100,14 @@ class Telemetry:
     def record_start(self, **facts: Any) -> None:
         """Write down once what a run, or a resumed part of it, begins with: ``facts`` of the event ``Start``."""
         self._has_started = True
-        start = Start(
-            world_size=self._world_size,
-            total_steps=self._total_steps,
-            queue_limit=self._queue_limit,
-            **facts,
+        self.log.write(
+            Start(
+                world_size=self._world_size,
+                total_steps=self._total_steps,
+                queue_limit=self._queue_limit,
+                **facts,
+            )
         )
-        self.log.write(start)
-        settings = start.model_dump_json(include={"seed", "decoding", "config"}, indent=2, fallback=str)
-        self._board.write_text(f"{PREFIX}settings", f"```json\n{settings}\n```")
 
     def record_step(self, told: Step) -> None:
         """Count one step when its plan is made, and write it down with the time since the step before."""
@@ -207,9 +207,7 @@ class Telemetry:
             logger.warning("%s", message)
         self.log.write(Warned(message=message))
 
-    def merge_and_write(
-        self, step: int, sum_across_ranks: SumAcrossRanks, *, epoch: float | None = None
-    ) -> dict[str, float]:
+    def merge_and_write(self, step: int, gather: Gather, *, epoch: float | None = None) -> dict[str, float]:
         """One logging step: add all ranks' numbers up, and write them on rank 0. Called on all ranks alike.
 
         Returns the scalars by full tag, equal on every rank.
@@ -218,12 +216,13 @@ class Telemetry:
             self.counters.set("queue_limit", self._queue_limit)
             self.counters.set("prefetch_last_progress_s_ago", self.pipeline.progress_s_ago)
         numbers, (activity_ns, wall_ns) = self.counters.snapshot(), self.clock.read_ns()
-        mine = encode(numbers, activity_ns, rank=self._rank, world_size=self._world_size)
-        merged = decode(sum_across_ranks(mine), numbers, world_size=self._world_size)
-        values = scalars_of_merge(merged, self._window_start)
+        told = [json.loads(text) for text in gather(json.dumps([numbers, activity_ns]))]
+        totals = merged([numbers for numbers, _ in told])
+        spent_ns = {activity: sum(spent[activity] for _, spent in told) for activity in activity_ns}
+        values = scalars_of_merge(totals, spent_ns, self._window_start)
         self._say_status(None)  # of a logging step without a loss
-        self._status.take(step, epoch, merged.values, merged.per_rank["queue_depth"])
-        self._window_start = dict(merged.values)
+        self._status.take(step, epoch, totals)
+        self._window_start = totals
         self.counters.set("ver_lag", None)
         self._tell_metrics(step, numbers, activity_ns, wall_ns, epoch)
         self._flush_plans()

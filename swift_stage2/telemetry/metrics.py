@@ -1,14 +1,11 @@
 """Declares every number that is kept, holds one rank's, and adds all ranks' up.
 
-One table says of each number whether it counts or gauges, how ranks merge, and its tag: a misspelt name raises, all
-ranks exchange vectors of one order, and ``docs/design/formats.md`` can be checked against it. One sum over a vector
-of fixed length merges: gauges that need a minimum or a maximum travel in one slot per rank, where every other rank
-adds zero.
+One table says of each number whether it counts or gauges, how ranks merge, and its tag: a misspelt name raises, and
+``docs/design/formats.md`` can be checked against it. A reward's terms, which it does not name, are summed.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +14,11 @@ from enum import StrEnum
 from swift_stage2.config.swift_arguments import SCORED
 from swift_stage2.records import ObjectDropReason, QuarantineReason, UnusedReason
 from swift_stage2.scheduling.step_plan import SkipReason
-from swift_stage2.telemetry.timing import Activity
 
 PREFIX = "stage2_ab/"
 REWARD = "reward/"  # begins the names of a reward's sums, one per term of the task, and their tags
 
-STAGES = ("rollout", "prepare", "parse", "match", "target", "encode", "pack", "plan")
+STAGES = ("rollout", "prepare", "pack", "plan")
 
 
 class Kind(StrEnum):
@@ -239,8 +235,6 @@ EVALUATION_TAGS: tuple[str, ...] = tuple(
 )
 SCORE_TAGS: tuple[str, ...] = tuple(f"eval/{name}" for name in SCORED)
 
-METRICS_BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
-
 
 class Counters:
     """One rank's counters and gauges, which any thread may move. A name that is not declared raises KeyError.
@@ -290,27 +284,15 @@ class Counters:
                 self._counts[name] = state.get(name, 0)
 
 
-SumAcrossRanks = Callable[[Sequence[float]], Sequence[float]]
+Gather = Callable[[str], Sequence[str]]
+"""Every rank's text, in the order of ranks, on every rank."""
 
-_SUMMED = tuple(m.name for m in METRICS if m.kind is Kind.COUNTER and m.merge is Merge.SUM)
-_SAME = tuple(m.name for m in METRICS if m.kind is Kind.COUNTER and m.merge is Merge.SAME)
-_GAUGES = tuple(m for m in METRICS if m.kind is Kind.GAUGE)
-_MERGED: dict[Merge, Callable[[Sequence[float]], float]] = {
+_MERGED: dict[Merge, Callable[[Iterable[float]], float]] = {
     Merge.SUM: sum,
     Merge.MIN: min,
     Merge.MAX: max,
     Merge.SAME: max,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class MergedMetrics:
-    values: Mapping[str, float]
-    """By metric name; gauges that no rank has set are left out."""
-    per_rank: Mapping[str, tuple[float | None, ...]]
-    """Gauges by rank; None where a rank has not set one."""
-    activity_ns: Mapping[Activity, int]
-    """Added up over ranks."""
 
 
 def reward_ratios(names: Iterable[str]) -> tuple[Ratio, ...]:
@@ -322,50 +304,8 @@ def reward_ratios(names: Iterable[str]) -> tuple[Ratio, ...]:
     )
 
 
-def vector_length(world_size: int, num_terms: int = 0) -> int:
-    """How many numbers every rank contributes; ``num_terms`` of the reward are summed."""
-    return len(_SUMMED) + num_terms + len(Activity) + len(_GAUGES) * world_size
-
-
-def _summed(numbers: Iterable[str]) -> tuple[str, ...]:
-    return (*_SUMMED, *(name for name in numbers if name.startswith(REWARD)))
-
-
-def encode(
-    numbers: Mapping[str, float], activity_ns: Mapping[Activity, int], *, rank: int, world_size: int
-) -> tuple[float, ...]:
-    """One rank's contribution. ``numbers`` is a ``Counters.snapshot()``; an unset gauge travels as NaN."""
-    slots = [0.0] * (len(_GAUGES) * world_size)
-    for index, metric in enumerate(_GAUGES):
-        slots[index * world_size + rank] = numbers.get(metric.name, math.nan)
-    return (
-        *(float(numbers[name]) for name in _summed(numbers)),
-        *(float(activity_ns[activity]) for activity in Activity),
-        *slots,
-    )
-
-
-def decode(vector: Sequence[float], numbers: Mapping[str, float], *, world_size: int) -> MergedMetrics:
-    """Read the element-wise sum of all ranks' contributions; ``numbers`` gives what is the same on every rank.
-
-    Raises:
-        ValueError: the vector was not made for ``world_size`` ranks.
-    """
-    summed = _summed(numbers)
-    length = vector_length(world_size, len(summed) - len(_SUMMED))
-    if len(vector) != length:
-        raise ValueError(
-            f"the merged vector has {length} entries for {world_size} ranks, got {len(vector)}; "
-            "all ranks must run the same release"
-        )
-    values = dict(zip(summed, vector, strict=False)) | {name: numbers[name] for name in _SAME}
-    begin = len(summed) + len(Activity)
-    activity_ns = {a: round(ns) for a, ns in zip(Activity, vector[len(summed) : begin], strict=True)}
-    per_rank: dict[str, tuple[float | None, ...]] = {}
-    for index, metric in enumerate(_GAUGES):
-        start = begin + index * world_size
-        slots = tuple(None if math.isnan(slot) else slot for slot in vector[start : start + world_size])
-        per_rank[metric.name] = slots
-        if present := [slot for slot in slots if slot is not None]:
-            values[metric.name] = _MERGED[metric.merge](present)
-    return MergedMetrics(values, per_rank, activity_ns)
+def merged(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One from what ``Counters.snapshot()`` gives on every rank. A gauge that no rank has set is left out."""
+    ways = {metric.name: _MERGED[metric.merge] for metric in METRICS}
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: ways.get(name, sum)(part[name] for part in parts if name in part) for name in names}

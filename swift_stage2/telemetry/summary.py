@@ -203,7 +203,7 @@ def share_of_b(numbers: Mapping[str, float]) -> str:
     return f"B at {ran:g} of {wanted:g} wanted ({ran / wanted:.0%})" if wanted else ""
 
 
-_CAUSES = {
+SKIP_CAUSES = {
     "not_enough_packs": "packs were not ready in time",
     "truncation_guard": "too many rollouts were cut off, raise rollout.decoding.max_new_tokens",
     "servers_suspect": "no proven server was left",
@@ -236,7 +236,7 @@ def why_b_is_unused(
             cause += f", mostly: {' '.join(max(errors, key=errors.__getitem__).split())[:_MOST_CHARACTERS]}"
     elif any(skips.values()):
         causes = sorted(((count, reason) for reason, count in skips.items() if count), reverse=True)
-        cause = ", ".join(f"{_CAUSES.get(reason, reason)} ({count})" for count, reason in causes)
+        cause = ", ".join(f"{SKIP_CAUSES.get(reason, reason)} ({count})" for count, reason in causes)
     if num_wanted:
         cause = cause or "no cause is recorded"
         return f"channel B ran at {num_run or 'none'} of the {num_wanted} steps that wanted it: {cause}"

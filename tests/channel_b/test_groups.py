@@ -190,8 +190,7 @@ class Lives(RuleBasedStateMachine):
 
         source.settle_unused = settle_unused  # type: ignore[method-assign]
         events: Any = SimpleNamespace(
-            unused=lambda num_rollouts, reason: None,
-            stale_in_group=self.count_stale,
+            count=self.count,
             quarantined=lambda key, *_: self.end([key]),
         )
         self.ends = AttemptEnds(source, events, redraw_dropped=self.redraw, max_attempts=MAX_ATTEMPTS)
@@ -204,8 +203,8 @@ class Lives(RuleBasedStateMachine):
             now_s=lambda: self.now_s,
         )
 
-    def count_stale(self, num_rollouts: int) -> None:
-        self.num_stale += num_rollouts
+    def count(self, name: str, amount: int) -> None:
+        self.num_stale += amount * (name == "rollouts_dropped_stale")
 
     def end(self, keys: Sequence[SampleKey]) -> None:
         self.ended.update((key.epoch, key.position) for key in keys)

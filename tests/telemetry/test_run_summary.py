@@ -114,7 +114,7 @@ def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
 def _text(run_dir: Path, width: int = 120) -> str:
     console = Console(width=width)
     with console.capture() as capture:
-        console.print(terminal_report(report_of(read_run([run_dir]), 0).sections))
+        console.print(terminal_report(report_of(read_run([run_dir])).sections))
     return capture.get()
 
 
