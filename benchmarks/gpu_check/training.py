@@ -321,7 +321,7 @@ def _account(context: Context, job: DemoJob) -> None:
         note("round_longest_s", max(summary.round_seconds))
     for phase, seconds in summary.phase_seconds.items():
         note(f"{phase}_median_s", statistics.median(seconds))
-    for name, spent in summary.activity[0].seconds.items():
+    for name, spent in summary.activity[0].items():
         note(f"rank0_{name}_s", spent)
     if summary.num_rounds_failed or summary.num_rounds_committed < _LEAST_ROUNDS:
         raise CheckFailed(

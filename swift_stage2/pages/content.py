@@ -9,9 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-GALLERY_KEY = "gallery"
-"""The section that only introduces pictures."""
-
 
 class Tone(StrEnum):
     """The weight of a sentence or a row; both forms colour it."""
@@ -51,18 +48,6 @@ class Headline:
         return Table("", ("what", "value", "meaning"), self.numbers, ends_in_words=True)
 
 
-Part = Sentence | Table | Headline
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One heading and what stands under it, in order. ``key`` is unique in a report."""
-
-    key: str
-    title: str
-    parts: tuple[Part, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
     """One image with its boxes drawn into it. ``image`` is a data URI, or nothing where ``trouble`` says why not."""
@@ -77,11 +62,24 @@ class Picture:
     """Title and text of what was said and what was true."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Gallery:
+    """Pictures under a sentence; on the page alone."""
+
+    told: str
     pictures: tuple[Picture, ...]
-    num_matches: int
-    """Of which the pictures are the first."""
+
+
+Part = Sentence | Table | Headline | Gallery
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One heading and what stands under it, in order; shown if that is anything. ``key`` is unique in a report."""
+
+    key: str
+    title: str
+    parts: tuple[Part, ...] = ()
 
 
 def number(value: float | None) -> str:
@@ -108,7 +106,9 @@ def share(part: float, whole: float) -> str:
 
 
 def filled(parts: Iterable[Part | None]) -> tuple[Part, ...]:
-    """Without what is absent, and without tables that hold nothing."""
-    return tuple(
-        part for part in parts if part is not None and not (isinstance(part, Table) and not part.rows)
-    )
+    """Without what is absent, and without tables and galleries that hold nothing."""
+    return tuple(part for part in parts if part is not None and not _is_empty(part))
+
+
+def _is_empty(part: Part) -> bool:
+    return (isinstance(part, Table) and not part.rows) or (isinstance(part, Gallery) and not part.pictures)

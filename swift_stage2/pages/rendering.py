@@ -6,7 +6,7 @@ terminal shows all but pictures.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +20,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from swift_stage2.errors import UserError
-from swift_stage2.pages.content import GALLERY_KEY, Gallery, Headline, Part, Section, Sentence, Table, Tone
+from swift_stage2.pages.content import Headline, Part, Section, Sentence, Table, Tone
 from swift_stage2.whole_file import write_whole
 
 _STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.WARN: "yellow", Tone.BAD: "bold red"}
@@ -30,14 +30,13 @@ _GAP = 2  # between columns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageContent:
-    """A page before it is drawn. ``places`` are paths; ``galleries`` stand in the sections of their keys."""
+    """A page before it is drawn. ``places`` are paths."""
 
     heading: str
     places: Sequence[str]
     state: str
     """State of the run or evaluation, in a few words."""
     sections: Sequence[Section]
-    galleries: Mapping[str, Gallery]
 
 
 def page_of(report: PageContent) -> str:
@@ -73,13 +72,7 @@ def terminal_report(sections: Iterable[Section]) -> RenderableType:
     """Every section under its title, but for those of which the page alone has something to show."""
     lines: list[RenderableType] = []
     for section in sections:
-        # Without what only introduces pictures.
-        parts = (
-            part
-            for part in section.parts
-            if not (section.key == GALLERY_KEY and isinstance(part, Sentence) and part.tone is Tone.PLAIN)
-        )
-        if shown := list(_lines(parts)):
+        if shown := list(_lines(section.parts)):
             lines += [Text(f"\n{section.title}", style="bold"), *shown]
     return Group(*lines)
 

@@ -116,7 +116,7 @@ class ReplayedLearner(Decider):
         """
         started = time.perf_counter()
         recorded = self._steps[step]
-        packs = together(self._control, lambda: self._make(recorded, num_packs))
+        packs = together(self._control, lambda: self._make(recorded))
         plan = StepPlan(recorded.channel)
         self._events.record_step(
             Step.planned(
@@ -154,15 +154,10 @@ class ReplayedLearner(Decider):
         """Nothing: a replay is not resumed."""
         return {}
 
-    def _make(self, recorded: RecordedStep, num_packs: int) -> tuple[Pack, ...]:
+    def _make(self, recorded: RecordedStep) -> tuple[Pack, ...]:
         if recorded.channel is Channel.A:
             return ()
         assert self._maker is not None
-        if len(recorded.packs) != num_packs:
-            raise UserError(
-                f"step {recorded.step} must train one pack in each of its {num_packs} micro_steps, the log tells of "
-                f"{len(recorded.packs)}; it was changed, or the data set is another one"
-            )
         return tuple(self._maker.make(pack) for pack in recorded.packs)
 
 

@@ -13,13 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swift_stage2.launch.run_end import next_commands
-from swift_stage2.pages.content import GALLERY_KEY, Section, Sentence, number
+from swift_stage2.pages.content import Gallery, Section, Sentence, filled, number
 from swift_stage2.pages.rendering import PageContent, page_of, terminal_report, write_page
 from swift_stage2.report.quality import (
     detection_section,
     evaluations_of,
     gallery_of,
-    gallery_section,
     matches_of,
     quality_section,
 )
@@ -57,7 +56,6 @@ def report_of(run: RunData) -> RunReport:
     matches = matches_of(run.ranks)
     summary, works = summary_of(run.ranks), works_of(run)
     found = slowest(works)
-    gallery = gallery_of(matches)
     evaluations = evaluations_of(run)
     suspects = suspects_of(evaluations)
     sections = (
@@ -65,12 +63,12 @@ def report_of(run: RunData) -> RunReport:
         steps_section(summary),
         time_section(run, summary),
         queue_section(run, summary),
-        rounds_section(run, summary),
+        rounds_section(summary),
         quality_section(run, summary, matches),
         detection_section(evaluations),
         suspects_section(suspects),
         account_section(account, run.ranks),
-        gallery_section(gallery),
+        Section("gallery", "Gallery", filled([gallery_of(matches)])),
         *_next_section(run),
     )
     return RunReport(
@@ -78,7 +76,6 @@ def report_of(run: RunData) -> RunReport:
         places=tuple(map(str, run.run_dirs)),
         state=state_of(run),
         sections=sections,
-        galleries={GALLERY_KEY: gallery},
         suspects=suspects,
         account=account,
         speed=found if isinstance(found, Speed) else None,
@@ -146,7 +143,10 @@ def _facts(report: RunReport) -> dict[str, object]:
         "balanced": report.is_balanced,
         "provable": account.is_provable if account else report.is_balanced,
         "speed": report.speed.facts if report.speed else None,
-        "sections": {section.key: [asdict(part) for part in section.parts] for section in report.sections},
+        "sections": {
+            section.key: [asdict(part) for part in section.parts if not isinstance(part, Gallery)]
+            for section in report.sections
+        },
     }
 
 

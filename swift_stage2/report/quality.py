@@ -15,7 +15,6 @@ from swift_stage2.detections.drawing import Drawing, gallery_image
 from swift_stage2.detections.recorded import RecordedRow, read_evaluations
 from swift_stage2.detections.scores import DetectionScores, detection_data
 from swift_stage2.pages.content import (
-    GALLERY_KEY,
     Gallery,
     Part,
     Picture,
@@ -70,9 +69,8 @@ def _has_boxes(row: RecordedRow) -> bool:
 
 
 def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
-    title = "Detection over steps"
     if not evaluations:
-        return Section("detection", title, (Sentence("No evaluation left answers to validation rows."),))
+        return Section("detection", "Detection over steps")
     shown = evaluations[-_MOST_SHOWN:]
     points = [each.scores.points() for each in shown]
     some = (
@@ -91,7 +89,7 @@ def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
         for each, values in zip(shown, points, strict=True)
     )
     table = Table("", ("step", "rows", *_MEASURES.values()), rows)
-    return Section("detection", title, (Sentence(told), table))
+    return Section("detection", "Detection over steps", (Sentence(told), table))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +125,8 @@ _MOST_CHARACTERS = 20_000  # of a text that is shown
 def gallery_of(matches: Sequence[RankMatch], size: int = DEFAULT_SIZE) -> Gallery:
     """The newest ``size`` of the ``matches``, which are by time. Opens their images."""
     newest = matches[: -size - 1 : -1] if size else ()
-    return Gallery(
-        pictures=tuple(map(_picture, newest)),
-        num_matches=len(matches),
-    )
+    told = f"{number(len(newest))} of {number(len(matches))} matches, the newest first."
+    return Gallery(told, tuple(map(_picture, newest)))
 
 
 def _picture(logged: RankMatch) -> Picture:
@@ -156,14 +152,6 @@ def _picture(logged: RankMatch) -> Picture:
 def _shortened(text: str) -> str:
     more = len(text) - _MOST_CHARACTERS
     return f"{text[:_MOST_CHARACTERS]} … and {more} characters more" if more > 0 else text
-
-
-def gallery_section(gallery: Gallery) -> Section:
-    """How many matches are shown. The page adds the pictures."""
-    told = "The run wrote no matches."
-    if gallery.num_matches:
-        told = f"{number(len(gallery.pictures))} of {number(gallery.num_matches)} matches, the newest first."
-    return Section(GALLERY_KEY, "Gallery", (Sentence(told),))
 
 
 def _facts(rank: int, match: Match) -> Iterator[str]:
@@ -204,7 +192,7 @@ def quality_section(run: RunData, summary: RunSummary, matches: Sequence[RankMat
         pairs("Quality over the run", {tag: f"{value:.3f}" for tag, value in summary.ratios.items()}),
         _evaluations(evaluations, {**names, **own}),
     ]
-    return Section("quality", "Match quality", filled(parts) or (Sentence("No rollout was matched."),))
+    return Section("quality", "Match quality", filled(parts))
 
 
 def _evaluations(evaluations: Sequence[Evaluation], measures: Mapping[str, str]) -> Table:

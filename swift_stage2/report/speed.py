@@ -170,15 +170,9 @@ def measure(work: RankWork) -> Speed | str:
     if not training_s:
         return "no step was timed: a run of two steps or more tells"
     if not any(step.channel == "B" for step in work.steps):
-        if work.packs_trained:
-            return (
-                "no step on channel B was timed: a run's last step is not, because no later one tells its end"
-            )
-        return "no step trained on channel B, so nothing ran side by side"
-    if not work.pipeline_s:
-        return "no clock of the pipeline thread: no logging step was reached"
-    if not work.packs_made:
-        return "no pack was made"
+        return "no step on channel B was timed, so nothing ran side by side"
+    if not (work.pipeline_s and work.packs_made):
+        return "no pack was made before the last logging step"
     share = work.packs_trained / work.packs_made
     paces = tuple(paces_of(work.steps))
     working_s = {name: work.pipeline_s.get(name, 0.0) * share for name in WORKING}

@@ -24,8 +24,8 @@ from swift_stage2.telemetry.event_log import RankEvents
 from swift_stage2.telemetry.events import (
     Quarantined,
 )
-from swift_stage2.telemetry.summary import RankActivity, RunSummary
-from swift_stage2.telemetry.timing import NANOSECONDS, in_seconds
+from swift_stage2.telemetry.summary import RunSummary
+from swift_stage2.telemetry.timing import in_seconds
 
 _MAIN_THREAD = "Main thread, seconds by activity"
 
@@ -73,45 +73,38 @@ def queue_section(run: RunData, summary: RunSummary) -> Section:
     if depths:
         packs |= {"median": number(statistics.median(depths)), "least": number(min(depths))}
     lags = {str(lag): number(count) for lag, count in summary.lag_counts.items()}
-    found = filled(
+    parts = filled(
         [
             pairs("Ready packs of the rank with fewest", packs) if limit else None,
             pairs("Version lag of trained packs", lags, ("versions behind", "packs")),
         ]
     )
-    return Section("queue", "Queue and version lag", found or (Sentence("There was no channel B."),))
+    return Section("queue", "Queue and version lag", parts)
 
 
 def time_section(run: RunData, summary: RunSummary) -> Section:
     """Where the main thread's and the pipeline's time went."""
-    pipeline = [
-        RankActivity(rank.rank, spent, (last.pipeline_wall_ns or 0) / NANOSECONDS)
-        for rank in run.ranks
-        if (last := rank.metrics) is not None and (spent := in_seconds(last.pipeline_ns))
-    ]
-    parts: list[Part | None] = [
+    last = {rank.rank: rank.metrics for rank in run.ranks if rank.metrics is not None}
+    pipeline = {rank: in_seconds(each.pipeline_ns) for rank, each in last.items() if each.pipeline_ns}
+    parts = [
         _activities(_MAIN_THREAD, summary.activity),
         _activities("Pipeline thread, seconds by activity", pipeline),
-        None if pipeline else Sentence("The pipeline thread has no clock in this run."),
     ]
     return Section("time", "Where time went", filled(parts))
 
 
-def _activities(title: str, ranks: Sequence[RankActivity]) -> Table:
-    names = dict.fromkeys(name for each in ranks for name, spent in each.seconds.items() if spent)
+def _activities(title: str, spent: Mapping[int, Mapping[str, float]]) -> Table:
+    """A row per rank."""
+    names = dict.fromkeys(name for each in spent.values() for name, seconds in each.items() if seconds)
     rows = []
-    for each in ranks:
-        total = sum(each.seconds.values())
-        values = (
-            f"{each.seconds.get(name, 0):.2f}{share(each.seconds.get(name, 0), total)}" for name in names
-        )
-        rows.append((str(each.rank), *values, f"{total:.2f}", f"{each.wall_s:.2f}"))
-    return Table(title, ("rank", *names, "sum", "wall"), tuple(rows))
+    for rank, each in spent.items():
+        total = sum(each.values())
+        values = (f"{each.get(name, 0):.2f}{share(each.get(name, 0), total)}" for name in names)
+        rows.append((str(rank), *values, f"{total:.2f}"))
+    return Table(title, ("rank", *names, "all"), tuple(rows))
 
 
-def rounds_section(run: RunData, summary: RunSummary) -> Section:
-    if not summary.round_seconds:
-        return Section("rounds", "Sync rounds", (Sentence("There was no sync round."),))
+def rounds_section(summary: RunSummary) -> Section:
     return Section("rounds", "Sync rounds", filled([_rounds(summary), _by_phase(summary)]))
 
 

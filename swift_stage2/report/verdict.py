@@ -29,7 +29,7 @@ _FEED = (
 def verdict_section(works: Sequence[RankWork], summary: RunSummary, b_ratio: float | None) -> Section:
     """``b_ratio`` as it is set; None where the run did not write it down."""
     speed = slowest(works)
-    unused = summary.why_b_is_unused
+    unused = summary.unused_b
     parts: list[Part | None] = [Sentence(f"{unused[0].upper()}{unused[1:]}.", Tone.WARN) if unused else None]
     if isinstance(speed, Speed):
         parts += [_headline(speed, summary), _missed(summary), _caution(speed)]

@@ -174,7 +174,6 @@ class Metrics(Event):
     activity_ns: NsByActivity
     wall_ns: int
     pipeline_ns: NsByActivity | None = None
-    pipeline_wall_ns: int | None = None
 
 
 class Evaluation(Event):
@@ -188,16 +187,6 @@ class Evaluation(Event):
     end: str
     counts: EvaluationCounts
     ratios: Mapping[str, float]
-
-
-class EvaluationScores(Event):
-    """On rank 0: AP and its like of an evaluation."""
-
-    kind: Literal["evaluation_scores"] = "evaluation_scores"
-    due_step: int
-    begun_step: int
-    version: int
-    scores: Mapping[str, float]
 
 
 class EvaluationPost(Event):
@@ -388,8 +377,7 @@ class Unused(Event):
 
 SampleEvent = Drawn | Sent | Finished | Cut | Matched | Packed | Returned | Trained | Quarantined | Unused
 AnyEvent = (
-    Start | Step | Losses | Loss  | Round | FailedPosts | Metrics | Evaluation | EvaluationScores
-    | EvaluationPost | EvaluationFailure | Warned | RecordedCompletion | Advantages | Match | Checkpoint | End | Damaged
-    | SampleEvent
+    Start | Step | Losses | Loss | Round | FailedPosts | Metrics | Evaluation | EvaluationPost | EvaluationFailure
+    | Warned | RecordedCompletion | Advantages | Match | Checkpoint | End | Damaged | SampleEvent
 )  # fmt: skip
 EVENT: TypeAdapter[AnyEvent] = TypeAdapter(Annotated[AnyEvent, Field(discriminator="kind")])

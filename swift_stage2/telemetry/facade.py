@@ -17,13 +17,11 @@ from typing import Any
 
 from swift_stage2.records import EvaluationRecord, RoundOutcome
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
-from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.display import StatusLine, TensorBoardSink, scalars_of_merge, scalars_of_plan
 from swift_stage2.telemetry.event_log import EventLog, event_path
 from swift_stage2.telemetry.events import (
     End,
     Evaluation,
-    EvaluationScores,
     Loss,
     Losses,
     Metrics,
@@ -35,7 +33,7 @@ from swift_stage2.telemetry.events import (
 from swift_stage2.telemetry.metrics import PREFIX, Counters, Gather, merged
 from swift_stage2.telemetry.recorders import EvaluationRecorder, MatchKeeper, PipelineRecorder
 from swift_stage2.telemetry.summary import why_b_is_unused
-from swift_stage2.telemetry.timing import NANOSECONDS, Activity, ActivityClock, ActivityT, Trace
+from swift_stage2.telemetry.timing import NANOSECONDS, ActivityClock, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +113,7 @@ class Telemetry:
         totals = self.clock.totals_ns()
         spent = {activity: ns - self._told_ns[activity] for activity, ns in totals.items()}
         self._told_ns = totals
-        activity_ns = _by_name({activity: ns for activity, ns in spent.items() if ns})
+        activity_ns = {activity: ns for activity, ns in spent.items() if ns}
         self.log.write(told.model_copy(update={"activity_ns": activity_ns}))
         end_ns = self.trace.now_ns()
         self.trace.record("plan", end_ns - int(told.plan_seconds * NANOSECONDS), end_ns)
@@ -173,8 +171,7 @@ class Telemetry:
             )
 
     def record_scores(self, run: RunningEvaluation, scores: Mapping[str, float], fault: str = "") -> None:
-        """Write down what rank 0 has computed of an evaluation beside training, and its ``fault``, if it has one."""
-        self.log.write(EvaluationScores.of(run, scores=scores))
+        """Draw what rank 0 has computed of an evaluation beside training, and tell its ``fault``, if it has one."""
         tags = {f"{PREFIX}eval/{name}": value for name, value in scores.items()}
         self._board.write_scalars(run.begun_step, tags)
         if fault:
@@ -183,16 +180,7 @@ class Telemetry:
     @property
     def unused_b(self) -> str:
         """Why fewer than half of the wanted B steps ran, also before a resume; on all ranks alike, else empty."""
-        numbers = {name: int(number) for name, number in self.counters.state_dict().items()}
-        num_proven = numbers["sync_rounds_committed"]
-        return why_b_is_unused(
-            num_wanted=numbers["b_steps_wanted"],
-            num_run=numbers["b_steps_run"],
-            skips={reason: numbers[f"b_steps_skipped/{reason}"] for reason in SkipReason},
-            num_rounds=num_proven + numbers["sync_rounds_failed"],
-            num_proven=num_proven,
-            errors=self._num_errors,
-        )
+        return why_b_is_unused(self.counters.state_dict(), self._num_errors)
 
     def record_loss(self, step: int, loss: float) -> None:
         """Keep what ms-swift logs after ``step`` steps: the mean over all ranks and the steps since its last log."""
@@ -288,21 +276,18 @@ class Telemetry:
         self,
         step: int | None,
         numbers: Mapping[str, float],
-        activity_ns: Mapping[Activity, int],
+        activity_ns: Mapping[Any, int],
         wall_ns: int,
         epoch: float | None = None,
     ) -> None:
-        pipeline_ns, pipeline_wall_ns = self.pipeline.clock.read_ns()
-        has_pipeline = self._queue_limit is not None
         self.log.write(
             Metrics(
                 step=step,
                 epoch=epoch,
                 numbers=numbers,
-                activity_ns=_by_name(activity_ns),
+                activity_ns=activity_ns,
                 wall_ns=wall_ns,
-                pipeline_ns=_by_name(pipeline_ns) if has_pipeline else None,
-                pipeline_wall_ns=pipeline_wall_ns if has_pipeline else None,
+                pipeline_ns=None if self._queue_limit is None else self.pipeline.clock.state_dict(),
             )
         )
 
@@ -314,7 +299,3 @@ class Telemetry:
     def _say_status(self, loss: float | None) -> None:
         if (line := self._status.line(loss)) and self._say is not None:
             self._say(line)
-
-
-def _by_name(ns_by_activity: Mapping[ActivityT, int]) -> dict[str, int]:
-    return {activity.value: ns for activity, ns in ns_by_activity.items()}

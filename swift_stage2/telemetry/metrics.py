@@ -21,15 +21,6 @@ REWARD = "reward/"  # begins the names of a reward's sums, one per term of the t
 STAGES = ("rollout", "prepare", "pack", "plan")
 
 
-class Kind(StrEnum):
-    """How a number moves."""
-
-    COUNTER = "counter"
-    """Only grows; zero at the start of a run; continues after a resume."""
-    GAUGE = "gauge"
-    """Takes any value, and none before it is first set."""
-
-
 class Merge(StrEnum):
     """How the ranks' values become one."""
 
@@ -43,11 +34,12 @@ class Merge(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Metric:
     name: str
-    kind: Kind
     merge: Merge
     help: str
     tag: str | None = None
     """Without the prefix ``stage2_ab/``; None keeps the number in the event log only."""
+    is_gauge: bool = False
+    """Takes any value, and none before it is first set; else it only grows, also after a resume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +61,18 @@ class Ratio:
 
 
 def _counter(name: str, help: str, tag: str | None = None, merge: Merge = Merge.SUM) -> Metric:
-    return Metric(name, Kind.COUNTER, merge, help, tag)
+    return Metric(name, merge, help, tag)
 
 
 def _family(name: str, members: Iterable[str], help: str, tag: str | None, merge: Merge) -> Iterator[Metric]:
     """One counter per member; ``tag`` has a place for it."""
     for member in members:
         member_tag = None if tag is None else tag.format(member)
-        yield Metric(f"{name}/{member}", Kind.COUNTER, merge, f"{help}: {member}", member_tag)
+        yield Metric(f"{name}/{member}", merge, f"{help}: {member}", member_tag)
 
 
 def _gauge(name: str, merge: Merge, help: str) -> Metric:
-    return Metric(name, Kind.GAUGE, merge, help, f"async/{name}")
+    return Metric(name, merge, help, f"async/{name}", is_gauge=True)
 
 
 METRICS: tuple[Metric, ...] = (
@@ -245,9 +237,9 @@ class Counters:
 
     def __init__(self, reward_terms: Iterable[str] = ()) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[str, float] = {m.name: 0 for m in METRICS if m.kind is Kind.COUNTER}
+        self._counts: dict[str, float] = {m.name: 0 for m in METRICS if not m.is_gauge}
         self._counts |= {REWARD + term: 0.0 for term in reward_terms}
-        self._gauges: dict[str, float | None] = {m.name: None for m in METRICS if m.kind is Kind.GAUGE}
+        self._gauges: dict[str, float | None] = {m.name: None for m in METRICS if m.is_gauge}
 
     def add(self, name: str, amount: float = 1) -> None:
         """Grow a counter."""

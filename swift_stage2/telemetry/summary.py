@@ -14,9 +14,9 @@ from pathlib import Path
 from swift_stage2.records import ServerReport
 from swift_stage2.scheduling.step_plan import Channel, SkipReason
 from swift_stage2.telemetry.event_log import RankEvents, ranks_of, read_logs
-from swift_stage2.telemetry.events import Round
-from swift_stage2.telemetry.metrics import METRICS, RATIOS, Kind, Merge
-from swift_stage2.telemetry.timing import NANOSECONDS, in_seconds
+from swift_stage2.telemetry.events import End, Round
+from swift_stage2.telemetry.metrics import METRICS, RATIOS, Merge
+from swift_stage2.telemetry.timing import in_seconds
 
 _DROPS = (
     "packs_dropped_stale",
@@ -28,15 +28,6 @@ _DROPS = (
     "rollouts_unconfirmed",
 )
 _DROP_FAMILIES = ("samples_quarantined/", "objects_dropped/")
-
-
-@dataclass(frozen=True, slots=True)
-class RankActivity:
-    """Seconds that one rank's thread spent in each activity. ``seconds`` add up to ``wall_s``."""
-
-    rank: int
-    seconds: Mapping[str, float]
-    wall_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,21 +61,12 @@ class RunSummary:
     """Kind of proof → servers that passed it."""
     server_errors: Mapping[str, int]
     """Error → how often a server failed a round with it."""
-    activity: tuple[RankActivity, ...]
+    activity: Mapping[int, Mapping[str, float]]
+    """By rank, seconds of its main thread in each activity, which add up to wall time."""
     missing_ranks: tuple[int, ...]
     """Ranks that the run had and whose log is not there."""
-
-    @property
-    def why_b_is_unused(self) -> str:
-        """As ``why_b_is_unused`` has it."""
-        return why_b_is_unused(
-            num_wanted=self.num_b_wanted,
-            num_run=self.num_b_run,
-            skips=self.skips,
-            num_rounds=self.num_rounds_committed + self.num_rounds_failed,
-            num_proven=self.num_rounds_committed,
-            errors=self.server_errors,
-        )
+    unused_b: str
+    """Why channel B hardly ran, as the run told at its end."""
 
 
 def summarise(run_dir: Path) -> RunSummary:
@@ -132,12 +114,11 @@ def summary_of(ranks: Sequence[RankEvents]) -> RunSummary:
         proofs=_count(server.proof for server in servers if server.proven),
         transports=_count(server.transport for server in servers if server.transport),
         server_errors=_count(str(server.error) for server in servers if not server.proven),
-        activity=tuple(
-            RankActivity(rank.rank, in_seconds(last.activity_ns), last.wall_ns / NANOSECONDS)
-            for rank in ranks
-            if (last := rank.metrics) is not None
-        ),
+        activity={
+            rank.rank: in_seconds(rank.metrics.activity_ns) for rank in ranks if rank.metrics is not None
+        },
         missing_ranks=_missing(ranks),
+        unused_b=first.of(End)[-1].unused_b if first.has_ended else "",
     )
 
 
@@ -174,7 +155,7 @@ def _totals(ranks: Sequence[RankEvents]) -> dict[str, float]:
             rank.get(metric.name, 0) for rank in (numbers[:1] if metric.merge is Merge.SAME else numbers)
         )
         for metric in METRICS
-        if metric.kind is Kind.COUNTER
+        if not metric.is_gauge
     }
 
 
@@ -212,23 +193,16 @@ SKIP_CAUSES = {
 _MOST_CHARACTERS = 600  # of a server's error
 
 
-def why_b_is_unused(
-    *,
-    num_wanted: int,
-    num_run: int,
-    skips: Mapping[str, int],
-    num_rounds: int,
-    num_proven: int,
-    errors: Mapping[str, int],
-) -> str:
+def why_b_is_unused(numbers: Mapping[str, float], errors: Mapping[str, int]) -> str:
     """One sentence without a full stop; empty when half of the wanted B steps ran, or none was wanted and nothing else
-    went wrong.
-
-    ``skips`` counts wanted steps that did not run by cause, ``num_proven`` the sync rounds that proved a server,
-    ``errors`` the servers that a round did not prove by error.
+    went wrong. ``numbers`` are a run's counters, ``errors`` the servers that no round proved, by error.
     """
+    num_wanted, num_run = int(numbers["b_steps_wanted"]), int(numbers["b_steps_run"])
     if num_run and 2 * num_run >= num_wanted:
         return ""
+    num_proven = numbers["sync_rounds_committed"]
+    num_rounds = int(num_proven + numbers["sync_rounds_failed"])
+    skips = {reason: int(numbers[f"b_steps_skipped/{reason}"]) for reason in SkipReason}
     cause = ""
     if num_rounds and not num_proven:
         cause = f"none of {num_rounds} sync rounds proved a server"

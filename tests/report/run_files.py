@@ -98,7 +98,6 @@ class RunFiles:
                 activity_ns=total,
                 wall_ns=sum(total.values()),
                 pipeline_ns=pipeline_ns,
-                pipeline_wall_ns=wall_ns,
             )
         )
 

@@ -12,7 +12,6 @@ from swift_stage2.telemetry.metrics import (
     METRICS,
     RATIOS,
     Counters,
-    Kind,
     Merge,
     merged,
 )
@@ -82,11 +81,11 @@ def test_counters_continue_after_a_resume_and_gauges_do_not() -> None:
     assert after.snapshot()["packs_made"] == 6
     assert after.snapshot()["packs_trained"] == 0
     assert after.snapshot().get("queue_depth") is None
-    assert after.snapshot().keys() == {m.name for m in METRICS if m.kind is Kind.COUNTER}
+    assert after.snapshot().keys() == {m.name for m in METRICS if not m.is_gauge}
 
 
-GAUGES = [metric for metric in METRICS if metric.kind is Kind.GAUGE]
-SUMMED = [metric for metric in METRICS if metric.kind is Kind.COUNTER and metric.merge is Merge.SUM]
+GAUGES = [metric for metric in METRICS if metric.is_gauge]
+SUMMED = [metric for metric in METRICS if not metric.is_gauge and metric.merge is Merge.SUM]
 
 
 values = st.one_of(st.none(), st.integers(-5, 10**6))

@@ -130,7 +130,7 @@ def test_a_killed_process_leaves_a_summary_and_its_lost_steps_do_not_count_twice
         file.write('{"kind":"step","step":4,"chan')
 
     torn = summarise(tmp_path)
-    assert (torn.num_steps, torn.num_b_run, torn.activity) == (4, 4, ())
+    assert (torn.num_steps, torn.num_b_run, torn.activity) == (4, 4, {})
 
     resumed = Telemetry(tmp_path, 0, 1, tensorboard=False, queue_limit=8)
     resumed.load_state_dict(checkpoint)
