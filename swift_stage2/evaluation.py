@@ -27,7 +27,6 @@ from swift_stage2.errors import SampleError
 from swift_stage2.records import (
     BatchOutcome,
     EvaluationCounts,
-    EvaluationRecord,
     Rollout,
     Sample,
     SampleKey,
@@ -35,6 +34,7 @@ from swift_stage2.records import (
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule
 from swift_stage2.scheduling.feasibility_gate import GateOutcome
 from swift_stage2.servers.protocol import protect_from_abort
+from swift_stage2.telemetry.events import Evaluation
 from swift_stage2.telemetry.recorders import EvaluationRecorder
 
 MAX_ASKS = 3
@@ -248,11 +248,11 @@ class PinnedEvaluation:
     schedule: EvaluationSchedule
     part: RankEvaluation
     control: ControlGroup
-    record: Callable[[EvaluationRecord], None]
+    record: Callable[[Evaluation], None]
     record_scores: Callable[[Scored], None] | None = None
     keeper: EvaluationKeeper | None = None
     """Gets all ranks' rows on rank 0; all ranks have one, or none."""
-    ended: list[EvaluationRecord] = field(default_factory=list)
+    ended: list[Evaluation] = field(default_factory=list)
     """In this process."""
 
     @property
@@ -316,5 +316,5 @@ class PinnedEvaluation:
             parts = self.control.gather(self.part.lines)
             if self.control.rank == 0:
                 self.keeper.take(ended, parts)
-        self.ended.append(EvaluationRecord(ended, step, end, counts))
+        self.ended.append(Evaluation.of(ended, step=step, end=end, counts=counts, ratios=counts.ratios))
         self.record(self.ended[-1])

@@ -1,4 +1,4 @@
-"""Every record that travels between parts, in flow order: from a sample to its pack, then rounds and evaluations.
+"""Every record that travels between parts, in flow order: from a sample to its pack, then rounds and counts.
 
 All records are frozen; whoever takes one makes the next and never edits what it was given.
 """
@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import reduce
 from typing import Any, NamedTuple
-
-from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
 
 Box = tuple[float, float, float, float]
 Coordinates = tuple[int, ...]  # a box x1, y1, x2, y2 or a point x, y, in the template's coordinate space
@@ -380,14 +378,3 @@ _OF_QUALITY = ("num_truncated", "num_predictions", "num_ground_truth", "num_pair
 
 def _added(sums: tuple[float, float], more: tuple[float, float] | None) -> tuple[float, float]:
     return sums if more is None else (sums[0] + more[0], sums[1] + more[1])
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationRecord:
-    """One evaluation that has ended; equal on every rank."""
-
-    run: RunningEvaluation
-    ended_step: int
-    end: EvaluationEnd
-    counts: EvaluationCounts
-    """Sums over all ranks."""

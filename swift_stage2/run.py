@@ -17,10 +17,9 @@ from swift_stage2.collectives import ControlGroup, together
 from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.learner import ChannelB, StepDecision
-from swift_stage2.records import EvaluationRecord
 from swift_stage2.runtime.watches import ProgressWatch, Standing
 from swift_stage2.scheduling.watches import StarvationWatch
-from swift_stage2.telemetry.events import Warned
+from swift_stage2.telemetry.events import Evaluation, Warned
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.timing import Activity
 
@@ -76,7 +75,7 @@ class Stage2Run:
         self._switch_interval_before: float | None = None
 
     @property
-    def evaluations(self) -> Sequence[EvaluationRecord]:
+    def evaluations(self) -> Sequence[Evaluation]:
         """The evaluations on the servers that have ended in this process, equal on every rank."""
         evaluation = self.channel_b.evaluation if self.channel_b is not None else None
         return evaluation.ended if evaluation is not None else ()

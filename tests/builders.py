@@ -9,8 +9,9 @@ from typing import Any
 from swift_stage2.columns import given_by
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
-from swift_stage2.records import MatchQuality, Rollout
-from swift_stage2.telemetry.events import Cut, Matched, RecordedCompletion
+from swift_stage2.records import EvaluationCounts, MatchQuality, Rollout
+from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
+from swift_stage2.telemetry.events import Cut, Evaluation, Matched, RecordedCompletion
 
 BASE: dict[str, Any] = {
     "swift": {"model": "m", "dataset": ["d.jsonl"], "output_dir": "out", "gradient_accumulation_steps": 4},
@@ -76,3 +77,9 @@ def matched_of(rollout: Rollout, quality: MatchQuality) -> Matched:
 
 def completion_of(rollout: Rollout) -> RecordedCompletion:
     return RecordedCompletion.of(rollout, sample=rollout.sample.key, columns=given_by(rollout))
+
+
+def ended_evaluation(
+    run: RunningEvaluation, step: int, end: EvaluationEnd, counts: EvaluationCounts
+) -> Evaluation:
+    return Evaluation.of(run, step=step, end=end, counts=counts, ratios=counts.ratios)

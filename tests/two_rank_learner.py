@@ -141,10 +141,10 @@ class Events:
     def record_evaluation(self, record: Any) -> None:
         self.evaluations.append(
             (
-                record.run.due_step,
-                record.run.begun_step,
-                record.ended_step,
-                record.run.version,
+                record.due_step,
+                record.begun_step,
+                record.step,
+                record.version,
                 record.end,
                 record.counts.num_answered,
             )

@@ -197,7 +197,7 @@ class AttemptEnds:
 
     def thrown_away(self, so_far: Rollout) -> None:
         """A partial rollout is not resumed; what becomes of its sample is told apart."""
-        self.events.partial_dropped(so_far)
+        self.events.count("tokens_partial_dropped", len(so_far.token_ids))
 
     def dropped(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
         if self.redraw_dropped:

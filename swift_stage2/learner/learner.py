@@ -152,7 +152,7 @@ class Learner:
             while not self._has_evaluated(b, b.evaluation, step, end):
                 time.sleep(_LOOK_S)  # bounded: all ranks agree on the first one that is late
         latest = b.evaluation.ended[-1] if b.evaluation.ended else None
-        why = latest.end if latest is not None and latest.run.due_step == step else "none began"
+        why = latest.end if latest is not None and latest.due_step == step else "none began"
         if why is not EvaluationEnd.COMPLETE and not self._stop_requested:
             within = f" within {b.final_evaluation_s:g} s" if time.monotonic() >= end else ""
             self.events.record_warning(

@@ -193,11 +193,12 @@ class _Steps:
 
     def step(self, step: int) -> RecordedStep:
         plan = self.plans[step]
-        packs = tuple(self._pack(self._packed[pack_id]) for pack_id in self._trained[step])
+        packed = [self._packed[pack_id] for pack_id in self._trained[step]]
+        packs = tuple(
+            RecordedPack(each.pack_id, each.num_tokens, tuple(map(self._completion, each.samples)))
+            for each in packed
+        )
         return RecordedStep(step, plan.channel, plan.version, packs, self.losses[step])
-
-    def _pack(self, packed: Packed) -> RecordedPack:
-        return RecordedPack(packed.pack_id, packed.num_tokens, tuple(map(self._completion, packed.samples)))
 
     def _completion(self, sample: Key) -> Rollout:
         told = self._completions[sample]

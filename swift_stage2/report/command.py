@@ -23,7 +23,6 @@ from swift_stage2.report.quality import (
     quality_section,
 )
 from swift_stage2.report.run_data import RunData, read_run
-from swift_stage2.report.speed import Speed, slowest, works_of
 from swift_stage2.report.steps import (
     account_section,
     queue_section,
@@ -32,7 +31,7 @@ from swift_stage2.report.steps import (
     time_section,
 )
 from swift_stage2.report.suspects import Suspect, suspect_lines, suspects_of, suspects_section
-from swift_stage2.report.verdict import verdict_section
+from swift_stage2.report.verdict import Speed, slowest, verdict_section, works_of
 from swift_stage2.runtime.output import SafeConsole, say
 from swift_stage2.runtime.parser import CommandParser
 from swift_stage2.telemetry.account import RunAccount, account_of

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +57,6 @@ class FinishedRollout:
     """The answer; None where it was not recorded."""
 
     @property
-    def time(self) -> float:
-        return self.matched.time
-
-    @property
     def group(self) -> str | None:
         """Rank, epoch and number of the group that it is compared with; None in a run without groups."""
         size = self.start.state.num_generations if self.start.state is not None else 1
@@ -77,7 +72,7 @@ class FinishedRollout:
         counts = {name: getattr(quality, name) for name in _COUNTS}
         return {
             "rollout": f"{self.start.run_id}:{self.rank}:{epoch}:{position}:{attempt}",
-            "time": self.time,
+            "time": self.matched.time,
             "run_id": self.start.run_id,
             "rank": self.rank,
             "version": self.matched.version,
@@ -106,7 +101,7 @@ class FinishedRollout:
         iou = "" if told["mean_iou"] is None else f", {told['likeness']} {told['mean_iou']:.2f}"
         dropped, reward = sum(told["dropped"].values()), told["reward"].get("total")
         parts = [
-            time.strftime("%H:%M:%S", time.localtime(self.time)),
+            time.strftime("%H:%M:%S", time.localtime(self.matched.time)),
             f"rank {self.rank}",
             f"v{self.matched.version:<4}",
             f"{epoch}:{position}:{row}".ljust(11),
@@ -140,7 +135,9 @@ class RunRollouts:
         for rank, path in log_paths(self._run_dir).items():
             if rank not in self._ranks:
                 self._ranks[rank] = _RankRollouts(self._run_dir, rank, path)
-        return heapq.merge(*(each.read() for each in self._ranks.values()), key=attrgetter("time"))
+        return heapq.merge(
+            *(each.read() for each in self._ranks.values()), key=lambda each: each.matched.time
+        )
 
     @property
     def doubts(self) -> Sequence[str]:
@@ -150,7 +147,7 @@ class RunRollouts:
         found = []
         for rank in sorted({*range(newest.world_size if newest is not None else 1), *self._ranks}):
             told = self._ranks.get(rank)
-            if told is None or not told.has_ended_in(newest):
+            if told is None or newest is None or told.ended != newest.run_id:
                 found.append(f"rank {rank} told no end: it was killed, or a full disk took no more")
             if told is not None and told.num_damaged:
                 found.append(f"rank {rank}: {told.num_damaged} lines of its log are damaged")
@@ -166,13 +163,9 @@ class _RankRollouts:
         self._texts: dict[Key, str] = {}
         self.start: Start | None = None
         """Of its last process."""
-        self._has_ended = False
+        self.ended: str | None = None
+        """The run of its last process, once that came to its orderly end."""
         self.num_damaged = 0
-
-    def has_ended_in(self, newest: Start | None) -> bool:
-        """Whether its last process is the one that ``newest`` began, and came to its orderly end."""
-        is_newest = self.start is not None and newest is not None and self.start.run_id == newest.run_id
-        return is_newest and self._has_ended
 
     def read(self) -> Iterator[FinishedRollout]:
         for event in self._tail.read():
@@ -183,11 +176,11 @@ class _RankRollouts:
                         "the directory of another run, or set stage2_ab.schedule.b_ratio above 0"
                     )
                 case Start():
-                    self.start, self._has_ended = event, False
+                    self.start, self.ended = event, None
                     self._servers.clear()
                     self._texts.clear()
-                case End():
-                    self._has_ended = True
+                case End() if self.start is not None:
+                    self.ended = self.start.run_id
                 case Damaged():
                     self.num_damaged += 1
                 case Sent():

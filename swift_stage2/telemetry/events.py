@@ -22,6 +22,7 @@ from swift_stage2.records import (
     ServerReport,
     UnusedReason,
 )
+from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 
 Key = tuple[int, int, int, int]
@@ -184,7 +185,7 @@ class Evaluation(Event):
     due_step: int
     begun_step: int
     version: int
-    end: str
+    end: EvaluationEnd
     counts: EvaluationCounts
     ratios: Mapping[str, float]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.records import EvaluationRecord, RoundOutcome
+from swift_stage2.records import RoundOutcome
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
 from swift_stage2.telemetry.display import StatusLine, TensorBoardSink, scalars_of_merge, scalars_of_plan
 from swift_stage2.telemetry.event_log import EventLog, event_path
@@ -145,7 +145,6 @@ class Telemetry:
                 servers=servers,
             )
         )
-        self.counters.add("sync_servers_failed", len(outcome.failed))
         self._num_errors.update(str(outcome.reports[server].error) for server in outcome.failed)
         for server, report in outcome.reports.items() if self._rank == 0 else ():
             told, self._round_errors[server] = self._round_errors.get(server), report.error
@@ -155,19 +154,16 @@ class Telemetry:
                     f"did not prove a server: {report.error}",
                 )
 
-    def record_evaluation(self, facts: EvaluationRecord) -> None:
+    def record_evaluation(self, told: Evaluation) -> None:
         """Write down an evaluation that has ended, on every rank; its points stand at the step at which it began."""
-        run, counts = facts.run, facts.counts
-        self.log.write(
-            Evaluation.of(run, step=facts.ended_step, end=facts.end, counts=counts, ratios=counts.ratios)
-        )
-        values = {**counts.ratios, "num_samples": counts.num_answered, "version": run.version}
+        self.log.write(told)
+        values = {**told.ratios, "num_samples": told.counts.num_answered, "version": told.version}
         scalars = {f"{PREFIX}eval/{name}": float(value) for name, value in values.items()}
-        self._board.write_scalars(run.begun_step, scalars)
-        if counts.num_answered == 0:
+        self._board.write_scalars(told.begun_step, scalars)
+        if told.counts.num_answered == 0:
             self.record_warning(
-                f"the evaluation that began at step {run.begun_step} has no answer to {counts.num_wanted} "
-                f"samples ({facts.end}); {_UNANSWERED.get(facts.end, _EVALUATE)}"
+                f"the evaluation that began at step {told.begun_step} has no answer to {told.counts.num_wanted} "
+                f"samples ({told.end}); {_UNANSWERED.get(told.end, _EVALUATE)}"
             )
 
     def record_scores(self, run: RunningEvaluation, scores: Mapping[str, float], fault: str = "") -> None:
@@ -260,7 +256,6 @@ class Telemetry:
         if told.skip_reason is not None:
             add(f"b_steps_skipped/{told.skip_reason}")
         add("packs_trained", len(told.packs))
-        add("tokens_trained", told.num_tokens)
         add("supervised_tokens_trained", told.num_supervised_tokens)
         add("stage_seconds/plan", told.plan_seconds)
         if self._queue_limit is not None:

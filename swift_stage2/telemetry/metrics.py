@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from swift_stage2.config.swift_arguments import SCORED
 from swift_stage2.records import ObjectDropReason, QuarantineReason, UnusedReason
 from swift_stage2.scheduling.step_plan import SkipReason
 
@@ -88,7 +87,6 @@ METRICS: tuple[Metric, ...] = (
     ),
     _counter("sync_rounds_committed", "rounds with at least one server proven", None, Merge.SAME),
     _counter("sync_rounds_failed", "rounds that proved no server", "async/sync_failed_total", Merge.SAME),
-    _counter("sync_servers_failed", "servers that a round or a catch-up could not prove", None, Merge.SAME),
     _counter("sync_servers_caught_up", "servers proven without a round", "async/caught_up_total", Merge.SAME),
     _counter("rollouts_received", "rollouts that came back"),
     _counter("rollouts_prepared", "rollouts that were matched to their ground truth"),
@@ -96,16 +94,8 @@ METRICS: tuple[Metric, ...] = (
     _counter("rollouts_failed", "POSTs that brought no rollout", "async/rollout_fail_total"),
     _counter("rollouts_aborted", "rollouts that a pending round ended; their samples are asked again"),
     _counter("tokens_aborted", "tokens of aborted rollouts that begin anew", "async/tokens_aborted_total"),
-    _counter(
-        "rollouts_resumed",
-        "aborted rollouts whose rest is asked for, each as often as it was aborted",
-        "async/rollout_resumed_total",
-    ),
-    _counter(
-        "tokens_kept",
-        "tokens that finished rollouts had when they were aborted last",
-        "async/tokens_kept_total",
-    ),
+    _counter("rollouts_resumed", "aborts after which the rest is asked for", "async/rollout_resumed_total"),
+    _counter("tokens_kept", "tokens that finished rollouts kept over aborts", "async/tokens_kept_total"),
     _counter(
         "tokens_partial_dropped",
         "tokens of aborted rollouts that were not resumed after all",
@@ -121,7 +111,6 @@ METRICS: tuple[Metric, ...] = (
         "turns of a pipeline that began fewer rollouts than the pacer wanted: max_rollouts_per_version left no more",
         "async/run_ahead_exhausted_total",
     ),
-    _counter("samples_returned", "samples that go back to the stream without a rollout"),
     _counter("samples_quarantined", "samples given up", "async/quarantined_total"),
     *_family("samples_quarantined", QuarantineReason, "samples given up", None, Merge.SUM),
     _counter("objects_parsed", "objects kept by the parser", "parse/objects"),
@@ -135,23 +124,14 @@ METRICS: tuple[Metric, ...] = (
         "group/unused/{}_total",
         Merge.SUM,
     ),
-    _counter(
-        "rollouts_dropped_stale",
-        "rollouts that went stale while they waited for their group",
-        "group/drop_stale_total",
-    ),
-    _counter(
-        "targets_left_out",
-        "corrected answers that did not fit into a pack beside their rollout",
-        "group/targets_left_out_total",
-    ),
+    _counter("rollouts_dropped_stale", "rollouts that went stale in a group", "group/drop_stale_total"),
+    _counter("targets_left_out", "corrected answers with no room in a pack", "group/targets_left_out_total"),
     _counter("policy_tokens", "sampled tokens that steps trained by rewards"),
     _counter("policy_clipped", "those of them that moved too far from what sampled to count"),
     _counter("policy_capped", "those of them whose importance weight was capped"),
     _counter("policy_log_prob_gap", "sum of |log-probability under the learner - under the server|"),
     _counter("policy_surprise", "sum of -log-probability under the learner"),
     _counter("policy_kl", "sum of their divergence from the reference model"),
-    _counter("match_predictions", "predictions that went into matching"),
     _counter("match_ground_truths", "ground-truth objects that went into matching"),
     _counter("match_pairs", "matched pairs"),
     _counter("match_sum_iou", "sum of the IoU of matched pairs"),
@@ -164,7 +144,6 @@ METRICS: tuple[Metric, ...] = (
     _counter("packs_dropped_stale", "packs whose version left the window", "async/drop_stale_total"),
     _counter("packs_dropped_oldest", "packs pushed out of a full queue", "async/drop_oldest_total"),
     _counter("packs_trained", "packs that a step trained on"),
-    _counter("tokens_trained", "tokens in those packs"),
     _counter("supervised_tokens_trained", "tokens in those packs that carry a loss"),
     *_family("stage_seconds", STAGES, "seconds in stage", "time/{}", Merge.SUM),
     _gauge("queue_depth", Merge.MIN, "ready packs"),
@@ -181,26 +160,18 @@ METRICS: tuple[Metric, ...] = (
 
 # Over the window since the last logging step: a mean over the whole run would hide every change.
 RATIOS: tuple[Ratio, ...] = (
-    Ratio("match/precision", ("match_pairs",), ("match_predictions",), "matched share of predictions"),
+    Ratio("match/precision", ("match_pairs",), ("objects_parsed",), "matched share of predictions"),
     Ratio("match/recall", ("match_pairs",), ("match_ground_truths",), "matched share of ground truth"),
     Ratio(
         "match/f1",
         ("match_pairs", "match_pairs"),
-        ("match_predictions", "match_ground_truths"),
+        ("objects_parsed", "match_ground_truths"),
         "harmonic mean of precision and recall",
     ),
-    Ratio(
-        "match/mean_iou",
-        ("match_sum_iou",),
-        ("match_pairs",),
-        "mean IoU, or closeness of points, of matched pairs",
-    ),
+    Ratio("match/mean_iou", ("match_sum_iou",), ("match_pairs",), "mean IoU, or closeness, of matched pairs"),
     Ratio("parse/truncated_ratio", ("rollouts_truncated",), ("rollouts_prepared",), "rollouts cut off"),
     Ratio(
-        "group/reward_std",
-        ("group_reward_std",),
-        ("groups_compared",),
-        "mean over groups of the standard deviation of rewards",
+        "group/reward_std", ("group_reward_std",), ("groups_compared",), "mean deviation of a group's rewards"
     ),
     Ratio("policy/clip_share", ("policy_clipped",), ("policy_tokens",), "clipped share of sampled tokens"),
     Ratio("policy/cap_share", ("policy_capped",), ("policy_tokens",), "capped share of sampled tokens"),
@@ -219,13 +190,6 @@ RATIOS: tuple[Ratio, ...] = (
     Ratio("policy/kl", ("policy_kl",), ("policy_tokens",), "mean divergence from the reference model, nats"),
     Ratio("packing/fill_ratio", ("tokens_packed",), ("tokens_capacity",), "filled share of packs"),
 )
-
-# Of a whole evaluation, when it has ended; the event ``evaluation`` holds its counts.
-EVALUATION_TAGS: tuple[str, ...] = tuple(
-    f"eval/{name}"
-    for name in ("precision", "recall", "f1", "mean_iou", "truncated_ratio", "num_samples", "version")
-)
-SCORE_TAGS: tuple[str, ...] = tuple(f"eval/{name}" for name in SCORED)
 
 
 class Counters:

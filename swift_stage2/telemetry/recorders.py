@@ -126,7 +126,6 @@ class PipelineRecorder:
         self.counters.add("rollouts_received", len(outcome.rollouts))
         failed = [failure for failure in outcome.failures if failure.end != _CUT_BY_OUR_OWN_STOP]
         self.counters.add("rollouts_failed", sum(failure.num_requests > 0 for failure in failed))
-        self.counters.add("samples_returned", len(outcome.returned))
         self.counters.add("rollouts_aborted", len(outcome.aborted))
         self.counters.add("tokens_aborted", sum(len(rollout.token_ids) for rollout in outcome.aborted))
         self.counters.add("rollouts_resumed", len(outcome.partial))
@@ -140,10 +139,6 @@ class PipelineRecorder:
             self.log.write(
                 RecordedCompletion.of(rollout, sample=rollout.sample.key, columns=given_by(rollout))
             )
-
-    def partial_dropped(self, rollout: Rollout) -> None:
-        """An aborted rollout is not resumed after all: stale, unproven, refused, or too slow."""
-        self.counters.add("tokens_partial_dropped", len(rollout.token_ids))
 
     def count(self, name: str, amount: int = 1) -> None:
         """So many more of what ``metrics`` has a counter for, and nothing else tells of."""
@@ -241,7 +236,6 @@ class PipelineRecorder:
         add("rollouts_prepared")
         add("rollouts_truncated", quality.num_truncated)
         add("objects_parsed", quality.num_predictions)
-        add("match_predictions", quality.num_predictions)
         add("match_ground_truths", quality.num_ground_truth)
         add("match_pairs", quality.num_pairs)
         add("match_sum_iou", quality.sum_iou)

@@ -86,6 +86,13 @@ def summary_of(ranks: Sequence[RankEvents]) -> RunSummary:
     first, totals = ranks[0] if ranks else RankEvents(0), _totals(ranks)
     steps = first.steps.values()
     first_b = min((step.step for step in steps if step.channel is Channel.B), default=0)
+    lags = Counter(
+        step.version - version
+        for rank in ranks
+        for step in rank.steps.values()
+        for version in step.packs.values()
+    )
+    world_size = max((rank.start.world_size for rank in ranks if rank.start is not None), default=0)
     rounds = [each for each in first.of(Round) if each.kind == "round"]
     servers = [server for each in rounds for server in each.servers.values()]
     return RunSummary(
@@ -97,7 +104,7 @@ def summary_of(ranks: Sequence[RankEvents]) -> RunSummary:
             step.step < first_b and step.skip_reason is SkipReason.NOT_ENOUGH_PACKS for step in steps
         ),
         num_disagreements=_disagreements(ranks),
-        lag_counts=_lags(ranks),
+        lag_counts=dict(sorted(lags.items())),
         totals=totals,
         drops=_drops(totals),
         ratios={each.tag: value for each in RATIOS if (value := each.value(totals, {})) is not None},
@@ -117,14 +124,9 @@ def summary_of(ranks: Sequence[RankEvents]) -> RunSummary:
         activity={
             rank.rank: in_seconds(rank.metrics.activity_ns) for rank in ranks if rank.metrics is not None
         },
-        missing_ranks=_missing(ranks),
+        missing_ranks=tuple(sorted(set(range(world_size)) - {rank.rank for rank in ranks})),
         unused_b=first.of(End)[-1].unused_b if first.has_ended else "",
     )
-
-
-def _missing(ranks: Sequence[RankEvents]) -> tuple[int, ...]:
-    world_size = max((rank.start.world_size for rank in ranks if rank.start is not None), default=0)
-    return tuple(sorted(set(range(world_size)) - {rank.rank for rank in ranks}))
 
 
 def _count(values: Iterable[str]) -> dict[str, int]:
@@ -138,13 +140,6 @@ def _disagreements(ranks: Sequence[RankEvents]) -> int:
         for rank in (first, *others)
     ]
     return sum(any(other.get(n, plan) != plan for other in plans[1:]) for n, plan in plans[0].items())
-
-
-def _lags(ranks: Sequence[RankEvents]) -> dict[int, int]:
-    steps = (step for rank in ranks for step in rank.steps.values())
-    return dict(
-        sorted(Counter(step.version - version for step in steps for version in step.packs.values()).items())
-    )
 
 
 def _totals(ranks: Sequence[RankEvents]) -> dict[str, float]:

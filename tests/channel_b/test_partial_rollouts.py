@@ -162,7 +162,7 @@ def test_one_that_became_stale_meanwhile_is_not_resumed(scene: Scene) -> None:
     scene.ask(1)
     assert scene.asked(since=1) == [key._replace(attempt=1)], "a new attempt"
     assert scene.client.prefixes[1] == [[]]
-    assert [rollout.token_ids for rollout in scene.events.partial_dropped_rollouts] == [(7, 8)]
+    assert scene.events.counts["tokens_partial_dropped"] == 2
     assert scene.account().returned["stale"] == 1
 
 
@@ -183,7 +183,7 @@ def test_ids_of_weights_that_are_not_proven_yet_wait_for_their_round(scene: Scen
         [7] if verdict else []
     )
     assert scene.events.counts["rollouts_unconfirmed"] == (not verdict)
-    assert len(scene.events.partial_dropped_rollouts) == (not verdict)
+    assert scene.events.counts["tokens_partial_dropped"] == (not verdict)
 
 
 def test_a_rest_that_nobody_gave_is_asked_for_again(scene: Scene) -> None:
@@ -210,7 +210,7 @@ def test_a_rest_that_does_not_come_in_time_uses_up_the_attempt(scene: Scene) -> 
     scene.ask(1)
     scene.ask(1)
     assert scene.asked()[-1] == scene.asked()[0]._replace(attempt=1)
-    assert len(scene.events.partial_dropped_rollouts) == 1
+    assert scene.events.counts["tokens_partial_dropped"] == 1
     assert scene.account().returned["timed_out"] == 1
 
 

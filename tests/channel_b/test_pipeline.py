@@ -83,7 +83,6 @@ class Recorder:
     origins: list[RowOrigin] = field(default_factory=list)
     num_batches: int = 0
     num_exhausted: int = 0
-    partial_dropped_rollouts: list[Rollout] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)  # that were matched
     activities: list[PipelineActivity] = field(default_factory=list)
     matches: list[tuple[SampleKey, Target, tuple[int, int] | None]] = field(default_factory=list)
@@ -104,9 +103,6 @@ class Recorder:
     def count(self, name: str, amount: int = 1) -> None:
         self.counts[name] += amount
         self._tell()
-
-    def partial_dropped(self, rollout: Rollout) -> None:
-        self.partial_dropped_rollouts.append(rollout)
 
     def enter(self, activity: PipelineActivity) -> None:
         self.activities.append(activity)

@@ -214,9 +214,6 @@ class RankEvents:
         self._ledger.counts["budgets exhausted"] += num_begun < num_wanted
         self._ledger.ranks[self._rank].num_begun += num_begun
 
-    def partial_dropped(self, rollout: Rollout) -> None:
-        self._ledger.counts["partial rollouts dropped"] += 1
-
     def count(self, name: str, amount: int = 1) -> None:
         self._ledger.counts[name.replace("_", " ", 1).replace("/", " ")] += amount
 
@@ -428,12 +425,11 @@ class Scene:
         if active().now - began_s > _FINAL_S + _CONTROL_TIMEOUT_S:
             active().fail(f"rank {rank} evaluates the final weights for {active().now - began_s:.1f} s")
         latest = b.evaluation.ended[-1] if b.evaluation.ended else None
-        is_final = latest is not None and latest.run.due_step == step
-        self.ledger.agree(rank, step, "the final evaluation", latest if is_final else None)
-        if is_final and latest.run.version != b.clock.current:
-            active().fail(
-                f"rank {rank} ends with version {b.clock.current}, evaluated is {latest.run.version}"
-            )
+        is_final = latest is not None and latest.due_step == step
+        told = latest.model_dump(exclude={"time"}) if is_final else None
+        self.ledger.agree(rank, step, "the final evaluation", told)
+        if is_final and latest.version != b.clock.current:
+            active().fail(f"rank {rank} ends with version {b.clock.current}, evaluated is {latest.version}")
         self.ledger.counts[f"final evaluations {latest.end if is_final else 'left out'}"] += 1
 
     def check_told(self) -> None:

@@ -45,7 +45,7 @@ def test_a_killed_and_resumed_runs_rollouts_are_told_once_each_with_their_own_an
     found = read_whole(run_dir)
     assert [each.text for rank in range(NUM_RANKS) for each in of_rank(found, rank)] == told
     assert len({each.fields["rollout"] for each in found}) == len(found) == 18
-    assert [each.time for each in found] == sorted(each.time for each in found)
+    assert [each.matched.time for each in found] == sorted(each.matched.time for each in found)
 
 
 PIECES = st.lists(st.tuples(st.integers(0, NUM_RANKS - 1), st.integers(1, 900)), max_size=30)

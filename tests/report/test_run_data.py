@@ -10,7 +10,7 @@ from run_files import A_S, B_S, BUSY_S, ROUND_S, RunFiles, balanced_ledger
 
 from swift_stage2.report.quality import matches_of
 from swift_stage2.report.run_data import read_run
-from swift_stage2.report.speed import trained_steps, works_of
+from swift_stage2.report.verdict import trained_steps, works_of
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import RankEvents, event_path
 from swift_stage2.telemetry.events import Metrics, Round

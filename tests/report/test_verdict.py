@@ -11,18 +11,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from swift_stage2.pages.content import Headline, Sentence
-from swift_stage2.report.speed import (
+from swift_stage2.report.verdict import (
     FEWEST_QUIET,
     WORKING,
     RankWork,
     Speed,
     TrainedStep,
+    bottlenecks,
     measure,
     paces_of,
     slowest,
-)
-from swift_stage2.report.verdict import (
-    bottlenecks,
     sustained_b_ratio,
     verdict_section,
 )

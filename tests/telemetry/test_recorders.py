@@ -81,7 +81,7 @@ def test_tokens_of_aborted_rollouts_are_counted_as_kept_or_thrown_away(tmp_path:
         part, token_ids=(1, 2, 3, 4), spans=(VersionSpan(4, 0, 2), VersionSpan(5, 2, 3), VersionSpan(6, 3, 4))
     )
     pipeline.batch(BatchOutcome(partial=(part,), aborted=(part, part), rollouts=(whole, part)))
-    pipeline.partial_dropped(part)
+    pipeline.count("tokens_partial_dropped", 3)
     numbers = counters.snapshot()
     assert (numbers["rollouts_resumed"], numbers["rollouts_aborted"]) == (1, 2)
     assert (numbers["tokens_kept"], numbers["tokens_aborted"], numbers["tokens_partial_dropped"]) == (3, 6, 3)

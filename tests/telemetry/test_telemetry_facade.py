@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from builders import ended_evaluation
 from event_files import EventFiles
 from run_facts import PLAN_A, PLAN_B, match, pack, quality, round_outcome, skipped, started, step, told
 
-from swift_stage2.records import BatchOutcome, EvaluationCounts, EvaluationRecord, SampleKey
+from swift_stage2.records import BatchOutcome, EvaluationCounts, SampleKey
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
 from swift_stage2.scheduling.step_plan import SkipReason
 from swift_stage2.telemetry.events import (
@@ -111,7 +112,7 @@ def test_every_tag_of_the_design_is_written_and_no_other(tmp_path: Path) -> None
 def test_an_evaluation_is_in_every_log_and_in_no_counter(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     counts = EvaluationCounts(num_wanted=4, num_answered=3, num_pairs=2, num_predictions=4, sum_iou=1.0)
-    record = EvaluationRecord(RunningEvaluation(10, 12, 5), 14, EvaluationEnd.ROUND_DUE, counts)
+    record = ended_evaluation(RunningEvaluation(10, 12, 5), 14, EvaluationEnd.ROUND_DUE, counts)
     for telemetry in ranks.telemetry:
         before = telemetry.counters.snapshot()
         keys = [SampleKey(0, 0, 7)]
@@ -149,7 +150,7 @@ def test_an_evaluation_without_an_answer_is_a_warning(tmp_path: Path) -> None:
     run = RunningEvaluation(10, 12, 5)
     for num_answered in (1, 0):
         counts = EvaluationCounts(num_wanted=4, num_answered=num_answered)
-        ranks.telemetry[0].record_evaluation(EvaluationRecord(run, 14, EvaluationEnd.ROUND_DUE, counts))
+        ranks.telemetry[0].record_evaluation(ended_evaluation(run, 14, EvaluationEnd.ROUND_DUE, counts))
     ranks.close()
     (warning,) = told(tmp_path, Warned)
     assert "began at step 12 has no answer to 4 samples (round_due); " in warning.message
