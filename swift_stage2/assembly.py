@@ -68,8 +68,6 @@ from swift_stage2.weights.snapshot_memory import SnapshotMemory
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import WrapTransport
 
-MakeCanary = Callable[[Encoder, Sample], Canary]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInputs:
@@ -82,7 +80,7 @@ class RunInputs:
     seed: int
     total_steps: int
     first_step: int
-    make_canary: MakeCanary
+    make_canary: Callable[[Encoder, Sample], Canary]
     packed_loss: PackedLoss
     packs_per_step: int
     logging_steps: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swift_stage2.channel_b.preprocessing import Judged, Preprocessor
@@ -66,7 +66,6 @@ class RankEvaluation:
 
     rows: Rows
     task: Task
-    _: KW_ONLY
     num_samples: int
     rank: int
     world_size: int

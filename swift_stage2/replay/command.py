@@ -21,8 +21,6 @@ from swift_stage2.runtime.claim import claim_directory
 from swift_stage2.runtime.parser import CommandParser
 from swift_stage2.runtime.surroundings import ENVIRONMENT_NAMES, installed_versions
 
-_DIFFERS = 1
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Replays and returns the exit status.
@@ -47,7 +45,7 @@ def _be_rank(run_dir: Path, output: Path) -> int:
     verdict = replay_rank(read_run(run_dir), output, rank=rank)
     if rank == 0:
         verdict.write(output)
-    return 0 if verdict.is_equal else _DIFFERS
+    return 0 if verdict.is_equal else 1
 
 
 def _start_ranks(recorded: RecordedRun, output: Path) -> int:
@@ -78,9 +76,9 @@ def _start_ranks(recorded: RecordedRun, output: Path) -> int:
     if verdict is None:
         _, cause = end_left_in(status_file) or (status, "")
         _say(f"no verdict: the ranks ended with status {status}{cause and f', {cause}'}; see {logs}")
-        return status or _DIFFERS
+        return status or 1
     _say(verdict.sentence)
-    return status if verdict.is_equal else _DIFFERS
+    return status if verdict.is_equal else 1
 
 
 def _warn_of_packages(recorded: RecordedRun) -> None:

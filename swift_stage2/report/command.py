@@ -97,8 +97,6 @@ def state_of(run: RunData) -> str:
     return f"{ranks}, {number(len(steps))} steps{lasted}; {end}"
 
 
-EXIT_BALANCED = 0
-EXIT_NOT_BALANCED = 1
 _PAGE = "report.html"
 _SUSPECTS = "label_suspects.jsonl"
 
@@ -112,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     report = report_of(read_run(options.run_dir))
     _tell(report, options)
-    return EXIT_BALANCED if report.is_balanced else EXIT_NOT_BALANCED
+    return 0 if report.is_balanced else 1
 
 
 def _tell(report: RunReport, options: argparse.Namespace) -> None:

@@ -178,7 +178,6 @@ def _facts(rank: int, match: Match) -> Iterator[str]:
 
 _NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}
 _NOT_SHOWN = ("truncated_ratio",)
-_MOST_EVALUATIONS = 12
 
 
 def quality_section(run: RunData, summary: RunSummary, matches: Sequence[RankMatch]) -> Section:
@@ -204,7 +203,7 @@ def _evaluations(evaluations: Sequence[Evaluation], measures: Mapping[str, str])
             *(number(each.ratios.get(measure)) for measure in measures),
             each.end,
         )
-        for each in evaluations[-_MOST_EVALUATIONS:]
+        for each in evaluations[-_MOST_SHOWN:]
     )
     title = f"The last {len(rows)} of {len(evaluations)} evaluations"
     return Table(title, ("step", "version", "answered", *measures.values(), "end"), rows)

@@ -199,8 +199,6 @@ class _RankRollouts:
                         yield FinishedRollout(self._rank, self.start, key, event, server, text)
 
 
-EXIT_WHOLE = 0
-EXIT_NOT_WHOLE = 1
 _LOOK_S = 0.5
 _COUNTS = ("num_predictions", "num_ground_truth", "num_pairs", "sum_iou")
 _MOST_CHARACTERS = 120  # of an answer in a line to read
@@ -230,13 +228,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             break
         time.sleep(_LOOK_S)  # bounded polling: the run's processes end
     if goes_on:
-        return EXIT_WHOLE
+        return 0
     doubts = rollouts.doubts
     for doubt in doubts:
         _say(f"warning: {doubt}")
     if options.follow:
         _say(f"the run has ended {'and may lack some' if doubts else 'on every rank'}: {num_told} rollouts")
-    return EXIT_NOT_WHOLE if doubts else EXIT_WHOLE
+    return 1 if doubts else 0
 
 
 def _say(text: str) -> None:

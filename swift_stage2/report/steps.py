@@ -27,8 +27,6 @@ from swift_stage2.telemetry.events import (
 from swift_stage2.telemetry.summary import RunSummary
 from swift_stage2.telemetry.timing import in_seconds
 
-_MAIN_THREAD = "Main thread, seconds by activity"
-
 
 def steps_section(summary: RunSummary) -> Section:
     rows = {
@@ -87,7 +85,7 @@ def time_section(run: RunData, summary: RunSummary) -> Section:
     last = {rank.rank: rank.metrics for rank in run.ranks if rank.metrics is not None}
     pipeline = {rank: in_seconds(each.pipeline_ns) for rank, each in last.items() if each.pipeline_ns}
     parts = [
-        _activities(_MAIN_THREAD, summary.activity),
+        _activities("Main thread, seconds by activity", summary.activity),
         _activities("Pipeline thread, seconds by activity", pipeline),
     ]
     return Section("time", "Where time went", filled(parts))

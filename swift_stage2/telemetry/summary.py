@@ -27,7 +27,6 @@ _DROPS = (
     "rollouts_aborted",
     "rollouts_unconfirmed",
 )
-_DROP_FAMILIES = ("samples_quarantined/", "objects_dropped/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +157,7 @@ def _drops(totals: Mapping[str, float]) -> dict[str, int]:
     return {
         name: int(total)
         for name, total in totals.items()
-        if total and (name in _DROPS or name.startswith(_DROP_FAMILIES))
+        if total and (name in _DROPS or name.startswith(("samples_quarantined/", "objects_dropped/")))
     }
 
 
