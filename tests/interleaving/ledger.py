@@ -245,7 +245,8 @@ class Ledger:
 
     def evaluation_ends(self, rank: int, record: Any) -> None:
         counts = record.counts
-        self.agree(rank, record.ended_step, "an evaluation that ended", record)
+        told = record.model_dump(exclude={"time"})
+        self.agree(rank, record.step, "an evaluation that ended", told)
         self.counts[f"evaluations {record.end}"] += rank == 0
         is_whole = counts.num_answered + counts.num_failed == counts.num_wanted
         if not is_whole if record.end == "complete" else counts.num_answered > counts.num_wanted:
