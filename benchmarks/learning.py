@@ -43,7 +43,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
                 score=score,
                 num_b_wanted=summary.num_b_wanted,
                 num_b_run=summary.num_b_run,
-                train_seconds=summary.activity[0].wall_s,
+                train_seconds=sum(summary.activity[0].values()),
             )
         )
     publish(directory, "learning", learning_table(start, arms, options.steps))

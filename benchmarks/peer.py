@@ -35,7 +35,7 @@ from benchmarks.results import ResultTable, in_turns, publish, spread_table
 from benchmarks.servers import BenchServers, start_stand_in
 from swift_stage2 import config
 from swift_stage2.rollout_server.command_line import require_vllm
-from swift_stage2.telemetry.sample_events import Trained
+from swift_stage2.telemetry.events import Trained
 
 _PREFETCH = {"queue_limit": 16, "prefetch_target_packs": 16}
 """At 5 steps/s of 2 packs each and a second from a request to its pack, 10 packs are in the making."""

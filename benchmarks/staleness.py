@@ -107,7 +107,7 @@ def _environment(lag: int | None, longest_lag: int) -> dict[str, str]:
 
 def _arm(lag: int | None, job: DemoJob, score: Mapping[str, float]) -> StaleArm:
     steps = [event for event in read_events(event_path(job.run_dir, 0)) if isinstance(event, Step)]
-    trained = [step.version - pack.version for step in steps for pack in step.packs]
+    trained = [step.version - version for step in steps for version in step.packs.values()]
     return StaleArm(
         lag=lag,
         seed=job.seed,

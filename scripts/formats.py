@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from swift_stage2.config.root import Stage2Config
-from swift_stage2.config.swift_arguments import UNSUPPORTED
+from swift_stage2.config.swift_arguments import SCORED, UNSUPPORTED
 from swift_stage2.telemetry import metrics
-from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.events import AnyEvent, Damaged
-from swift_stage2.telemetry.metrics import EVALUATION_TAGS, METRICS, RATIOS, SCORE_TAGS
+from swift_stage2.telemetry.metrics import METRICS, RATIOS
+from swift_stage2.telemetry.timing import Activity
 
 PAGE = Path(__file__).parents[1] / "docs" / "design" / "formats.md"
 _TAG_MEANINGS = {  # of tags that no table of the code describes
@@ -48,6 +48,14 @@ _TAG_MEANINGS = {  # of tags that no table of the code describes
     "eval/invalid_ratio": "answers that ended and cannot be read as a whole / answers",
     "eval/failed_ratio": "rows that were given up / rows",
 }
+
+
+# Of a whole evaluation, when it has ended; the event ``evaluation`` holds its counts.
+_EVALUATION_TAGS: tuple[str, ...] = tuple(
+    f"eval/{name}"
+    for name in ("precision", "recall", "f1", "mean_iou", "truncated_ratio", "num_samples", "version")
+)
+_SCORE_TAGS: tuple[str, ...] = tuple(f"eval/{name}" for name in SCORED)
 
 
 def in_cell(text: str) -> str:
@@ -111,7 +119,7 @@ def tags() -> Iterator[str]:
     rows |= {f"time/learner_{each}": ("sum", f"seconds of the main threads: {each}") for each in Activity}
     rows["time/learner_wall"] = ("sum", "seconds of the main threads in all activities")
     rows[f"{metrics.REWARD}<term>"] = ("ratio", "mean of a reward's term; `total` is their weighted sum")
-    rows |= {tag: ("same", _TAG_MEANINGS[tag]) for tag in (*EVALUATION_TAGS, *SCORE_TAGS)}
+    rows |= {tag: ("same", _TAG_MEANINGS[tag]) for tag in (*_EVALUATION_TAGS, *_SCORE_TAGS)}
     for tag, (merge, meaning) in rows.items():
         yield f"| `{tag}` | {merge} | {in_cell(meaning)} |"
 

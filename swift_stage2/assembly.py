@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,22 +43,21 @@ from swift_stage2.collectives import ControlGroup, join_control_group, together
 from swift_stage2.config import Fenced, Mode, OnPending, OnPipelineFailure, Stage2Config, StarvationAction
 from swift_stage2.config.swift_arguments import require_metric
 from swift_stage2.detections.recorded import EvaluationKeeper, evaluations_directory
-from swift_stage2.evaluation import make_evaluation
+from swift_stage2.evaluation import PinnedEvaluation, RankEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.records import Sample
-from swift_stage2.run import Stage2Run
+from swift_stage2.run import Stage2Run, progress_watch
 from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.runtime.progress import going_on, say_beside_bar
 from swift_stage2.runtime.surroundings import surroundings
-from swift_stage2.runtime.watches import ProgressWatch, Standing
+from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import StarvationWatch, TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
-from swift_stage2.telemetry.events import Warned
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.recorders import rows_to_keep
 from swift_stage2.weights.courier import Courier, thread_courier
@@ -69,34 +68,30 @@ from swift_stage2.weights.snapshot_memory import SnapshotMemory
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import WrapTransport
 
-_STALL_MARGIN_S = 60.0
 
-MakeCanary = Callable[[Encoder, Sample], Canary]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInputs:
+    """What the trainer gives beside the configuration."""
+
+    rows: Rows
+    template: Any
+    module: nn.Module
+    run_directory: str
+    seed: int
+    total_steps: int
+    first_step: int
+    make_canary: Callable[[Encoder, Sample], Canary]
+    packed_loss: PackedLoss
+    packs_per_step: int
+    logging_steps: int
+    wrap_transport: WrapTransport | None = None
+    """Gets every transport that a sync round is about to use; rounds then have their pushes in this process."""
+    validation_rows: Rows | None = None
+    """For ``stage2_ab.evaluation``."""
 
 
-def start_run(
-    config: Stage2Config,
-    *,
-    rows: Rows,
-    template: Any,
-    module: nn.Module,
-    run_directory: str,
-    seed: int,
-    total_steps: int,
-    first_step: int,
-    make_canary: MakeCanary,
-    packed_loss: PackedLoss,
-    packs_per_step: int,
-    logging_steps: int,
-    wrap_transport: WrapTransport | None = None,
-    validation_rows: Rows | None = None,
-    make_queue: Callable[..., ReadyQueue] = ReadyQueue,
-    make_pipeline: Callable[..., Pipeline] = Pipeline,
-) -> Stage2Run:
+def start_run(config: Stage2Config, given: RunInputs) -> Stage2Run:
     """Builds one rank's run; nothing runs in the background yet.
-
-    ``wrap_transport`` gets every transport that a sync round is about to use; rounds then have their pushes in this
-    process. ``validation_rows`` are for ``stage2_ab.evaluation``. Whatever makes a part is called like its default.
 
     Raises:
         ConfigError, DatasetError: a setting does not fit the template, the tokenizer, the data or the model.
@@ -110,10 +105,10 @@ def start_run(
     task = together(control, lambda: make_task(config))
     require_metric(config.swift, task.metrics)
     channel, b_ratio = config.stage2_ab.channel_b, config.stage2_ab.schedule.exact_b_ratio
-    usable = together(control, lambda: usable_rows(rows, task, channel.rows_without_objects))
-    kept = rows_to_keep(len(usable), config.telemetry.gallery_rows, seed)
+    usable = together(control, lambda: usable_rows(given.rows, task, channel.rows_without_objects))
+    kept = rows_to_keep(len(usable), config.telemetry.gallery_rows, given.seed)
     telemetry = Telemetry(
-        Path(run_directory),
+        Path(given.run_directory),
         control.rank,
         control.world_size,
         tensorboard=config.telemetry.tensorboard,
@@ -122,8 +117,8 @@ def start_run(
         records=config.telemetry.record,
         kept_rows=frozenset(usable[number] for number in kept),
         say=partial(say_beside_bar, "train") if control.rank == 0 else None,
-        total_steps=total_steps,
-        queue_limit=channel.prefetch.limit(packs_per_step, b_ratio) if config.b_enabled else None,
+        total_steps=given.total_steps,
+        queue_limit=channel.prefetch.limit(given.packs_per_step, b_ratio) if config.b_enabled else None,
         reward_terms=(*task.reward_terms, TOTAL),
     )
     channel_b, failures = None, BackgroundFailures()
@@ -132,31 +127,25 @@ def start_run(
         if config.b_enabled:
             # `check_packing` stays outside: it runs the model, and under ZeRO-3 all ranks must do that or none.
             look = partial(
-                check_parts, config, task, rows, usable, template, seed, control, telemetry, on_failure
+                check_parts,
+                config,
+                task,
+                given.rows,
+                usable,
+                given.template,
+                given.seed,
+                control,
+                telemetry,
+                on_failure,
             )
             with going_on("train", "checking rows, template and packing"):
-                parts = merge_lengths(config, together(control, look), control, telemetry, packs_per_step)
-                check_packing(parts, packed_loss, control)
+                parts = merge_lengths(
+                    config, together(control, look), control, telemetry, given.packs_per_step
+                )
+                check_packing(parts, given.packed_loss, control)
             servers = wait_for_servers(config, control, telemetry.record_warning)  # which load meanwhile
             build = partial(
-                _build_channel_b,
-                config,
-                parts,
-                module=module,
-                control=control,
-                telemetry=telemetry,
-                run_id=run_id,
-                seed=seed,
-                make_canary=make_canary,
-                packs_per_step=packs_per_step,
-                wrap_transport=wrap_transport,
-                make_queue=make_queue,
-                make_pipeline=make_pipeline,
-                validation_rows=validation_rows,
-                total_steps=total_steps,
-                servers=servers,
-                failures=failures,
-                run_directory=run_directory,
+                _build_channel_b, config, given, parts, control, telemetry, run_id, servers, failures
             )
             with going_on("train", "starting channel B's processes"):
                 channel_b = together(control, build)
@@ -176,52 +165,29 @@ def start_run(
     record_start = partial(
         telemetry.record_start,
         run_id=run_id,
-        step=first_step,
-        seed=seed,
+        step=given.first_step,
+        seed=given.seed,
         decoding=asdict(config.rollout.decoding) if config.b_enabled else {},
         config=settings,
-        surroundings=surroundings(next(module.parameters()).device),
+        surroundings=surroundings(next(given.module.parameters()).device),
         version_window=channel.prefetch.version_window,
         likeness=task.likeness,
     )
     watch = progress_watch(config, telemetry, channel_b)
-    return Stage2Run(learner, telemetry, control, channel_b, logging_steps, record_start, watch, starvation)
-
-
-def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: ChannelB | None) -> ProgressWatch:
-    """Over a rank's main thread and, if it has one, its pipeline."""
-    who: dict[str, Callable[[], Standing | None]] = {"main thread": lambda: telemetry.clock.standing}
-    if channel_b is not None:
-        who["pipeline"] = lambda: channel_b.pipeline.standing
-    return ProgressWatch(
-        who,
-        # Nothing in a batch of rollouts may wait longer; a round has a watch of its own.
-        limit_s=3 * config.rollout.request_timeout_s + _STALL_MARGIN_S,
-        on_stall=lambda what, seconds: telemetry.log.write(
-            Warned(message=f"no progress: {what} for {seconds:.0f} s")
-        ),
+    return Stage2Run(
+        learner, telemetry, control, channel_b, given.logging_steps, record_start, watch, starvation
     )
 
 
 def _build_channel_b(
     config: Stage2Config,
+    given: RunInputs,
     parts: CheckedParts,
-    *,
-    module: nn.Module,
     control: ControlGroup,
     telemetry: Telemetry,
     run_id: str,
-    seed: int,
-    make_canary: MakeCanary,
-    packs_per_step: int,
-    wrap_transport: WrapTransport | None,
-    make_queue: Callable[..., ReadyQueue],
-    make_pipeline: Callable[..., Pipeline],
-    validation_rows: Rows | None,
-    total_steps: int,
     servers: FoundServers,
     failures: BackgroundFailures,
-    run_directory: str,
 ) -> ChannelB:
     ours = servers.ours
     prefetch, packing = config.stage2_ab.channel_b.prefetch, config.stage2_ab.channel_b.packing
@@ -236,8 +202,8 @@ def _build_channel_b(
         b_ratio=config.stage2_ab.schedule.b_ratio,
         version_window=prefetch.version_window,
         sync_every_steps=prefetch.sync_every_steps,
-        target_packs=prefetch.target(packs_per_step, b_ratio),
-        packs_per_b_step=packs_per_step,
+        target_packs=prefetch.target(given.packs_per_step, b_ratio),
+        packs_per_b_step=given.packs_per_step,
     )
     attempts = Attempts(telemetry.log)
     client = RolloutClient(
@@ -245,7 +211,7 @@ def _build_channel_b(
         fence=fence,
         decoding=rollout.decoding,
         request_timeout_s=rollout.request_timeout_s,
-        run_seed=seed,
+        run_seed=given.seed,
         rank=control.rank,
         world_size=control.world_size,
         api_key=api_key,
@@ -258,31 +224,16 @@ def _build_channel_b(
         chat_models=servers.chat_models,
         columns=needed_columns(config),
     )
-    dialect = config.stage2_ab.channel_b.target.dialect or str(getattr(parts.task, "default_dialect", ""))
-    evaluation = make_evaluation(
-        config,
-        validation_rows,
-        parts.task,
-        client=client,
-        make_request=parts.encoder.request,
-        preprocessor=parts.preprocessor,
-        control=control,
-        events=telemetry.evaluation,
-        record=telemetry.record_evaluation,
-        record_scores=lambda scored: telemetry.record_scores(scored.evaluation, scored.scores, scored.fault),
-        keeper=EvaluationKeeper(
-            evaluations_directory(Path(run_directory)) if config.telemetry.audit else None,
-            DIALECTS.get(dialect, OBJECT_LIST),
-        ),
-        last_step=total_steps - 1,
-    )
+    evaluation = _evaluation(config, given, parts, client, control, telemetry)
     memory = SnapshotMemory()
-    device = next(module.parameters()).device
+    device = next(given.module.parameters()).device
     courier: Courier  # first, because its process starts meanwhile
-    if wrap_transport is None and control.rank == 0:
+    if given.wrap_transport is None and control.rank == 0:
         courier = process_courier(rollout, device, ours=ours, trace=telemetry.trace)
     else:
-        courier = thread_courier(rollout, device, memory, wrap_transport, ours=ours, trace=telemetry.trace)
+        courier = thread_courier(
+            rollout, device, memory, given.wrap_transport, ours=ours, trace=telemetry.trace
+        )
     if isinstance(parts.preprocessor, ProcessPreprocessor):
         parts.preprocessor.await_ready()
         check_preprocessing(
@@ -290,12 +241,12 @@ def _build_channel_b(
             ThreadPreprocessor(parts.encoder, parts.task, packing_length=packing.packing_length),
             [empty_rollout(sample, parts.encoder) for sample in parts.samples],
         )
-    queue = make_queue(
-        prefetch.limit(packs_per_step, b_ratio),
+    queue = ReadyQueue(
+        prefetch.limit(given.packs_per_step, b_ratio),
         prefetch.version_window,
         lambda pack, reason: pipeline.on_drop(pack, reason),
     )
-    pipeline: Pipeline = make_pipeline(
+    pipeline: Pipeline = Pipeline(
         source=parts.source,
         client=client,
         attempts=attempts,
@@ -310,7 +261,7 @@ def _build_channel_b(
         packing_min_fill_ratio=packing.packing_min_fill_ratio,
         redraw_dropped=prefetch.redraw_dropped,
         max_attempts=prefetch.max_attempts,
-        max_rollouts_per_version=run_ahead_budget(config, parts.lengths, packs_per_step),
+        max_rollouts_per_version=run_ahead_budget(config, parts.lengths, given.packs_per_step),
         max_resumes=config.max_resumes,
         make_groups=group_maker(config, parts.source, clock),
         ask_evaluation=evaluation.part.ask if evaluation is not None else None,
@@ -318,8 +269,8 @@ def _build_channel_b(
     )
     sync = WeightSync(
         control=control,
-        export=WeightExport(module),
-        canary=make_canary(parts.encoder, parts.samples[0]),
+        export=WeightExport(given.module),
+        canary=given.make_canary(parts.encoder, parts.samples[0]),
         courier=courier,
         memory=memory,
         stages=not config.launch.share_devices,  # a server that starts again takes its part of the device anew
@@ -383,6 +334,52 @@ def _build_channel_b(
         answer_spelling=parts.task.spelling,
         objective=config.stage2_ab.objective,
         longest_fill_s=config.control_timeout_s - rollout.sync.timeout_s if is_inline else None,
+    )
+
+
+def _evaluation(
+    config: Stage2Config,
+    given: RunInputs,
+    parts: CheckedParts,
+    client: RolloutClient,
+    control: ControlGroup,
+    telemetry: Telemetry,
+) -> PinnedEvaluation | None:
+    """By the section ``stage2_ab.evaluation``; None when it is off."""
+    settings, channel = config.stage2_ab.evaluation, config.stage2_ab.channel_b
+    if not settings.every_steps:
+        return None
+    rows = given.validation_rows if given.validation_rows is not None else []
+    usable = usable_rows(rows, parts.task, channel.rows_without_objects)
+    config.check_validation_set(len(usable))
+    part = RankEvaluation(
+        rows,
+        parts.task,
+        num_samples=settings.num_samples,
+        rank=control.rank,
+        world_size=control.world_size,
+        client=client,
+        make_request=parts.encoder.request,
+        preprocessor=parts.preprocessor,
+        decoding=config.rollout.decoding,
+        events=telemetry.evaluation,
+        usable=usable,
+    )
+    dialect = channel.target.dialect or str(getattr(parts.task, "default_dialect", ""))
+    return PinnedEvaluation(
+        EvaluationSchedule(
+            every_steps=settings.every_steps,
+            max_round_delay_steps=settings.max_round_delay_steps,
+            last_step=given.total_steps - 1,
+        ),
+        part,
+        control=control,
+        record=telemetry.record_evaluation,
+        record_scores=lambda scored: telemetry.record_scores(scored.evaluation, scored.scores, scored.fault),
+        keeper=EvaluationKeeper(
+            evaluations_directory(Path(given.run_directory)) if config.telemetry.audit else None,
+            DIALECTS.get(dialect, OBJECT_LIST),
+        ),
     )
 
 

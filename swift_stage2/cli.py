@@ -37,25 +37,16 @@ _OWN_PARSER = {
     "import": ("convert.import_command", "turn a COCO, YOLO or VOC data set into rows"),
     "export": ("convert.export_command", "turn predictions or rows into COCO's JSON"),
     "data": ("dataset.command", "check every row of a data set, without a model"),
-    "evaluate": (
-        "evaluate.command",
-        "detection metrics of a model, a running server or predictions, with intervals",
-    ),
+    "evaluate": ("evaluate.command", "detection metrics of a model, a running server or predictions"),
     "report": ("report.command", "tell how a run went, on one page: speed, quality, what was lost"),
-    "rollouts": (
-        "report.rollouts_command",
-        "print finished rollouts with their matches, also while the run goes on",
-    ),
+    "rollouts": ("report.rollouts_command", "print finished rollouts, also while the run goes on"),
     "init": ("starter_config", "write the YAML of a job for data, model and GPUs"),
     "replay": ("replay.command", "take the steps of a recorded run again, without servers"),
 }
 # Commands of a checkout alone: package that is run as a program, what it is for.
 _FROM_CHECKOUT = {
     "bench": ("benchmarks", "measure speed and learning, from a checkout"),
-    "gpu-check": (
-        "benchmarks.gpu_check",
-        "run what only a GPU can show, and write one page, from a checkout",
-    ),
+    "gpu-check": ("benchmarks.gpu_check", "run what only a GPU can show, from a checkout"),
 }
 
 

@@ -81,9 +81,6 @@ class SingleRank:
     def reduce_max(self, values: Sequence[int]) -> tuple[int, ...]:
         return tuple(values)
 
-    def reduce_sum(self, values: Sequence[float]) -> tuple[float, ...]:
-        return tuple(float(value) for value in values)
-
     def broadcast(self, message: Any) -> Any:
         return json.loads(json.dumps(message))
 
@@ -112,12 +109,6 @@ class GlooControlGroup:
     def max_in_place(self, vector: torch.Tensor) -> None:
         """The collective of ``reduce_max`` alone, so that a bench can tell what the rest costs."""
         dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=self._group)
-
-    def reduce_sum(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Element-wise sum over the ranks, in double precision."""
-        vector = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(vector, op=dist.ReduceOp.SUM, group=self._group)
-        return tuple(vector.tolist())
 
     def broadcast(self, message: Any) -> Any:
         """Rank 0's message, as JSON, on every rank; what other ranks pass is ignored."""

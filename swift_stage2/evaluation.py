@@ -17,17 +17,16 @@ from typing import Any
 from swift_stage2.channel_b.preprocessing import Judged, Preprocessor
 from swift_stage2.channel_b.rollout_client import RolloutClient, Terms
 from swift_stage2.channel_b.rollout_client.trust import PERMUTED, permuting_servers
-from swift_stage2.channel_b.sample_source import read_sample, usable_rows
+from swift_stage2.channel_b.sample_source import read_sample
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.columns import COLUMNS
-from swift_stage2.config import DecodingConfig, Stage2Config
+from swift_stage2.config import DecodingConfig
 from swift_stage2.detections.recorded import EvaluationKeeper, Scored, as_line, recorded_row
 from swift_stage2.errors import SampleError
 from swift_stage2.records import (
     BatchOutcome,
     EvaluationCounts,
-    EvaluationRecord,
     Rollout,
     Sample,
     SampleKey,
@@ -35,6 +34,7 @@ from swift_stage2.records import (
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule
 from swift_stage2.scheduling.feasibility_gate import GateOutcome
 from swift_stage2.servers.protocol import protect_from_abort
+from swift_stage2.telemetry.events import Evaluation
 from swift_stage2.telemetry.recorders import EvaluationRecorder
 
 MAX_ASKS = 3
@@ -56,40 +56,34 @@ class _Progress:
     may_ask: bool = True
 
 
+@dataclass(eq=False, repr=False)
 class RankEvaluation:
     """This rank's fixed samples, asked greedily: what is still to ask, what came back, and its counts.
 
+    Of the first ``num_samples`` of ``rows`` that are ``usable``, rank r's are r, r + ``world_size``, …
     At most one evaluation runs, from ``begin`` to ``end``.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        task: Task,
-        *,
-        num_samples: int,
-        rank: int,
-        world_size: int,
-        client: RolloutClient,
-        make_request: Callable[[Sample], dict[str, Any]],
-        preprocessor: Preprocessor,
-        decoding: DecodingConfig,
-        events: EvaluationRecorder,
-        usable: Sequence[int] | None = None,
-    ) -> None:
-        """Of the first ``num_samples`` of ``rows`` that are ``usable``, rank r's are r, r + ``world_size``, …"""
-        self._rows = rows
-        self._task = task
-        chosen = (range(len(rows)) if usable is None else usable)[:num_samples]
-        indices = chosen[rank::world_size]
+    rows: Rows
+    task: Task
+    num_samples: int
+    rank: int
+    world_size: int
+    client: RolloutClient
+    make_request: Callable[[Sample], dict[str, Any]]
+    preprocessor: Preprocessor
+    decoding: DecodingConfig
+    events: EvaluationRecorder
+    usable: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        chosen = (range(len(self.rows)) if self.usable is None else self.usable)[: self.num_samples]
+        indices = chosen[self.rank :: self.world_size]
         self._keys = [SampleKey(_EPOCH, position, index) for position, index in enumerate(indices)]
-        self._client = client
-        self._make_request = make_request
-        self._preprocessor = preprocessor
-        self._decoding = replace(decoding, temperature=0.0)
-        self._columns = tuple(COLUMNS[name] for name in task.columns)  # it corrects no answer without them
-        self._events = events
-        self._nothing = EvaluationCounts(metrics=dict.fromkeys(task.metrics, (0.0, 0.0)))
+        self._columns = tuple(
+            COLUMNS[name] for name in self.task.columns
+        )  # it corrects no answer without them
+        self._nothing = EvaluationCounts(metrics=dict.fromkeys(self.task.metrics, (0.0, 0.0)))
         self._lock = threading.Lock()
         self._progress: _Progress | None = None
         self._ended: Sequence[str] = ()
@@ -110,7 +104,9 @@ class RankEvaluation:
         """From now on ``ask`` has something to ask, under ``version`` only."""
         waiting = deque(range(len(self._keys)))
         counts = replace(self._nothing, num_wanted=len(waiting))
-        terms = Terms(self._decoding, self._events, self._columns, only_version=version)
+        terms = Terms(
+            replace(self.decoding, temperature=0.0), self.events, self._columns, only_version=version
+        )
         with self._lock:
             self._progress = _Progress(terms, waiting, counts)
 
@@ -142,7 +138,7 @@ class RankEvaluation:
         if failed:
             self._take(progress, list(failed), {}, failed, was_asked=False)
         if samples:
-            self._client.submit(samples, requests, progress.terms)
+            self.client.submit(samples, requests, progress.terms)
         return len(samples)
 
     def take(self, outcome: BatchOutcome) -> None:
@@ -173,9 +169,9 @@ class RankEvaluation:
         samples, requests, failed = [], [], {}
         for number in numbers:
             try:
-                sample = read_sample(self._rows, self._task, self._keys[number])
+                sample = read_sample(self.rows, self.task, self._keys[number])
                 # A server installs new weights behind them, also where a round aborts rollouts.
-                requests.append(protect_from_abort(self._make_request(sample)))
+                requests.append(protect_from_abort(self.make_request(sample)))
                 samples.append(sample)
             except SampleError as error:
                 failed[number] = str(error)
@@ -189,17 +185,17 @@ class RankEvaluation:
     ) -> None:
         if not rollouts:
             return
-        verdicts = list(self._preprocessor.judge(rollouts))
+        verdicts = list(self.preprocessor.judge(rollouts))
         permuting = permuting_servers(rollouts, verdicts)
         for server in sorted(permuting):
-            self._client.distrust(server, PERMUTED)
+            self.client.distrust(server, PERMUTED)
         for rollout, judged in zip(rollouts, verdicts, strict=True):
             if rollout.server in permuting:
                 continue  # as if it had not answered
             number = rollout.sample.key.position
             if isinstance(judged, Judged):
                 found[number] = rollout, judged
-                self._events.matched(rollout, judged.target, judged.space)
+                self.events.matched(rollout, judged.target, judged.space)
             else:
                 failed[number] = str(judged)
 
@@ -232,13 +228,13 @@ class RankEvaluation:
             num_failed = progress.counts.num_failed + len(failed)
             progress.counts = replace(progress.counts, num_failed=num_failed)
         for number, message in sorted(failed.items()):
-            self._events.given_up(self._keys[number].index, message)
+            self.events.given_up(self._keys[number].index, message)
 
     def _line(self, number: int, answer: tuple[Rollout, Judged] | None = None) -> str:
         index = self._keys[number].index
-        row = self._rows[index]
+        row = self.rows[index]
         try:
-            truth = answer[0].sample.truth if answer else self._task.read_truth(row)
+            truth = answer[0].sample.truth if answer else self.task.read_truth(row)
         except SampleError:
             truth = None
         return as_line(recorded_row(index, row, truth, answer))
@@ -251,11 +247,11 @@ class PinnedEvaluation:
     schedule: EvaluationSchedule
     part: RankEvaluation
     control: ControlGroup
-    record: Callable[[EvaluationRecord], None]
+    record: Callable[[Evaluation], None]
     record_scores: Callable[[Scored], None] | None = None
     keeper: EvaluationKeeper | None = None
     """Gets all ranks' rows on rank 0; all ranks have one, or none."""
-    ended: list[EvaluationRecord] = field(default_factory=list)
+    ended: list[Evaluation] = field(default_factory=list)
     """In this process."""
 
     @property
@@ -311,7 +307,7 @@ class PinnedEvaluation:
 
     def _end(self, step: int, reason: EvaluationEnd) -> None:
         mine = self.part.end()
-        counts = mine.decode(self.control.reduce_sum(mine.encode()))
+        counts = EvaluationCounts.of_ranks(self.control.gather(mine.to_json()))
         end = EvaluationEnd.COMPLETE if counts.is_whole else reason
         # The run that resumes asks an evaluation again that a stop has ended.
         ended = self.schedule.end(again=end is EvaluationEnd.TRAINING_ENDS)
@@ -319,56 +315,5 @@ class PinnedEvaluation:
             parts = self.control.gather(self.part.lines)
             if self.control.rank == 0:
                 self.keeper.take(ended, parts)
-        self.ended.append(EvaluationRecord(ended, step, end, counts))
+        self.ended.append(Evaluation.of(ended, step=step, end=end, counts=counts, ratios=counts.ratios))
         self.record(self.ended[-1])
-
-
-def make_evaluation(
-    config: Stage2Config,
-    rows: Rows | None,
-    task: Task,
-    *,
-    client: RolloutClient,
-    make_request: Callable[[Sample], dict[str, Any]],
-    preprocessor: Preprocessor,
-    control: ControlGroup,
-    events: EvaluationRecorder,
-    record: Callable[[EvaluationRecord], None],
-    record_scores: Callable[[Scored], None],
-    keeper: EvaluationKeeper,
-    last_step: int,
-) -> PinnedEvaluation | None:
-    """By the section ``stage2_ab.evaluation``; None when it is off. ``rows`` are the validation set's."""
-    settings = config.stage2_ab.evaluation
-    if not settings.every_steps:
-        return None
-    policy = config.stage2_ab.channel_b.rows_without_objects
-    usable = () if rows is None else usable_rows(rows, task, policy)
-    config.check_validation_set(len(usable))
-    assert rows is not None
-    schedule = EvaluationSchedule(
-        every_steps=settings.every_steps,
-        max_round_delay_steps=settings.max_round_delay_steps,
-        last_step=last_step,
-    )
-    part = RankEvaluation(
-        rows,
-        task,
-        num_samples=settings.num_samples,
-        rank=control.rank,
-        world_size=control.world_size,
-        client=client,
-        make_request=make_request,
-        preprocessor=preprocessor,
-        decoding=config.rollout.decoding,
-        events=events,
-        usable=usable,
-    )
-    return PinnedEvaluation(
-        schedule,
-        part,
-        control=control,
-        record=record,
-        record_scores=record_scores,
-        keeper=keeper,
-    )

@@ -1,37 +1,32 @@
-"""Every record that travels between parts, in flow order: from a sample to its pack, then steps, rounds, evaluations.
+"""Every record that travels between parts, in flow order: from a sample to its pack, then rounds and counts.
 
 All records are frozen; whoever takes one makes the next and never edits what it was given.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
-from itertools import chain
-from typing import Any
-
-from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
-from swift_stage2.scheduling.step_plan import StepPlan
+from functools import reduce
+from typing import Any, NamedTuple
 
 Box = tuple[float, float, float, float]
 Coordinates = tuple[int, ...]  # a box x1, y1, x2, y2 or a point x, y, in the template's coordinate space
 
 
-@dataclass(frozen=True, slots=True)
-class SampleKey:
-    """Where a sample stands in one rank's stream. ``attempt`` counts rollouts asked for, from 0."""
+class SampleKey(NamedTuple):
+    """Where a sample stands in one rank's stream; a list of four in every file of a run.
+
+    ``attempt`` counts rollouts asked for, from 0.
+    """
 
     epoch: int
     position: int  # within this rank's shard of the epoch
-    index: int  # row in the data set
+    index: int  # type: ignore[assignment]  # row in the data set; hides the method of tuples
     attempt: int = 0
-
-    @property
-    def entry(self) -> list[int]:
-        """The form in which every file of a run names it."""
-        return [self.epoch, self.position, self.index, self.attempt]
 
 
 def find_image(path: str) -> str:
@@ -78,8 +73,41 @@ class QuarantineReason(StrEnum):
     TOO_SLOW = "too_slow"
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class ReturnReason(StrEnum):
+    """Why a drawn sample came back untrained, to be drawn again."""
+
+    STALE = "stale"
+    """Its rollout fell out of the version window."""
+    OVERFLOW = "overflow"
+    """Its pack was the oldest of a queue over its limit."""
+    TIMED_OUT = "timed_out"
+    """It was asked alone and did not answer in time."""
+    ABORTED = "aborted"
+    """Its server ended it early for a pending round."""
+    FAILED = "failed"
+    """No server answered it: none was proven, the one asked was lost or refused, or the batch's time was over. Or no
+    round proved the weights that answered."""
+    STOPPED = "stopped"
+    """The run ended while it was asked."""
+
+    @property
+    def counts_attempt(self) -> bool:
+        """True if this return counts as an attempt. A server's fault does not."""
+        return self in (ReturnReason.STALE, ReturnReason.OVERFLOW, ReturnReason.TIMED_OUT)
+
+
+class UnusedReason(StrEnum):
+    """Why nothing is trained of a rollout that was compared with others, though nothing is wrong with it."""
+
+    NO_VARIANCE = "no_variance"
+    """All rewards of its group are equal."""
+    TOO_SMALL = "too_small"
+    """Fewer than ``min_group`` of its group were left."""
+    DROPPED = "dropped"
+    """Its segment was dropped, and too few others of its group to compare it with another rollout."""
+
+
+class VersionSpan(NamedTuple):
     """Token positions ``start <= i < end`` of a rollout that were sampled under ``version``."""
 
     version: int
@@ -238,22 +266,6 @@ class Pack:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step as this rank saw it, for the event log and the metrics."""
-
-    step: int
-    plan: StepPlan
-    version: int
-    version_lag: int | None  # of the oldest pack trained; None on channel A
-    queue_depth: int
-    infer_in_flight: int
-    round_pending: bool  # due, or waiting for the drain
-    packs: tuple[Pack, ...]
-    round_in_transfer: bool = False
-    plan_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class ServerReport:
     """How one server fared in one round.
 
@@ -333,21 +345,20 @@ class EvaluationCounts:
             metrics={name: _added(both, target.metrics.get(name)) for name, both in self.metrics.items()},
         )
 
-    def encode(self) -> tuple[float, ...]:
-        """A vector that may be added up over ranks."""
-        counts = (getattr(self, name) for name in _SUMMED)
-        return tuple(float(count) for count in (*counts, *chain.from_iterable(self.metrics.values())))
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
-    def decode(self, vector: Sequence[float]) -> EvaluationCounts:
-        """Reads the sum of what ``encode`` made on every rank."""
-        *counts, sum_iou = vector[: len(_SUMMED)]
-        own = vector[len(_SUMMED) :]
-        return replace(
-            self,
-            **dict(zip(_SUMMED, map(round, counts), strict=False)),
-            sum_iou=sum_iou,
-            metrics=dict(zip(self.metrics, zip(own[::2], own[1::2], strict=True), strict=True)),
-        )
+    @classmethod
+    def of_ranks(cls, texts: Sequence[str]) -> EvaluationCounts:
+        """The sum of what ``to_json`` gave on every rank."""
+        parts = [cls(**json.loads(text)) for text in texts]
+        names = (each.name for each in fields(cls) if each.name != "metrics")
+        sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
+        own = {
+            name: reduce(_added, (part.metrics[name] for part in parts), (0.0, 0.0))
+            for name in parts[0].metrics
+        }
+        return cls(**sums, metrics=own)
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -363,19 +374,7 @@ class EvaluationCounts:
 
 
 _OF_QUALITY = ("num_truncated", "num_predictions", "num_ground_truth", "num_pairs", "sum_iou")
-_SUMMED = tuple(each.name for each in fields(EvaluationCounts) if each.name != "metrics")
 
 
 def _added(sums: tuple[float, float], more: tuple[float, float] | None) -> tuple[float, float]:
     return sums if more is None else (sums[0] + more[0], sums[1] + more[1])
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationRecord:
-    """One evaluation that has ended; equal on every rank."""
-
-    run: RunningEvaluation
-    ended_step: int
-    end: EvaluationEnd
-    counts: EvaluationCounts
-    """Sums over all ranks."""

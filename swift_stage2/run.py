@@ -14,25 +14,28 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from swift_stage2.collectives import ControlGroup, together
+from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.learner import ChannelB, StepDecision
-from swift_stage2.records import EvaluationRecord
-from swift_stage2.runtime.watches import ProgressWatch
+from swift_stage2.runtime.watches import ProgressWatch, Standing
 from swift_stage2.scheduling.watches import StarvationWatch
-from swift_stage2.telemetry.activity import Activity
+from swift_stage2.telemetry.events import Evaluation, Warned
 from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.timing import Activity
 
 logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
+_STALL_MARGIN_S = 60.0
 
 ResultT = TypeVar("ResultT")
 
 
 class Decider(Protocol):
-    """Who decides every step: the learner, or a replay in its place."""
+    """Who decides every step: the learner, or a replay in its place. What has a body need not be done."""
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        return None
 
     def request_stop(self) -> None: ...
 
@@ -40,11 +43,13 @@ class Decider(Protocol):
 
     def end_step(self, step: int, losses: Sequence[str]) -> None: ...
 
-    def evaluate_final(self, step: int) -> None: ...
+    def evaluate_final(self, step: int) -> None:
+        return None
 
     def checkpoint(self, *, step: int, save_id: str) -> dict[str, Any]: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return None
 
 
 @dataclass(eq=False, repr=False)
@@ -70,7 +75,7 @@ class Stage2Run:
         self._switch_interval_before: float | None = None
 
     @property
-    def evaluations(self) -> Sequence[EvaluationRecord]:
+    def evaluations(self) -> Sequence[Evaluation]:
         """The evaluations on the servers that have ended in this process, equal on every rank."""
         evaluation = self.channel_b.evaluation if self.channel_b is not None else None
         return evaluation.ended if evaluation is not None else ()
@@ -94,7 +99,7 @@ class Stage2Run:
         self.learner.end_step(step - 1, [loss.hex() for loss in losses])
         if step % max(1, self.logging_steps) != 0:
             return {}
-        return self.telemetry.merge_and_write(step, self.control.reduce_sum, epoch=epoch)
+        return self.telemetry.merge_and_write(step, self.control.gather, epoch=epoch)
 
     def end_epoch(self, epoch: float | None, num_read: int, num_batches: int) -> None:
         """Tells how much of an epoch's batches channel A trained; B steps read none of them."""
@@ -169,6 +174,21 @@ class Stage2Run:
             self._switch_interval_before = None
         self.telemetry.clock.switch(Activity.OTHER)
         self.telemetry.close()
+
+
+def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: ChannelB | None) -> ProgressWatch:
+    """Over a rank's main thread and, if it has one, its pipeline."""
+    who: dict[str, Callable[[], Standing | None]] = {"main thread": lambda: telemetry.clock.standing}
+    if channel_b is not None:
+        who["pipeline"] = lambda: channel_b.pipeline.standing
+    return ProgressWatch(
+        who,
+        # Nothing in a batch of rollouts may wait longer; a round has a watch of its own.
+        limit_s=3 * config.rollout.request_timeout_s + _STALL_MARGIN_S,
+        on_stall=lambda what, seconds: telemetry.log.write(
+            Warned(message=f"no progress: {what} for {seconds:.0f} s")
+        ),
+    )
 
 
 def _check_spelling(before: Sequence[str] | None, now: Sequence[str]) -> None:

@@ -157,12 +157,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--data", "FILE.jsonl", None, "training data"),
         ("--model", "DIR", None, "the directory of a stage-1 checkpoint, or a hub id"),
         ("--learner-gpus", "N,N", None, "GPU numbers of the learner, as 0,1; none for the CPU"),
-        (
-            "--rollout-gpus",
-            "N,N",
-            None,
-            "GPU numbers of the servers, one on each, as 2,3; none for one on the CPU",
-        ),
+        ("--rollout-gpus", "N,N", None, "GPU numbers of the servers, as 2,3; none for one on the CPU"),
         ("--output", "FILE.yaml", None, "never a file that exists"),
         ("--task", "NAME", DEFAULT_TASK, f"the meaning of answers (default %(default)s); {own_task}"),
         ("--b-ratio", "R", 0.25, "share of steps on channel B (default %(default)s)"),
@@ -174,11 +169,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     for option, metavar, meaning in (
         ("--set", "SECTION.KEY=VALUE", "any key of the YAML by its whole path, as rollout.max_resumes=1"),
-        (
-            "--swift",
-            "KEY=VALUE",
-            "short for --set swift.KEY=VALUE, an argument of ms-swift, as tuner_type=full",
-        ),
+        ("--swift", "KEY=VALUE", "short for --set swift.KEY=VALUE, an argument of ms-swift"),
     ):
         text = f"{meaning}; may be given again"
         parser.add_argument(option, action="append", default=[], metavar=metavar, help=text)

@@ -1,4 +1,4 @@
-"""What tests of many folders build alike: a configuration with a few keys changed."""
+"""What tests of many folders build alike: a configuration with a few keys changed, events of a rollout."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from swift_stage2.columns import given_by
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
+from swift_stage2.records import EvaluationCounts, MatchQuality, Rollout
+from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
+from swift_stage2.telemetry.events import Cut, Evaluation, Matched, RecordedCompletion
 
 BASE: dict[str, Any] = {
     "swift": {"model": "m", "dataset": ["d.jsonl"], "output_dir": "out", "gradient_accumulation_steps": 4},
@@ -60,3 +64,22 @@ def sharing(*entries: dict[str, Any], **launch: Any) -> dict[str, Any]:
 def on_vllm(share: Any, key: str = "vllm_gpu_memory_utilization", **server: Any) -> dict[str, Any]:
     """A server that ``launch`` starts, with its part of a device."""
     return {"engine": "vllm", "args": {key: share}} | server
+
+
+def cut_of(rollout: Rollout) -> Cut:
+    return Cut.of(rollout, samples=(rollout.sample.key,), num_tokens=len(rollout.token_ids))
+
+
+def matched_of(rollout: Rollout, quality: MatchQuality) -> Matched:
+    num_tokens = len(rollout.token_ids)
+    return Matched.of(rollout, samples=(rollout.sample.key,), num_rollout_tokens=num_tokens, quality=quality)
+
+
+def completion_of(rollout: Rollout) -> RecordedCompletion:
+    return RecordedCompletion.of(rollout, sample=rollout.sample.key, columns=given_by(rollout))
+
+
+def ended_evaluation(
+    run: RunningEvaluation, step: int, end: EvaluationEnd, counts: EvaluationCounts
+) -> Evaluation:
+    return Evaluation.of(run, step=step, end=end, counts=counts, ratios=counts.ratios)

@@ -31,10 +31,8 @@ def sync_round(
     }
 
 
-def batch(time: float, num_rollouts: int, *ends: str) -> dict[str, Any]:
-    failures = [{"end": end, "reason": "because"} for end in ends]
-    numbers = {"num_rollouts": num_rollouts, "num_returned": 0, "num_quarantined": 0, "num_posts": 1}
-    return {"kind": "batch", "time": time, "failures": failures} | numbers
+def failures(time: float, *ends: str) -> dict[str, Any]:
+    return {"kind": "failures", "time": time, "failures": [{"end": end, "reason": "because"} for end in ends]}
 
 
 def taken(time: float, num_rollouts: int, round_id: str | None = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from network_hosts import Host
 from torchrun_job import ENVIRONMENT, MODEL, TEMPLATE, write_config
 
 from swift_stage2.telemetry.event_log import EventTail, event_path, read_logs
-from swift_stage2.telemetry.sample_events import Finished
+from swift_stage2.telemetry.events import Finished
 
 TESTS = Path(__file__).resolve().parent
 HTTP_PORT, GROUP_PORT = 8000, 51216

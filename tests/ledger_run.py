@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from builders import matched_of
 from detection_task import make_task
 
 from swift_stage2.channel_b.sample_source import SampleSource
-from swift_stage2.records import MatchQuality, Pack, Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.telemetry.account import RankAccount, account_of
 from swift_stage2.telemetry.event_log import EventLog, event_path, read_events
-from swift_stage2.telemetry.events import AnyEvent, End, Start
-from swift_stage2.telemetry.sample_events import Finished, Matched, Packed, Sent, StreamState, keys_of
+from swift_stage2.telemetry.events import AnyEvent, End, Finished, Packed, Sent, Start, StreamState
 
 WINDOW = 2
 
@@ -80,7 +79,7 @@ class LedgerRun:
         self, keys: list[SampleKey], *, version: int = 1, server: str = "http://s", end: str = "answered"
     ) -> None:
         """One POST, from its leaving to its end."""
-        samples = keys_of(keys)
+        samples = tuple(keys)
         self.log.write(Sent(samples=samples, server=server, seed=5, version=version))
         self.log.write(Finished(samples=samples, server=server, end=end, seconds=0.25))
 
@@ -88,10 +87,12 @@ class LedgerRun:
         """Its rollout was matched."""
         spans = (VersionSpan(version, 0, 4),)
         rollout = Rollout(Sample(key, {}), "a", (1, 2, 3, 4), (5,), False, 5, "http://s", spans)
-        self.log.write(Matched.of(rollout, MatchQuality(1, 1, 1, 0.5, 0, 0, reward=reward or {})))
+        self.log.write(matched_of(rollout, MatchQuality(1, 1, 1, 0.5, 0, 0, reward=reward or {})))
 
     def pack(self, keys: list[SampleKey], pack_id: str = "p") -> None:
-        self.log.write(Packed.of(Pack(pack_id, 1, {}, tuple(keys), 30, 15, 40)))
+        self.log.write(
+            Packed(samples=tuple(keys), pack_id=pack_id, version=1, num_tokens=30, capacity_tokens=40)
+        )
 
     def train(self, keys: list[SampleKey], pack_id: str = "p", *, version: int = 1) -> None:
         """The next step takes one pack."""
@@ -124,4 +125,4 @@ class LedgerRun:
 
 def again(key: SampleKey) -> SampleKey:
     """As it is drawn after a return that used up a rollout."""
-    return replace(key, attempt=key.attempt + 1)
+    return key._replace(attempt=key.attempt + 1)

@@ -117,7 +117,7 @@ OPENS_ITSELF = {
     "launch/rank.py",
     "launch/job.py",
     "convert/page_browser.py",
-    "pages/page.py",
+    "pages/rendering.py",
     "whole_file.py",
 }
 

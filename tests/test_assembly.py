@@ -87,18 +87,20 @@ def _start(
 ) -> Stage2Run:
     return assembly.start_run(
         config,
-        rows=rows,
-        template=make_template(),
-        module=tiny_model()[0],
-        run_directory=str(directory / "run"),
-        seed=1,
-        total_steps=10,
-        first_step=0,
-        make_canary=lambda encoder, sample: None,  # type: ignore[arg-type, return-value]
-        packed_loss=packed_loss,
-        packs_per_step=1,
-        logging_steps=5,
-        **more,
+        assembly.RunInputs(
+            rows=rows,
+            template=make_template(),
+            module=tiny_model()[0],
+            run_directory=str(directory / "run"),
+            seed=1,
+            total_steps=10,
+            first_step=0,
+            make_canary=lambda encoder, sample: None,  # type: ignore[arg-type, return-value]
+            packed_loss=packed_loss,
+            packs_per_step=1,
+            logging_steps=5,
+            **more,
+        ),
     )
 
 
@@ -501,6 +503,7 @@ def test_an_evaluation_that_had_not_ended_is_resumed(
     rows: list[dict[str, Any]],
     tmp_path: Path,
     channel_bs: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = configure(server.url, evaluation={"every_steps": 4})
     given: dict[str, Any] = {}
@@ -509,13 +512,13 @@ def test_an_evaluation_that_had_not_ended_is_resumed(
         given.update(parts)
         return Pipeline(**parts)
 
+    monkeypatch.setattr(assembly, "Pipeline", make_pipeline)
     run = _start(
         config,
         rows,
         tmp_path / "first",
         _token_count,
         validation_rows=rows[:3],
-        make_pipeline=make_pipeline,
     )
     try:
         part = channel_bs[0].evaluation.part

@@ -283,7 +283,7 @@ def test_every_help_ends_with_the_exit_statuses(
         (("demo", "--stpes", "3"), "--steps"),
         (("doctor", "x.yaml", "--jsn"), "--json"),
         (("launch", "run.yaml", "--resum"), "--resume"),  # an abbreviation was taken for the option
-        (("report", "x", "--galery", "3"), "--gallery"),
+        (("report", "x", "--outptu", "p"), "--output"),
         (("launch", "x.yaml", "--nproc_per_node", "2"), "--nproc-per-node"),
         (("rollout", "m", "--engine", "transformer"), "transformers"),
     ],

@@ -20,7 +20,6 @@ def reduce_and_broadcast(rank: int, port: int) -> Any:
     assert (group.world_size, group.rank) == (2, rank)
     answers = [
         group.reduce_max([rank, -rank, 2**40 + rank]),
-        group.reduce_sum([0.5 + rank, 1e15]),
         group.broadcast({"from": rank, "text": "é", "numbers": [1, None]}),
         group.broadcast("" if rank == 0 else "ignored"),
         group.gather("é\udcff" * rank),
@@ -33,7 +32,6 @@ def reduce_and_broadcast(rank: int, port: int) -> Any:
 def test_the_control_group_reduces_and_broadcasts_alike_on_both_ranks() -> None:
     expected = [
         (1, 0, 2**40 + 1),
-        (2.0, 2e15),
         {"from": 0, "text": "é", "numbers": [1, None]},
         "",
         ("", "é\\udcff"),
@@ -63,7 +61,6 @@ def test_a_single_process_needs_no_group() -> None:
     group = join_control_group(1.0)
     assert isinstance(group, SingleRank)
     assert group.reduce_max([3, -1]) == (3, -1)
-    assert group.reduce_sum([1, 2.5]) == (1.0, 2.5)
     message = {"a": [1, 2]}
     assert group.broadcast(message) == message
     assert group.broadcast(message) is not message

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.task import TASKS, Task, correct_by, needed_columns, register_task, try_task
-from swift_stage2.columns import COLUMNS, LOG_PROBS, Column, Per, asked_by, register_column
+from swift_stage2.columns import COLUMNS, LOG_PROBS, Column, Per, asked_by, given_by, register_column
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError, ProtocolError, SampleError, TaskError
 from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, Target, VersionSpan
 from swift_stage2.servers import protocol
-from swift_stage2.telemetry.sample_events import RecordedCompletion
 
 DECODING = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1}
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -78,8 +77,8 @@ def rollout(log_probs: tuple[float, ...] | None = None) -> Rollout:
 
 
 def test_columns_are_recorded_where_an_answer_brings_them() -> None:
-    assert RecordedCompletion.of(rollout()).columns == {}
-    assert RecordedCompletion.of(rollout((-0.5, 0.0))).columns == {"log_probs": (-0.5, 0.0)}
+    assert given_by(rollout()) == {}
+    assert given_by(rollout((-0.5, 0.0))) == {"log_probs": (-0.5, 0.0)}
 
 
 @pytest.fixture

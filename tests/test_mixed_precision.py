@@ -11,7 +11,8 @@ from real_model import make_encoder, read_rows, sample_of
 from sft_run import build_trainer, channel_a_alone
 
 from swift_stage2 import Stage2Trainer
-from swift_stage2.assembly import start_run
+from swift_stage2.assembly import RunInputs, start_run
+from swift_stage2.config import Stage2Config
 from swift_stage2.weights.proof import HALF_PRECISION_TIE_NATS
 
 
@@ -19,11 +20,11 @@ from swift_stage2.weights.proof import HALF_PRECISION_TIE_NATS
 def test_near_ties_and_the_wide_limit_follow_the_dtype_that_is_computed_in(
     bf16: bool, tmp_path: Path, rows_file: Path
 ) -> None:
-    given: dict[str, Any] = {}
+    taken: list[RunInputs] = []
 
-    def remember(*arguments: Any, **settings: Any) -> Any:
-        given.update(settings)
-        return start_run(*arguments, **settings)
+    def remember(config: Stage2Config, given: RunInputs) -> Any:
+        taken.append(given)
+        return start_run(config, given)
 
     trainer = build_trainer(
         rows_file,
@@ -34,10 +35,11 @@ def test_near_ties_and_the_wide_limit_follow_the_dtype_that_is_computed_in(
         bf16=bf16,
     )
     trainer.train()
-    module = given["module"]
+    (given,) = taken
+    module = given.module
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
 
-    canary = given["make_canary"](make_encoder(trainer.template), sample_of(read_rows(rows_file)[0], 0))
+    canary = given.make_canary(make_encoder(trainer.template), sample_of(read_rows(rows_file)[0], 0))
     likeliest, second = trainer.template.tokenizer.encode("cat dog")[:2]
     computed: set[torch.dtype] = set()
 

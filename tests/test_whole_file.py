@@ -12,7 +12,7 @@ from small_disk import SmallDisk
 import swift_stage2
 from swift_stage2.detections.prediction import write_predictions
 from swift_stage2.launch.plan import Command
-from swift_stage2.pages.page import write_page
+from swift_stage2.pages.rendering import write_page
 from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.whole_file import write_whole
 

@@ -129,7 +129,7 @@ class Events:
         return nullcontext()
 
     def record_step(self, facts: Any) -> None:
-        self.steps.append((facts.step, str(facts.plan.channel), facts.plan.skip_reason, facts.version))
+        self.steps.append((facts.step, str(facts.channel), facts.skip_reason, facts.version))
         self.in_transfer.append(facts.round_in_transfer)
 
     def record_round(self, step: int, outcome: Any, pending_seconds: float) -> None:
@@ -141,10 +141,10 @@ class Events:
     def record_evaluation(self, record: Any) -> None:
         self.evaluations.append(
             (
-                record.run.due_step,
-                record.run.begun_step,
-                record.ended_step,
-                record.run.version,
+                record.due_step,
+                record.begun_step,
+                record.step,
+                record.version,
                 record.end,
                 record.counts.num_answered,
             )

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from swift_stage2.telemetry.account import RunAccount
-from swift_stage2.telemetry.sample_events import Event
+from swift_stage2.telemetry.events import Event
 
 Record = dict[str, Any]
 """An event as its line has it."""
@@ -121,7 +121,7 @@ def first_notice(records: Sequence[Sequence[Record]], fault: float) -> Record | 
         and (
             record["kind"] in ("warning", "quarantined")
             or (record["kind"] == "round" and (not record["committed"] or _errors([record])))
-            or (record["kind"] == "batch" and _failures(record))
+            or (record["kind"] == "failures" and _failures(record))
         )
     ]
     return min(found, key=lambda record: float(record["time"]), default=None)

@@ -31,9 +31,9 @@ from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.launch.job import last_cause
 from swift_stage2.runtime.ports import free_ports
 from swift_stage2.runtime.supervisor import ProcessTree
-from swift_stage2.telemetry.activity import NANOSECONDS
 from swift_stage2.telemetry.event_log import event_path, read_events
 from swift_stage2.telemetry.summary import summarise
+from swift_stage2.telemetry.timing import NANOSECONDS
 
 _LEAST_ROUNDS = 3
 _LORA: dict[str, Any] = {"tuner_type": "lora", "lora_rank": 8, "target_modules": ["all-linear"],
@@ -321,7 +321,7 @@ def _account(context: Context, job: DemoJob) -> None:
         note("round_longest_s", max(summary.round_seconds))
     for phase, seconds in summary.phase_seconds.items():
         note(f"{phase}_median_s", statistics.median(seconds))
-    for name, spent in summary.activity[0].seconds.items():
+    for name, spent in summary.activity[0].items():
         note(f"rank0_{name}_s", spent)
     if summary.num_rounds_failed or summary.num_rounds_committed < _LEAST_ROUNDS:
         raise CheckFailed(

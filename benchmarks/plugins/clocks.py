@@ -110,7 +110,7 @@ def instrument(trainer: Any, timer: ExclusiveTimer) -> None:
         if type(callback).__module__.startswith(_PACKAGE):
             callback.on_step_end = timer.timed("hooks", callback.on_step_end)
     for group in (SingleRank, GlooControlGroup):
-        for name in ("reduce_max", "reduce_sum"):
+        for name in ("reduce_max", "gather"):
             setattr(group, name, timer.timed("agree", vars(group)[name]))
 
 

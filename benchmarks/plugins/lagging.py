@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from functools import partial
 from typing import Any
 
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
@@ -53,12 +52,8 @@ class DelayedQueue(ReadyQueue):
 if LAG_VARIABLE in os.environ:
     from swift_stage2 import Stage2Trainer  # isort: skip, it must be imported before torchvision
 
-    from swift_stage2.assembly import start_run
+    from swift_stage2 import assembly
     from swift_stage2.training.stage2_trainer import register_trainer
 
-    class LaggingTrainer(Stage2Trainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            start = partial(start_run, make_queue=DelayedQueue)
-            super().__init__(*args, **{"start_run": start, **kwargs})
-
-    register_trainer(LaggingTrainer)
+    assembly.ReadyQueue = DelayedQueue  # type: ignore[attr-defined, assignment]
+    register_trainer(Stage2Trainer)

@@ -18,10 +18,17 @@ from enum import StrEnum
 
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.errors import MatchingError, PromptMismatch, SampleError
-from swift_stage2.records import BatchOutcome, QuarantineReason, Rollout, SampleKey
+from swift_stage2.records import (
+    BatchOutcome,
+    QuarantineReason,
+    ReturnReason,
+    Rollout,
+    SampleKey,
+    UnusedReason,
+)
 from swift_stage2.telemetry.event_log import EventLog
+from swift_stage2.telemetry.events import Finished, Sent
 from swift_stage2.telemetry.recorders import PipelineRecorder
-from swift_stage2.telemetry.sample_events import Finished, ReturnReason, Sent, UnusedReason, keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +119,7 @@ class Attempts:
         with self._lock:
             if twice := self._open.keys() & set(keys):
                 raise ValueError(
-                    f"a sample has one attempt at a time, got {sorted(key.entry for key in twice)}"
+                    f"a sample has one attempt at a time, got {sorted(list(key) for key in twice)}"
                 )
             self._open.update(dict.fromkeys(keys, Attempt()))
 
@@ -149,11 +156,11 @@ class Attempts:
                 attempt = self._open[key].go_on_to(AttemptState.IN_FLIGHT)
                 seconds = attempt.so_far.seconds if attempt.so_far is not None else 0.0
                 self._open[key] = replace(attempt, version=version, sent_s=now_s - seconds)
-        self._log.write(Sent(samples=keys_of(keys), server=server, seed=seed, version=version))
+        self._log.write(Sent(samples=tuple(keys), server=server, seed=seed, version=version))
 
     def finished(self, keys: Sequence[SampleKey], *, server: str, end: str, seconds: float) -> None:
         """It ended; what that means for them their share says."""
-        self._log.write(Finished(samples=keys_of(keys), server=server, end=end, seconds=round(seconds, 4)))
+        self._log.write(Finished(samples=tuple(keys), server=server, end=end, seconds=round(seconds, 4)))
 
 
 @dataclass(eq=False, repr=False)
@@ -182,7 +189,7 @@ class AttemptEnds:
     def unconfirmed(self, keys: Sequence[SampleKey]) -> None:
         """Their rollouts are of weights that no round is going to prove."""
         self.source.give_back(keys, ReturnReason.FAILED)
-        self.events.unconfirmed(len(keys))
+        self.events.count("rollouts_unconfirmed", len(keys))
 
     def stopped(self, keys: Sequence[SampleKey]) -> None:
         """The run ends before their rollouts are here."""
@@ -190,7 +197,7 @@ class AttemptEnds:
 
     def thrown_away(self, so_far: Rollout) -> None:
         """A partial rollout is not resumed; what becomes of its sample is told apart."""
-        self.events.partial_dropped(so_far)
+        self.events.count("tokens_partial_dropped", len(so_far.token_ids))
 
     def dropped(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
         if self.redraw_dropped:
@@ -202,13 +209,13 @@ class AttemptEnds:
 
     def stale_in_group(self, keys: Sequence[SampleKey]) -> None:
         """Their rollouts waited for others of their rows, until they were too old."""
-        self.events.stale_in_group(len(keys))
+        self.events.count("rollouts_dropped_stale", len(keys))
         self.dropped(keys, ReturnReason.STALE)
 
     def unused(self, keys: Sequence[SampleKey], reason: UnusedReason) -> None:
         if keys:
             self.source.settle_unused(keys, reason)
-            self.events.unused(len(keys), reason)
+            self.events.count(f"rollouts_unused/{reason}", len(keys))
 
     def refused(self, rollout: Rollout, refusal: SampleError | MatchingError) -> None:
         """Its sample cannot be used, or its server was asked another prompt than the learner's."""

@@ -22,7 +22,7 @@ from swift_stage2.columns import COLUMNS, Per
 from swift_stage2.compat import zero3_unknown
 from swift_stage2.errors import ConfigError, DatasetError, PromptMismatch, SampleError
 from swift_stage2.records import Rollout, Sample, Segment, Target
-from swift_stage2.telemetry.trace import EnterSpan, untraced
+from swift_stage2.telemetry.timing import EnterSpan, untraced
 
 IGNORED_LABEL = -100
 TOKENS_INSTEAD = ("alternatives", "duplicates")

@@ -18,9 +18,8 @@ from swift_stage2.channel_b.preprocessing import Judged
 from swift_stage2.channel_b.reward import TOTAL
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import GrpoConfig, Objective
-from swift_stage2.records import Rollout, SampleKey
+from swift_stage2.records import ReturnReason, Rollout, SampleKey, UnusedReason
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
-from swift_stage2.telemetry.sample_events import ReturnReason, UnusedReason
 
 GroupId = tuple[int, int]
 """Epoch, and number within this rank's shard of it."""

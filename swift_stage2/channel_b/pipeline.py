@@ -30,15 +30,14 @@ from swift_stage2.channel_b.rollout_client.trust import servers_at_fault
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import QueueClosed, SampleError
-from swift_stage2.records import BatchOutcome, Pack, QuarantineReason, Rollout, Sample, Segment
+from swift_stage2.records import BatchOutcome, Pack, QuarantineReason, ReturnReason, Rollout, Sample, Segment
 from swift_stage2.runtime.watches import Standing
 from swift_stage2.scheduling.outlook import ProductionPace, StepView
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 from swift_stage2.scheduling.watches import TruncationGuard
-from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.recorders import PipelineRecorder
-from swift_stage2.telemetry.sample_events import ReturnReason
+from swift_stage2.telemetry.timing import PipelineActivity
 
 logger = logging.getLogger(__name__)
 
@@ -386,8 +385,7 @@ class Pipeline:
             return
         self._segments = [segment for segment in self._segments if is_still(segment.version)]
         self.preprocessor.forget(stale)
-        for segment in stale:
-            self.events.stale_segment(segment)
+        self.events.count("segments_dropped_stale", len(stale))
         self._drop([segment.key for segment in stale], ReturnReason.STALE)
 
     def _go_on_to(self, activity: PipelineActivity, what: str) -> None:

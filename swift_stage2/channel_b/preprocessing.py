@@ -33,7 +33,7 @@ from swift_stage2.config.swift_arguments import PLUGIN_PREFIX
 from swift_stage2.errors import ConfigError, MatchingError, PreprocessorLost, SampleError
 from swift_stage2.records import MatchQuality, Pack, Rollout, Segment, Target
 from swift_stage2.runtime.worker import describe_end, start_worker
-from swift_stage2.telemetry.trace import Trace, untraced
+from swift_stage2.telemetry.timing import Trace, untraced
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,17 @@ import torch
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.errors import DatasetError
-from swift_stage2.records import RowOrigin, Sample, SampleKey, image_paths
+from swift_stage2.records import ReturnReason, RowOrigin, Sample, SampleKey, UnusedReason, image_paths
 from swift_stage2.scheduling.run_ahead import Place, Shares
 from swift_stage2.telemetry.event_log import EventLog
-from swift_stage2.telemetry.events import Checkpoint
-from swift_stage2.telemetry.sample_events import (
+from swift_stage2.telemetry.events import (
+    Checkpoint,
     Drawn,
     Quarantined,
     Returned,
-    ReturnReason,
     StreamState,
     Trained,
     Unused,
-    UnusedReason,
-    keys_of,
 )
 from swift_stage2.whole_file import regular_lines
 
@@ -112,7 +108,7 @@ class SampleSource:
             keys = [self._next_key() for _ in range(count)]
             self._shares.begin(map(_place, keys), version)
             if keys:
-                self._log.write(Drawn(samples=keys_of(keys)))
+                self._log.write(Drawn(samples=tuple(keys)))
         return keys
 
     def read(self, key: SampleKey) -> Sample:
@@ -124,18 +120,18 @@ class SampleSource:
         with self._lock:
             kept = [key for key in keys if _place(key) in self._outstanding]
             if reason.counts_attempt:
-                kept = [replace(key, attempt=key.attempt + 1) for key in kept]
+                kept = [key._replace(attempt=key.attempt + 1) for key in kept]
             self._outstanding.update((_place(key), key) for key in kept)
             self._again.extend(kept)
             self._shares.end(map(_place, kept))
             if kept:
-                self._log.write(Returned(samples=keys_of(kept), reason=reason))
+                self._log.write(Returned(samples=tuple(kept), reason=reason))
 
     def settle_trained(self, keys: Sequence[SampleKey], *, pack_id: str, step: int, version: int) -> None:
         """Ends the life of a pack's samples: ``step`` trains them under ``version``."""
         with self._lock:
             self._settle(keys)
-            samples = keys_of(keys)
+            samples = tuple(keys)
             self._log.write(Trained(samples=samples, pack_id=pack_id, step=step, version=version))
 
     def settle_quarantined(self, key: SampleKey, reason: str, message: str) -> RowOrigin:
@@ -145,7 +141,7 @@ class SampleSource:
             self._settle([key])
             self._log.write(
                 Quarantined(
-                    samples=keys_of([key]),
+                    samples=(key,),
                     reason=reason,
                     message=message,
                     file=origin.file,
@@ -158,7 +154,7 @@ class SampleSource:
     def settle_unused(self, keys: Sequence[SampleKey], reason: UnusedReason) -> None:
         with self._lock:
             self._settle(keys)
-            self._log.write(Unused(samples=keys_of(keys), reason=reason))
+            self._log.write(Unused(samples=tuple(keys), reason=reason))
 
     def group_of(self, key: SampleKey) -> tuple[int, int]:
         """Epoch and number of the group of a sample."""
@@ -233,7 +229,7 @@ class SampleSource:
             "world_size": self._world_size,
             "seed": self._seed,
             "num_generations": self._num_generations,
-            "outstanding": [key.entry for key in keys],
+            "outstanding": [list(key) for key in keys],
         }
 
     def _settle(self, keys: Sequence[SampleKey]) -> None:

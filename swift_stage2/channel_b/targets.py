@@ -212,7 +212,7 @@ def order_missed(missed: Objects, order: MissedOrder, key: SampleKey) -> Objects
     if order is MissedOrder.READING:
         return sorted(missed, key=lambda each: (each[1][1], each[1][0]))
     if order is MissedOrder.RANDOM:
-        return random.Random(repr(key.entry)).sample(missed, len(missed))
+        return random.Random(repr(list(key))).sample(missed, len(missed))
     return missed
 
 

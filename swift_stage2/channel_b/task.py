@@ -22,7 +22,7 @@ from swift_stage2.config.objective import MOST_REWARD, REWARD_WEIGHTS
 from swift_stage2.config.rules import find, register
 from swift_stage2.errors import ConfigError, SampleError, TaskError
 from swift_stage2.records import Rollout, Sample, SampleKey, Target, VersionSpan
-from swift_stage2.telemetry.trace import EnterSpan, untraced
+from swift_stage2.telemetry.timing import EnterSpan, untraced
 
 if TYPE_CHECKING:
     from swift_stage2.channel_b.encoding import Encoder

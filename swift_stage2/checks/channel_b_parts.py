@@ -42,7 +42,7 @@ from swift_stage2.runtime.output import say
 from swift_stage2.scheduling.run_ahead import most_samples
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.trace import Trace
+from swift_stage2.telemetry.timing import Trace
 
 _MOST_A_STEPS = 16  # that one B step may stand for
 _WANTED_A_STEPS = 4

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.channel_b.parsing import TrueObjects
+from swift_stage2.config.swift_arguments import SCORED
 from swift_stage2.dataset.picture import UNREADABLE, look_at
 from swift_stage2.detections.prediction import (
     FAILED,
@@ -37,7 +38,6 @@ from swift_stage2.runtime.background import BackgroundCall
 from swift_stage2.scheduling.evaluation_schedule import RunningEvaluation
 from swift_stage2.telemetry.event_log import log_paths, ranks_of, read_logs
 from swift_stage2.telemetry.events import Evaluation
-from swift_stage2.telemetry.metrics import SCORE_TAGS
 from swift_stage2.whole_file import regular_lines, write_whole
 
 if TYPE_CHECKING:  # a report must open without torch
@@ -45,8 +45,6 @@ if TYPE_CHECKING:  # a report must open without torch
 
 logger = logging.getLogger(__name__)
 
-SCORES = tuple(tag.removeprefix("eval/") for tag in SCORE_TAGS)
-"""Names of the metrics that an evaluation gets beside those of its counts."""
 _END_S = 30.0
 
 
@@ -137,12 +135,12 @@ def as_line(row: RecordedRow, evaluation: RunningEvaluation | None = None) -> st
 
 
 def scores_of(rows: Sequence[RecordedRow], dialect: Dialect) -> dict[str, float]:
-    """``SCORES`` by name, as `evaluate` computes them; absent where nothing was counted or the task has no boxes."""
+    """``SCORED`` by name, as `evaluate` computes them; absent where nothing was counted or the task has no boxes."""
     truths = [TrueObjects(row.truth.ref, row.truth.bbox) for row in rows if row.truth is not None]
     if not rows or len(truths) < len(rows):
         return {}
     found = DetectionScores(detection_data(truths, rows), answer_flags(rows, dialect)).points()
-    return {name: found[f"eval/{name}"] for name in SCORES if f"eval/{name}" in found}
+    return {name: found[f"eval/{name}"] for name in SCORED if f"eval/{name}" in found}
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,8 @@ from swift_stage2.detections.scores import Bounds, DetectionScores, detection_da
 from swift_stage2.errors import UserError
 from swift_stage2.evaluate.sections import comparison_sections, evaluation_sections, worst_images
 from swift_stage2.evaluate.served_model import ENGINES, OwnServer, own_server, require_answer
-from swift_stage2.pages.content import GALLERY_KEY, Gallery, Section, Sentence, Tone
-from swift_stage2.pages.page import PageContent, page_of, write_page
-from swift_stage2.pages.terminal import terminal_report
+from swift_stage2.pages.content import Section, Sentence, Tone
+from swift_stage2.pages.rendering import PageContent, page_of, terminal_report, write_page
 from swift_stage2.runtime.output import SafeConsole, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, whole_number
 from swift_stage2.runtime.progress import going_on, progress_bar
@@ -52,7 +51,6 @@ _MISSING = "{:,} images have no prediction and count as empty answers."
 class _Told:
     facts: dict[str, Any]
     sections: tuple[Section, ...]
-    gallery: Gallery
     num_missing: int
 
 
@@ -93,7 +91,7 @@ def _evaluate(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
         "errors": scores.errors(),
     }
     sections = evaluation_sections(scores, points, bounds, remarks, gallery)
-    return _Told(facts, sections, gallery, num_missing)
+    return _Told(facts, sections, num_missing)
 
 
 def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
@@ -119,7 +117,7 @@ def _compare(rows: Sequence[TrueRow], options: argparse.Namespace) -> _Told:
         },
     }
     sections = comparison_sections(before, after, bounds, remarks)
-    return _Told(facts, sections, Gallery(pictures=(), num_matches=0), sum(missing))
+    return _Told(facts, sections, sum(missing))
 
 
 def _score(rows: Sequence[TrueRow], predictions: Sequence[Prediction | None]) -> DetectionScores:
@@ -195,7 +193,6 @@ def _tell(told: _Told, options: argparse.Namespace) -> None:
         places=[told.facts[name] for name in ("data", "source", "a", "b") if name in told.facts],
         state=f"{told.facts['num_images']:,} images",
         sections=told.sections,
-        galleries={GALLERY_KEY: told.gallery},
     )
     write_page(folder / "evaluation.html", page_of(content))
     if not options.json:

@@ -9,7 +9,6 @@ from swift_stage2.detections.drawing import Drawing, gallery_image
 from swift_stage2.detections.prediction import LabelledBoxes, Prediction, TrueRow
 from swift_stage2.detections.scores import ERRORS, Bounds, DetectionScores
 from swift_stage2.pages.content import (
-    GALLERY_KEY,
     Gallery,
     Headline,
     Part,
@@ -82,13 +81,12 @@ def evaluation_sections(
     table = Table("", ("metric", "value", "95 % interval", "meaning"), metrics, ends_in_words=True)
     told = "TIDE's types at IoU 0.5. Lost AP50: how much higher AP50 were without the errors of a type."
     error_table = Table("", ("error", "number", "lost AP50", "TIDE's name"), lost)
-    shown = f"{number(len(gallery.pictures))} of {number(gallery.num_matches)} images, those with the most objects "
     parts = (part for kind in _KINDS for part in _parts(kind, scores, points, bounds))
     return (
         Section("scores", "Scores", (Headline(headline), *remarks, table)),
         Section("parts", "By class, number and size of objects", tuple(parts)),
         Section("errors", "Errors by type", (Sentence(told), error_table)),
-        Section(GALLERY_KEY, "Worst images", (Sentence(f"{shown}missed or invented first."),)),
+        Section("gallery", "Worst images", (gallery,)),
     )
 
 
@@ -209,7 +207,8 @@ def worst_images(
                 ),
             )
         )
-    return Gallery(pictures=tuple(pictures), num_matches=len(rows))
+    shown = f"{number(len(pictures))} of {number(len(rows))} images, those with the most objects "
+    return Gallery(f"{shown}missed or invented first.", tuple(pictures))
 
 
 def _listed(objects: Sequence[tuple[str, Sequence[float]]]) -> str:

@@ -18,7 +18,7 @@ from swift_stage2.errors import ChannelBStarved, PipelineFailed, Stage2Error, St
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.learner.parts import ChannelB
 from swift_stage2.learner.rounds import LearnerRounds
-from swift_stage2.records import Pack, RoundOutcome, StepRecord
+from swift_stage2.records import Pack, RoundOutcome
 from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd
@@ -29,7 +29,7 @@ from swift_stage2.scheduling.step_plan import Channel, StepPlan
 from swift_stage2.scheduling.version_clock import require_fresh
 from swift_stage2.scheduling.watches import StarvationWatch
 from swift_stage2.telemetry.event_log import unwritten
-from swift_stage2.telemetry.events import Checkpoint
+from swift_stage2.telemetry.events import Checkpoint, Step
 from swift_stage2.telemetry.facade import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -115,8 +115,7 @@ class Learner:
         heard = self._hear_of_round(reservation) if outcome.round_news else None
         plan = outcome.plan(wants_b=wants_b)
         packs = self._spend(step, reservation, plan)
-        facts = self._step_record(step, plan, packs)
-        seconds = time.perf_counter() - started
+        told = self._told(step, plan, packs, time.perf_counter() - started)
         if self._rounds is not None:
             self._rounds.take_in_suspects(step, outcome.servers_suspect, outcome.servers_answer_again)
             if heard is not None:  # after this step's packs were taken, so that none ages between the two
@@ -124,7 +123,7 @@ class Learner:
             if outcome.server_joins:
                 self._rounds.take_in_joining()
         self._publish(step, outcome, wants_b=wants_b, reserved=reservation is not None)
-        self.events.record_step(replace(facts, plan_seconds=seconds))
+        self.events.record_step(told)
         self._raise_failures(outcome)
         self._watch_starvation(plan)
         return StepDecision(plan, packs, outcome.stop_requested)
@@ -153,7 +152,7 @@ class Learner:
             while not self._has_evaluated(b, b.evaluation, step, end):
                 time.sleep(_LOOK_S)  # bounded: all ranks agree on the first one that is late
         latest = b.evaluation.ended[-1] if b.evaluation.ended else None
-        why = latest.end if latest is not None and latest.run.due_step == step else "none began"
+        why = latest.end if latest is not None and latest.due_step == step else "none began"
         if why is not EvaluationEnd.COMPLETE and not self._stop_requested:
             within = f" within {b.final_evaluation_s:g} s" if time.monotonic() >= end else ""
             self.events.record_warning(
@@ -333,19 +332,18 @@ class Learner:
             num_demanded=num_demanded,
         )
 
-    def _step_record(self, step: int, plan: StepPlan, packs: tuple[Pack, ...]) -> StepRecord:
+    def _told(self, step: int, plan: StepPlan, packs: tuple[Pack, ...], plan_seconds: float) -> Step:
         b = self.channel_b
-        version = b.clock.current if b else 0
-        return StepRecord(
-            step=step,
-            plan=plan,
-            version=version,
-            version_lag=max((version - pack.version for pack in packs), default=None),
+        return Step.planned(
+            step,
+            plan,
+            packs,
+            b.clock.current if b else 0,
+            plan_seconds=plan_seconds,
             queue_depth=b.queue.depth if b else 0,
             infer_in_flight=b.fence.in_flight if b else 0,
             round_pending=b.rounds.pending if b else False,
             round_in_transfer=b.rounds.in_transfer if b else False,
-            packs=packs,
         )
 
     def _raise_failures(self, outcome: GateOutcome) -> None:

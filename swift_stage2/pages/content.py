@@ -1,19 +1,13 @@
-"""Sections of sentences, tables, charts and pictures: a report free of any form. ``terminal`` and ``page`` render it.
+"""Sections of sentences, tables and pictures: a report free of any form. ``rendering`` has its two forms.
 
-One source for both, so that they cannot tell different numbers. A chart brings the table that stands behind it.
+One source for both, so that they cannot tell different numbers.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-
-MOST_POINTS = 300
-"""Of one series."""
-GALLERY_KEY = "gallery"
-"""The section that only introduces pictures."""
 
 
 class Tone(StrEnum):
@@ -42,47 +36,6 @@ class Table:
     ends_in_words: bool = False
 
 
-class Mark(StrEnum):
-    LINE = "line"
-    STAIRS = "stairs"
-    """Constant from one point to the next."""
-    POINTS = "points"
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One named set of points."""
-
-    name: str
-    mark: Mark
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
-    """Series over one axis. ``key`` is unique in a report; ``description`` says in words what is drawn."""
-
-    key: str
-    title: str
-    description: str
-    x_title: str = "step"
-    y_title: str
-    series: tuple[Series, ...]
-    limits: Mapping[str, float] = field(default_factory=dict)
-    """Horizontal lines by name."""
-
-    @property
-    def table(self) -> Table:
-        """The drawn numbers, a row per place on the x axis."""
-        columns = {series.name: dict(zip(series.x, series.y, strict=True)) for series in self.series}
-        places = sorted({place for series in self.series for place in series.x})
-        rows = tuple(
-            (number(place), *(number(values.get(place)) for values in columns.values())) for place in places
-        )
-        return Table(self.title, (self.x_title, *columns), rows)
-
-
 @dataclass(frozen=True, slots=True)
 class Headline:
     """The few numbers that a reader came for: (what, value, what it means)."""
@@ -93,18 +46,6 @@ class Headline:
     def table(self) -> Table:
         """The same as rows."""
         return Table("", ("what", "value", "meaning"), self.numbers, ends_in_words=True)
-
-
-Part = Sentence | Table | Chart | Headline
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One heading and what stands under it, in order. ``key`` is unique in a report."""
-
-    key: str
-    title: str
-    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,17 +62,24 @@ class Picture:
     """Title and text of what was said and what was true."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Gallery:
+    """Pictures under a sentence; on the page alone."""
+
+    told: str
     pictures: tuple[Picture, ...]
-    num_matches: int
-    """Of which the pictures are the first."""
 
 
-def series_of(mark: Mark, points: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[Series, ...]:
-    """One series per name, from its (place, value) pairs."""
-    columns = {name: zip(*told, strict=True) if told else ((), ()) for name, told in points.items()}
-    return tuple(Series(name, mark, *told) for name, told in columns.items())
+Part = Sentence | Table | Headline | Gallery
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One heading and what stands under it, in order; shown if that is anything. ``key`` is unique in a report."""
+
+    key: str
+    title: str
+    parts: tuple[Part, ...] = ()
 
 
 def number(value: float | None) -> str:
@@ -158,20 +106,9 @@ def share(part: float, whole: float) -> str:
 
 
 def filled(parts: Iterable[Part | None]) -> tuple[Part, ...]:
-    """Without what is absent, and without tables and charts that hold nothing."""
-    return tuple(
-        part
-        for part in parts
-        if part is not None
-        and not (isinstance(part, Table) and not part.rows)
-        and not (isinstance(part, Chart) and not any(series.x for series in part.series))
-    )
+    """Without what is absent, and without tables and galleries that hold nothing."""
+    return tuple(part for part in parts if part is not None and not _is_empty(part))
 
 
-def thinned(
-    points: Sequence[tuple[float, float]], summary: Callable[[Sequence[float]], float] = statistics.fmean
-) -> list[tuple[float, float]]:
-    """At most ``MOST_POINTS``: the ``summary`` of each group of neighbours, at its first place."""
-    size = max(1, -(-len(points) // MOST_POINTS))
-    groups = (points[begin : begin + size] for begin in range(0, len(points), size))
-    return [(group[0][0], summary([value for _, value in group])) for group in groups]
+def _is_empty(part: Part) -> bool:
+    return (isinstance(part, Table) and not part.rows) or (isinstance(part, Gallery) and not part.pictures)

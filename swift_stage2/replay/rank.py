@@ -15,9 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from swift_stage2.assembly import progress_watch
+from swift_stage2.assembly import RunInputs
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import make_pack, make_segment
 from swift_stage2.channel_b.sample_source import read_sample, usable_rows
@@ -29,13 +27,13 @@ from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import MatchingError, ReplayDiffers, SampleError, UserError
 from swift_stage2.learner import StepDecision
-from swift_stage2.records import Pack, Rollout, Segment, StepRecord
+from swift_stage2.records import Pack, Rollout, Segment
 from swift_stage2.replay.recorded_run import RecordedPack, RecordedRun, RecordedStep, ReplayVerdict
-from swift_stage2.run import Stage2Run
-from swift_stage2.runtime import checkpoints
+from swift_stage2.run import Decider, Stage2Run, progress_watch
 from swift_stage2.runtime.progress import say_beside_bar
 from swift_stage2.runtime.surroundings import surroundings
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
+from swift_stage2.telemetry.events import Step
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.training.sft import train
 
@@ -83,8 +81,11 @@ class PackMaker:
             ) from error
 
 
-class ReplayedLearner:
-    """One rank's recorded decisions. ``num_compared`` steps have had the recorded losses so far."""
+class ReplayedLearner(Decider):
+    """One rank's recorded decisions. ``num_compared`` steps have had the recorded losses so far.
+
+    There is nothing to start or to end, and no server to ask.
+    """
 
     def __init__(
         self,
@@ -103,9 +104,6 @@ class ReplayedLearner:
         self._stop_requested = False
         self.num_compared = 0
 
-    def start(self) -> None:
-        """There is nothing to start."""
-
     def request_stop(self) -> None:
         """Ends this replay at the next step that all ranks agree on; safe in a signal handler."""
         self._stop_requested = True
@@ -118,18 +116,17 @@ class ReplayedLearner:
         """
         started = time.perf_counter()
         recorded = self._steps[step]
-        packs = together(self._control, lambda: self._make(recorded, num_packs))
+        packs = together(self._control, lambda: self._make(recorded))
         plan = StepPlan(recorded.channel)
         self._events.record_step(
-            StepRecord(
-                step=step,
-                plan=plan,
-                version=recorded.version,
-                version_lag=max((recorded.version - pack.version for pack in packs), default=None),
+            Step.planned(
+                step,
+                plan,
+                packs,
+                recorded.version,
                 queue_depth=0,
                 infer_in_flight=0,
                 round_pending=False,
-                packs=packs,
                 plan_seconds=time.perf_counter() - started,
             )
         )
@@ -153,25 +150,14 @@ class ReplayedLearner:
             )
         self.num_compared += 1
 
-    def evaluate_final(self, step: int) -> None:
-        """Nothing: a replay asks no server."""
-
     def checkpoint(self, *, step: int, save_id: str) -> dict[str, object]:
         """Nothing: a replay is not resumed."""
         return {}
 
-    def close(self) -> None:
-        """There is nothing to end."""
-
-    def _make(self, recorded: RecordedStep, num_packs: int) -> tuple[Pack, ...]:
+    def _make(self, recorded: RecordedStep) -> tuple[Pack, ...]:
         if recorded.channel is Channel.A:
             return ()
         assert self._maker is not None
-        if len(recorded.packs) != num_packs:
-            raise UserError(
-                f"step {recorded.step} must train one pack in each of its {num_packs} micro_steps, the log tells of "
-                f"{len(recorded.packs)}; it was changed, or the data set is another one"
-            )
         return tuple(self._maker.make(pack) for pack in recorded.packs)
 
 
@@ -219,7 +205,11 @@ def _replay(recorded: RecordedRun, output: Path, rank: int) -> ReplayVerdict:
             f"--output must be a directory that can be written, got {output} ({error}); name another one"
         ) from error
     settings = load_config(config_path)
-    _check_checkpoint(recorded, settings, rank)
+    resumed = settings.swift.get("resume_from_checkpoint")
+    if resumed is not None and not Path(resumed).is_dir():
+        raise UserError(
+            f"the run resumed from {resumed}, which is gone; a replay begins there as well, so bring it back"
+        )
     learners: list[ReplayedLearner] = []
     difference = None
     try:
@@ -230,65 +220,37 @@ def _replay(recorded: RecordedRun, output: Path, rank: int) -> ReplayVerdict:
     return recorded.verdict(learners[0].num_compared if learners else 0, difference)
 
 
-def _check_checkpoint(recorded: RecordedRun, config: Stage2Config, rank: int) -> None:
-    """The one that the run resumed is still there, and still the same."""
-    directory = config.swift.get("resume_from_checkpoint")
-    if directory is None:
-        return
-    if not Path(directory).is_dir():
-        raise UserError(
-            f"the run resumed from {directory}, which is gone; a replay begins there as well, so bring it back"
-        )
-    if recorded.save_id is None:
-        return
-    state = checkpoints.read_state(
-        directory, rank=rank, world_size=recorded.world_size, step=recorded.first_step
-    )
-    if state["save_id"] != recorded.save_id:
-        raise UserError(
-            f"the run resumed from the save {recorded.save_id}, got save_id={state['save_id']} in {directory}, which "
-            "was written over since; bring the checkpoint back"
-        )
-
-
 def _start_replay(
     recorded: RecordedRun,
     learners: list[ReplayedLearner],
     config: Stage2Config,
-    *,
-    rows: Rows,
-    template: Any,
-    module: nn.Module,
-    run_directory: str,
-    first_step: int,
-    total_steps: int,
-    logging_steps: int,
-    **_: Any,
+    given: RunInputs,
 ) -> Stage2Run:
-    """In the place of ``assembly.start_run``, whose arguments it takes; the rest of them concerns servers."""
+    """In the place of ``assembly.start_run``."""
     control = join_control_group(config.control_timeout_s)
-    if first_step != recorded.first_step:
+    if given.first_step != recorded.first_step:
         raise UserError(
-            f"the run began before step {recorded.first_step}, got first_step={first_step}; bring its checkpoint back"
+            f"the run began before step {recorded.first_step}, got first_step={given.first_step}; bring its "
+            "checkpoint back"
         )
-    _check_surroundings(recorded.surroundings, surroundings(next(module.parameters()).device))
+    _check_surroundings(recorded.surroundings, surroundings(next(given.module.parameters()).device))
     telemetry = Telemetry(
-        Path(run_directory),
+        Path(given.run_directory),
         control.rank,
         control.world_size,
         tensorboard=False,
         events=False,
         say=partial(say_beside_bar, "replay") if control.rank == 0 else None,
-        total_steps=total_steps,
+        total_steps=given.total_steps,
     )
 
     def make_maker() -> PackMaker:
         channel_b, task = config.stage2_ab.channel_b, make_task(config)
         packing_length = channel_b.packing.packing_length
-        encoder = Encoder(template, packing_length=packing_length)
-        usable = usable_rows(rows, task, channel_b.rows_without_objects)
-        (sample,) = usable_samples(rows, 0, encoder, task, 1, usable)
-        return PackMaker(rows, encoder, task.learn(rows, sample, encoder), packing_length)
+        encoder = Encoder(given.template, packing_length=packing_length)
+        usable = usable_rows(given.rows, task, channel_b.rows_without_objects)
+        (sample,) = usable_samples(given.rows, 0, encoder, task, 1, usable)
+        return PackMaker(given.rows, encoder, task.learn(given.rows, sample, encoder), packing_length)
 
     maker = together(control, make_maker) if config.b_enabled else None
     learners.append(
@@ -299,7 +261,7 @@ def _start_replay(
         telemetry,
         control,
         None,
-        logging_steps,
+        given.logging_steps,
         record_start=lambda **_: None,
         watch=progress_watch(config, telemetry, None),
         saves_checkpoints=False,

@@ -17,8 +17,16 @@ from swift_stage2.errors import UserError
 from swift_stage2.records import Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.telemetry.event_log import Process, RankEvents, read_logs, run_of, split_by_process
-from swift_stage2.telemetry.events import Damaged, Losses, Step
-from swift_stage2.telemetry.sample_events import Advantages, Key, Packed, RecordedCompletion, Trained
+from swift_stage2.telemetry.events import (
+    Advantages,
+    Damaged,
+    Key,
+    Losses,
+    Packed,
+    RecordedCompletion,
+    Step,
+    Trained,
+)
 from swift_stage2.whole_file import read_regular
 
 _VERDICT_FILE = "verdict.json"
@@ -53,8 +61,6 @@ class RecordedRun:
     world_size: int
     first_step: int
     last_step: int
-    save_id: str | None
-    """Of the checkpoint that the process resumed."""
     config: Mapping[str, Any]
     surroundings: Mapping[str, Any]
     steps: Mapping[int, tuple[RecordedStep, ...]]
@@ -136,7 +142,6 @@ def read_run(run_dir: Path) -> RecordedRun:
         world_size=start.world_size,
         first_step=start.step,
         last_step=last,
-        save_id=start.save_id,
         config=start.config,
         surroundings=start.surroundings,
         steps={rank: tuple(map(each.step, range(start.step, last + 1))) for rank, each in steps.items()},
@@ -188,11 +193,12 @@ class _Steps:
 
     def step(self, step: int) -> RecordedStep:
         plan = self.plans[step]
-        packs = tuple(self._pack(self._packed[pack_id]) for pack_id in self._trained[step])
+        packed = [self._packed[pack_id] for pack_id in self._trained[step]]
+        packs = tuple(
+            RecordedPack(each.pack_id, each.num_tokens, tuple(map(self._completion, each.samples)))
+            for each in packed
+        )
         return RecordedStep(step, plan.channel, plan.version, packs, self.losses[step])
-
-    def _pack(self, packed: Packed) -> RecordedPack:
-        return RecordedPack(packed.pack_id, packed.num_tokens, tuple(map(self._completion, packed.samples)))
 
     def _completion(self, sample: Key) -> Rollout:
         told = self._completions[sample]

@@ -2,10 +2,10 @@
 
     command            options, sections in order, files, exit status
     run_data           reads and checks what a run left behind; telemetry's summary adds up steps and rounds
-    verdict, speed     how fast, how fast at best, what binds and which setting helps
+    verdict            how fast, how fast at best, what binds and which setting helps
     steps              what was wanted and what ran, drops, where time went, queue and lag, sync rounds, the account
-    evaluations        how good rollouts were before correction, detection over steps;  suspects  labels probably wrong
-    gallery            pictures of the newest matches
+    quality            how good rollouts were before correction, detection over steps, pictures of the newest matches
+    suspects           labels that are probably wrong
 
 ``swift-stage2 rollouts RUN_DIR`` follows the rollouts of a run: rollouts_command reads and prints them.
 

@@ -13,13 +13,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swift_stage2.launch.run_end import next_commands
-from swift_stage2.pages.content import GALLERY_KEY, Section, Sentence, number
-from swift_stage2.pages.page import PageContent, page_of, write_page
-from swift_stage2.pages.terminal import terminal_report
-from swift_stage2.report.evaluations import detection_section, evaluations_of, quality_section
-from swift_stage2.report.gallery import DEFAULT_SIZE, gallery_of, gallery_section, matches_of
+from swift_stage2.pages.content import Gallery, Section, Sentence, filled, number
+from swift_stage2.pages.rendering import PageContent, page_of, terminal_report, write_page
+from swift_stage2.report.quality import (
+    detection_section,
+    evaluations_of,
+    gallery_of,
+    matches_of,
+    quality_section,
+)
 from swift_stage2.report.run_data import RunData, read_run
-from swift_stage2.report.speed import Speed, slowest, works_of
 from swift_stage2.report.steps import (
     account_section,
     queue_section,
@@ -28,9 +31,9 @@ from swift_stage2.report.steps import (
     time_section,
 )
 from swift_stage2.report.suspects import Suspect, suspect_lines, suspects_of, suspects_section
-from swift_stage2.report.verdict import verdict_section
+from swift_stage2.report.verdict import Speed, slowest, verdict_section, works_of
 from swift_stage2.runtime.output import SafeConsole, say
-from swift_stage2.runtime.parser import CommandParser, whole_number
+from swift_stage2.runtime.parser import CommandParser
 from swift_stage2.telemetry.account import RunAccount, account_of
 from swift_stage2.telemetry.summary import summary_of
 
@@ -46,27 +49,25 @@ class RunReport(PageContent):
     """Whether it is proven that no sample was lost; nothing can be lost without channel B."""
 
 
-def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
-    """Computes the whole report; opens at most ``gallery_size`` images."""
+def report_of(run: RunData) -> RunReport:
+    """Computes the whole report; opens the images of its gallery."""
     account = None if run.had_no_b else account_of(run.logs, run.doubts)
     matches = matches_of(run.ranks)
     summary, works = summary_of(run.ranks), works_of(run)
-    prefetch = ("stage2_ab", "channel_b", "prefetch")
     found = slowest(works)
-    gallery = gallery_of(matches, gallery_size)
     evaluations = evaluations_of(run)
     suspects = suspects_of(evaluations)
     sections = (
-        verdict_section(works, summary, run.number_setting("stage2_ab", "schedule", "b_ratio")),
-        steps_section(run, summary),
+        verdict_section(works, summary, run.setting("stage2_ab", "schedule", "b_ratio")),
+        steps_section(summary),
         time_section(run, summary),
-        queue_section(run, run.number_setting(*prefetch, "version_window"), summary),
-        rounds_section(run, summary),
+        queue_section(run, summary),
+        rounds_section(summary),
         quality_section(run, summary, matches),
         detection_section(evaluations),
         suspects_section(suspects),
         account_section(account, run.ranks),
-        gallery_section(gallery),
+        Section("gallery", "Gallery", filled([gallery_of(matches)])),
         *_next_section(run),
     )
     return RunReport(
@@ -74,7 +75,6 @@ def report_of(run: RunData, gallery_size: int = DEFAULT_SIZE) -> RunReport:
         places=tuple(map(str, run.run_dirs)),
         state=state_of(run),
         sections=sections,
-        galleries={GALLERY_KEY: gallery},
         suspects=suspects,
         account=account,
         speed=found if isinstance(found, Speed) else None,
@@ -97,8 +97,6 @@ def state_of(run: RunData) -> str:
     return f"{ranks}, {number(len(steps))} steps{lasted}; {end}"
 
 
-EXIT_BALANCED = 0
-EXIT_NOT_BALANCED = 1
 _PAGE = "report.html"
 _SUSPECTS = "label_suspects.jsonl"
 
@@ -110,9 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: there is no such run, or the report cannot be written.
     """
     options = _parser().parse_args(argv)
-    report = report_of(read_run(options.run_dir), options.gallery)
+    report = report_of(read_run(options.run_dir))
     _tell(report, options)
-    return EXIT_BALANCED if report.is_balanced else EXIT_NOT_BALANCED
+    return 0 if report.is_balanced else 1
 
 
 def _tell(report: RunReport, options: argparse.Namespace) -> None:
@@ -142,7 +140,10 @@ def _facts(report: RunReport) -> dict[str, object]:
         "balanced": report.is_balanced,
         "provable": account.is_provable if account else report.is_balanced,
         "speed": report.speed.facts if report.speed else None,
-        "sections": {section.key: [asdict(part) for part in section.parts] for section in report.sections},
+        "sections": {
+            section.key: [asdict(part) for part in section.parts if not isinstance(part, Gallery)]
+            for section in report.sections
+        },
     }
 
 
@@ -165,13 +166,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         type=Path,
         help=f"where the page goes (default: {_PAGE} in the last RUN_DIR)",
-    )
-    parser.add_argument(
-        "--gallery",
-        metavar="N",
-        type=whole_number(0),
-        default=DEFAULT_SIZE,
-        help=f"how many pictures the page shows (default {DEFAULT_SIZE})",
     )
     parser.add_argument(
         "--json",

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,9 @@ from swift_stage2.runtime.lock import is_held
 from swift_stage2.runtime.output import say
 from swift_stage2.runtime.parser import CommandParser
 from swift_stage2.telemetry.event_log import EventTail, log_paths, no_log
-from swift_stage2.telemetry.events import Damaged, End, Start
-from swift_stage2.telemetry.sample_events import (
+from swift_stage2.telemetry.events import (
+    Damaged,
+    End,
     Key,
     Match,
     Matched,
@@ -38,6 +38,7 @@ from swift_stage2.telemetry.sample_events import (
     RecordedCompletion,
     Returned,
     Sent,
+    Start,
 )
 
 
@@ -56,10 +57,6 @@ class FinishedRollout:
     """The answer; None where it was not recorded."""
 
     @property
-    def time(self) -> float:
-        return self.matched.time
-
-    @property
     def group(self) -> str | None:
         """Rank, epoch and number of the group that it is compared with; None in a run without groups."""
         size = self.start.state.num_generations if self.start.state is not None else 1
@@ -75,7 +72,7 @@ class FinishedRollout:
         counts = {name: getattr(quality, name) for name in _COUNTS}
         return {
             "rollout": f"{self.start.run_id}:{self.rank}:{epoch}:{position}:{attempt}",
-            "time": self.time,
+            "time": self.matched.time,
             "run_id": self.start.run_id,
             "rank": self.rank,
             "version": self.matched.version,
@@ -104,7 +101,7 @@ class FinishedRollout:
         iou = "" if told["mean_iou"] is None else f", {told['likeness']} {told['mean_iou']:.2f}"
         dropped, reward = sum(told["dropped"].values()), told["reward"].get("total")
         parts = [
-            time.strftime("%H:%M:%S", time.localtime(self.time)),
+            time.strftime("%H:%M:%S", time.localtime(self.matched.time)),
             f"rank {self.rank}",
             f"v{self.matched.version:<4}",
             f"{epoch}:{position}:{row}".ljust(11),
@@ -129,16 +126,6 @@ class RunRollouts:
         self._run_dir = run_dir
         self._ranks: dict[int, _RankRollouts] = {}
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a rank has begun its log; False also where there is no run."""
-        return bool(log_paths(self._run_dir))
-
-    def require_begun(self, *, may_come: bool) -> None:
-        """Raises UserError: there is no run, and none that ``may_come``."""
-        if not (self.has_begun or may_come):
-            raise no_log(self._run_dir)
-
     def read(self) -> Iterator[FinishedRollout]:
         """Those that have become known since the last call, by time; to be read to its end.
 
@@ -148,7 +135,9 @@ class RunRollouts:
         for rank, path in log_paths(self._run_dir).items():
             if rank not in self._ranks:
                 self._ranks[rank] = _RankRollouts(self._run_dir, rank, path)
-        return heapq.merge(*(each.read() for each in self._ranks.values()), key=attrgetter("time"))
+        return heapq.merge(
+            *(each.read() for each in self._ranks.values()), key=lambda each: each.matched.time
+        )
 
     @property
     def doubts(self) -> Sequence[str]:
@@ -158,7 +147,7 @@ class RunRollouts:
         found = []
         for rank in sorted({*range(newest.world_size if newest is not None else 1), *self._ranks}):
             told = self._ranks.get(rank)
-            if told is None or not told.has_ended_in(newest):
+            if told is None or newest is None or told.ended != newest.run_id:
                 found.append(f"rank {rank} told no end: it was killed, or a full disk took no more")
             if told is not None and told.num_damaged:
                 found.append(f"rank {rank}: {told.num_damaged} lines of its log are damaged")
@@ -174,13 +163,9 @@ class _RankRollouts:
         self._texts: dict[Key, str] = {}
         self.start: Start | None = None
         """Of its last process."""
-        self._has_ended = False
+        self.ended: str | None = None
+        """The run of its last process, once that came to its orderly end."""
         self.num_damaged = 0
-
-    def has_ended_in(self, newest: Start | None) -> bool:
-        """Whether its last process is the one that ``newest`` began, and came to its orderly end."""
-        is_newest = self.start is not None and newest is not None and self.start.run_id == newest.run_id
-        return is_newest and self._has_ended
 
     def read(self) -> Iterator[FinishedRollout]:
         for event in self._tail.read():
@@ -191,11 +176,11 @@ class _RankRollouts:
                         "the directory of another run, or set stage2_ab.schedule.b_ratio above 0"
                     )
                 case Start():
-                    self.start, self._has_ended = event, False
+                    self.start, self.ended = event, None
                     self._servers.clear()
                     self._texts.clear()
-                case End():
-                    self._has_ended = True
+                case End() if self.start is not None:
+                    self.ended = self.start.run_id
                 case Damaged():
                     self.num_damaged += 1
                 case Sent():
@@ -214,8 +199,6 @@ class _RankRollouts:
                         yield FinishedRollout(self._rank, self.start, key, event, server, text)
 
 
-EXIT_WHOLE = 0
-EXIT_NOT_WHOLE = 1
 _LOOK_S = 0.5
 _COUNTS = ("num_predictions", "num_ground_truth", "num_pairs", "sum_iou")
 _MOST_CHARACTERS = 120  # of an answer in a line to read
@@ -232,8 +215,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     while True:
         # Asked first: whatever a process wrote before its end is found below.
         goes_on = is_held(options.run_dir)
-        rollouts.require_begun(may_come=goes_on and options.follow)
-        if not (rollouts.has_begun or has_waited):
+        has_begun = bool(log_paths(options.run_dir))
+        if not (has_begun or (goes_on and options.follow)):
+            raise no_log(options.run_dir)
+        if not (has_begun or has_waited):
             _say(f"waits for the first rollouts of the run in {options.run_dir}")
             has_waited = True
         for rollout in rollouts.read():
@@ -243,13 +228,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             break
         time.sleep(_LOOK_S)  # bounded polling: the run's processes end
     if goes_on:
-        return EXIT_WHOLE
+        return 0
     doubts = rollouts.doubts
     for doubt in doubts:
         _say(f"warning: {doubt}")
     if options.follow:
         _say(f"the run has ended {'and may lack some' if doubts else 'on every rank'}: {num_told} rollouts")
-    return EXIT_NOT_WHOLE if doubts else EXIT_WHOLE
+    return 1 if doubts else 0
 
 
 def _say(text: str) -> None:

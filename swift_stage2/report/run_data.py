@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,8 @@ class RunData:
     """By rank, as they were written."""
     ranks: tuple[RankEvents, ...]
     """What counts of them."""
+    doubts: tuple[str, ...]
+    """A sentence for each checkpoint of which the logs do not tell: they lack their end."""
 
     @property
     def first(self) -> RankEvents:
@@ -37,20 +38,10 @@ class RunData:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
 
-    def number_setting(self, *path: str) -> Any:
-        """One key of the configuration that holds a number; None where it is not known."""
-        value = self.setting(*path)
-        return value if isinstance(value, int | float) and 0 <= value < math.inf else None
-
     @property
     def had_no_b(self) -> bool:
         """Whether every rank tells that there was no channel B, of which samples might be lost."""
         return all(rank.start is not None and rank.start.queue_limit is None for rank in self.ranks)
-
-    @property
-    def doubts(self) -> tuple[str, ...]:
-        """A sentence for each checkpoint of which the logs do not tell: they lack their end."""
-        return tuple(_doubts(self.run_dirs, self.logs))
 
 
 def read_run(run_dirs: Sequence[Path]) -> RunData:
@@ -61,7 +52,12 @@ def read_run(run_dirs: Sequence[Path]) -> RunData:
     """
     _refuse_unrelated(run_dirs)
     logs = read_logs(run_dirs)
-    return RunData(run_dirs=tuple(run_dirs), logs=logs, ranks=tuple(ranks_of(logs).values()))
+    return RunData(
+        run_dirs=tuple(run_dirs),
+        logs=logs,
+        ranks=tuple(ranks_of(logs).values()),
+        doubts=tuple(_doubts(run_dirs, logs)),
+    )
 
 
 def _refuse_unrelated(run_dirs: Sequence[Path]) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 
 from swift_stage2.pages.content import (
-    Chart,
-    Mark,
     Part,
     Section,
     Sentence,
@@ -19,58 +16,36 @@ from swift_stage2.pages.content import (
     number,
     pairs,
     seconds,
-    series_of,
     share,
-    thinned,
 )
 from swift_stage2.report.run_data import RunData
-from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.telemetry.account import RankAccount, RunAccount
-from swift_stage2.telemetry.activity import NANOSECONDS, in_seconds
 from swift_stage2.telemetry.event_log import RankEvents
-from swift_stage2.telemetry.events import Round
-from swift_stage2.telemetry.sample_events import (
+from swift_stage2.telemetry.events import (
     Quarantined,
 )
-from swift_stage2.telemetry.summary import RankActivity, RunSummary
-
-_MAIN_THREAD = "Main thread, seconds by activity"
-
-
-def steps_section(run: RunData, summary: RunSummary) -> Section:
-    parts: list[Part] = list(_steps(summary))
-    parts += _gaps(summary)
-    parts.append(_drops(summary))
-    if summary.num_b_wanted:
-        parts.append(_wanted_and_run(run.first))
-    return Section("steps", "What was wanted and what ran", filled(parts))
+from swift_stage2.telemetry.summary import RunSummary
+from swift_stage2.telemetry.timing import in_seconds
 
 
-def _steps(summary: RunSummary) -> Iterator[Part]:
+def steps_section(summary: RunSummary) -> Section:
     rows = {
         "optimizer steps": number(summary.num_steps),
         "B wanted": number(summary.num_b_wanted),
         "B run": f"{summary.num_b_run}{share(summary.num_b_run, summary.num_b_wanted)}",
         "B skipped": number(sum(summary.skips.values())),
+        **{f"B skipped: {why}": number(count) for why, count in summary.skips.items()},
     }
-    yield pairs("Steps", rows | {f"B skipped: {why}": number(count) for why, count in summary.skips.items()})
+    parts: list[Part] = [pairs("Steps", rows)]
     if differing := summary.num_disagreements:
-        yield Sentence(f"{differing} steps have plans that differ between ranks: a fault.", Tone.BAD)
-
-
-def _gaps(summary: RunSummary) -> Iterator[Sentence]:
+        parts.append(Sentence(f"{differing} steps have plans that differ between ranks: a fault.", Tone.BAD))
     if summary.missing_ranks:
         missing = ", ".join(map(str, summary.missing_ranks))
-        yield Sentence(f"The log of rank {missing} is missing; it counts nowhere on this page.", Tone.WARN)
-
-
-def _lags(summary: RunSummary) -> Table:
-    rows = {str(lag): number(count) for lag, count in summary.lag_counts.items()}
-    return pairs("Version lag of trained packs", rows, ("versions behind", "packs"))
-
-
-def _drops(summary: RunSummary) -> Table:
-    return pairs("Dropped, over all ranks", {name: number(total) for name, total in summary.drops.items()})
+        told = f"The log of rank {missing} is missing; it counts nowhere on this page."
+        parts.append(Sentence(told, Tone.WARN))
+    drops = {name: number(total) for name, total in summary.drops.items()}
+    parts.append(pairs("Dropped, over all ranks", drops))
+    return Section("steps", "What was wanted and what ran", filled(parts))
 
 
 def _rounds(summary: RunSummary) -> Table | None:
@@ -85,87 +60,49 @@ def _rounds(summary: RunSummary) -> Table | None:
     return pairs("Sync rounds", facts)
 
 
-def _wanted_and_run(first: RankEvents) -> Chart:
-    steps = [first.steps[number] for number in sorted(first.steps)]
-    wanted = accumulate(int(step.wants_b) for step in steps)
-    ran = accumulate(int(step.channel is Channel.B) for step in steps)
-    return Chart(
-        key="wanted",
-        title="B steps, wanted and run",
-        description="How many B steps the schedule had wanted, and how many had run, up to each step.",
-        y_title="B steps so far",
-        series=series_of(
-            Mark.STAIRS,
-            {
-                name: thinned([(step.step, total) for step, total in zip(steps, totals, strict=True)], max)
-                for name, totals in (("wanted", wanted), ("run", ran))
-            },
-        ),
-    )
-
-
-def queue_section(run: RunData, version_window: int | None, summary: RunSummary) -> Section:
-    numbers = sorted({number for rank in run.ranks for number in rank.steps})
-    every = [[rank.steps[number] for rank in run.ranks if number in rank.steps] for number in numbers]
-    depths = [(steps[0].step, min(step.queue_depth for step in steps)) for steps in every]
-    lags = [
-        (steps[0].step, max(step.version_lag or 0 for step in steps))
-        for steps in every
-        if steps[0].channel is Channel.B
-    ]
+def queue_section(run: RunData, summary: RunSummary) -> Section:
+    """Ready packs once each step had taken its own, and how old the packs were that were trained."""
     limit = run.first.start.queue_limit if run.first.start is not None else None
-    packs = Chart(
-        key="queue",
-        title="Ready packs",
-        description="Ready packs of the rank that has fewest, when a step has taken its own. In a long run "
-        "a point is the least of several steps.",
-        y_title="packs",
-        series=series_of(Mark.STAIRS, {"ready packs": thinned(depths, min)}),
-        limits={} if limit is None else {"queue_limit": limit},
+    depths = [
+        min(rank.steps[step].queue_depth for rank in run.ranks if step in rank.steps)
+        for step in run.first.steps
+    ]
+    packs = {"most that it holds": number(limit)}
+    if depths:
+        packs |= {"median": number(statistics.median(depths)), "least": number(min(depths))}
+    lags = {str(lag): number(count) for lag, count in summary.lag_counts.items()}
+    parts = filled(
+        [
+            pairs("Ready packs of the rank with fewest", packs) if limit else None,
+            pairs("Version lag of trained packs", lags, ("versions behind", "packs")),
+        ]
     )
-    age = Chart(
-        key="lag",
-        title="Version lag",
-        description="Versions between the learner and the oldest pack that a B step trained. In a long run "
-        "a point is the most of several steps.",
-        y_title="versions",
-        series=series_of(Mark.POINTS, {"oldest pack trained": thinned(lags, max)}),
-        limits={} if version_window is None else {"version_window": version_window},
-    )
-    found = filled([packs if lags or limit else None, age, _lags(summary)])
-    return Section("queue", "Queue and version lag", found or (Sentence("There was no channel B."),))
+    return Section("queue", "Queue and version lag", parts)
 
 
 def time_section(run: RunData, summary: RunSummary) -> Section:
     """Where the main thread's and the pipeline's time went."""
-    pipeline = [
-        RankActivity(rank.rank, spent, (last.pipeline_wall_ns or 0) / NANOSECONDS)
-        for rank in run.ranks
-        if (last := rank.metrics) is not None and (spent := in_seconds(last.pipeline_ns))
-    ]
-    parts: list[Part | None] = [
-        _activities(_MAIN_THREAD, summary.activity),
+    last = {rank.rank: rank.metrics for rank in run.ranks if rank.metrics is not None}
+    pipeline = {rank: in_seconds(each.pipeline_ns) for rank, each in last.items() if each.pipeline_ns}
+    parts = [
+        _activities("Main thread, seconds by activity", summary.activity),
         _activities("Pipeline thread, seconds by activity", pipeline),
-        None if pipeline else Sentence("The pipeline thread has no clock in this run."),
     ]
     return Section("time", "Where time went", filled(parts))
 
 
-def _activities(title: str, ranks: Sequence[RankActivity]) -> Table:
-    names = dict.fromkeys(name for each in ranks for name, spent in each.seconds.items() if spent)
+def _activities(title: str, spent: Mapping[int, Mapping[str, float]]) -> Table:
+    """A row per rank."""
+    names = dict.fromkeys(name for each in spent.values() for name, seconds in each.items() if seconds)
     rows = []
-    for each in ranks:
-        total = sum(each.seconds.values())
-        values = (
-            f"{each.seconds.get(name, 0):.2f}{share(each.seconds.get(name, 0), total)}" for name in names
-        )
-        rows.append((str(each.rank), *values, f"{total:.2f}", f"{each.wall_s:.2f}"))
-    return Table(title, ("rank", *names, "sum", "wall"), tuple(rows))
+    for rank, each in spent.items():
+        total = sum(each.values())
+        values = (f"{each.get(name, 0):.2f}{share(each.get(name, 0), total)}" for name in names)
+        rows.append((str(rank), *values, f"{total:.2f}"))
+    return Table(title, ("rank", *names, "all"), tuple(rows))
 
 
-def rounds_section(run: RunData, summary: RunSummary) -> Section:
-    if not run.first.of(Round):
-        return Section("rounds", "Sync rounds", (Sentence("There was no sync round."),))
+def rounds_section(summary: RunSummary) -> Section:
     return Section("rounds", "Sync rounds", filled([_rounds(summary), _by_phase(summary)]))
 
 

@@ -20,7 +20,7 @@ from swift_stage2.detections.prediction import TRUNCATED, LabelledBoxes
 from swift_stage2.detections.recorded import RecordedRow
 from swift_stage2.pages.content import Section, Sentence, Table, number
 from swift_stage2.records import Box
-from swift_stage2.report.evaluations import RowEvaluation
+from swift_stage2.report.quality import RowEvaluation
 
 FEWEST = 3
 """Versions that must agree."""
@@ -163,11 +163,8 @@ def _always_added(row: int, versions: Sequence[_Version]) -> Iterator[Suspect]:
 def suspects_section(suspects: Sequence[Suspect] | None) -> Section:
     """The strongest ones; the file beside the page has all."""
     title = "Suspected label errors"
-    if suspects is None:
-        told = f"Fewer than {FEWEST} versions were evaluated, so no label of the validation rows can be suspected."
-        return Section("suspects", title, (Sentence(told),))
     if not suspects:
-        return Section("suspects", title, (Sentence("No label of the validation rows is suspect."),))
+        return Section("suspects", title)
     told = (
         f"True objects that none of at least {FEWEST} versions found, and boxes without a true object near that the "
         f"last {FEWEST} versions all predicted. Look from the first on: strength is the share of the label's objects "

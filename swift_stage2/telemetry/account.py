@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from swift_stage2.telemetry.event_log import RankEvents, ranks_of, run_of
-from swift_stage2.telemetry.events import AnyEvent, Checkpoint, Damaged, Start
-from swift_stage2.telemetry.sample_events import (
+from swift_stage2.telemetry.events import (
+    AnyEvent,
+    Checkpoint,
     Cut,
+    Damaged,
     Drawn,
     Event,
     Finished,
@@ -26,6 +28,7 @@ from swift_stage2.telemetry.sample_events import (
     Returned,
     SampleEvent,
     Sent,
+    Start,
     StreamState,
     Trained,
     Unused,
@@ -67,10 +70,10 @@ def account_of(logs: Mapping[int, Sequence[AnyEvent]], doubts: tuple[str, ...] =
 
 
 def _replay(rank: RankEvents, num_ever_trained: int) -> RankAccount:
-    replay = Replay(rank.rank)
+    replay = Replay(RankAccount(rank=rank.rank))
     for event in rank:
         replay.take(event)
-    return replay.account(rank, num_void=num_ever_trained - replay.num_trained)
+    return replay.finish(rank, num_ever_trained)
 
 
 def _compare(ranks: Mapping[int, RankEvents]) -> Iterator[Violation]:
@@ -111,34 +114,35 @@ class Violation:
     samples: tuple[Key, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RankAccount:
     """One rank's samples: ``taken_over + drawn == trained + quarantined + unused + in_hand``, or a rule is broken."""
 
     rank: int
-    taken_over: int
+    taken_over: int = 0
     """In hand when the first process whose events are here resumed a checkpoint from elsewhere."""
-    drawn: int
+    drawn: int = 0
     """Each sample once, however often it was redrawn."""
-    trained: int
-    quarantined: Mapping[str, int]
+    trained: int = 0
+    """Events, not distinct samples."""
+    quarantined: dict[str, int] = field(default_factory=dict)
     """By reason."""
-    unused: Mapping[str, int]
+    unused: dict[str, int] = field(default_factory=dict)
     """By reason: nothing is trained of their rollouts, though nothing is wrong with them."""
-    in_hand: Mapping[str, int]
+    in_hand: dict[str, int] = field(default_factory=dict)
     """By stage."""
-    returned: Mapping[str, int]
+    returned: dict[str, int] = field(default_factory=dict)
     """Returns by reason; a sample may return several times."""
-    num_cut: int
+    num_cut: int = 0
     """How often a rollout was aborted, to be resumed."""
-    num_resumes: int
-    num_void: int
+    num_resumes: int = 0
+    num_void: int = 0
     """Samples that were trained in steps which did not survive; each counts again where it ended then."""
-    num_damaged: int
+    num_damaged: int = 0
     """Lines that are no event. Above 0 nothing is proven."""
-    has_ended: bool
+    has_ended: bool = False
     """Whether the last process told its orderly end; one that was killed or still runs did not."""
-    violations: tuple[Violation, ...]
+    violations: tuple[Violation, ...] = ()
 
 
 @dataclass(slots=True)
@@ -166,17 +170,9 @@ _UNUSED_AFTER = (SampleStage.MATCHED, SampleStage.PACKED)
 
 @dataclass(slots=True)
 class Replay:
-    """One rank's stream, made again from its events. ``num_trained`` counts events, not distinct samples."""
+    """One rank's stream, made again from its events."""
 
-    rank: int
-    num_trained: int = 0
-    _num_cut: int = 0
-    _num_damaged: int = 0
-    _taken_over: int = 0
-    _num_drawn: int = 0
-    _quarantined: Counter[str] = field(default_factory=Counter)
-    _unused: Counter[str] = field(default_factory=Counter)
-    _returned: Counter[str] = field(default_factory=Counter)
+    account: RankAccount
     _broken: dict[str, list[Key]] = field(default_factory=dict)
     _lives: dict[Place, _Life] = field(default_factory=dict)
     _ends: dict[Place, str] = field(default_factory=dict)  # kinds
@@ -192,7 +188,7 @@ class Replay:
     def take(self, event: AnyEvent) -> None:
         match event:
             case Damaged():
-                self._num_damaged += 1
+                self.account.num_damaged += 1
             case Start():
                 self._start(event)
             case Checkpoint(state=StreamState() as state):
@@ -200,32 +196,22 @@ class Replay:
             case _ if isinstance(event, SampleEvent):
                 self._take_samples(event)
 
-    def account(self, told: RankEvents, *, num_void: int) -> RankAccount:
-        quarantined, unused, in_hand = self._quarantined.total(), self._unused.total(), len(self._lives)
-        if self._taken_over + self._num_drawn != self.num_trained + quarantined + unused + in_hand:
+    def finish(self, told: RankEvents, num_ever_trained: int) -> RankAccount:
+        found, in_hand = self.account, len(self._lives)
+        quarantined, unused = sum(found.quarantined.values()), sum(found.unused.values())
+        if found.taken_over + found.drawn != found.trained + quarantined + unused + in_hand:
             self._break(
-                f"drawn = trained + quarantined + unused + in hand, got {self._taken_over} taken over + "
-                f"{self._num_drawn} drawn, {self.num_trained} trained + {quarantined} quarantined + {unused} unused + "
+                f"drawn = trained + quarantined + unused + in hand, got {found.taken_over} taken over + "
+                f"{found.drawn} drawn, {found.trained} trained + {quarantined} quarantined + {unused} unused + "
                 f"{in_hand} in hand",
                 (),
             )
         stages = Counter(life.stage for life in self._lives.values())
-        return RankAccount(
-            rank=self.rank,
-            taken_over=self._taken_over,
-            drawn=self._num_drawn,
-            trained=self.num_trained,
-            quarantined=dict(sorted(self._quarantined.items())),
-            unused=dict(sorted(self._unused.items())),
-            in_hand={stage.value: stages[stage] for stage in SampleStage if stages[stage]},
-            returned=dict(sorted(self._returned.items())),
-            num_cut=self._num_cut,
-            num_resumes=max(0, len(told.history) - 1),
-            num_void=num_void,
-            num_damaged=self._num_damaged,
-            has_ended=told.has_ended,
-            violations=tuple(Violation(rule, tuple(samples)) for rule, samples in self._broken.items()),
-        )
+        found.in_hand = {stage.value: stages[stage] for stage in SampleStage if stages[stage]}
+        found.num_resumes, found.has_ended = max(0, len(told.history) - 1), told.has_ended
+        found.num_void = num_ever_trained - found.trained
+        found.violations = tuple(Violation(rule, tuple(samples)) for rule, samples in self._broken.items())
+        return found
 
     def _start(self, event: Start) -> None:
         if event.state is None:
@@ -243,9 +229,9 @@ class Replay:
         keys = state.outstanding
         self._cursor = (state.epoch, state.position)
         self._num_generations = state.num_generations
-        self._shard = len(range(self.rank, state.num_rows, state.world_size)) * self._num_generations
+        self._shard = len(range(self.account.rank, state.num_rows, state.world_size)) * self._num_generations
         self._lives = {key[:2]: _Life(key, SampleStage.TO_BE_REDRAWN) for key in keys}
-        self._taken_over = len(keys)
+        self.account.taken_over = len(keys)
         if not is_resumed and (keys or self._cursor != (0, 0)):
             self._break("a run that resumes nothing begins at its stream's first sample", keys)
 
@@ -285,11 +271,11 @@ class Replay:
             case Trained():
                 self._train(event, key, life)
             case Quarantined():
-                self._quarantined[event.reason] += 1
+                _count(self.account.quarantined, event.reason)
                 self._end(event, key)
             case Unused():
                 self._move(life, _UNUSED_AFTER, life.stage, "unused once it was matched")
-                self._unused[event.reason] += 1
+                _count(self.account.unused, event.reason)
                 self._end(event, key)
             case Finished() if event.end != "answered":
                 self._move(life, (SampleStage.SENT,), SampleStage.DRAWN, "finished once it was sent")
@@ -297,7 +283,7 @@ class Replay:
                 self._move(life, *_MOVES[type(event)])
         match event:
             case Cut():
-                self._num_cut += 1
+                self.account.num_cut += 1
             case Packed():
                 life.pack_id = event.pack_id
             case Matched():
@@ -315,7 +301,7 @@ class Replay:
         if place in self._ends:
             self._break("a sample that has ended is not drawn again", [key])
             return
-        self._num_drawn += 1
+        self.account.drawn += 1
         self._lives[place] = _Life(key, SampleStage.DRAWN)
         waiting = [other.key for other in self._lives.values() if other.stage is SampleStage.TO_BE_REDRAWN]
         if waiting:
@@ -340,11 +326,11 @@ class Replay:
             self._break("a sample returns once it was drawn", [key])
         if key[:3] != life.key[:3] or not 0 <= key[3] - life.key[3] <= 1:
             self._break("a sample keeps its row, and a return adds at most one attempt", [key])
-        self._returned[event.reason] += 1
+        _count(self.account.returned, event.reason)
         self._lives[key[:2]] = _Life(key, SampleStage.TO_BE_REDRAWN)
 
     def _train(self, event: Trained, key: Key, life: _Life) -> None:
-        self.num_trained += 1
+        self.account.trained += 1
         if life.stage is not SampleStage.PACKED or life.pack_id != event.pack_id:
             self._break("a sample is trained in the pack that it was packed into", [key])
         if life.version is not None and life.version < event.version - self._window:
@@ -360,11 +346,11 @@ class Replay:
         end = self._ends.get(key[:2])
         match event:
             case Trained():
-                self.num_trained += 1
+                self.account.trained += 1
             case Quarantined():
-                self._quarantined[event.reason] += 1
+                _count(self.account.quarantined, event.reason)
             case Unused():
-                self._unused[event.reason] += 1
+                _count(self.account.unused, event.reason)
         if event.kind == end == "trained":
             self._break("no sample is trained twice", [key])
         elif end is not None:
@@ -379,3 +365,7 @@ class Replay:
 
     def _break(self, rule: str, samples: Sequence[Key]) -> None:
         self._broken.setdefault(rule, []).extend(samples)
+
+
+def _count(counts: dict[str, int], name: str) -> None:
+    counts[name] = counts.get(name, 0) + 1

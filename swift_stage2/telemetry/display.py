@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
-from swift_stage2.telemetry.activity import NANOSECONDS, Activity
-from swift_stage2.telemetry.metrics import METRICS, PREFIX, RATIOS, MergedMetrics, reward_ratios
+from swift_stage2.scheduling.step_plan import SkipReason
+from swift_stage2.telemetry.events import Step
+from swift_stage2.telemetry.metrics import METRICS, PREFIX, RATIOS, reward_ratios
+from swift_stage2.telemetry.timing import NANOSECONDS, Activity
 
 if TYPE_CHECKING:  # it takes a second to load, and a report needs none of it
     from torch.utils.tensorboard import FileWriter
@@ -26,27 +27,29 @@ logger = logging.getLogger(__name__)
 _IF_USED = ("stage_seconds/", "groups_", "rollouts_unused/", "rollouts_dropped_stale", "targets_left_out")
 
 
-def scalars_of_merge(merged: MergedMetrics, window_start: Mapping[str, float]) -> dict[str, float]:
-    """Every scalar of one logging step. ``window_start`` holds the counters at the one before."""
+def scalars_of_merge(
+    totals: Mapping[str, float], activity_ns: Mapping[Activity, int], window_start: Mapping[str, float]
+) -> dict[str, float]:
+    """Every scalar of one logging step, of all ranks. ``window_start`` holds the counters at the one before."""
     # Stages that this run does not time one by one, and groups that it does not make, would be lines at zero.
-    used = {name: value for name, value in merged.values.items() if value or not name.startswith(_IF_USED)}
+    used = {name: value for name, value in totals.items() if value or not name.startswith(_IF_USED)}
     scalars = {
         PREFIX + metric.tag: float(used[metric.name])
         for metric in METRICS
         if metric.tag is not None and metric.name in used
     }
-    for ratio in (*RATIOS, *reward_ratios(merged.values)):
-        if (value := ratio.value(merged.values, window_start)) is not None:
+    for ratio in (*RATIOS, *reward_ratios(totals)):
+        if (value := ratio.value(totals, window_start)) is not None:
             scalars[PREFIX + ratio.tag] = value
-    return scalars | _schedule(merged.values) | _activities(merged.activity_ns)
+    return scalars | _schedule(totals) | _activities(activity_ns)
 
 
-def scalars_of_plan(plan: StepPlan) -> dict[str, float]:
+def scalars_of_plan(told: Step) -> dict[str, float]:
     """The plan of one step; equal on every rank."""
     return {
-        f"{PREFIX}async/policy_wants_b": float(plan.wanted_b),
-        f"{PREFIX}async/step_kind_b": float(plan.channel == "B"),
-        f"{PREFIX}async/b_step_skipped_due_to_queue": float(plan.skip_reason == "not_enough_packs"),
+        f"{PREFIX}async/policy_wants_b": float(told.wants_b),
+        f"{PREFIX}async/step_kind_b": float(told.channel == "B"),
+        f"{PREFIX}async/b_step_skipped_due_to_queue": float(told.skip_reason == "not_enough_packs"),
     }
 
 
@@ -78,16 +81,14 @@ class TensorBoardSink:
         if self._closed or not scalars:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import FileWriter
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._write(Summary(value=values), step, wall_time)
-
-    def write_text(self, tag: str, text: str) -> None:
-        """Write ``text`` (Markdown) once, at step 0."""
-        if not self._closed:
-            from tensorboard.plugins.text.summary_v2 import text_pb
-
-            self._write(text_pb(tag, text), 0)
+        with self._until_full():
+            if self._writer is None:
+                self._writer = FileWriter(str(self._directory), filename_suffix=".stage2")
+            self._writer.add_summary(Summary(value=values), step, wall_time)
+            self._writer.event_writer.flush()
 
     def close(self) -> None:
         """Close the file; later writes are dropped. May be called again."""
@@ -95,15 +96,6 @@ class TensorBoardSink:
         if writer is not None:
             with self._until_full():
                 writer.close()
-
-    def _write(self, summary: Any, step: int, wall_time: float | None = None) -> None:
-        from torch.utils.tensorboard import FileWriter
-
-        with self._until_full():
-            if self._writer is None:
-                self._writer = FileWriter(str(self._directory), filename_suffix=".stage2")
-            self._writer.add_summary(summary, step, wall_time)
-            self._writer.event_writer.flush()
 
     @contextmanager
     def _until_full(self) -> Iterator[None]:
@@ -128,15 +120,9 @@ class StatusLine:
         self._before = (now_s(), 0.0, 0.0)  # time, step and rollouts at the logging step before
         self._parts: tuple[str, ...] = ()
 
-    def take(
-        self,
-        step: int,
-        epoch: float | None,
-        values: Mapping[str, float | None],
-        queue_depths: Sequence[float | None],
-    ) -> None:
-        """``values`` are those of all ranks by the name of their metric, ``queue_depths`` by rank."""
-        self._parts = tuple(self._told(step, epoch, values, queue_depths))
+    def take(self, step: int, epoch: float | None, values: Mapping[str, float]) -> None:
+        """``values`` are those of all ranks by the name of their metric."""
+        self._parts = tuple(self._told(step, epoch, values))
 
     def line(self, loss: float | None = None) -> str:
         """The line of the last logging step, once; else nothing."""
@@ -146,14 +132,8 @@ class StatusLine:
         self._parts = ()
         return " | ".join([first if loss is None else f"{first}, loss {loss:.4f}", *others])
 
-    def _told(
-        self,
-        step: int,
-        epoch: float | None,
-        values: Mapping[str, float | None],
-        queue_depths: Sequence[float | None],
-    ) -> Iterator[str]:
-        now, rollouts = self._now_s(), values.get("rollouts_received") or 0.0
+    def _told(self, step: int, epoch: float | None, values: Mapping[str, float]) -> Iterator[str]:
+        now, rollouts = self._now_s(), values.get("rollouts_received", 0.0)
         begun, first, received = self._before
         self._before = (now, step, rollouts)
         yield f"step {step}/{self._total_steps}{_known(', epoch {:.2f}', epoch)}"
@@ -163,13 +143,12 @@ class StatusLine:
             yield f"{pace:.2f} s/step, {left} left"
         if self._queue_limit is None:
             return
-        skips = {reason: values.get(f"b_steps_skipped/{reason}") or 0 for reason in SkipReason}
+        skips = {reason: values.get(f"b_steps_skipped/{reason}", 0) for reason in SkipReason}
         why = "".join(f", {reason} {count:g}" for reason, count in skips.items() if count)
-        yield f"B {values.get('b_steps_run') or 0:g} of {values.get('b_steps_wanted') or 0:g} wanted{why}"
-        depths = [depth for depth in queue_depths if depth is not None]
-        if depths:
-            yield f"queue {min(depths):g} of {self._queue_limit}"
-        yield f"version {values.get('ver_current') or 0:g}{_known(', lag {:g}', values.get('ver_lag'))}"
+        yield f"B {values.get('b_steps_run', 0):g} of {values.get('b_steps_wanted', 0):g} wanted{why}"
+        if "queue_depth" in values:
+            yield f"queue {values['queue_depth']:g} of {self._queue_limit}"
+        yield f"version {values.get('ver_current', 0):g}{_known(', lag {:g}', values.get('ver_lag'))}"
         if 0 < first < step and now > begun:
             yield f"{(rollouts - received) / (now - begun):.3g} rollouts/s"
 

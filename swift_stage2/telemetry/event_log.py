@@ -28,11 +28,11 @@ from swift_stage2.telemetry.events import (
     Checkpoint,
     Damaged,
     End,
+    Event,
     Metrics,
     Start,
     Step,
 )
-from swift_stage2.telemetry.sample_events import Event
 from swift_stage2.whole_file import MOST_BYTES, flush_directory, open_regular, regular_lines
 
 EventT = TypeVar("EventT", bound=Event)
@@ -216,11 +216,6 @@ def read_logs(run_dirs: Sequence[Path]) -> dict[int, list[AnyEvent]]:
 
 
 def no_log(run_dir: Path) -> UserError:
-    if (run_dir / "audit").is_dir():
-        return UserError(
-            f"a run's directory holds {_FOLDER}/rank*.jsonl, got {run_dir}, which another version of swift-stage2 "
-            "wrote; read it with that version"
-        )
     inside = " or ".join(sorted(str(path.parent) for path in run_dir.glob(f"v*/{_FOLDER}")))
     named = inside or "swift.output_dir, and in it the folder vN-DATE, of a run with telemetry.audit: true"
     missing = "" if run_dir.is_dir() else ", which is no directory"

@@ -1,44 +1,39 @@
 """One rank's telemetry: counters, activity clock, event log, trace, and on rank 0 TensorBoard and a line to read.
 
 The learner reports steps, rounds and warnings, the pipeline its own events through ``pipeline``. Ranks meet
-only in ``merge_and_write``, at logging steps, through a sum that the caller brings. Nothing here raises for
+only in ``merge_and_write``, at logging steps, through a collective that the caller brings. Nothing here raises for
 the disk's sake; ``log.failure`` tells.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.records import EvaluationRecord, RoundOutcome, StepRecord
+from swift_stage2.records import RoundOutcome
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
-from swift_stage2.scheduling.step_plan import SkipReason
-from swift_stage2.telemetry.activity import NANOSECONDS, Activity, ActivityClock, ActivityT
 from swift_stage2.telemetry.display import StatusLine, TensorBoardSink, scalars_of_merge, scalars_of_plan
 from swift_stage2.telemetry.event_log import EventLog, event_path
 from swift_stage2.telemetry.events import (
-    CaughtUp,
     End,
     Evaluation,
-    EvaluationScores,
     Loss,
     Losses,
     Metrics,
     Round,
     Start,
     Step,
-    TrainedPack,
     Warned,
 )
-from swift_stage2.telemetry.metrics import PREFIX, Counters, SumAcrossRanks, decode, encode
+from swift_stage2.telemetry.metrics import PREFIX, Counters, Gather, merged
 from swift_stage2.telemetry.recorders import EvaluationRecorder, MatchKeeper, PipelineRecorder
 from swift_stage2.telemetry.summary import why_b_is_unused
-from swift_stage2.telemetry.trace import Trace
+from swift_stage2.telemetry.timing import NANOSECONDS, ActivityClock, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -103,23 +98,26 @@ class Telemetry:
     def record_start(self, **facts: Any) -> None:
         """Write down once what a run, or a resumed part of it, begins with: ``facts`` of the event ``Start``."""
         self._has_started = True
-        start = Start(
-            world_size=self._world_size,
-            total_steps=self._total_steps,
-            queue_limit=self._queue_limit,
-            **facts,
+        self.log.write(
+            Start(
+                world_size=self._world_size,
+                total_steps=self._total_steps,
+                queue_limit=self._queue_limit,
+                **facts,
+            )
         )
-        self.log.write(start)
-        settings = start.model_dump_json(include={"seed", "decoding", "config"}, indent=2, fallback=str)
-        self._board.write_text(f"{PREFIX}settings", f"```json\n{settings}\n```")
 
-    def record_step(self, facts: StepRecord) -> None:
-        """Count one step when its plan is made. Its event has the time since the step before."""
-        self._count_step(facts)
-        self._tell_step(facts)
+    def record_step(self, told: Step) -> None:
+        """Count one step when its plan is made, and write it down with the time since the step before."""
+        self._count_step(told)
+        totals = self.clock.totals_ns()
+        spent = {activity: ns - self._told_ns[activity] for activity, ns in totals.items()}
+        self._told_ns = totals
+        activity_ns = {activity: ns for activity, ns in spent.items() if ns}
+        self.log.write(told.model_copy(update={"activity_ns": activity_ns}))
         end_ns = self.trace.now_ns()
-        self.trace.record("plan", end_ns - int(facts.plan_seconds * NANOSECONDS), end_ns)
-        self._plans.append((facts.step, time.time(), scalars_of_plan(facts.plan)))
+        self.trace.record("plan", end_ns - int(told.plan_seconds * NANOSECONDS), end_ns)
+        self._plans.append((told.step, time.time(), scalars_of_plan(told)))
 
     def record_losses(self, step: int, losses: Sequence[str]) -> None:
         """Keep every micro_step's loss of a step that has trained, as ``float.hex``."""
@@ -132,23 +130,21 @@ class Telemetry:
         It is committed iff a server was proven. A catch-up is no round: the servers that it proved are counted apart.
         """
         committed = bool(outcome.proven)
-        facts: dict[str, Any] = {
-            "step": step,
-            "round_id": outcome.round_id,
-            "version": outcome.version,
-            "seconds": outcome.seconds,
-            "servers": {str(server): report for server, report in outcome.reports.items()},
-        }
         if outcome.is_catch_up:
             self.counters.add("sync_servers_caught_up", len(outcome.proven))
-            self.log.write(CaughtUp(**facts))
         else:
             self.counters.add("sync_rounds_committed" if committed else "sync_rounds_failed")
-            of_round = {
-                name: getattr(outcome, name) for name in ("staged", "canary_seconds", "snapshot_seconds")
-            }
-            self.log.write(Round(**facts, **of_round, committed=committed, pending_seconds=pending_seconds))
-        self.counters.add("sync_servers_failed", len(outcome.failed))
+        servers = {str(server): report for server, report in outcome.reports.items()}
+        self.log.write(
+            Round.of(
+                outcome,
+                kind="catch_up" if outcome.is_catch_up else "round",
+                step=step,
+                committed=committed,
+                pending_seconds=pending_seconds,
+                servers=servers,
+            )
+        )
         self._num_errors.update(str(outcome.reports[server].error) for server in outcome.failed)
         for server, report in outcome.reports.items() if self._rank == 0 else ():
             told, self._round_errors[server] = self._round_errors.get(server), report.error
@@ -158,26 +154,20 @@ class Telemetry:
                     f"did not prove a server: {report.error}",
                 )
 
-    def record_evaluation(self, facts: EvaluationRecord) -> None:
+    def record_evaluation(self, told: Evaluation) -> None:
         """Write down an evaluation that has ended, on every rank; its points stand at the step at which it began."""
-        run, counts = facts.run, facts.counts
-        self.log.write(
-            Evaluation(
-                step=facts.ended_step, **asdict(run), end=facts.end, counts=counts, ratios=counts.ratios
-            )
-        )
-        values = {**counts.ratios, "num_samples": counts.num_answered, "version": run.version}
+        self.log.write(told)
+        values = {**told.ratios, "num_samples": told.counts.num_answered, "version": told.version}
         scalars = {f"{PREFIX}eval/{name}": float(value) for name, value in values.items()}
-        self._board.write_scalars(run.begun_step, scalars)
-        if counts.num_answered == 0:
+        self._board.write_scalars(told.begun_step, scalars)
+        if told.counts.num_answered == 0:
             self.record_warning(
-                f"the evaluation that began at step {run.begun_step} has no answer to {counts.num_wanted} "
-                f"samples ({facts.end}); {_UNANSWERED.get(facts.end, _EVALUATE)}"
+                f"the evaluation that began at step {told.begun_step} has no answer to {told.counts.num_wanted} "
+                f"samples ({told.end}); {_UNANSWERED.get(told.end, _EVALUATE)}"
             )
 
     def record_scores(self, run: RunningEvaluation, scores: Mapping[str, float], fault: str = "") -> None:
-        """Write down what rank 0 has computed of an evaluation beside training, and its ``fault``, if it has one."""
-        self.log.write(EvaluationScores(**asdict(run), scores=scores))
+        """Draw what rank 0 has computed of an evaluation beside training, and tell its ``fault``, if it has one."""
         tags = {f"{PREFIX}eval/{name}": value for name, value in scores.items()}
         self._board.write_scalars(run.begun_step, tags)
         if fault:
@@ -186,16 +176,7 @@ class Telemetry:
     @property
     def unused_b(self) -> str:
         """Why fewer than half of the wanted B steps ran, also before a resume; on all ranks alike, else empty."""
-        numbers = {name: int(number) for name, number in self.counters.state_dict().items()}
-        num_proven = numbers["sync_rounds_committed"]
-        return why_b_is_unused(
-            num_wanted=numbers["b_steps_wanted"],
-            num_run=numbers["b_steps_run"],
-            skips={reason: numbers[f"b_steps_skipped/{reason}"] for reason in SkipReason},
-            num_rounds=num_proven + numbers["sync_rounds_failed"],
-            num_proven=num_proven,
-            errors=self._num_errors,
-        )
+        return why_b_is_unused(self.counters.state_dict(), self._num_errors)
 
     def record_loss(self, step: int, loss: float) -> None:
         """Keep what ms-swift logs after ``step`` steps: the mean over all ranks and the steps since its last log."""
@@ -210,9 +191,7 @@ class Telemetry:
             logger.warning("%s", message)
         self.log.write(Warned(message=message))
 
-    def merge_and_write(
-        self, step: int, sum_across_ranks: SumAcrossRanks, *, epoch: float | None = None
-    ) -> dict[str, float]:
+    def merge_and_write(self, step: int, gather: Gather, *, epoch: float | None = None) -> dict[str, float]:
         """One logging step: add all ranks' numbers up, and write them on rank 0. Called on all ranks alike.
 
         Returns the scalars by full tag, equal on every rank.
@@ -221,12 +200,13 @@ class Telemetry:
             self.counters.set("queue_limit", self._queue_limit)
             self.counters.set("prefetch_last_progress_s_ago", self.pipeline.progress_s_ago)
         numbers, (activity_ns, wall_ns) = self.counters.snapshot(), self.clock.read_ns()
-        mine = encode(numbers, activity_ns, rank=self._rank, world_size=self._world_size)
-        merged = decode(sum_across_ranks(mine), numbers, world_size=self._world_size)
-        values = scalars_of_merge(merged, self._window_start)
+        told = [json.loads(text) for text in gather(json.dumps([numbers, activity_ns]))]
+        totals = merged([numbers for numbers, _ in told])
+        spent_ns = {activity: sum(spent[activity] for _, spent in told) for activity in activity_ns}
+        values = scalars_of_merge(totals, spent_ns, self._window_start)
         self._say_status(None)  # of a logging step without a loss
-        self._status.take(step, epoch, merged.values, merged.per_rank["queue_depth"])
-        self._window_start = dict(merged.values)
+        self._status.take(step, epoch, totals)
+        self._window_start = totals
         self.counters.set("ver_lag", None)
         self._tell_metrics(step, numbers, activity_ns, wall_ns, epoch)
         self._flush_plans()
@@ -255,7 +235,6 @@ class Telemetry:
         if self._closed:
             return
         self._closed = True
-        self.pipeline.tell_batches()
         if self._has_started:
             self._tell_metrics(None, self.counters.snapshot(), *self.clock.read_ns())
         self.log.close(End(unused_b=self.unused_b) if self._has_started else None)
@@ -269,69 +248,41 @@ class Telemetry:
         self.trace.save(self._run_dir / "trace" / f"rank{self._rank}.json", self._rank)
         self._say_status(None)
 
-    def _count_step(self, facts: StepRecord) -> None:
-        add, gauge, plan = self.counters.add, self.counters.set, facts.plan
+    def _count_step(self, told: Step) -> None:
+        add, gauge = self.counters.add, self.counters.set
         add("steps")
-        add("b_steps_wanted", int(plan.wanted_b))
-        add("b_steps_run", int(plan.channel == "B"))
-        if plan.skip_reason is not None:
-            add(f"b_steps_skipped/{plan.skip_reason}")
-        add("packs_trained", len(facts.packs))
-        add("tokens_trained", sum(pack.num_tokens for pack in facts.packs))
-        add("supervised_tokens_trained", sum(pack.num_supervised_tokens for pack in facts.packs))
-        add("stage_seconds/plan", facts.plan_seconds)
+        add("b_steps_wanted", int(told.wants_b))
+        add("b_steps_run", int(told.channel == "B"))
+        if told.skip_reason is not None:
+            add(f"b_steps_skipped/{told.skip_reason}")
+        add("packs_trained", len(told.packs))
+        add("supervised_tokens_trained", told.num_supervised_tokens)
+        add("stage_seconds/plan", told.plan_seconds)
         if self._queue_limit is not None:
-            gauge("queue_depth", facts.queue_depth)
-            gauge("ver_current", facts.version)
-            gauge("sync_pending", int(facts.round_pending))
-            gauge("sync_in_transfer", int(facts.round_in_transfer))
-            gauge("infer_inflight", facts.infer_in_flight)
-            if facts.version_lag is not None:
-                self.counters.raise_to("ver_lag", facts.version_lag)
-
-    def _tell_step(self, facts: StepRecord) -> None:
-        totals = self.clock.totals_ns()
-        spent = {activity: ns - self._told_ns[activity] for activity, ns in totals.items()}
-        self._told_ns = totals
-        self.log.write(
-            Step(
-                step=facts.step,
-                channel=facts.plan.channel,
-                wants_b=facts.plan.wanted_b,
-                skip_reason=facts.plan.skip_reason,
-                version=facts.version,
-                version_lag=facts.version_lag,
-                queue_depth=facts.queue_depth,
-                infer_in_flight=facts.infer_in_flight,
-                round_pending=facts.round_pending,
-                round_in_transfer=facts.round_in_transfer,
-                plan_seconds=facts.plan_seconds,
-                num_tokens=sum(pack.num_tokens for pack in facts.packs),
-                num_supervised_tokens=sum(pack.num_supervised_tokens for pack in facts.packs),
-                packs=tuple(TrainedPack(pack_id=pack.pack_id, version=pack.version) for pack in facts.packs),
-                activity_ns=_by_name({activity: ns for activity, ns in spent.items() if ns}),
-            )
-        )
+            gauge("queue_depth", told.queue_depth)
+            gauge("ver_current", told.version)
+            gauge("sync_pending", int(told.round_pending))
+            gauge("sync_in_transfer", int(told.round_in_transfer))
+            gauge("infer_inflight", told.infer_in_flight)
+            if told.version_lag is not None:
+                self.counters.raise_to("ver_lag", told.version_lag)
 
     def _tell_metrics(
         self,
         step: int | None,
         numbers: Mapping[str, float],
-        activity_ns: Mapping[Activity, int],
+        activity_ns: Mapping[Any, int],
         wall_ns: int,
         epoch: float | None = None,
     ) -> None:
-        pipeline_ns, pipeline_wall_ns = self.pipeline.clock.read_ns()
-        has_pipeline = self._queue_limit is not None
         self.log.write(
             Metrics(
                 step=step,
                 epoch=epoch,
                 numbers=numbers,
-                activity_ns=_by_name(activity_ns),
+                activity_ns=activity_ns,
                 wall_ns=wall_ns,
-                pipeline_ns=_by_name(pipeline_ns) if has_pipeline else None,
-                pipeline_wall_ns=pipeline_wall_ns if has_pipeline else None,
+                pipeline_ns=None if self._queue_limit is None else self.pipeline.clock.state_dict(),
             )
         )
 
@@ -343,7 +294,3 @@ class Telemetry:
     def _say_status(self, loss: float | None) -> None:
         if (line := self._status.line(loss)) and self._say is not None:
             self._say(line)
-
-
-def _by_name(ns_by_activity: Mapping[ActivityT, int]) -> dict[str, int]:
-    return {activity.value: ns for activity, ns in ns_by_activity.items()}

@@ -1,38 +1,23 @@
 """Declares every number that is kept, holds one rank's, and adds all ranks' up.
 
-One table says of each number whether it counts or gauges, how ranks merge, and its tag: a misspelt name raises, all
-ranks exchange vectors of one order, and ``docs/design/formats.md`` can be checked against it. One sum over a vector
-of fixed length merges: gauges that need a minimum or a maximum travel in one slot per rank, where every other rank
-adds zero.
+One table says of each number whether it counts or gauges, how ranks merge, and its tag: a misspelt name raises, and
+``docs/design/formats.md`` can be checked against it. A reward's terms, which it does not name, are summed.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from swift_stage2.config.swift_arguments import SCORED
-from swift_stage2.records import ObjectDropReason, QuarantineReason
+from swift_stage2.records import ObjectDropReason, QuarantineReason, UnusedReason
 from swift_stage2.scheduling.step_plan import SkipReason
-from swift_stage2.telemetry.activity import Activity
-from swift_stage2.telemetry.sample_events import UnusedReason
 
 PREFIX = "stage2_ab/"
 REWARD = "reward/"  # begins the names of a reward's sums, one per term of the task, and their tags
 
-STAGES = ("rollout", "prepare", "parse", "match", "target", "encode", "pack", "plan")
-
-
-class Kind(StrEnum):
-    """How a number moves."""
-
-    COUNTER = "counter"
-    """Only grows; zero at the start of a run; continues after a resume."""
-    GAUGE = "gauge"
-    """Takes any value, and none before it is first set."""
+STAGES = ("rollout", "prepare", "pack", "plan")
 
 
 class Merge(StrEnum):
@@ -48,11 +33,12 @@ class Merge(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Metric:
     name: str
-    kind: Kind
     merge: Merge
     help: str
     tag: str | None = None
     """Without the prefix ``stage2_ab/``; None keeps the number in the event log only."""
+    is_gauge: bool = False
+    """Takes any value, and none before it is first set; else it only grows, also after a resume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +60,18 @@ class Ratio:
 
 
 def _counter(name: str, help: str, tag: str | None = None, merge: Merge = Merge.SUM) -> Metric:
-    return Metric(name, Kind.COUNTER, merge, help, tag)
+    return Metric(name, merge, help, tag)
 
 
 def _family(name: str, members: Iterable[str], help: str, tag: str | None, merge: Merge) -> Iterator[Metric]:
     """One counter per member; ``tag`` has a place for it."""
     for member in members:
         member_tag = None if tag is None else tag.format(member)
-        yield Metric(f"{name}/{member}", Kind.COUNTER, merge, f"{help}: {member}", member_tag)
+        yield Metric(f"{name}/{member}", merge, f"{help}: {member}", member_tag)
 
 
 def _gauge(name: str, merge: Merge, help: str) -> Metric:
-    return Metric(name, Kind.GAUGE, merge, help, f"async/{name}")
+    return Metric(name, merge, help, f"async/{name}", is_gauge=True)
 
 
 METRICS: tuple[Metric, ...] = (
@@ -101,7 +87,6 @@ METRICS: tuple[Metric, ...] = (
     ),
     _counter("sync_rounds_committed", "rounds with at least one server proven", None, Merge.SAME),
     _counter("sync_rounds_failed", "rounds that proved no server", "async/sync_failed_total", Merge.SAME),
-    _counter("sync_servers_failed", "servers that a round or a catch-up could not prove", None, Merge.SAME),
     _counter("sync_servers_caught_up", "servers proven without a round", "async/caught_up_total", Merge.SAME),
     _counter("rollouts_received", "rollouts that came back"),
     _counter("rollouts_prepared", "rollouts that were matched to their ground truth"),
@@ -109,16 +94,8 @@ METRICS: tuple[Metric, ...] = (
     _counter("rollouts_failed", "POSTs that brought no rollout", "async/rollout_fail_total"),
     _counter("rollouts_aborted", "rollouts that a pending round ended; their samples are asked again"),
     _counter("tokens_aborted", "tokens of aborted rollouts that begin anew", "async/tokens_aborted_total"),
-    _counter(
-        "rollouts_resumed",
-        "aborted rollouts whose rest is asked for, each as often as it was aborted",
-        "async/rollout_resumed_total",
-    ),
-    _counter(
-        "tokens_kept",
-        "tokens that finished rollouts had when they were aborted last",
-        "async/tokens_kept_total",
-    ),
+    _counter("rollouts_resumed", "aborts after which the rest is asked for", "async/rollout_resumed_total"),
+    _counter("tokens_kept", "tokens that finished rollouts kept over aborts", "async/tokens_kept_total"),
     _counter(
         "tokens_partial_dropped",
         "tokens of aborted rollouts that were not resumed after all",
@@ -134,7 +111,6 @@ METRICS: tuple[Metric, ...] = (
         "turns of a pipeline that began fewer rollouts than the pacer wanted: max_rollouts_per_version left no more",
         "async/run_ahead_exhausted_total",
     ),
-    _counter("samples_returned", "samples that go back to the stream without a rollout"),
     _counter("samples_quarantined", "samples given up", "async/quarantined_total"),
     *_family("samples_quarantined", QuarantineReason, "samples given up", None, Merge.SUM),
     _counter("objects_parsed", "objects kept by the parser", "parse/objects"),
@@ -148,23 +124,14 @@ METRICS: tuple[Metric, ...] = (
         "group/unused/{}_total",
         Merge.SUM,
     ),
-    _counter(
-        "rollouts_dropped_stale",
-        "rollouts that went stale while they waited for their group",
-        "group/drop_stale_total",
-    ),
-    _counter(
-        "targets_left_out",
-        "corrected answers that did not fit into a pack beside their rollout",
-        "group/targets_left_out_total",
-    ),
+    _counter("rollouts_dropped_stale", "rollouts that went stale in a group", "group/drop_stale_total"),
+    _counter("targets_left_out", "corrected answers with no room in a pack", "group/targets_left_out_total"),
     _counter("policy_tokens", "sampled tokens that steps trained by rewards"),
     _counter("policy_clipped", "those of them that moved too far from what sampled to count"),
     _counter("policy_capped", "those of them whose importance weight was capped"),
     _counter("policy_log_prob_gap", "sum of |log-probability under the learner - under the server|"),
     _counter("policy_surprise", "sum of -log-probability under the learner"),
     _counter("policy_kl", "sum of their divergence from the reference model"),
-    _counter("match_predictions", "predictions that went into matching"),
     _counter("match_ground_truths", "ground-truth objects that went into matching"),
     _counter("match_pairs", "matched pairs"),
     _counter("match_sum_iou", "sum of the IoU of matched pairs"),
@@ -177,7 +144,6 @@ METRICS: tuple[Metric, ...] = (
     _counter("packs_dropped_stale", "packs whose version left the window", "async/drop_stale_total"),
     _counter("packs_dropped_oldest", "packs pushed out of a full queue", "async/drop_oldest_total"),
     _counter("packs_trained", "packs that a step trained on"),
-    _counter("tokens_trained", "tokens in those packs"),
     _counter("supervised_tokens_trained", "tokens in those packs that carry a loss"),
     *_family("stage_seconds", STAGES, "seconds in stage", "time/{}", Merge.SUM),
     _gauge("queue_depth", Merge.MIN, "ready packs"),
@@ -194,26 +160,18 @@ METRICS: tuple[Metric, ...] = (
 
 # Over the window since the last logging step: a mean over the whole run would hide every change.
 RATIOS: tuple[Ratio, ...] = (
-    Ratio("match/precision", ("match_pairs",), ("match_predictions",), "matched share of predictions"),
+    Ratio("match/precision", ("match_pairs",), ("objects_parsed",), "matched share of predictions"),
     Ratio("match/recall", ("match_pairs",), ("match_ground_truths",), "matched share of ground truth"),
     Ratio(
         "match/f1",
         ("match_pairs", "match_pairs"),
-        ("match_predictions", "match_ground_truths"),
+        ("objects_parsed", "match_ground_truths"),
         "harmonic mean of precision and recall",
     ),
-    Ratio(
-        "match/mean_iou",
-        ("match_sum_iou",),
-        ("match_pairs",),
-        "mean IoU, or closeness of points, of matched pairs",
-    ),
+    Ratio("match/mean_iou", ("match_sum_iou",), ("match_pairs",), "mean IoU, or closeness, of matched pairs"),
     Ratio("parse/truncated_ratio", ("rollouts_truncated",), ("rollouts_prepared",), "rollouts cut off"),
     Ratio(
-        "group/reward_std",
-        ("group_reward_std",),
-        ("groups_compared",),
-        "mean over groups of the standard deviation of rewards",
+        "group/reward_std", ("group_reward_std",), ("groups_compared",), "mean deviation of a group's rewards"
     ),
     Ratio("policy/clip_share", ("policy_clipped",), ("policy_tokens",), "clipped share of sampled tokens"),
     Ratio("policy/cap_share", ("policy_capped",), ("policy_tokens",), "capped share of sampled tokens"),
@@ -233,15 +191,6 @@ RATIOS: tuple[Ratio, ...] = (
     Ratio("packing/fill_ratio", ("tokens_packed",), ("tokens_capacity",), "filled share of packs"),
 )
 
-# Of a whole evaluation, when it has ended; the event ``evaluation`` holds its counts.
-EVALUATION_TAGS: tuple[str, ...] = tuple(
-    f"eval/{name}"
-    for name in ("precision", "recall", "f1", "mean_iou", "truncated_ratio", "num_samples", "version")
-)
-SCORE_TAGS: tuple[str, ...] = tuple(f"eval/{name}" for name in SCORED)
-
-METRICS_BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
-
 
 class Counters:
     """One rank's counters and gauges, which any thread may move. A name that is not declared raises KeyError.
@@ -252,9 +201,9 @@ class Counters:
 
     def __init__(self, reward_terms: Iterable[str] = ()) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[str, float] = {m.name: 0 for m in METRICS if m.kind is Kind.COUNTER}
+        self._counts: dict[str, float] = {m.name: 0 for m in METRICS if not m.is_gauge}
         self._counts |= {REWARD + term: 0.0 for term in reward_terms}
-        self._gauges: dict[str, float | None] = {m.name: None for m in METRICS if m.kind is Kind.GAUGE}
+        self._gauges: dict[str, float | None] = {m.name: None for m in METRICS if m.is_gauge}
 
     def add(self, name: str, amount: float = 1) -> None:
         """Grow a counter."""
@@ -291,27 +240,15 @@ class Counters:
                 self._counts[name] = state.get(name, 0)
 
 
-SumAcrossRanks = Callable[[Sequence[float]], Sequence[float]]
+Gather = Callable[[str], Sequence[str]]
+"""Every rank's text, in the order of ranks, on every rank."""
 
-_SUMMED = tuple(m.name for m in METRICS if m.kind is Kind.COUNTER and m.merge is Merge.SUM)
-_SAME = tuple(m.name for m in METRICS if m.kind is Kind.COUNTER and m.merge is Merge.SAME)
-_GAUGES = tuple(m for m in METRICS if m.kind is Kind.GAUGE)
-_MERGED: dict[Merge, Callable[[Sequence[float]], float]] = {
+_MERGED: dict[Merge, Callable[[Iterable[float]], float]] = {
     Merge.SUM: sum,
     Merge.MIN: min,
     Merge.MAX: max,
     Merge.SAME: max,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class MergedMetrics:
-    values: Mapping[str, float]
-    """By metric name; gauges that no rank has set are left out."""
-    per_rank: Mapping[str, tuple[float | None, ...]]
-    """Gauges by rank; None where a rank has not set one."""
-    activity_ns: Mapping[Activity, int]
-    """Added up over ranks."""
 
 
 def reward_ratios(names: Iterable[str]) -> tuple[Ratio, ...]:
@@ -323,50 +260,8 @@ def reward_ratios(names: Iterable[str]) -> tuple[Ratio, ...]:
     )
 
 
-def vector_length(world_size: int, num_terms: int = 0) -> int:
-    """How many numbers every rank contributes; ``num_terms`` of the reward are summed."""
-    return len(_SUMMED) + num_terms + len(Activity) + len(_GAUGES) * world_size
-
-
-def _summed(numbers: Iterable[str]) -> tuple[str, ...]:
-    return (*_SUMMED, *(name for name in numbers if name.startswith(REWARD)))
-
-
-def encode(
-    numbers: Mapping[str, float], activity_ns: Mapping[Activity, int], *, rank: int, world_size: int
-) -> tuple[float, ...]:
-    """One rank's contribution. ``numbers`` is a ``Counters.snapshot()``; an unset gauge travels as NaN."""
-    slots = [0.0] * (len(_GAUGES) * world_size)
-    for index, metric in enumerate(_GAUGES):
-        slots[index * world_size + rank] = numbers.get(metric.name, math.nan)
-    return (
-        *(float(numbers[name]) for name in _summed(numbers)),
-        *(float(activity_ns[activity]) for activity in Activity),
-        *slots,
-    )
-
-
-def decode(vector: Sequence[float], numbers: Mapping[str, float], *, world_size: int) -> MergedMetrics:
-    """Read the element-wise sum of all ranks' contributions; ``numbers`` gives what is the same on every rank.
-
-    Raises:
-        ValueError: the vector was not made for ``world_size`` ranks.
-    """
-    summed = _summed(numbers)
-    length = vector_length(world_size, len(summed) - len(_SUMMED))
-    if len(vector) != length:
-        raise ValueError(
-            f"the merged vector has {length} entries for {world_size} ranks, got {len(vector)}; "
-            "all ranks must run the same release"
-        )
-    values = dict(zip(summed, vector, strict=False)) | {name: numbers[name] for name in _SAME}
-    begin = len(summed) + len(Activity)
-    activity_ns = {a: round(ns) for a, ns in zip(Activity, vector[len(summed) : begin], strict=True)}
-    per_rank: dict[str, tuple[float | None, ...]] = {}
-    for index, metric in enumerate(_GAUGES):
-        start = begin + index * world_size
-        slots = tuple(None if math.isnan(slot) else slot for slot in vector[start : start + world_size])
-        per_rank[metric.name] = slots
-        if present := [slot for slot in slots if slot is not None]:
-            values[metric.name] = _MERGED[metric.merge](present)
-    return MergedMetrics(values, per_rank, activity_ns)
+def merged(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One from what ``Counters.snapshot()`` gives on every rank. A gauge that no rank has set is left out."""
+    ways = {metric.name: _MERGED[metric.merge] for metric in METRICS}
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: ways.get(name, sum)(part[name] for part in parts if name in part) for name in names}

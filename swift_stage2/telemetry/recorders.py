@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from swift_stage2.columns import given_by
 from swift_stage2.records import (
     BatchOutcome,
     MatchQuality,
@@ -25,21 +26,20 @@ from swift_stage2.records import (
     Target,
     image_paths,
 )
-from swift_stage2.telemetry.activity import IntervalClock, PipelineActivity
 from swift_stage2.telemetry.event_log import EventLog
-from swift_stage2.telemetry.events import Batch, EvaluationFailure, EvaluationPost
-from swift_stage2.telemetry.metrics import REWARD, Counters
-from swift_stage2.telemetry.sample_events import (
+from swift_stage2.telemetry.events import (
     Advantages,
     Cut,
-    Labelled,
+    EvaluationFailure,
+    EvaluationPost,
+    FailedPosts,
     Match,
     Matched,
     Packed,
     RecordedCompletion,
-    keys_of,
 )
-from swift_stage2.telemetry.trace import Trace
+from swift_stage2.telemetry.metrics import REWARD, Counters
+from swift_stage2.telemetry.timing import IntervalClock, PipelineActivity, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +80,12 @@ class MatchKeeper:
         self._num_bytes += self._log.write(
             Match(
                 purpose=purpose,
-                sample=keys_of([key])[0],
+                sample=key,
                 version=rollout.version,
                 images=image_paths(rollout.sample.row),
                 space=space,
-                truth=tuple(Labelled(label=label, box=box) for label, box in match.truth),
-                predicted=tuple(Labelled(label=label, box=box) for label, box in match.predicted),
+                truth=match.truth,
+                predicted=match.predicted,
                 pairs=tuple((prediction, truth, round(iou, 4)) for prediction, truth, iou in match.pairs),
                 rollout=rollout.text,
                 target=target.text,
@@ -110,7 +110,6 @@ class PipelineRecorder:
     def __post_init__(self) -> None:
         now_ns, on_closed = self.trace.now_ns, self.trace.recorder_of("pipeline")
         self.clock = IntervalClock(PipelineActivity.IDLE, now_ns, on_closed)
-        self._untold: list[BatchOutcome] = []
         self._num_posts_out = 0
         self._posts_lock = threading.Lock()
         self._last_progress_s = time.monotonic()
@@ -122,52 +121,28 @@ class PipelineRecorder:
         return time.monotonic() - self._last_progress_s
 
     def batch(self, outcome: BatchOutcome) -> None:
-        """Some came back from the servers, out of one share.
-
-        One event tells of all that came until a pack is made, or until something went wrong.
-        """
+        """Some came back from the servers, out of one share."""
         self._stage("rollout", outcome.seconds)
         self.counters.add("rollouts_received", len(outcome.rollouts))
         failed = [failure for failure in outcome.failures if failure.end != _CUT_BY_OUR_OWN_STOP]
         self.counters.add("rollouts_failed", sum(failure.num_requests > 0 for failure in failed))
-        self.counters.add("samples_returned", len(outcome.returned))
         self.counters.add("rollouts_aborted", len(outcome.aborted))
         self.counters.add("tokens_aborted", sum(len(rollout.token_ids) for rollout in outcome.aborted))
         self.counters.add("rollouts_resumed", len(outcome.partial))
         # Of a whole one, all before its last part: an abort that keeps nothing would have lost them.
         self.counters.add("tokens_kept", sum(rollout.spans[-1].start for rollout in outcome.rollouts))
-        self._untold.append(outcome)
-        if outcome.failures or outcome.returned or outcome.quarantined:
-            self.tell_batches()
+        if outcome.failures:
+            self.log.write(FailedPosts(failures=outcome.failures))
         for rollout in outcome.partial:
-            self.log.write(Cut.of(rollout))
+            self.log.write(Cut.of(rollout, samples=(rollout.sample.key,), num_tokens=len(rollout.token_ids)))
         for rollout in outcome.rollouts if self.records else ():
-            self.log.write(RecordedCompletion.of(rollout))
-
-    def tell_batches(self) -> None:
-        """Writes of what came back, as far as that is not told."""
-        untold, self._untold = self._untold, []
-        if not untold:
-            return
-        self.log.write(
-            Batch(
-                seconds=sum(each.seconds for each in untold),
-                num_rollouts=sum(len(each.rollouts) for each in untold),
-                num_returned=sum(len(each.returned) for each in untold),
-                num_aborted=sum(len(each.aborted) for each in untold),
-                num_quarantined=sum(len(each.quarantined) for each in untold),
-                num_posts=sum(each.num_posts for each in untold),
-                failures=tuple(failure for each in untold for failure in each.failures),
+            self.log.write(
+                RecordedCompletion.of(rollout, sample=rollout.sample.key, columns=given_by(rollout))
             )
-        )
 
-    def partial_dropped(self, rollout: Rollout) -> None:
-        """An aborted rollout is not resumed after all: stale, unproven, refused, or too slow."""
-        self.counters.add("tokens_partial_dropped", len(rollout.token_ids))
-
-    def unconfirmed(self, num_rollouts: int) -> None:
-        """So many rollouts were given up because their round did not prove their server."""
-        self.counters.add("rollouts_unconfirmed", num_rollouts)
+    def count(self, name: str, amount: int = 1) -> None:
+        """So many more of what ``metrics`` has a counter for, and nothing else tells of."""
+        self.counters.add(name, amount)
 
     def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:
         """So many rollouts were wanted and begun; fewer where ``max_rollouts_per_version`` left no more."""
@@ -200,7 +175,14 @@ class PipelineRecorder:
         self._count_quality(target.quality)
         # First, so that whoever reads of it has read the whole match.
         self.matches.keep("training", rollout, target, space)
-        self.log.write(Matched.of(rollout, target.quality))
+        self.log.write(
+            Matched.of(
+                rollout,
+                samples=(rollout.sample.key,),
+                num_rollout_tokens=len(rollout.token_ids),
+                quality=target.quality,
+            )
+        )
 
     def compared(self, rollouts: Sequence[Rollout], reward_std: float) -> None:
         """The rollouts of one group have advantages, and are about to become segments."""
@@ -209,18 +191,10 @@ class PipelineRecorder:
         if self.records:
             self.log.write(
                 Advantages(
-                    samples=keys_of(rollout.sample.key for rollout in rollouts),
+                    samples=tuple(rollout.sample.key for rollout in rollouts),
                     advantages=tuple(rollout.advantages or () for rollout in rollouts),
                 )
             )
-
-    def stale_in_group(self, num_rollouts: int) -> None:
-        """So many rollouts went stale while they waited for others of their rows."""
-        self.counters.add("rollouts_dropped_stale", num_rollouts)
-
-    def unused(self, num_rollouts: int, reason: str) -> None:
-        """So many rollouts were compared, or could not be, and nothing is trained of them."""
-        self.counters.add(f"rollouts_unused/{reason}", num_rollouts)
 
     def segment(self, segment: Segment, seconds: float) -> None:
         """One rollout became a segment."""
@@ -236,15 +210,11 @@ class PipelineRecorder:
         self.counters.add("segments_packed", len(pack.keys))
         self.counters.add("tokens_packed", pack.num_tokens)
         self.counters.add("tokens_capacity", pack.capacity_tokens)
-        self.log.write(Packed.of(pack))
-        self.tell_batches()
+        self.log.write(Packed.of(pack, samples=pack.keys))
 
     def dropped(self, pack: Pack, reason: str) -> None:
         """The queue dropped a pack; ``reason`` is ``dropped_stale`` or ``dropped_oldest``."""
         self.counters.add(f"packs_{reason}")
-
-    def stale_segment(self, segment: Segment) -> None:
-        self.counters.add("segments_dropped_stale")
 
     def quarantined(self, key: SampleKey, reason: str, message: str, origin: RowOrigin | None = None) -> None:
         """A sample was given up; ``reason`` is a ``QuarantineReason``. The first few are logged."""
@@ -266,7 +236,6 @@ class PipelineRecorder:
         add("rollouts_prepared")
         add("rollouts_truncated", quality.num_truncated)
         add("objects_parsed", quality.num_predictions)
-        add("match_predictions", quality.num_predictions)
         add("match_ground_truths", quality.num_ground_truth)
         add("match_pairs", quality.num_pairs)
         add("match_sum_iou", quality.sum_iou)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from swift_stage2.records import ServerReport
 from swift_stage2.scheduling.step_plan import Channel, SkipReason
-from swift_stage2.telemetry.activity import NANOSECONDS, in_seconds
 from swift_stage2.telemetry.event_log import RankEvents, ranks_of, read_logs
-from swift_stage2.telemetry.events import CaughtUp, Round
-from swift_stage2.telemetry.metrics import METRICS, RATIOS, Kind, Merge
+from swift_stage2.telemetry.events import End, Round
+from swift_stage2.telemetry.metrics import METRICS, RATIOS, Merge
+from swift_stage2.telemetry.timing import in_seconds
 
 _DROPS = (
     "packs_dropped_stale",
@@ -27,16 +27,6 @@ _DROPS = (
     "rollouts_aborted",
     "rollouts_unconfirmed",
 )
-_DROP_FAMILIES = ("samples_quarantined/", "objects_dropped/")
-
-
-@dataclass(frozen=True, slots=True)
-class RankActivity:
-    """Seconds that one rank's thread spent in each activity. ``seconds`` add up to ``wall_s``."""
-
-    rank: int
-    seconds: Mapping[str, float]
-    wall_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,21 +60,12 @@ class RunSummary:
     """Kind of proof → servers that passed it."""
     server_errors: Mapping[str, int]
     """Error → how often a server failed a round with it."""
-    activity: tuple[RankActivity, ...]
+    activity: Mapping[int, Mapping[str, float]]
+    """By rank, seconds of its main thread in each activity, which add up to wall time."""
     missing_ranks: tuple[int, ...]
     """Ranks that the run had and whose log is not there."""
-
-    @property
-    def why_b_is_unused(self) -> str:
-        """As ``why_b_is_unused`` has it."""
-        return why_b_is_unused(
-            num_wanted=self.num_b_wanted,
-            num_run=self.num_b_run,
-            skips=self.skips,
-            num_rounds=self.num_rounds_committed + self.num_rounds_failed,
-            num_proven=self.num_rounds_committed,
-            errors=self.server_errors,
-        )
+    unused_b: str
+    """Why channel B hardly ran, as the run told at its end."""
 
 
 def summarise(run_dir: Path) -> RunSummary:
@@ -104,7 +85,15 @@ def summary_of(ranks: Sequence[RankEvents]) -> RunSummary:
     first, totals = ranks[0] if ranks else RankEvents(0), _totals(ranks)
     steps = first.steps.values()
     first_b = min((step.step for step in steps if step.channel is Channel.B), default=0)
-    servers = [server for each in first.of(Round) for server in each.servers.values()]
+    lags = Counter(
+        step.version - version
+        for rank in ranks
+        for step in rank.steps.values()
+        for version in step.packs.values()
+    )
+    world_size = max((rank.start.world_size for rank in ranks if rank.start is not None), default=0)
+    rounds = [each for each in first.of(Round) if each.kind == "round"]
+    servers = [server for each in rounds for server in each.servers.values()]
     return RunSummary(
         num_steps=len(steps),
         num_b_wanted=sum(step.wants_b for step in steps),
@@ -114,30 +103,29 @@ def summary_of(ranks: Sequence[RankEvents]) -> RunSummary:
             step.step < first_b and step.skip_reason is SkipReason.NOT_ENOUGH_PACKS for step in steps
         ),
         num_disagreements=_disagreements(ranks),
-        lag_counts=_lags(ranks),
+        lag_counts=dict(sorted(lags.items())),
         totals=totals,
         drops=_drops(totals),
         ratios={each.tag: value for each in RATIOS if (value := each.value(totals, {})) is not None},
-        num_rounds_committed=sum(each.committed for each in first.of(Round)),
-        num_rounds_failed=sum(not each.committed for each in first.of(Round)),
-        num_caught_up=sum(server.proven for each in first.of(CaughtUp) for server in each.servers.values()),
-        round_seconds=[each.seconds for each in first.of(Round)],
-        phase_seconds=_phases(first.of(Round), servers),
+        num_rounds_committed=sum(each.committed for each in rounds),
+        num_rounds_failed=sum(not each.committed for each in rounds),
+        num_caught_up=sum(
+            server.proven
+            for each in first.of(Round)
+            if each.kind == "catch_up"
+            for server in each.servers.values()
+        ),
+        round_seconds=[each.seconds for each in rounds],
+        phase_seconds=_phases(rounds, servers),
         proofs=_count(server.proof for server in servers if server.proven),
         transports=_count(server.transport for server in servers if server.transport),
         server_errors=_count(str(server.error) for server in servers if not server.proven),
-        activity=tuple(
-            RankActivity(rank.rank, in_seconds(last.activity_ns), last.wall_ns / NANOSECONDS)
-            for rank in ranks
-            if (last := rank.metrics) is not None
-        ),
-        missing_ranks=_missing(ranks),
+        activity={
+            rank.rank: in_seconds(rank.metrics.activity_ns) for rank in ranks if rank.metrics is not None
+        },
+        missing_ranks=tuple(sorted(set(range(world_size)) - {rank.rank for rank in ranks})),
+        unused_b=first.of(End)[-1].unused_b if first.has_ended else "",
     )
-
-
-def _missing(ranks: Sequence[RankEvents]) -> tuple[int, ...]:
-    world_size = max((rank.start.world_size for rank in ranks if rank.start is not None), default=0)
-    return tuple(sorted(set(range(world_size)) - {rank.rank for rank in ranks}))
 
 
 def _count(values: Iterable[str]) -> dict[str, int]:
@@ -153,11 +141,6 @@ def _disagreements(ranks: Sequence[RankEvents]) -> int:
     return sum(any(other.get(n, plan) != plan for other in plans[1:]) for n, plan in plans[0].items())
 
 
-def _lags(ranks: Sequence[RankEvents]) -> dict[int, int]:
-    steps = (step for rank in ranks for step in rank.steps.values())
-    return dict(sorted(Counter(step.version - pack.version for step in steps for pack in step.packs).items()))
-
-
 def _totals(ranks: Sequence[RankEvents]) -> dict[str, float]:
     """From each rank's last metrics; what is the same on every rank counts once."""
     numbers = [last.numbers for rank in ranks if (last := rank.metrics) is not None]
@@ -166,7 +149,7 @@ def _totals(ranks: Sequence[RankEvents]) -> dict[str, float]:
             rank.get(metric.name, 0) for rank in (numbers[:1] if metric.merge is Merge.SAME else numbers)
         )
         for metric in METRICS
-        if metric.kind is Kind.COUNTER
+        if not metric.is_gauge
     }
 
 
@@ -174,7 +157,7 @@ def _drops(totals: Mapping[str, float]) -> dict[str, int]:
     return {
         name: int(total)
         for name, total in totals.items()
-        if total and (name in _DROPS or name.startswith(_DROP_FAMILIES))
+        if total and (name in _DROPS or name.startswith(("samples_quarantined/", "objects_dropped/")))
     }
 
 
@@ -195,7 +178,7 @@ def share_of_b(numbers: Mapping[str, float]) -> str:
     return f"B at {ran:g} of {wanted:g} wanted ({ran / wanted:.0%})" if wanted else ""
 
 
-_CAUSES = {
+SKIP_CAUSES = {
     "not_enough_packs": "packs were not ready in time",
     "truncation_guard": "too many rollouts were cut off, raise rollout.decoding.max_new_tokens",
     "servers_suspect": "no proven server was left",
@@ -204,23 +187,16 @@ _CAUSES = {
 _MOST_CHARACTERS = 600  # of a server's error
 
 
-def why_b_is_unused(
-    *,
-    num_wanted: int,
-    num_run: int,
-    skips: Mapping[str, int],
-    num_rounds: int,
-    num_proven: int,
-    errors: Mapping[str, int],
-) -> str:
+def why_b_is_unused(numbers: Mapping[str, float], errors: Mapping[str, int]) -> str:
     """One sentence without a full stop; empty when half of the wanted B steps ran, or none was wanted and nothing else
-    went wrong.
-
-    ``skips`` counts wanted steps that did not run by cause, ``num_proven`` the sync rounds that proved a server,
-    ``errors`` the servers that a round did not prove by error.
+    went wrong. ``numbers`` are a run's counters, ``errors`` the servers that no round proved, by error.
     """
+    num_wanted, num_run = int(numbers["b_steps_wanted"]), int(numbers["b_steps_run"])
     if num_run and 2 * num_run >= num_wanted:
         return ""
+    num_proven = numbers["sync_rounds_committed"]
+    num_rounds = int(num_proven + numbers["sync_rounds_failed"])
+    skips = {reason: int(numbers[f"b_steps_skipped/{reason}"]) for reason in SkipReason}
     cause = ""
     if num_rounds and not num_proven:
         cause = f"none of {num_rounds} sync rounds proved a server"
@@ -228,7 +204,7 @@ def why_b_is_unused(
             cause += f", mostly: {' '.join(max(errors, key=errors.__getitem__).split())[:_MOST_CHARACTERS]}"
     elif any(skips.values()):
         causes = sorted(((count, reason) for reason, count in skips.items() if count), reverse=True)
-        cause = ", ".join(f"{_CAUSES.get(reason, reason)} ({count})" for count, reason in causes)
+        cause = ", ".join(f"{SKIP_CAUSES.get(reason, reason)} ({count})" for count, reason in causes)
     if num_wanted:
         cause = cause or "no cause is recorded"
         return f"channel B ran at {num_run or 'none'} of the {num_wanted} steps that wanted it: {cause}"

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import SaveStrategy
 
 from swift_stage2.errors import ConfigError
-from swift_stage2.records import EvaluationRecord
 from swift_stage2.run import Stage2Run
 from swift_stage2.runtime.watches import hung_round_ends_process
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd
+from swift_stage2.telemetry.events import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class EvaluatedTrainer(Seq2SeqTrainer):  # type: ignore[misc]
         self._num_taken = len(ended)
         self.control.should_log = due
 
-    def _take(self, evaluation: EvaluationRecord) -> None:
+    def _take(self, evaluation: Evaluation) -> None:
         metrics = {f"eval_{name}": value for name, value in evaluation.counts.ratios.items()}
         Trainer.log(self, dict(metrics))  # ms-swift's own would end the means of its training metrics here
         name = f"eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}"
@@ -110,8 +110,8 @@ class EvaluatedTrainer(Seq2SeqTrainer):  # type: ignore[misc]
                 "%s=%.4f of version %d, asked from step %d on, is the best so far",
                 name,
                 metrics[name],
-                evaluation.run.version,
-                evaluation.run.begun_step,
+                evaluation.version,
+                evaluation.begun_step,
             )
         strategy = self.args.save_strategy
         if strategy != SaveStrategy.BEST:

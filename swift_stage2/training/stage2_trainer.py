@@ -19,7 +19,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import rotate_checkpoints
 
-from swift_stage2.assembly import start_run as assemble_run
+from swift_stage2 import assembly
 from swift_stage2.channel_b.encoding import TOKENS_INSTEAD
 from swift_stage2.checks.checks import Known, run_checks
 from swift_stage2.checks.engine_canary import HALF_PRECISION_DTYPES, EngineCanary
@@ -69,7 +69,7 @@ class Stage2Trainer(EvaluatedTrainer):
         args.check_model = False  # it would ask ModelScope about a model on disk, and tell nobody the answer
         super().__init__(model, args, *others, **kwargs)
         self.stage2_config = stage2 or _config_from_environment()
-        self._start_run = start_run or assemble_run
+        self._start_run = start_run or assembly.start_run
         self.stage2_config.check_accumulation(self.args.gradient_accumulation_steps)
         check_model(self.model, self.stage2_config)
         run_checks(self.stage2_config, Known(num_validation_rows=len(self.eval_dataset or ())))
@@ -240,8 +240,7 @@ class Stage2Trainer(EvaluatedTrainer):
         module = self.accelerator.unwrap_model(self.model)
         # Mixed precision keeps float32 weights and casts them in the forward pass, also in the canary's.
         half_precision = self.accelerator.native_amp or module.dtype in HALF_PRECISION_DTYPES
-        self.stage2 = self._start_run(
-            self.stage2_config,
+        given = assembly.RunInputs(
             rows=_rows_of(self.train_dataset),
             template=self.template,
             module=module,
@@ -258,6 +257,7 @@ class Stage2Trainer(EvaluatedTrainer):
             wrap_transport=self.wrap_transport,
             validation_rows=_rows_of(self.eval_dataset),
         )
+        self.stage2 = self._start_run(self.stage2_config, given)
         if self._resume_directory and self.stage2_config.b_enabled:
             self._resume()
         self._until_first_step.enter_context(going_on("train", "taking the first step"))

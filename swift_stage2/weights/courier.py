@@ -20,7 +20,7 @@ from swift_stage2.config import RolloutConfig, Transport
 from swift_stage2.records import ServerReport
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline
-from swift_stage2.telemetry.trace import EnterSpan, Trace, untraced
+from swift_stage2.telemetry.timing import EnterSpan, Trace, untraced
 from swift_stage2.weights.disk_rounds import CLOSE_S, DiskRounds, RoundOnDisk
 from swift_stage2.weights.proof import InstallTurns, RoundOrder
 from swift_stage2.weights.push import ServerPush, close_quietly

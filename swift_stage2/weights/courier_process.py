@@ -24,7 +24,7 @@ import torch
 
 from swift_stage2.config import RolloutConfig
 from swift_stage2.runtime.worker import describe_end, start_worker
-from swift_stage2.telemetry.trace import Trace
+from swift_stage2.telemetry.timing import Trace
 from swift_stage2.weights.courier import PushEnd, longest_close_s
 from swift_stage2.weights.courier_worker import CourierSetup, Ended, Errand, Judgement, Lost, Question
 from swift_stage2.weights.proof import Canary, RoundOrder

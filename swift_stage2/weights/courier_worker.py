@@ -102,7 +102,7 @@ class CourierWorker:
     """Does what rank 0 says, one message after another; its pushes answer from their own threads."""
 
     def __init__(self, connection: Connection, setup: CourierSetup) -> None:
-        from swift_stage2.telemetry.trace import untraced
+        from swift_stage2.telemetry.timing import untraced
         from swift_stage2.weights.courier import ThreadCourier, disk_rounds
 
         self._connection = connection

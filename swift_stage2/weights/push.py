@@ -18,7 +18,7 @@ from swift_stage2.records import ServerReport
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
 from swift_stage2.servers.stock import ask_state_keys, ask_sums_incarnation, differing_names
-from swift_stage2.telemetry.trace import EnterSpan, untraced
+from swift_stage2.telemetry.timing import EnterSpan, untraced
 from swift_stage2.weights.proof import InstallTurns, RoundOrder, give_up, prove_server
 from swift_stage2.weights.snapshot import CastMemory, WeightBucket
 from swift_stage2.weights.tensors import agreed_manifest

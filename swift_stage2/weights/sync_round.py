@@ -23,7 +23,7 @@ from swift_stage2.records import RoundOutcome, ServerReport
 from swift_stage2.runtime.memory import HeapTrim
 from swift_stage2.runtime.watches import RoundWatch
 from swift_stage2.servers.session import Deadline
-from swift_stage2.telemetry.trace import EnterSpan, untraced
+from swift_stage2.telemetry.timing import EnterSpan, untraced
 from swift_stage2.weights.copy_stream import CopiesBesideTraining, Copy, CopyStream, CudaCopyStream
 from swift_stage2.weights.courier import Courier, PushEnd
 from swift_stage2.weights.export import WeightExport

@@ -80,7 +80,7 @@ def unpatched_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.plugins import clocks as step_clock
 
     for group in (step_clock.SingleRank, step_clock.GlooControlGroup):
-        for name in ("reduce_max", "reduce_sum"):
+        for name in ("reduce_max", "gather"):
             monkeypatch.setattr(group, name, vars(group)[name])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_records import batch, step, sync_round, taken
+from fault_records import failures, step, sync_round, taken
 from hypothesis import given
 from hypothesis import strategies as st
 from ledger_run import LedgerRun
@@ -57,10 +57,10 @@ def test_a_main_thread_that_waits_shows_even_if_the_step_is_as_long_as_others() 
 
 
 def test_notice_is_the_first_thing_that_only_the_fault_explains() -> None:
-    quiet = [step(0, 1.0), batch(1.5, 8), batch(1.6, 0, "stopped"), sync_round(1.7)]
+    quiet = [step(0, 1.0), failures(1.5), failures(1.6, "stopped"), sync_round(1.7)]
     assert first_notice([quiet], 0.0) is None
     early = {"kind": "warning", "time": 0.5, "message": "before the fault"}
-    told = first_notice([[early, *quiet], [batch(3.0, 0, "lost"), sync_round(4.0, proven=False)]], 1.0)
+    told = first_notice([[early, *quiet], [failures(3.0, "lost"), sync_round(4.0, proven=False)]], 1.0)
     assert told is not None
     assert told["time"] == 3.0
 
@@ -89,7 +89,7 @@ def test_rollouts_taken_between_restart_and_proof_are_counted() -> None:
     records = [
         *steady(20),
         taken(7.0, 3),
-        batch(9.0, 3, "lost"),
+        failures(9.0, "lost"),
         taken(9.0, 5),
         sync_round(14.5),
         taken(15.0, 8),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +20,8 @@ from swift_stage2.channel_b.groups import ComparedGroup, Groups, GroupSettings, 
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import GrpoConfig, Objective
 from swift_stage2.errors import DatasetError
-from swift_stage2.records import Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.records import ReturnReason, Rollout, Sample, SampleKey, UnusedReason, VersionSpan
 from swift_stage2.scheduling.version_clock import VersionClock
-from swift_stage2.telemetry.sample_events import ReturnReason, UnusedReason
 
 NUM_ROWS = 5
 WINDOW = 1
@@ -192,8 +190,7 @@ class Lives(RuleBasedStateMachine):
 
         source.settle_unused = settle_unused  # type: ignore[method-assign]
         events: Any = SimpleNamespace(
-            unused=lambda num_rollouts, reason: None,
-            stale_in_group=self.count_stale,
+            count=self.count,
             quarantined=lambda key, *_: self.end([key]),
         )
         self.ends = AttemptEnds(source, events, redraw_dropped=self.redraw, max_attempts=MAX_ATTEMPTS)
@@ -206,8 +203,8 @@ class Lives(RuleBasedStateMachine):
             now_s=lambda: self.now_s,
         )
 
-    def count_stale(self, num_rollouts: int) -> None:
-        self.num_stale += num_rollouts
+    def count(self, name: str, amount: int) -> None:
+        self.num_stale += amount * (name == "rollouts_dropped_stale")
 
     def end(self, keys: Sequence[SampleKey]) -> None:
         self.ended.update((key.epoch, key.position) for key in keys)
@@ -337,7 +334,7 @@ class Lives(RuleBasedStateMachine):
         for key in keys:
             is_enough = num_in_pack[self.group_of(key)] >= self.min_group
             returns = is_enough and self.redraw and key.attempt + 1 < MAX_ATTEMPTS
-            assert (replace(key, attempt=key.attempt + 1) in self.source._again) == returns
+            assert (key._replace(attempt=key.attempt + 1) in self.source._again) == returns
 
     @rule(resumes=st.booleans())
     def stop(self, resumes: bool) -> None:

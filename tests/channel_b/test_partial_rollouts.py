@@ -25,8 +25,7 @@ from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey, Versi
 from swift_stage2.scheduling.version_clock import require_fresh
 from swift_stage2.telemetry.account import RankAccount, account_of
 from swift_stage2.telemetry.event_log import read_events
-from swift_stage2.telemetry.events import Start
-from swift_stage2.telemetry.sample_events import StreamState
+from swift_stage2.telemetry.events import Start, StreamState
 
 __all__ = ["encoder", "make_bench", "server_encoder"]  # fixtures
 
@@ -161,9 +160,9 @@ def test_one_that_became_stale_meanwhile_is_not_resumed(scene: Scene) -> None:
     for _ in range(WINDOW + 1):
         scene.clock.advance()
     scene.ask(1)
-    assert scene.asked(since=1) == [replace(key, attempt=1)], "a new attempt"
+    assert scene.asked(since=1) == [key._replace(attempt=1)], "a new attempt"
     assert scene.client.prefixes[1] == [[]]
-    assert [rollout.token_ids for rollout in scene.events.partial_dropped_rollouts] == [(7, 8)]
+    assert scene.events.counts["tokens_partial_dropped"] == 2
     assert scene.account().returned["stale"] == 1
 
 
@@ -183,8 +182,8 @@ def test_ids_of_weights_that_are_not_proven_yet_wait_for_their_round(scene: Scen
     assert [ids for call in scene.client.prefixes[num_calls:] for ids in call][place] == (
         [7] if verdict else []
     )
-    assert scene.events.num_unconfirmed == (not verdict)
-    assert len(scene.events.partial_dropped_rollouts) == (not verdict)
+    assert scene.events.counts["rollouts_unconfirmed"] == (not verdict)
+    assert scene.events.counts["tokens_partial_dropped"] == (not verdict)
 
 
 def test_a_rest_that_nobody_gave_is_asked_for_again(scene: Scene) -> None:
@@ -210,8 +209,8 @@ def test_a_rest_that_does_not_come_in_time_uses_up_the_attempt(scene: Scene) -> 
     scene.client.answer = lambda samples: BatchOutcome(returned=tuple(samples), timed_out=tuple(samples))
     scene.ask(1)
     scene.ask(1)
-    assert scene.asked()[-1] == replace(scene.asked()[0], attempt=1)
-    assert len(scene.events.partial_dropped_rollouts) == 1
+    assert scene.asked()[-1] == scene.asked()[0]._replace(attempt=1)
+    assert scene.events.counts["tokens_partial_dropped"] == 1
     assert scene.account().returned["timed_out"] == 1
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import cut_of, matched_of
 from channel_b.test_rank_evaluation import Recorder as EvaluationRecorder
 from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
@@ -47,10 +48,9 @@ from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.protocol import PREFIX, may_abort
 from swift_stage2.telemetry.account import account_of
-from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.event_log import EventLog, read_events
-from swift_stage2.telemetry.events import Start
-from swift_stage2.telemetry.sample_events import Cut, Matched, Packed, Returned, StreamState, keys_of
+from swift_stage2.telemetry.events import Packed, Returned, Start, StreamState
+from swift_stage2.telemetry.timing import PipelineActivity
 
 PATIENCE_S = 60.0
 WINDOW = 2
@@ -76,17 +76,13 @@ class Recorder:
 
     segments: list[Segment] = field(default_factory=list)
     compared_groups: list[tuple[Rollout, ...]] = field(default_factory=list)
-    num_unused: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
     packs: list[Pack] = field(default_factory=list)
     dropped_packs: list[tuple[Pack, str]] = field(default_factory=list)
-    stale: list[Segment] = field(default_factory=list)
     quarantines: list[tuple[SampleKey, str, str]] = field(default_factory=list)
     origins: list[RowOrigin] = field(default_factory=list)
     num_batches: int = 0
-    num_unconfirmed: int = 0
-    num_stale_in_group: int = 0
     num_exhausted: int = 0
-    partial_dropped_rollouts: list[Rollout] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)  # that were matched
     activities: list[PipelineActivity] = field(default_factory=list)
     matches: list[tuple[SampleKey, Target, tuple[int, int] | None]] = field(default_factory=list)
@@ -98,18 +94,15 @@ class Recorder:
     def batch(self, outcome: BatchOutcome) -> None:
         self.num_batches += 1
         for rollout in outcome.partial:
-            self.log.write(Cut.of(rollout))
+            self.log.write(cut_of(rollout))
         self._tell()
 
     def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:
         self.num_exhausted += num_begun < num_wanted
 
-    def unconfirmed(self, num_rollouts: int) -> None:
-        self.num_unconfirmed += num_rollouts
+    def count(self, name: str, amount: int = 1) -> None:
+        self.counts[name] += amount
         self._tell()
-
-    def partial_dropped(self, rollout: Rollout) -> None:
-        self.partial_dropped_rollouts.append(rollout)
 
     def enter(self, activity: PipelineActivity) -> None:
         self.activities.append(activity)
@@ -117,17 +110,11 @@ class Recorder:
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
         self.matches.append((rollout.sample.key, target, space))
         self.rollouts.append(rollout)
-        self.log.write(Matched.of(rollout, target.quality))
+        self.log.write(matched_of(rollout, target.quality))
         self._tell()
 
     def compared(self, rollouts: Sequence[Rollout], reward_std: float) -> None:
         self.compared_groups.append(tuple(rollouts))
-
-    def unused(self, num_rollouts: int, reason: str) -> None:
-        self.num_unused[reason] += num_rollouts
-
-    def stale_in_group(self, num_rollouts: int) -> None:
-        self.num_stale_in_group += num_rollouts
 
     def segment(self, segment: Segment, seconds: float) -> None:
         self.segments.append(segment)
@@ -135,15 +122,11 @@ class Recorder:
 
     def pack(self, pack: Pack, seconds: float) -> None:
         self.packs.append(pack)
-        self.log.write(Packed.of(pack))
+        self.log.write(Packed.of(pack, samples=pack.keys))
         self._tell()
 
     def dropped(self, pack: Pack, reason: str) -> None:
         self.dropped_packs.append((pack, reason))
-        self._tell()
-
-    def stale_segment(self, segment: Segment) -> None:
-        self.stale.append(segment)
         self._tell()
 
     def quarantined(self, key: SampleKey, reason: str, message: str, origin: RowOrigin) -> None:
@@ -586,7 +569,7 @@ def test_a_segment_that_went_stale_is_asked_again_and_its_attempt_counts(
         assert bench.work()
     assert [[key.attempt for key in keys] for keys in bench.client.calls] == [[0, 0], [1, 1], [2, 2]]
     assert len({tuple((key.epoch, key.position) for key in keys) for keys in bench.client.calls}) == 1
-    assert len(bench.events.stale) == 6
+    assert bench.events.counts["segments_dropped_stale"] == 6
     assert bench.events.packs == []
     assert [(reason, key.attempt) for key, reason, _ in bench.events.quarantines] == [("too_slow", 2)] * 2
     assert len(bench.source.state_dict()["outstanding"]) == 0
@@ -609,7 +592,7 @@ def test_the_samples_of_a_dropped_pack_return_or_are_quarantined(
     if redraw:
         assert bench.events.quarantines == []
         drawn = bench.source.draw(len(keys))
-        assert drawn == [replace(key, attempt=1) for key in keys]
+        assert drawn == [key._replace(attempt=1) for key in keys]
     else:
         assert [(key, reason) for key, reason, _ in bench.events.quarantines] == [
             (key, "too_slow") for key in keys
@@ -786,7 +769,7 @@ def test_a_rollout_that_is_ahead_waits_for_its_servers_proof_and_for_the_clock(
     assert [segment.key for segment in bench.events.segments] == list(asked)
     assert {segment.version for segment in bench.events.segments} == {1}
     assert bench.events.packs
-    assert bench.events.num_unconfirmed == 0
+    assert bench.events.counts["rollouts_unconfirmed"] == 0
 
 
 @pytest.mark.parametrize("clock_moves", [True, False])
@@ -805,7 +788,7 @@ def test_a_rollout_whose_round_does_not_prove_its_server_is_asked_again(
     assert bench.work()
     first, second = bench.client.calls
     assert second[: len(first)] == first, "asked again first, and no attempt counts"
-    assert bench.events.num_unconfirmed == len(first)
+    assert bench.events.counts["rollouts_unconfirmed"] == len(first)
     assert [segment.key for segment in bench.events.segments] == list(second)
     assert bench.events.quarantines == []
 
@@ -820,9 +803,9 @@ def test_a_stop_gives_back_what_is_held_and_a_checkpoint_has_it(
     bench.events.wait_until(lambda: bench.events.num_batches > 0)
     assert bench.pipeline.stop(PATIENCE_S)
     asked = [key for keys in bench.client.calls for key in keys]
-    assert bench.source.state_dict()["outstanding"] == [key.entry for key in asked]
+    assert bench.source.state_dict()["outstanding"] == [list(key) for key in asked]
     (returned,) = [each for each in read_events(tmp_path / "rank0.jsonl") if isinstance(each, Returned)]
-    assert returned.samples == keys_of(asked)
+    assert returned.samples == tuple(asked)
     assert returned.reason == "stopped"
 
 

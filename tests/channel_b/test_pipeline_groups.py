@@ -13,11 +13,10 @@ from real_model import rollout_of
 
 from swift_stage2.channel_b.groups import GroupSettings
 from swift_stage2.config import GrpoConfig, Objective
-from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey, VersionSpan
+from swift_stage2.records import BatchOutcome, ReturnReason, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import read_events
-from swift_stage2.telemetry.events import Start
-from swift_stage2.telemetry.sample_events import Returned, ReturnReason, StreamState
+from swift_stage2.telemetry.events import Returned, Start, StreamState
 
 __all__ = ["encoder", "make_bench", "server_encoder"]  # fixtures
 
@@ -28,6 +27,12 @@ MakeBench = Callable[..., Bench]
 
 def is_good(sample: Sample) -> bool:
     return sample.key.position % 2 == 0
+
+
+def num_unused(bench: Bench) -> dict[str, int]:
+    """Rollouts of which nothing is trained, by reason."""
+    named = (name.partition("rollouts_unused/") for name in bench.events.counts)
+    return {reason: bench.events.counts[before + found + reason] for before, found, reason in named if found}
 
 
 class GroupBench:
@@ -119,7 +124,7 @@ def test_of_a_group_whose_rewards_are_equal_nothing_is_trained_but_a_corrected_a
     scene.work_until(lambda: len(scene.asked) == 3)
     num_trained = int(objective is Objective.MIXED)
     assert len(bench.events.segments) == num_trained
-    assert bench.events.num_unused == {"no_variance": 3 - num_trained}
+    assert num_unused(bench) == {"no_variance": 3 - num_trained}
     assert len(bench.source.state_dict()["outstanding"]) == num_trained
 
 
@@ -193,7 +198,7 @@ def test_a_group_does_not_wait_for_stragglers_beyond_its_time_and_what_comes_lat
     bench.client.answer = bench.client.answer_all
     bench.train(len(bench.events.packs))
     bench.observe(step=1, max_prompts=1)
-    scene.work_until(lambda: bench.events.num_unused["too_small"] == 1)
+    scene.work_until(lambda: bench.events.counts["rollouts_unused/too_small"] == 1)
     assert scene.asked[-1] == 2, "it came again first"
     assert bench.events.compared_groups == [group]
 
@@ -217,7 +222,7 @@ def test_a_quarantined_sample_is_not_waited_for(
     if left == "compared":
         assert [len(group) for group in bench.events.compared_groups] == [2]
     else:
-        assert bench.events.num_unused == {"too_small": 1}
+        assert num_unused(bench) == {"too_small": 1}
         assert len(bench.source.state_dict()["outstanding"]) == 0
 
 
@@ -243,7 +248,7 @@ def test_a_rollout_that_goes_stale_while_it_waits_is_asked_again_for_its_group(
     (group,) = bench.events.compared_groups
     attempts = {(key.position, key.attempt) for key in (rollout.sample.key for rollout in group)}
     assert attempts == {(0, 1), (1, 0), (2, 0)}
-    assert bench.events.num_stale_in_group == 1
+    assert bench.events.counts["rollouts_dropped_stale"] == 1
 
 
 @pytest.mark.parametrize("redraw", [True, False])
@@ -259,13 +264,13 @@ def test_of_a_dropped_pack_come_again_those_that_can_be_compared(make_bench: Mak
     assert bench.queue.reserve(1, current_version=bench.clock.current) is None
     bench.observe(max_prompts=0)
     bench.work()
-    assert bench.events.num_unused == {"dropped": 1}, "the one that is left"
+    assert num_unused(bench) == {"dropped": 1}, "the one that is left"
     if not redraw:
         assert [key for key, _, _ in bench.events.quarantines] == list(pair)
         return
     assert bench.events.quarantines == []
     scene.is_good = lambda sample: sample.key == again[0]
-    again = [replace(key, attempt=1) for key in pair]
+    again = [key._replace(attempt=1) for key in pair]
     bench.observe(step=1, max_prompts=1)
     scene.work_until(lambda: len(bench.events.compared_groups) > 1)
     compared = [rollout.sample.key for rollout in bench.events.compared_groups[1]]

@@ -23,7 +23,7 @@ from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ConfigError, PreprocessorLost
 from swift_stage2.records import Rollout
-from swift_stage2.telemetry.trace import Trace
+from swift_stage2.telemetry.timing import Trace
 
 
 @pytest.fixture(scope="module")

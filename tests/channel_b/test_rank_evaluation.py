@@ -297,7 +297,7 @@ def test_counts_add_up_over_ranks() -> None:
     two = EvaluationCounts(num_wanted=2, num_failed=1, metrics=nothing).with_answer(
         _target(MatchQuality(1, 1, 1, 0.25, 0, 0), {"exact": (0.5, 1)})
     )
-    both = one.decode([a + b for a, b in zip(one.encode(), two.encode(), strict=True)])
+    both = EvaluationCounts.of_ranks([one.to_json(), two.to_json()])
     own = {"exact": (1.5, 3.0), "other": (0.0, 0.0)}
     assert both == EvaluationCounts(5, 2, 1, 1, 5, 6, 3, 1.75, own)
     assert both.ratios == {

@@ -39,7 +39,7 @@ from swift_stage2.records import BatchOutcome, Sample, SampleKey
 from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import PREFIX
 from swift_stage2.telemetry.event_log import EventLog, read_events
-from swift_stage2.telemetry.sample_events import Finished, Sent
+from swift_stage2.telemetry.events import Finished, Sent
 
 PATIENCE_S = 60.0
 KEY = "sk-very-secret-0123456789"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from swift_stage2.channel_b.sample_source import SampleSource, usable_rows
 from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.errors import DatasetError, SampleError
-from swift_stage2.records import SampleKey
-from swift_stage2.telemetry.sample_events import ReturnReason
+from swift_stage2.records import ReturnReason, SampleKey
 
 NUM_ROWS = 7
 
@@ -83,7 +81,7 @@ def test_rows_without_objects_are_as_if_they_were_not_there(flags: list[bool], w
         )
         num_draws = 2 * len(usable) + 1
         drawn, expected = source.draw(num_draws), others_left_out.draw(num_draws)
-        assert drawn == [replace(key, index=usable[key.index]) for key in expected]
+        assert drawn == [key._replace(index=usable[key.index]) for key in expected]
         assert [source.read(key).key for key in drawn] == drawn
         state, expected_state = source.state_dict(), others_left_out.state_dict()
         outstanding = [[*key[:2], usable[key[2]], key[3]] for key in expected_state["outstanding"]]
@@ -116,7 +114,7 @@ def test_what_comes_back_is_drawn_first_and_in_order() -> None:
     assert source.draw(4) == [
         keys[2],
         keys[0],
-        replace(keys[1], attempt=1),
+        keys[1]._replace(attempt=1),
         SampleKey(0, 4, source._shard_of(0)[4]),
     ]
 
@@ -252,7 +250,7 @@ class Stream(RuleBasedStateMachine):
         keys = self._take(data)
         self.source.give_back(keys, reason)
         used_up = reason in ("stale", "overflow", "timed_out")
-        self.again.extend(replace(key, attempt=key.attempt + used_up) for key in keys)
+        self.again.extend(key._replace(attempt=key.attempt + used_up) for key in keys)
 
     @precondition(lambda self: self.in_hand)
     @rule(data=st.data())

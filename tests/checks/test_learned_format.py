@@ -29,7 +29,7 @@ from swift_stage2.channel_b.preprocessing import (
 )
 from swift_stage2.checks.packing_isolation import check_isolation, isolation_batches
 from swift_stage2.errors import ConfigError, DatasetError
-from swift_stage2.telemetry.trace import Trace
+from swift_stage2.telemetry.timing import Trace
 
 LENGTH = 2000
 OBJECT = '{"label": "<ref-object>", "bbox_2d": <bbox>}'

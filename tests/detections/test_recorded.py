@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import ended_evaluation
 from PIL import Image
 from real_model import rollout_of
 
@@ -28,7 +29,6 @@ from swift_stage2.detections.recorded import (
 )
 from swift_stage2.records import (
     EvaluationCounts,
-    EvaluationRecord,
     MatchQuality,
     ObjectMatch,
     Sample,
@@ -217,7 +217,7 @@ def test_no_line_of_a_rank_spoils_a_run() -> None:
 
 def told(telemetry: Telemetry, evaluation: RunningEvaluation, ended_step: int) -> None:
     telemetry.record_evaluation(
-        EvaluationRecord(evaluation, ended_step, EvaluationEnd.COMPLETE, EvaluationCounts(2, 2))
+        ended_evaluation(evaluation, ended_step, EvaluationEnd.COMPLETE, EvaluationCounts(2, 2))
     )
 
 

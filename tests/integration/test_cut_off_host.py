@@ -125,7 +125,7 @@ def check_what_goes_on(run: RunOnHost, since: float, kept: str) -> None:
     def is_trained_by_the_other_alone() -> bool:
         steps, rounds = run.audit("step", broken["time"]), run.audit("round", broken["time"])
         newest = [
-            step for step in steps if any(pack["version"] >= broken["version"] for pack in step["packs"])
+            step for step in steps if any(version >= broken["version"] for version in step["packs"].values())
         ]
         return {step["channel"] for step in steps} == {"A", "B"} and bool(newest) and bool(rounds)
 

@@ -49,7 +49,7 @@ from swift_stage2.config import load_config
 from swift_stage2.errors import ConfigError
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import protocol
-from swift_stage2.telemetry.trace import Trace
+from swift_stage2.telemetry.timing import Trace
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -391,7 +391,7 @@ def test_a_metric_is_two_lines_in_two_files(tmp_path: Path) -> None:
         "    spans = (VersionSpan(1, 0, 1),)\n"
         "    rollout = Rollout(Sample(SampleKey(0, 0, 0), {}), 'a', (1,), (), False, 5, 'http://s', spans)\n"
         "    telemetry.pipeline.matched(rollout, Target('a', (1,), (1.0,), quality), None)\n"
-        "values = telemetry.merge_and_write(1, lambda vector: vector)\n"
+        "values = telemetry.merge_and_write(1, lambda text: [text])\n"
         "telemetry.close()\n"
         "print(values['stage2_ab/parse/empty'])\n"
     )

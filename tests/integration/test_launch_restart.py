@@ -154,7 +154,8 @@ def test_a_restarted_server_is_asked_again_before_the_next_round_is_due(
         assert caught_up["servers"]["0"]["incarnation"] != first_round["servers"]["0"]["incarnation"]
         run.wait_until(
             lambda: any(
-                each["num_rollouts"] and each["time"] > caught_up["time"] for each in run.audit("batch")
+                each["end"] == "answered" and each["time"] > caught_up["time"]
+                for each in run.audit("finished")
             ),
             "rollouts of the server that came late",
         )

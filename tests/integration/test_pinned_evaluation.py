@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from telemetry.event_files import EventFiles
 from torchrun_job import LearnerRun, Server, run_learner, write_config
 
 from swift_stage2.cli import main
@@ -121,7 +122,9 @@ def test_channel_b_still_runs_and_its_ledger_knows_of_no_evaluation(run: Learner
     assert {sample[0] for record in sent for sample in record["samples"]} <= set(range(100))
     for rank in (0, 1):
         received = run.audit(rank, "metrics")[-1]["numbers"]["rollouts_received"]
-        assert received == sum(record["num_rollouts"] for record in run.audit(rank, "batch"))
+        assert received == sum(
+            len(each["samples"]) for each in run.audit(rank, "finished") if each["end"] == "answered"
+        )
 
 
 def test_every_evaluation_leaves_the_rows_that_it_counts(run: LearnerRun) -> None:
@@ -132,5 +135,6 @@ def test_every_evaluation_leaves_the_rows_that_it_counts(run: LearnerRun) -> Non
         assert len(rows) == len({row.row for row in rows}) == told[step]["num_answered"]
         assert sum(len(row.objects.ref) for row in rows) == told[step]["num_predictions"]
         assert sum(len(row.truth.ref) for row in rows if row.truth) == told[step]["num_ground_truth"]
-    scored = [record["due_step"] for record in run.audit(0, "evaluation_scores") if record["scores"]]
-    assert scored == sorted(found)
+    begun = {record["due_step"]: record["begun_step"] for record in run.audit(0, "evaluation")}
+    scored = EventFiles(run.directory / "runs").series("stage2_ab/eval/ap")
+    assert [step for step, _ in scored] == sorted(begun[due] for due in found)

@@ -81,7 +81,7 @@ def test_matches_are_of_points(run: LearnerRun) -> None:
         json.loads(line) for line in (run.directory / "events" / "rank0.jsonl").read_text().splitlines()
     ]
     matches = [record for record in records if record["kind"] == "match"]
-    assert {len(each["box"]) for match in matches for each in match["truth"]} == {2}
+    assert {len(point) for match in matches for _, point in match["truth"]} == {2}
     assert all('"point_2d": [' in match["target"] for match in matches if match["truth"])
 
 

@@ -83,7 +83,7 @@ def test_two_ranks_train_both_channels_with_our_server_on_another_host_which_cat
 
 def trains_b(run: RunOnHost, since: float) -> bool:
     """Rollouts have come since then, and a step of channel B after them."""
-    answered = [record["time"] for record in run.audit("batch", since) if record["num_rollouts"]]
+    answered = [record["time"] for record in run.audit("finished", since) if record["end"] == "answered"]
     return bool(answered) and any(step["channel"] == "B" for step in run.audit("step", answered[0]))
 
 

@@ -160,7 +160,7 @@ def test_the_account_balances_and_holds_every_pack_that_a_step_trained(long_run:
         trained, sent = long_run.audit(rank, "trained"), long_run.audit(rank, "sent")
         packs = [(each["step"], each["pack_id"]) for each in trained]
         steps = long_run.audit(rank, "step")
-        assert packs == [(step["step"], pack["pack_id"]) for step in steps for pack in step["packs"]]
+        assert packs == [(step["step"], pack_id) for step in steps for pack_id in step["packs"]]
         places = [tuple(sample[:2]) for each in trained for sample in each["samples"]]
         assert len(places) == len(set(places)) > 0
         before = {tuple(sample[:2]) for each in sent for sample in each["samples"]}
@@ -212,7 +212,7 @@ def test_kept_matches_are_those_that_were_matched(long_run: LearnerRun) -> None:
             width, height = record["space"]
             assert all(
                 0 <= b[0] <= b[2] <= width and 0 <= b[1] <= b[3] <= height
-                for b in (t["box"] for t in record["truth"])
+                for b in (box for _, box in record["truth"])
             )
             assert all(
                 p < len(record["predicted"]) and t < len(record["truth"]) for p, t, _ in record["pairs"]

@@ -21,11 +21,10 @@ from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
 from swift_stage2.channel_b.rollout_client.lane import ServerLane
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.channel_b.sample_source import SampleSource
-from swift_stage2.records import Pack, Rollout, SampleKey
+from swift_stage2.records import Pack, Rollout, SampleKey, UnusedReason
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.scheduling.version_clock import VersionClock
-from swift_stage2.telemetry.sample_events import UnusedReason
 
 Place = tuple[int, int]  # a sample's epoch and position
 _SLACK_S = 1e-6
@@ -246,7 +245,8 @@ class Ledger:
 
     def evaluation_ends(self, rank: int, record: Any) -> None:
         counts = record.counts
-        self.agree(rank, record.ended_step, "an evaluation that ended", record)
+        told = record.model_dump(exclude={"time"})
+        self.agree(rank, record.step, "an evaluation that ended", told)
         self.counts[f"evaluations {record.end}"] += rank == 0
         is_whole = counts.num_answered + counts.num_failed == counts.num_wanted
         if not is_whole if record.end == "complete" else counts.num_answered > counts.num_wanted:
@@ -365,7 +365,7 @@ class Ledger:
         places = [(epoch, first + each) for each in range(num)]
         # Those of a pack that was dropped just now, on another thread, may be missed.
         dropped = {
-            _place(key) for key in source._again if replace(key, attempt=key.attempt - 1) in mine.compared
+            _place(key) for key in source._again if key._replace(attempt=key.attempt - 1) in mine.compared
         }
         to_come = [
             place

@@ -23,9 +23,17 @@ from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import Learner
-from swift_stage2.records import BatchOutcome, Pack, Rollout, RoundOutcome, SampleKey
+from swift_stage2.records import (
+    BatchOutcome,
+    Pack,
+    ReturnReason,
+    Rollout,
+    RoundOutcome,
+    SampleKey,
+    UnusedReason,
+)
 from swift_stage2.scheduling.round_schedule import RoundSchedule
-from swift_stage2.telemetry.sample_events import Drawn, ReturnReason, UnusedReason, keys_of
+from swift_stage2.telemetry.events import Drawn
 
 _FOR_EVER_S = 1000.0
 
@@ -118,7 +126,7 @@ class YoungPipeline(Pipeline):
 
 
 def _as_if_of_its_last_part(rollout: Rollout) -> Rollout:
-    return replace(rollout, spans=(replace(rollout.spans[-1], start=0),))
+    return replace(rollout, spans=(rollout.spans[-1]._replace(start=0),))
 
 
 class RepeatingClient(RolloutClient):
@@ -143,7 +151,7 @@ class LateTellingSource(SampleSource):
         with self._lock:
             keys = [self._next_key() for _ in range(count)]
             self._shares.begin(((key.epoch, key.position) for key in keys), version)
-        self._log.write(Drawn(samples=keys_of(keys)))
+        self._log.write(Drawn(samples=tuple(keys)))
         return keys
 
 

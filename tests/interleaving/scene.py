@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
+from builders import cut_of, matched_of
 from interleaving.ledger import Ledger
 from interleaving.scheduler import Scheduler, Violation, seeded_chooser
 from interleaving.setting import REQUEST_TIMEOUT_S, SYNC_TIMEOUT_S, Setting, setting_of
@@ -71,10 +72,9 @@ from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.telemetry.account import account_of
-from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.event_log import EventLog
-from swift_stage2.telemetry.events import AnyEvent, Start
-from swift_stage2.telemetry.sample_events import Cut, Matched, Packed, StreamState
+from swift_stage2.telemetry.events import AnyEvent, Packed, Start, StreamState
+from swift_stage2.telemetry.timing import PipelineActivity
 from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot_memory import SnapshotMemory
@@ -204,7 +204,7 @@ class RankEvents:
         counts["rollouts aborted"] += len(outcome.aborted)
         for rollout in outcome.partial:
             counts["rollouts cut"] += 1
-            self.log.write(Cut.of(rollout))
+            self.log.write(cut_of(rollout))
         counts["samples returned"] += len(outcome.returned)
         noted, self._suspicions = self._suspicions, self._client.suspects
         for _, reason in sorted(self._suspicions.items() - noted.items()):
@@ -214,38 +214,26 @@ class RankEvents:
         self._ledger.counts["budgets exhausted"] += num_begun < num_wanted
         self._ledger.ranks[self._rank].num_begun += num_begun
 
-    def partial_dropped(self, rollout: Rollout) -> None:
-        self._ledger.counts["partial rollouts dropped"] += 1
-
-    def unconfirmed(self, num_rollouts: int) -> None:
-        self._ledger.counts["rollouts unconfirmed"] += num_rollouts
+    def count(self, name: str, amount: int = 1) -> None:
+        self._ledger.counts[name.replace("_", " ", 1).replace("/", " ")] += amount
 
     def compared(self, rollouts: Sequence[Rollout], reward_std: float) -> None:
         self._ledger.counts["groups trained"] += 1
 
-    def unused(self, num_rollouts: int, reason: str) -> None:
-        self._ledger.counts[f"rollouts unused {reason}"] += num_rollouts
-
     def enter(self, activity: PipelineActivity) -> None: ...
 
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
-        self.log.write(Matched.of(rollout, target.quality))
+        self.log.write(matched_of(rollout, target.quality))
         self._ledger.matched(self._rank, rollout)
 
     def segment(self, segment: Segment, seconds: float) -> None: ...
 
     def pack(self, pack: Pack, seconds: float) -> None:
         self._ledger.counts["packs"] += 1
-        self.log.write(Packed.of(pack))
+        self.log.write(Packed.of(pack, samples=pack.keys))
 
     def dropped(self, pack: Pack, reason: str) -> None:
         self._ledger.dropped(self._rank, pack, reason)
-
-    def stale_in_group(self, num_rollouts: int) -> None:
-        self._ledger.counts["rollouts stale in a group"] += num_rollouts
-
-    def stale_segment(self, segment: Segment) -> None:
-        self._ledger.counts["segments stale"] += 1
 
     def quarantined(self, key: SampleKey, reason: str, message: str, origin: object) -> None:
         self._ledger.quarantined(self._rank, key)
@@ -437,12 +425,11 @@ class Scene:
         if active().now - began_s > _FINAL_S + _CONTROL_TIMEOUT_S:
             active().fail(f"rank {rank} evaluates the final weights for {active().now - began_s:.1f} s")
         latest = b.evaluation.ended[-1] if b.evaluation.ended else None
-        is_final = latest is not None and latest.run.due_step == step
-        self.ledger.agree(rank, step, "the final evaluation", latest if is_final else None)
-        if is_final and latest.run.version != b.clock.current:
-            active().fail(
-                f"rank {rank} ends with version {b.clock.current}, evaluated is {latest.run.version}"
-            )
+        is_final = latest is not None and latest.due_step == step
+        told = latest.model_dump(exclude={"time"}) if is_final else None
+        self.ledger.agree(rank, step, "the final evaluation", told)
+        if is_final and latest.version != b.clock.current:
+            active().fail(f"rank {rank} ends with version {b.clock.current}, evaluated is {latest.version}")
         self.ledger.counts[f"final evaluations {latest.end if is_final else 'left out'}"] += 1
 
     def check_told(self) -> None:

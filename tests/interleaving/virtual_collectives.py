@@ -47,9 +47,6 @@ class VirtualControlGroup:
         what = f"reduce_max of {len(values)}"
         return self._meet(what, tuple(values), lambda all_: tuple(map(max, *all_)))  # type: ignore[no-any-return]
 
-    def reduce_sum(self, values: Sequence[float]) -> tuple[float, ...]:
-        return self._meet("reduce_sum", tuple(values), lambda all_: tuple(map(sum, zip(*all_, strict=True))))  # type: ignore[no-any-return]
-
     def broadcast(self, message: Any) -> Any:
         text = json.dumps(message) if self.rank == 0 else ""
         return json.loads(self._meet("broadcast", text, lambda all_: all_[0]))

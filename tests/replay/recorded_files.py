@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from builders import completion_of
 from ledger_run import LedgerRun
 
 from swift_stage2.records import Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.telemetry.events import Losses, Step
-from swift_stage2.telemetry.sample_events import RecordedCompletion
 
 SURROUNDINGS = {"directory": "/", "environment": {}, "device": "cpu", "threads": 1, "versions": {}}
 
@@ -57,7 +57,7 @@ class RecordedRank:
             self._num_packs += 1
             keys = self.run.draw(2)
             for key in keys:
-                self.run.log.write(RecordedCompletion.of(completion(key, log_probs=self._log_probs)))
+                self.run.log.write(completion_of(completion(key, log_probs=self._log_probs)))
             self.run.match(keys)
             self.run.pack(keys, f"p{self._num_packs}")
             self.run.source.settle_trained(keys, pack_id=f"p{self._num_packs}", step=number, version=1)
@@ -70,7 +70,7 @@ class RecordedRank:
             Step(
                 step=number, channel=channel, wants_b=channel is Channel.B, skip_reason=None, version=1,
                 version_lag=None, queue_depth=0, infer_in_flight=0, round_pending=False, plan_seconds=0.0,
-                num_tokens=0, num_supervised_tokens=0, packs=(), activity_ns={},
+                num_tokens=0, num_supervised_tokens=0, packs={}, activity_ns={},
             )
         )  # fmt: skip
 

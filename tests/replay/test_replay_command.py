@@ -11,7 +11,6 @@ from real_model import STAGE1
 from recorded_files import RecordedRank
 
 from swift_stage2.cli import main
-from swift_stage2.launch.plan import EXIT_STATUS_FILE
 from swift_stage2.replay import command
 from swift_stage2.replay.recorded_run import ReplayVerdict, read_verdict
 
@@ -23,18 +22,6 @@ def test_no_record_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("swift-stage2 replay: error: a run's directory holds ")
     assert not (tmp_path / "replay").exists()
-
-
-def test_another_world_size_is_one_line_and_status_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for rank in (0, 1):
-        RecordedRank(tmp_path, rank=rank, world_size=2).train("A")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert main(["replay", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("got world_size=3, recorded 2; start 2 ranks")
 
 
 def test_a_missing_data_set_is_one_line_and_status_2(
@@ -101,23 +88,14 @@ def test_an_earlier_replay_is_replaced(tmp_path: Path, monkeypatch: pytest.Monke
     assert read_verdict(run_dir / "replay") is None
 
 
-@pytest.mark.parametrize(("started_by", "times"), [("us", 0), ("torchrun", 1)])
-def test_the_verdict_is_told_once(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    started_by: str,
-    times: int,
+def test_a_rank_leaves_its_verdict_to_who_started_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that the command started leaves the telling to it."""
     monkeypatch.setattr("swift_stage2.replay.rank.replay_rank", lambda *_, **__: VERDICT)
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    if started_by == "us":
-        monkeypatch.setenv(EXIT_STATUS_FILE, str(tmp_path / "status"))
     (tmp_path / "out").mkdir()
     assert main(["replay", str(_run_dir(tmp_path)), "--output", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.count("[replay] equal: every loss") == times
+    assert "[replay]" not in capsys.readouterr().out
     assert read_verdict(tmp_path / "out") == VERDICT
 
 

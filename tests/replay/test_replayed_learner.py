@@ -144,15 +144,6 @@ def test_another_number_of_micro_steps_differs() -> None:
         _learner(_step(0)).end_step(0, LOSSES[:1])
 
 
-def test_another_number_of_packs_than_micro_steps_is_refused(
-    encoder: Encoder, rows: list[dict[str, Any]]
-) -> None:
-    maker = PackMaker(rows, encoder, TASK, PACKING_LENGTH)
-    learner = _learner(_step(0, RecordedPack("p", 1, (_completion(0, "[]"),))), maker=maker)
-    with pytest.raises(UserError, match="each of its 2 micro_steps, the log tells of 1"):
-        learner.begin_step(0, 2)
-
-
 def test_a_pack_of_another_length_is_refused(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
     maker = PackMaker(rows, encoder, TASK, PACKING_LENGTH)
     with pytest.raises(UserError, match=r"pack p must have the recorded num_tokens=7, got \d+; give"):

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from builders import completion_of
 from ledger_run import LedgerRun
 
 from swift_stage2.records import MatchQuality, ObjectMatch, Rollout, Sample, SampleKey, Target, VersionSpan
 from swift_stage2.telemetry.recorders import MatchKeeper
-from swift_stage2.telemetry.sample_events import RecordedCompletion
 
 _MATCH = ObjectMatch(predicted=(("cat", (1, 2, 3, 4)),), truth=(("cat", (1, 2, 3, 4)),), pairs=((0, 0, 0.5),))
 _QUALITY = MatchQuality(1, 1, 1, 0.5, 0, 0)
@@ -25,7 +25,7 @@ class FollowedRun(LedgerRun):
         self._matches = MatchKeeper(self.log, range(1000))
 
     def text(self, key: SampleKey) -> str:
-        return f"{self.run_id} answers {key.entry}"
+        return f"{self.run_id} answers {list(key)}"
 
     def write_text(
         self, keys: Sequence[SampleKey], purpose: Literal["training", "evaluation"] = "training"
@@ -38,7 +38,7 @@ class FollowedRun(LedgerRun):
     def record_text(self, keys: Sequence[SampleKey]) -> None:
         """As a recording has it, when an answer comes."""
         for key in keys:
-            self.log.write(RecordedCompletion.of(self._rollout(key)))
+            self.log.write(completion_of(self._rollout(key)))
 
     def finish(self, count: int) -> list[SampleKey]:
         """So many rollouts are drawn, answered and matched."""

@@ -12,8 +12,7 @@ from PIL import Image
 from swift_stage2.records import EvaluationCounts, ServerReport
 from swift_stage2.scheduling.step_plan import Channel, SkipReason
 from swift_stage2.telemetry.event_log import EventLog, event_path
-from swift_stage2.telemetry.events import End, Evaluation, Metrics, Round, Step, TrainedPack
-from swift_stage2.telemetry.sample_events import Labelled, Match
+from swift_stage2.telemetry.events import End, Evaluation, Match, Metrics, Round, Step
 
 CONFIG: dict[str, Any] = {
     "stage2_ab": {
@@ -99,7 +98,6 @@ class RunFiles:
                 activity_ns=total,
                 wall_ns=sum(total.values()),
                 pipeline_ns=pipeline_ns,
-                pipeline_wall_ns=wall_ns,
             )
         )
 
@@ -143,8 +141,8 @@ class RunFiles:
                 sample=tuple(sample),
                 version=version,
                 images=tuple(images),
-                truth=tuple(Labelled(label=label, box=tuple(box)) for box in truth),
-                predicted=tuple(Labelled(label=said or label, box=tuple(box)) for box in predicted),
+                truth=tuple((label, tuple(box)) for box in truth),
+                predicted=tuple((said or label, tuple(box)) for box in predicted),
                 pairs=tuple(tuple(pair) for pair in pairs),
                 **(values | others),
             )
@@ -175,9 +173,9 @@ class RunFiles:
         )
 
     def _plan(self, channel: str, wants_b: bool, skip_reason: SkipReason | None) -> None:
-        packs = ()
+        packs = {}
         if channel == "B":
-            packs = (TrainedPack(pack_id=str(self.step), version=max(0, self.version - 1)),)
+            packs = {str(self.step): max(0, self.version - 1)}
             self._train_sample()
         self.num_b += len(packs)
         in_flight = self.step % 6 == 5

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from run_files import RunFiles
 
 from swift_stage2.cli import main
+from swift_stage2.records import ReturnReason
 from swift_stage2.telemetry.event_log import event_path
-from swift_stage2.telemetry.sample_events import ReturnReason
 
 GARBAGE = (b"", b"\0" * 20, b"[" * 20_000, b"{}", b"7", b"\xff\xfe", b'{"kind":[]}', b'{"kind":"step"}')
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import tempfile
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -15,10 +14,10 @@ from followed_run import FollowedRun, killed_and_resumed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swift_stage2.records import ReturnReason
 from swift_stage2.report.rollouts_command import FinishedRollout, RunRollouts
 from swift_stage2.telemetry import event_log
 from swift_stage2.telemetry.event_log import event_path
-from swift_stage2.telemetry.sample_events import ReturnReason
 
 NUM_RANKS = 2
 NO_END = "told no end: it was killed, or a full disk took no more"
@@ -46,7 +45,7 @@ def test_a_killed_and_resumed_runs_rollouts_are_told_once_each_with_their_own_an
     found = read_whole(run_dir)
     assert [each.text for rank in range(NUM_RANKS) for each in of_rank(found, rank)] == told
     assert len({each.fields["rollout"] for each in found}) == len(found) == 18
-    assert [each.time for each in found] == sorted(each.time for each in found)
+    assert [each.matched.time for each in found] == sorted(each.matched.time for each in found)
 
 
 PIECES = st.lists(st.tuples(st.integers(0, NUM_RANKS - 1), st.integers(1, 900)), max_size=30)
@@ -113,7 +112,7 @@ def test_a_redrawn_sample_is_another_rollout(tmp_path: Path) -> None:
     (key,) = run.finish(1)
     run.source.give_back([key], ReturnReason.STALE)
     (again,) = run.finish(1)
-    assert again == replace(key, attempt=1)
+    assert again == key._replace(attempt=1)
     assert [each.key[3] for each in read_whole(tmp_path)] == [0, 1]
 
 

@@ -14,7 +14,7 @@ from run_files import RunFiles, picture
 
 from swift_stage2.detections.drawing import Drawing, gallery_image
 from swift_stage2.pages.content import Gallery
-from swift_stage2.report.gallery import RankMatch, gallery_of, matches_of
+from swift_stage2.report.quality import RankMatch, gallery_of, matches_of
 from swift_stage2.report.run_data import read_run
 
 
@@ -34,7 +34,7 @@ def gallery(tmp_path: Path, *each: dict[str, Any], size: int = 200) -> Gallery:
 def test_the_newest_come_first_and_no_more_than_asked_for(tmp_path: Path) -> None:
     found = gallery(tmp_path, *({"rollout": str(number)} for number in range(9)), size=3)
     assert [dict(shown.texts)["Rollout"] for shown in found.pictures] == ["8", "7", "6"]
-    assert found.num_matches == 9
+    assert found.told == "3 of 9 matches, the newest first."
     assert gallery_of(matches(tmp_path), 0).pictures == ()
 
 

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Request, sync_playwright
 from run_files import RunFiles, picture
 
-from swift_stage2.pages.page import page_of, write_page
+from swift_stage2.pages.rendering import page_of, write_page
 from swift_stage2.report.command import report_of
 from swift_stage2.report.run_data import read_run
 
@@ -111,23 +111,8 @@ def visit(browser: Browser, page_file: Path, request: pytest.FixtureRequest) -> 
     opened.close()
 
 
-def test_every_chart_is_drawn_with_a_table_behind_it(visit: Visit) -> None:
-    charts = visit.page.locator("figure > svg")
-    assert charts.count() == visit.page.locator("figure").count() == 3
-    for number in range(charts.count()):
-        assert charts.nth(number).locator("path, circle").count() > 0
-        assert charts.nth(number).get_attribute("aria-label")
-    behind = visit.page.locator("figure details table").first
-    assert not behind.is_visible()
-    visit.page.locator("figure summary").first.press("Enter")
-    assert behind.is_visible()
-
-
 def test_nothing_is_wider_than_the_screen(visit: Visit) -> None:
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    box = visit.page.locator("figure > svg").first.bounding_box()
-    assert box is not None
-    assert box["width"] <= visit.page.evaluate("innerWidth")
 
 
 def test_pictures_are_the_newest_first_with_a_word_where_there_is_none(visit: Visit) -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from run_files import A_S, B_S, BUSY_S, ROUND_S, RunFiles, balanced_ledger
 
-from swift_stage2.pages.content import MOST_POINTS, thinned
-from swift_stage2.report.gallery import matches_of
+from swift_stage2.report.quality import matches_of
 from swift_stage2.report.run_data import read_run
-from swift_stage2.report.speed import trained_steps, works_of
+from swift_stage2.report.verdict import trained_steps, works_of
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import RankEvents, event_path
 from swift_stage2.telemetry.events import Metrics, Round
@@ -57,7 +56,7 @@ def test_what_a_resume_made_void_is_left_out_also_elsewhere(tmp_path: Path) -> N
         assert [each.step for each in rank.of(Round)] == [0, 4, 8]
         assert [each.step for each in rank.of(Metrics)] == [10, None]  # the first process's 10 is void
         (logged,) = matches_of(found.ranks)
-        assert logged.match.truth[0].label == "kept"
+        assert logged.match.truth[0][0] == "kept"
         # The step that the kill cut off has no length; nor has the one before the resume.
         assert [step.step for step in trained_steps(rank)] == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10]
         assert account_of(found.logs, found.doubts).is_balanced
@@ -77,7 +76,7 @@ def test_a_draw_that_was_repeated_counts_once(tmp_path: Path) -> None:
     run.match([0, 1, 1, 0], label="asked again")
     run.end()
     (found,) = matches_of([first(tmp_path)])
-    assert found.match.truth[0].label == "asked again"
+    assert found.match.truth[0][0] == "asked again"
 
 
 @pytest.mark.parametrize(("save_id", "step", "is_told"), [("s1", 6, True), ("s2", 6, False), ("s0", 0, True)])
@@ -95,13 +94,3 @@ def test_a_checkpoint_on_disk_must_be_told_of_unless_the_run_began_with_it(
     told = "rank 0: checkpoint-6 is of a save that the log does not tell of"
     assert found.doubts == (() if is_told else (told,))
     assert account_of(found.logs, found.doubts).is_balanced is is_told
-
-
-def test_long_series_are_thinned_without_losing_their_sum_or_end() -> None:
-    points = [(float(n), float(n % 7)) for n in range(10 * MOST_POINTS)]
-    few = thinned(points)
-    assert len(few) == MOST_POINTS
-    assert sum(y for _, y in few) * 10 == pytest.approx(sum(y for _, y in points))
-    assert max(y for _, y in thinned(points, max)) == 6
-    assert thinned(points[:3]) == points[:3]
-    assert thinned([]) == []

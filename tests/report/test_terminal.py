@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from swift_stage2.pages.content import GALLERY_KEY, Section, Sentence, Table, Tone
-from swift_stage2.pages.terminal import column_widths, terminal_report
+from swift_stage2.pages.content import Gallery, Part, Section, Sentence, Table, Tone
+from swift_stage2.pages.rendering import column_widths, terminal_report
 
 KEY = "stage2_ab.channel_b.prefetch.sync_every_steps"
 CELLS = st.text("ab ", max_size=30)
@@ -21,18 +21,14 @@ def shown(*sections: Section, width: int = 80) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def section(*parts: Sentence | Table, key: str = "key") -> Section:
-    return Section(key, "Heading", parts)
+def section(*parts: Part) -> Section:
+    return Section("key", "Heading", parts)
 
 
 def test_a_heading_stands_above_something() -> None:
-    introduction = Sentence("50 of 90 images")
-    assert shown(section()) == shown(section(introduction, key=GALLERY_KEY)) == []
+    assert shown(section()) == shown(section(Gallery("50 of 90 images", ()))) == []
     warning = Sentence("2 lines are left out", Tone.WARN)
-    assert [line for line in shown(section(introduction, warning, key=GALLERY_KEY)) if line] == [
-        "Heading",
-        warning.text,
-    ]
+    assert [line for line in shown(section(warning)) if line] == ["Heading", warning.text]
 
 
 def test_a_key_is_whole_beside_words_that_are_wrapped() -> None:

@@ -16,7 +16,7 @@ from two_rank_hang import TIMEOUT_S
 
 from swift_stage2.runtime import watches
 from swift_stage2.runtime.watches import EXIT_HANG, ProgressWatch, RoundWatch, Standing
-from swift_stage2.telemetry.activity import Activity, ActivityClock
+from swift_stage2.telemetry.timing import Activity, ActivityClock
 
 LIMIT_S = 10.0
 

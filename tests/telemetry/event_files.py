@@ -20,7 +20,3 @@ class EventFiles:
 
     def series(self, tag: str) -> list[tuple[int, float]]:
         return [(event.step, event.value) for event in self._events.Scalars(tag)]
-
-    def text(self, tag: str) -> str:
-        (event,) = self._events.Tensors(tag)
-        return b"".join(event.tensor_proto.string_val).decode()

@@ -14,14 +14,13 @@ from swift_stage2.records import (
     SampleKey,
     Segment,
     ServerReport,
-    StepRecord,
     Target,
     VersionSpan,
 )
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 from swift_stage2.telemetry.event_log import EventTail, event_path
+from swift_stage2.telemetry.events import Event, Step
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.sample_events import Event
 
 EventT = TypeVar("EventT", bound=Event)
 
@@ -66,17 +65,16 @@ def step(
     packs: tuple[Pack, ...] = (),
     queue_depth: int = 0,
     in_flight: int = 0,
-) -> StepRecord:
-    return StepRecord(
-        step=number,
-        plan=plan,
-        version=version,
-        version_lag=max((version - item.version for item in packs), default=None),
+) -> Step:
+    return Step.planned(
+        number,
+        plan,
+        packs,
+        version,
         queue_depth=queue_depth,
         infer_in_flight=in_flight,
         round_pending=False,
         plan_seconds=0.001,
-        packs=packs,
     )
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import cut_of, matched_of
 from ledger_run import LedgerRun, again
 
-from swift_stage2.records import MatchQuality, Rollout, Sample, VersionSpan
+from swift_stage2.records import MatchQuality, ReturnReason, Rollout, Sample, UnusedReason, VersionSpan
 from swift_stage2.telemetry.account import RankAccount, account_of
 from swift_stage2.telemetry.event_log import read_events
-from swift_stage2.telemetry.events import AnyEvent, Damaged
-from swift_stage2.telemetry.sample_events import Cut, Matched, ReturnReason, UnusedReason
+from swift_stage2.telemetry.events import AnyEvent, Cut, Damaged, Matched
 
 Spoil = Callable[[list[AnyEvent]], Any]
 
@@ -177,9 +177,9 @@ def _resumed_run(directory: Path) -> list[AnyEvent]:
     run.ask(keys)
     spans = (VersionSpan(1, 0, 3), VersionSpan(2, 3, 5))
     part = Rollout(Sample(key, {}), "said", (7, 8, 9), (2,), True, 3, "http://s", spans[:1])
-    run.log.write(Cut.of(part))
+    run.log.write(cut_of(part))
     run.ask(keys, server="http://t", version=2)
-    run.log.write(Matched.of(replace(part, spans=spans), MatchQuality(1, 1, 1, 0.5, 0, 0)))
+    run.log.write(matched_of(replace(part, spans=spans), MatchQuality(1, 1, 1, 0.5, 0, 0)))
     run.pack(keys)
     run.train(keys)
     return run.events()

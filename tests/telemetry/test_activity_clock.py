@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.telemetry.activity import Activity, ActivityClock, IntervalClock, PipelineActivity
+from swift_stage2.telemetry.timing import Activity, ActivityClock, IntervalClock, PipelineActivity
 
 
 class Ticks:

@@ -8,18 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.channel_b.ready_queue import DropReason
-from swift_stage2.telemetry import metrics
-from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.metrics import (
     METRICS,
     RATIOS,
     Counters,
-    Kind,
     Merge,
-    MergedMetrics,
-    decode,
-    encode,
-    vector_length,
+    merged,
 )
 
 
@@ -28,7 +22,7 @@ def table_tags() -> list[str]:
 
 
 def test_the_queue_s_drop_reasons_are_declared() -> None:
-    assert {f"packs_{reason}" for reason in DropReason} <= set(metrics.METRICS_BY_NAME)
+    assert {f"packs_{reason}" for reason in DropReason} <= {metric.name for metric in METRICS}
 
 
 def test_no_two_numbers_share_a_tag() -> None:
@@ -87,29 +81,18 @@ def test_counters_continue_after_a_resume_and_gauges_do_not() -> None:
     assert after.snapshot()["packs_made"] == 6
     assert after.snapshot()["packs_trained"] == 0
     assert after.snapshot().get("queue_depth") is None
-    assert after.snapshot().keys() == {m.name for m in METRICS if m.kind is Kind.COUNTER}
+    assert after.snapshot().keys() == {m.name for m in METRICS if not m.is_gauge}
 
 
-GAUGES = [metric for metric in METRICS if metric.kind is Kind.GAUGE]
-SUMMED = [metric for metric in METRICS if metric.kind is Kind.COUNTER and metric.merge is Merge.SUM]
-
-
-def merge(ranks: list[Counters], activities: list[dict[Activity, int]] | None = None) -> list[MergedMetrics]:
-    """Every rank's reading, with the collective written out."""
-    spent = activities or [dict.fromkeys(Activity, 0) for _ in ranks]
-    numbers = [rank.snapshot() for rank in ranks]
-    vectors = [
-        encode(mine, spent[rank], rank=rank, world_size=len(ranks)) for rank, mine in enumerate(numbers)
-    ]
-    summed = [sum(column) for column in zip(*vectors, strict=True)]
-    return [decode(summed, mine, world_size=len(ranks)) for mine in numbers]
+GAUGES = [metric for metric in METRICS if metric.is_gauge]
+SUMMED = [metric for metric in METRICS if not metric.is_gauge and metric.merge is Merge.SUM]
 
 
 values = st.one_of(st.none(), st.integers(-5, 10**6))
 
 
 @given(st.data())
-def test_every_rank_reads_sums_minima_and_maxima(data: st.DataObject) -> None:
+def test_numbers_of_all_ranks_are_sums_minima_and_maxima(data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, 5))
     ranks = [Counters() for _ in range(world_size)]
     drawn = {m.name: data.draw(st.lists(values, min_size=world_size, max_size=world_size)) for m in GAUGES}
@@ -120,7 +103,7 @@ def test_every_rank_reads_sums_minima_and_maxima(data: st.DataObject) -> None:
             rank.set(name, column[index])
         for name, count in counts.items():
             rank.add(name, count + index)
-    views = merge(ranks)
+    found = merged([rank.snapshot() for rank in ranks])
     oracle: dict[Merge, Callable[[list[int]], int]] = {
         Merge.SUM: sum,
         Merge.MIN: min,
@@ -130,11 +113,9 @@ def test_every_rank_reads_sums_minima_and_maxima(data: st.DataObject) -> None:
     for metric in GAUGES:
         present = [value for value in drawn[metric.name] if value is not None]
         expected = oracle[metric.merge](present) if present else None
-        assert views[0].values.get(metric.name) == expected
-        assert views[0].per_rank[metric.name] == tuple(drawn[metric.name])
+        assert found.get(metric.name) == expected
     for name, count in counts.items():
-        assert views[0].values[name] == sum(count + index for index in range(world_size))
-    assert all(view == views[0] for view in views)
+        assert found[name] == sum(count + index for index in range(world_size))
 
 
 def test_what_every_rank_decides_alike_is_not_multiplied() -> None:
@@ -143,26 +124,5 @@ def test_what_every_rank_decides_alike_is_not_multiplied() -> None:
         rank.add("steps", 10)
         rank.add("sync_rounds_failed", 2)
         rank.set("ver_current", 7)
-    values_now = merge(ranks)[0].values
+    values_now = merged([rank.snapshot() for rank in ranks])
     assert (values_now["steps"], values_now["sync_rounds_failed"], values_now["ver_current"]) == (10, 2, 7)
-
-
-@given(st.lists(st.tuples(*[st.integers(0, 10**13)] * len(Activity)), min_size=1, max_size=16))
-def test_activities_of_all_ranks_add_up_exactly(rows: list[tuple[int, ...]]) -> None:
-    activities = [dict(zip(Activity, row, strict=True)) for row in rows]
-    merged = merge([Counters() for _ in rows], activities)[0]
-    assert merged.activity_ns == {a: sum(row[a] for row in activities) for a in Activity}
-
-
-def test_the_length_depends_on_the_number_of_ranks_only() -> None:
-    counters = Counters()
-    empty = encode(counters.snapshot(), dict.fromkeys(Activity, 0), rank=1, world_size=3)
-    counters.set("queue_depth", 2)
-    counters.add("packs_made", 2)
-    full = encode(counters.snapshot(), dict.fromkeys(Activity, 5), rank=2, world_size=3)
-    assert len(empty) == len(full) == vector_length(3)
-
-
-def test_a_vector_of_another_world_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="entries for 2 ranks, got"):
-        decode([0.0] * vector_length(3), Counters().snapshot(), world_size=2)

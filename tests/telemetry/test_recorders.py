@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from telemetry.run_facts import PLAN_A, PLAN_B, pack, quality, skipped, started, step
+from telemetry.run_facts import PLAN_A, PLAN_B, quality, skipped, started, step
 
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.records import (
@@ -29,13 +29,11 @@ from swift_stage2.report.command import report_of
 from swift_stage2.report.run_data import read_run
 from swift_stage2.scheduling.step_plan import SkipReason, StepPlan
 from swift_stage2.telemetry import recorders
-from swift_stage2.telemetry.activity import PipelineActivity
 from swift_stage2.telemetry.event_log import EventLog, read_events
-from swift_stage2.telemetry.events import Batch
+from swift_stage2.telemetry.events import Cut, FailedPosts, Match
 from swift_stage2.telemetry.metrics import Counters
 from swift_stage2.telemetry.recorders import MatchKeeper, PipelineRecorder, rows_to_keep
-from swift_stage2.telemetry.sample_events import Cut, Labelled, Match
-from swift_stage2.telemetry.trace import Trace
+from swift_stage2.telemetry.timing import PipelineActivity, Trace
 
 PATIENCE_S = 60.0
 
@@ -63,9 +61,8 @@ _FAILURES = tuple(PostFailure("http://s", end, 4, "") for end in (PostEnd.STOPPE
             1,
             lambda told: told.batch(BatchOutcome(failures=_FAILURES)),
         ),  # one by our own stop
-        ("rollouts_dropped_stale", 3, lambda told: told.stale_in_group(3)),
         ("targets_left_out", 1, lambda told: told.segment(_SEGMENT, 0.0)),
-        ("rollouts_unconfirmed", 3, lambda told: told.unconfirmed(3)),
+        ("rollouts_unconfirmed", 3, lambda told: told.count("rollouts_unconfirmed", 3)),
         ("run_ahead_exhausted", 1, lambda told: told.run_ahead(num_wanted=4, num_begun=3)),
         ("run_ahead_exhausted", 0, lambda told: told.run_ahead(num_wanted=4, num_begun=4)),
     ],
@@ -84,7 +81,7 @@ def test_tokens_of_aborted_rollouts_are_counted_as_kept_or_thrown_away(tmp_path:
         part, token_ids=(1, 2, 3, 4), spans=(VersionSpan(4, 0, 2), VersionSpan(5, 2, 3), VersionSpan(6, 3, 4))
     )
     pipeline.batch(BatchOutcome(partial=(part,), aborted=(part, part), rollouts=(whole, part)))
-    pipeline.partial_dropped(part)
+    pipeline.count("tokens_partial_dropped", 3)
     numbers = counters.snapshot()
     assert (numbers["rollouts_resumed"], numbers["rollouts_aborted"]) == (1, 2)
     assert (numbers["tokens_kept"], numbers["tokens_aborted"], numbers["tokens_partial_dropped"]) == (3, 6, 3)
@@ -93,20 +90,16 @@ def test_tokens_of_aborted_rollouts_are_counted_as_kept_or_thrown_away(tmp_path:
     assert (cut.num_tokens, cut.spans) == (3, ((4, 0, 3),))
 
 
-def test_one_event_tells_of_what_came_until_a_pack_or_a_failure(tmp_path: Path) -> None:
+def test_requests_that_failed_are_told_with_their_cause(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     pipeline = recorder(log=EventLog(path))
-    answered = BatchOutcome(rollouts=(rollout(),), num_posts=1, seconds=0.5)
-    for _ in range(3):
-        pipeline.batch(answered)
+    pipeline.batch(BatchOutcome(rollouts=(rollout(),), num_posts=1, seconds=0.5))
     assert not path.exists()
-    pipeline.pack(pack(), 0.1)
-    pipeline.batch(answered)
-    pipeline.batch(BatchOutcome(failures=(PostFailure("http://s", PostEnd.LOST, 1, "gone"),), num_posts=1))
-    pipeline.tell_batches()
-    first, second = (event for event in read_events(path) if isinstance(event, Batch))
-    assert (first.num_rollouts, first.num_posts, first.seconds, first.failures) == (3, 3, 1.5, ())
-    assert (second.num_rollouts, second.num_posts, len(second.failures)) == (1, 2, 1)
+    failures = (PostFailure("http://s", PostEnd.LOST, 1, "gone"),)
+    pipeline.batch(BatchOutcome(failures=failures, num_posts=1))
+    (found,) = read_events(path)
+    assert isinstance(found, FailedPosts)
+    assert found.failures == failures
 
 
 def test_a_pipeline_that_comes_back_to_its_wait_is_asking_if_a_post_is_out() -> None:
@@ -199,8 +192,8 @@ def test_a_match_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         version=6,
         images=(str(tmp_path / "a.png"), str(tmp_path / "b.png"), None),
         space=(640, 480),
-        truth=(Labelled(label="cat", box=(1, 2, 3, 5)), Labelled(label="dog", box=(6, 7, 8, 9))),
-        predicted=(Labelled(label="cat", box=(1, 2, 3, 4)),),
+        truth=(("cat", (1, 2, 3, 5)), ("dog", (6, 7, 8, 9))),
+        predicted=(("cat", (1, 2, 3, 4)),),
         pairs=((0, 0, 0.6667),),
         rollout="said",
         target="wanted",

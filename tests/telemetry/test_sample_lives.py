@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ledger_run import LedgerRun
 
-from swift_stage2.records import SampleKey
-from swift_stage2.telemetry.sample_events import ReturnReason
+from swift_stage2.records import ReturnReason, SampleKey
 
 Place = tuple[int, int]
 

@@ -20,7 +20,7 @@ class Clock:
 def test_a_line_tells_step_pace_loss_and_channel_b() -> None:
     clock = Clock()
     status = StatusLine(400, 8, clock)
-    status.take(10, 0.5, {"rollouts_received": 20.0}, [0])
+    status.take(10, 0.5, {"rollouts_received": 20.0})
     clock.now_s += 25.0
     values = {
         "rollouts_received": 70.0,
@@ -30,8 +30,9 @@ def test_a_line_tells_step_pace_loss_and_channel_b() -> None:
         "b_steps_skipped/servers_suspect": 0,
         "ver_current": 4,
         "ver_lag": 1,
+        "queue_depth": 2,
     }
-    status.take(20, 1.25, values, [3, None, 2])
+    status.take(20, 1.25, values)
     assert status.line(0.43214) == (
         "step 20/400, epoch 1.25, loss 0.4321 | 2.50 s/step, 0:15:50 left | B 5 of 8 wanted, not_enough_packs 3 | "
         "queue 2 of 8 | version 4, lag 1 | 2 rollouts/s"
@@ -41,7 +42,7 @@ def test_a_line_tells_step_pace_loss_and_channel_b() -> None:
 
 def test_a_run_without_channel_b_says_nothing_about_it() -> None:
     status = StatusLine(4, None)
-    status.take(2, None, {}, [None])
+    status.take(2, None, {})
     assert status.line() == "step 2/4"
 
 
@@ -54,7 +55,7 @@ def test_rank_0_tells_each_logging_step_once_with_its_loss_and_the_last_one_at_t
         plan, packs = (PLAN_B, (pack(),)) if number else (skipped(), ())
         telemetry.record_step(step(number, plan, packs=packs, queue_depth=number))
         if number % 2:
-            telemetry.merge_and_write(number + 1, lambda vector: vector)
+            telemetry.merge_and_write(number + 1, lambda text: [text])
         if number == 1:
             telemetry.record_loss(2, 0.5)
     telemetry.record_warning("a server is lost")

@@ -7,19 +7,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from builders import ended_evaluation
 from event_files import EventFiles
 from run_facts import PLAN_A, PLAN_B, match, pack, quality, round_outcome, skipped, started, step, told
 
-from swift_stage2.records import BatchOutcome, EvaluationCounts, EvaluationRecord, SampleKey
+from swift_stage2.records import BatchOutcome, EvaluationCounts, SampleKey
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
 from swift_stage2.scheduling.step_plan import SkipReason
-from swift_stage2.telemetry.activity import Activity
 from swift_stage2.telemetry.events import (
     End,
     Evaluation,
     EvaluationFailure,
     EvaluationPost,
-    EvaluationScores,
     Losses,
     Metrics,
     Start,
@@ -27,6 +26,7 @@ from swift_stage2.telemetry.events import (
     Warned,
 )
 from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.telemetry.timing import Activity
 
 TAGS = {
     "async": """policy_wants_b step_kind_b b_step_skipped_due_to_queue b_ratio_realized b_debt queue_depth queue_limit
@@ -54,14 +54,14 @@ class Ranks:
             for rank in range(world_size)
         ]
         self._barrier = threading.Barrier(world_size)
-        self._vectors: list[Sequence[float]] = [()] * world_size
+        self._texts = [""] * world_size
         self.num_collectives = 0
 
     def merge(self, at: int) -> list[dict[str, float]]:
         results: list[dict[str, float]] = [{} for _ in self.telemetry]
 
         def work(rank: int) -> None:
-            results[rank] = self.telemetry[rank].merge_and_write(at, self._sum(rank), epoch=0.5)
+            results[rank] = self.telemetry[rank].merge_and_write(at, self._gather(rank), epoch=0.5)
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(self.telemetry))]
         for thread in threads:
@@ -70,15 +70,15 @@ class Ranks:
             thread.join(20)
         return results
 
-    def _sum(self, rank: int) -> Callable[[Sequence[float]], Sequence[float]]:
-        def add_up(vector: Sequence[float]) -> Sequence[float]:
-            self._vectors[rank] = vector
+    def _gather(self, rank: int) -> Callable[[str], Sequence[str]]:
+        def gather(text: str) -> Sequence[str]:
+            self._texts[rank] = text
             if rank == 0:
                 self.num_collectives += 1
             self._barrier.wait(20)
-            return [sum(column) for column in zip(*self._vectors, strict=True)]
+            return tuple(self._texts)
 
-        return add_up
+        return gather
 
     def step(self, *args: object, **fields: object) -> None:
         for telemetry in self.telemetry:
@@ -112,7 +112,7 @@ def test_every_tag_of_the_design_is_written_and_no_other(tmp_path: Path) -> None
 def test_an_evaluation_is_in_every_log_and_in_no_counter(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     counts = EvaluationCounts(num_wanted=4, num_answered=3, num_pairs=2, num_predictions=4, sum_iou=1.0)
-    record = EvaluationRecord(RunningEvaluation(10, 12, 5), 14, EvaluationEnd.ROUND_DUE, counts)
+    record = ended_evaluation(RunningEvaluation(10, 12, 5), 14, EvaluationEnd.ROUND_DUE, counts)
     for telemetry in ranks.telemetry:
         before = telemetry.counters.snapshot()
         keys = [SampleKey(0, 0, 7)]
@@ -141,8 +141,7 @@ def test_scores_stand_where_their_evaluation_began_and_their_fault_is_a_warning(
     ranks.telemetry[0].record_scores(RunningEvaluation(10, 12, 5), {"ap": 0.25}, "no room")
     ranks.close()
     assert EventFiles(tmp_path / "runs").series("stage2_ab/eval/ap") == [(12, 0.25)]
-    (scores,), (warning,) = told(tmp_path, EvaluationScores), told(tmp_path, Warned)
-    assert (scores.scores, scores.version) == ({"ap": 0.25}, 5)
+    (warning,) = told(tmp_path, Warned)
     assert "the evaluation that began at step 12 is not whole: no room" in warning.message
 
 
@@ -151,7 +150,7 @@ def test_an_evaluation_without_an_answer_is_a_warning(tmp_path: Path) -> None:
     run = RunningEvaluation(10, 12, 5)
     for num_answered in (1, 0):
         counts = EvaluationCounts(num_wanted=4, num_answered=num_answered)
-        ranks.telemetry[0].record_evaluation(EvaluationRecord(run, 14, EvaluationEnd.ROUND_DUE, counts))
+        ranks.telemetry[0].record_evaluation(ended_evaluation(run, 14, EvaluationEnd.ROUND_DUE, counts))
     ranks.close()
     (warning,) = told(tmp_path, Warned)
     assert "began at step 12 has no answer to 4 samples (round_due); " in warning.message
@@ -308,11 +307,10 @@ def test_the_time_of_earlier_processes_is_in_no_step_of_this_one(tmp_path: Path)
     assert last.activity_ns["busy"] == an_hour_ns
 
 
-def test_settings_are_written_once(tmp_path: Path) -> None:
-    telemetry = Telemetry(tmp_path, 0, 1, queue_limit=8)
+def test_a_start_tells_the_settings(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False, queue_limit=8)
     telemetry.record_start(run_id="r", step=0, seed=7, decoding={"temperature": 0.01}, config={"a": {"b": 1}})
     telemetry.close()
-    assert '"seed": 7' in EventFiles(tmp_path / "runs").text("stage2_ab/settings")
     (start,) = told(tmp_path, Start)
     assert (start.seed, start.decoding, start.config) == (7, {"temperature": 0.01}, {"a": {"b": 1}})
 
@@ -337,7 +335,7 @@ def test_only_rank_0_writes_event_files(tmp_path: Path) -> None:
 def test_switched_off_it_leaves_no_file(tmp_path: Path) -> None:
     telemetry = Telemetry(tmp_path, 0, 1, tensorboard=False, events=False)
     telemetry.record_step(step(0))
-    telemetry.merge_and_write(1, lambda vector: vector)
+    telemetry.merge_and_write(1, lambda text: [text])
     telemetry.close()
     telemetry.close()
     assert not list(tmp_path.iterdir())
@@ -365,7 +363,7 @@ def test_a_full_disk_is_told_by_the_log_and_raises_nowhere(
     with caplog.at_level(logging.WARNING):
         for number in range(3):
             telemetry.record_step(step(number))
-            telemetry.merge_and_write(number, lambda vector: vector)
+            telemetry.merge_and_write(number, lambda text: [text])
         telemetry.close()
     assert telemetry.counters.snapshot()["steps"] == 3
     assert "No space left on device" in telemetry.log.failure

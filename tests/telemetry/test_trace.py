@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_disk import SmallDisk
 
-from swift_stage2.telemetry.trace import Trace
+from swift_stage2.telemetry.timing import Trace
 
 
 def test_a_block_that_raises_is_recorded() -> None:

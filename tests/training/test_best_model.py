@@ -9,27 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import ended_evaluation
 from sft_run import build_trainer, channel_a_alone
 
 from swift_stage2.learner import Learner
-from swift_stage2.records import EvaluationCounts, EvaluationRecord
+from swift_stage2.records import EvaluationCounts
 from swift_stage2.run import Stage2Run
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEvaluation
+from swift_stage2.telemetry.events import Evaluation
 from swift_stage2.training.stage2_trainer import Stage2Trainer
 
 
-def evaluation(step: int, f1_percent: int, end: EvaluationEnd = EvaluationEnd.COMPLETE) -> EvaluationRecord:
+def evaluation(step: int, f1_percent: int, end: EvaluationEnd = EvaluationEnd.COMPLETE) -> Evaluation:
     """F1 is 2 · pairs / (predictions + truth)."""
     counts = EvaluationCounts(
         num_wanted=4, num_answered=4, num_predictions=100, num_ground_truth=100, num_pairs=f1_percent
     )
-    return EvaluationRecord(RunningEvaluation(step, step, step), step, end, counts)
+    return ended_evaluation(RunningEvaluation(step, step, step), step, end, counts)
 
 
 def train(
     rows_file: Path,
     output: Path,
-    ended: Mapping[float, EvaluationRecord],
+    ended: Mapping[float, Evaluation],
     monkeypatch: pytest.MonkeyPatch,
     **arguments: Any,
 ) -> Any:
@@ -39,7 +41,7 @@ def train(
         rows_file, output, trainer=Stage2Trainer, given={"stage2": channel_a_alone()}, **settings
     )
 
-    def so_far(run: Stage2Run) -> list[EvaluationRecord]:
+    def so_far(run: Stage2Run) -> list[Evaluation]:
         return [ended[step] for step in sorted(ended) if step < trainer.state.global_step + 1]
 
     monkeypatch.setattr(Stage2Run, "evaluations", property(so_far))
@@ -120,7 +122,7 @@ def test_the_final_evaluation_comes_once_behind_the_last_save_and_chooses_too(
 def test_final_weights_that_are_the_best_are_saved_where_an_early_end_has_not(
     rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended: dict[float, EvaluationRecord] = {1: evaluation(1, 50), 2: evaluation(2, 40)}
+    ended: dict[float, Evaluation] = {1: evaluation(1, 50), 2: evaluation(2, 40)}
     monkeypatch.setattr(
         Learner, "evaluate_final", lambda learner, step: ended.update({step + 0.5: evaluation(3, 60)})
     )

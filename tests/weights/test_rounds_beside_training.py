@@ -20,7 +20,7 @@ from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.telemetry.trace import EnterSpan, untraced
+from swift_stage2.telemetry.timing import EnterSpan, untraced
 from swift_stage2.weights import sync_round as weight_sync
 from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport

@@ -1,33 +1,78 @@
-"""Prints sentences and tables on a terminal: every number of a report that stands outside of charts."""
+"""The two forms of a report's sections: one HTML page that needs nothing else, and text on a terminal.
+
+Style and pictures are inside the page, and no script; every text is escaped; it is written whole or not at all. A
+terminal shows all but pictures.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
 
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from swift_stage2.pages.content import GALLERY_KEY, Headline, Part, Section, Sentence, Table, Tone
+from swift_stage2.errors import UserError
+from swift_stage2.pages.content import Headline, Part, Section, Sentence, Table, Tone
+from swift_stage2.whole_file import write_whole
 
 _STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.WARN: "yellow", Tone.BAD: "bold red"}
 
 _GAP = 2  # between columns
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageContent:
+    """A page before it is drawn. ``places`` are paths."""
+
+    heading: str
+    places: Sequence[str]
+    state: str
+    """State of the run or evaluation, in a few words."""
+    sections: Sequence[Section]
+
+
+def page_of(report: PageContent) -> str:
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_page_file("page.html.j2")).render(
+        report=report,
+        form=lambda part: type(part).__name__,
+        style=Markup(_page_file("page.css")),
+    )
+
+
+def write_page(path: Path, text: str) -> None:
+    """Puts the page in its place in one move.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        write_whole(path, text, errors="replace", is_private=True)
+    except OSError as error:
+        raise UserError(
+            f"the page cannot be written, got output={path}: {error.strerror}; name another file with --output"
+        ) from error
+
+
+def _page_file(name: str) -> str:
+    return (files("swift_stage2.pages") / "page_files" / name).read_text(encoding="utf-8")
+
+
 def terminal_report(sections: Iterable[Section]) -> RenderableType:
     """Every section under its title, but for those of which the page alone has something to show."""
     lines: list[RenderableType] = []
     for section in sections:
-        # Without what only introduces pictures.
-        parts = (
-            part
-            for part in section.parts
-            if not (section.key == GALLERY_KEY and isinstance(part, Sentence) and part.tone is Tone.PLAIN)
-        )
-        if shown := list(_lines(parts)):
+        if shown := list(_lines(section.parts)):
             lines += [Text(f"\n{section.title}", style="bold"), *shown]
     return Group(*lines)
 

@@ -1,0 +1,209 @@
+"""How good rollouts and evaluations were: detection over steps, match quality, and pictures of the newest matches.
+
+A picture has what was seen, said, matched, missed, invented and trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from swift_stage2.channel_b.parsing import TrueObjects
+from swift_stage2.detections.drawing import Drawing, gallery_image
+from swift_stage2.detections.recorded import RecordedRow, read_evaluations
+from swift_stage2.detections.scores import DetectionScores, detection_data
+from swift_stage2.pages.content import (
+    Gallery,
+    Part,
+    Picture,
+    Section,
+    Sentence,
+    Table,
+    filled,
+    number,
+    pairs,
+)
+from swift_stage2.report.run_data import RunData
+from swift_stage2.telemetry.event_log import RankEvents
+from swift_stage2.telemetry.events import Evaluation, Key, Match
+from swift_stage2.telemetry.summary import RunSummary
+
+_MOST_SHOWN = 30
+_MEASURES = {"eval/ap50": "AP50", "eval/ap": "AP", "eval/f1": "F1"}
+
+
+@dataclass(frozen=True)
+class RowEvaluation:
+    step: int
+    """At which it began."""
+    version: int
+    rows: Mapping[int, RecordedRow]
+    """By row of the validation set; those that were kept and have boxes."""
+
+    @cached_property
+    def scores(self) -> DetectionScores:
+        """Of the rows in their order, as ``swift-stage2 evaluate`` has it: equal labels, an IoU of at least 0.5."""
+        rows = [self.rows[row] for row in sorted(self.rows)]
+        truths = [TrueObjects(row.truth.ref, row.truth.bbox) for row in rows if row.truth is not None]
+        return DetectionScores(detection_data(truths, rows))
+
+
+def evaluations_of(run: RunData) -> list[RowEvaluation]:
+    """Those that ended and of which rows with boxes were kept, by step.
+
+    Raises:
+        UserError: a log cannot be read.
+    """
+    found = (
+        RowEvaluation(each.step, each.version, {row.row: row for row in each.rows if _has_boxes(row)})
+        for each in read_evaluations(run.run_dirs)
+    )
+    return [each for each in found if each.rows]
+
+
+def _has_boxes(row: RecordedRow) -> bool:
+    """True if the row's truth and answer are boxes. Other tasks have none, and a damaged file may hold anything."""
+    return row.truth is not None and not row.fault() and not replace(row, objects=row.truth).fault()
+
+
+def detection_section(evaluations: Sequence[RowEvaluation]) -> Section:
+    if not evaluations:
+        return Section("detection", "Detection over steps")
+    shown = evaluations[-_MOST_SHOWN:]
+    points = [each.scores.points() for each in shown]
+    some = (
+        f"The last {len(shown)} of {len(evaluations)} evaluations. " if len(shown) < len(evaluations) else ""
+    )
+    told = (
+        f"{some}Labels must be equal and the IoU at least 0.5, without scores, as in swift-stage2 evaluate, which also "
+        "tells intervals, classes and types of errors."
+    )
+    rows = tuple(
+        (
+            number(each.step),
+            number(len(each.rows)),
+            *(f"{values[name]:.3f}" if name in values else "–" for name in _MEASURES),
+        )
+        for each, values in zip(shown, points, strict=True)
+    )
+    table = Table("", ("step", "rows", *_MEASURES.values()), rows)
+    return Section("detection", "Detection over steps", (Sentence(told), table))
+
+
+@dataclass(frozen=True, slots=True)
+class RankMatch:
+    """One rollout against its ground truth, on one rank."""
+
+    rank: int
+    match: Match
+
+    @property
+    def is_of_points(self) -> bool:
+        """Whether any object is a point; a task has objects of one kind."""
+        return any(len(box) == 2 for _, box in (*self.match.truth, *self.match.predicted))
+
+
+def matches_of(ranks: Iterable[RankEvents]) -> list[RankMatch]:
+    """The matches of all ranks by time.
+
+    A draw that a resumed process repeated counts once, as it was answered last. Evaluations repeat their keys, so a key
+    counts once for every version.
+    """
+    found: dict[tuple[int, str, Key, int], RankMatch] = {}
+    for rank in ranks:
+        for match in rank.of(Match):
+            found[rank.rank, match.purpose, match.sample, match.version] = RankMatch(rank.rank, match)
+    return sorted(found.values(), key=lambda each: each.match.time)
+
+
+DEFAULT_SIZE = 24
+_MOST_CHARACTERS = 20_000  # of a text that is shown
+
+
+def gallery_of(matches: Sequence[RankMatch], size: int = DEFAULT_SIZE) -> Gallery:
+    """The newest ``size`` of the ``matches``, which are by time. Opens their images."""
+    newest = matches[: -size - 1 : -1] if size else ()
+    told = f"{number(len(newest))} of {number(len(matches))} matches, the newest first."
+    return Gallery(told, tuple(map(_picture, newest)))
+
+
+def _picture(logged: RankMatch) -> Picture:
+    match = logged.match
+    drawing = Drawing(
+        match.truth,
+        match.predicted,
+        match.pairs,
+    )
+    path = (match.images[0] if match.images else None) or ""
+    likeness = "closeness" if logged.is_of_points else "IoU"
+    image, trouble = gallery_image(drawing, path, match.space, likeness)
+    return Picture(
+        image=image,
+        trouble=trouble,
+        name=Path(path).name or "an image without a path",
+        facts=tuple(_facts(logged.rank, match)),
+        fate="evaluation, never trained" if match.purpose == "evaluation" else "training",
+        texts=(("Rollout", _shortened(match.rollout)), ("Corrected answer", _shortened(match.target))),
+    )
+
+
+def _shortened(text: str) -> str:
+    more = len(text) - _MOST_CHARACTERS
+    return f"{text[:_MOST_CHARACTERS]} … and {more} characters more" if more > 0 else text
+
+
+def _facts(rank: int, match: Match) -> Iterator[str]:
+    epoch, position, row, attempt = match.sample
+    again = f", attempt {attempt}" if attempt else ""
+    yield (
+        f"row {row} of the validation set, rank {rank}"
+        if match.purpose == "evaluation"
+        else f"row {row}, epoch {epoch}, position {position}, rank {rank}{again}"
+    )
+    num_pairs = len(match.pairs)
+    yield (
+        f"weights of version {match.version}; {num_pairs} matched, {len(match.truth) - num_pairs} missed, "
+        f"{len(match.predicted) - num_pairs} false"
+    )
+    yield from (f"dropped: {count} × {reason}" for reason, count in match.dropped.items() if count)
+    if match.reward:
+        yield "reward: " + ", ".join(f"{term} {value:.2f}" for term, value in match.reward.items())
+    if match.truncated:
+        yield "cut off at max_new_tokens"
+    if len(match.images) > 1:
+        yield f"first of {len(match.images)} images"
+
+
+_NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}
+_NOT_SHOWN = ("truncated_ratio",)
+
+
+def quality_section(run: RunData, summary: RunSummary, matches: Sequence[RankMatch]) -> Section:
+    names = _NAMES
+    if any(match.is_of_points for match in matches):
+        names = _NAMES | {"mean_iou": "mean closeness"}
+    evaluations = run.first.of(Evaluation)
+    told = dict.fromkeys(name for each in evaluations for name in each.ratios if name not in _NOT_SHOWN)
+    own = {name: name for name in told if name not in _NAMES}  # of the task, which may be no shares
+    parts: list[Part | None] = [
+        pairs("Quality over the run", {tag: f"{value:.3f}" for tag, value in summary.ratios.items()}),
+        _evaluations(evaluations, {**names, **own}),
+    ]
+    return Section("quality", "Match quality", filled(parts))
+
+
+def _evaluations(evaluations: Sequence[Evaluation], measures: Mapping[str, str]) -> Table:
+    rows = tuple(
+        (
+            number(each.begun_step),
+            number(each.version),
+            f"{each.counts.num_answered} of {each.counts.num_wanted}",
+            *(number(each.ratios.get(measure)) for measure in measures),
+            each.end,
+        )
+        for each in evaluations[-_MOST_SHOWN:]
+    )
+    title = f"The last {len(rows)} of {len(evaluations)} evaluations"
+    return Table(title, ("step", "version", "answered", *measures.values(), "end"), rows)
