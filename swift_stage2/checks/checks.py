@@ -27,7 +27,7 @@ from swift_stage2.config import Stage2Config
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.errors import ConfigError
 from swift_stage2.runtime.checkpoints import check_world_size
-from swift_stage2.runtime.claim import refuse_earlier_run
+from swift_stage2.runtime.run_directory import refuse_earlier_run
 from swift_stage2.runtime.torchrun import check_gloo_address, check_rank_environment
 from swift_stage2.runtime.visible_devices import require_known_accelerator, require_visible_devices
 

@@ -33,10 +33,9 @@ from swift_stage2.checks.examination import (
 from swift_stage2.config import ServerConfig, ServerEngine, Stage2Config, load_config
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError
+from swift_stage2.runtime.network import addresses_of, connection_error, holder_of, http_remedy, is_here
 from swift_stage2.runtime.output import SafeConsole, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, whole_number
-from swift_stage2.runtime.ports import holder_of, is_here
-from swift_stage2.runtime.route import addresses_of, connection_error, http_remedy
 from swift_stage2.runtime.visible_devices import select_devices
 
 EXIT_FAILED = 1

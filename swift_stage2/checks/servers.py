@@ -18,9 +18,8 @@ from swift_stage2.channel_b.task import needed_columns
 from swift_stage2.columns import request_options
 from swift_stage2.config import OnPending, Stage2Config
 from swift_stage2.errors import ConfigError, FaultKind, ServerFault, ServerUnavailable
-from swift_stage2.runtime.ports import ANY_ADDRESS, is_here, refuse_busy
-from swift_stage2.runtime.progress import going_on
-from swift_stage2.runtime.route import addresses_of
+from swift_stage2.runtime.network import ANY_ADDRESS, addresses_of, is_here, refuse_busy
+from swift_stage2.runtime.output import going_on
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.probe import JoiningServer
 from swift_stage2.servers.protocol import ServerInfo

@@ -30,7 +30,7 @@ from swift_stage2.config.swift_arguments import (
 )
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError
-from swift_stage2.runtime.route import is_loopback
+from swift_stage2.runtime.network import is_loopback
 
 _PARTS_OF_FIRST_ROUND = 3  # canary, copy, pushes: each may take all of a round's time
 _SECRET = re.compile(r"_(token|secret|webhook_url|api_key|password)$")  # ms-swift's arguments of these names

@@ -21,9 +21,8 @@ from swift_stage2.convert.voc_folder import VocFolder
 from swift_stage2.convert.yolo_folder import YoloFolder
 from swift_stage2.dataset.picture import TURN
 from swift_stage2.errors import DatasetError, UserError
-from swift_stage2.runtime.output import SafeConsole, check_new_file, say
+from swift_stage2.runtime.output import SafeConsole, check_new_file, going_on, progress_bar, say
 from swift_stage2.runtime.parser import CommandParser
-from swift_stage2.runtime.progress import going_on, progress_bar
 from swift_stage2.whole_file import whole_file
 
 Source = CocoFile | YoloFolder | VocFolder

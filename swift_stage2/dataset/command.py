@@ -14,9 +14,8 @@ from swift_stage2.config.stage2_ab import DEFAULT_TASK, SHIPPED_TASKS
 from swift_stage2.dataset.fault import Rule
 from swift_stage2.dataset.survey import MOST_KEPT, Findings, survey
 from swift_stage2.errors import UserError, closest
-from swift_stage2.runtime.output import say
+from swift_stage2.runtime.output import progress_bar, say
 from swift_stage2.runtime.parser import CommandParser
-from swift_stage2.runtime.progress import progress_bar
 
 EXIT_FAULTS = 1
 MOST_SHOWN = 20

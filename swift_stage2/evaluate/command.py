@@ -35,9 +35,8 @@ from swift_stage2.evaluate.served_model import ENGINES, OwnServer, own_server, r
 from swift_stage2.pages.content import GALLERY_KEY, Gallery, Section, Sentence, Tone
 from swift_stage2.pages.page import PageContent, page_of, write_page
 from swift_stage2.pages.terminal import terminal_report
-from swift_stage2.runtime.output import SafeConsole, quieten_libraries, say
+from swift_stage2.runtime.output import SafeConsole, going_on, progress_bar, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, whole_number
-from swift_stage2.runtime.progress import going_on, progress_bar
 
 EXIT_INCOMPLETE = 1
 PREDICTIONS_FILE = "predictions.jsonl"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from swift_stage2.runtime.progress import SAID
+from swift_stage2.runtime.output import SAID
 from swift_stage2.runtime.supervisor import Command, ProcessTree, StopSignals, end_descendants
 
 _POLL_S = 0.1

@@ -15,7 +15,7 @@ from swift_stage2.config import RestartConfig, RestartPolicy
 from swift_stage2.errors import ServerFault, ServerUnavailable
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.plan import PlannedServer
-from swift_stage2.runtime.ports import is_free, is_quiet
+from swift_stage2.runtime.network import is_free, is_quiet
 from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.runtime.worker import describe_end
 from swift_stage2.servers import protocol

@@ -33,7 +33,7 @@ from swift_stage2.records import Pack, Rollout, Segment, StepRecord
 from swift_stage2.replay.recorded_run import RecordedPack, RecordedRun, RecordedStep, ReplayVerdict
 from swift_stage2.run import Stage2Run
 from swift_stage2.runtime import checkpoints
-from swift_stage2.runtime.progress import say_beside_bar
+from swift_stage2.runtime.output import say_beside_bar
 from swift_stage2.runtime.surroundings import surroundings
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
 from swift_stage2.telemetry.facade import Telemetry

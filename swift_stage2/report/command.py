@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from swift_stage2.launch.run_end import next_commands
+from swift_stage2.launch.launcher import next_commands
 from swift_stage2.pages.content import GALLERY_KEY, Section, Sentence, number
 from swift_stage2.pages.page import PageContent, page_of, write_page
 from swift_stage2.pages.terminal import terminal_report

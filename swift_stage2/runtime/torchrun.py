@@ -18,7 +18,7 @@ from contextlib import suppress
 import psutil
 
 from swift_stage2.errors import UserError
-from swift_stage2.runtime.route import is_loopback
+from swift_stage2.runtime.network import is_loopback
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
 _ADDRESS = "MASTER_ADDR"

@@ -25,7 +25,7 @@ from swift_stage2.errors import ConfigError
 from swift_stage2.launch import launcher
 from swift_stage2.launch.launcher import launch
 from swift_stage2.launch.plan import LaunchPart
-from swift_stage2.runtime import route
+from swift_stage2.runtime import network
 
 
 def started(*servers: dict[str, Any]) -> Stage2Config:
@@ -123,7 +123,7 @@ def test_servers_alone_warn_of_open_ports_and_of_names_that_lead_nowhere_else(
 def test_a_resolver_that_hangs_does_not_hold_up_the_check_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(20.0))
-    monkeypatch.setattr(route, "_RESOLVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(network, "_RESOLVE_TIMEOUT_S", 0.05)
     config = config_of(servers_at("http://slow.host:8000", group_port=29600))
     try:
         (told,) = warn_of_open_servers(config)
