@@ -14,22 +14,12 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from swift_stage2.checks.checks import Known
-from swift_stage2.checks.examination import (
-    Checked,
-    Examination,
-    Outcome,
-    failed,
-    findings_table,
-    ok,
-    show_rules,
-    warning,
-)
+from swift_stage2.checks.checks import CheckResult, Known, failed, ok, warning
+from swift_stage2.checks.examination import Examination, findings_table, show_rules
 from swift_stage2.config import ServerConfig, ServerEngine, Stage2Config, load_config
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError
@@ -43,6 +33,7 @@ _SECRET_MARKS = ("token", "secret", "password", "api_key")
 _NARROWEST_COLUMNS = 80
 _GIB = 1024**3
 _CONNECT_TIMEOUT_S = 5.0
+_SHOWN_AS_JSON = ("section", "check", "verdict", "found", "fix", "counts_as_failed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     status_code = EXIT_FAILED if exam.num_failed else 0
     if options.json:
         facts = {"config": options.config, "live": options.live, "exit_status": status_code}
-        found = {**facts, "findings": [asdict(finding) for finding in exam.findings]}
+        rows = [{key: getattr(row, key) for key in _SHOWN_AS_JSON} for row in exam.findings]
+        found = {**facts, "findings": rows}
         say(*json.dumps(found, indent=1).splitlines())
         return status_code
     console = SafeConsole()
@@ -179,7 +171,7 @@ def _positive(text: str) -> float:
     return value
 
 
-def check_configuration(exam: Examination, path: Path) -> Checked[Stage2Config]:
+def check_configuration(exam: Examination, path: Path) -> CheckResult[Stage2Config]:
     """The file loads; then one row per rule."""
     exam.begin_section("Configuration")
     loaded = exam.check("configuration loads", partial(_load, path))
@@ -188,7 +180,7 @@ def check_configuration(exam: Examination, path: Path) -> Checked[Stage2Config]:
     return loaded
 
 
-def _load(path: Path) -> Outcome[Stage2Config]:
+def _load(path: Path) -> CheckResult[Stage2Config]:
     config = load_config(path)
     if not config.b_enabled and config.warnings:
         return warning(config.warnings[0], "remove them", config)
@@ -196,7 +188,7 @@ def _load(path: Path) -> Outcome[Stage2Config]:
     return ok(f"{path}: b_ratio {config.stage2_ab.schedule.b_ratio:g}, {rollout}", config)
 
 
-def check_devices(config: Stage2Config) -> Outcome[None]:
+def check_devices(config: Stage2Config) -> CheckResult[None]:
     """Who gets which devices, and whether this machine has them; those of another host are that one's to count."""
     import torch
 
@@ -230,7 +222,7 @@ def check_devices(config: Stage2Config) -> Outcome[None]:
     return ok(found)
 
 
-def check_run_directory(config: Stage2Config) -> Outcome[None]:
+def check_run_directory(config: Stage2Config) -> CheckResult[None]:
     """Makes a directory beside what is there already, and removes it; of the run's own directory nothing is left."""
     fix, written = "write a swift.output_dir that this user can write", config.swift.get("output_dir")
     if written is not None and not (isinstance(written, str) and written.strip()):
@@ -245,7 +237,7 @@ def check_run_directory(config: Stage2Config) -> Outcome[None]:
     return ok(f"{directory} can be written, {free / _GIB:.1f} GiB free")
 
 
-def examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) -> list[Checked[str]]:
+def examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) -> list[CheckResult[str]]:
     """A row for each server that this launch would not start; hands on its address."""
     exam.begin_section("Addresses")
     servers = config.rollout.servers
@@ -261,7 +253,7 @@ def examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) ->
     ]
 
 
-def check_reachable(server: ServerConfig, *, must_answer: bool) -> Outcome[str]:
+def check_reachable(server: ServerConfig, *, must_answer: bool) -> CheckResult[str]:
     """A TCP connection; hands the address on. A server may not run yet, unless it must answer."""
     addresses = addresses_of(server.host, server.port)
     if isinstance(addresses, str):

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from swift_stage2.checks.examination import Outcome, failed, ok, warning
+from swift_stage2.checks.checks import CheckResult, failed, ok, warning
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.scheduling.outlook import PacingState, ProductionPace
 from swift_stage2.scheduling.pacing import Pacer, max_prompts_in_flight
@@ -126,7 +126,7 @@ class Advice:
     why: str
 
 
-def check_rate(feeding: Feeding, step_s: float | None) -> Outcome[None]:
+def check_rate(feeding: Feeding, step_s: float | None) -> CheckResult[None]:
     """The verdict on whether rollouts keep up with ``step_s``; where that is None, the shortest step that they feed."""
     found = (
         f"a B step trains {feeding.packs_per_b_step} packs * {feeding.num_ranks} rank(s) * "
@@ -147,7 +147,7 @@ def check_rate(feeding: Feeding, step_s: float | None) -> Outcome[None]:
     return failed(found, fix) if load > _LOAD_THAT_STARVES else warning(found, fix)
 
 
-def check_settings(feeding: Feeding, step_s: float | None) -> Outcome[None]:
+def check_settings(feeding: Feeding, step_s: float | None) -> CheckResult[None]:
     """The values that follow from the measurement, with their reasons, against those that are written."""
     advice = advise(feeding, step_s)
     if not advice:

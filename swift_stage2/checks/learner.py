@@ -17,17 +17,8 @@ from swift_stage2.channel_b.packing import select_pack
 from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.channel_b.task import Task
 from swift_stage2.checks.channel_b_parts import make_task, step_sizes
-from swift_stage2.checks.checks import Known
-from swift_stage2.checks.examination import (
-    Checked,
-    Examination,
-    Outcome,
-    failed,
-    left_out,
-    ok,
-    show_rules,
-    warning,
-)
+from swift_stage2.checks.checks import CheckResult, Known, failed, left_out, ok, warning
+from swift_stage2.checks.examination import Examination, show_rules
 from swift_stage2.checks.packing_isolation import ground_truth_segments
 from swift_stage2.checks.samples import MOST_LOOKED_AT, RowLengths, check_rows
 from swift_stage2.config import Stage2Config
@@ -57,7 +48,7 @@ class Samples:
 
 def examine_learner(
     exam: Examination, config: Stage2Config, scratch: Path, num_ranks: int
-) -> tuple[Checked[LearnerPreparation], Checked[Samples]]:
+) -> tuple[CheckResult[LearnerPreparation], CheckResult[Samples]]:
     """The rows of model and data; hands on what the trainer would start from, and samples of its data."""
     exam.begin_section("Model and data")
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -96,7 +87,7 @@ def examine_learner(
     return prepared, samples
 
 
-def _prepare(config: Stage2Config, scratch: Path) -> Outcome[LearnerPreparation]:
+def _prepare(config: Stage2Config, scratch: Path) -> CheckResult[LearnerPreparation]:
     from swift_stage2.checks.preparation import prepare_learner  # loads ms-swift
 
     prepared = prepare_learner(config.swift, scratch, with_weights=False)
@@ -107,13 +98,13 @@ def _prepare(config: Stage2Config, scratch: Path) -> Outcome[LearnerPreparation]
     )
 
 
-def _check_load(prepared: LearnerPreparation) -> Outcome[None]:
+def _check_load(prepared: LearnerPreparation) -> CheckResult[None]:
     from swift_stage2.checks.swift_parsing import check_load  # loads ms-swift
 
     return ok(check_load(prepared.args))
 
 
-def check_memory(config: Stage2Config, prepared: LearnerPreparation, num_ranks: int) -> Outcome[None]:
+def check_memory(config: Stage2Config, prepared: LearnerPreparation, num_ranks: int) -> CheckResult[None]:
     """The weights, and of full tuning what Adam keeps, against the memory of a rank's device; activations left out."""
     shapes: list[Sequence[int]] = []
     for path in prepared.model_directory.glob("*.safetensors"):
@@ -155,7 +146,7 @@ def rank_bytes(swift: Mapping[str, Any], weights: int, num_parameters: int, num_
     return own + states / (num_ranks if stage else 1)
 
 
-def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcome[Samples]:
+def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> CheckResult[Samples]:
     """Measures all rows; draws and encodes a few samples, the first of which is checked as at a run's start.
 
     Raises:
@@ -190,7 +181,7 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcom
     return ok(found, looked_at)
 
 
-def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None]:
+def check_packing_length(config: Stage2Config, samples: Samples) -> CheckResult[None]:
     """The row that compares ``packing_length`` with the longest prompt and its answer."""
     prompt, new = samples.longest_prompt_tokens, config.rollout.decoding.max_new_tokens
     length, needed = config.stage2_ab.channel_b.packing.packing_length, prompt + new
@@ -215,7 +206,7 @@ def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None
 
 def check_step_sizes(
     config: Stage2Config, samples: Samples, packs_per_step: int, num_ranks: int
-) -> Outcome[None]:
+) -> CheckResult[None]:
     """The rows that a step of each channel trains, and whether a written budget of rollouts fills a B step."""
     capacity = config.stage2_ab.channel_b.packing.packing_length
     per_pack = samples_per_pack(samples.segment_lengths or (capacity,), capacity)

@@ -20,17 +20,9 @@ from torch import nn
 
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.checks import feeding
+from swift_stage2.checks.checks import CheckResult, Verdict, failed, left_out, ok, warning
 from swift_stage2.checks.coordinates import Questions, examine_answers, prepare_questions
-from swift_stage2.checks.examination import (
-    Checked,
-    Examination,
-    Outcome,
-    Verdict,
-    failed,
-    left_out,
-    ok,
-    warning,
-)
+from swift_stage2.checks.examination import Examination
 from swift_stage2.checks.learner import Samples, samples_per_pack
 from swift_stage2.checks.preparation import LearnerPreparation, prepare_learner
 from swift_stage2.checks.rollouts import (
@@ -67,12 +59,12 @@ class LiveServers:
     exam: Examination
     config: Stage2Config
     scratch: Path
-    prepared: Checked[LearnerPreparation]
-    samples: Checked[Samples]
-    routes: Sequence[Checked[str]]
+    prepared: CheckResult[LearnerPreparation]
+    samples: CheckResult[Samples]
+    routes: Sequence[CheckResult[str]]
     with_round: bool
-    calls: list[Checked[tuple[TimedCall, ...]]] = field(default_factory=list)
-    infos: list[Checked[ServerInfo]] = field(default_factory=list)
+    calls: list[CheckResult[tuple[TimedCall, ...]]] = field(default_factory=list)
+    infos: list[CheckResult[ServerInfo]] = field(default_factory=list)
     _learner: LearnerPreparation = field(init=False)
 
     def examine(self) -> None:
@@ -100,7 +92,7 @@ class LiveServers:
     def _questions(self) -> Questions:
         return prepare_questions(self.prepared.result, self.config)
 
-    def _examine_answers(self, connection: ServerConnection, *needs: Checked[Any]) -> None:
+    def _examine_answers(self, connection: ServerConnection, *needs: CheckResult[Any]) -> None:
         examine_answers(self.exam, self.config, connection, lambda: self._questions, [*needs, self.prepared])
 
     def _servers(self) -> Iterator[tuple[int, ServerSession, ServerConnection]]:
@@ -113,7 +105,7 @@ class LiveServers:
             ):
                 yield index, session, connection
 
-    def _check_identity(self, index: int, session: ServerSession) -> Checked[ServerInfo]:
+    def _check_identity(self, index: int, session: ServerSession) -> CheckResult[ServerInfo]:
         started = self.config.launch.servers
         model = (started[index].model if started else None) or self.config.swift.get("model")
         return self.exam.check(
@@ -125,7 +117,7 @@ class LiveServers:
         index: int,
         session: ServerSession,
         connection: ServerConnection,
-        sync: Checked[WeightSync],
+        sync: CheckResult[WeightSync],
     ) -> None:
         check, samples, config = self.exam.check, self.samples, self.config
         timeout_s, key = config.rollout.request_timeout_s, f"rollout.servers[{index}]"
@@ -155,17 +147,17 @@ class LiveServers:
         self.calls.append(calls)
         self.infos.append(info)
         # Also where prompts differ, for then this tells why; a round that failed has left no weights to ask.
-        spoilt = [dry] if dry.finding.verdict is Verdict.FAILED else []
+        spoilt = [dry] if dry.verdict is Verdict.FAILED else []
         self._examine_answers(connection, info, *spoilt)
 
     def _check_round(
         self,
         index: int,
         session: ServerSession,
-        info: Checked[ServerInfo],
-        sync: Checked[WeightSync],
-        *needs: Checked[Any],
-    ) -> Checked[Any]:
+        info: CheckResult[ServerInfo],
+        sync: CheckResult[WeightSync],
+        *needs: CheckResult[Any],
+    ) -> CheckResult[Any]:
         if not self.with_round:
             return self.exam.check("dry sync round", lambda: left_out("left out by --no-sync"))
         return self.exam.check(
@@ -178,7 +170,7 @@ class LiveServers:
     def examine_feeding(self, step_s: float | None, num_ranks: int) -> None:
         """Whether these servers, as timed, can feed channel B."""
         self.exam.begin_section("Feeding channel B")
-        asked: list[Checked[Any]] = [self.samples, *self.calls]
+        asked: list[CheckResult[Any]] = [self.samples, *self.calls]
         self.exam.check("rate", lambda: feeding.check_rate(self._feeding(num_ranks), step_s), needs=asked)
         self.exam.check(
             "settings", lambda: feeding.check_settings(self._feeding(num_ranks), step_s), needs=asked
@@ -211,7 +203,7 @@ class LiveServers:
             and all(info.result.staging for info in self.infos),
         )
 
-    def _load(self) -> Outcome[nn.Module]:
+    def _load(self) -> CheckResult[nn.Module]:
         """The weights, as the learner would load them."""
         self._learner = prepare_learner(self.config.swift, self.scratch, with_weights=True)
         module = self._learner.module()
@@ -220,7 +212,7 @@ class LiveServers:
         device = next(module.parameters()).device
         return ok(f"{len(manifest)} tensors to push, {dtypes}, loaded on {device}", module)
 
-    def _make_sync(self, module: nn.Module) -> Outcome[WeightSync]:
+    def _make_sync(self, module: nn.Module) -> CheckResult[WeightSync]:
         """The doctor's own run, whose rounds go to one server at a time."""
         rollout, samples = self.config.rollout, self.samples.result
         canary = self._learner.canary(module, samples.encoder, samples.samples[0])
@@ -241,7 +233,7 @@ class LiveServers:
 
 def check_identity(
     session: ServerSession, config: Stage2Config, model: str | None = None
-) -> Outcome[ServerInfo]:
+) -> CheckResult[ServerInfo]:
     """The probe of a start, in words; one that takes connections and answers nothing is told soon.
 
     ``model`` is the learner's. Of a stock server, which tells none, the prompts and the dry round show another.
@@ -301,7 +293,7 @@ def busy_with(session: ServerSession, info: ServerInfo) -> str:
 
 def check_round(
     sync: WeightSync, server: int, session: ServerSession, info: ServerInfo
-) -> Outcome[ServerReport]:
+) -> CheckResult[ServerReport]:
     """One round to one server, refused while it works for somebody else.
 
     Raises:

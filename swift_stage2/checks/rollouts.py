@@ -17,7 +17,7 @@ from swift_stage2.channel_b.rollout_client.chat_connection import connect
 from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.channel_b.task import Task, needed_columns
-from swift_stage2.checks.examination import Outcome, failed, ok, warning
+from swift_stage2.checks.checks import CheckResult, failed, ok, warning
 from swift_stage2.columns import Column, given_by
 from swift_stage2.config import DecodingConfig, Stage2Config
 from swift_stage2.config.stage2_ab import SHIPPED_TASKS
@@ -61,7 +61,7 @@ class TimedCall:
 
 def check_calls(
     connection: ServerConnection, encoder: Encoder, samples: Sequence[Sample], config: Stage2Config, key: str
-) -> Outcome[tuple[TimedCall, ...]]:
+) -> CheckResult[tuple[TimedCall, ...]]:
     """Times a call of one rollout and one of ``max_inflight_per_server``."""
     rollout = config.rollout
     sizes = dict.fromkeys((1, rollout.max_inflight_per_server))  # each once, in this order
@@ -94,7 +94,7 @@ def check_calls(
 
 def check_matching(
     calls: Sequence[TimedCall], encoder: Encoder, task: Task, config: Stage2Config
-) -> Outcome[None]:
+) -> CheckResult[None]:
     """Parses, matches and encodes every answer, as the pipeline would."""
     rollouts = [rollout for call in calls for rollout in call.rollouts]
     qualities, refused = [], []
@@ -185,7 +185,7 @@ def _describe(qualities: Sequence[MatchQuality], num_rollouts: int, likeness: st
 
 def check_prompts(
     connection: ServerConnection, encoder: Encoder, samples: Sequence[Sample], timeout_s: float
-) -> Outcome[None]:
+) -> CheckResult[None]:
     """Asks for one token each, greedily, and compares what the server says it read."""
     text = {"messages": [{"role": "user", "content": _TEXT_PROMPT}], "objects": {"ref": [], "bbox": []}}
     asked = [*samples, Sample(SampleKey(0, 0, 0), text)]

@@ -66,15 +66,14 @@ def train(
     os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")
     check_arguments(config)
     found = torch.accelerator.current_accelerator(check_available=True)
-    run_checks(
-        config,
-        Known(
-            files=True,
-            rows=checks_rows,
-            num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
-            devices=(found.type if found else None, torch.cuda.device_count()),
-        ),
+    known = Known(
+        files=True,
+        rows=checks_rows,
+        num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
+        devices=(found.type if found else None, torch.cuda.device_count()),
     )
+    with going_on("train", "checking the data set"):
+        run_checks(config, known)
     if asks_servers and int(os.environ.get("RANK", "0")) == 0:
         _tell_of_deaf_servers(config)
     start_communication(config.swift)

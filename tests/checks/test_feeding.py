@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.checks.examination import Verdict
+from swift_stage2.checks.checks import Verdict
 from swift_stage2.checks.feeding import Feeding, advise, check_rate, check_settings, sustained
 from swift_stage2.checks.learner import samples_per_pack
 

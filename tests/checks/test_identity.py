@@ -13,7 +13,8 @@ from builders import config_of, servers_at
 from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, error
 
 from swift_stage2.checks import live_servers, servers
-from swift_stage2.checks.examination import Examination, Finding, Verdict
+from swift_stage2.checks.checks import CheckResult, Verdict
+from swift_stage2.checks.examination import Examination
 from swift_stage2.checks.live_servers import check_identity
 from swift_stage2.servers import protocol
 from swift_stage2.servers.protocol import ServerInfo
@@ -37,7 +38,7 @@ def server() -> Iterator[FakeRolloutServer]:
         yield running
 
 
-Look = Callable[..., Finding]
+Look = Callable[..., CheckResult]
 
 
 @pytest.fixture
@@ -45,11 +46,11 @@ def identify(server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch) -> Look
     """The doctor's row; keywords change section ``rollout``."""
     monkeypatch.setattr(servers, "vllm_is_installed", lambda: True)
 
-    def ask(**rollout: Any) -> Finding:
+    def ask(**rollout: Any) -> CheckResult:
         changes = {f"rollout.{key}": value for key, value in {"request_timeout_s": 5.0, **rollout}.items()}
         config = config_of(servers_at(server.url), changes)
         with ServerSession(server.url, config.rollout.api_key()) as session:
-            return Examination().check("who answers", lambda: check_identity(session, config)).finding
+            return Examination().check("who answers", lambda: check_identity(session, config))
 
     return ask
 
