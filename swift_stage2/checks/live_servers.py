@@ -179,24 +179,19 @@ class LiveServers:
     def _feeding(self, num_ranks: int) -> feeding.Feeding:
         config, channel_b = self.config, self.config.stage2_ab.channel_b
         prefetch = channel_b.prefetch
-        accumulation = self.prepared.result.gradient_accumulation_steps
-        b_ratio = config.stage2_ab.schedule.exact_b_ratio
         full = [checked.result[-1] for checked in self.calls]
-        slowest = max(self.calls, key=lambda checked: checked.result[-1].seconds).result
         return feeding.Feeding(
-            b_ratio=b_ratio,
-            packs_per_b_step=accumulation,
+            b_ratio=config.stage2_ab.schedule.exact_b_ratio,
+            packs_per_b_step=self.prepared.result.gradient_accumulation_steps,
             num_ranks=num_ranks,
             num_servers=len(full),
             max_inflight_per_server=config.rollout.max_inflight_per_server,
             version_window=prefetch.version_window,
             sync_every_steps=prefetch.sync_every_steps,
-            prefetch_target_packs=prefetch.target(accumulation, b_ratio),
             samples_per_pack=samples_per_pack(
                 self.samples.result.segment_lengths, channel_b.packing.packing_length
             ),
-            single_s=slowest[0].seconds,
-            batch_s=slowest[-1].seconds,
+            batch_s=max(call.seconds for call in full),
             rollouts_per_s=sum(call.rollouts_per_s for call in full),
             rounds_are_staged=config.rollout.sync.fenced is not Fenced.ALWAYS
             and config.stage2_ab.mode is Mode.ASYNC
