@@ -147,20 +147,12 @@ def step_sizes(config: Stage2Config, lengths: RowLengths, num_packs: int) -> Ine
         return None
     channel, max_new_tokens = config.stage2_ab.channel_b, config.rollout.decoding.max_new_tokens
     capacity, batch = channel.packing.packing_length, int(config.swift.get("per_device_train_batch_size", 1))
-    mean = lengths.num_tokens / lengths.num_rows
-    per_pack = max(1.0, capacity / mean)
+    mean, per_pack = lengths.num_tokens / lengths.num_rows, lengths.samples_per_pack(capacity)
+    remedy = f"write swift.per_device_train_batch_size: {math.ceil(per_pack / _WANTED_A_STEPS)}"
     beside = lengths.segments.longest if config.stage2_ab.trains_targets_beside else 0
-    wanted = max(
-        math.ceil(_WANTED_A_STEPS * batch * mean), lengths.longest_prompt + lengths.answers.longest + beside
-    )
-    room = wanted - lengths.longest_prompt - beside  # for an answer
-    remedy = (
-        f"write stage2_ab.channel_b.packing.packing_length: {wanted}, then it is {wanted / mean / batch:.2g}"
-    )
-    if room < max_new_tokens:
-        remedy += f", with rollout.decoding.max_new_tokens: {room}, so that a prompt and its answer fit"
-    if wanted >= capacity:
-        remedy = f"write swift.per_device_train_batch_size: {math.ceil(per_pack / _WANTED_A_STEPS)}"
+    wanted = max(math.ceil(_WANTED_A_STEPS * batch * mean), lengths.longest_prompt + max_new_tokens + beside)
+    if wanted < capacity:
+        remedy += f", or stage2_ab.channel_b.packing.packing_length: {wanted}"
     told = (
         f"one B step trains as many rows as {per_pack / batch:.3g} A steps: {num_packs * per_pack:.0f} "
         f"({num_packs} packs of {capacity} tokens, {mean:.0f} a row) and {num_packs * batch}, of "

@@ -98,7 +98,7 @@ def check_settings(feeding: Feeding, step_s: float | None) -> CheckResult[None]:
     needs none."""
     inflight, window = feeding.max_inflight_per_server, feeding.version_window
     load = 1.0 if step_s is None else max(1.0, feeding.load(step_s))
-    slots = max(math.ceil(feeding.rollouts_per_b_step / feeding.num_servers), math.ceil(inflight * load))
+    slots = max(int(feeding.rollouts_per_b_step / feeding.num_servers), math.ceil(inflight * load))
     slots = min(MAX_REQUESTS_PER_POST, slots)
     reasons, values = [], []
     if slots > inflight:

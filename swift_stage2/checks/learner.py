@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +12,12 @@ import torch
 from safetensors import safe_open
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.packing import select_pack
 from swift_stage2.channel_b.sample_source import usable_rows
-from swift_stage2.channel_b.task import Task
 from swift_stage2.checks.channel_b_parts import make_task, step_sizes
 from swift_stage2.checks.checks import CheckResult, Known, failed, left_out, ok, warning
 from swift_stage2.checks.examination import Examination, show_rules
-from swift_stage2.checks.packing_isolation import ground_truth_segments
-from swift_stage2.checks.samples import MOST_LOOKED_AT, RowLengths, check_rows
+from swift_stage2.checks.samples import MOST_LOOKED_AT, CheckedRows, check_rows
 from swift_stage2.config import Stage2Config
-from swift_stage2.records import Sample
 from swift_stage2.runtime.memory import available_memory_bytes
 
 if TYPE_CHECKING:
@@ -32,23 +27,9 @@ _NUM_SAMPLES = 16
 _DEEPSPEED_BYTES = 12  # of a trained parameter in 16 bits: its copy and two moments in float32
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """Samples of the data set as channel B would draw them, with what encodes them."""
-
-    encoder: Encoder
-    task: Task
-    samples: tuple[Sample, ...]
-    longest_prompt_tokens: int
-    lengths: RowLengths
-    """Of all rows."""
-    segment_lengths: tuple[int, ...]
-    """Tokens of prompt and ground truth, of the samples that fit a pack."""
-
-
 def examine_learner(
     exam: Examination, config: Stage2Config, scratch: Path, num_ranks: int
-) -> tuple[CheckResult[LearnerPreparation], CheckResult[Samples]]:
+) -> tuple[CheckResult[LearnerPreparation], CheckResult[CheckedRows]]:
     """The rows of model and data; hands on what the trainer would start from, and samples of its data."""
     exam.begin_section("Model and data")
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -146,7 +127,7 @@ def rank_bytes(swift: Mapping[str, Any], weights: int, num_parameters: int, num_
     return own + states / (num_ranks if stage else 1)
 
 
-def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> CheckResult[Samples]:
+def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> CheckResult[CheckedRows]:
     """Measures all rows; draws and encodes a few samples, the first of which is checked as at a run's start.
 
     Raises:
@@ -160,30 +141,21 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> CheckR
     checked = check_rows(
         config, rows, usable, encoder, task, int(prepared.args.seed), measured=usable, count=count
     )
-    samples = checked.samples
-    prompts = [len(encoder.encode_prompt(sample).token_ids) for sample in samples]
-    segments = ground_truth_segments(encoder, checked.task, samples)
-    looked_at = Samples(
-        encoder,
-        checked.task,
-        tuple(samples),
-        max(prompts),
-        checked.lengths,
-        tuple(segment.num_tokens for segment in segments),
-    )
     found = (
-        f"{len(samples)} of {len(rows)} rows encoded as the model gets them, the first answered as task "
-        f"{config.stage2_ab.task} checks it; prompts of {min(prompts)} to {max(prompts)} tokens"
+        f"{len(checked.samples)} of {len(rows)} rows encoded as the model gets them, the first answered as task "
+        f"{config.stage2_ab.task} checks it; prompts of {checked.lengths.shortest_prompt} to "
+        f"{checked.lengths.longest_prompt} tokens"
     )
-    if len(samples) < count:
-        fix = f"mend the rows; only {len(samples)} of the {min(MOST_LOOKED_AT, len(usable))} looked at can be used"
-        return warning(found, fix, looked_at)
-    return ok(found, looked_at)
+    if len(checked.samples) < count:
+        looked_at = min(MOST_LOOKED_AT, len(usable))
+        fix = f"mend the rows; only {len(checked.samples)} of the {looked_at} looked at can be used"
+        return warning(found, fix, checked)
+    return ok(found, checked)
 
 
-def check_packing_length(config: Stage2Config, samples: Samples) -> CheckResult[None]:
+def check_packing_length(config: Stage2Config, samples: CheckedRows) -> CheckResult[None]:
     """The row that compares ``packing_length`` with the longest prompt and its answer."""
-    prompt, new = samples.longest_prompt_tokens, config.rollout.decoding.max_new_tokens
+    prompt, new = samples.lengths.longest_prompt, config.rollout.decoding.max_new_tokens
     length, needed = config.stage2_ab.channel_b.packing.packing_length, prompt + new
     longest = samples.lengths.segments
     if troubles := samples.lengths.troubles:
@@ -205,11 +177,11 @@ def check_packing_length(config: Stage2Config, samples: Samples) -> CheckResult[
 
 
 def check_step_sizes(
-    config: Stage2Config, samples: Samples, packs_per_step: int, num_ranks: int
+    config: Stage2Config, samples: CheckedRows, packs_per_step: int, num_ranks: int
 ) -> CheckResult[None]:
     """The rows that a step of each channel trains, and whether a written budget of rollouts fills a B step."""
     capacity = config.stage2_ab.channel_b.packing.packing_length
-    per_pack = samples_per_pack(samples.segment_lengths or (capacity,), capacity)
+    per_pack = samples.lengths.samples_per_pack(capacity)
     budget = config.stage2_ab.channel_b.prefetch.budget_inequality(packs_per_step, per_pack)
     if not budget.holds:
         return failed(budget.error.found, budget.remedy)
@@ -230,17 +202,3 @@ def _check_accumulation(exam: Examination, config: Stage2Config, by_swift: int) 
     )
     rules = config.inequalities(by_swift)
     show_rules(exam, [rule for rule in rules if "gradient_accumulation_steps" in rule.statement])
-
-
-def samples_per_pack(lengths: Sequence[int], capacity: int) -> float:
-    """The mean number of samples in a pack: the tokens that packing fills, divided by the mean length of a sample.
-
-    Counting the samples of the first packs would not tell: the best fill takes the longest samples first.
-    """
-    left = list(lengths) * max(1, -(-2 * capacity // sum(lengths)))  # enough for two packs at least
-    num_packs = num_tokens = 0
-    while sum(left) >= capacity or not num_packs:
-        chosen = frozenset(select_pack(left, capacity))
-        num_packs, num_tokens = num_packs + 1, num_tokens + sum(left[index] for index in chosen)
-        left = [length for index, length in enumerate(left) if index not in chosen]
-    return num_tokens / num_packs / (sum(lengths) / len(lengths))

@@ -23,7 +23,6 @@ from swift_stage2.checks import feeding
 from swift_stage2.checks.checks import CheckResult, Verdict, failed, left_out, ok, warning
 from swift_stage2.checks.coordinates import Questions, examine_answers, prepare_questions
 from swift_stage2.checks.examination import Examination
-from swift_stage2.checks.learner import Samples, samples_per_pack
 from swift_stage2.checks.preparation import LearnerPreparation, prepare_learner
 from swift_stage2.checks.rollouts import (
     TimedCall,
@@ -32,6 +31,7 @@ from swift_stage2.checks.rollouts import (
     check_prompts,
     connection_by_route,
 )
+from swift_stage2.checks.samples import CheckedRows
 from swift_stage2.checks.servers import explain, identify
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Fenced, Mode, Stage2Config
@@ -60,7 +60,7 @@ class LiveServers:
     config: Stage2Config
     scratch: Path
     prepared: CheckResult[LearnerPreparation]
-    samples: CheckResult[Samples]
+    samples: CheckResult[CheckedRows]
     routes: Sequence[CheckResult[str]]
     with_round: bool
     calls: list[CheckResult[tuple[TimedCall, ...]]] = field(default_factory=list)
@@ -188,9 +188,7 @@ class LiveServers:
             max_inflight_per_server=config.rollout.max_inflight_per_server,
             version_window=prefetch.version_window,
             sync_every_steps=prefetch.sync_every_steps,
-            samples_per_pack=samples_per_pack(
-                self.samples.result.segment_lengths, channel_b.packing.packing_length
-            ),
+            samples_per_pack=self.samples.result.lengths.samples_per_pack(channel_b.packing.packing_length),
             batch_s=max(call.seconds for call in full),
             rollouts_per_s=sum(call.rollouts_per_s for call in full),
             rounds_are_staged=config.rollout.sync.fenced is not Fenced.ALWAYS

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from swift_stage2.checks.checks import Verdict
 from swift_stage2.checks.feeding import Feeding, check_rate, check_settings
-from swift_stage2.checks.learner import samples_per_pack
 
 # 4 packs of 5 samples on 2 ranks: 40 rollouts a B step, 10 a step; two servers of 16 in 4 s: 8 rollouts/s.
 FEEDING = Feeding(
@@ -81,12 +80,3 @@ def test_what_is_advised_follows_from_the_measurement() -> None:
     )
     enough = replace(FEEDING, max_inflight_per_server=64, rollouts_per_s=32.0)
     assert check_settings(enough, 4.0).verdict is Verdict.OK
-
-
-def test_samples_per_pack_are_those_of_the_real_packing_in_a_long_run() -> None:
-    assert samples_per_pack([50], 256) == 5.0
-    assert samples_per_pack([100, 156], 256) == 2.0
-    assert samples_per_pack([200], 256) == 1.0
-    lengths = [40, 60, 70, 90, 110, 120, 130, 140, 150, 170, 190, 210, 240, 300, 380, 500]
-    mean = sum(lengths) / len(lengths)
-    assert samples_per_pack(lengths, 4096) == pytest.approx(4096 / mean, rel=0.05)
