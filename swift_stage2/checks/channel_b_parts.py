@@ -42,7 +42,6 @@ from swift_stage2.runtime.output import say
 from swift_stage2.scheduling.run_ahead import most_samples
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.trace import Trace
 
 _MOST_A_STEPS = 16  # that one B step may stand for
 _WANTED_A_STEPS = 4
@@ -111,7 +110,12 @@ def check_parts(
     )
     isolation = isolation_batches(encoder, checked.task, checked.samples)
     # Before the checks that run the model, which give its process the time to load the template.
-    preprocessor = _preprocessor(config, encoder, checked.task, telemetry.trace)
+    preprocessor: Preprocessor
+    if config.stage2_ab.channel_b.preprocessing is Preprocessing.THREAD:
+        preprocessor = ThreadPreprocessor(encoder, checked.task, packing_length=packing_length)
+    else:
+        trace = telemetry.trace
+        preprocessor = ProcessPreprocessor(encoder, checked.task, packing_length=packing_length, trace=trace)
     on_failure.callback(preprocessor.close)
     return CheckedParts(
         encoder, checked.task, preprocessor, source, checked.samples, isolation, checked.lengths
@@ -189,13 +193,6 @@ def group_maker(
     settings = GroupSettings(config.stage2_ab.objective, channel.grpo)
     window = channel.prefetch.version_window
     return partial(Groups, settings=settings, source=source, clock=clock, version_window=window)
-
-
-def _preprocessor(config: Stage2Config, encoder: Encoder, task: Task, trace: Trace) -> Preprocessor:
-    packing_length = config.stage2_ab.channel_b.packing.packing_length
-    if config.stage2_ab.channel_b.preprocessing is Preprocessing.THREAD:
-        return ThreadPreprocessor(encoder, task, packing_length=packing_length)
-    return ProcessPreprocessor(encoder, task, packing_length=packing_length, trace=trace)
 
 
 def check_packing(parts: CheckedParts, packed_loss: PackedLoss, control: ControlGroup) -> None:

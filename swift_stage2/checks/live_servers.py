@@ -275,10 +275,7 @@ def busy_with(session: ServerSession, info: ServerInfo) -> str:
     """
     if info.stock:
         return ""
-    deadline = Deadline(_LOOK_TIMEOUT_S)
-    if session.info(deadline).state in _IN_A_ROUND:
-        return "a sync round of another run is open"
-    health = session.get(protocol.HEALTH, deadline)
+    health = session.get(protocol.HEALTH, Deadline(_LOOK_TIMEOUT_S))
     counts = [health.get(name) for name in ("num_running", "num_waiting")] if isinstance(health, dict) else []
     number = sum(count for count in counts if isinstance(count, int))
     return f"it is making {number} completion(s) for somebody else" if number else ""

@@ -7,7 +7,6 @@ torchrun or write into the run directory, and builds everything that a server is
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -19,14 +18,12 @@ from swift_stage2.compat import declare_operators
 declare_operators()  # before ms-swift imports torchvision
 
 import torch  # noqa: E402
-from swift.arguments import SftArguments  # noqa: E402
 from swift.infer_engine import InferRequest, RequestConfig, TransformersEngine  # noqa: E402
 from swift.pipelines import SwiftSft  # noqa: E402
 from torch import nn  # noqa: E402
 
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.checks.swift_parsing import SECTION, learner_arguments  # noqa: E402
-from swift_stage2.config.swift_arguments import refuse_unknown_names  # noqa: E402
 from swift_stage2.records import Sample  # noqa: E402
 from swift_stage2.servers import protocol  # noqa: E402
 from swift_stage2.weights.proof import HALF_PRECISION_TIE_NATS, CanaryAnswer  # noqa: E402
@@ -90,7 +87,6 @@ def prepare_learner(
         ConfigError: ms-swift refuses an argument, or does not know it.
     """
     os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")  # as in training.sft
-    refuse_unknown_names(swift, {field.name for field in dataclasses.fields(SftArguments)}, where)
     parsed = learner_arguments(swift, str(scratch), where=where)
     return LearnerPreparation(parsed, with_weights=with_weights)
 

@@ -104,17 +104,6 @@ def warn_of_open_servers(config: Stage2Config) -> list[str]:
     ]
 
 
-def warn_of_lone_servers(config: Stage2Config, indices: Iterable[int]) -> list[str]:
-    """A warning for each server here whose name means this machine alone, as a fresh Debian's own does."""
-    hosts = {index: config.rollout.servers[index].host for index in indices}
-    return [
-        f"rollout.servers[{index}].base_url has host={host!r}, which is {address} on this machine, so that no other "
-        "reaches the server; write its address in the network, or correct /etc/hosts"
-        for index, host in hosts.items()
-        if (address := _lone_address(host)) not in ("", host) and host != "localhost"
-    ]
-
-
 def _lone_address(host: str) -> str:
     """The address of ``host`` where that means every machine itself, loopback or a wildcard; else nothing."""
     addresses = addresses_of(host, 0)

@@ -18,7 +18,7 @@ from typing import Any
 
 from swift_stage2.compat import declare_operators
 from swift_stage2.config import ServerEngine, Stage2Config
-from swift_stage2.config.swift_arguments import PLUGIN_PREFIX, as_argv, refuse_unknown_names
+from swift_stage2.config.swift_arguments import PLUGIN_PREFIX, as_argv
 from swift_stage2.errors import ConfigError, UserError, closest, without_list
 
 declare_operators()  # before ms-swift imports torchvision
@@ -55,16 +55,21 @@ def refuse_unreadable(
     Raises:
         ConfigError: a name that it does not know, with the nearest that it does, or a value of another type.
     """
+    known = tuple(field.name for field in dataclasses.fields(arguments_class) if field.init)
+    rule = f"ms-swift must know every argument of {where}"
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if (
+            word.startswith("--") and name not in known
+        ):  # whose beginning ms-swift's parser would take for another
+            near = closest(name, known)
+            raise ConfigError(
+                rule, got=f"{name!r}", remedy=f"did you mean {near!r}?" if near else "remove it"
+            )
     unchecked = type(arguments_class.__name__, (arguments_class,), {"__post_init__": lambda self: None})
     _, left_over = _parse(argv, unchecked, where)
-    if not left_over:
-        return
-    name = next((word for word in left_over if word.startswith("-")), left_over[0])
-    name = name.partition("=")[0].lstrip("-").replace("-", "_")
-    known = tuple(field.name for field in dataclasses.fields(arguments_class) if field.init)
-    near = closest(name, known)
-    hint = f"did you mean {near!r}?" if near else "remove it"
-    raise ConfigError(f"ms-swift must know every argument of {where}", got=f"{name!r}", remedy=hint)
+    if left_over:
+        raise ConfigError(rule, got=f"{left_over[0]!r}", remedy="remove it")
 
 
 def parse_swift_arguments(
@@ -160,7 +165,6 @@ def check_arguments(config: Stage2Config) -> None:
     Raises:
         ConfigError: for the first argument that ms-swift's parser does not take.
     """
-    refuse_unknown_names(config.swift, {field.name for field in dataclasses.fields(SftArguments)})
     refuse_unreadable(config.swift_arguments(), SftArguments)
     for index, server in enumerate(config.launch.servers):
         if server.engine is not ServerEngine.TRANSFORMERS:  # whose options are ours

@@ -184,20 +184,6 @@ def refuse_values(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_unknown_names(
-    arguments: Mapping[str, Any], valid: Collection[str], where: str = "section swift"
-) -> None:
-    """Raises ConfigError: ms-swift has no such argument. The trainer knows the valid names once it is imported.
-
-    ``where``: where the user has written them.
-    """
-    for name in arguments:
-        if name not in valid:
-            near = closest(name, tuple(valid))
-            hint = f"did you mean {near!r}?" if near else "`swift sft` has no such argument: remove it"
-            raise ConfigError(f"unknown key {name!r} in {where}", remedy=hint)
-
-
 def as_argv(arguments: Mapping[str, Any]) -> list[str]:
     """``{"a": 1, "b": [2, 3], "c": None}`` becomes ``["--a", "1", "--b", "2", "3"]``.
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.checks.checks import Known, run_checks
-from swift_stage2.checks.servers import warn_of_lone_servers
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.dataset.files import local_files
 from swift_stage2.errors import EXIT_STARVED, EXIT_USER_MISTAKE, ConfigError, UserError
@@ -118,8 +117,6 @@ def _serve_this_machine(
             "an entry for it into launch.servers"
         )
     run_checks(config, Known(started_servers=plan.server_indices))
-    for warning in warn_of_lone_servers(config, plan.server_indices):
-        show(f"[launch] warning: {warning}")
     show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
     return run_plan(plan, config.rollout.start_timeout_s, show, verbose=verbose)
 

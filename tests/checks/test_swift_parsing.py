@@ -119,7 +119,7 @@ def test_every_example_writes_only_what_ms_swift_can_read() -> None:
 @pytest.mark.parametrize(
     ("swift", "server", "told"),
     [
-        ("{learnin_rate: 1}", "{}", "unknown key 'learnin_rate' in section swift; did you mean 'learning_rate'?"),
+        ("{learnin_rate: 1}", "{}", "argument of section swift, got 'learnin_rate'; did you mean 'learning_rate'?"),
         ("{learning_rate: much}", "{}", "section swift: argument --learning_rate/--learning-rate: invalid float"),
         (
             "{}",
