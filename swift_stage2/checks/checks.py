@@ -85,8 +85,6 @@ class CheckResult(Generic[ValueT]):
     check: str = ""
     counts_as_failed: bool = False
     """Failed, or not checked because of something that failed."""
-    cause: CheckResult[Any] | None = None
-    """The result for which this check was not run."""
 
     @property
     def passed(self) -> bool:

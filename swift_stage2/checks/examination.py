@@ -67,15 +67,15 @@ class Examination:
 
         ``fix`` is the remedy for an error that carries none of its own.
         """
-        held, cause = next((need for need in needs if not need.passed), None), None
+        held = next((need for need in needs if not need.passed), None)
         if held is None:
             self._on_begin(name)
             result = self._result(work, fix)
+        elif held.verdict is Verdict.NOT_CHECKED:
+            result = left_out(held.found)
         else:
-            cause = held.cause or held
-            elsewhere = f" ({cause.section})" if cause.section != self._section else ""
-            named = f"{cause.check}{elsewhere}"
-            result = left_out(f"because of: {named}" if held.counts_as_failed else f"as {named} was not")
+            elsewhere = f" ({held.section})" if held.section != self._section else ""
+            result = left_out(f"because of: {held.check}{elsewhere}")
         result = replace(
             result,
             section=self._section,
@@ -83,7 +83,6 @@ class Examination:
             found=self._clean(result.found),
             fix=self._clean(result.fix),
             counts_as_failed=held.counts_as_failed if held else result.verdict is Verdict.FAILED,
-            cause=cause,
         )
         self.findings.append(result)
         return result

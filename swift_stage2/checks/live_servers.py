@@ -106,10 +106,8 @@ class LiveServers:
                 yield index, session, connection
 
     def _check_identity(self, index: int, session: ServerSession) -> CheckResult[ServerInfo]:
-        started = self.config.launch.servers
-        model = (started[index].model if started else None) or self.config.swift.get("model")
         return self.exam.check(
-            "who answers", lambda: check_identity(session, self.config, model), needs=[self.routes[index]]
+            "who answers", lambda: check_identity(session, self.config), needs=[self.routes[index]]
         )
 
     def _examine_server(
@@ -224,12 +222,10 @@ class LiveServers:
         return ok("the learner answers a greedy question about a sample", sync)
 
 
-def check_identity(
-    session: ServerSession, config: Stage2Config, model: str | None = None
-) -> CheckResult[ServerInfo]:
+def check_identity(session: ServerSession, config: Stage2Config) -> CheckResult[ServerInfo]:
     """The probe of a start, in words; one that takes connections and answers nothing is told soon.
 
-    ``model`` is the learner's. Of a stock server, which tells none, the prompts and the dry round show another.
+    Another model than the learner's shows in the prompts and in the dry round.
     """
     most_s, started = config.rollout.request_timeout_s, time.perf_counter()
     try:
@@ -249,11 +245,6 @@ def check_identity(
     weights = (
         f"version {info.weight_version} of run {info.run_id}" if info.run_id else "those of its checkpoint"
     )
-    if info.model and model and Path(info.model).name != Path(model).name:
-        return failed(
-            f"serves {info.model}, the learner trains {model}",
-            f"restart the server with the learner's model: --model {model}; or correct rollout.servers",
-        )
     found = f"swift-stage2 rollout ({info.engine}), {info.state}, weights: {weights}, {answered}"
     if info.state in _IN_A_ROUND:
         return failed(

@@ -148,7 +148,9 @@ def run_plan(
         if learner is None:
             job.say("no server is left on this machine; see the logs above")
             return _NO_SERVER_LEFT
-        status, mistake = _learner_end(learner, plan.exit_status_file)
+        # torchrun turns every failure into 1; a rank tells its own where it could
+        status = learner.poll() or 0
+        status, mistake = (end_left_in(plan.exit_status_file) if status else None) or (status, "")
         if status and not mistake and not verbose:
             job.say(f"learner: {last_cause(learner.log_path, learner.log_offset)}; see {learner.log_path}")
     if mistake and status == EXIT_USER_MISTAKE:
@@ -200,13 +202,6 @@ def _is_apart(command: Command, loading: Sequence[ManagedServer]) -> bool:
     """True if the command sees no device of a loading server: vLLM counts what others allocate meanwhile as its own."""
     taken = {device for server in loading for device in devices_of(server.planned.command)}
     return taken.isdisjoint(devices_of(command))
-
-
-def _learner_end(learner: ProcessTree, exit_status_file: Path) -> tuple[int, str]:
-    """The status that a rank gave, where it could (torchrun turns every failure into 1), and a user's mistake."""
-    status = learner.poll() or 0
-    left = end_left_in(exit_status_file) if status else None
-    return left or (status, "")
 
 
 def newest_run(output_dir: Path, since: float) -> Path | None:

@@ -12,6 +12,7 @@ import pytest
 from builders import config_of, servers_at
 from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, error
 
+from swift_stage2.channel_b import detection as detection  # registers the task
 from swift_stage2.checks import live_servers, servers
 from swift_stage2.checks.checks import CheckResult, Verdict
 from swift_stage2.checks.examination import Examination
