@@ -15,7 +15,7 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.checks.channel_b_parts import make_task, step_sizes
 from swift_stage2.checks.checks import CheckResult, Known, failed, left_out, ok, warning
-from swift_stage2.checks.examination import Examination, show_rules
+from swift_stage2.checks.examination import Examination
 from swift_stage2.checks.samples import MOST_LOOKED_AT, CheckedRows, check_rows
 from swift_stage2.config import Stage2Config
 from swift_stage2.runtime.memory import available_memory_bytes
@@ -51,7 +51,7 @@ def examine_learner(
         needs=[prepared, rows_checked],
         fix="mend the data set, or section swift",
     )
-    exam.check("packing_length", lambda: check_packing_length(config, samples.result), needs=[samples])
+    exam.check("packing_length", lambda: check_packing_length(samples.result), needs=[samples])
     exam.check(
         "step sizes",
         lambda: check_step_sizes(
@@ -62,8 +62,6 @@ def examine_learner(
     if config.stage2_ab.evaluation.every_steps:
         num_rows = len(prepared.result.row_sets[1]) if prepared.passed and rows_checked.passed else 0
         exam.show(config, Known(num_validation_rows=num_rows), needs=[prepared, rows_checked])
-    if prepared.passed and config.gradient_accumulation_steps is None:
-        _check_accumulation(exam, config, prepared.result.gradient_accumulation_steps)
     return prepared, samples
 
 
@@ -141,26 +139,17 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> CheckR
     return ok(found, checked)
 
 
-def check_packing_length(config: Stage2Config, samples: CheckedRows) -> CheckResult[None]:
+def check_packing_length(samples: CheckedRows) -> CheckResult[None]:
     """The row that compares ``packing_length`` with the longest prompt and its answer."""
-    prompt, new = samples.lengths.longest_prompt, config.rollout.decoding.max_new_tokens
-    length, needed = config.stage2_ab.channel_b.packing.packing_length, prompt + new
-    longest = samples.lengths.segments
     if troubles := samples.lengths.troubles:
         return warning(
             " | ".join(found for found, _ in troubles), "; ".join(remedy for _, remedy in troubles)
         )
-    if config.stage2_ab.trains_targets_beside:
-        needed += longest.longest
-    if length < needed:
-        return warning(
-            f"packing_length {length} < {needed}, the longest prompt {prompt} with all that may follow it "
-            f"(max_new_tokens {new}): such samples may be quarantined",
-            f"write stage2_ab.channel_b.packing.packing_length: {needed} or more",
-        )
+    longest = samples.lengths.segments
     return ok(
-        f"packing_length {length} >= {needed}; of all {samples.lengths.num_rows:,} rows the longest with its true "
-        f"answer has {longest.longest} tokens ({longest.place})"
+        f"packing_length {longest.limit} holds the longest prompt and what may follow it; of all "
+        f"{samples.lengths.num_rows:,} rows the longest with its true answer has {longest.longest} tokens "
+        f"({longest.place})"
     )
 
 
@@ -177,16 +166,3 @@ def check_step_sizes(
     if sizes is None:
         return left_out("no row could be measured")
     return ok(sizes.numbers) if sizes.holds else warning(sizes.error.found, sizes.remedy)
-
-
-def _check_accumulation(exam: Examination, config: Stage2Config, by_swift: int) -> None:
-    """The rules about a step's packs, when the file leaves their number to ms-swift (``by_swift`` on one rank)."""
-    exam.check(
-        "gradient_accumulation_steps",
-        lambda: warning(
-            f"not written; ms-swift would take {by_swift} on one rank, and another number on more",
-            f"write swift.gradient_accumulation_steps: {by_swift}, so that the rules about it can be checked",
-        ),
-    )
-    rules = config.inequalities(by_swift)
-    show_rules(exam, [rule for rule in rules if "gradient_accumulation_steps" in rule.statement])

@@ -26,7 +26,7 @@ from swift_stage2.checks.examination import Examination
 from swift_stage2.checks.preparation import LearnerPreparation, prepare_learner
 from swift_stage2.checks.rollouts import (
     TimedCall,
-    check_calls,
+    check_call,
     check_matching,
     check_prompts,
     connection_by_route,
@@ -63,7 +63,7 @@ class LiveServers:
     samples: CheckResult[CheckedRows]
     routes: Sequence[CheckResult[str]]
     with_round: bool
-    calls: list[CheckResult[tuple[TimedCall, ...]]] = field(default_factory=list)
+    calls: list[CheckResult[TimedCall]] = field(default_factory=list)
     infos: list[CheckResult[ServerInfo]] = field(default_factory=list)
     _learner: LearnerPreparation = field(init=False)
 
@@ -134,12 +134,14 @@ class LiveServers:
             dry = self._check_round(index, session, info, sync, prompt)
         calls = check(
             "timed rollouts",
-            lambda: check_calls(connection, samples.result.encoder, samples.result.samples, config, key),
+            lambda: check_call(connection, samples.result.encoder, samples.result.samples, config, key),
             needs=[prompt, *([dry] if self.with_round else ()), samples],
         )
         check(
             "parsed and matched",
-            lambda: check_matching(calls.result, samples.result.encoder, samples.result.task, config),
+            lambda: check_matching(
+                calls.result.rollouts, samples.result.encoder, samples.result.task, config
+            ),
             needs=[calls],
         )
         self.calls.append(calls)
@@ -177,7 +179,7 @@ class LiveServers:
     def _feeding(self, num_ranks: int) -> feeding.Feeding:
         config, channel_b = self.config, self.config.stage2_ab.channel_b
         prefetch = channel_b.prefetch
-        full = [checked.result[-1] for checked in self.calls]
+        full = [checked.result for checked in self.calls]
         return feeding.Feeding(
             b_ratio=config.stage2_ab.schedule.exact_b_ratio,
             packs_per_b_step=self.prepared.result.gradient_accumulation_steps,

@@ -206,6 +206,14 @@ class RowLengths:
                     "mend them",
                 )
             )
+        if not segments.num_rows and segments.limit < (needed := self.longest_prompt + answers.limit):
+            found.append(
+                (
+                    f"the longest prompt of {self.longest_prompt} tokens and max_new_tokens {answers.limit} are more "
+                    f"than packing_length {segments.limit}: such samples may be quarantined",
+                    f"write stage2_ab.channel_b.packing.packing_length: {needed} or more",
+                )
+            )
         for excess, told, key in (
             (
                 segments,
@@ -247,7 +255,7 @@ def measure_lengths(
     """Of the rows with these ``numbers``. Those that cannot be used are counted apart."""
     ruler = _Ruler(encoder, task)
     limits = config.stage2_ab.channel_b.packing.packing_length, config.rollout.decoding.max_new_tokens
-    total = RowLengths(0, *(Excess(limit, 0, 0, "") for limit in limits))
+    total = RowLengths(0, Excess(limits[0], 0, 0, ""), Excess(limits[1], 0, 0, ""))
     for number in numbers:
         try:
             prompt, answer = ruler.measure(rows[number])
@@ -256,9 +264,8 @@ def measure_lengths(
             total = replace(total, num_unusable=total.num_unusable + 1, first_unusable=first)
             continue
         lengths = zip(limits, (prompt + answer, answer), strict=True)
-        of_row = (Excess(limit, int(length > limit), length, str(number)) for limit, length in lengths)
-        tokens = {"shortest_prompt": prompt, "longest_prompt": prompt, "num_tokens": prompt + answer}
-        total = total.merged(RowLengths(1, *of_row, **tokens))
+        segment, said = (Excess(limit, int(length > limit), length, str(number)) for limit, length in lengths)
+        total = total.merged(RowLengths(1, segment, said, 0, "", prompt, prompt, prompt + answer))
     if not total.num_rows:
         return total
     segments, answers = (

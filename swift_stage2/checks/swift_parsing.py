@@ -37,11 +37,6 @@ _REMEDIES = {
 # These need the ranks that torchrun starts; none of them changes what is loaded.
 _NEEDS_RANKS = ("ddp_backend", "deepspeed", "fsdp")
 _UNKNOWN_KIND = (" not in [", "automatically match", "no suitable")
-_KIND_REMEDIES = {
-    SECTION: "name the plugin that brings it, external_plugins: [FILE], or its kind, model_type: NAME",
-    OPTION: "name the plugin that brings it, --swift external_plugins=FILE, or its kind, --swift model_type=NAME",
-    COMMAND_LINE: "name the plugin that brings it, --external-plugins FILE, or its kind, --model-type NAME",
-}
 
 # Errors by which ms-swift's own checks of its arguments refuse them; a missing package is one.
 _REFUSALS = (ValueError, TypeError, AssertionError, ImportError, OSError)
@@ -110,7 +105,7 @@ def _parse(argv: Sequence[str], arguments_class: type, where: str) -> tuple[Any,
             raise ConfigError(
                 "a plugin must be importable", got=f"{words} from {plugin}", remedy="mend that file"
             ) from error
-        if unknown := unknown_kind(error, where):
+        if unknown := unknown_kind(error):
             raise unknown from error
         if not isinstance(error, _REFUSALS):
             raise
@@ -144,7 +139,7 @@ def _refusal(words: str, where: str) -> str:
     return f"ms-swift refuses {where}: {reason}; correct it ({remedy})"
 
 
-def unknown_kind(error: Exception, where: str) -> ConfigError | None:
+def unknown_kind(error: Exception) -> ConfigError | None:
     """The line to say where ``error`` means that ms-swift does not know a model's kind, perhaps a plugin's."""
     words = " ".join(str(error).split())
     # ms-swift looks up what args.json says without asking whether it is there
@@ -155,8 +150,10 @@ def unknown_kind(error: Exception, where: str) -> ConfigError | None:
         words = f"model_type {words}, which it has not"
     elif "model_type" not in words or not any(part in words for part in _UNKNOWN_KIND):
         return None
-    remedy = _KIND_REMEDIES.get(where, _KIND_REMEDIES[SECTION])
-    return ConfigError(f"ms-swift must know the model's kind, got: {without_list(words)}", remedy=remedy)
+    return ConfigError(
+        f"ms-swift must know the model's kind, got: {without_list(words)}",
+        remedy="name the plugin that brings it by external_plugins, or its kind by model_type",
+    )
 
 
 def check_arguments(config: Stage2Config) -> None:

@@ -27,18 +27,8 @@ def refusal(capfd: pytest.CaptureFixture[str], output_dir: Path, *arguments: str
     return message
 
 
-@pytest.mark.parametrize(
-    ("where", "remedy"),
-    [
-        (swift_parsing.SECTION, "external_plugins: [FILE]"),
-        (swift_parsing.OPTION, "--swift external_plugins=FILE"),
-        (swift_parsing.COMMAND_LINE, "--external-plugins FILE"),
-    ],
-)
 @pytest.mark.parametrize("is_recorded", [False, True])
-def test_a_kind_that_only_a_plugin_knows_is_told_with_the_remedy(
-    tmp_path: Path, where: str, remedy: str, is_recorded: bool
-) -> None:
+def test_a_kind_that_only_a_plugin_knows_is_told_with_the_remedy(tmp_path: Path, is_recorded: bool) -> None:
     """As written, and as a run's args.json names it, which ms-swift looks up without asking whether it is there."""
     checkpoint = tmp_path / "checkpoint-1"
     shutil.copytree(STAGE1, checkpoint)
@@ -50,8 +40,8 @@ def test_a_kind_that_only_a_plugin_knows_is_told_with_the_remedy(
     with pytest.raises(
         ConfigError, match=r"ms-swift must know the model's kind, got: .*of_a_plugin"
     ) as refused:
-        swift_parsing.parse_swift_arguments(given, where=where)
-    assert remedy in str(refused.value)
+        swift_parsing.parse_swift_arguments(given)
+    assert "external_plugins" in str(refused.value)
     assert len(str(refused.value)) < 400
 
 
