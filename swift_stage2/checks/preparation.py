@@ -23,11 +23,14 @@ from swift.pipelines import SwiftSft  # noqa: E402
 from torch import nn  # noqa: E402
 
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
-from swift_stage2.checks.swift_parsing import SECTION, learner_arguments  # noqa: E402
+from swift_stage2.checks.swift_parsing import SECTION, parse_swift_arguments  # noqa: E402
+from swift_stage2.config.swift_arguments import as_argv  # noqa: E402
 from swift_stage2.records import Sample  # noqa: E402
 from swift_stage2.servers import protocol  # noqa: E402
 from swift_stage2.weights.proof import HALF_PRECISION_TIE_NATS, CanaryAnswer  # noqa: E402
 
+# These need the ranks that torchrun starts; none of them changes what is loaded.
+_NEEDS_RANKS = ("ddp_backend", "deepspeed", "fsdp")
 HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 _CANARY_TOKENS = 16
 _CANARY_ALTERNATIVES = 8
@@ -87,7 +90,9 @@ def prepare_learner(
         ConfigError: ms-swift refuses an argument, or does not know it.
     """
     os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")  # as in training.sft
-    parsed = learner_arguments(swift, str(scratch), where=where)
+    kept = {name: value for name, value in swift.items() if name not in _NEEDS_RANKS}
+    arguments = {**kept, "output_dir": str(scratch), "add_version": False, "report_to": "none"}
+    parsed = parse_swift_arguments(as_argv(arguments), where=where)
     return LearnerPreparation(parsed, with_weights=with_weights)
 
 

@@ -320,15 +320,10 @@ def explain(fault: ServerFault, session: ServerSession, config: Stage2Config) ->
         )
     if fault.is_foreign:
         return foreign(session, fault)
-    if fault.kind is FaultKind.LATE:
-        return ServerUnavailable(
-            f"{session.base_url} takes connections and answers late or nothing: {fault}",
-            remedy="wait if it is loading or busy with rollouts, and run the doctor again; if its work takes longer, "
-            "write a longer rollout.request_timeout_s, else read its log and restart it",
-        )
     return ServerUnavailable(
         str(fault),
-        remedy="wait if it is loading; else read the server's log, restart it, and run the doctor again",
+        remedy="wait if it is loading or busy with rollouts, and run the doctor again; else read the server's log and "
+        "restart it",
     )
 
 

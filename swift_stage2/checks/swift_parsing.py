@@ -11,19 +11,18 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from traceback import walk_tb
 from typing import Any
 
 from swift_stage2.compat import declare_operators
-from swift_stage2.config import ServerEngine, Stage2Config
-from swift_stage2.config.swift_arguments import PLUGIN_PREFIX, as_argv
+from swift_stage2.config.swift_arguments import PLUGIN_PREFIX
 from swift_stage2.errors import ConfigError, UserError, closest, without_list
 
 declare_operators()  # before ms-swift imports torchvision
 
-from swift.arguments import RolloutArguments, SftArguments  # noqa: E402
+from swift.arguments import SftArguments  # noqa: E402
 from swift.utils import parse_args  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -34,8 +33,6 @@ _REMEDIES = {
     OPTION: "its option --NAME is --swift NAME=VALUE",
     COMMAND_LINE: "see swift-stage2 rollout --help",
 }
-# These need the ranks that torchrun starts; none of them changes what is loaded.
-_NEEDS_RANKS = ("ddp_backend", "deepspeed", "fsdp")
 _UNKNOWN_KIND = (" not in [", "automatically match", "no suitable")
 
 # Errors by which ms-swift's own checks of its arguments refuse them; a missing package is one.
@@ -78,17 +75,6 @@ def parse_swift_arguments(
     refuse_unreadable(argv, arguments_class, where=where)
     arguments, _ = _parse(argv, arguments_class, where)
     return arguments
-
-
-def learner_arguments(swift: Mapping[str, Any], scratch: str, *, where: str = SECTION) -> Any:
-    """Section ``swift`` as the trainer reads it, outside of its ranks; what ms-swift writes goes to ``scratch``.
-
-    Raises:
-        ConfigError: as ``parse_swift_arguments`` does.
-    """
-    kept = {name: value for name, value in swift.items() if name not in _NEEDS_RANKS}
-    arguments = {**kept, "output_dir": scratch, "add_version": False, "report_to": "none"}
-    return parse_swift_arguments(as_argv(arguments), where=where)
 
 
 def _parse(argv: Sequence[str], arguments_class: type, where: str) -> tuple[Any, list[str]]:
@@ -154,16 +140,3 @@ def unknown_kind(error: Exception) -> ConfigError | None:
         f"ms-swift must know the model's kind, got: {without_list(words)}",
         remedy="name the plugin that brings it by external_plugins, or its kind by model_type",
     )
-
-
-def check_arguments(config: Stage2Config) -> None:
-    """Section ``swift`` and all servers' ``args``, without a model.
-
-    Raises:
-        ConfigError: for the first argument that ms-swift's parser does not take.
-    """
-    refuse_unreadable(config.swift_arguments(), SftArguments)
-    for index, server in enumerate(config.launch.servers):
-        if server.engine is not ServerEngine.TRANSFORMERS:  # whose options are ours
-            where = f"launch.servers[{index}].args"
-            refuse_unreadable(as_argv(server.args), RolloutArguments, where=where)

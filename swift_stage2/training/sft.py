@@ -59,12 +59,11 @@ def train(
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     with going_on("train", "loading ms-swift"):
         from swift_stage2.checks.channel_b_parts import make_task
-        from swift_stage2.checks.swift_parsing import check_arguments, parse_swift_arguments
+        from swift_stage2.checks.swift_parsing import parse_swift_arguments
         from swift_stage2.training.stage2_trainer import Stage2Sft, register_trainer
 
     # Both dialects are plain JSON; ms-swift's default would write boxes between special tokens.
     os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")
-    check_arguments(config)
     found = torch.accelerator.current_accelerator(check_available=True)
     known = Known(
         files=True,
