@@ -166,13 +166,6 @@ def findings_table(findings: Sequence[CheckResult[Any]]) -> RenderableType:
             if finding.fix:
                 parts.append(Padding(Text(f"fix: {finding.fix}", style=style), (0, 0, 0, _FIX_INDENT)))
         parts.append(Text())
-    return Group(*parts, summary_line(findings))
-
-
-def summary_line(findings: Sequence[CheckResult[Any]]) -> Text:
-    """``12 ok, 1 warning, 2 failed, 3 not checked``."""
     counts = Counter(finding.verdict for finding in findings)
-    parts = [
-        Text(f"{counts[verdict]} {verdict}", style=_STYLES[verdict]) for verdict in Verdict if counts[verdict]
-    ]
-    return Text(", ").join(parts)
+    counted = [Text(f"{counts[each]} {each}", style=_STYLES[each]) for each in Verdict if counts[each]]
+    return Group(*parts, Text(", ").join(counted))

@@ -311,7 +311,7 @@ class _Ruler:
         return num_prompt, len(answer) + len(self._encoder.closing_token_ids)
 
     def _prompt(self, row: Mapping[str, Any], sizes: Sizes) -> tuple[int, tuple[int, int] | None]:
-        text = _prompt_text(row)
+        text = "\n".join(str(turn.get("content")) for turn in row["messages"][:-1])
         if self._first is None:
             num_tokens, space = self._encode(row, sizes)
             self._of_sizes[sizes], self._of_prompt[text] = (num_tokens, space), 0
@@ -340,10 +340,6 @@ class _Ruler:
 
     def _text_tokens(self, text: str) -> int:
         return len(self._encoder.tokenise(text)[0])
-
-
-def _prompt_text(row: Mapping[str, Any]) -> str:
-    return "\n".join(str(turn.get("content")) for turn in row["messages"][:-1])
 
 
 def _sizes(row: Mapping[str, Any]) -> Sizes:
