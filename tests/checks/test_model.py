@@ -1,8 +1,9 @@
-"""Checkpoints and models are refused before anything is loaded."""
+"""Checkpoints and models are refused before anything is loaded, families against ms-swift's own registry."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,19 @@ from builders import changed
 from golden import Golden, name_of
 
 from swift_stage2.checks.model import (
+    _PLAIN_BOXES,
+    _THINKING,
     check_family,
     check_model,
     recorded_plugins,
 )
+from swift_stage2.compat import declare_operators
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import ConfigError
+
+PLACEHOLDERS = '[{"bbox_2d": <bbox>, "label": "<ref-object>"}]'
+WRITTEN_OUT = '[{"bbox_2d": [1, 2, 30, 40], "label": "a"}]'
 
 
 @pytest.fixture
@@ -124,14 +131,23 @@ def test_adapters_may_be_several_and_must_be_paths(value: Any) -> None:
         check_model({"model": "org/hub-model", "adapters": value})
 
 
-def _config(directory: Path, architecture: str, model: str = "", **settings: Any) -> Stage2Config:
+def _config(
+    directory: Path, architecture: str, answer: str = PLACEHOLDERS, model: str = "", **settings: Any
+) -> Stage2Config:
     checkpoint = directory / (model or "checkpoint-10")
     checkpoint.mkdir(parents=True)
     (checkpoint / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     (checkpoint / "tokenizer.json").write_text("{}")
+    row = {
+        "messages": [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": answer}],
+        "images": ["a.png"],
+        "objects": {"ref": ["a"], "bbox": [[1, 2, 30, 40]]},
+    }
+    (directory / "rows.jsonl").write_text(json.dumps(row) + "\n")
     engine, b_ratio = settings.pop("engine", "transformers"), settings.pop("b_ratio", 0.1)
     swift = {
         "model": str(checkpoint),
+        "dataset": [str(directory / "rows.jsonl")],
         "output_dir": str(directory / "out"),
         **settings,
     }
@@ -161,6 +177,10 @@ NOT_TRAINABLE: list[tuple[str, dict[str, Any]]] = [
         "Qwen3VLForConditionalGeneration",
         {"model": "models--Qwen--Qwen3-VL-2B-Thinking-FP8/snapshots/0a1b"},
     ),
+    ("Qwen3_5ForConditionalGeneration", {}),
+    ("InternS1ForConditionalGeneration", {"answer": WRITTEN_OUT}),
+    ("InternVLForConditionalGeneration", {}),
+    ("Glm4vForConditionalGeneration", {}),
     ("Qwen3VLMoeForConditionalGeneration", {"engine": "vllm"}),
     ("Qwen3VLMoeForConditionalGeneration", {"engine": "swift"}),
 ]
@@ -181,5 +201,55 @@ def test_what_cannot_work_is_refused_with_its_remedy(
     MESSAGES.check(case, str(caught.value).replace(f"{tmp_path}/", ""))
 
 
+def test_other_models_may_list_boxes_that_are_written_out(tmp_path: Path) -> None:
+    check_family(_config(tmp_path, "InternVLForConditionalGeneration", WRITTEN_OUT))
+
+
+def test_a_plugin_may_bring_a_template_of_its_own(tmp_path: Path) -> None:
+    check_family(_config(tmp_path, "InternVLForConditionalGeneration", external_plugins="plugin.py"))
+
+
 def test_a_run_without_channel_b_may_train_any_model(tmp_path: Path) -> None:
-    check_family(_config(tmp_path, "Any", model="Qwen3-VL-2B-Thinking", b_ratio=0, enable_thinking=True))
+    check_family(_config(tmp_path, "InternS1ForConditionalGeneration", b_ratio=0, enable_thinking=True))
+
+
+# --- the names against ms-swift --------------------------------------------------------------------
+
+
+def _registered() -> Iterator[tuple[str, Any]]:
+    """(architecture, template) of every multi-modal model that generates text."""
+    declare_operators()
+    from swift.model import MODEL_MAPPING
+    from swift.template import TEMPLATE_MAPPING
+
+    for meta in MODEL_MAPPING.values():
+        if not meta.is_multimodal:
+            continue
+        for template in {meta.template, *(group.template for group in meta.model_groups)} - {None}:
+            if template.endswith(("_emb", "_embedding", "reranker", "reranker_m0")):
+                continue  # these say nothing
+            for architecture in meta.architectures:
+                yield architecture, TEMPLATE_MAPPING[template]
+
+
+def test_plain_boxes_are_what_ms_swift_writes_plainly() -> None:
+    plain: set[str] = set()
+    for architecture, meta in _registered():
+        template = meta.template_cls.__new__(meta.template_cls)
+        template.bbox_format = "new"  # read from QWENVL_BBOX_FORMAT, which a run sets
+        written = template.replace_bbox([1, 2, 3, 4], 0, None), template.replace_ref("a", 0, None)
+        if written == (["[1, 2, 3, 4]"], ["a"]):
+            plain.add(architecture)
+    assert plain >= _PLAIN_BOXES
+    assert plain - _PLAIN_BOXES - _THINKING == set()
+
+
+def test_thinking_names_are_what_ms_swift_begins_with_thoughts() -> None:
+    """Of the models that write plain boxes, or think whatever template they are given."""
+    prefixes: dict[str, set[str]] = {}
+    for architecture, meta in _registered():
+        thinks = meta.is_thinking and not meta.non_thinking_prefix
+        prefix = meta.thinking_prefix if thinks else meta.non_thinking_prefix
+        prefixes.setdefault(architecture, set()).add(prefix)
+    assert all(all(prefixes[architecture]) for architecture in _THINKING)
+    assert not any(any(prefixes[architecture]) for architecture in _PLAIN_BOXES)
