@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.errors import ChildFailed, UserError
-from swift_stage2.runtime.claim import claim_directory
 from swift_stage2.runtime.output import print_error
 from swift_stage2.runtime.parser import CommandParser
+from swift_stage2.runtime.run_directory import claim_directory
 
 _DESCRIPTION = (
     "Measure speed, learning, and what faults cost. Exit status 0: everything was measured and nothing was lost; a "

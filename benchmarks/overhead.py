@@ -31,7 +31,7 @@ from swift_stage2.demo.demo_config import DemoJob, write_config
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.errors import ChildFailed
-from swift_stage2.runtime.ports import free_ports
+from swift_stage2.runtime.network import free_ports
 
 NUM_WARMUP = 5
 _LEAST_STEPS = NUM_WARMUP + 2

@@ -14,7 +14,7 @@ from benchmarks.results import ResultTable, say
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, evaluation_command, read_scores, write_config
 from swift_stage2.demo.grounding_dataset import num_train_samples, write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.runtime.ports import free_ports
+from swift_stage2.runtime.network import free_ports
 
 _NUM_HELD_OUT = 512
 _SCORE_DEADLINE_S = 300.0  # per checkpoint

@@ -17,7 +17,7 @@ from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.demo.demo_config import STAGE1, DemoJob, config_of, server_entry
 from swift_stage2.launch.managed_server import why_not_ready
-from swift_stage2.runtime.ports import free_ports
+from swift_stage2.runtime.network import free_ports
 from swift_stage2.runtime.supervisor import ProcessTree
 
 _GRACE_S = 30.0

@@ -49,7 +49,7 @@ from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.records import Sample
 from swift_stage2.run import Stage2Run, progress_watch
 from swift_stage2.runtime.background import BackgroundFailures
-from swift_stage2.runtime.progress import going_on, say_beside_bar
+from swift_stage2.runtime.output import going_on, say_beside_bar
 from swift_stage2.runtime.surroundings import surroundings
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.pacing import Pacer

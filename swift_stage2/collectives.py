@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _g
 
 from swift_stage2.errors import Stage2Error, UserError
 from swift_stage2.runtime.background import BackgroundCall
-from swift_stage2.runtime.route import local_address_towards
+from swift_stage2.runtime.network import local_address_towards
 
 logger = logging.getLogger(__name__)
 

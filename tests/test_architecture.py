@@ -29,7 +29,6 @@ SHORT_MODULES: dict[str, str] = {
 }
 KNOWS_SWIFT = {
     "training/best_model.py",
-    "checks/engine_canary.py",
     "training/sft.py",
     "training/stage2_trainer.py",
     "checks/swift_parsing.py",
@@ -112,7 +111,7 @@ def test_only_a_few_places_know_ms_swift() -> None:
 # Readers of the kernel's files, of the package's own, and of what processes that they started themselves wrote.
 OPENS_ITSELF = {
     "runtime/memory.py",
-    "runtime/lock.py",
+    "runtime/run_directory.py",
     "launch/launcher.py",
     "launch/rank.py",
     "launch/job.py",

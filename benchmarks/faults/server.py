@@ -18,7 +18,7 @@ from benchmarks.processes import Processes
 from benchmarks.servers import ServerKind, server_arguments, server_environment
 from swift_stage2.demo.demo_config import STAGE1, held_ports
 from swift_stage2.errors import ChildFailed
-from swift_stage2.runtime.ports import is_quiet
+from swift_stage2.runtime.network import is_quiet
 from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.servers import protocol
 

@@ -27,7 +27,7 @@ from benchmarks.servers import write_job
 from swift_stage2.config import load_config
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.launch.plan import plan_launch
-from swift_stage2.runtime.ports import free_ports
+from swift_stage2.runtime.network import free_ports
 from swift_stage2.telemetry.account import RunAccount, account_of
 from swift_stage2.telemetry.event_log import EventTail, event_path, log_paths, read_logs
 

@@ -27,8 +27,8 @@ from benchmarks.command import Option
 from benchmarks.gpu_check import wheels
 from benchmarks.gpu_check.stage import FIGURES_FILE, JSON_FILE, PAGE_FILE, STAGES, Stage, Status, write_report
 from swift_stage2.errors import UserError
-from swift_stage2.runtime.claim import claim_directory
 from swift_stage2.runtime.parser import CommandParser
+from swift_stage2.runtime.run_directory import claim_directory
 
 TOTAL_S = 600.0
 _SIGNALLED = 128

@@ -26,7 +26,7 @@ from swift_stage2.config import ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import STAGE1, server_entry
 from swift_stage2.records import RoundOutcome
-from swift_stage2.runtime.ports import free_ports
+from swift_stage2.runtime.network import free_ports
 from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.courier import ThreadCourier

@@ -29,7 +29,7 @@ from swift_stage2.demo.demo_config import MODEL_TYPE, STAGE1, TEMPLATE_FILE, Dem
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 from swift_stage2.launch.job import last_cause
-from swift_stage2.runtime.ports import free_ports
+from swift_stage2.runtime.network import free_ports
 from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.telemetry.event_log import event_path, read_events
 from swift_stage2.telemetry.summary import summarise

@@ -5,10 +5,9 @@ dataset   model   rows of the local JSONL files; directories and families of mod
 servers           the probe that says who a server is; addresses, ports, the wait for answers
 swift_parsing     arguments through ms-swift's parser
 samples   packing_isolation   channel_b_parts     rows as the real template sees them, and the parts made of them
-engine_canary     the question of a sync round, answered by ms-swift's engine
 doctor            ``swift-stage2 doctor``: options and order
 examination       one row (a finding); runs checks in order, skips what rests on a failed one; the table
-learner   preparation         model, template, rows and memory, as the trainer would have them
+learner   preparation         model, template, rows and memory, as the trainer would have them; a round's question
 live_servers   rollouts       ``--live``, server by server: prompts, one sync round, timed calls
 coordinates       ``--coordinates``, also live: in which numbers boxes are written
 feeding           the adviser: can the servers feed channel B, and which settings fit

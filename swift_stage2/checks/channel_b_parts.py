@@ -42,7 +42,6 @@ from swift_stage2.runtime.output import say
 from swift_stage2.scheduling.run_ahead import most_samples
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.telemetry.timing import Trace
 
 _MOST_A_STEPS = 16  # that one B step may stand for
 _WANTED_A_STEPS = 4
@@ -111,7 +110,12 @@ def check_parts(
     )
     isolation = isolation_batches(encoder, checked.task, checked.samples)
     # Before the checks that run the model, which give its process the time to load the template.
-    preprocessor = _preprocessor(config, encoder, checked.task, telemetry.trace)
+    preprocessor: Preprocessor
+    if config.stage2_ab.channel_b.preprocessing is Preprocessing.THREAD:
+        preprocessor = ThreadPreprocessor(encoder, checked.task, packing_length=packing_length)
+    else:
+        trace = telemetry.trace
+        preprocessor = ProcessPreprocessor(encoder, checked.task, packing_length=packing_length, trace=trace)
     on_failure.callback(preprocessor.close)
     return CheckedParts(
         encoder, checked.task, preprocessor, source, checked.samples, isolation, checked.lengths
@@ -147,20 +151,12 @@ def step_sizes(config: Stage2Config, lengths: RowLengths, num_packs: int) -> Ine
         return None
     channel, max_new_tokens = config.stage2_ab.channel_b, config.rollout.decoding.max_new_tokens
     capacity, batch = channel.packing.packing_length, int(config.swift.get("per_device_train_batch_size", 1))
-    mean = lengths.num_tokens / lengths.num_rows
-    per_pack = max(1.0, capacity / mean)
+    mean, per_pack = lengths.num_tokens / lengths.num_rows, lengths.samples_per_pack(capacity)
+    remedy = f"write swift.per_device_train_batch_size: {math.ceil(per_pack / _WANTED_A_STEPS)}"
     beside = lengths.segments.longest if config.stage2_ab.trains_targets_beside else 0
-    wanted = max(
-        math.ceil(_WANTED_A_STEPS * batch * mean), lengths.longest_prompt + lengths.answers.longest + beside
-    )
-    room = wanted - lengths.longest_prompt - beside  # for an answer
-    remedy = (
-        f"write stage2_ab.channel_b.packing.packing_length: {wanted}, then it is {wanted / mean / batch:.2g}"
-    )
-    if room < max_new_tokens:
-        remedy += f", with rollout.decoding.max_new_tokens: {room}, so that a prompt and its answer fit"
-    if wanted >= capacity:
-        remedy = f"write swift.per_device_train_batch_size: {math.ceil(per_pack / _WANTED_A_STEPS)}"
+    wanted = max(math.ceil(_WANTED_A_STEPS * batch * mean), lengths.longest_prompt + max_new_tokens + beside)
+    if wanted < capacity:
+        remedy += f", or stage2_ab.channel_b.packing.packing_length: {wanted}"
     told = (
         f"one B step trains as many rows as {per_pack / batch:.3g} A steps: {num_packs * per_pack:.0f} "
         f"({num_packs} packs of {capacity} tokens, {mean:.0f} a row) and {num_packs * batch}, of "
@@ -197,13 +193,6 @@ def group_maker(
     settings = GroupSettings(config.stage2_ab.objective, channel.grpo)
     window = channel.prefetch.version_window
     return partial(Groups, settings=settings, source=source, clock=clock, version_window=window)
-
-
-def _preprocessor(config: Stage2Config, encoder: Encoder, task: Task, trace: Trace) -> Preprocessor:
-    packing_length = config.stage2_ab.channel_b.packing.packing_length
-    if config.stage2_ab.channel_b.preprocessing is Preprocessing.THREAD:
-        return ThreadPreprocessor(encoder, task, packing_length=packing_length)
-    return ProcessPreprocessor(encoder, task, packing_length=packing_length, trace=trace)
 
 
 def check_packing(parts: CheckedParts, packed_loss: PackedLoss, control: ControlGroup) -> None:

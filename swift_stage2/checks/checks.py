@@ -6,14 +6,14 @@ answering servers stand in the other files of this folder; a run's start and the
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from swift_stage2.checks.dataset import check_data
 from swift_stage2.checks.model import check_family, check_model
@@ -27,14 +27,16 @@ from swift_stage2.config import Stage2Config
 from swift_stage2.config.swift_arguments import named_places
 from swift_stage2.errors import ConfigError
 from swift_stage2.runtime.checkpoints import check_world_size
-from swift_stage2.runtime.claim import refuse_earlier_run
-from swift_stage2.runtime.torchrun import check_gloo_address, check_rank_environment
+from swift_stage2.runtime.run_directory import refuse_earlier_run
+from swift_stage2.runtime.torchrun import check_gloo_address
 from swift_stage2.runtime.visible_devices import require_known_accelerator, require_visible_devices
 
 if TYPE_CHECKING:
     from swift_stage2.collectives import ControlGroup  # torch
 
 logger = logging.getLogger(__name__)
+
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,29 +63,79 @@ class Known:
     num_validation_rows: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A check that refuses nothing: what it found, and advice for what trains but wastes or risks something."""
+class Verdict(StrEnum):
+    """How a check ended."""
 
-    text: str
-    advice: Sequence[str] = ()
-    remedy: str = ""
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult(Generic[ValueT]):
+    """What a check found. ``fix`` is one line, and there whenever the verdict is a warning or failed."""
+
+    verdict: Verdict
+    found: str
+    fix: str = ""
+    value: ValueT | None = None
+    """For the checks that build on it."""
+    section: str = ""
+    check: str = ""
+    counts_as_failed: bool = False
+    """Failed, or not checked because of something that failed."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether a check that needs this one can run: ok, or no worse than a warning."""
+        return self.verdict in (Verdict.OK, Verdict.WARNING)
+
+    @property
+    def result(self) -> ValueT:
+        """The value for later checks. Raises ValueError when the check did not pass."""
+        if self.value is None:
+            raise ValueError(f"{self.check} handed nothing on; name it in needs")
+        return self.value
+
+
+def ok(found: str, value: ValueT | None = None) -> CheckResult[ValueT]:
+    """Nothing to do."""
+    return CheckResult(Verdict.OK, found, value=value)
+
+
+def warning(found: str, fix: str, value: ValueT | None = None) -> CheckResult[ValueT]:
+    """It works, but wastes or risks something."""
+    return CheckResult(Verdict.WARNING, found, fix, value)
+
+
+def failed(found: str, fix: str) -> CheckResult[Any]:
+    """Training would not start, or not do what was asked."""
+    return CheckResult(Verdict.FAILED, found, fix)
+
+
+def left_out(why: str) -> CheckResult[Any]:
+    """Nothing failed, but there is no way or no wish to look."""
+    return CheckResult(Verdict.NOT_CHECKED, why)
+
+
+DOES_NOT_APPLY = left_out("does not apply to this configuration")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """One entry: its name in the doctor's table, the field of ``Known`` that it needs, and the work.
 
-    ``find`` raises UserError; of a check that does not apply to the configuration it returns None.
+    ``find`` raises UserError; of a check that does not apply to the configuration it returns ``DOES_NOT_APPLY``.
     """
 
     name: str
     needs: str
-    find: Callable[[Stage2Config, Known], Found | None]
+    find: Callable[[Stage2Config, Known], CheckResult[None]]
 
 
 def run_checks(config: Stage2Config, known: Known, tell: Callable[[str], object] = logger.warning) -> None:
-    """Runs what applies, in order. The first rank tells advice.
+    """Runs what applies, in order. The first rank tells warnings.
 
     Raises:
         UserError: of the first check that refuses.
@@ -91,8 +143,8 @@ def run_checks(config: Stage2Config, known: Known, tell: Callable[[str], object]
     tells = os.environ.get("RANK", "0") == "0"
     for check in due_checks(known):
         found = check.find(config, known)
-        for advice in found.advice if found is not None and tells else ():
-            tell(advice)
+        if found.verdict is Verdict.WARNING and tells:
+            tell(f"{found.found}; {found.fix}")
 
 
 def due_checks(known: Known) -> Iterator[Check]:
@@ -103,17 +155,16 @@ def due_checks(known: Known) -> Iterator[Check]:
             yield check
 
 
-def _rank_environment(config: Stage2Config, known: Known) -> Found:
+def _rank_environment(config: Stage2Config, known: Known) -> CheckResult[None]:
     environment = known.rank_environment or {}
-    check_rank_environment(environment)
     check_gloo_address(environment)
-    return Found(f"rank {environment.get('RANK', '0')} of {environment.get('WORLD_SIZE', '1')}")
+    return ok(f"rank {environment.get('RANK', '0')} of {environment.get('WORLD_SIZE', '1')}")
 
 
-def _api_key(config: Stage2Config, known: Known) -> Found | None:
+def _api_key(config: Stage2Config, known: Known) -> CheckResult[None]:
     """Whether there is a key; never what it is."""
     if not config.b_enabled:
-        return None
+        return DOES_NOT_APPLY
     name, key = config.rollout.api_key_env, config.rollout.api_key()
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise ConfigError(
@@ -121,61 +172,49 @@ def _api_key(config: Stage2Config, known: Known) -> Found | None:
             remedy=f"set {name} to printable ASCII without spaces",
         )
     if key is not None:
-        return Found(f"{name} is set; it is sent to every server")
+        return ok(f"{name} is set; it is sent to every server")
     if advice := warn_of_open_servers(config):
-        return Found(f"{name} is not set", advice, f"start the servers with a key and set {name} to it")
-    return Found(f"{name} is not set: right for servers without a key")
+        return warning(
+            f"{name} is not set; {' | '.join(advice)}", f"start the servers with a key and set {name} to it"
+        )
+    return ok(f"{name} is not set: right for servers without a key")
 
 
-def _addresses(config: Stage2Config, known: Known) -> Found | None:
+def _addresses(config: Stage2Config, known: Known) -> CheckResult[None]:
     num_hosts = config.launch.learner.nnodes
     if not config.b_enabled or num_hosts == 1:
-        return None
+        return DOES_NOT_APPLY
     refuse_lone_addresses(config)
-    return Found(f"every server has an address that leads there from all {num_hosts} hosts of the learner")
+    return ok(f"every server has an address that leads there from all {num_hosts} hosts of the learner")
 
 
-def _rendezvous(config: Stage2Config, known: Known) -> Found | None:
+def _rendezvous(config: Stage2Config, known: Known) -> CheckResult[None]:
     if (endpoint := config.launch.learner.rdzv_endpoint) is None:
-        return None
+        return DOES_NOT_APPLY
     refuse_deaf_endpoint(endpoint)
-    return Found(f"{endpoint} has an address, and its port is free if it is this machine's")
+    return ok(f"{endpoint} has an address, and its port is free if it is this machine's")
 
 
-def _model(config: Stage2Config, known: Known) -> Found:
+def _model(config: Stage2Config, known: Known) -> CheckResult[None]:
     check_model(config.swift)
     check_family(config)
     names = ("model", "adapters", "resume_from_checkpoint")
-    return Found(", ".join(f"{name} {config.swift[name]}" for name in names if config.swift.get(name)))
+    return ok(", ".join(f"{name} {config.swift[name]}" for name in names if config.swift.get(name)))
 
 
-def _deepspeed(config: Stage2Config, known: Known) -> Found | None:
-    if not config.swift.get("deepspeed"):
-        return None
-    # Else the ranks would learn it once the model is loaded
-    if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError(
-            "swift.deepspeed needs DeepSpeed in the learner's environment",
-            got=f"deepspeed={config.swift['deepspeed']!r:.200} and no such package",
-            remedy="install the extra swift-stage2[deepspeed], or remove the key",
-        )
-    return Found("DeepSpeed is installed")
-
-
-def _resume(config: Stage2Config, known: Known) -> Found | None:
+def _resume(config: Stage2Config, known: Known) -> CheckResult[None]:
     """As ``refuse_unsupported`` refuses it, when it would be too late."""
     swift = config.swift
     is_sharded_adapter = swift.get("fsdp") and swift.get("tuner_type", "lora") != "full"
     if not is_sharded_adapter or swift.get("save_strategy") == "no":
-        return None
-    return Found(
-        "the run saves checkpoints",
-        ("checkpoints of LoRA under FSDP2 cannot be resumed: a run that ends early must begin anew",),
+        return DOES_NOT_APPLY
+    return warning(
+        "checkpoints of LoRA under FSDP2 cannot be resumed: a run that ends early must begin anew",
         "train with DDP or ZeRO, or write swift.tuner_type: full",
     )
 
 
-def _plugins(config: Stage2Config, known: Known) -> Found | None:
+def _plugins(config: Stage2Config, known: Known) -> CheckResult[None]:
     plugins = [Path(place).expanduser() for place in named_places(config.swift, "external_plugins")]
     for plugin in plugins:
         if not plugin.is_file():
@@ -184,67 +223,62 @@ def _plugins(config: Stage2Config, known: Known) -> Found | None:
                 got=f"{str(plugin)!r}, which is none",
                 remedy="correct the path",
             )
-    return Found(", ".join(map(str, plugins))) if plugins else None
+    return ok(", ".join(map(str, plugins))) if plugins else DOES_NOT_APPLY
 
 
-def _disk_directory(config: Stage2Config, known: Known) -> Found | None:
+def _disk_directory(config: Stage2Config, known: Known) -> CheckResult[None]:
     directory = config.rollout.sync.disk_directory
     if not config.b_enabled or directory is None or os.environ.get("RANK", "0") != "0":
-        return None
+        return DOES_NOT_APPLY
     if not os.path.isdir(directory) or not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(
             "rollout.sync.disk_directory must be a directory that the learner's user can write",
             got=f"disk_directory={directory!r}",
             remedy="make it, or mount it, and let learner and servers see it",
         )
-    return Found(f"weights travel by {directory}, which can be written")
+    return ok(f"weights travel by {directory}, which can be written")
 
 
-def _data_sets(config: Stage2Config, known: Known) -> Found:
+def _data_sets(config: Stage2Config, known: Known) -> CheckResult[None]:
     text, advice = check_data(config)
-    return Found(text, advice, "look at these rows; such rows train as they are")
+    fix = "look at these rows; such rows train as they are"
+    return warning(f"{text}; {' | '.join(advice)}", fix) if advice else ok(text)
 
 
-def _earlier_run(config: Stage2Config, known: Known) -> Found:
+def _earlier_run(config: Stage2Config, known: Known) -> CheckResult[None]:
     refuse_earlier_run(config.swift)
-    return Found("no earlier run is written over")
+    return ok("no earlier run is written over")
 
 
-def _checkpoint_ranks(config: Stage2Config, known: Known) -> Found | None:
+def _checkpoint_ranks(config: Stage2Config, known: Known) -> CheckResult[None]:
     checkpoints = named_places(config.swift, "resume_from_checkpoint") if config.b_enabled else []
     for checkpoint in checkpoints:
         check_world_size(os.path.expanduser(checkpoint), known.num_ranks or 1)
-    return Found(f"{checkpoints[0]} goes on with {known.num_ranks} rank(s)") if checkpoints else None
+    return ok(f"{checkpoints[0]} goes on with {known.num_ranks} rank(s)") if checkpoints else DOES_NOT_APPLY
 
 
-def _ports(config: Stage2Config, known: Known) -> Found | None:
+def _ports(config: Stage2Config, known: Known) -> CheckResult[None]:
     ports = list(map(str, refuse_busy_ports(config, known.started_servers or ())))
-    return Found(f"ports {', '.join(ports[:-1])} and {ports[-1]} are free") if ports else None
+    return ok(f"ports {', '.join(ports[:-1])} and {ports[-1]} are free") if ports else DOES_NOT_APPLY
 
 
-def _devices(config: Stage2Config, known: Known) -> Found:
+def _devices(config: Stage2Config, known: Known) -> CheckResult[None]:
     kind, num_devices = known.devices or (None, 0)
     if config.swift.get("use_cpu") is True:
-        return Found("the learner computes on the CPU")
+        return ok("the learner computes on the CPU")
     require_known_accelerator(kind)
     require_visible_devices(os.environ, num_devices)
-    return Found(
-        f"torch finds {num_devices} device(s) of kind {kind}" if kind else "torch finds the CPU only"
-    )
+    return ok(f"torch finds {num_devices} device(s) of kind {kind}" if kind else "torch finds the CPU only")
 
 
-def _validation_set(config: Stage2Config, known: Known) -> Found | None:
+def _validation_set(config: Stage2Config, known: Known) -> CheckResult[None]:
     evaluation, num_rows = config.stage2_ab.evaluation, known.num_validation_rows or 0
     if not evaluation.every_steps:
-        return None
+        return DOES_NOT_APPLY
     config.check_validation_set(num_rows)
-    if num_rows < (wanted := evaluation.num_samples):
-        return Found(
-            f"its {num_rows} rows are asked by every evaluation",
-            (f"it has {num_rows} rows, stage2_ab.evaluation.num_samples is {wanted}: each asks all of them",),
-            f"write stage2_ab.evaluation.num_samples: {num_rows}, or name a larger swift.val_dataset",
-        )
-    return Found(f"every evaluation asks the first {wanted} of its {num_rows} rows")
+    return ok(
+        f"every evaluation asks the first {min(num_rows, evaluation.num_samples)} of its {num_rows} rows"
+    )
 
 
 CHECKS = (
@@ -254,7 +288,6 @@ CHECKS = (
     Check("addresses of hosts", "addresses", _addresses),
     Check("rendezvous", "starts_learner", _rendezvous),
     Check("model directory", "files", _model),
-    Check("DeepSpeed", "files", _deepspeed),
     Check("resume", "files", _resume),
     Check("plugins", "files", _plugins),
     Check("disk directory", "files", _disk_directory),

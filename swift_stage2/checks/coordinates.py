@@ -27,7 +27,8 @@ from swift_stage2.channel_b.matching import iou_matrix
 from swift_stage2.channel_b.parsing import read_ground_truth
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
-from swift_stage2.checks.examination import Checked, Examination, Outcome, failed, left_out, ok
+from swift_stage2.checks.checks import CheckResult, failed, left_out, ok
+from swift_stage2.checks.examination import Examination
 from swift_stage2.checks.rollouts import OTHER_PROMPT, infer, size_difference
 from swift_stage2.config import Stage2Config
 from swift_stage2.dataset.picture import UNREADABLE, look_at
@@ -239,7 +240,7 @@ def examine_answers(
     config: Stage2Config,
     connection: ServerConnection,
     questions: Callable[[], Questions],
-    needs: Sequence[Checked[Any]],
+    needs: Sequence[CheckResult[Any]],
 ) -> None:
     """The rows of one server."""
     answered = exam.check("answered rows", lambda: ask_rows(connection, questions, config), needs=needs)
@@ -248,7 +249,7 @@ def examine_answers(
 
 def ask_rows(
     connection: ServerConnection, questions: Callable[[], Questions], config: Stage2Config
-) -> Outcome[list[AnsweredImage]]:
+) -> CheckResult[list[AnsweredImage]]:
     """Greedy answers, in POSTs of the run's size."""
     if config.stage2_ab.task != "detection":
         return left_out("only task detection says where its boxes stand")
@@ -276,7 +277,7 @@ def ask_rows(
     )
 
 
-def check_coordinates(images: Sequence[AnsweredImage]) -> Outcome[None]:
+def check_coordinates(images: Sequence[AnsweredImage]) -> CheckResult[None]:
     """The verdict on the answers, with what mends them."""
     verdict = judge(images)
     if verdict.reading is None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Group, RenderableType
@@ -20,90 +19,25 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from swift_stage2.checks.checks import Check, Known, due_checks
+from swift_stage2.checks.checks import (
+    DOES_NOT_APPLY,
+    CheckResult,
+    Known,
+    ValueT,
+    Verdict,
+    due_checks,
+    failed,
+    left_out,
+    ok,
+    warning,
+)
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.rules import Inequality
 from swift_stage2.errors import Stage2Error, UserError
 
 logger = logging.getLogger(__name__)
 
-ValueT = TypeVar("ValueT")
 _HIDDEN = "***"
-_DOES_NOT_APPLY = "does not apply to this configuration"
-
-
-class Verdict(StrEnum):
-    """How a check ended."""
-
-    OK = "ok"
-    WARNING = "warning"
-    FAILED = "failed"
-    NOT_CHECKED = "not checked"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The row of one check. ``fix`` is one line, and there whenever the verdict is a warning or failed."""
-
-    section: str
-    check: str
-    verdict: Verdict
-    found: str
-    fix: str = ""
-    counts_as_failed: bool = False
-    """Failed, or not checked because of something that failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome(Generic[ValueT]):
-    """A check hands this back; ``value`` is for the checks that build on it."""
-
-    verdict: Verdict
-    found: str
-    fix: str = ""
-    value: ValueT | None = None
-
-
-def ok(found: str, value: ValueT | None = None) -> Outcome[ValueT]:
-    """Nothing to do."""
-    return Outcome(Verdict.OK, found, value=value)
-
-
-def warning(found: str, fix: str, value: ValueT | None = None) -> Outcome[ValueT]:
-    """It works, but wastes or risks something."""
-    return Outcome(Verdict.WARNING, found, fix, value)
-
-
-def failed(found: str, fix: str) -> Outcome[Any]:
-    """Training would not start, or not do what was asked."""
-    return Outcome(Verdict.FAILED, found, fix)
-
-
-def left_out(why: str) -> Outcome[Any]:
-    """Nothing failed, but there is no way or no wish to look."""
-    return Outcome(Verdict.NOT_CHECKED, why)
-
-
-@dataclass(frozen=True, slots=True)
-class Checked(Generic[ValueT]):
-    """A check that is over. ``result`` may be asked for by checks that name it in ``needs``."""
-
-    finding: Finding
-    value: ValueT | None = None
-    cause: Finding | None = None
-    """The finding for which this check was not run."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether a check that needs this one can run: ok, or no worse than a warning."""
-        return self.finding.verdict in (Verdict.OK, Verdict.WARNING)
-
-    @property
-    def result(self) -> ValueT:
-        """The value for later checks. Raises ValueError when the check did not pass."""
-        if self.value is None:
-            raise ValueError(f"{self.finding.check} handed nothing on; name it in needs")
-        return self.value
 
 
 class Examination:
@@ -112,7 +46,7 @@ class Examination:
     def __init__(
         self, *, secrets: Sequence[str] = (), on_begin: Callable[[str], None] = lambda check: None
     ) -> None:
-        self.findings: list[Finding] = []
+        self.findings: list[CheckResult[Any]] = []
         self._secrets = tuple(secret for secret in secrets if secret)
         self._on_begin = on_begin
         self._section = ""
@@ -124,52 +58,49 @@ class Examination:
     def check(
         self,
         name: str,
-        work: Callable[[], Outcome[ValueT]],
+        work: Callable[[], CheckResult[ValueT]],
         *,
-        needs: Sequence[Checked[Any]] = (),
+        needs: Sequence[CheckResult[Any]] = (),
         fix: str = "",
-    ) -> Checked[ValueT]:
+    ) -> CheckResult[ValueT]:
         """Runs one check unless one that it needs has not passed.
 
         ``fix`` is the remedy for an error that carries none of its own.
         """
         held = next((need for need in needs if not need.passed), None)
-        cause = None
         if held is None:
             self._on_begin(name)
-            outcome = self._outcome(work, fix)
+            result = self._result(work, fix)
+        elif held.verdict is Verdict.NOT_CHECKED:
+            result = left_out(held.found)
         else:
-            cause = held.cause or held.finding
-            elsewhere = f" ({cause.section})" if cause.section != self._section else ""
-            named = f"{cause.check}{elsewhere}"
-            outcome = left_out(
-                f"because of: {named}" if held.finding.counts_as_failed else f"as {named} was not"
-            )
-        finding = Finding(
-            self._section,
-            name,
-            outcome.verdict,
-            self._clean(outcome.found),
-            self._clean(outcome.fix),
-            counts_as_failed=held.finding.counts_as_failed if held else outcome.verdict is Verdict.FAILED,
+            elsewhere = f" ({held.section})" if held.section != self._section else ""
+            result = left_out(f"because of: {held.check}{elsewhere}")
+        result = replace(
+            result,
+            section=self._section,
+            check=name,
+            found=self._clean(result.found),
+            fix=self._clean(result.fix),
+            counts_as_failed=held.counts_as_failed if held else result.verdict is Verdict.FAILED,
         )
-        self.findings.append(finding)
-        return Checked(finding, outcome.value, cause)
+        self.findings.append(result)
+        return result
 
     def show(
-        self, config: Stage2Config, known: Known, *, needs: Sequence[Checked[Any]] = ()
-    ) -> dict[str, Checked[None]]:
-        """A row for each check of ``preflight.checks`` whose needs are ``known``, by its name.
+        self, config: Stage2Config, known: Known, *, needs: Sequence[CheckResult[Any]] = ()
+    ) -> dict[str, CheckResult[None]]:
+        """A row for each check of ``checks`` whose needs are ``known``, by its name.
 
         A check that does not apply to the configuration has no row.
         """
         shown = {}
         for check in due_checks(known):
-            checked = self.check(check.name, partial(_outcome_of, check, config, known), needs=needs)
-            if checked.finding.found == _DOES_NOT_APPLY:
-                self.findings.remove(checked.finding)
+            result = self.check(check.name, partial(check.find, config, known), needs=needs)
+            if result.found == DOES_NOT_APPLY.found:
+                self.findings.pop()
             else:
-                shown[check.name] = checked
+                shown[check.name] = result
         return shown
 
     @property
@@ -177,7 +108,7 @@ class Examination:
         """Rows that failed, those that could not be checked because of another left out."""
         return sum(finding.verdict is Verdict.FAILED for finding in self.findings)
 
-    def _outcome(self, work: Callable[[], Outcome[ValueT]], fix: str) -> Outcome[ValueT]:
+    def _result(self, work: Callable[[], CheckResult[ValueT]], fix: str) -> CheckResult[ValueT]:
         try:
             return work()
         except UserError as error:
@@ -206,15 +137,6 @@ def show_rules(exam: Examination, rules: Iterable[Inequality]) -> None:
     exam.check("rules between numbers", lambda: ok("; ".join(held)))
 
 
-def _outcome_of(check: Check, config: Stage2Config, known: Known) -> Outcome[None]:
-    found = check.find(config, known)
-    if found is None:
-        return left_out(_DOES_NOT_APPLY)
-    if found.advice:
-        return warning(f"{found.text}; {' | '.join(found.advice)}", found.remedy)
-    return ok(found.text)
-
-
 _STYLES = {
     Verdict.OK: "green",
     Verdict.WARNING: "yellow",
@@ -225,7 +147,7 @@ _CHECK_COLUMNS = 20
 _FIX_INDENT = 4
 
 
-def findings_table(findings: Sequence[Finding]) -> RenderableType:
+def findings_table(findings: Sequence[CheckResult[Any]]) -> RenderableType:
     """A section per heading, one row per check with its fix below, and a line that counts the verdicts."""
     parts: list[RenderableType] = []
     look: dict[str, Any] = {"show_header": False, "expand": True, "box": SIMPLE}
@@ -244,13 +166,6 @@ def findings_table(findings: Sequence[Finding]) -> RenderableType:
             if finding.fix:
                 parts.append(Padding(Text(f"fix: {finding.fix}", style=style), (0, 0, 0, _FIX_INDENT)))
         parts.append(Text())
-    return Group(*parts, summary_line(findings))
-
-
-def summary_line(findings: Sequence[Finding]) -> Text:
-    """``12 ok, 1 warning, 2 failed, 3 not checked``."""
     counts = Counter(finding.verdict for finding in findings)
-    parts = [
-        Text(f"{counts[verdict]} {verdict}", style=_STYLES[verdict]) for verdict in Verdict if counts[verdict]
-    ]
-    return Text(", ").join(parts)
+    counted = [Text(f"{counts[each]} {each}", style=_STYLES[each]) for each in Verdict if counts[each]]
+    return Group(*parts, Text(", ").join(counted))

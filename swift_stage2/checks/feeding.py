@@ -1,7 +1,6 @@
 """The one adviser for settings: can the servers feed channel B, and which settings fit? Pure.
 
-The rate that production reaches between rounds is the pacer's own (``Pacer.load``), not another model of it.
-Units: seconds where a name ends in ``_s``, else optimizer steps; packs and rates are per rank unless said otherwise.
+Rates are of all servers with every slot in use. Units: seconds where a name ends in ``_s``, else optimizer steps.
 """
 
 from __future__ import annotations
@@ -10,14 +9,10 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from swift_stage2.checks.examination import Outcome, failed, ok, warning
+from swift_stage2.checks.checks import CheckResult, failed, ok, warning
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
-from swift_stage2.scheduling.outlook import PacingState, ProductionPace
-from swift_stage2.scheduling.pacing import Pacer, max_prompts_in_flight
 
 _LOAD_THAT_STARVES = 2.0  # at less than half of the need the starvation watch speaks up
-_SHARE_FOR_SEARCH = 1e-4
-_SEARCH_ROUNDS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +27,9 @@ class Feeding:
     max_inflight_per_server: int
     version_window: int
     sync_every_steps: int
-    prefetch_target_packs: int
     samples_per_pack: float
-    single_s: float
-    """One rollout alone on the slowest server."""
     batch_s: float
-    """``max_inflight_per_server`` rollouts at once on that server."""
+    """``max_inflight_per_server`` rollouts at once on the slowest server."""
     rollouts_per_s: float
     """All servers together, every slot in use."""
     rounds_are_staged: bool = False
@@ -54,37 +46,19 @@ class Feeding:
         return float(self.b_ratio) * self.rollouts_per_b_step
 
     @property
-    def prompts_per_post(self) -> int:
-        """Prompts that one rank asks for at once: its share of the servers, and no more than the target."""
-        share = max_prompts_in_flight(self.max_inflight_per_server, self.num_servers, self.num_ranks)
-        return min(share, math.ceil(self.prefetch_target_packs * self.samples_per_pack))
+    def shortest_step_s(self) -> float:
+        """The step time from which on the servers' rate is enough."""
+        return self.rollouts_per_step / self.rollouts_per_s
 
     @property
     def posts_per_production(self) -> int:
         """POSTs, one after another, until a rank can fill a pack: more than one where a pack holds more samples."""
-        return math.ceil(self.samples_per_pack / self.prompts_per_post)
-
-    @property
-    def production_s(self) -> float:
-        """The time that such productions of all ranks take; a POST lies between the two sizes that were timed."""
-        per_server = self.prompts_per_post * self.num_ranks / self.num_servers
-        full = max(2, self.max_inflight_per_server)
-        share = min(1.0, max(0.0, (per_server - 1) / (full - 1)))
-        return self.posts_per_production * (self.single_s + share * max(0.0, self.batch_s - self.single_s))
-
-    @property
-    def shortest_step_s(self) -> float:
-        """The step time from which on production keeps up with the schedule, by rate and by the pacer's load."""
-        by_rate = self.rollouts_per_step / self.rollouts_per_s
-        low, high = self.production_s * _SHARE_FOR_SEARCH, self.production_s / _SHARE_FOR_SEARCH
-        for _ in range(_SEARCH_ROUNDS):
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if self.load(middle) > 1 else (low, middle)
-        return max(by_rate, high)
+        slots = self.max_inflight_per_server * self.num_servers / self.num_ranks
+        return math.ceil(self.samples_per_pack / slots)
 
     def production(self, step_s: float) -> float:
-        """Steps that pass while its packs are made: their age when they arrive."""
-        return self.production_s / step_s
+        """Steps that pass while a rank's pack is made: its age when it arrives."""
+        return self.posts_per_production * self.batch_s / step_s
 
     def versions_passed(self, step_s: float) -> int:
         """Versions that pass while packs are made: of staged rounds one for each POST at most."""
@@ -92,41 +66,11 @@ class Feeding:
         return min(by_steps, self.posts_per_production) if self.rounds_are_staged else by_steps
 
     def load(self, step_s: float) -> float:
-        """Need over what production can give; above 1 it cannot keep up."""
-        by_rate = self.rollouts_per_step / (self.rollouts_per_s * step_s)
-        pacer = Pacer(
-            b_ratio=float(self.b_ratio),
-            version_window=self.version_window,
-            sync_every_steps=self.sync_every_steps,
-            target_packs=self.prefetch_target_packs,
-            packs_per_b_step=self.packs_per_b_step,
-        )
-        steps = self.production(step_s)
-        state = PacingState(
-            step=0,
-            current_version=0,
-            last_commit_step=0,
-            pace=ProductionPace(steps, steps),
-            packs_per_production=max(1, int(self.prompts_per_post / self.samples_per_pack)),
-            rounds_are_staged=self.rounds_are_staged,
-        )
-        return max(by_rate, pacer.load(state))
+        """Need over what the servers can give; above 1 they cannot keep up."""
+        return self.shortest_step_s / step_s
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """One knob to turn, and the arithmetic that says how far; ``report`` gives it, too.
-
-    ``present`` is None where it is not known.
-    """
-
-    knob: str
-    present: float | None
-    proposed: str
-    why: str
-
-
-def check_rate(feeding: Feeding, step_s: float | None) -> Outcome[None]:
+def check_rate(feeding: Feeding, step_s: float | None) -> CheckResult[None]:
     """The verdict on whether rollouts keep up with ``step_s``; where that is None, the shortest step that they feed."""
     found = (
         f"a B step trains {feeding.packs_per_b_step} packs * {feeding.num_ranks} rank(s) * "
@@ -138,49 +82,37 @@ def check_rate(feeding: Feeding, step_s: float | None) -> Outcome[None]:
         return ok(f"{found}; --step-seconds S says whether yours are")
     load = feeding.load(step_s)
     found += (
-        f"; at {step_s:g} s production is busy {load:.0%} of its time, and packs arrive "
+        f"; at {step_s:g} s the servers are busy {load:.0%} of the time, and packs arrive "
         f"{feeding.production(step_s):.1f} steps old"
     )
-    if load <= 1:
-        return ok(found)
-    fix = f"take what row settings says, or run {math.ceil(feeding.num_servers * load)} such servers"
-    return failed(found, fix) if load > _LOAD_THAT_STARVES else warning(found, fix)
+    if load > 1:
+        fix = f"take what row settings says, or run {math.ceil(feeding.num_servers * load)} such servers"
+        return failed(found, fix) if load > _LOAD_THAT_STARVES else warning(found, fix)
+    if feeding.versions_passed(step_s) > feeding.version_window:
+        return warning(f"{found}, beyond the version window", "take what row settings says")
+    return ok(found)
 
 
-def check_settings(feeding: Feeding, step_s: float | None) -> Outcome[None]:
-    """The values that follow from the measurement, with their reasons, against those that are written."""
-    advice = advise(feeding, step_s)
-    if not advice:
-        return ok("as written")
-    fix = ", ".join(f"{each.knob}: {each.proposed} (now {each.present:g})" for each in advice)
-    return warning("; ".join(f"{each.knob}: {each.why}" for each in advice), f"write {fix}")
-
-
-def advise(feeding: Feeding, step_s: float | None) -> list[Advice]:
-    """Settings that are too small, and a share of B steps that is too large; without a step time what needs none."""
-    every, inflight = feeding.sync_every_steps, feeding.max_inflight_per_server
+def check_settings(feeding: Feeding, step_s: float | None) -> CheckResult[None]:
+    """Settings that are too small, and a share of B steps that is too large, with reasons; without a step time what
+    needs none."""
+    inflight, window = feeding.max_inflight_per_server, feeding.version_window
     load = 1.0 if step_s is None else max(1.0, feeding.load(step_s))
-    slots = max(math.ceil(feeding.rollouts_per_b_step / feeding.num_servers), math.ceil(inflight * load))
-    wanted: list[tuple[str, float, float, str]] = [
-        (
-            "rollout.max_inflight_per_server",
-            inflight,
-            min(MAX_REQUESTS_PER_POST, slots),
-            "one batch fills a B step, or as many more as the load asks for",
-        )
-    ]
-    if step_s is not None:
-        steps = feeding.production(step_s)
-        window = max(1, feeding.versions_passed(step_s), feeding.version_window)
-        aged = f"packs arrive {steps:.1f} steps old, and a version lasts {every}"
-        knob = "stage2_ab.channel_b.prefetch.version_window"
-        wanted.append((knob, feeding.version_window, window, aged))
-    found = [Advice(knob, now, f"{value:g}", why) for knob, now, value, why in wanted if value > now]
+    slots = max(int(feeding.rollouts_per_b_step / feeding.num_servers), math.ceil(inflight * load))
+    slots = min(MAX_REQUESTS_PER_POST, slots)
+    reasons, values = [], []
+    if slots > inflight:
+        reasons.append("one batch fills a B step, or as many more as the load asks for")
+        values.append(f"rollout.max_inflight_per_server: {slots} (now {inflight})")
+    if step_s is not None and (passed := feeding.versions_passed(step_s)) > window:
+        age = feeding.production(step_s)
+        reasons.append(f"packs arrive {age:.1f} steps old, and a version lasts {feeding.sync_every_steps}")
+        values.append(f"stage2_ab.channel_b.prefetch.version_window: {passed} (now {window})")
     if load > 1:
         ratio = float(feeding.b_ratio)
-        share = f"{sustained(ratio / load):g}"
-        found.append(Advice("stage2_ab.schedule.b_ratio", ratio, share, "what these servers sustain"))
-    return found
+        reasons.append("these servers sustain a smaller share of B steps")
+        values.append(f"stage2_ab.schedule.b_ratio: {sustained(ratio / load):g} (now {ratio:g})")
+    return warning("; ".join(reasons), f"write {', '.join(values)}") if values else ok("as written")
 
 
 def sustained(share: float) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,25 +12,12 @@ import torch
 from safetensors import safe_open
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.packing import select_pack
 from swift_stage2.channel_b.sample_source import usable_rows
-from swift_stage2.channel_b.task import Task
 from swift_stage2.checks.channel_b_parts import make_task, step_sizes
-from swift_stage2.checks.checks import Known
-from swift_stage2.checks.examination import (
-    Checked,
-    Examination,
-    Outcome,
-    failed,
-    left_out,
-    ok,
-    show_rules,
-    warning,
-)
-from swift_stage2.checks.packing_isolation import ground_truth_segments
-from swift_stage2.checks.samples import MOST_LOOKED_AT, RowLengths, check_rows
+from swift_stage2.checks.checks import CheckResult, Known, failed, left_out, ok, warning
+from swift_stage2.checks.examination import Examination
+from swift_stage2.checks.samples import MOST_LOOKED_AT, CheckedRows, check_rows
 from swift_stage2.config import Stage2Config
-from swift_stage2.records import Sample
 from swift_stage2.runtime.memory import available_memory_bytes
 
 if TYPE_CHECKING:
@@ -41,23 +27,9 @@ _NUM_SAMPLES = 16
 _DEEPSPEED_BYTES = 12  # of a trained parameter in 16 bits: its copy and two moments in float32
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """Samples of the data set as channel B would draw them, with what encodes them."""
-
-    encoder: Encoder
-    task: Task
-    samples: tuple[Sample, ...]
-    longest_prompt_tokens: int
-    lengths: RowLengths
-    """Of all rows."""
-    segment_lengths: tuple[int, ...]
-    """Tokens of prompt and ground truth, of the samples that fit a pack."""
-
-
 def examine_learner(
     exam: Examination, config: Stage2Config, scratch: Path, num_ranks: int
-) -> tuple[Checked[LearnerPreparation], Checked[Samples]]:
+) -> tuple[CheckResult[LearnerPreparation], CheckResult[CheckedRows]]:
     """The rows of model and data; hands on what the trainer would start from, and samples of its data."""
     exam.begin_section("Model and data")
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -80,7 +52,7 @@ def examine_learner(
         needs=[prepared, rows_checked],
         fix="mend the data set, or section swift",
     )
-    exam.check("packing_length", lambda: check_packing_length(config, samples.result), needs=[samples])
+    exam.check("packing_length", lambda: check_packing_length(samples.result), needs=[samples])
     exam.check(
         "step sizes",
         lambda: check_step_sizes(
@@ -91,12 +63,10 @@ def examine_learner(
     if config.stage2_ab.evaluation.every_steps:
         num_rows = len(prepared.result.row_sets[1]) if prepared.passed and rows_checked.passed else 0
         exam.show(config, Known(num_validation_rows=num_rows), needs=[prepared, rows_checked])
-    if prepared.passed and config.gradient_accumulation_steps is None:
-        _check_accumulation(exam, config, prepared.result.gradient_accumulation_steps)
     return prepared, samples
 
 
-def _prepare(config: Stage2Config, scratch: Path) -> Outcome[LearnerPreparation]:
+def _prepare(config: Stage2Config, scratch: Path) -> CheckResult[LearnerPreparation]:
     from swift_stage2.checks.preparation import prepare_learner  # loads ms-swift
 
     prepared = prepare_learner(config.swift, scratch, with_weights=False)
@@ -107,13 +77,13 @@ def _prepare(config: Stage2Config, scratch: Path) -> Outcome[LearnerPreparation]
     )
 
 
-def _check_load(prepared: LearnerPreparation) -> Outcome[None]:
+def _check_load(prepared: LearnerPreparation) -> CheckResult[None]:
     from swift_stage2.checks.swift_parsing import check_load  # loads ms-swift
 
     return ok(check_load(prepared.args))
 
 
-def check_memory(config: Stage2Config, prepared: LearnerPreparation, num_ranks: int) -> Outcome[None]:
+def check_memory(config: Stage2Config, prepared: LearnerPreparation, num_ranks: int) -> CheckResult[None]:
     """The weights, and of full tuning what Adam keeps, against the memory of a rank's device; activations left out."""
     shapes: list[Sequence[int]] = []
     for path in prepared.model_directory.glob("*.safetensors"):
@@ -125,14 +95,9 @@ def check_memory(config: Stage2Config, prepared: LearnerPreparation, num_ranks: 
     weights = prepared.args.torch_dtype.itemsize * num_parameters
     need = rank_bytes(config.swift, weights, num_parameters, num_ranks)
     is_on_cpu = config.swift.get("use_cpu") is True or not torch.cuda.is_available()
-    room = available_memory_bytes()
-    if weights > room:
-        return failed(
-            f"rank 0 keeps a copy of the weights in main memory: {weights / 1e9:.3g} of {room / 1e9:.3g} GB available",
-            "give the machine or container of rank 0 more main memory",
-        )
-    where = "of main memory" if is_on_cpu else "of the GPU"
-    room = room if is_on_cpu else torch.cuda.get_device_properties(0).total_memory
+    where, room = "of main memory", available_memory_bytes()
+    if not is_on_cpu:
+        where, room = "of the GPU", torch.cuda.get_device_properties(0).total_memory
     found = (
         f"{num_parameters:.3g} parameters: a rank needs {need / 1e9:.3g} of {room / 1e9:.3g} GB {where} and more for "
         f"activations, servers need theirs; rank 0 keeps a copy of {weights / 1e9:.3g} GB in main memory"
@@ -155,7 +120,7 @@ def rank_bytes(swift: Mapping[str, Any], weights: int, num_parameters: int, num_
     return own + states / (num_ranks if stage else 1)
 
 
-def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcome[Samples]:
+def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> CheckResult[CheckedRows]:
     """Measures all rows; draws and encodes a few samples, the first of which is checked as at a run's start.
 
     Raises:
@@ -169,56 +134,38 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> Outcom
     checked = check_rows(
         config, rows, usable, encoder, task, int(prepared.args.seed), measured=usable, count=count
     )
-    samples = checked.samples
-    prompts = [len(encoder.encode_prompt(sample).token_ids) for sample in samples]
-    segments = ground_truth_segments(encoder, checked.task, samples)
-    looked_at = Samples(
-        encoder,
-        checked.task,
-        tuple(samples),
-        max(prompts),
-        checked.lengths,
-        tuple(segment.num_tokens for segment in segments),
-    )
     found = (
-        f"{len(samples)} of {len(rows)} rows encoded as the model gets them, the first answered as task "
-        f"{config.stage2_ab.task} checks it; prompts of {min(prompts)} to {max(prompts)} tokens"
+        f"{len(checked.samples)} of {len(rows)} rows encoded as the model gets them, the first answered as task "
+        f"{config.stage2_ab.task} checks it; prompts of {checked.lengths.shortest_prompt} to "
+        f"{checked.lengths.longest_prompt} tokens"
     )
-    if len(samples) < count:
-        fix = f"mend the rows; only {len(samples)} of the {min(MOST_LOOKED_AT, len(usable))} looked at can be used"
-        return warning(found, fix, looked_at)
-    return ok(found, looked_at)
+    if len(checked.samples) < count:
+        looked_at = min(MOST_LOOKED_AT, len(usable))
+        fix = f"mend the rows; only {len(checked.samples)} of the {looked_at} looked at can be used"
+        return warning(found, fix, checked)
+    return ok(found, checked)
 
 
-def check_packing_length(config: Stage2Config, samples: Samples) -> Outcome[None]:
+def check_packing_length(samples: CheckedRows) -> CheckResult[None]:
     """The row that compares ``packing_length`` with the longest prompt and its answer."""
-    prompt, new = samples.longest_prompt_tokens, config.rollout.decoding.max_new_tokens
-    length, needed = config.stage2_ab.channel_b.packing.packing_length, prompt + new
-    longest = samples.lengths.segments
     if troubles := samples.lengths.troubles:
         return warning(
             " | ".join(found for found, _ in troubles), "; ".join(remedy for _, remedy in troubles)
         )
-    if config.stage2_ab.trains_targets_beside:
-        needed += longest.longest
-    if length < needed:
-        return warning(
-            f"packing_length {length} < {needed}, the longest prompt {prompt} with all that may follow it "
-            f"(max_new_tokens {new}): such samples may be quarantined",
-            f"write stage2_ab.channel_b.packing.packing_length: {needed} or more",
-        )
+    longest = samples.lengths.segments
     return ok(
-        f"packing_length {length} >= {needed}; of all {samples.lengths.num_rows:,} rows the longest with its true "
-        f"answer has {longest.longest} tokens ({longest.place})"
+        f"packing_length {longest.limit} holds the longest prompt and what may follow it; of all "
+        f"{samples.lengths.num_rows:,} rows the longest with its true answer has {longest.longest} tokens "
+        f"({longest.place})"
     )
 
 
 def check_step_sizes(
-    config: Stage2Config, samples: Samples, packs_per_step: int, num_ranks: int
-) -> Outcome[None]:
+    config: Stage2Config, samples: CheckedRows, packs_per_step: int, num_ranks: int
+) -> CheckResult[None]:
     """The rows that a step of each channel trains, and whether a written budget of rollouts fills a B step."""
     capacity = config.stage2_ab.channel_b.packing.packing_length
-    per_pack = samples_per_pack(samples.segment_lengths or (capacity,), capacity)
+    per_pack = samples.lengths.samples_per_pack(capacity)
     budget = config.stage2_ab.channel_b.prefetch.budget_inequality(packs_per_step, per_pack)
     if not budget.holds:
         return failed(budget.error.found, budget.remedy)
@@ -226,30 +173,3 @@ def check_step_sizes(
     if sizes is None:
         return left_out("no row could be measured")
     return ok(sizes.numbers) if sizes.holds else warning(sizes.error.found, sizes.remedy)
-
-
-def _check_accumulation(exam: Examination, config: Stage2Config, by_swift: int) -> None:
-    """The rules about a step's packs, when the file leaves their number to ms-swift (``by_swift`` on one rank)."""
-    exam.check(
-        "gradient_accumulation_steps",
-        lambda: warning(
-            f"not written; ms-swift would take {by_swift} on one rank, and another number on more",
-            f"write swift.gradient_accumulation_steps: {by_swift}, so that the rules about it can be checked",
-        ),
-    )
-    rules = config.inequalities(by_swift)
-    show_rules(exam, [rule for rule in rules if "gradient_accumulation_steps" in rule.statement])
-
-
-def samples_per_pack(lengths: Sequence[int], capacity: int) -> float:
-    """The mean number of samples in a pack: the tokens that packing fills, divided by the mean length of a sample.
-
-    Counting the samples of the first packs would not tell: the best fill takes the longest samples first.
-    """
-    left = list(lengths) * max(1, -(-2 * capacity // sum(lengths)))  # enough for two packs at least
-    num_packs = num_tokens = 0
-    while sum(left) >= capacity or not num_packs:
-        chosen = frozenset(select_pack(left, capacity))
-        num_packs, num_tokens = num_packs + 1, num_tokens + sum(left[index] for index in chosen)
-        left = [length for index, length in enumerate(left) if index not in chosen]
-    return num_tokens / num_packs / (sum(lengths) / len(lengths))

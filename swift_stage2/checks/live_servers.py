@@ -20,26 +20,18 @@ from torch import nn
 
 from swift_stage2.channel_b.rollout_client.connection import ServerConnection
 from swift_stage2.checks import feeding
+from swift_stage2.checks.checks import CheckResult, Verdict, failed, left_out, ok, warning
 from swift_stage2.checks.coordinates import Questions, examine_answers, prepare_questions
-from swift_stage2.checks.examination import (
-    Checked,
-    Examination,
-    Outcome,
-    Verdict,
-    failed,
-    left_out,
-    ok,
-    warning,
-)
-from swift_stage2.checks.learner import Samples, samples_per_pack
+from swift_stage2.checks.examination import Examination
 from swift_stage2.checks.preparation import LearnerPreparation, prepare_learner
 from swift_stage2.checks.rollouts import (
     TimedCall,
-    check_calls,
+    check_call,
     check_matching,
     check_prompts,
     connection_by_route,
 )
+from swift_stage2.checks.samples import CheckedRows
 from swift_stage2.checks.servers import explain, identify
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Fenced, Mode, Stage2Config
@@ -67,12 +59,12 @@ class LiveServers:
     exam: Examination
     config: Stage2Config
     scratch: Path
-    prepared: Checked[LearnerPreparation]
-    samples: Checked[Samples]
-    routes: Sequence[Checked[str]]
+    prepared: CheckResult[LearnerPreparation]
+    samples: CheckResult[CheckedRows]
+    routes: Sequence[CheckResult[str]]
     with_round: bool
-    calls: list[Checked[tuple[TimedCall, ...]]] = field(default_factory=list)
-    infos: list[Checked[ServerInfo]] = field(default_factory=list)
+    calls: list[CheckResult[TimedCall]] = field(default_factory=list)
+    infos: list[CheckResult[ServerInfo]] = field(default_factory=list)
     _learner: LearnerPreparation = field(init=False)
 
     def examine(self) -> None:
@@ -100,7 +92,7 @@ class LiveServers:
     def _questions(self) -> Questions:
         return prepare_questions(self.prepared.result, self.config)
 
-    def _examine_answers(self, connection: ServerConnection, *needs: Checked[Any]) -> None:
+    def _examine_answers(self, connection: ServerConnection, *needs: CheckResult[Any]) -> None:
         examine_answers(self.exam, self.config, connection, lambda: self._questions, [*needs, self.prepared])
 
     def _servers(self) -> Iterator[tuple[int, ServerSession, ServerConnection]]:
@@ -113,11 +105,9 @@ class LiveServers:
             ):
                 yield index, session, connection
 
-    def _check_identity(self, index: int, session: ServerSession) -> Checked[ServerInfo]:
-        started = self.config.launch.servers
-        model = (started[index].model if started else None) or self.config.swift.get("model")
+    def _check_identity(self, index: int, session: ServerSession) -> CheckResult[ServerInfo]:
         return self.exam.check(
-            "who answers", lambda: check_identity(session, self.config, model), needs=[self.routes[index]]
+            "who answers", lambda: check_identity(session, self.config), needs=[self.routes[index]]
         )
 
     def _examine_server(
@@ -125,7 +115,7 @@ class LiveServers:
         index: int,
         session: ServerSession,
         connection: ServerConnection,
-        sync: Checked[WeightSync],
+        sync: CheckResult[WeightSync],
     ) -> None:
         check, samples, config = self.exam.check, self.samples, self.config
         timeout_s, key = config.rollout.request_timeout_s, f"rollout.servers[{index}]"
@@ -144,28 +134,30 @@ class LiveServers:
             dry = self._check_round(index, session, info, sync, prompt)
         calls = check(
             "timed rollouts",
-            lambda: check_calls(connection, samples.result.encoder, samples.result.samples, config, key),
+            lambda: check_call(connection, samples.result.encoder, samples.result.samples, config, key),
             needs=[prompt, *([dry] if self.with_round else ()), samples],
         )
         check(
             "parsed and matched",
-            lambda: check_matching(calls.result, samples.result.encoder, samples.result.task, config),
+            lambda: check_matching(
+                calls.result.rollouts, samples.result.encoder, samples.result.task, config
+            ),
             needs=[calls],
         )
         self.calls.append(calls)
         self.infos.append(info)
         # Also where prompts differ, for then this tells why; a round that failed has left no weights to ask.
-        spoilt = [dry] if dry.finding.verdict is Verdict.FAILED else []
+        spoilt = [dry] if dry.verdict is Verdict.FAILED else []
         self._examine_answers(connection, info, *spoilt)
 
     def _check_round(
         self,
         index: int,
         session: ServerSession,
-        info: Checked[ServerInfo],
-        sync: Checked[WeightSync],
-        *needs: Checked[Any],
-    ) -> Checked[Any]:
+        info: CheckResult[ServerInfo],
+        sync: CheckResult[WeightSync],
+        *needs: CheckResult[Any],
+    ) -> CheckResult[Any]:
         if not self.with_round:
             return self.exam.check("dry sync round", lambda: left_out("left out by --no-sync"))
         return self.exam.check(
@@ -178,7 +170,7 @@ class LiveServers:
     def examine_feeding(self, step_s: float | None, num_ranks: int) -> None:
         """Whether these servers, as timed, can feed channel B."""
         self.exam.begin_section("Feeding channel B")
-        asked: list[Checked[Any]] = [self.samples, *self.calls]
+        asked: list[CheckResult[Any]] = [self.samples, *self.calls]
         self.exam.check("rate", lambda: feeding.check_rate(self._feeding(num_ranks), step_s), needs=asked)
         self.exam.check(
             "settings", lambda: feeding.check_settings(self._feeding(num_ranks), step_s), needs=asked
@@ -187,31 +179,24 @@ class LiveServers:
     def _feeding(self, num_ranks: int) -> feeding.Feeding:
         config, channel_b = self.config, self.config.stage2_ab.channel_b
         prefetch = channel_b.prefetch
-        accumulation = self.prepared.result.gradient_accumulation_steps
-        b_ratio = config.stage2_ab.schedule.exact_b_ratio
-        full = [checked.result[-1] for checked in self.calls]
-        slowest = max(self.calls, key=lambda checked: checked.result[-1].seconds).result
+        full = [checked.result for checked in self.calls]
         return feeding.Feeding(
-            b_ratio=b_ratio,
-            packs_per_b_step=accumulation,
+            b_ratio=config.stage2_ab.schedule.exact_b_ratio,
+            packs_per_b_step=self.prepared.result.gradient_accumulation_steps,
             num_ranks=num_ranks,
             num_servers=len(full),
             max_inflight_per_server=config.rollout.max_inflight_per_server,
             version_window=prefetch.version_window,
             sync_every_steps=prefetch.sync_every_steps,
-            prefetch_target_packs=prefetch.target(accumulation, b_ratio),
-            samples_per_pack=samples_per_pack(
-                self.samples.result.segment_lengths, channel_b.packing.packing_length
-            ),
-            single_s=slowest[0].seconds,
-            batch_s=slowest[-1].seconds,
+            samples_per_pack=self.samples.result.lengths.samples_per_pack(channel_b.packing.packing_length),
+            batch_s=max(call.seconds for call in full),
             rollouts_per_s=sum(call.rollouts_per_s for call in full),
             rounds_are_staged=config.rollout.sync.fenced is not Fenced.ALWAYS
             and config.stage2_ab.mode is Mode.ASYNC
             and all(info.result.staging for info in self.infos),
         )
 
-    def _load(self) -> Outcome[nn.Module]:
+    def _load(self) -> CheckResult[nn.Module]:
         """The weights, as the learner would load them."""
         self._learner = prepare_learner(self.config.swift, self.scratch, with_weights=True)
         module = self._learner.module()
@@ -220,7 +205,7 @@ class LiveServers:
         device = next(module.parameters()).device
         return ok(f"{len(manifest)} tensors to push, {dtypes}, loaded on {device}", module)
 
-    def _make_sync(self, module: nn.Module) -> Outcome[WeightSync]:
+    def _make_sync(self, module: nn.Module) -> CheckResult[WeightSync]:
         """The doctor's own run, whose rounds go to one server at a time."""
         rollout, samples = self.config.rollout, self.samples.result
         canary = self._learner.canary(module, samples.encoder, samples.samples[0])
@@ -239,12 +224,10 @@ class LiveServers:
         return ok("the learner answers a greedy question about a sample", sync)
 
 
-def check_identity(
-    session: ServerSession, config: Stage2Config, model: str | None = None
-) -> Outcome[ServerInfo]:
+def check_identity(session: ServerSession, config: Stage2Config) -> CheckResult[ServerInfo]:
     """The probe of a start, in words; one that takes connections and answers nothing is told soon.
 
-    ``model`` is the learner's. Of a stock server, which tells none, the prompts and the dry round show another.
+    Another model than the learner's shows in the prompts and in the dry round.
     """
     most_s, started = config.rollout.request_timeout_s, time.perf_counter()
     try:
@@ -264,11 +247,6 @@ def check_identity(
     weights = (
         f"version {info.weight_version} of run {info.run_id}" if info.run_id else "those of its checkpoint"
     )
-    if info.model and model and Path(info.model).name != Path(model).name:
-        return failed(
-            f"serves {info.model}, the learner trains {model}",
-            f"restart the server with the learner's model: --model {model}; or correct rollout.servers",
-        )
     found = f"swift-stage2 rollout ({info.engine}), {info.state}, weights: {weights}, {answered}"
     if info.state in _IN_A_ROUND:
         return failed(
@@ -290,10 +268,7 @@ def busy_with(session: ServerSession, info: ServerInfo) -> str:
     """
     if info.stock:
         return ""
-    deadline = Deadline(_LOOK_TIMEOUT_S)
-    if session.info(deadline).state in _IN_A_ROUND:
-        return "a sync round of another run is open"
-    health = session.get(protocol.HEALTH, deadline)
+    health = session.get(protocol.HEALTH, Deadline(_LOOK_TIMEOUT_S))
     counts = [health.get(name) for name in ("num_running", "num_waiting")] if isinstance(health, dict) else []
     number = sum(count for count in counts if isinstance(count, int))
     return f"it is making {number} completion(s) for somebody else" if number else ""
@@ -301,7 +276,7 @@ def busy_with(session: ServerSession, info: ServerInfo) -> str:
 
 def check_round(
     sync: WeightSync, server: int, session: ServerSession, info: ServerInfo
-) -> Outcome[ServerReport]:
+) -> CheckResult[ServerReport]:
     """One round to one server, refused while it works for somebody else.
 
     Raises:

@@ -6,9 +6,9 @@ torchrun or write into the run directory, and builds everything that a server is
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,23 @@ from swift_stage2.compat import declare_operators
 
 declare_operators()  # before ms-swift imports torchvision
 
-from swift.arguments import SftArguments  # noqa: E402
+import torch  # noqa: E402
+from swift.infer_engine import InferRequest, RequestConfig, TransformersEngine  # noqa: E402
 from swift.pipelines import SwiftSft  # noqa: E402
 from torch import nn  # noqa: E402
 
 from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
-from swift_stage2.checks.engine_canary import HALF_PRECISION_DTYPES, EngineCanary  # noqa: E402
-from swift_stage2.checks.swift_parsing import SECTION, learner_arguments  # noqa: E402
-from swift_stage2.config.swift_arguments import refuse_unknown_names  # noqa: E402
+from swift_stage2.checks.swift_parsing import SECTION, parse_swift_arguments  # noqa: E402
+from swift_stage2.config.swift_arguments import as_argv  # noqa: E402
 from swift_stage2.records import Sample  # noqa: E402
-from swift_stage2.weights.proof import Canary  # noqa: E402
+from swift_stage2.servers import protocol  # noqa: E402
+from swift_stage2.weights.proof import HALF_PRECISION_TIE_NATS, CanaryAnswer  # noqa: E402
+
+# These need the ranks that torchrun starts; none of them changes what is loaded.
+_NEEDS_RANKS = ("ddp_backend", "deepspeed", "fsdp")
+HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
+_CANARY_TOKENS = 16
+_CANARY_ALTERNATIVES = 8
 
 
 class LearnerPreparation(SwiftSft):  # type: ignore[misc]
@@ -67,7 +74,7 @@ class LearnerPreparation(SwiftSft):  # type: ignore[misc]
         )
         return module.eval()
 
-    def canary(self, module: nn.Module, encoder: Encoder, sample: Sample) -> Canary:
+    def canary(self, module: nn.Module, encoder: Encoder, sample: Sample) -> EngineCanary:
         half_precision = self.args.torch_dtype in HALF_PRECISION_DTYPES
         return EngineCanary(module, self.template, encoder, sample, half_precision=half_precision)
 
@@ -83,6 +90,66 @@ def prepare_learner(
         ConfigError: ms-swift refuses an argument, or does not know it.
     """
     os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")  # as in training.sft
-    refuse_unknown_names(swift, {field.name for field in dataclasses.fields(SftArguments)}, where)
-    parsed = learner_arguments(swift, str(scratch), where=where)
+    kept = {name: value for name, value in swift.items() if name not in _NEEDS_RANKS}
+    arguments = {**kept, "output_dir": str(scratch), "add_version": False, "report_to": "none"}
+    parsed = parse_swift_arguments(as_argv(arguments), where=where)
     return LearnerPreparation(parsed, with_weights=with_weights)
+
+
+class EngineCanary:
+    """The ``Canary`` of a sync round.
+
+    ``half_precision``: the module computes in 16 bits, so that near ties count as the same answer.
+    """
+
+    def __init__(
+        self, module: Any, template: Any, encoder: Encoder, sample: Sample, *, half_precision: bool
+    ) -> None:
+        self._module = module
+        self._template = template
+        self.request: dict[str, Any] = encoder.request(sample)
+        self.config = protocol.greedy_config(_CANARY_TOKENS)
+        self._closing = encoder.closing_token_ids
+        # Of its own: answers are compared while training tokenises, and a fast tokenizer is not for two threads.
+        self._decode = copy.deepcopy(template.tokenizer).decode
+        self._tie_nats = HALF_PRECISION_TIE_NATS if half_precision else 0.0
+        self._answer = CanaryAnswer()
+        self._engine: TransformersEngine | None = None
+
+    def answer(self) -> None:
+        """Generates under the present weights; mode, gradients and random state are left as they were."""
+        model = self._module
+        was_training = model.training
+        devices = [model.device] if model.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=devices), self._template.generate_context():
+                if self._engine is None:
+                    self._engine = TransformersEngine(model, template=self._template, max_batch_size=1)
+                (response,) = self._engine.infer(
+                    [InferRequest(**self.request)],
+                    RequestConfig(**self.config, logprobs=True, top_logprobs=_CANARY_ALTERNATIVES),
+                    use_tqdm=False,
+                )
+        finally:
+            model.train(was_training)
+        (choice,) = response.choices
+        self._answer = CanaryAnswer(
+            self._without_closing(choice.token_ids),
+            tuple(
+                {token["token"]: token["logprob"] for token in position["top_logprobs"]}
+                for position in (choice.logprobs or {}).get("content", ())
+            ),
+            self._tie_nats,
+        )
+
+    def agrees(self, token_ids: Sequence[int]) -> bool:
+        """Whether a server gave the learner's own answer; engines differ in showing the end of turn."""
+        end = self._decode(self._closing[0])
+        return self._answer.agrees(self._without_closing(token_ids), self._decode, end)
+
+    def _without_closing(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        tokens = tuple(token_ids)
+        for length in range(len(self._closing), 0, -1):
+            if tokens[-length:] == self._closing[:length]:
+                return tokens[:-length]
+        return tokens

@@ -1,7 +1,4 @@
-"""Prompts as the server reads them, a few timed calls, and the answers as channel B takes them.
-
-The first timed call asks for one rollout, the second for as many as the run would keep in flight there.
-"""
+"""Prompts as the server reads them, a timed call of as many rollouts as a run has in flight, and the answers."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from swift_stage2.channel_b.rollout_client.chat_connection import connect
 from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.channel_b.task import Task, needed_columns
-from swift_stage2.checks.examination import Outcome, failed, ok, warning
+from swift_stage2.checks.checks import CheckResult, failed, ok, warning
 from swift_stage2.columns import Column, given_by
 from swift_stage2.config import DecodingConfig, Stage2Config
 from swift_stage2.config.stage2_ab import SHIPPED_TASKS
@@ -50,53 +47,45 @@ def connection_by_route(session: ServerSession, key: str | None) -> ServerConnec
 class TimedCall:
     """One ``/infer/`` call and its answers."""
 
-    num_rollouts: int
     seconds: float
     rollouts: tuple[Rollout, ...]
 
     @property
     def rollouts_per_s(self) -> float:
-        return self.num_rollouts / self.seconds
+        return len(self.rollouts) / self.seconds
 
 
-def check_calls(
+def check_call(
     connection: ServerConnection, encoder: Encoder, samples: Sequence[Sample], config: Stage2Config, key: str
-) -> Outcome[tuple[TimedCall, ...]]:
-    """Times a call of one rollout and one of ``max_inflight_per_server``."""
-    rollout = config.rollout
-    sizes = dict.fromkeys((1, rollout.max_inflight_per_server))  # each once, in this order
-    calls = []
-    for size in sizes:
-        chosen = [samples[number % len(samples)] for number in range(size)]
-        started = time.perf_counter()
-        result = infer(
-            connection, encoder, chosen, rollout.decoding, rollout.request_timeout_s, needed_columns(config)
+) -> CheckResult[TimedCall]:
+    """Times a call of ``max_inflight_per_server`` rollouts."""
+    rollout, size = config.rollout, config.rollout.max_inflight_per_server
+    chosen = [samples[number % len(samples)] for number in range(size)]
+    started = time.perf_counter()
+    result = infer(
+        connection, encoder, chosen, rollout.decoding, rollout.request_timeout_s, needed_columns(config)
+    )
+    seconds = time.perf_counter() - started
+    if result.end is PostEnd.TIMED_OUT:
+        return failed(
+            f"{size} rollout(s) at once took longer than request_timeout_s={rollout.request_timeout_s:g}",
+            f"write rollout.request_timeout_s: {2 * rollout.request_timeout_s:g}, or a smaller "
+            "rollout.max_inflight_per_server or rollout.decoding.max_new_tokens",
         )
-        seconds = time.perf_counter() - started
-        if result.end is PostEnd.TIMED_OUT:
-            return failed(
-                f"{size} rollout(s) at once took longer than request_timeout_s={rollout.request_timeout_s:g}",
-                f"write rollout.request_timeout_s: {2 * rollout.request_timeout_s:g}, or a smaller "
-                "rollout.max_inflight_per_server or rollout.decoding.max_new_tokens",
-            )
-        if result.end is not PostEnd.ANSWERED:
-            return failed(
-                f"{size} rollout(s) at once: {result.reason}",
-                f"read the log of {key}; if its context is too short for prompt + max_new_tokens="
-                f"{rollout.decoding.max_new_tokens}, raise "
-                "launch.servers[].args.vllm_max_model_len",
-            )
-        rollouts = tuple(_rollout(*pair) for pair in zip(chosen, result.completions, strict=True))
-        calls.append(TimedCall(size, seconds, rollouts))
-    shown = ", ".join(f"{call.num_rollouts} in {call.seconds:.2f} s" for call in calls)
-    return ok(f"{shown}: {calls[-1].rollouts_per_s:.2f} rollouts/s with all slots in use", tuple(calls))
+    if result.end is not PostEnd.ANSWERED:
+        return failed(
+            f"{size} rollout(s) at once: {result.reason}",
+            f"read the log of {key}; if its context is too short for prompt + max_new_tokens="
+            f"{rollout.decoding.max_new_tokens}, raise launch.servers[].args.vllm_max_model_len",
+        )
+    call = TimedCall(seconds, tuple(_rollout(*pair) for pair in zip(chosen, result.completions, strict=True)))
+    return ok(f"{size} in {seconds:.2f} s: {call.rollouts_per_s:.2f} rollouts/s with all slots in use", call)
 
 
 def check_matching(
-    calls: Sequence[TimedCall], encoder: Encoder, task: Task, config: Stage2Config
-) -> Outcome[None]:
+    rollouts: Sequence[Rollout], encoder: Encoder, task: Task, config: Stage2Config
+) -> CheckResult[None]:
     """Parses, matches and encodes every answer, as the pipeline would."""
-    rollouts = [rollout for call in calls for rollout in call.rollouts]
     qualities, refused = [], []
     for rollout in rollouts:
         try:
@@ -185,7 +174,7 @@ def _describe(qualities: Sequence[MatchQuality], num_rollouts: int, likeness: st
 
 def check_prompts(
     connection: ServerConnection, encoder: Encoder, samples: Sequence[Sample], timeout_s: float
-) -> Outcome[None]:
+) -> CheckResult[None]:
     """Asks for one token each, greedily, and compares what the server says it read."""
     text = {"messages": [{"role": "user", "content": _TEXT_PROMPT}], "objects": {"ref": [], "bbox": []}}
     asked = [*samples, Sample(SampleKey(0, 0, 0), text)]

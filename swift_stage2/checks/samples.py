@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from PIL import Image
@@ -111,6 +111,7 @@ Sizes = tuple[tuple[int, int], ...]
 class CheckedRows:
     """The rows of a data set, as the settings were checked on them."""
 
+    encoder: Encoder
     samples: list[Sample]
     task: Task
     """It has learned how the answers are written."""
@@ -144,7 +145,7 @@ def check_rows(
         task = task.learn(rows, samples[0], encoder)
         try_answers(encoder, task, samples)
         lengths = measure_lengths(config, rows, measured, encoder, task, origins)
-    return CheckedRows(samples, task, origins, lengths)
+    return CheckedRows(encoder, samples, task, origins, lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +190,10 @@ class RowLengths:
             self.num_tokens + other.num_tokens,
         )
 
+    def samples_per_pack(self, capacity: int) -> float:
+        """Rows that a full pack holds in the mean, one at least; of none measured, one."""
+        return max(1.0, capacity * self.num_rows / self.num_tokens) if self.num_tokens else 1.0
+
     @property
     def troubles(self) -> list[tuple[str, str]]:
         """Rows that do not fit, each kind with what to write."""
@@ -199,6 +204,14 @@ class RowLengths:
                     f"{self.num_unusable:,} of {self.num_rows + self.num_unusable:,} rows cannot be used by channel B "
                     f"and will be quarantined, one of them {self.first_unusable}",
                     "mend them",
+                )
+            )
+        if not segments.num_rows and segments.limit < (needed := self.longest_prompt + answers.limit):
+            found.append(
+                (
+                    f"the longest prompt of {self.longest_prompt} tokens and max_new_tokens {answers.limit} are more "
+                    f"than packing_length {segments.limit}: such samples may be quarantined",
+                    f"write stage2_ab.channel_b.packing.packing_length: {needed} or more",
                 )
             )
         for excess, told, key in (
@@ -241,39 +254,25 @@ def measure_lengths(
 ) -> RowLengths:
     """Of the rows with these ``numbers``. Those that cannot be used are counted apart."""
     ruler = _Ruler(encoder, task)
-    num_rows, num_unusable, first_unusable = 0, 0, ""
-    limits = (
-        config.stage2_ab.channel_b.packing.packing_length,
-        config.rollout.decoding.max_new_tokens,
-    )
-    num_over, longest, longest_number = [0, 0], [0, 0], [-1, -1]
-    shortest_prompt = longest_prompt = num_tokens = 0
+    limits = config.stage2_ab.channel_b.packing.packing_length, config.rollout.decoding.max_new_tokens
+    total = RowLengths(0, Excess(limits[0], 0, 0, ""), Excess(limits[1], 0, 0, ""))
     for number in numbers:
         try:
             prompt, answer = ruler.measure(rows[number])
         except SampleError as error:
-            num_unusable += 1
-            first_unusable = first_unusable or f"({origins.find(rows[number])}): {cut_remedy(str(error))[0]}"
+            first = total.first_unusable or f"({origins.find(rows[number])}): {cut_remedy(str(error))[0]}"
+            total = replace(total, num_unusable=total.num_unusable + 1, first_unusable=first)
             continue
-        num_rows += 1
-        shortest_prompt = min(prompt, shortest_prompt or prompt)
-        longest_prompt, num_tokens = max(prompt, longest_prompt), num_tokens + prompt + answer
-        for which, length in enumerate((prompt + answer, answer)):
-            num_over[which] += length > limits[which]
-            if length > longest[which]:
-                longest[which], longest_number[which] = length, number
-    places = [str(origins.find(rows[number])) if number >= 0 else "" for number in longest_number]
-    segments, answers = (Excess(limits[i], num_over[i], longest[i], places[i]) for i in (0, 1))
-    return RowLengths(
-        num_rows,
-        segments,
-        answers,
-        num_unusable,
-        first_unusable,
-        shortest_prompt,
-        longest_prompt,
-        num_tokens,
+        lengths = zip(limits, (prompt + answer, answer), strict=True)
+        segment, said = (Excess(limit, int(length > limit), length, str(number)) for limit, length in lengths)
+        total = total.merged(RowLengths(1, segment, said, 0, "", prompt, prompt, prompt + answer))
+    if not total.num_rows:
+        return total
+    segments, answers = (
+        replace(excess, place=str(origins.find(rows[int(excess.place)])))
+        for excess in (total.segments, total.answers)
     )
+    return replace(total, segments=segments, answers=answers)
 
 
 class _Ruler:
@@ -312,7 +311,7 @@ class _Ruler:
         return num_prompt, len(answer) + len(self._encoder.closing_token_ids)
 
     def _prompt(self, row: Mapping[str, Any], sizes: Sizes) -> tuple[int, tuple[int, int] | None]:
-        text = _prompt_text(row)
+        text = "\n".join(str(turn.get("content")) for turn in row["messages"][:-1])
         if self._first is None:
             num_tokens, space = self._encode(row, sizes)
             self._of_sizes[sizes], self._of_prompt[text] = (num_tokens, space), 0
@@ -341,10 +340,6 @@ class _Ruler:
 
     def _text_tokens(self, text: str) -> int:
         return len(self._encoder.tokenise(text)[0])
-
-
-def _prompt_text(row: Mapping[str, Any]) -> str:
-    return "\n".join(str(turn.get("content")) for turn in row["messages"][:-1])
 
 
 def _sizes(row: Mapping[str, Any]) -> Sizes:

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 from swift_stage2.channel_b.task import needed_columns
 from swift_stage2.columns import request_options
 from swift_stage2.config import OnPending, Stage2Config
-from swift_stage2.errors import ConfigError, FaultKind, ServerFault, ServerUnavailable
-from swift_stage2.runtime.ports import ANY_ADDRESS, is_here, refuse_busy
-from swift_stage2.runtime.progress import going_on
-from swift_stage2.runtime.route import addresses_of
+from swift_stage2.errors import ConfigError, FaultKind, ServerFault, ServerUnavailable, cut_remedy
+from swift_stage2.runtime.network import ANY_ADDRESS, addresses_of, is_here, refuse_busy
+from swift_stage2.runtime.output import going_on
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.probe import JoiningServer
 from swift_stage2.servers.protocol import ServerInfo
@@ -105,17 +104,6 @@ def warn_of_open_servers(config: Stage2Config) -> list[str]:
     ]
 
 
-def warn_of_lone_servers(config: Stage2Config, indices: Iterable[int]) -> list[str]:
-    """A warning for each server here whose name means this machine alone, as a fresh Debian's own does."""
-    hosts = {index: config.rollout.servers[index].host for index in indices}
-    return [
-        f"rollout.servers[{index}].base_url has host={host!r}, which is {address} on this machine, so that no other "
-        "reaches the server; write its address in the network, or correct /etc/hosts"
-        for index, host in hosts.items()
-        if (address := _lone_address(host)) not in ("", host) and host != "localhost"
-    ]
-
-
 def _lone_address(host: str) -> str:
     """The address of ``host`` where that means every machine itself, loopback or a wildcard; else nothing."""
     addresses = addresses_of(host, 0)
@@ -180,8 +168,16 @@ def wait_for_servers(
         ServerUnavailable: none has answered in time, or one refuses the key; on every rank.
     """
     end = time.monotonic() + config.rollout.start_timeout_s
-    waiting = [server.base_url for server in config.rollout.servers]
-    with going_on("train", lambda: f"waiting for {', '.join(waiting)} to answer"):
+    most_s = config.rollout.start_timeout_s
+    waiting = {
+        server.base_url: "" for server in config.rollout.servers
+    }  # with what was heard instead of an answer
+
+    def what() -> str:
+        shown = (f"{url} ({heard})" if heard else url for url, heard in tuple(waiting.items()))
+        return f"waiting up to {most_s:g} s for {', '.join(shown)} to answer"
+
+    with going_on("train", what):
         found = _find_servers(config, control, warn, waiting, end)
     if found.absent and control.rank == 0:
         warn(
@@ -192,13 +188,18 @@ def wait_for_servers(
 
 
 def _find_servers(
-    config: Stage2Config, control: ControlGroup, warn: Callable[[str], None], waiting: list[str], end: float
+    config: Stage2Config,
+    control: ControlGroup,
+    warn: Callable[[str], None],
+    waiting: dict[str, str],
+    end: float,
 ) -> FoundServers:
     found = FoundServers()
     while waiting:
         # In slices, each with a broadcast: no rank waits in one collective for as long as a server may take.
-        told = control.broadcast(look_for(config, waiting[0], end) if control.rank == 0 else None)
-        base_url = waiting.pop(0)
+        base_url = next(iter(waiting))
+        told = control.broadcast(look_for(config, base_url, end) if control.rank == 0 else None)
+        waiting.pop(base_url)
         if told["answers"] or told["refused"]:
             found.take(base_url, told)
             wants_abort = control.rank == 0 and config.rollout.sync.on_pending is OnPending.ABORT
@@ -207,10 +208,10 @@ def _find_servers(
                     f"{base_url} cannot abort rollouts, so that a pending round waits for those in flight there; "
                     "rollout.sync.on_pending: abort needs swift-stage2 rollout"
                 )
-        elif told["missing"]:
+        elif told["is_over"]:
             found.absent[base_url] = told["missing"]
         else:
-            waiting.append(base_url)  # the others may answer meanwhile
+            waiting[base_url] = cut_remedy(told["missing"])[0]  # the others may answer meanwhile
         if told["refuses_key"] or len(found.absent) == len(config.rollout.servers):
             raise ServerUnavailable(
                 f"a rollout server must answer within rollout.start_timeout_s={config.rollout.start_timeout_s:g}",
@@ -237,7 +238,7 @@ def examine(
 def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
     """One slice of the wait for one server, at most until ``end``, a moment of ``time.monotonic``."""
     told: dict[str, Any] = {"answers": False, "ours": False, "can_abort": False, "missing": "", "refused": ""}
-    told |= {"chat_model": None, "incarnation": None, "refuses_key": False}
+    told |= {"chat_model": None, "incarnation": None, "refuses_key": False, "is_over": False}
     # One that is absent leaves each of the others time to answer.
     slice_s = min(_WAIT_SLICE_S, config.rollout.start_timeout_s / max(1, len(config.rollout.servers)))
     slice_ends = min(end, time.monotonic() + slice_s)
@@ -250,11 +251,11 @@ def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
                 return told | {"answers": True, "refused": str(refusal)}
             except ServerFault as fault:
                 if fault.refuses_key:
-                    return told | {"missing": str(fault), "refuses_key": True}
+                    return told | {"missing": str(fault), "refuses_key": True, "is_over": True}
                 # The last look has next to no time: an answer from before says more.
                 said = said if said is not None and fault.kind is FaultKind.LATE else fault
                 if time.monotonic() >= slice_ends:  # until then it may be one odd answer
-                    told["missing"] = str(said) if time.monotonic() >= end else ""
+                    told |= {"missing": str(said), "is_over": time.monotonic() >= end}
                     told["refused"] = str(foreign(session, said)) if said.is_foreign else ""
                     return told
             else:
@@ -319,15 +320,10 @@ def explain(fault: ServerFault, session: ServerSession, config: Stage2Config) ->
         )
     if fault.is_foreign:
         return foreign(session, fault)
-    if fault.kind is FaultKind.LATE:
-        return ServerUnavailable(
-            f"{session.base_url} takes connections and answers late or nothing: {fault}",
-            remedy="wait if it is loading or busy with rollouts, and run the doctor again; if its work takes longer, "
-            "write a longer rollout.request_timeout_s, else read its log and restart it",
-        )
     return ServerUnavailable(
         str(fault),
-        remedy="wait if it is loading; else read the server's log, restart it, and run the doctor again",
+        remedy="wait if it is loading or busy with rollouts, and run the doctor again; else read the server's log and "
+        "restart it",
     )
 
 

@@ -11,20 +11,19 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from traceback import walk_tb
 from typing import Any
 
 from swift_stage2.compat import declare_operators, zero3_unknown
-from swift_stage2.config import ServerEngine, Stage2Config
-from swift_stage2.config.swift_arguments import PLUGIN_PREFIX, as_argv, refuse_unknown_names
+from swift_stage2.config.swift_arguments import PLUGIN_PREFIX
 from swift_stage2.errors import ConfigError, UserError, closest, without_list
 
 declare_operators()  # before ms-swift imports torchvision
 
 import torch  # noqa: E402
-from swift.arguments import RolloutArguments, SftArguments  # noqa: E402
+from swift.arguments import SftArguments  # noqa: E402
 from swift.utils import parse_args  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -37,14 +36,7 @@ _REMEDIES = {
 }
 _MIXED_PRECISION = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _FLASH = "flash"  # in the name of every attention that computes in half precision alone, and on a GPU
-# These need the ranks that torchrun starts; none of them changes what is loaded.
-_NEEDS_RANKS = ("ddp_backend", "deepspeed", "fsdp")
 _UNKNOWN_KIND = (" not in [", "automatically match", "no suitable")
-_KIND_REMEDIES = {
-    SECTION: "name the plugin that brings it, external_plugins: [FILE], or its kind, model_type: NAME",
-    OPTION: "name the plugin that brings it, --swift external_plugins=FILE, or its kind, --swift model_type=NAME",
-    COMMAND_LINE: "name the plugin that brings it, --external-plugins FILE, or its kind, --model-type NAME",
-}
 
 # Errors by which ms-swift's own checks of its arguments refuse them; a missing package is one.
 _REFUSALS = (ValueError, TypeError, AssertionError, ImportError, OSError)
@@ -58,16 +50,21 @@ def refuse_unreadable(
     Raises:
         ConfigError: a name that it does not know, with the nearest that it does, or a value of another type.
     """
+    known = tuple(field.name for field in dataclasses.fields(arguments_class) if field.init)
+    rule = f"ms-swift must know every argument of {where}"
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if (
+            word.startswith("--") and name not in known
+        ):  # whose beginning ms-swift's parser would take for another
+            near = closest(name, known)
+            raise ConfigError(
+                rule, got=f"{name!r}", remedy=f"did you mean {near!r}?" if near else "remove it"
+            )
     unchecked = type(arguments_class.__name__, (arguments_class,), {"__post_init__": lambda self: None})
     _, left_over = _parse(argv, unchecked, where)
-    if not left_over:
-        return
-    name = next((word for word in left_over if word.startswith("-")), left_over[0])
-    name = name.partition("=")[0].lstrip("-").replace("-", "_")
-    known = tuple(field.name for field in dataclasses.fields(arguments_class) if field.init)
-    near = closest(name, known)
-    hint = f"did you mean {near!r}?" if near else "remove it"
-    raise ConfigError(f"ms-swift must know every argument of {where}", got=f"{name!r}", remedy=hint)
+    if left_over:
+        raise ConfigError(rule, got=f"{left_over[0]!r}", remedy="remove it")
 
 
 def parse_swift_arguments(
@@ -81,17 +78,6 @@ def parse_swift_arguments(
     refuse_unreadable(argv, arguments_class, where=where)
     arguments, _ = _parse(argv, arguments_class, where)
     return arguments
-
-
-def learner_arguments(swift: Mapping[str, Any], scratch: str, *, where: str = SECTION) -> Any:
-    """Section ``swift`` as the trainer reads it, outside of its ranks; what ms-swift writes goes to ``scratch``.
-
-    Raises:
-        ConfigError: as ``parse_swift_arguments`` does.
-    """
-    kept = {name: value for name, value in swift.items() if name not in _NEEDS_RANKS}
-    arguments = {**kept, "output_dir": scratch, "add_version": False, "report_to": "none"}
-    return parse_swift_arguments(as_argv(arguments), where=where)
 
 
 def mixed_precision(arguments: Any, device_type: str) -> torch.dtype | None:
@@ -148,7 +134,7 @@ def _parse(argv: Sequence[str], arguments_class: type, where: str) -> tuple[Any,
             raise ConfigError(
                 "a plugin must be importable", got=f"{words} from {plugin}", remedy="mend that file"
             ) from error
-        if unknown := unknown_kind(error, where):
+        if unknown := unknown_kind(error):
             raise unknown from error
         if not isinstance(error, _REFUSALS):
             raise
@@ -182,7 +168,7 @@ def _refusal(words: str, where: str) -> str:
     return f"ms-swift refuses {where}: {reason}; correct it ({remedy})"
 
 
-def unknown_kind(error: Exception, where: str) -> ConfigError | None:
+def unknown_kind(error: Exception) -> ConfigError | None:
     """The line to say where ``error`` means that ms-swift does not know a model's kind, perhaps a plugin's."""
     words = " ".join(str(error).split())
     # ms-swift looks up what args.json says without asking whether it is there
@@ -193,19 +179,7 @@ def unknown_kind(error: Exception, where: str) -> ConfigError | None:
         words = f"model_type {words}, which it has not"
     elif "model_type" not in words or not any(part in words for part in _UNKNOWN_KIND):
         return None
-    remedy = _KIND_REMEDIES.get(where, _KIND_REMEDIES[SECTION])
-    return ConfigError(f"ms-swift must know the model's kind, got: {without_list(words)}", remedy=remedy)
-
-
-def check_arguments(config: Stage2Config) -> None:
-    """Section ``swift`` and all servers' ``args``, without a model.
-
-    Raises:
-        ConfigError: for the first argument that ms-swift's parser does not take.
-    """
-    refuse_unknown_names(config.swift, {field.name for field in dataclasses.fields(SftArguments)})
-    refuse_unreadable(config.swift_arguments(), SftArguments)
-    for index, server in enumerate(config.launch.servers):
-        if server.engine is not ServerEngine.TRANSFORMERS:  # whose options are ours
-            where = f"launch.servers[{index}].args"
-            refuse_unreadable(as_argv(server.args), RolloutArguments, where=where)
+    return ConfigError(
+        f"ms-swift must know the model's kind, got: {without_list(words)}",
+        remedy="name the plugin that brings it by external_plugins, or its kind by model_type",
+    )

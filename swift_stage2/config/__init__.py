@@ -11,59 +11,28 @@ root        Stage2Config, the rules between sections, ``load_config``
 
 from __future__ import annotations
 
-from swift_stage2.config.launch import (
-    LearnerProcess,
-    RestartConfig,
-    RestartPolicy,
-    ServerEngine,
-    ServerProcess,
-)
-from swift_stage2.config.objective import GrpoConfig, Objective, Proximal
-from swift_stage2.config.rollout import (
-    ROUND_MARGIN_S,
-    DecodingConfig,
-    Fenced,
-    OnPending,
-    Proof,
-    RolloutConfig,
-    ServerConfig,
-    Transport,
-)
-from swift_stage2.config.root import Stage2Config, load_config
-from swift_stage2.config.stage2_ab import (
-    MatchingConfig,
-    MissedOrder,
-    Mode,
-    OnPipelineFailure,
-    Preprocessing,
-    RowsWithoutObjects,
-    StarvationAction,
-)
-
-__all__ = [
-    "ROUND_MARGIN_S",
-    "DecodingConfig",
-    "Fenced",
-    "GrpoConfig",
-    "LearnerProcess",
-    "MatchingConfig",
-    "MissedOrder",
-    "Mode",
-    "Objective",
-    "OnPending",
-    "OnPipelineFailure",
-    "Preprocessing",
-    "Proof",
-    "Proximal",
-    "RestartConfig",
-    "RestartPolicy",
-    "RolloutConfig",
-    "RowsWithoutObjects",
-    "ServerConfig",
-    "ServerEngine",
-    "ServerProcess",
-    "Stage2Config",
-    "StarvationAction",
-    "Transport",
-    "load_config",
-]
+from swift_stage2.config.launch import LearnerProcess as LearnerProcess
+from swift_stage2.config.launch import RestartConfig as RestartConfig
+from swift_stage2.config.launch import RestartPolicy as RestartPolicy
+from swift_stage2.config.launch import ServerEngine as ServerEngine
+from swift_stage2.config.launch import ServerProcess as ServerProcess
+from swift_stage2.config.objective import GrpoConfig as GrpoConfig
+from swift_stage2.config.objective import Objective as Objective
+from swift_stage2.config.objective import Proximal as Proximal
+from swift_stage2.config.rollout import ROUND_MARGIN_S as ROUND_MARGIN_S
+from swift_stage2.config.rollout import DecodingConfig as DecodingConfig
+from swift_stage2.config.rollout import Fenced as Fenced
+from swift_stage2.config.rollout import OnPending as OnPending
+from swift_stage2.config.rollout import Proof as Proof
+from swift_stage2.config.rollout import RolloutConfig as RolloutConfig
+from swift_stage2.config.rollout import ServerConfig as ServerConfig
+from swift_stage2.config.rollout import Transport as Transport
+from swift_stage2.config.root import Stage2Config as Stage2Config
+from swift_stage2.config.root import load_config as load_config
+from swift_stage2.config.stage2_ab import MatchingConfig as MatchingConfig
+from swift_stage2.config.stage2_ab import MissedOrder as MissedOrder
+from swift_stage2.config.stage2_ab import Mode as Mode
+from swift_stage2.config.stage2_ab import OnPipelineFailure as OnPipelineFailure
+from swift_stage2.config.stage2_ab import Preprocessing as Preprocessing
+from swift_stage2.config.stage2_ab import RowsWithoutObjects as RowsWithoutObjects
+from swift_stage2.config.stage2_ab import StarvationAction as StarvationAction

@@ -59,20 +59,9 @@ def _refusal(section: type, error: ErrorDetails, root: str) -> ConfigError:
         return ConfigError(f"{full} is required and has no default", remedy=f"add the key {name!r}")
     return ConfigError(
         f"{full}: {error['msg']}",
-        got=_got(full, error["input"]),
+        got=f"{full.rpartition('.')[2]}={error['input']!r:.{_LONGEST_SHOWN}}",
         remedy="correct it; docs/design/formats.md lists every key",
     )
-
-
-def _got(place: str, value: Any) -> str:
-    return f"{place.rpartition('.')[2]}={_short(value)}"
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    if len(shown) > _LONGEST_SHOWN:
-        shown = f"{shown[:_LONGEST_SHOWN]}… ({len(shown)} characters)"
-    return shown
 
 
 def _unknown_key(section: type, key: str, above: Sequence[int | str], around: str) -> ConfigError:

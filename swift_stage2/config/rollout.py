@@ -92,12 +92,6 @@ class ServerConfig:
                     got=f"{key}={host!r}",
                     remedy="write it like 10.0.0.5",
                 )
-        if self.group_port == self.port:
-            raise ConfigError(
-                "group_port must differ from the port of base_url",
-                got=f"group_port={self.group_port} base_url={self.base_url!r}",
-                remedy=f"write {_DEFAULT_GROUP_PORT}, or another one",
-            )
 
     @property
     def host(self) -> str:
@@ -243,7 +237,7 @@ def _check_base_url(base_url: str) -> None:
 
 
 def _refuse_shared_ports(servers: Sequence[ServerConfig]) -> None:
-    """On one host all ports differ: two servers' URLs, their group ports, and one's URL from another's group port."""
+    """On one host all ports differ, of URLs and of groups."""
     owners: dict[tuple[str, int], str] = {}
     for index, server in enumerate(servers):
         host = "127.0.0.1" if server.host == "localhost" else server.host

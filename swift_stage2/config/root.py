@@ -30,7 +30,7 @@ from swift_stage2.config.swift_arguments import (
 )
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError
-from swift_stage2.runtime.route import is_loopback
+from swift_stage2.runtime.network import is_loopback
 
 _PARTS_OF_FIRST_ROUND = 3  # canary, copy, pushes: each may take all of a round's time
 _SECRET = re.compile(r"_(token|secret|webhook_url|api_key|password)$")  # ms-swift's arguments of these names
@@ -295,7 +295,6 @@ class Stage2Config:
             for index, (process, host) in enumerate(zip(self.launch.servers, on_hosts, strict=True))
         ]
         check_devices(self.launch, [Placement(None, "", self.launch.learner.devices), *placements])
-        taken = {port for server in self.rollout.servers for port in (server.port, server.group_port)}
         for index, process in enumerate(self.launch.servers):
             for key, value, such, other in needs if process.engine is ServerEngine.SWIFT else ():
                 raise ConfigError(
@@ -303,15 +302,6 @@ class Stage2Config:
                     got=f"a stock one at launch.servers[{index}].engine={str(process.engine)!r}",
                     remedy=f"write {key}: {other}, or engine: vllm",
                 )
-            if process.upstream_port is None:
-                continue
-            if process.upstream_port in taken:
-                raise ConfigError(
-                    "every upstream_port must differ from all other ports",
-                    got=f"launch.servers[{index}].upstream_port={process.upstream_port} more than once",
-                    remedy="write another",
-                )
-            taken.add(process.upstream_port)
 
 
 def load_config(path: str | PathLike[str]) -> Stage2Config:

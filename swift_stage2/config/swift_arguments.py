@@ -41,17 +41,6 @@ def _above_one(value: Any) -> bool:
     return isinstance(value, int) and value > 1
 
 
-def _other_than_fsdp2(value: Any) -> bool:
-    """ms-swift's preset, or what a file of ms-swift's says, written out; shards that lie in main memory are others."""
-    if not isinstance(value, Mapping):
-        return _is_on(value) and value != "fsdp2"
-    config = value.get("fsdp_config")
-    config = config if isinstance(config, Mapping) else {}
-    words = str(value.get("fsdp", "")).split()
-    is_offloaded = "offload" in words or config.get("offload_params") or config.get("cpu_offload")
-    return config.get("fsdp_version", config.get("version", 2)) != 2 or bool(is_offloaded)
-
-
 _KEEP_ROWS = "rows of the data set must stay single samples; channel B packs by itself"
 _FULL_WEIGHTS = "servers take full or merged LoRA weights only"
 _THINKS = "answers must begin with their list of objects"
@@ -79,7 +68,7 @@ UNSUPPORTED = (
     Unsupported("quant_bits", _is_on, _QUANTISED),
     Unsupported("quant_method", _is_on, _QUANTISED),
     Unsupported("deepspeed_autotp_size", _above_one, "no rank holds whole tensors to send"),
-    Unsupported("fsdp", _other_than_fsdp2, _GATHERED, "write fsdp: fsdp2"),
+    Unsupported("fsdp", _other_than(False, "", "fsdp2"), _GATHERED, "write fsdp: fsdp2"),
     Unsupported("use_ray", _is_on, "ranks are started by torchrun"),
 )
 _OF_ITS_OWN = (
@@ -193,20 +182,6 @@ def refuse_values(arguments: Mapping[str, Any]) -> None:
             got=f"deepspeed={deepspeed!r}",
             remedy="remove the key to train without DeepSpeed",
         )
-
-
-def refuse_unknown_names(
-    arguments: Mapping[str, Any], valid: Collection[str], where: str = "section swift"
-) -> None:
-    """Raises ConfigError: ms-swift has no such argument. The trainer knows the valid names once it is imported.
-
-    ``where``: where the user has written them.
-    """
-    for name in arguments:
-        if name not in valid:
-            near = closest(name, tuple(valid))
-            hint = f"did you mean {near!r}?" if near else "`swift sft` has no such argument: remove it"
-            raise ConfigError(f"unknown key {name!r} in {where}", remedy=hint)
 
 
 def as_argv(arguments: Mapping[str, Any]) -> list[str]:

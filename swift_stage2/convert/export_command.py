@@ -22,9 +22,8 @@ from swift_stage2.detections.prediction import (
     read_row,
 )
 from swift_stage2.errors import DatasetError, UserError
-from swift_stage2.runtime.output import check_new_file, say
+from swift_stage2.runtime.output import check_new_file, progress_bar, say
 from swift_stage2.runtime.parser import CommandParser
-from swift_stage2.runtime.progress import progress_bar
 from swift_stage2.whole_file import whole_file
 
 

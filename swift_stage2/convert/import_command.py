@@ -21,9 +21,8 @@ from swift_stage2.convert.voc_folder import VocFolder
 from swift_stage2.convert.yolo_folder import YoloFolder
 from swift_stage2.dataset.picture import TURN
 from swift_stage2.errors import DatasetError, UserError
-from swift_stage2.runtime.output import SafeConsole, check_new_file, say
-from swift_stage2.runtime.parser import CommandParser
-from swift_stage2.runtime.progress import going_on, progress_bar
+from swift_stage2.runtime.output import SafeConsole, check_new_file, going_on, progress_bar, say
+from swift_stage2.runtime.parser import CommandParser, real_number
 from swift_stage2.whole_file import whole_file
 
 Source = CocoFile | YoloFolder | VocFolder
@@ -164,7 +163,12 @@ def _add_format(formats: Any, name: str, meaning: str) -> Callable[..., Any]:
     )
     of_boxes = [name for name, dialect in DIALECTS.items() if dialect.num_coordinates == 4]
     add("--dialect", choices=of_boxes, default=of_boxes[0], help="default: %(default)s")
-    add("--split", type=_share, metavar="SHARE", help="write this share of the images to TRAIN.val.jsonl")
+    add(
+        "--split",
+        type=real_number("a share between 0 and 1", below=1.0),
+        metavar="SHARE",
+        help="write this share of the images to TRAIN.val.jsonl",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of --split (default 0)")
     boxes_on_help = (
         "where a picture carries an EXIF rotation: boxes were drawn on its pixels as they are stored"
@@ -172,13 +176,3 @@ def _add_format(formats: Any, name: str, meaning: str) -> Callable[..., Any]:
     add("--boxes-on", choices=("stored",), help=boxes_on_help)
     add("--force", action="store_true", help="replace TRAIN.jsonl if it exists")
     return add
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"must be a share between 0 and 1, got {text!r}")
-    return value

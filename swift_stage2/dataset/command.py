@@ -13,10 +13,9 @@ from swift_stage2.channel_b.dialects import DIALECTS, coordinates_of
 from swift_stage2.config.stage2_ab import DEFAULT_TASK, SHIPPED_TASKS
 from swift_stage2.dataset.fault import Rule
 from swift_stage2.dataset.survey import MOST_KEPT, Findings, survey
-from swift_stage2.errors import UserError, closest
-from swift_stage2.runtime.output import say
+from swift_stage2.errors import UserError
+from swift_stage2.runtime.output import progress_bar, say
 from swift_stage2.runtime.parser import CommandParser
-from swift_stage2.runtime.progress import progress_bar
 
 EXIT_FAULTS = 1
 MOST_SHOWN = 20
@@ -27,8 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Raises UserError: a file is missing, or one cannot be written."""
     options = _parse(argv)
     files = [Path(name) for name in options.files]
-    for line in () if options.dialect else lines_of_task(options.task):
-        say(line, is_error=True)
     num_coordinates = coordinates_of(options.task, options.dialect)
     if coordinates_of(options.task) not in (None, num_coordinates):
         raise UserError(
@@ -81,14 +78,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rows-without-objects", action="store_true", help=without_help)
     add("--all", action="store_true", help=f"show up to {MOST_KEPT} faults per rule")
     return parser.parse_args(argv)
-
-
-def lines_of_task(task: str) -> Iterator[str]:
-    """A line where the name of the task may be misspelt: which others exist is known once plugins are loaded."""
-    if task not in SHIPPED_TASKS:
-        near = closest(task, tuple(SHIPPED_TASKS))
-        hint = f" (did you mean {near}?)" if near else ""
-        yield f"task {task}{hint} is not looked at here; doctor does"
 
 
 def lines_of(findings: Findings, most_shown: int = MOST_SHOWN, unchecked: str = "") -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any
 from swift_stage2.config import MissedOrder, Mode, Objective, OnPending, ServerEngine, load_config
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.rollout_server.command_line import CPU_SUPPORT, require_vllm
-from swift_stage2.runtime.ports import is_free
+from swift_stage2.runtime.network import is_free
 
 TEMPLATE_FILE = Path(__file__).parent / "tiny_template.py"
 MODEL_TYPE = "stage2_tiny_vl"

@@ -31,13 +31,12 @@ from swift_stage2.errors import ChildFailed, UserError
 from swift_stage2.evaluate.command import PREDICTIONS_FILE
 from swift_stage2.evaluate.command import main as evaluate
 from swift_stage2.launch.job import Job, last_cause
-from swift_stage2.launch.launcher import launch
-from swift_stage2.launch.run_end import evaluate_command
+from swift_stage2.launch.launcher import evaluate_command, launch
 from swift_stage2.report.command import main as report
-from swift_stage2.runtime.claim import claim_directory
+from swift_stage2.runtime.network import free_ports
 from swift_stage2.runtime.output import SafeConsole, print_error
 from swift_stage2.runtime.parser import CommandParser, whole_number
-from swift_stage2.runtime.ports import free_ports
+from swift_stage2.runtime.run_directory import claim_directory
 from swift_stage2.runtime.supervisor import Command, StopSignals
 from swift_stage2.telemetry.summary import RunSummary, summarise
 

@@ -34,9 +34,8 @@ from swift_stage2.evaluate.sections import comparison_sections, evaluation_secti
 from swift_stage2.evaluate.served_model import ENGINES, OwnServer, own_server, require_answer
 from swift_stage2.pages.content import Section, Sentence, Tone
 from swift_stage2.pages.rendering import PageContent, page_of, terminal_report, write_page
-from swift_stage2.runtime.output import SafeConsole, quieten_libraries, say
+from swift_stage2.runtime.output import SafeConsole, going_on, progress_bar, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, whole_number
-from swift_stage2.runtime.progress import going_on, progress_bar
 
 EXIT_INCOMPLETE = 1
 PREDICTIONS_FILE = "predictions.jsonl"

@@ -25,9 +25,8 @@ from swift_stage2.launch.job import last_cause
 from swift_stage2.launch.managed_server import why_not_ready
 from swift_stage2.launch.plan import without_rank
 from swift_stage2.rollout_server.command_line import require_vllm
-from swift_stage2.runtime.output import say
-from swift_stage2.runtime.ports import free_ports
-from swift_stage2.runtime.progress import going_on
+from swift_stage2.runtime.network import free_ports
+from swift_stage2.runtime.output import going_on, say
 from swift_stage2.runtime.supervisor import Command, ProcessTree, adopt_orphans, end_descendants
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession

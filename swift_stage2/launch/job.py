@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from swift_stage2.runtime.progress import SAID
+from swift_stage2.runtime.output import SAID
 from swift_stage2.runtime.supervisor import Command, ProcessTree, StopSignals, end_descendants
 
 _POLL_S = 0.1
@@ -59,6 +59,12 @@ class Job:
         self._trees.append(tree)
         self.say(f"{purpose or f'started {command.name}'}, log {log_path.name}")
         return tree
+
+    def end_leftovers(self) -> None:
+        """Ends what supervisors that were killed have left of their trees, and nothing of a tree that runs."""
+        running = {tree.pid for tree in self._trees if tree.poll() is None}
+        if left := end_descendants(_LONGEST_STRAY_PATIENCE_S, spare=self._spare | running):
+            self.say(f"processes that SIGKILL did not end: {left}")
 
     def step(self) -> None:
         """Waits a moment or for a signal, and shows what was logged meanwhile."""

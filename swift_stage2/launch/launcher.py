@@ -6,29 +6,31 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from swift_stage2.checks.checks import Known, run_checks
-from swift_stage2.checks.servers import warn_of_lone_servers
 from swift_stage2.config import Stage2Config, load_config
+from swift_stage2.dataset.files import local_files
 from swift_stage2.errors import EXIT_STARVED, EXIT_USER_MISTAKE, ConfigError, UserError
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.managed_server import ManagedServer
 from swift_stage2.launch.plan import LaunchPart, LaunchPlan, devices_of, plan_launch
 from swift_stage2.launch.rank import end_left_in, take_room
-from swift_stage2.launch.run_end import newest_run, next_commands
-from swift_stage2.runtime.claim import resumed
-from swift_stage2.runtime.lock import hold_run_directory
-from swift_stage2.runtime.output import print_error
-from swift_stage2.runtime.ports import is_here
-from swift_stage2.runtime.progress import going_on
+from swift_stage2.runtime.checkpoints import checkpoints_in
+from swift_stage2.runtime.network import is_here
+from swift_stage2.runtime.output import going_on, print_error
+from swift_stage2.runtime.run_directory import hold_run_directory, resumed
 from swift_stage2.runtime.supervisor import Command, ProcessTree, StopSignals, adopt_orphans
 
 _NO_SERVER_LEFT = 1
 _SIGNALLED = 128
 _SAY_EVERY_S = 5.0
+_BEGUN = "args.json"  # ms-swift's, written at every start
+_LINK = "last-checkpoint"  # ms-swift's, to what was saved last
 
 
 def launch(
@@ -115,8 +117,6 @@ def _serve_this_machine(
             "an entry for it into launch.servers"
         )
     run_checks(config, Known(started_servers=plan.server_indices))
-    for warning in warn_of_lone_servers(config, plan.server_indices):
-        show(f"[launch] warning: {warning}")
     show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
     return run_plan(plan, config.rollout.start_timeout_s, show, verbose=verbose)
 
@@ -148,7 +148,9 @@ def run_plan(
         if learner is None:
             job.say("no server is left on this machine; see the logs above")
             return _NO_SERVER_LEFT
-        status, mistake = _learner_end(learner, plan.exit_status_file)
+        # torchrun turns every failure into 1; a rank tells its own where it could
+        status = learner.poll() or 0
+        status, mistake = (end_left_in(plan.exit_status_file) if status else None) or (status, "")
         if status and not mistake and not verbose:
             job.say(f"learner: {last_cause(learner.log_path, learner.log_offset)}; see {learner.log_path}")
     if mistake and status == EXIT_USER_MISTAKE:
@@ -202,8 +204,36 @@ def _is_apart(command: Command, loading: Sequence[ManagedServer]) -> bool:
     return taken.isdisjoint(devices_of(command))
 
 
-def _learner_end(learner: ProcessTree, exit_status_file: Path) -> tuple[int, str]:
-    """The status that a rank gave, where it could (torchrun turns every failure into 1), and a user's mistake."""
-    status = learner.poll() or 0
-    left = end_left_in(exit_status_file) if status else None
-    return left or (status, "")
+def newest_run(output_dir: Path, since: float) -> Path | None:
+    """Of a run that began after ``since``, in Unix seconds; ms-swift may have made a folder ``vN-DATE`` for it."""
+    begun = [*output_dir.glob(_BEGUN), *output_dir.glob(f"v*/{_BEGUN}")]
+    newest = max(begun, key=lambda path: path.stat().st_mtime, default=None)
+    return None if newest is None or newest.stat().st_mtime < since else newest.parent
+
+
+def next_commands(run_dir: Path, swift: Mapping[str, Any]) -> Iterator[str]:
+    """The last checkpoint, and commands that merge and evaluate it; none without a checkpoint.
+
+    ``swift`` are the run's arguments of ms-swift: without a validation set of its own there is no command to evaluate.
+    """
+    steps, checkpoint = checkpoints_in(run_dir), run_dir / _LINK
+    if not checkpoint.is_dir():
+        if not steps:
+            return
+        checkpoint = steps[max(steps)]
+    yield f"last checkpoint: {checkpoint}"
+    if (checkpoint / "adapter_config.json").is_file():
+        adapter = checkpoint.resolve()
+        checkpoint = adapter.with_name(f"{adapter.name}-merged")
+        words = ("--adapters", adapter, "--merge_lora", "true", "--output_dir", checkpoint)
+        yield f"merge it: {shlex.join(['swift', 'export', *map(str, words)])}"
+    with suppress(UserError):  # they have been moved since
+        for validation in local_files(swift)["val_dataset"][:1]:
+            yield f"evaluate it: {evaluate_command(validation, checkpoint)}"
+
+
+def evaluate_command(data: Path, checkpoint: Path) -> str:
+    """Of the rows of ``data``; its files go beside the checkpoints."""
+    output = checkpoint.with_name("evaluation")
+    words = ("--data", data.absolute(), "--model", checkpoint, "--output", output)
+    return shlex.join(["swift-stage2", "evaluate", *map(str, words)])

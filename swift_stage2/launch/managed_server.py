@@ -15,7 +15,7 @@ from swift_stage2.config import RestartConfig, RestartPolicy
 from swift_stage2.errors import ServerFault, ServerUnavailable
 from swift_stage2.launch.job import Job, last_cause
 from swift_stage2.launch.plan import PlannedServer
-from swift_stage2.runtime.ports import is_free, is_quiet
+from swift_stage2.runtime.network import is_free, is_quiet
 from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.runtime.worker import describe_end
 from swift_stage2.servers import protocol
@@ -87,7 +87,12 @@ class ManagedServer:
 
     def _start(self, job: Job) -> None:
         """Once nothing of it is left, and, unless it is stock and would take the next port, nobody has its port."""
-        if any(tree.poll() is None for tree in self._trees) or not self._may_start(job):
+        if any(tree.poll() is None for tree in self._trees):
+            return
+        if self._trees:
+            job.end_leftovers()
+            self._trees = ()
+        if not self._may_start(job):
             return
         self._trees = tuple(job.start(command) for command in self.planned.commands(again=self.has_come))
         self._state, self._moment = _State.LOADING, time.monotonic() + self.start_timeout_s

@@ -48,10 +48,6 @@ class LaunchPart(StrEnum):
     LEARNER = "learner"
     """The learner's ranks of one of its hosts."""
 
-    @property
-    def has_no_learner(self) -> bool:
-        return self is LaunchPart.SERVERS
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedServer:
@@ -136,7 +132,7 @@ def plan_launch(
         if is_here is None or is_here(address.host)
     )
     if learner.nnodes > 1 and (
-        (part is LaunchPart.ALL and servers) or (rank is None and not part.has_no_learner)
+        (part is LaunchPart.ALL and servers) or (rank is None and part is not LaunchPart.SERVERS)
     ):
         raise ConfigError(
             "the hosts of a learner are launched one by one, apart from servers, got launch.learner.nnodes="
@@ -148,7 +144,7 @@ def plan_launch(
     status_file = log_dir / f"{name}.exit_status"
     words = ["train", str(config_path.absolute()), *(["--resume"] if resume else [])]
     ranks = None
-    if not part.has_no_learner:
+    if part is not LaunchPart.SERVERS:
         ranks = _plan_learner(learner, name, words, nproc_per_node, rank or 0, outer, status_file)
     placements = [Placement(None, "", devices_of(ranks))] if ranks else []
     for server in servers:

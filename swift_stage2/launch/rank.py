@@ -17,10 +17,8 @@ from swift_stage2.checks.checks import Known, run_checks
 from swift_stage2.config import Stage2Config
 from swift_stage2.errors import UserError, exit_status_of
 from swift_stage2.launch.plan import EXIT_STATUS_FILE
-from swift_stage2.runtime.claim import resumed, written_directory
-from swift_stage2.runtime.lock import hold_run_directory
-from swift_stage2.runtime.output import say
-from swift_stage2.runtime.progress import going_on
+from swift_stage2.runtime.output import going_on, say
+from swift_stage2.runtime.run_directory import hold_run_directory, resumed, written_directory
 
 _FAILED = 1
 _ROOM_BYTES = 4096

@@ -30,7 +30,7 @@ from swift_stage2.learner import StepDecision
 from swift_stage2.records import Pack, Rollout, Segment
 from swift_stage2.replay.recorded_run import RecordedPack, RecordedRun, RecordedStep, ReplayVerdict
 from swift_stage2.run import Decider, Stage2Run, progress_watch
-from swift_stage2.runtime.progress import say_beside_bar
+from swift_stage2.runtime.output import say_beside_bar
 from swift_stage2.runtime.surroundings import surroundings
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
 from swift_stage2.telemetry.events import Step

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from swift_stage2.launch.run_end import next_commands
+from swift_stage2.launch.launcher import next_commands
 from swift_stage2.pages.content import Gallery, Section, Sentence, filled, number
 from swift_stage2.pages.rendering import PageContent, page_of, terminal_report, write_page
 from swift_stage2.report.quality import (

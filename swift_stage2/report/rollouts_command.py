@@ -23,9 +23,9 @@ from typing import Any
 
 from swift_stage2.errors import UserError
 from swift_stage2.records import match_ratios
-from swift_stage2.runtime.lock import is_held
 from swift_stage2.runtime.output import say
 from swift_stage2.runtime.parser import CommandParser
+from swift_stage2.runtime.run_directory import is_held
 from swift_stage2.telemetry.event_log import EventTail, log_paths, no_log
 from swift_stage2.telemetry.events import (
     Damaged,

@@ -21,8 +21,8 @@ from swift_stage2.errors import UserError
 from swift_stage2.rollout_merger.dispatcher import Dispatcher, Upstream
 from swift_stage2.rollout_merger.merged_post import SeedLayout
 from swift_stage2.rollout_merger.routes import create_app
+from swift_stage2.runtime.network import why_deaf
 from swift_stage2.runtime.parser import CommandParser, whole_number
-from swift_stage2.runtime.route import why_deaf
 from swift_stage2.servers.http_app import (
     SHUTDOWN_GRACE_S,
     HttpServer,

@@ -238,9 +238,9 @@ def _load_transformers(
     try:
         generator = load_generator()(options.model, device_map=device, **given)
     except (ValueError, KeyError) as error:
-        from swift_stage2.checks.swift_parsing import COMMAND_LINE, unknown_kind
+        from swift_stage2.checks.swift_parsing import unknown_kind
 
-        raise unknown_kind(error, COMMAND_LINE) or error from error
+        raise unknown_kind(error) or error from error
     generator.template.max_pixels = options.max_pixels
     return generator
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from swift_stage2.errors import closest
@@ -58,5 +60,17 @@ def whole_number(least: int, most: int = _MOST) -> Callable[[str], int]:
         if not is_number or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"must be a whole number, {rule}, got {text[:40]!r}")
         return int(text)
+
+    return parse
+
+
+def real_number(what: str, below: float = math.inf) -> Callable[[str], float]:
+    """The type of an option whose value is a number above 0 and ``below`` another; ``what`` says so."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if 0 < (value := float(text)) < below:
+                return value
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
 
     return parse

@@ -18,31 +18,15 @@ from contextlib import suppress
 import psutil
 
 from swift_stage2.errors import UserError
-from swift_stage2.runtime.route import is_loopback
+from swift_stage2.runtime.network import is_loopback
 
-_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
 _ADDRESS = "MASTER_ADDR"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-_MAKES_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _GRACE_S = 300.0  # to save a checkpoint
 _LONGEST_WAIT_S = 3600.0
 
 logger = logging.getLogger(__name__)
-
-
-def check_rank_environment(environment: Mapping[str, str]) -> None:
-    """Raises UserError: a variable of torchrun's is missing beside the others, is no number, or is too large."""
-    if not any(name in environment for name in _MAKES_A_RANK):
-        return
-    given = {name: environment.get(name, "") for name in (*_NUMBERS, _ADDRESS)}
-    are_numbers = all(given[name].isdecimal() for name in _NUMBERS)
-    if not are_numbers or not given[_ADDRESS] or int(given["RANK"]) >= int(given["WORLD_SIZE"]):
-        raise UserError(
-            "torchrun's variables come together, whole numbers with RANK below WORLD_SIZE, got "
-            f"{' '.join(f'{name}={value!r}' for name, value in given.items())} in the environment; start ranks with "
-            "torchrun --nproc_per_node N -m swift_stage2 train CONFIG.yaml, or unset them all"
-        )
 
 
 def check_gloo_address(environment: Mapping[str, str]) -> None:

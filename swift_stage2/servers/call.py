@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from swift_stage2.errors import ConfigError, FaultKind, ProtocolError, ServerFault
-from swift_stage2.runtime.route import http_remedy
+from swift_stage2.runtime.network import http_remedy
 from swift_stage2.servers import protocol
 
 _KEY_HINT = "; set the variable that rollout.api_key_env names to the server's key"

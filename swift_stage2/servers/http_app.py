@@ -26,7 +26,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from swift_stage2.errors import EngineUnavailable, ProtocolError, RequestTooLarge, UserError
-from swift_stage2.runtime.route import is_loopback
+from swift_stage2.runtime.network import is_loopback
 from swift_stage2.servers import protocol
 from swift_stage2.servers.wire_record import LARGEST_INTEGER
 

@@ -24,9 +24,8 @@ from swift_stage2.config import Stage2Config, StarvationAction
 from swift_stage2.errors import ChannelBStarved, StorageFull, WeightSyncHang
 from swift_stage2.run import Stage2Run
 from swift_stage2.runtime.checkpoints import is_storage_failure
-from swift_stage2.runtime.output import say
-from swift_stage2.runtime.progress import going_on
-from swift_stage2.runtime.route import why_deaf
+from swift_stage2.runtime.network import why_deaf
+from swift_stage2.runtime.output import going_on, say
 from swift_stage2.runtime.watches import EXIT_HANG
 from swift_stage2.telemetry.summary import share_of_b
 
@@ -60,22 +59,20 @@ def train(
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     with going_on("train", "loading ms-swift"):
         from swift_stage2.checks.channel_b_parts import make_task
-        from swift_stage2.checks.swift_parsing import check_arguments, check_load, parse_swift_arguments
+        from swift_stage2.checks.swift_parsing import check_load, parse_swift_arguments
         from swift_stage2.training.stage2_trainer import Stage2Sft, register_trainer
 
     # Both dialects are plain JSON; ms-swift's default would write boxes between special tokens.
     os.environ.setdefault("QWENVL_BBOX_FORMAT", "new")
-    check_arguments(config)
     found = torch.accelerator.current_accelerator(check_available=True)
-    run_checks(
-        config,
-        Known(
-            files=True,
-            rows=checks_rows,
-            num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
-            devices=(found.type if found else None, torch.cuda.device_count()),
-        ),
+    known = Known(
+        files=True,
+        rows=checks_rows,
+        num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
+        devices=(found.type if found else None, torch.cuda.device_count()),
     )
+    with going_on("train", "checking the data set"):
+        run_checks(config, known)
     if asks_servers and int(os.environ.get("RANK", "0")) == 0:
         _tell_of_deaf_servers(config)
     start_communication(config.swift)

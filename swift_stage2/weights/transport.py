@@ -16,7 +16,7 @@ import torch
 
 from swift_stage2.config import RolloutConfig
 from swift_stage2.errors import ServerFault
-from swift_stage2.runtime.route import group_remedy
+from swift_stage2.runtime.network import group_remedy
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.disk_rounds import DiskRounds

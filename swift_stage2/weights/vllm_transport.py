@@ -18,7 +18,7 @@ import torch
 
 from swift_stage2.errors import FaultKind, ServerFault
 from swift_stage2.runtime.background import BackgroundCall
-from swift_stage2.runtime.route import local_address_towards
+from swift_stage2.runtime.network import local_address_towards
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import vllm_name

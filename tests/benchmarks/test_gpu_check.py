@@ -20,7 +20,7 @@ from commands import run_python
 from benchmarks.gpu_check import command, stage_process
 from benchmarks.gpu_check.stage import STAGES, Status
 from swift_stage2.errors import UserError
-from swift_stage2.runtime.claim import claim_directory
+from swift_stage2.runtime.run_directory import claim_directory
 
 ROOT = Path(__file__).parents[2]
 NEEDS = {"zero3": "deepspeed", "nccl-rollout": "vllm", "one-gpu-vllm": "vllm"}

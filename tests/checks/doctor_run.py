@@ -109,7 +109,7 @@ def check_live_twice(config: Path, capsys: pytest.CaptureFixture[str], texts: Ma
     texts = {
         "dry sync round": "proven by canary",
         "timed rollouts": "rollouts/s with all slots in use",
-        "parsed and matched": "9 rollout(s): ",
+        "parsed and matched": "8 rollout(s): ",
     } | dict(texts)
     for _ in range(2):
         capsys.readouterr()

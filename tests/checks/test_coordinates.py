@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from live_server import RunningServer
 from PIL import Image
 
+from swift_stage2.checks.checks import Verdict
 from swift_stage2.checks.coordinates import Reading, check_coordinates, judge, read_numbers
-from swift_stage2.checks.examination import Verdict
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split
 

@@ -206,13 +206,3 @@ def test_a_folder_is_refused_however_it_is_named(tmp_path: Path, monkeypatch: py
         assert str(refused.value) == (
             f"swift.val_dataset must name files, got val_dataset={name!r}, a folder; name the files in it"
         )
-
-
-@pytest.mark.parametrize("ratio", [1, 1.5, -0.1, "2", "half", True, [0.1], float("nan")])
-def test_a_share_for_validation_out_of_range_is_refused(ratio: Any) -> None:
-    with pytest.raises(ConfigError) as refused:
-        check_datasets({"split_dataset_ratio": ratio})
-    assert str(refused.value) == (
-        "swift.split_dataset_ratio must be at least 0 and below 1, got "
-        f"split_dataset_ratio={ratio!r}; write split_dataset_ratio: 0.01"
-    )

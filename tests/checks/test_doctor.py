@@ -92,10 +92,9 @@ def test_a_good_configuration_is_green_with_every_rule_and_its_numbers(
     for check, told in {
         "devices": "launch.learner: CPU only; launch.servers[0]: CPU only",
         "ports": f"ports {ports[0]} and {ports[1]} are free",
-        "packing_length": "packing_length 256 >= ",
+        "packing_length": "packing_length 256 holds the longest prompt",
         "samples": "12 of 12 rows encoded as the model gets them",
         "memory": "parameters: a rank needs",
-        "run directory": "can be written",
         "validation set": "the first 4 of its 12 rows",
         "data sets": "all 24 rows",
     }.items():
@@ -118,13 +117,6 @@ ELSEWHERE = {
     ("changes", "num_gpus", "check", "verdict", "told"),
     [
         (PREFETCH_RULES, 0, "useful limit", "warning", "write stage2_ab.channel_b.prefetch.queue_limit: 6"),
-        (
-            {"launch": {"servers": [{"devices": [901]}], "learner": {"devices": [900]}}},
-            0,
-            "devices",
-            "failed",
-            "run the doctor on the machine that trains",
-        ),
         (ELSEWHERE, 2, "devices", "ok", "launch.servers[0]: 7"),
         (
             {"launch": {"servers": [{"engine": "transformers"}]}, "swift__use_cpu": False},
@@ -181,17 +173,6 @@ def test_a_server_must_answer_when_it_is_asked_and_its_name_must_be_known(
         assert told in row["fix"]
 
 
-@pytest.mark.parametrize("output", ["/proc/nowhere/run", "rows.jsonl/run", 7])
-def test_a_run_directory_that_cannot_be_written_fails(
-    configure: Configure, doctor: Doctor, tmp_path: Path, output: str | int
-) -> None:
-    (tmp_path / "rows.jsonl").write_text("")
-    place = str(tmp_path / output) if isinstance(output, str) and output.startswith("rows") else output
-    row = doctor(configure(DEAD, swift__output_dir=place, swift__model="/nowhere/m")).row("run directory")
-    assert row["verdict"] == "failed"
-    assert row["fix"] == "write a swift.output_dir that this user can write"
-
-
 @pytest.mark.parametrize(
     ("changes", "check", "verdict", "fix"),
     [
@@ -224,9 +205,9 @@ def test_only_a_list_counts_as_read_on_an_image_without_objects(
     row = {**json.loads(rows_file.read_text().splitlines()[0]), "objects": {"ref": [], "bbox": []}}
     encoder, sample = make_encoder(), sample_of(row)
     answered = rollout_of(sample, text, encoder.encode_prompt(sample).token_ids)
-    calls = [rollouts.TimedCall(1, 1.0, (answered,))]
     assert (
-        rollouts.check_matching(calls, encoder, make_task(), load_config(configure(DEAD))).verdict == verdict
+        rollouts.check_matching([answered], encoder, make_task(), load_config(configure(DEAD))).verdict
+        == verdict
     )
 
 
@@ -238,12 +219,6 @@ def test_only_a_list_counts_as_read_on_an_image_without_objects(
             "step sizes",
             "failed",
             "write stage2_ab.channel_b.prefetch.max_rollouts_per_version: ",
-        ),
-        (
-            {"swift__gradient_accumulation_steps": None, "swift__per_device_train_batch_size": 8},
-            "gradient_accumulation_steps",
-            "warning",
-            "write swift.gradient_accumulation_steps: 2",
         ),
     ],
 )

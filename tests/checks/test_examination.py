@@ -7,28 +7,20 @@ from typing import Any
 
 import pytest
 
-from swift_stage2.checks.checks import Known
-from swift_stage2.checks.examination import (
-    Examination,
-    Outcome,
-    Verdict,
-    failed,
-    left_out,
-    ok,
-    warning,
-)
+from swift_stage2.checks.checks import CheckResult, Known, Verdict, failed, left_out, ok, warning
+from swift_stage2.checks.examination import Examination
 from swift_stage2.config import load_config
 from swift_stage2.errors import ConfigError, ServerFault
 
 
 def raising(error: Exception) -> Any:
-    def work() -> Outcome[None]:
+    def work() -> CheckResult[None]:
         raise error
 
     return work
 
 
-def never() -> Outcome[None]:
+def never() -> CheckResult[None]:
     raise AssertionError("this check must not run")
 
 
@@ -37,10 +29,10 @@ def test_what_rests_on_a_failed_check_is_not_run_and_names_the_first_cause() -> 
     first = exam.check("first", lambda: failed("broken", "mend it"))
     second = exam.check("second", never, needs=[first])
     third = exam.check("third", never, needs=[second])
-    assert second.finding.verdict is third.finding.verdict is Verdict.NOT_CHECKED
-    assert second.finding.found == third.finding.found == "because of: first"
-    assert second.finding.counts_as_failed
-    assert third.finding.counts_as_failed
+    assert second.verdict is third.verdict is Verdict.NOT_CHECKED
+    assert second.found == third.found == "because of: first"
+    assert second.counts_as_failed
+    assert third.counts_as_failed
     assert exam.num_failed == 1
 
 
@@ -48,15 +40,15 @@ def test_what_rests_on_a_check_that_was_left_out_does_not_count_as_failed() -> N
     exam = Examination()
     first = exam.check("first", lambda: left_out("nobody asked"))
     second = exam.check("second", never, needs=[first])
-    assert second.finding.verdict is Verdict.NOT_CHECKED
-    assert not second.finding.counts_as_failed
+    assert second.verdict is Verdict.NOT_CHECKED
+    assert not second.counts_as_failed
     assert exam.num_failed == 0
 
 
 def test_a_warning_lets_the_next_check_run_on_its_value() -> None:
     exam = Examination()
     first = exam.check("first", lambda: warning("odd", "change it", 3))
-    assert exam.check("second", lambda: ok(str(first.result + 1)), needs=[first]).finding.found == "4"
+    assert exam.check("second", lambda: ok(str(first.result + 1)), needs=[first]).found == "4"
 
 
 @pytest.mark.parametrize(
@@ -73,13 +65,13 @@ def test_a_warning_lets_the_next_check_run_on_its_value() -> None:
     ],
 )
 def test_an_error_becomes_a_failed_row_with_its_remedy(error: Exception, found: str, fix: str) -> None:
-    finding = Examination().check("x", raising(error), fix="the usual").finding
+    finding = Examination().check("x", raising(error), fix="the usual")
     assert (finding.verdict, finding.found, finding.fix) == (Verdict.FAILED, found, fix)
 
 
 def test_a_secret_is_hidden_wherever_it_turns_up() -> None:
     exam = Examination(secrets=("s3cret", ""))
-    finding = exam.check("x", lambda: failed("key s3cret is wrong", "replace s3cret")).finding
+    finding = exam.check("x", lambda: failed("key s3cret is wrong", "replace s3cret"))
     assert (finding.found, finding.fix) == ("key *** is wrong", "replace ***")
 
 

@@ -86,10 +86,9 @@ def test_rows_of_another_task_are_judged_by_form_and_images_alone(tmp_path: Path
     file = write_rows(tmp_path / "rows.jsonl", [row])
     done = _run(file, "--task", "counting")
     assert done.returncode == 0
-    assert done.stderr == "task counting is not looked at here; doctor does\n"
+    assert done.stderr == ""
     verdict = ": no fault in form and images; objects and answers of task counting were not checked\n"
     assert done.stdout.endswith(verdict)
-    assert "task points (did you mean point?) is not" in _run(file, "--task", "points").stderr
     (tmp_path / "a.png").unlink()
     done = _run(file, "--task", "counting")
     assert done.returncode == 1

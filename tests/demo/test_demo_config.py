@@ -18,7 +18,7 @@ from swift_stage2.demo.demo_config import (
     held_ports,
     write_config,
 )
-from swift_stage2.runtime.ports import free_ports
+from swift_stage2.runtime.network import free_ports
 
 
 def _job(directory: Path, b_ratio: float = 0.3, **changes: object) -> DemoJob:

@@ -30,7 +30,7 @@ from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.errors import ChildFailed
 from swift_stage2.rollout_server.open_round import RoundState
 from swift_stage2.runtime.checkpoints import checkpoints_in, why_not_whole
-from swift_stage2.runtime.ports import free_ports
+from swift_stage2.runtime.network import free_ports
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import EventTail, event_path, read_logs
 from swift_stage2.telemetry.events import Step

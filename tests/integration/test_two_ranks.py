@@ -16,7 +16,7 @@ from small_disk import SmallDisk
 from torchrun_job import LearnerRun, Server, run_learner, write_config
 
 from swift_stage2.cli import main
-from swift_stage2.runtime.lock import hold_run_directory
+from swift_stage2.runtime.run_directory import hold_run_directory
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import read_logs
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from swift_stage2.launch.job import LogFollower
-from swift_stage2.runtime.progress import SAID, going_on
+from swift_stage2.runtime.output import SAID, going_on
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ _RANK = """
 import sys
 from tqdm import tqdm
 from swift_stage2.runtime.output import print_error
-from swift_stage2.runtime.progress import say_beside_bar
+from swift_stage2.runtime.output import say_beside_bar
 for step in tqdm(range(6), desc="Train", file=sys.stderr, mininterval=0):
     if step % 2:
         say_beside_bar("train", f"step {step}/6 | loss 1.0")

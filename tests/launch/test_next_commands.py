@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swift_stage2.evaluate.command import parse_options
-from swift_stage2.launch.run_end import next_commands
+from swift_stage2.launch.launcher import next_commands
 
 
 @pytest.fixture

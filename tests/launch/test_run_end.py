@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_stage2.launch.run_end import newest_run
+from swift_stage2.launch.launcher import newest_run
 
 
 @pytest.mark.parametrize("folder", [".", "v1-20260101"])

@@ -15,7 +15,7 @@ from followed_run import FollowedRun, killed_and_resumed
 
 from swift_stage2.cli import main
 from swift_stage2.report.rollouts_command import RunRollouts
-from swift_stage2.runtime.lock import hold_run_directory
+from swift_stage2.runtime.run_directory import hold_run_directory
 from swift_stage2.telemetry.facade import Telemetry
 
 _DEADLINE_S = 60.0
@@ -108,7 +108,7 @@ def test_a_run_that_is_killed_and_resumed_is_followed_through_and_a_late_followe
 def test_a_killed_run_ends_the_follower_with_1_and_all_that_was_written(
     tmp_path: Path, follow: Callable[..., Follower]
 ) -> None:
-    hold = "import sys; from pathlib import Path; from swift_stage2.runtime.lock import hold_run_directory\n"
+    hold = "import sys; from pathlib import Path; from swift_stage2.runtime.run_directory import hold_run_directory\n"
     hold += "with hold_run_directory(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     rank = subprocess.Popen(
         [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

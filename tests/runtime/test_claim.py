@@ -18,8 +18,12 @@ from telemetry.run_facts import step as step_facts
 from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.runtime import checkpoints
-from swift_stage2.runtime.claim import claim_directory, refuse_earlier_run, resumed
-from swift_stage2.runtime.lock import hold_run_directory
+from swift_stage2.runtime.run_directory import (
+    claim_directory,
+    hold_run_directory,
+    refuse_earlier_run,
+    resumed,
+)
 from swift_stage2.telemetry.facade import Telemetry
 
 

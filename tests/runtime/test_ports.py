@@ -9,7 +9,7 @@ import pytest
 from launch.closed_connection import leave_closed_connection
 
 from swift_stage2.errors import ConfigError
-from swift_stage2.runtime.ports import is_here, is_quiet, refuse_busy
+from swift_stage2.runtime.network import is_here, is_quiet, refuse_busy
 
 
 def test_a_port_whose_last_connection_just_closed_is_free_but_not_quiet() -> None:

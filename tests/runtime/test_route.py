@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from swift_stage2.runtime.route import connection_error, group_remedy, http_remedy, local_address_towards
+from swift_stage2.runtime.network import connection_error, group_remedy, http_remedy, local_address_towards
 
 
 def test_the_address_on_the_way_to_this_machine_is_its_own() -> None:

@@ -15,15 +15,15 @@ import filelock
 import pytest
 
 from swift_stage2.errors import ConfigError, UserError
-from swift_stage2.runtime import lock as run_lock
-from swift_stage2.runtime.lock import RANK_0, hold_run_directory, is_held
+from swift_stage2.runtime import run_directory as run_lock
+from swift_stage2.runtime.run_directory import RANK_0, hold_run_directory, is_held
 
 _DEADLINE_S = 60.0
 _HOLD = """
 import sys
 from pathlib import Path
 from swift_stage2.errors import UserError
-from swift_stage2.runtime.lock import hold_run_directory
+from swift_stage2.runtime.run_directory import hold_run_directory
 try:
     with hold_run_directory(Path(sys.argv[1]), sys.argv[2]):
         print("held", flush=True)
@@ -34,7 +34,7 @@ except UserError as error:
 _FORK = """
 import os, signal, sys
 from pathlib import Path
-from swift_stage2.runtime.lock import hold_run_directory
+from swift_stage2.runtime.run_directory import hold_run_directory
 with hold_run_directory(Path(sys.argv[1])):
     if not (first := os.fork()):
         os._exit(0)

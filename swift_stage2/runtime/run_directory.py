@@ -1,27 +1,40 @@
-"""Claims directories: for a run, never over an earlier one; for a demo, bench or replay, never over others' files.
+"""Directories that are written into: one run at a time, never over an earlier one, never over others' files.
 
 ``launch`` and every rank ask where a run may begin before anything starts, and come to the same answer because nobody
-writes there meanwhile (see ``lock``).
+writes there meanwhile: rank 0, and every ``launch``, hold locks that the kernel releases at their end. Whoever only
+reads a run learns there whether it goes on.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock, Timeout
+
 from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.runtime.checkpoints import checkpoints_in, was_saved, why_not_whole
-from swift_stage2.whole_file import read_regular, regular_lines
+from swift_stage2.whole_file import read_regular, regular_lines, write_whole
 
 if TYPE_CHECKING:
     from swift_stage2.config import Stage2Config  # loads yaml, which a GPU check may have to ask for first
 
 _NO = ("false", "f", "no", "n", "0")  # as the parser of ms-swift's command line reads them
 _MARKER = ".swift-stage2"
+RANK_0 = "rank0"
+_LOCK = "run.{}.lock"
+_HOLDER = "run.{}.holder"  # beside it, and left there: who holds the lock, or held it last
+_LOOKED_AT_S = 2.0  # somebody may just be looking whether it is free
+
+logger = logging.getLogger(__name__)
 
 
 def written_directory(swift: Mapping[str, Any]) -> Path | None:
@@ -111,8 +124,6 @@ def claim_directory(path: Path, *, keep: bool) -> Path:
     Raises:
         UserError: the directory holds something that no claim covers, or a run works in it, or it cannot be written.
     """
-    from swift_stage2.runtime.lock import held_below  # loads psutil, as yaml above
-
     directory, number = path.absolute(), 1
     try:
         while keep:
@@ -127,11 +138,12 @@ def claim_directory(path: Path, *, keep: bool) -> Path:
                 f"--output must be a new directory or one that an earlier run of such a command made, got {directory} "
                 "with other files; name another one"
             )
-        for run_dir in held_below(directory):
-            raise UserError(
-                f"--output must be a directory that no run works in, got {directory} with a run in {run_dir}; wait for "
-                "its end, or name another one"
-            )
+        for lock in directory.rglob(_LOCK.format("*")):
+            if _is_locked(lock):
+                raise UserError(
+                    f"--output must be a directory that no run works in, got {directory} with a run in {lock.parent}; "
+                    "wait for its end, or name another one"
+                )
         (directory / _MARKER).touch()
         for entry in directory.iterdir():
             if entry.name != _MARKER:
@@ -141,3 +153,65 @@ def claim_directory(path: Path, *, keep: bool) -> Path:
             f"--output must be a directory that can be written, got {directory} ({error}); name another one"
         ) from error
     return directory
+
+
+@contextmanager
+def hold_run_directory(run_dir: Path, role: str = RANK_0) -> Iterator[None]:
+    """The directory's lock of one ``role``, for as long as it is entered; the process that has it may enter again.
+
+    A ``launch``, on each host of several one of its own, also sees to it that no rank 0 is there yet.
+
+    Raises:
+        UserError: another run goes on there.
+        ConfigError: the directory cannot be written.
+    """
+    # No object of one thread: the trainer may be driven by another than the one that checked the start.
+    lock = FileLock(run_dir / _LOCK.format(role), is_singleton=True, thread_local=False)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=_LOOKED_AT_S)
+        if lock.lock_counter == 1:
+            begun = time.strftime("%Y-%m-%d %H:%M:%S")
+            holder = f"process {os.getpid()} on {socket.gethostname()} since {begun}"
+            write_whole(run_dir / _HOLDER.format(role), holder)
+    except Timeout as error:
+        raise _other_run(run_dir, role) from error
+    except NotImplementedError:
+        logger.warning("the file system of %s has no locks: start no second run there", run_dir)
+    except OSError as error:
+        lock.release()
+        raise ConfigError(
+            f"swift.output_dir must be a writable directory, got {run_dir} ({error}); name another one"
+        ) from error
+    try:
+        if role != RANK_0 and _is_locked(run_dir / _LOCK.format(RANK_0)):
+            raise _other_run(run_dir, RANK_0)
+        yield
+    finally:
+        lock.release()
+
+
+def is_held(run_dir: Path) -> bool:
+    """Whether a run goes on in the directory; False where the file system has no locks."""
+    return os.path.isdir(run_dir) and any(map(_is_locked, run_dir.glob(_LOCK.format("*"))))
+
+
+def _is_locked(path: Path) -> bool:
+    with suppress(OSError, NotImplementedError):  # nobody may lock it
+        if path.is_file():
+            try:
+                with FileLock(path, timeout=0):
+                    return False
+            except Timeout:
+                return True
+    return False
+
+
+def _other_run(run_dir: Path, role: str) -> UserError:
+    holder = "its process is not named"
+    with suppress(OSError, UnicodeDecodeError):
+        holder = read_regular(run_dir / _HOLDER.format(role)).decode()
+    return UserError(
+        f"a run directory has one run at a time, got {run_dir}, where another goes on ({holder}); wait for its end, "
+        "end it, or name another swift.output_dir"
+    )
