@@ -6,6 +6,7 @@ answering servers stand in the other files of this folder; a run's start and the
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -202,6 +203,19 @@ def _model(config: Stage2Config, known: Known) -> CheckResult[None]:
     return ok(", ".join(f"{name} {config.swift[name]}" for name in names if config.swift.get(name)))
 
 
+def _deepspeed(config: Stage2Config, known: Known) -> CheckResult[None]:
+    if not config.swift.get("deepspeed"):
+        return DOES_NOT_APPLY
+    # Else the ranks would learn it once the model is loaded
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            "swift.deepspeed needs DeepSpeed in the learner's environment",
+            got=f"deepspeed={config.swift['deepspeed']!r:.200} and no such package",
+            remedy="install the extra swift-stage2[deepspeed], or remove the key",
+        )
+    return ok("DeepSpeed is installed")
+
+
 def _resume(config: Stage2Config, known: Known) -> CheckResult[None]:
     """As ``refuse_unsupported`` refuses it, when it would be too late."""
     swift = config.swift
@@ -288,6 +302,7 @@ CHECKS = (
     Check("addresses of hosts", "addresses", _addresses),
     Check("rendezvous", "starts_learner", _rendezvous),
     Check("model directory", "files", _model),
+    Check("DeepSpeed", "files", _deepspeed),
     Check("resume", "files", _resume),
     Check("plugins", "files", _plugins),
     Check("disk directory", "files", _disk_directory),

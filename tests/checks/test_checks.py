@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def test_only_checks_whose_needs_are_there_are_run() -> None:
     assert [check.name for check in due_checks(Known(num_validation_rows=0))] == ["validation set"]
     assert [check.name for check in due_checks(Known(files=True, rows=True))] == [
         "model directory",
+        "DeepSpeed",
         "resume",
         "plugins",
         "disk directory",
@@ -79,6 +81,18 @@ def test_a_key_is_said_to_be_set_and_never_shown(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=r"; set SWIFT_ROLLOUT_API_KEY to printable ASCII .*") as refused:
         run_checks(run, Known(addresses=True))
     assert "with blank" not in str(refused.value)
+
+
+def test_deepspeed_that_is_configured_and_not_installed_is_told_before_anything_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed: dict[str, object] = {}
+    monkeypatch.setattr(importlib.util, "find_spec", installed.get)
+    with pytest.raises(ConfigError, match=r"got deepspeed='zero3' and no such package; install the extra .*"):
+        found_by("DeepSpeed", config(deepspeed="zero3"), FILES)
+    assert found_by("DeepSpeed", config(), FILES) == DOES_NOT_APPLY
+    installed["deepspeed"] = object()
+    assert found_by("DeepSpeed", config(deepspeed="zero3"), FILES) == ok("DeepSpeed is installed")
 
 
 @pytest.mark.parametrize(
