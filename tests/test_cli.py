@@ -73,6 +73,8 @@ def test_a_command_of_a_checkout_takes_this_ones_place_with_its_status_and_its_w
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_one_interrupt_ends_a_bench_once(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-u", "-m", "swift_stage2", "bench", "plan", "--output", str(out)]

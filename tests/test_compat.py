@@ -25,6 +25,8 @@ def _run(script: str, *, first_on_path: Path | None = None) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_torchvision_and_what_needs_it_import_and_transform() -> None:
     script = """
 from swift_stage2.compat import declare_operators
@@ -37,6 +39,8 @@ print(tuple(torchvision.transforms.functional.resize(torch.zeros(3, 4, 6), [2, 3
     assert _run(script) == "(3, 2, 3)"
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("fits", [True, False])
 def test_declares_only_where_the_own_library_does_not_load(tmp_path: Path, fits: bool) -> None:
     package = tmp_path / "torchvision"

@@ -35,7 +35,13 @@ def _weights(run: LearnerRun, rank: int) -> dict[str, str]:
     return last
 
 
-@pytest.fixture(scope="module", params=[60, pytest.param(200, marks=[pytest.mark.slow])])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(60, marks=[pytest.mark.slow, pytest.mark.ci]),
+        pytest.param(200, marks=[pytest.mark.slow]),
+    ],
+)
 def num_steps(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 

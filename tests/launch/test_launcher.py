@@ -340,6 +340,8 @@ def kill_server(running: RunningLaunch, number: int, *, supervisor: bool = False
     victim.kill()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_server_that_fails_is_started_again_and_what_it_left_is_ended_first(launch: Launch) -> None:
     restart = {"policy": "on_failure", "max_restarts": 2, "backoff_s": 0.1}
     running = launch(learner=["run"], restart=restart)

@@ -29,7 +29,7 @@ from swift_stage2.weights.transport import ServerEndpoint
 
 RUN = "diskrun"
 
-pytestmark = pytest.mark.usefixtures("checkpoints_weights_again")
+pytestmark = [pytest.mark.slow, pytest.mark.ci, pytest.mark.usefixtures("checkpoints_weights_again")]
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,10 @@ def asking(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_rollouts", [12, pytest.param(200, marks=[pytest.mark.slow])])
+@pytest.mark.parametrize(
+    "num_rollouts",
+    [pytest.param(12, marks=[pytest.mark.slow, pytest.mark.ci]), pytest.param(200, marks=[pytest.mark.slow])],
+)
 def test_rollouts_cut_at_drawn_positions_are_those_that_were_not_cut(
     server: RunningServer, num_rollouts: int
 ) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+
 PATIENCE_S = 120.0
 RANK = """
 import os, signal, sys, time

@@ -71,7 +71,13 @@ cli.main(["train", "none.yaml"])
 """
 
 
-@pytest.mark.parametrize("manner", ["saves", pytest.param("ignores SIGTERM", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "manner",
+    [
+        pytest.param("saves", marks=[pytest.mark.slow, pytest.mark.ci]),
+        pytest.param("ignores SIGTERM", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path, manner: str) -> None:
     script = tmp_path / "rank.py"
     script.write_text(_RANK)
@@ -96,6 +102,8 @@ def test_ranks_end_with_a_torchrun_that_was_killed(tmp_path: Path, manner: str) 
                 process.send_signal(signal.SIGKILL)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_torchrun_of_one_machine_listens_on_loopback_alone(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(

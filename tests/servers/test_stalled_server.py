@@ -35,6 +35,8 @@ from swift_stage2.weights.stock_transport import StockTransport
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, StreamTransport
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+
 CPU = torch.device("cpu")
 KILLED_BY_S = 60.0
 T = 10.0  # of it 8 for calls; the second bucket leaves after 3, so a limit counted from there would pass T

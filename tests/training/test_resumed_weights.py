@@ -13,6 +13,8 @@ from sft_run import build_trainer, channel_a_alone
 from swift_stage2.errors import ConfigError
 from swift_stage2.training.stage2_trainer import Stage2Trainer
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+
 NUM_STEPS, STOPPED_AFTER = 4, 2
 
 
