@@ -296,6 +296,8 @@ def test_a_plain_vllm_is_found_with_the_name_that_it_is_asked_by(
     assert (found.ours, found.chat_models) == (set(), {server.url: "tiny"})
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_vllm_without_the_routes_of_a_round_is_refused_with_the_line_to_start_it_by(
     configure: Callable[..., Stage2Config], server: FakeRolloutServer
 ) -> None:
@@ -434,6 +436,8 @@ def test_a_data_set_without_a_usable_row_is_refused_with_the_first_cause(encoder
 # --- a whole run -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_is_built_from_its_parts_and_resumes_where_it_was(
     configure: Callable[..., Stage2Config],
     server: FakeRolloutServer,

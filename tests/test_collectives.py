@@ -6,11 +6,14 @@ import datetime
 from contextlib import suppress
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from gloo_pair import DEADLINE_S, join_job, run_pair
 from torch.distributed.distributed_c10d import _get_default_store
 
 from swift_stage2.collectives import GlooControlGroup, SingleRank, join_control_group
+
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
 
 def reduce_and_broadcast(rank: int, port: int) -> Any:

@@ -15,6 +15,8 @@ from swift_stage2.assembly import RunInputs, start_run
 from swift_stage2.config import Stage2Config
 from swift_stage2.weights.proof import HALF_PRECISION_TIE_NATS
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+
 
 @pytest.mark.parametrize("bf16", [True, False])
 def test_near_ties_and_the_wide_limit_follow_the_dtype_that_is_computed_in(

@@ -44,6 +44,17 @@ def _adapter(section: Hashable) -> TypeAdapter[Any]:
     return TypeAdapter(dict[str, section], config=_STRICT)  # type: ignore[valid-type]
 
 
+_PLAIN_WORDS = {  # pydantic speaks of JSON
+    "Input should be": "must be",
+    "a valid array": "a list",
+    "an object": "a section with keys of its own",
+    "a valid string": "text",
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+}
+
+
 def _refusal(section: type, error: ErrorDetails, root: str) -> ConfigError:
     *above, name = error["loc"][1:] or ("",)
     if name in ("int", "str"):  # one of the types that a value may have
@@ -57,10 +68,18 @@ def _refusal(section: type, error: ErrorDetails, root: str) -> ConfigError:
         return _unknown_key(section, str(name), above, around)
     if error["type"] == "missing":
         return ConfigError(f"{full} is required and has no default", remedy=f"add the key {name!r}")
+    value, rule = error["input"], error["msg"]
+    for jargon, plain in _PLAIN_WORDS.items():
+        rule = rule.replace(jargon, plain)
+    remedy = "docs/design/formats.md lists every key"
+    if isinstance(value, bool):
+        remedy = "quote a word: YAML reads yes, no, on and off as true and false"
+    elif isinstance(value, str) and error["type"].startswith(("int", "float", "bool")):
+        remedy = "write it without quotes, a number such as 1e-5 as 1.0e-5"
     return ConfigError(
-        f"{full}: {error['msg']}",
-        got=f"{full.rpartition('.')[2]}={error['input']!r:.{_LONGEST_SHOWN}}",
-        remedy="correct it; docs/design/formats.md lists every key",
+        f"{full} {rule}",
+        got=f"{full.rpartition('.')[2]}={value!r:.{_LONGEST_SHOWN}}",
+        remedy=remedy,
     )
 
 

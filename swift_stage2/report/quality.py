@@ -176,6 +176,10 @@ def _facts(rank: int, match: Match) -> Iterator[str]:
         yield f"first of {len(match.images)} images"
 
 
+_AS_TRAINING_DOES = (
+    "Objects are matched as training matches them, by matching.iou_threshold (0.3 unless set) and whatever their "
+    "labels unless matching.same_label is set: a corrected target has the true ones. swift-stage2 evaluate is stricter."
+)
 _NAMES = {"precision": "precision", "recall": "recall", "f1": "F1", "mean_iou": "mean IoU"}
 _NOT_SHOWN = ("truncated_ratio",)
 
@@ -191,7 +195,8 @@ def quality_section(run: RunData, summary: RunSummary, matches: Sequence[RankMat
         pairs("Quality over the run", {tag: f"{value:.3f}" for tag, value in summary.ratios.items()}),
         _evaluations(evaluations, {**names, **own}),
     ]
-    return Section("quality", "Match quality", filled(parts))
+    shown = filled(parts)
+    return Section("quality", "Match quality", (Sentence(_AS_TRAINING_DOES), *shown) if shown else ())
 
 
 def _evaluations(evaluations: Sequence[Evaluation], measures: Mapping[str, str]) -> Table:

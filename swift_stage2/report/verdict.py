@@ -29,8 +29,7 @@ from swift_stage2.telemetry.events import Start, Step
 from swift_stage2.telemetry.summary import SKIP_CAUSES, RunSummary
 from swift_stage2.telemetry.timing import NANOSECONDS, Activity, in_seconds
 
-SLOWDOWN = 0.03
-"""Of steps beside rollouts; more than this is told."""
+SLOWDOWN = 0.03  # of steps beside rollouts; more than this is told
 WORTH = 0.05
 """Of the wanted B steps, the first of which comes before any pack, or of the training part; more is told."""
 _FEED = (
@@ -132,14 +131,17 @@ def works_of(run: RunData) -> list[RankWork]:
         last = rank.metrics
         until, numbers = (math.inf, {}) if last is None else (last.time, last.numbers)
         steps = [step for step in rank.steps.values() if step.time <= until]
+        timed = trained_steps(rank, until)
+        untimed = {step.step for step in steps} - {step.step for step in timed}
         works.append(
             RankWork(
                 rank=rank.rank,
-                steps=trained_steps(rank, until),
+                steps=timed,
                 syncing_s=sum(_spent(step, Activity.SYNCING) for step in steps),
                 pipeline_s=in_seconds(last.pipeline_ns if last is not None else None),
                 packs_made=int(numbers.get("packs_made", 0)),
-                packs_trained=int(numbers.get("packs_trained", 0)),
+                packs_trained=int(numbers.get("packs_trained", 0))
+                - sum(len(rank.steps[n].packs) for n in untimed),
             )
         )
     return works

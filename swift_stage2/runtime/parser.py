@@ -30,7 +30,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """As argparse's own, but what a sub-command does not know is told with that command's usage."""
+        """As argparse's own, but what a sub-command does not know is told in that command's name."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             below = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
@@ -41,7 +41,8 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         near = self._nearest(message)
         message = printable(" ".join(message.split()))  # whatever breaks an option's value holds
-        super().error(f"{message}; did you mean {near}?" if near else message)
+        remedy = f"did you mean {near}?" if near else f"{self.prog} --help lists what there is"
+        self.exit(2, f"{self.prog}: error: {message}; {remedy}\n")
 
     def _nearest(self, message: str) -> str | None:
         if unknown := _UNKNOWN.search(message):

@@ -217,7 +217,7 @@ def read_logs(run_dirs: Sequence[Path]) -> dict[int, list[AnyEvent]]:
 
 def no_log(run_dir: Path) -> UserError:
     inside = " or ".join(sorted(str(path.parent) for path in run_dir.glob(f"v*/{_FOLDER}")))
-    named = inside or "swift.output_dir, and in it the folder vN-DATE, of a run with telemetry.audit: true"
+    named = inside or "the swift.output_dir of a run with telemetry.audit: true, the default"
     missing = "" if run_dir.is_dir() else ", which is no directory"
     return UserError(f"a run's directory holds {_FOLDER}/rank*.jsonl, got {run_dir}{missing}; name {named}")
 

@@ -25,6 +25,8 @@ from swift_stage2.errors import ConfigError, PreprocessorLost
 from swift_stage2.records import Rollout
 from swift_stage2.telemetry.timing import Trace
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+
 
 @pytest.fixture(scope="module")
 def encoder() -> Encoder:

@@ -15,6 +15,8 @@ from swift_stage2.demo.grounding_dataset import grounding_row
 from swift_stage2.demo.scenes import SceneKind, make_scene
 from swift_stage2.demo.tiny_template import load_tiny_model
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+
 
 def test_a_batch_is_what_the_template_encodes(stage1: Stage1, template: Any) -> None:
     scenes = [make_scene(kind, seed) for kind in SceneKind for seed in range(3)]

@@ -117,6 +117,8 @@ def test_the_full_scene_finds_what_broke_before(failure: int, found_as: str) -> 
     assert any(part in message for part in found_as.split("|")), message
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("parts", "found_as"), OTHERS)
 def test_the_full_scene_finds_other_mistakes(parts: Any, found_as: str) -> None:
     seed, message = first_violation(run_seed, parts)

@@ -118,7 +118,13 @@ def end_of_both(scenario: str) -> list[str]:
     return written
 
 
-@pytest.mark.parametrize("scenario", ["gather", pytest.param("canary", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param("gather", marks=[pytest.mark.slow, pytest.mark.ci]),
+        pytest.param("canary", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_fails_inside_a_gather_ends_both_with_its_cause(scenario: str) -> None:
     first, second = end_of_both(scenario)
     assert "rank 1:" in first

@@ -18,6 +18,8 @@ from swift_stage2.errors import ConfigError, UserError
 from swift_stage2.runtime import run_directory as run_lock
 from swift_stage2.runtime.run_directory import RANK_0, hold_run_directory, is_held
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+
 _DEADLINE_S = 60.0
 _HOLD = """
 import sys

@@ -19,6 +19,8 @@ from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, RunningEv
 from swift_stage2.telemetry.events import Evaluation
 from swift_stage2.training.stage2_trainer import Stage2Trainer
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+
 
 def evaluation(step: int, f1_percent: int, end: EvaluationEnd = EvaluationEnd.COMPLETE) -> Evaluation:
     """F1 is 2 · pairs / (predictions + truth)."""

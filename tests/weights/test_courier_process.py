@@ -29,6 +29,8 @@ from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.tensors import checksum_tensor
 from swift_stage2.weights.transport import ServerEndpoint
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+
 KEY = "s3cret-of-the-servers"
 KILLED = "the process that carries weights was killed by SIGKILL; another one takes its place"
 LATE = "the server did not take and prove the weights within {:g} s"
