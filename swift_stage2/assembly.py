@@ -71,7 +71,7 @@ from swift_stage2.weights.transport import WrapTransport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInputs:
-    """What the trainer gives beside the configuration."""
+    """The trainer's own objects that a run is built from, beside the configuration."""
 
     rows: Rows
     template: Any

@@ -18,7 +18,7 @@ Coordinates = tuple[int, ...]  # a box x1, y1, x2, y2 or a point x, y, in the te
 
 
 class SampleKey(NamedTuple):
-    """Where a sample stands in one rank's stream; a list of four in every file of a run.
+    """A sample's place in one rank's stream; a list of four in every file of a run.
 
     ``attempt`` counts rollouts asked for, from 0.
     """

@@ -65,7 +65,7 @@ class Known:
 
 
 class Verdict(StrEnum):
-    """How a check ended."""
+    """The outcome of one check."""
 
     OK = "ok"
     WARNING = "warning"
@@ -75,7 +75,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult(Generic[ValueT]):
-    """What a check found. ``fix`` is one line, and there whenever the verdict is a warning or failed."""
+    """The row of one check. ``fix`` is one line, and there whenever the verdict is a warning or failed."""
 
     verdict: Verdict
     found: str
@@ -89,7 +89,7 @@ class CheckResult(Generic[ValueT]):
 
     @property
     def passed(self) -> bool:
-        """Whether a check that needs this one can run: ok, or no worse than a warning."""
+        """True if the verdict is ok or a warning, so that a check that needs this one can run."""
         return self.verdict in (Verdict.OK, Verdict.WARNING)
 
     @property

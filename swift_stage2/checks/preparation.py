@@ -143,7 +143,7 @@ class EngineCanary:
         )
 
     def agrees(self, token_ids: Sequence[int]) -> bool:
-        """Whether a server gave the learner's own answer; engines differ in showing the end of turn."""
+        """True if a server gave the learner's own answer; engines differ in showing the end of turn."""
         end = self._decode(self._closing[0])
         return self._answer.agrees(self._without_closing(token_ids), self._decode, end)
 

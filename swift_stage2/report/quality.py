@@ -1,4 +1,4 @@
-"""How good rollouts and evaluations were: detection over steps, match quality, and pictures of the newest matches.
+"""Sections on the quality of rollouts and evaluations: detection over steps, match quality, and pictures of the newest matches.
 
 A picture has what was seen, said, matched, missed, invented and trained.
 """
@@ -101,7 +101,7 @@ class RankMatch:
 
     @property
     def is_of_points(self) -> bool:
-        """Whether any object is a point; a task has objects of one kind."""
+        """True if any object is a point; a task has objects of one kind."""
         return any(len(box) == 2 for _, box in (*self.match.truth, *self.match.predicted))
 
 
