@@ -1,4 +1,4 @@
-"""Sections on the quality of rollouts and evaluations: detection over steps, match quality, and pictures of the newest matches.
+"""Sections on quality: detection over steps, match quality, and pictures of the newest matches.
 
 A picture has what was seen, said, matched, missed, invented and trained.
 """
