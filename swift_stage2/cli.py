@@ -101,8 +101,9 @@ def _become_benchmarks(command: str, *arguments: str) -> NoReturn:
     """Replaces this process by a program of the checkout's benchmarks: signals and exit status are then its own."""
     if not (_CHECKOUT / "benchmarks" / "benches.py").is_file():
         raise UserError(
-            f"benches are in benchmarks/ of a checkout and not in the installed package, got {_CHECKOUT}; run "
-            f"scripts/setup and .venv/bin/swift-stage2 {command} in a checkout"
+            "benches are in benchmarks/ of a checkout and not in the installed package",
+            got=str(_CHECKOUT),
+            remedy=f"run scripts/setup and .venv/bin/swift-stage2 {command} in a checkout",
         )
     path = os.pathsep.join(filter(None, (str(_CHECKOUT), os.environ.get("PYTHONPATH"))))
     program, _ = _FROM_CHECKOUT[command]
@@ -181,7 +182,9 @@ def _train(config_path: str, *, resume: bool) -> int:
     except Exception as error:  # the top of a rank: what failed stands last, below all that was told
         if "EADDRINUSE" in str(error) and (port := os.environ.get("MASTER_PORT")):
             raise UserError(
-                f"MASTER_PORT must be free where rank 0 runs, got MASTER_PORT={port} in use; name another port"
+                "MASTER_PORT must be free where rank 0 runs",
+                got=f"MASTER_PORT={port} in use",
+                remedy="name another port",
             ) from error
         if not isinstance(error, ChannelBStarved):
             traceback.print_exc()

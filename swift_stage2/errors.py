@@ -22,8 +22,8 @@ class Stage2Error(Exception):
     """Base of every exception that swift_stage2 raises on purpose."""
 
 
-class UserError(Stage2Error):
-    """A mistake the user can mend; commands print it as one line and exit with status 2.
+class Refusal(Stage2Error):
+    """Something is not as it must be, written out here alone.
 
     ``rule`` says what must be (a whole sentence where nothing else is given), ``got`` what was found in its place,
     ``remedy`` what to write or do. ``key`` is the place: a file, a line, a section or a key of the configuration.
@@ -41,6 +41,10 @@ class UserError(Stage2Error):
 
     def __str__(self) -> str:
         return f"{self.found}; {self.remedy}" if self.remedy else self.found
+
+
+class UserError(Refusal):
+    """A mistake the user can mend; commands print it as one line and exit with status 2."""
 
     def at(self, place: str) -> Self:
         """The same mistake with the place that is around it, as a new exception."""
@@ -68,15 +72,15 @@ class ServerUnavailable(UserError):
     """A rollout server did not answer when a run started or resumed."""
 
 
-class SampleError(Stage2Error):
+class SampleError(Refusal):
     """One sample cannot be used. It is quarantined with this message and training goes on."""
 
 
 class PromptMismatch(SampleError):
     """An answer to another prompt than the sample's, whose token ids are ``expected``."""
 
-    def __init__(self, message: str, expected: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
+    def __init__(self, rule: str, *, got: str = "", remedy: str = "", expected: tuple[int, ...] = ()) -> None:
+        super().__init__(rule, got=got, remedy=remedy)
         self.expected = expected
 
 
@@ -235,16 +239,6 @@ def exit_status_of(error: Exception) -> int:
     if isinstance(error, ChannelBStarved):
         return EXIT_STARVED
     return EXIT_USER_MISTAKE if isinstance(error, UserError) else 1
-
-
-def cut_remedy(message: str) -> tuple[str, str]:
-    """Splits a message into what it found and its remedy: at the last semicolon that no bracket holds."""
-    depth = 0
-    for place in range(len(message) - 1, -1, -1):
-        depth += {")": 1, "(": -1}.get(message[place], 0)
-        if depth == 0 and message.startswith("; ", place):
-            return message[:place], message[place + 2 :]
-    return message, ""
 
 
 _NEAR = 0.75  # below that, what is alike is an ending (`_type`, `_steps`), and the hint names another setting

@@ -129,9 +129,9 @@ class Stage2Run:
         save_ids = self.control.gather(state["save_id"])
         if len(set(save_ids)) > 1:
             raise ConfigError(
-                "all ranks resume from parts of one checkpoint, got parts of different ones: "
-                + ", ".join(f"rank {rank} save_id={save_id}" for rank, save_id in enumerate(save_ids))
-                + "; resume from another checkpoint"
+                "all ranks resume from parts of one checkpoint",
+                got=", ".join(f"rank {rank} save_id={save_id}" for rank, save_id in enumerate(save_ids)),
+                remedy="resume from another checkpoint",
             )
         self.together(partial(self._continue_from, state))
 
@@ -195,6 +195,7 @@ def _check_spelling(before: Sequence[str] | None, now: Sequence[str]) -> None:
     """A checkpoint of an earlier version does not tell."""
     if before is not None and before != list(now):
         raise DatasetError(
-            f"resume needs answers written as before, got answers={list(now)}, checkpoint answers={before}; restore "
-            "the data set's answers or start a new run from the checkpoint's weights"
+            "resume needs answers written as before",
+            got=f"answers={list(now)}, checkpoint answers={before}",
+            remedy="restore the data set's answers or start a new run from the checkpoint's weights",
         )

@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     output: Path = options.output
     if output.suffix not in (".yaml", ".yml"):
         raise UserError(
-            f"--output must be the name of a YAML file, got {str(output)!r}; write it like run.yaml"
+            "--output must be the name of a YAML file",
+            got=f"{str(output)!r}",
+            remedy="write it like run.yaml",
         )
     data = starter_config(options)
     local_files(data["swift"])
@@ -56,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file.write(_commented(data))
     except OSError as error:
         raise UserError(
-            f"--output must be a new file that can be written, got {error}; name another"
+            "--output must be a new file that can be written", got=str(error), remedy="name another"
         ) from error
     try:
         load_config(output)
@@ -142,7 +144,9 @@ def _devices(answer: str) -> list[int]:
     """``0,1`` as numbers; ``none`` or nothing is the CPU. Raises UserError."""
     words = [] if answer.strip().lower() in ("", "none", "cpu") else answer.split(",")
     if not all(word.strip().isdecimal() for word in words):
-        raise UserError(f"GPUs must be numbers with commas between, got {answer!r}; write 0,1 or none")
+        raise UserError(
+            "GPUs must be numbers with commas between", got=f"{answer!r}", remedy="write 0,1 or none"
+        )
     return [int(word) for word in words]
 
 

@@ -84,8 +84,9 @@ def learn_format(texts: Iterable[str], dialect: Dialect) -> AnswerFormat:
         text = examples[other]
         if (own := learned.write(_read(text, dialect)[1])) != text:
             raise DatasetError(
-                f"all answers must be written alike, got {_both_texts(text, own)} as most rows are written; write the "
-                "answers of all rows in one way (code fence, key order, white space, escapes)"
+                "all answers must be written alike",
+                got=f"{_both_texts(text, own)} as most rows are written",
+                remedy="write the answers of all rows in one way (code fence, key order, white space, escapes)",
             )
     return learned
 
@@ -108,16 +109,17 @@ def _read(text: str, dialect: Dialect) -> tuple[AnswerFormat, Objects]:
     found = _find_container(text, dialect)
     if found is None:
         raise ConfigError(
-            f"{_RULE}, got dialect={dialect} answer={_shorten(text)!r}, which should read like {dialect.example!r}; "
-            f"{_REMEDY}"
+            _RULE,
+            got=f"dialect={dialect} answer={_shorten(text)!r}, which should read like {dialect.example!r}",
+            remedy=_REMEDY,
         )
     shown, objects = found
     try:
         own = shown.write(objects)
     except SampleError as error:
-        raise ConfigError(f"{_RULE}, got dialect={dialect} answer={_shorten(text)!r}: {error}") from error
+        raise ConfigError(_RULE, got=f"dialect={dialect} answer={_shorten(text)!r}: {error}") from error
     if own != text:
-        raise ConfigError(refusal(dialect, text, own))
+        raise refusal(dialect, text, own)
     return shown, objects
 
 
@@ -203,9 +205,9 @@ def _skip_space(text: str, position: int) -> int:
     return position
 
 
-def refusal(dialect: Dialect, text: str, own: str) -> str:
+def refusal(dialect: Dialect, text: str, own: str) -> ConfigError:
     """Why channel A's answer is refused, with ``own``, which channel B would write instead."""
-    return f"{_RULE}, got dialect={dialect} {_both_texts(text, own)}; {_REMEDY}"
+    return ConfigError(_RULE, got=f"dialect={dialect} {_both_texts(text, own)}", remedy=_REMEDY)
 
 
 def _both_texts(text: str, own: str) -> str:

@@ -93,8 +93,9 @@ class DetectionTask(Task):
         dialect = find(DIALECTS, key, target.dialect or cls.default_dialect)
         if dialect.num_coordinates != cls.num_coordinates:
             raise ConfigError(
-                f"{key} must have {cls.num_coordinates} coordinates per object for task {config.stage2_ab.task}, got "
-                f"dialect={dialect} with {dialect.num_coordinates}; leave it out for {cls.default_dialect}"
+                f"{key} must have {cls.num_coordinates} coordinates per object for task {config.stage2_ab.task}",
+                got=f"dialect={dialect} with {dialect.num_coordinates}",
+                remedy=f"leave it out for {cls.default_dialect}",
             )
         return cls(
             dialect=dialect,
@@ -157,7 +158,7 @@ class DetectionTask(Task):
         found = tuple((found.label, found.box) for found in parsed.objects)
         objects = tuple((normalise(label), box) for label, box in self.objects_of(truth))
         if found != objects or parsed.dropped or not parsed.is_whole:
-            raise ConfigError(refusal(self._dialect, text, self.answer_format.write(objects)))
+            raise refusal(self._dialect, text, self.answer_format.write(objects))
         return read_format(text, self._dialect)
 
     def learn(self, rows: Rows, sample: Sample, encoder: Encoder) -> Self:
@@ -179,8 +180,9 @@ class DetectionTask(Task):
         before, found, after = text.partition(answer)
         if not found:
             raise ConfigError(
-                "the template must render an answer as it stands in the data set, got "
-                f"answer={text[:160]!r} of {answer[:160]!r}; set QWENVL_BBOX_FORMAT=new"
+                "the template must render an answer as it stands in the data set",
+                got=f"answer={text[:160]!r} of {answer[:160]!r}",
+                remedy="set QWENVL_BBOX_FORMAT=new",
             )
         texts = (before + encoder.normalise(filled) + after for filled in self._answers(rows))
         other = copy.copy(self)
@@ -272,5 +274,7 @@ class DetectionTask(Task):
 def _answer(row: Mapping[str, Any]) -> str:
     content = row["messages"][-1]["content"]
     if not isinstance(content, str):
-        raise DatasetError(f"an answer must be plain text, got content={content!r}; write the text itself")
+        raise DatasetError(
+            "an answer must be plain text", got=f"content={content!r}", remedy="write the text itself"
+        )
     return content

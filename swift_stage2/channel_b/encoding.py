@@ -70,13 +70,15 @@ class Encoder:
         self._tokenizer = self._template.tokenizer
         if not getattr(self._tokenizer, "is_fast", False):
             raise ConfigError(
-                "channel B maps text to tokens by character offsets and needs a fast tokenizer, got "
-                f"tokenizer={type(self._tokenizer).__name__}; convert it with tokenizers"
+                "channel B maps text to tokens by character offsets and needs a fast tokenizer",
+                got=f"tokenizer={type(self._tokenizer).__name__}",
+                remedy="convert it with tokenizers",
             )
         if prefix := self._template._get_response_prefix():
             raise ConfigError(
-                "answers must begin with their list of objects, got a template that begins them with "
-                f"{prefix!r}; train a model whose template adds nothing, as Qwen3-VL's Instruct models"
+                "answers must begin with their list of objects",
+                got=f"a template that begins them with {prefix!r}",
+                remedy="train a model whose template adds nothing, as Qwen3-VL's Instruct models",
             )
         self._packing_length = packing_length
         self.closing_token_ids = self._find_closing_ids()
@@ -163,8 +165,9 @@ class Encoder:
             num_tokens -= encodings.pop()["length"]
         if num_tokens > self._packing_length:
             raise SampleError(
-                f"a segment must fit a pack and is never cut, got num_tokens={num_tokens} "
-                f"packing_length={self._packing_length}; raise packing_length"
+                "a segment must fit a pack and is never cut",
+                got=f"num_tokens={num_tokens} packing_length={self._packing_length}",
+                remedy="raise packing_length",
             )
         return Segment(
             key=rollout.sample.key,
@@ -207,8 +210,11 @@ class Encoder:
         media = set(self._template.placeholder_tokens).intersection(rollout.token_ids)
         if media:
             raise SampleError(
-                "a rollout that is trained as it was sampled may hold no token that stands for an image, video or "
-                f"audio, got token_id={min(media)}"
+                (
+                    "a rollout that is trained as it was sampled may hold no token that stands for an image, video or "
+                    "audio"
+                ),
+                got=f"token_id={min(media)}",
             )
 
     def collate(self, segments: Sequence[Segment]) -> dict[str, Any]:
@@ -242,7 +248,9 @@ class Encoder:
             start -= 1
         answer = encoding["input_ids"][start:]
         if not answer:
-            raise DatasetError("a row needs an assistant message, got none; add the answer to every row")
+            raise DatasetError(
+                "a row needs an assistant message", got="none", remedy="add the answer to every row"
+            )
         if self.closing_token_ids and tuple(answer[-len(self.closing_token_ids) :]) == self.closing_token_ids:
             answer = answer[: -len(self.closing_token_ids)]
         return str(self._tokenizer.decode(answer))
@@ -331,8 +339,12 @@ def _prompt_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     for key in ("videos", "audios"):
         if row.get(key):
             raise SampleError(
-                f"channel B asks about images alone, got a row with {key}; channel A trains it without its objects, by "
-                "stage2_ab.channel_b.rows_without_objects: channel_a_only"
+                "channel B asks about images alone",
+                got=f"a row with {key}",
+                remedy=(
+                    "channel A trains it without its objects, by "
+                    "stage2_ab.channel_b.rows_without_objects: channel_a_only"
+                ),
             )
     messages = [{"role": turn["role"], "content": turn["content"]} for turn in row["messages"]]
     if messages and messages[-1]["role"] == "assistant":
@@ -342,7 +354,7 @@ def _prompt_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     for turn in messages:
         if isinstance(turn["content"], str) and any(mark in turn["content"] for mark in _PLACEHOLDERS):
             raise SampleError(
-                f"a prompt must not hold {' or '.join(_PLACEHOLDERS)}; write labels and boxes out"
+                f"a prompt must not hold {' or '.join(_PLACEHOLDERS)}", remedy="write labels and boxes out"
             )
     return messages
 
@@ -363,9 +375,9 @@ def _check_inside(boxes: Sequence[tuple[int, ...]], images: Sequence[Any], norm_
     for box in boxes:
         if len(images) == 1 and (max(box[::2]) > width or max(box[1::2]) > height):
             raise SampleError(
-                f"a {'point' if len(box) == 2 else 'box'} must lie inside its image, got bbox={list(box)} "
-                f"width={width} height={height} "
-                "in the template's space; mend the annotation"
+                f"a {'point' if len(box) == 2 else 'box'} must lie inside its image",
+                got=f"bbox={list(box)} width={width} height={height} in the template's space",
+                remedy="mend the annotation",
             )
 
 
@@ -384,8 +396,8 @@ def require_same_prompt(rollout: Rollout, prompt: PromptEncoding) -> None:
     pairs = enumerate(zip(theirs, ours, strict=False))
     first_difference = next((i for i, (a, b) in pairs if a != b), min(len(theirs), len(ours)))
     raise PromptMismatch(
-        f"the server's prompt must equal the learner's, got num_server_tokens={len(theirs)} "
-        f"num_learner_tokens={len(ours)} first_difference={first_difference}; "
-        "check that both use the same template, processor and pixel limits",
-        ours,
+        "the server's prompt must equal the learner's",
+        got=f"num_server_tokens={len(theirs)} num_learner_tokens={len(ours)} first_difference={first_difference}",
+        remedy="check that both use the same template, processor and pixel limits",
+        expected=ours,
     )

@@ -86,4 +86,4 @@ def _read_image(path: str) -> bytes:
     try:
         return read_regular(path)
     except OSError as error:
-        raise SampleError(f"an image must be a readable file, got path={path}: {error.strerror}") from error
+        raise SampleError("an image must be a readable file", got=f"path={path}: {error.strerror}") from error

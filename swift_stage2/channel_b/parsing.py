@@ -64,15 +64,19 @@ def read_ground_truth(row: Mapping[str, Any], num_coordinates: int = 4) -> TrueO
     objects = row.get("objects")
     if not lists_objects(row) or not isinstance(objects, Mapping):
         raise SampleError(
-            f"a row needs objects={{'ref': [...], 'bbox': [...]}}, got {objects or 'none'}; write empty lists for an "
-            "image without objects, or stage2_ab.channel_b.rows_without_objects: channel_a_only"
+            "a row needs objects={'ref': [...], 'bbox': [...]}",
+            got=objects or "none",
+            remedy=(
+                "write empty lists for an "
+                "image without objects, or stage2_ab.channel_b.rows_without_objects: channel_a_only"
+            ),
         )
     labels, boxes = objects.get("ref") or [], objects.get("bbox") or []
     if not (isinstance(labels, Sequence) and isinstance(boxes, Sequence)) or isinstance(labels, str):
-        raise SampleError("objects.ref and objects.bbox must be lists, got another type")
+        raise SampleError("objects.ref and objects.bbox must be lists", got="another type")
     if len(labels) != len(boxes):
         raise SampleError(
-            f"every object needs one label and one box, got num_ref={len(labels)} num_bbox={len(boxes)}"
+            "every object needs one label and one box", got=f"num_ref={len(labels)} num_bbox={len(boxes)}"
         )
     if any(not isinstance(label, str) or not label.strip() for label in labels):
         raise SampleError("every label in objects.ref must be non-empty text")
@@ -80,13 +84,16 @@ def read_ground_truth(row: Mapping[str, Any], num_coordinates: int = 4) -> TrueO
     if not isinstance(image_ids, Sequence) or any(each != image_ids[0] for each in image_ids):
         # Answers do not say in which image a box lies: boxes of different images would be matched.
         raise SampleError(
-            f"all objects of a row must lie in one image, got image_id={image_ids}; write a row for each image"
+            "all objects of a row must lie in one image",
+            got=f"image_id={image_ids}",
+            remedy="write a row for each image",
         )
     if image_ids and image_ids[0] != 0:
         # evaluate, report and points measure in it, and coordinates of a later image would be read as its own.
         raise SampleError(
-            f"objects must lie in the first of a row's images, got image_id={image_ids[0]!r}; put that image first in "
-            "images, and write 0"
+            "objects must lie in the first of a row's images",
+            got=f"image_id={image_ids[0]!r}",
+            remedy="put that image first in images, and write 0",
         )
     read = _read_true_point if num_coordinates == 2 else _read_true_box
     return TrueObjects(tuple(label.strip() for label in labels), tuple(map(read, boxes)))
@@ -95,12 +102,16 @@ def read_ground_truth(row: Mapping[str, Any], num_coordinates: int = 4) -> TrueO
 def _read_true_box(box: Any) -> tuple[float, ...]:
     numbers = _numbers_of(box)
     if len(numbers) != 4:
-        raise SampleError(f"a box must be four numbers x1, y1, x2, y2, got bbox={box}")
+        raise SampleError("a box must be four numbers x1, y1, x2, y2", got=f"bbox={box}")
     x1, y1, x2, y2 = numbers
     if not (0 <= x1 <= x2 <= _MOST_PIXELS and 0 <= y1 <= y2 <= _MOST_PIXELS):
         raise SampleError(
-            f"a box must have 0 <= x1 <= x2 and 0 <= y1 <= y2, got bbox={box}; write x + width and y + height for x2 "
-            "and y2 if these are its size, or mend or remove the row"
+            "a box must have 0 <= x1 <= x2 and 0 <= y1 <= y2",
+            got=f"bbox={box}",
+            remedy=(
+                "write x + width and y + height for x2 "
+                "and y2 if these are its size, or mend or remove the row"
+            ),
         )
     return float(x1), float(y1), float(x2), float(y2)
 
@@ -108,9 +119,9 @@ def _read_true_box(box: Any) -> tuple[float, ...]:
 def _read_true_point(point: Any) -> tuple[float, ...]:
     numbers = _numbers_of(point)
     if len(numbers) != 2:
-        raise SampleError(f"a point must be two numbers x, y, got bbox={point}")
+        raise SampleError("a point must be two numbers x, y", got=f"bbox={point}")
     if not all(0 <= number <= _MOST_PIXELS for number in numbers):
-        raise SampleError(f"a point must have 0 <= x and 0 <= y, got bbox={point}")
+        raise SampleError("a point must have 0 <= x and 0 <= y", got=f"bbox={point}")
     return float(numbers[0]), float(numbers[1])
 
 

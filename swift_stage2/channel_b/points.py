@@ -46,7 +46,9 @@ class PointTask(DetectionTask):
 
     def to_space(self, truth: TrueObjects, convert: Convert) -> PointsInSpace:
         if convert.space is None or convert.image_size is None:
-            raise SampleError("points are measured by the diagonal of their image, got a row without images")
+            raise SampleError(
+                "points are measured by the diagonal of their image", got="a row without images"
+            )
         scale = scale_of(convert.space, convert.image_size)
         return PointsInSpace(tuple(zip(truth.labels, convert(truth.boxes), strict=True)), scale)
 

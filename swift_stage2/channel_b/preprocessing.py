@@ -385,9 +385,12 @@ def _pickled(message: Any) -> bytes:
         return pickle.dumps(message)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise ConfigError(
-            f"what goes to the preprocessing process must be picklable, got {type(error).__name__}: {error}; write "
-            "stage2_ab.channel_b.preprocessing: thread, or define the classes of rows and template in a module, not in "
-            "__main__ or a function"
+            "what goes to the preprocessing process must be picklable",
+            got=f"{type(error).__name__}: {error}",
+            remedy=(
+                "write stage2_ab.channel_b.preprocessing: thread, or define the classes of rows and template in a "
+                "module, not in __main__ or a function"
+            ),
         ) from error
 
 

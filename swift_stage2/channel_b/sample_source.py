@@ -78,8 +78,9 @@ class SampleSource:
         if len(self._usable) < world_size:
             others = f" (of {len(rows)}; the others list no objects)" if usable is not None else ""
             raise DatasetError(
-                f"channel B needs at least one row per rank, got num_rows={len(self._usable)}{others} "
-                f"world_size={world_size}; add data or use fewer ranks"
+                "channel B needs at least one row per rank",
+                got=f"num_rows={len(self._usable)}{others} world_size={world_size}",
+                remedy="add data or use fewer ranks",
             )
         self._rows = rows
         self._task = task
@@ -208,8 +209,9 @@ class SampleSource:
         ):
             if saved.get(name) != now:
                 raise DatasetError(
-                    f"resume needs the same {name} as the checkpoint, got {name}={now}, checkpoint "
-                    f"{name}={saved.get(name)}; restore it or start a new run from the checkpoint's weights"
+                    f"resume needs the same {name} as the checkpoint",
+                    got=f"{name}={now}, checkpoint {name}={saved.get(name)}",
+                    remedy="restore it or start a new run from the checkpoint's weights",
                 )
         with self._lock:
             self._epoch = int(state["epoch"])

@@ -157,7 +157,9 @@ class AnswerFormat:
         """The label as it stands between quotes."""
         if not label.strip() or END_OF_TURN in label:
             raise SampleError(
-                f"a label must be text without {END_OF_TURN}, got label={label!r}; mend the row's objects.ref"
+                f"a label must be text without {END_OF_TURN}",
+                got=f"label={label!r}",
+                remedy="mend the row's objects.ref",
             )
         return json.dumps(label.strip(), ensure_ascii=self.ensure_ascii)[1:-1]
 
@@ -169,7 +171,7 @@ class AnswerFormat:
                 if count == 4
                 else "point must be two integers with 0 <= x and 0 <= y, got point"
             )
-            raise SampleError(f"a true {wanted}={tuple(box)}; mend the row's objects.bbox")
+            raise SampleError(f"a true {wanted}={tuple(box)}", remedy="mend the row's objects.bbox")
         return self.coordinate_separator.join(map(self.coordinate.format, coordinates))
 
 

@@ -95,8 +95,9 @@ class Task(ABC):
             return bind(cls.settings, written, place="stage2_ab.task_settings")
         if written:
             raise ConfigError(
-                "stage2_ab.task_settings must be empty for a task that declares no settings, got task="
-                f"{config.stage2_ab.task} task_settings={dict(written)}; remove them, or declare them in its class"
+                "stage2_ab.task_settings must be empty for a task that declares no settings",
+                got=f"task={config.stage2_ab.task} task_settings={dict(written)}",
+                remedy="remove them, or declare them in its class",
             )
         return None
 
@@ -198,27 +199,35 @@ def correct_by(task: Task, rollout: Rollout, truth: Any, tokenise: Tokenise) -> 
     """
     for name in task.columns:
         if COLUMNS[name].option and getattr(rollout, name) is None:
-            raise SampleError(f"task {name_of(task)} needs a rollout's {name}, got one without")
+            raise SampleError(f"task {name_of(task)} needs a rollout's {name}", got="one without")
     target: object = task.correct(rollout, truth, tokenise)
     if not isinstance(target, Target):
         raise TaskError(
-            f"task {name_of(task)}: correct must return a Target, got {type(target).__name__}; mend the task"
+            f"task {name_of(task)}: correct must return a Target",
+            got=type(target).__name__,
+            remedy="mend the task",
         )
     if len(target.weights) != len(target.token_ids):
         raise TaskError(
-            f"task {name_of(task)}: a Target needs one weight per token, got num_weights={len(target.weights)} "
-            f"num_token_ids={len(target.token_ids)} text={target.text[:80]!r}; mend the task"
+            f"task {name_of(task)}: a Target needs one weight per token",
+            got=(
+                f"num_weights={len(target.weights)} "
+                f"num_token_ids={len(target.token_ids)} text={target.text[:80]!r}"
+            ),
+            remedy="mend the task",
         )
     for name, values in target.columns.items():
         if name not in task.columns:
             raise TaskError(
-                f"task {name_of(task)}: a Target carries columns that the task declares, got {name!r}; add it to the "
-                "task's columns"
+                f"task {name_of(task)}: a Target carries columns that the task declares",
+                got=f"{name!r}",
+                remedy="add it to the task's columns",
             )
         if len(values) != COLUMNS[name].num_values(len(target.token_ids)):
             raise TaskError(
-                f"task {name_of(task)}: a Target's {name} needs one value per {COLUMNS[name].per}, got "
-                f"num_values={len(values)} num_token_ids={len(target.token_ids)}; mend the task"
+                f"task {name_of(task)}: a Target's {name} needs one value per {COLUMNS[name].per}",
+                got=f"num_values={len(values)} num_token_ids={len(target.token_ids)}",
+                remedy="mend the task",
             )
     return replace(target, quality=replace(target.quality, reward=_reward_by(task, rollout, truth, target)))
 
@@ -232,9 +241,12 @@ def _reward_by(task: Task, rollout: Rollout, truth: Any, target: Target) -> dict
         or not all(abs(term) <= MOST_REWARD for term in terms.values())
     ):
         raise TaskError(
-            f"task {name_of(task)}: reward must give a number within ±{MOST_REWARD:,} for each of "
-            f"{', '.join(declared)}, and {TOTAL} is the name of their sum, got {terms}; mend the task, or its "
-            "reward_terms"
+            (
+                f"task {name_of(task)}: reward must give a number within ±{MOST_REWARD:,} for each of "
+                f"{', '.join(declared)}, and {TOTAL} is the name of their sum"
+            ),
+            got=str(terms),
+            remedy="mend the task, or its reward_terms",
         )
     return terms | {TOTAL: total_of(terms, {**declared, **task.reward_weights})}
 

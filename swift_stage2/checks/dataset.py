@@ -48,7 +48,7 @@ def check_data(config: Stage2Config) -> tuple[str, list[str]]:
                 num_coordinates=num_coordinates,
             )
         except DatasetError as error:
-            raise DatasetError(f"swift.{argument}: {error}") from error
+            raise error.at(f"swift.{argument}") from error
         _refuse_faults(argument, findings, options)
         num_rows += findings.num_rows
         advice += [
@@ -75,9 +75,9 @@ def _refuse_faults(argument: str, findings: Findings, options: str) -> None:
         return
     first = min(faults, key=lambda fault: (findings.files.index(fault.place.file), fault.place.line))
     if findings.num_bad_rows == 1:
-        raise DatasetError(f"swift.{argument}: {first}")
+        raise DatasetError(str(first), key=f"swift.{argument}")
     raise DatasetError(
-        f"swift.{argument}: {findings.num_bad_rows:,} of {findings.num_rows:,} rows have faults, the first: "
-        f"{first}",
+        f"{findings.num_bad_rows:,} of {findings.num_rows:,} rows have faults, the first: {first}",
         remedy=f"list all: swift-stage2 data check {' '.join(map(str, findings.files))}{options}",
+        key=f"swift.{argument}",
     )

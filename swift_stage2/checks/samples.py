@@ -22,7 +22,7 @@ from swift_stage2.checks.task_trial import task_faults, try_answers
 from swift_stage2.config import Stage2Config
 from swift_stage2.dataset.files import local_files
 from swift_stage2.dataset.picture import UNREADABLE, look_at, path_of
-from swift_stage2.errors import ConfigError, DatasetError, SampleError, cut_remedy
+from swift_stage2.errors import ConfigError, DatasetError, SampleError
 from swift_stage2.records import Sample, SampleKey
 
 MOST_LOOKED_AT = 64
@@ -260,7 +260,7 @@ def measure_lengths(
         try:
             prompt, answer = ruler.measure(rows[number])
         except SampleError as error:
-            first = total.first_unusable or f"({origins.find(rows[number])}): {cut_remedy(str(error))[0]}"
+            first = total.first_unusable or f"({origins.find(rows[number])}): {error.found}"
             total = replace(total, num_unusable=total.num_unusable + 1, first_unusable=first)
             continue
         lengths = zip(limits, (prompt + answer, answer), strict=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from swift_stage2.channel_b.task import needed_columns
 from swift_stage2.columns import request_options
 from swift_stage2.config import OnPending, Stage2Config
-from swift_stage2.errors import ConfigError, FaultKind, ServerFault, ServerUnavailable, cut_remedy
+from swift_stage2.errors import ConfigError, FaultKind, ServerFault, ServerUnavailable
 from swift_stage2.runtime.network import ANY_ADDRESS, addresses_of, is_here, refuse_busy
 from swift_stage2.runtime.output import going_on
 from swift_stage2.servers import vllm_serve
@@ -136,10 +136,10 @@ class FoundServers:
         """Notes what ``look_for`` told of a server that answers.
 
         Raises:
-            ConfigError: it cannot be given weights from here, or is named twice.
+            UserError: it cannot be given weights from here, or is named twice.
         """
         if told["refused"]:
-            raise ConfigError(told["refused"])
+            raise told["refused"]
         if told["ours"]:
             # Two pushes of a round to one process end each other.
             if (name := self.names.setdefault(told["incarnation"], base_url)) != base_url:
@@ -164,7 +164,7 @@ def wait_for_servers(
     asks for it.
 
     Raises:
-        ConfigError: a server cannot be given weights from here, or is named twice; on every rank.
+        UserError: a server cannot be given weights from here, or is named twice; on every rank.
         ServerUnavailable: none has answered in time, or one refuses the key; on every rank.
     """
     end = time.monotonic() + config.rollout.start_timeout_s
@@ -211,7 +211,7 @@ def _find_servers(
         elif told["is_over"]:
             found.absent[base_url] = told["missing"]
         else:
-            waiting[base_url] = cut_remedy(told["missing"])[0]  # the others may answer meanwhile
+            waiting[base_url] = told["missing"].partition("; ")[0]  # the others may answer meanwhile
         if told["refuses_key"] or len(found.absent) == len(config.rollout.servers):
             raise ServerUnavailable(
                 f"a rollout server must answer within rollout.start_timeout_s={config.rollout.start_timeout_s:g}",
@@ -226,7 +226,7 @@ def examine(
     """Who a server that was absent at the start is, by the checks of a start; None while it does not answer in full.
 
     Raises:
-        ConfigError: the run cannot have it.
+        UserError: the run cannot have it.
     """
     told = look_for(config, base_url, time.monotonic() + _JOIN_S)
     if not (told["answers"] or told["refused"]):
@@ -237,7 +237,13 @@ def examine(
 
 def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
     """One slice of the wait for one server, at most until ``end``, a moment of ``time.monotonic``."""
-    told: dict[str, Any] = {"answers": False, "ours": False, "can_abort": False, "missing": "", "refused": ""}
+    told: dict[str, Any] = {
+        "answers": False,
+        "ours": False,
+        "can_abort": False,
+        "missing": "",
+        "refused": None,
+    }
     told |= {"chat_model": None, "incarnation": None, "refuses_key": False, "is_over": False}
     # One that is absent leaves each of the others time to answer.
     slice_s = min(_WAIT_SLICE_S, config.rollout.start_timeout_s / max(1, len(config.rollout.servers)))
@@ -248,7 +254,7 @@ def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
             try:
                 info = identify(session, config, Deadline(max(0.1, slice_ends - time.monotonic())))
             except ConfigError as refusal:
-                return told | {"answers": True, "refused": str(refusal)}
+                return told | {"answers": True, "refused": refusal}
             except ServerFault as fault:
                 if fault.refuses_key:
                     return told | {"missing": str(fault), "refuses_key": True, "is_over": True}
@@ -256,7 +262,7 @@ def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
                 said = said if said is not None and fault.kind is FaultKind.LATE else fault
                 if time.monotonic() >= slice_ends:  # until then it may be one odd answer
                     told |= {"missing": str(said), "is_over": time.monotonic() >= end}
-                    told["refused"] = str(foreign(session, said)) if said.is_foreign else ""
+                    told["refused"] = foreign(session, said) if said.is_foreign else None
                     return told
             else:
                 told |= {"answers": True, "ours": not info.stock, "can_abort": info.can_abort}

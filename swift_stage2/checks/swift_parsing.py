@@ -127,7 +127,7 @@ def _parse(argv: Sequence[str], arguments_class: type, where: str) -> tuple[Any,
             arguments, left_over = parse_args(arguments_class, list(argv))
     except SystemExit as end:
         lines = told.getvalue().strip().splitlines() or ["no reason given"]
-        raise ConfigError(_refusal(lines[-1].partition("error: ")[2] or lines[-1], where)) from end
+        raise _refusal(lines[-1].partition("error: ")[2] or lines[-1], where) from end
     except Exception as error:  # raised again unless a plugin's or a refusal
         if not isinstance(error, UserError) and (plugin := _plugin_behind(error)):
             words = f"{type(error).__name__}: {error}"
@@ -139,7 +139,7 @@ def _parse(argv: Sequence[str], arguments_class: type, where: str) -> tuple[Any,
         if not isinstance(error, _REFUSALS):
             raise
         logger.debug("ms-swift refused its arguments", exc_info=True)
-        raise ConfigError(_refusal(str(error) or type(error).__name__, where)) from error
+        raise _refusal(str(error) or type(error).__name__, where) from error
     sys.stderr.write(told.getvalue())
     return arguments, left_over
 
@@ -157,15 +157,17 @@ def _plugin_behind(error: Exception) -> str:
     return places[-1] if places else ""
 
 
-def _refusal(words: str, where: str) -> str:
+def _refusal(words: str, where: str) -> ConfigError:
     if "process group" in words and "RANK" not in os.environ:
-        return (
-            "swift.ddp_backend needs the ranks that torchrun starts, got a process without RANK; start it with "
-            "torchrun --nproc_per_node N -m swift_stage2 train CONFIG.yaml, or with swift-stage2 launch"
+        return ConfigError(
+            "swift.ddp_backend needs the ranks that torchrun starts",
+            got="a process without RANK",
+            remedy="start it with torchrun --nproc_per_node N -m swift_stage2 train CONFIG.yaml, or with swift-stage2 "
+            "launch",
         )
     reason = without_list(" ".join(words.split()))
     remedy = _REMEDIES.get(where, f"its option --NAME is the key NAME of {where}")
-    return f"ms-swift refuses {where}: {reason}; correct it ({remedy})"
+    return ConfigError(f"ms-swift refuses {where}: {reason}", remedy=f"correct it ({remedy})")
 
 
 def unknown_kind(error: Exception) -> ConfigError | None:
@@ -180,6 +182,7 @@ def unknown_kind(error: Exception) -> ConfigError | None:
     elif "model_type" not in words or not any(part in words for part in _UNKNOWN_KIND):
         return None
     return ConfigError(
-        f"ms-swift must know the model's kind, got: {without_list(words)}",
+        "ms-swift must know the model's kind",
+        got=without_list(words),
         remedy="name the plugin that brings it by external_plugins, or its kind by model_type",
     )

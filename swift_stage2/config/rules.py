@@ -147,6 +147,7 @@ def find(parts: Mapping[str, P], key: str, name: str, remedy: str = _REGISTER) -
         return parts[name]
     near = closest(name, tuple(parts))
     raise ConfigError(
-        f"{key} must be {' or '.join(parts)}, got {key.rpartition('.')[2]}={name!r}; "
-        + (f"did you mean {near!r}?" if near else remedy)
+        f"{key} must be {' or '.join(parts)}",
+        got=f"{key.rpartition('.')[2]}={name!r}",
+        remedy=f"did you mean {near!r}?" if near else remedy,
     )

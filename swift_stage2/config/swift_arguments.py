@@ -271,6 +271,6 @@ def require_metric(swift: Mapping[str, Any], of_task: Collection[str]) -> None:
     if name is not None and name not in known:
         raise ConfigError(
             f"swift.{_KEY} must be a metric of evaluations",
-            got=f"{swift[_KEY]}",
+            got=swift[_KEY],
             remedy=f"write one of {', '.join(f'eval/{each}' for each in known)}",
         )

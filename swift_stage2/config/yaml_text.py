@@ -115,7 +115,7 @@ def _syntax_error(error: yaml.YAMLError) -> ConfigError:
     problem = getattr(error, "problem", None) or " ".join(str(error).split())
     return ConfigError(
         f"{where}the file must be valid YAML",
-        got=f"{problem}",
+        got=problem,
         remedy="mend the line (indent by spaces, put one after each colon, close every bracket and quote)",
     )
 
@@ -143,8 +143,9 @@ def set_values(data: dict[str, Any], words: Sequence[str], option: str) -> dict[
             )
         if path in named:
             raise UserError(
-                f"{option} must name a key once, got {path} again with {word!r}; where the key takes several values, "
-                f"write them as one list: '{path}=[A,B]'"
+                f"{option} must name a key once",
+                got=f"{path} again with {word!r}",
+                remedy=f"where the key takes several values, write them as one list: '{path}=[A,B]'",
             )
         named.add(path)
         place: Any = data
@@ -152,7 +153,7 @@ def set_values(data: dict[str, Any], words: Sequence[str], option: str) -> dict[
             place = place.setdefault(name, {})
             if not isinstance(place, dict):
                 raise UserError(
-                    f"{option} must name a key of a section, got {word!r}, in which {name} is none"
+                    f"{option} must name a key of a section", got=f"{word!r}, in which {name} is none"
                 )
         place |= parse_yaml(f"{key}: {value}", f"{option} {word}")
     return data

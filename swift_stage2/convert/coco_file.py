@@ -40,8 +40,9 @@ class CocoFile:
         lists = {key: value for key, value in content.items() if isinstance(value, list)}
         if "annotations" not in lists:  # else all images would be told to show nothing
             raise DatasetError(
-                f"SOURCE must be COCO's JSON and list annotations, got {', '.join(sorted(lists))[:80] or 'no list'} "
-                f"in {path}; name the file with the annotations, or write annotations: [] if no image shows an object"
+                "SOURCE must be COCO's JSON and list annotations",
+                got=f"{', '.join(sorted(lists))[:80] or 'no list'} in {path}",
+                remedy="name the file with the annotations, or write annotations: [] if no image shows an object",
             )
         self._written: dict[tuple[str, str], Any] = {}
         self._sizes: dict[str, tuple[int, int] | None] = {}
@@ -51,8 +52,9 @@ class CocoFile:
         self._read_images(lists.get("images", ()))
         if not self._name_of:
             raise DatasetError(
-                f"SOURCE must be COCO's JSON and list images with file_name and id, got none in {path}; name another "
-                "file"
+                "SOURCE must be COCO's JSON and list images with file_name and id",
+                got=f"none in {path}",
+                remedy="name another file",
             )
         self._objects: defaultdict[str, list[AnnotatedObject]] = defaultdict(list)
         self._read_annotations(lists.get("annotations", ()))
@@ -69,8 +71,9 @@ class CocoFile:
                 continue
             if names.setdefault(key, name) != name:
                 raise DatasetError(
-                    f"a category id must stand for one name, got id {key} of {names[key]!r} and {name!r} in {where}; "
-                    "give each category an id of its own"
+                    "a category id must stand for one name",
+                    got=f"id {key} of {names[key]!r} and {name!r} in {where}",
+                    remedy="give each category an id of its own",
                 )
             if label := spelling.spell(name, f"id {key}"):
                 labels[key] = label
@@ -175,15 +178,18 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     except json.JSONDecodeError as error:
         hint = ": a comma stands before it" if text[: error.pos].rstrip().endswith(",") else ""
         raise DatasetError(
-            f"SOURCE must be COCO's JSON, got {path}: {error.msg} at line {error.lineno}, column {error.colno}{hint}; "
-            "mend it"
+            "SOURCE must be COCO's JSON",
+            got=f"{path}: {error.msg} at line {error.lineno}, column {error.colno}{hint}",
+            remedy="mend it",
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise DatasetError(
-            f"SOURCE must be a readable file of JSON, got {path}: {error}; check it"
+            "SOURCE must be a readable file of JSON", got=f"{path}: {error}", remedy="check it"
         ) from error
     if not isinstance(content, Mapping):
-        raise DatasetError(f"SOURCE must be COCO's JSON, one object, got {path}; name another file")
+        raise DatasetError(
+            "SOURCE must be COCO's JSON, one object", got=str(path), remedy="name another file"
+        )
     return content
 
 

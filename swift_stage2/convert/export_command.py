@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             json.dump(content, file)
             file.write("\n")
     except OSError as error:
-        raise UserError(f"--output must be a file that can be written, got {error}; name another") from error
+        raise UserError(
+            "--output must be a file that can be written", got=str(error), remedy="name another"
+        ) from error
     say(f"{options.output}: {len(content['annotations']):,} objects of {len(content['images']):,} images")
     return 0
 
@@ -72,11 +74,12 @@ def coco_of(
             annotations.append({**ids, "bbox": box, "area": box[2] * box[3], "iscrowd": 0, **more})
         on_progress(num_bytes := num_bytes + len(line))
     if not images:
-        raise DatasetError(f"PREDICTIONS must hold lines, got none in {path}; name another file")
+        raise DatasetError("PREDICTIONS must hold lines", got=f"none in {path}", remedy="name another file")
     if not is_within:
         raise UserError(
-            f"--images must be a folder that images lie in, got {folder}, and the first of others is "
-            f"{next(iter(images))}; name the folder that import was given"
+            "--images must be a folder that images lie in",
+            got=f"{folder}, and the first of others is {next(iter(images))}",
+            remedy="name the folder that import was given",
         )
     named = [{"id": key, "name": label} for label, key in categories.items()]
     return {"images": list(images.values()), "categories": named, "annotations": annotations}
@@ -105,7 +108,9 @@ def _as_prediction(line: str, where: str) -> Prediction:
         picture = look_at(row.image)
     except UNREADABLE as error:
         raise DatasetError(
-            f"a row must name a picture that can be read, got {row.image} at {where}: {error}; mend the path"
+            "a row must name a picture that can be read",
+            got=f"{row.image} at {where}: {error}",
+            remedy="mend the path",
         ) from error
     boxes = tuple((x1, y1, x2, y2) for x1, y1, x2, y2 in row.truth.boxes)
     objects = LabelledBoxes(row.truth.labels, boxes)

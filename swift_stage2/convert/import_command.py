@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for output in outputs:
         check_new_file(output, force=options.force, sources=[options.source])
     if not os.path.isdir(options.images):  # Path.is_dir raises for names that are too long
-        raise UserError(f"--images must be a folder, got {options.images}, which is none; correct the path")
+        raise UserError(
+            "--images must be a folder", got=f"{options.images}, which is none", remedy="correct the path"
+        )
     style = RowStyle(prompt=options.prompt, dialect=DIALECTS[options.dialect])  # refuses a wrong prompt
     report = ImportReport()
     # Absolute, so that rows are right wherever they are read from.
@@ -58,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         written = _write(source, style, placer, options, outputs)
     except OSError as error:
-        raise UserError(f"--output must be a file that can be written, got {error}; name another") from error
+        raise UserError(
+            "--output must be a file that can be written", got=str(error), remedy="name another"
+        ) from error
     SafeConsole(soft_wrap=True).print(report.table())
     if isinstance(source, YoloFolder):
         say(f"classes of {source.class_file}: {', '.join(source.labels())}")
@@ -105,22 +109,27 @@ def _write(
             num_objects[path] += len(placed.objects)
         found = "; ".join(report.words()) or "nothing odd"
         if not num_images.total():
-            raise DatasetError(f"SOURCE must give rows, got none: {found}; mend what is named")
+            raise DatasetError("SOURCE must give rows", got=f"none: {found}", remedy="mend what is named")
         if report.num_annotations and not num_objects.total():
             raise DatasetError(
-                f"SOURCE must give objects, got none of {report.num_annotations:,}: {found}; mend what is named"
+                "SOURCE must give objects",
+                got=f"none of {report.num_annotations:,}: {found}",
+                remedy="mend what is named",
             )
         if report.counts[ImportIssue.ROTATED] and options.boxes_on is None:
             raise UserError(
-                "pictures with an EXIF rotation need --boxes-on, got none and "
-                f"{report.counts[ImportIssue.ROTATED]} of them (first {report.first[ImportIssue.ROTATED]}; annotated "
-                f"with the upright size: {report.counts[ImportIssue.UPRIGHT]}); write --boxes-on stored if boxes were "
-                f"drawn on the pixels as they lie in the file; else, as most programs show pictures, {_UPRIGHT}"
+                "pictures with an EXIF rotation need --boxes-on",
+                got=f"none and {report.counts[ImportIssue.ROTATED]} of them (first "
+                f"{report.first[ImportIssue.ROTATED]}; annotated with the upright size: "
+                f"{report.counts[ImportIssue.UPRIGHT]})",
+                remedy="write --boxes-on stored if boxes were drawn on the pixels as they lie in the file; else, as "
+                f"most programs show pictures, {_UPRIGHT}",
             )
         if empty := [path for path in outputs if not num_images[path]]:
             raise UserError(
-                f"--split must leave images on both sides, got {options.split:g} of {num_images.total()} images and "
-                f"none for {empty[0]}; name another share or --seed"
+                "--split must leave images on both sides",
+                got=f"{options.split:g} of {num_images.total()} images and none for {empty[0]}",
+                remedy="name another share or --seed",
             )
     return [f"{path}: {num_images[path]:,} rows with {num_objects[path]:,} objects" for path in outputs]
 

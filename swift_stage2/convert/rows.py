@@ -133,11 +133,12 @@ class RowStyle:
     def __post_init__(self) -> None:
         if LABEL_MARK in self.prompt or BOX_MARK in self.prompt or self.prompt.count(_IMAGE_MARK) > 1:
             raise UserError(
-                f"--prompt may hold {_IMAGE_MARK} once, and neither {LABEL_MARK} nor {BOX_MARK}, got "
-                f"prompt={self.prompt!r}; take them out"
+                f"--prompt may hold {_IMAGE_MARK} once, and neither {LABEL_MARK} nor {BOX_MARK}",
+                got=f"prompt={self.prompt!r}",
+                remedy="take them out",
             )
         if near := set(_PLACEHOLDER.findall(self.prompt)) - {LABELS}:
-            raise UserError(f"--prompt knows {LABELS}, got {min(near)}; correct it")
+            raise UserError(f"--prompt knows {LABELS}", got=min(near), remedy="correct it")
 
     def row(self, image: PlacedImage) -> str:
         """The line of a picture, with its line break."""

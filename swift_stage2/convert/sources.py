@@ -100,7 +100,9 @@ def files_below(folder: Path, suffixes: tuple[str, ...], option: str) -> list[st
 
     def refuse(error: OSError) -> None:
         raise DatasetError(
-            f"{option} must be a folder that can be read, got {error.filename}: {error.strerror}; check the path"
+            f"{option} must be a folder that can be read",
+            got=f"{error.filename}: {error.strerror}",
+            remedy="check the path",
         ) from error
 
     found = sorted(
@@ -112,7 +114,9 @@ def files_below(folder: Path, suffixes: tuple[str, ...], option: str) -> list[st
     if not found:
         shown = suffixes[0] if len(suffixes) == 1 else "picture"
         raise DatasetError(
-            f"{option} must be a folder that holds {shown} files, got none below {folder}; name another"
+            f"{option} must be a folder that holds {shown} files",
+            got=f"none below {folder}",
+            remedy="name another",
         )
     return found
 

@@ -54,7 +54,9 @@ class YoloFolder:
         self._labels = {number: spelling.spell(name, f"class {number}") for number, name in names.items()}
         if not all(self._labels.values()):
             raise DatasetError(
-                f"a file of classes must name every class, got names={names} in {self.class_file}; mend it"
+                "a file of classes must name every class",
+                got=f"names={names} in {self.class_file}",
+                remedy="mend it",
             )
         self._files: defaultdict[str, list[str]] = defaultdict(list)
         for name in found:
@@ -64,7 +66,9 @@ class YoloFolder:
             picture = folder.names[0]
             raise DatasetError(
                 f"SOURCE must hold a label file {root}/{stem_of(picture)}.txt for {folder.folder}/{picture}, or one "
-                "for another picture, got none; name the two folders from which names are the same"
+                "for another picture",
+                got="none",
+                remedy="name the two folders from which names are the same",
             )
 
     def __len__(self) -> int:
@@ -177,15 +181,17 @@ def _find_classes(root: Path, named: Path | None) -> tuple[Path, Mapping[int, st
     files = [named] if named else [place for place in places if os.path.isfile(place)]
     if not files:
         raise DatasetError(
-            f"YOLO's label files hold numbers, and data.yaml or classes.txt names their classes, got neither in {root} "
-            "nor in the two folders above; name the file with --classes"
+            "YOLO's label files hold numbers, and data.yaml or classes.txt names their classes",
+            got=f"neither in {root} nor in the two folders above",
+            remedy="name the file with --classes",
         )
     found = [(file, *_read_classes(file)) for file in files]
     for file, classes, _ in found[1:]:
         if classes != found[0][1]:
             raise DatasetError(
-                f"files of classes near SOURCE must agree, got {found[0][0]} and {file}; name the right one with "
-                "--classes"
+                "files of classes near SOURCE must agree",
+                got=f"{found[0][0]} and {file}",
+                remedy="name the right one with --classes",
             )
     return found[0][0], found[0][1], max(num for _, _, num in found)
 
@@ -200,7 +206,9 @@ def _read_classes(file: Path) -> tuple[Mapping[int, str], int]:
             content = {"names": lines_of(text.rstrip())}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         words = " ".join(str(error).split())
-        raise DatasetError(f"a file of classes must be UTF-8 text, got {file}: {words}; mend it") from error
+        raise DatasetError(
+            "a file of classes must be UTF-8 text", got=f"{file}: {words}", remedy="mend it"
+        ) from error
     content = content if isinstance(content, Mapping) else {}
     names, shape = content.get("names"), content.get("kpt_shape")
     pairs = list(names.items() if isinstance(names, Mapping) else enumerate(names or ()))
@@ -208,8 +216,9 @@ def _read_classes(file: Path) -> tuple[Mapping[int, str], int]:
     is_text = all(isinstance(name, str) and name.strip() for name in numbered.values())
     if not pairs or None in numbered or len(numbered) != len(pairs) or not is_text or isinstance(names, str):
         raise DatasetError(
-            f"a file of classes must name every class once, each by a text, got names={str(names)[:120]} in {file}; "
-            "mend it"
+            "a file of classes must name every class once, each by a text",
+            got=f"names={str(names)[:120]} in {file}",
+            remedy="mend it",
         )
     points = numbers(shape, 2)
     num_values = int(points[0] * points[1]) if points else 0

@@ -29,8 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     num_coordinates = coordinates_of(options.task, options.dialect)
     if coordinates_of(options.task) not in (None, num_coordinates):
         raise UserError(
-            f"--dialect must be one of task {options.task}, got dialect={options.dialect}; name its task with --task, "
-            f"or leave it out for {SHIPPED_TASKS[options.task]}"
+            f"--dialect must be one of task {options.task}",
+            got=f"dialect={options.dialect}",
+            remedy=f"name its task with --task, or leave it out for {SHIPPED_TASKS[options.task]}",
         )
     total = sum(file.stat().st_size for file in files if file.is_file())
     with progress_bar(total, "rows") as move_to:

@@ -43,7 +43,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``reason``: the rule, what was got, and the remedy behind the last semicolon. ``image``: as the row names it."""
+    """``reason``: the rule, what was got, and the remedy. ``image``: as the row names it."""
 
     place: Place
     rule: Rule
@@ -53,6 +53,5 @@ class Fault:
     def __str__(self) -> str:
         text = f"{self.place}: {self.reason}"
         if self.image is not None and self.image not in self.reason:
-            found, mark, remedy = text.rpartition("; ")
-            text = f"{found}, image {self.image}{mark}{remedy}" if mark else f"{text}, image {self.image}"
+            text = f"{self.place}, image {self.image}: {self.reason}"
         return text.encode("utf-8", "backslashreplace").decode("utf-8")  # a lone surrogate cannot be printed

@@ -32,12 +32,13 @@ def local_files(swift_arguments: Mapping[str, Any]) -> dict[str, list[Path]]:
             is_local = path.suffix in _FILE_SUFFIXES or name.startswith(("/", "./", "../"))
             if is_local and not path.exists():
                 raise DatasetError(
-                    f"swift.{argument} must name files that exist, got {argument}={name!r}; correct the path "
-                    f"(relative ones are read from the working directory, {Path.cwd()})"
+                    f"swift.{argument} must name files that exist",
+                    got=f"{argument}={name!r}",
+                    remedy=f"correct the path (relative ones are read from the working directory, {Path.cwd()})",
                 )
             if path.exists() and not path.is_file():  # ms-swift would wait for a pipe
                 kind = "a folder; name the files in it" if path.is_dir() else "no regular file; name one"
-                raise DatasetError(f"swift.{argument} must name files, got {argument}={name!r}, {kind}")
+                raise DatasetError(f"swift.{argument} must name files", got=f"{argument}={name!r}, {kind}")
             if path.suffix == _SUFFIX and path not in files:
                 files.append(path)
     return found
@@ -55,5 +56,5 @@ def read_lines(file: Path, what: str = "a data set") -> Iterator[bytes]:
         yield from regular_lines(file)
     except OSError as error:
         raise DatasetError(
-            f"{what} must be a readable UTF-8 file, got {file}: {error}; check the path"
+            f"{what} must be a readable UTF-8 file", got=f"{file}: {error}", remedy="check the path"
         ) from error

@@ -119,7 +119,7 @@ def survey(
                 on_progress(found.num_rows, num_bytes)
         if found.num_rows == num_before:
             raise DatasetError(
-                f"a data set must hold rows, got none in {file}; write one JSON object per line"
+                "a data set must hold rows", got=f"none in {file}", remedy="write one JSON object per line"
             )
     if formats:
         _compare_formats(found, formats, dialect)

@@ -107,7 +107,7 @@ def write_scenes(
     """
     if kind is SceneKind.DIGITS and importlib.util.find_spec("sklearn") is None:
         raise UserError(
-            "--kind digits needs scikit-learn, which is not installed; install swift-stage2[demo]"
+            "--kind digits needs scikit-learn, which is not installed", remedy="install swift-stage2[demo]"
         )
     try:
         return SceneFiles(

@@ -130,7 +130,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if not 0 <= arguments.b_ratio <= 1:
         raise UserError(
-            f"--b-ratio must be in the range 0..1, got b_ratio={arguments.b_ratio:g}; 0 turns B off"
+            "--b-ratio must be in the range 0..1",
+            got=f"b_ratio={arguments.b_ratio:g}",
+            remedy="0 turns B off",
         )
     return arguments
 

@@ -27,7 +27,7 @@ from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST, Dialect
 from swift_stage2.channel_b.matching import MAX_COORDINATE
 from swift_stage2.channel_b.parsing import TrueObjects, parse_rollout, read_ground_truth
 from swift_stage2.dataset.picture import UNREADABLE, images_of, look_at, path_of
-from swift_stage2.errors import ConfigError, DatasetError, SampleError, UserError, cut_remedy
+from swift_stage2.errors import ConfigError, DatasetError, SampleError, UserError
 from swift_stage2.records import Box
 from swift_stage2.whole_file import regular_lines, write_whole
 
@@ -131,7 +131,7 @@ def read_rows(path: Path) -> list[TrueRow]:
         for number, (place, line) in enumerate(numbered_lines(path, "a data set"))
     ]
     if not rows:
-        raise DatasetError(f"a data set must hold rows, got none in {path}; name another file")
+        raise DatasetError("a data set must hold rows", got=f"none in {path}", remedy="name another file")
     return rows
 
 
@@ -142,24 +142,28 @@ def read_row(line: str, number: int, where: str) -> TrueRow:
         image = path_of(next(iter(images_of(row)), None))
         messages = row.get("messages")
         if not isinstance(image, str) or not messages:
-            raise SampleError("a row needs messages and images=[PATH], got none")
+            raise SampleError("a row needs messages and images=[PATH]", got="none")
         if not isinstance(messages, list) or not isinstance(messages[-1], Mapping):
-            raise SampleError(f"messages must be a list of objects, got {str(messages)[:80]}")
+            raise SampleError("messages must be a list of objects", got=f"{str(messages)[:80]}")
         objects = row.get("objects") or {}
         if (units := objects.get("bbox_type", "real")) != "real":
-            raise SampleError(f"boxes must be in pixels of the stored image, got bbox_type={units!r}")
+            raise SampleError("boxes must be in pixels of the stored image", got=f"bbox_type={units!r}")
         if points := [box for box in objects.get("bbox") or () if isinstance(box, list) and len(box) == 2]:
             raise SampleError(
-                f"evaluate measures boxes, got the point bbox={points[0]}; a run tells precision, recall, F1 and "
-                "mean distance of points: set stage2_ab.evaluation.every_steps"
+                "evaluate measures boxes",
+                got=f"the point bbox={points[0]}",
+                remedy=(
+                    "a run tells precision, recall, F1 and "
+                    "mean distance of points: set stage2_ab.evaluation.every_steps"
+                ),
             )
         truth = read_ground_truth(row)
         "".join((image, *truth.labels)).encode()  # half of a surrogate pair is no text
         return TrueRow(number, image, truth, row)
     except (ValueError, AttributeError, TypeError, RecursionError, SampleError) as error:
-        found = cut_remedy(str(error))[0]
+        found = error.found if isinstance(error, SampleError) else str(error)
         raise DatasetError(
-            f"{where}: {found}; mend the row, swift-stage2 data check shows all such rows"
+            f"{where}: {found}", remedy="mend the row, swift-stage2 data check shows all such rows"
         ) from error
 
 
@@ -171,10 +175,10 @@ def read_prediction(line: str, where: str) -> Prediction:
         first = error.errors()[0]
         member = ".".join(map(str, first["loc"])) or "the line"
         raise DatasetError(
-            f"{where}: {member}: {first['msg']}; write it as docs/design/formats.md says"
+            f"{where}: {member}: {first['msg']}", remedy="write it as docs/design/formats.md says"
         ) from error
     if fault := prediction.fault():
-        raise DatasetError(f"{where}: {fault}; mend the line")
+        raise DatasetError(f"{where}: {fault}", remedy="mend the line")
     return prediction
 
 
@@ -194,15 +198,16 @@ def read_predictions(path: Path, rows: Sequence[TrueRow]) -> list[Prediction | N
         prediction = read_prediction(line, f"{path}:{number}")
         if not waiting[prediction.image]:
             raise DatasetError(
-                f"{path}:{number}: every line must answer a row of the data, got image={prediction.image!r} that no "
-                "row (left) names; give the data that was predicted on"
+                f"{path}:{number}: every line must answer a row of the data",
+                got=f"image={prediction.image!r} that no row (left) names",
+                remedy="give the data that was predicted on",
             )
         row_number = waiting[prediction.image].popleft()
         found[row_number], places[row_number] = prediction, number
         if prediction.objects.bbox:
             scored.add(prediction.scores is not None)
     if len(scored) > 1:
-        raise DatasetError(f"{path}: all lines must have scores, or none; write them alike")
+        raise DatasetError(f"{path}: all lines must have scores, or none", remedy="write them alike")
     step = -(-len(places) // _MOST_LOOKED_AT) or 1
     for row_number in list(places)[::step]:
         _refuse_other_size(found[row_number], f"{path}:{places[row_number]}")
@@ -217,9 +222,12 @@ def _refuse_other_size(prediction: Prediction | None, place: str) -> None:
         picture = look_at(prediction.image)
         if (prediction.width, prediction.height) != (picture.width, picture.height):
             raise DatasetError(
-                f"{place}: width and height must be those of the stored image, got {prediction.width} x "
-                f"{prediction.height} for {prediction.image}, which has {picture.width} x {picture.height}; write "
-                "boxes in its pixels, and its size"
+                f"{place}: width and height must be those of the stored image",
+                got=(
+                    f"{prediction.width} x "
+                    f"{prediction.height} for {prediction.image}, which has {picture.width} x {picture.height}"
+                ),
+                remedy="write boxes in its pixels, and its size",
             )
 
 
@@ -248,7 +256,9 @@ def check_folder(folder: Path) -> None:
     nearest = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
     if not (os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)):
         raise UserError(
-            f"--output must be a folder that can be written, got {folder} where {nearest} cannot; name another folder"
+            "--output must be a folder that can be written",
+            got=f"{folder} where {nearest} cannot",
+            remedy="name another folder",
         )
 
 
@@ -259,7 +269,8 @@ def write_file(path: Path, text: str) -> None:
         write_whole(path, text, is_private=True)
     except OSError as error:
         raise UserError(
-            f"{path} must be a file that can be written: {error.strerror}; name another folder with --output"
+            f"{path} must be a file that can be written: {error.strerror}",
+            remedy="name another folder with --output",
         ) from error
 
 
@@ -271,5 +282,5 @@ def numbered_lines(path: Path, what: str) -> Iterator[tuple[int, str]]:
                 yield number, line.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(
-            f"{what} must be a readable UTF-8 file, got {path}: {error}; check the path"
+            f"{what} must be a readable UTF-8 file", got=f"{path}: {error}", remedy="check the path"
         ) from error

@@ -128,7 +128,7 @@ class _Asking:
                     done, _ = wait(out, 2 * self.questions.timeout_s, FIRST_COMPLETED)
                     if out and not done:
                         raise ServerUnavailable(
-                            "a call must end by its deadline, got none; start the server anew"
+                            "a call must end by its deadline", got="none", remedy="start the server anew"
                         )
                     for call in done:
                         self._take(out.pop(call), call.result(0))
@@ -171,12 +171,12 @@ class _Asking:
             self.answered[question.row.number] = self._read(question, completion)
             return
         if result.end not in _OF_THE_REQUEST:
-            raise ServerUnavailable(f"the server must answer to the end, got {result.reason}")
+            raise ServerUnavailable("the server must answer to the end", got=result.reason)
         self.num_late = self.num_late + 1 if result.end is PostEnd.TIMED_OUT else 0
         if self.num_late >= max(2, self.questions.num_in_flight):  # every other row would wait as long
             raise ServerUnavailable(
-                f"the server must answer to the end, got {self.num_late} calls in a row without an answer: "
-                f"{result.reason}"
+                "the server must answer to the end",
+                got=f"{self.num_late} calls in a row without an answer: {result.reason}",
             )
         self._fail(question.row, question.size, result.reason)
 
@@ -184,10 +184,12 @@ class _Asking:
         prompt, (width, height) = question.prompt, question.size
         if completion.prompt_token_ids != prompt.token_ids:
             raise UserError(
-                "the server must read a prompt as the template of --model writes it, or its boxes mean other places; "
-                f"got {len(completion.prompt_token_ids)} tokens there and {len(prompt.token_ids)} here for row "
-                f"{question.row.number} of {width} x {height} pixels; give both sides one model, template and pixel "
-                "limits (MAX_PIXELS, --swift max_pixels=N)"
+                "the server must read a prompt as the template of --model writes it, or its boxes mean other places",
+                got=(
+                    f"{len(completion.prompt_token_ids)} tokens there and {len(prompt.token_ids)} here for row "
+                    f"{question.row.number} of {width} x {height} pixels"
+                ),
+                remedy="give both sides one model, template and pixel limits (MAX_PIXELS, --swift max_pixels=N)",
             )
         found = parse_rollout(completion.text, self.questions.dialect).counted
         return Prediction(

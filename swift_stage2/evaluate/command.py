@@ -134,7 +134,9 @@ def _bounds(bounds: Mapping[str, Bounds], name: str) -> dict[str, float]:
 
 def _ask(rows: Sequence[TrueRow], options: argparse.Namespace) -> Sequence[Prediction]:
     if not options.model:
-        raise UserError("--server needs --model DIR, whose template says what boxes are measured in; give it")
+        raise UserError(
+            "--server needs --model DIR, whose template says what boxes are measured in", remedy="give it"
+        )
     if options.server:
         require_answer(options.server)  # before anything slow
     swift, folder = set_values({}, options.swift, "--swift"), options.output or _FOLDER

@@ -63,8 +63,9 @@ def require_answer(base_url: str) -> protocol.ServerInfo:
                 remedy = "correct --server, or name --model alone, and one is started for it"
                 raise foreign(session, fault, remedy).at("--server") from fault
             raise ServerUnavailable(
-                f"--server must be a rollout server that answers, got {fault}; wait until it "
-                "has loaded, or name --model alone, and one is started for it"
+                "--server must be a rollout server that answers",
+                got=str(fault),
+                remedy="wait until it has loaded, or name --model alone, and one is started for it",
             ) from fault
 
 
@@ -89,8 +90,8 @@ class OwnServer:
                 self.refuse_ended()
                 if time.monotonic() >= end:
                     raise ServerUnavailable(
-                        f"the server of --model must answer within {self.timeout_s:g} s, got: {cause}; see "
-                        f"{self.tree.log_path}"
+                        f"the server of --model must answer within {self.timeout_s:g} s, got: {cause}",
+                        remedy=f"see {self.tree.log_path}",
                     )
                 _pause()
         self.refuse_ended()
@@ -99,8 +100,9 @@ class OwnServer:
         """Raises ServerUnavailable with its last words if it has ended."""
         if (status := self.tree.poll()) is not None:
             raise ServerUnavailable(
-                f"the server of --model must answer to the end, got exit status={status}: "
-                f"{last_cause(self.tree.log_path, self.tree.log_offset)}; its log is {self.tree.log_path}"
+                "the server of --model must answer to the end",
+                got=f"exit status={status}: {last_cause(self.tree.log_path, self.tree.log_offset)}",
+                remedy=f"its log is {self.tree.log_path}",
             )
 
 
@@ -153,7 +155,9 @@ def server_command(model: str, engine: ServerEngine, swift: Mapping[str, Any], p
         chosen |= of_vllm
     else:
         if of_vllm:
-            raise UserError(f"--swift {next(iter(of_vllm))} is vLLM's; add --engine vllm, or remove it")
+            raise UserError(
+                f"--swift {next(iter(of_vllm))} is vLLM's", remedy="add --engine vllm, or remove it"
+            )
         chosen = {key.replace("_", "-"): value for key, value in chosen.items()}
     words = ["rollout", "--engine", engine.value, model, "--host", _HOST, "--port", str(port)]
     return (sys.executable, "-u", "-m", "swift_stage2", *words, *as_argv(chosen))

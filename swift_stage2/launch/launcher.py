@@ -112,9 +112,12 @@ def _serve_this_machine(
     if not plan.servers:
         hosts = ", ".join(server.host for server in config.rollout.servers[: len(config.launch.servers)])
         raise ConfigError(
-            "launch --servers-only starts those of launch.servers whose base_url has a host of this machine, got "
-            f"hosts={hosts or 'none'}; write an address or name of this machine into rollout.servers[].base_url, and "
-            "an entry for it into launch.servers"
+            "launch --servers-only starts those of launch.servers whose base_url has a host of this machine",
+            got=f"hosts={hosts or 'none'}",
+            remedy=(
+                "write an address or name of this machine into rollout.servers[].base_url, and "
+                "an entry for it into launch.servers"
+            ),
         )
     run_checks(config, Known(started_servers=plan.server_indices))
     show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")
@@ -135,7 +138,7 @@ def run_plan(
             take_room(plan.exit_status_file)
     except OSError as exc:
         raise ConfigError(
-            f"swift.output_dir must be a writable directory, got {plan.log_dir.parent} ({exc})"
+            "swift.output_dir must be a writable directory", got=f"{plan.log_dir.parent} ({exc})"
         ) from exc
     adopt_orphans()
     servers = [ManagedServer(each, plan.restart, start_timeout_s) for each in plan.servers]

@@ -119,8 +119,9 @@ class ManagedServer:
         elif now >= self._port_by:
             self._port_by, self._num_restarts = None, self.restart.max_restarts  # this is for good
             raise ServerUnavailable(
-                f"port {port} of {self.name} must be free of connections, got some after {self.port_patience_s:g} s; "
-                f"end what holds it (ss -tan 'sport = :{port}'), or change the port"
+                f"port {port} of {self.name} must be free of connections",
+                got=f"some after {self.port_patience_s:g} s",
+                remedy=f"end what holds it (ss -tan 'sport = :{port}'), or change the port",
             )
         return not port
 
@@ -130,8 +131,9 @@ class ManagedServer:
         if self._ended() is not None:
             tree = next(tree for tree in self._trees if tree.poll() is not None)
             raise ServerUnavailable(
-                f"{tree.command.name} ({url}) must answer, got exit status={tree.poll()}; see {tree.log_path}: "
-                f"{last_cause(tree.log_path, tree.log_offset)}"
+                f"{tree.command.name} ({url}) must answer",
+                got=f"exit status={tree.poll()}",
+                remedy=f"see {tree.log_path}: {last_cause(tree.log_path, tree.log_offset)}",
             )
         if now < self._next_look:
             return False
@@ -139,8 +141,8 @@ class ManagedServer:
         error = self._why_not_up()
         if error and now >= self._moment:
             raise ServerUnavailable(
-                f"{self.name} ({url}) must answer within start_timeout_s={self.start_timeout_s:g}, got: {error}; see "
-                f"{self._trees[0].log_path}, or raise rollout.start_timeout_s"
+                f"{self.name} ({url}) must answer within start_timeout_s={self.start_timeout_s:g}, got: {error}",
+                remedy=f"see {self._trees[0].log_path}, or raise rollout.start_timeout_s",
             )
         return not error
 

@@ -119,7 +119,9 @@ def plan_launch(
     learner, output_dir = config.launch.learner, config.swift.get("output_dir")
     if not isinstance(output_dir, str) or not output_dir.strip():
         raise ConfigError(
-            f"swift.output_dir must name the run directory, got output_dir={output_dir!r}; launch keeps its logs there"
+            "swift.output_dir must name the run directory",
+            got=f"output_dir={output_dir!r}",
+            remedy="launch keeps its logs there",
         )
     rank = learner.node_rank if node_rank is None else node_rank
     learner.check_node_rank(rank or 0)
@@ -135,9 +137,12 @@ def plan_launch(
         (part is LaunchPart.ALL and servers) or (rank is None and part is not LaunchPart.SERVERS)
     ):
         raise ConfigError(
-            "the hosts of a learner are launched one by one, apart from servers, got launch.learner.nnodes="
-            f"{learner.nnodes}; run launch --servers-only on the servers' hosts, and on each of the learner's launch "
-            "--learner-only --node-rank N, with 0 on the host that rdzv_endpoint names"
+            "the hosts of a learner are launched one by one, apart from servers",
+            got=f"launch.learner.nnodes={learner.nnodes}",
+            remedy=(
+                "run launch --servers-only on the servers' hosts, and on each of the learner's launch "
+                "--learner-only --node-rank N, with 0 on the host that rdzv_endpoint names"
+            ),
         )
     log_dir = Path(output_dir).expanduser().absolute() / "logs"
     name = "learner" if learner.nnodes == 1 else f"learner.node{rank or 0}"
@@ -159,7 +164,9 @@ def _plan_server(
 ) -> PlannedServer:
     model = process.model or config.swift.get("model")
     if not model:
-        raise ConfigError(f"launch.servers[{index}] needs a model, got none; write its model, or swift.model")
+        raise ConfigError(
+            f"launch.servers[{index}] needs a model", got="none", remedy="write its model, or swift.model"
+        )
     port = process.upstream_port or address.port
     own = {name: str(value) for name, value in process.env.items()}
     command = Command(
@@ -240,8 +247,8 @@ def _plan_learner(
     num_ranks = process.nproc_per_node if nproc_per_node is None else nproc_per_node
     if num_ranks < 1 or (process.devices and num_ranks > len(process.devices)):
         raise ConfigError(
-            "nproc_per_node must be at least 1 and at most the number of launch.learner.devices, got "
-            f"nproc_per_node={num_ranks} devices={list(process.devices)}"
+            "nproc_per_node must be at least 1 and at most the number of launch.learner.devices",
+            got=f"nproc_per_node={num_ranks} devices={list(process.devices)}",
         )
     nodes: tuple[str, ...] = ()
     if (

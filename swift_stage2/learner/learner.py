@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from swift_stage2.channel_b.ready_queue import Reservation
 from swift_stage2.collectives import ControlGroup
-from swift_stage2.errors import ChannelBStarved, PipelineFailed, Stage2Error, StorageFull
+from swift_stage2.errors import ChannelBStarved, PipelineFailed, Stage2Error
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.learner.parts import ChannelB
 from swift_stage2.learner.rounds import LearnerRounds
@@ -357,7 +357,7 @@ class Learner:
         )
 
     def _raise_log_failures(self) -> NoReturn:
-        raise StorageFull(unwritten(self._causes(self.events.log.failure)))
+        raise unwritten(self._causes(self.events.log.failure))
 
     def _causes(self, mine: str) -> str:
         """The causes of all ranks that have one."""

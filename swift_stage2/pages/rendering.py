@@ -60,7 +60,9 @@ def write_page(path: Path, text: str) -> None:
         write_whole(path, text, errors="replace", is_private=True)
     except OSError as error:
         raise UserError(
-            f"the page cannot be written, got output={path}: {error.strerror}; name another file with --output"
+            "the page cannot be written",
+            got=f"output={path}: {error.strerror}",
+            remedy="name another file with --output",
         ) from error
 
 

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_dir = options.run_dir.absolute()
     output = (options.output or options.run_dir / "replay").absolute()
     if run_dir.resolve().is_relative_to(output.resolve()):
-        raise UserError(f"--output must not hold the run itself, got {output}; name another directory")
+        raise UserError("--output must not hold the run itself", got=output, remedy="name another directory")
     if "RANK" in os.environ:
         return as_rank(lambda: _be_rank(run_dir, output))
     return _start_ranks(read_run(run_dir), output)

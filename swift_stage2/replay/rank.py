@@ -57,8 +57,9 @@ class PackMaker:
         pack = make_pack(recorded.pack_id, segments, self.encoder, self.packing_length)
         if pack.num_tokens != recorded.num_tokens:
             raise UserError(
-                f"pack {pack.pack_id} must have the recorded num_tokens={recorded.num_tokens}, got {pack.num_tokens}; "
-                "give the replay the run's data set, images, model and environment"
+                f"pack {pack.pack_id} must have the recorded num_tokens={recorded.num_tokens}",
+                got=str(pack.num_tokens),
+                remedy="give the replay the run's data set, images, model and environment",
             )
         return pack
 
@@ -66,8 +67,9 @@ class PackMaker:
         key = completion.sample.key
         if key.index >= len(self.rows):
             raise UserError(
-                f"the data set must be the run's, got num_rows={len(self.rows)}, the record names row {key.index}; "
-                "give the replay the same files"
+                "the data set must be the run's",
+                got=f"num_rows={len(self.rows)}, the record names row {key.index}",
+                remedy="give the replay the same files",
             )
         try:
             sample = read_sample(self.rows, self.task, key)
@@ -77,7 +79,8 @@ class PackMaker:
             return make_segment(rollout, prompt, self.encoder, self.task)[0]
         except (SampleError, MatchingError) as error:
             raise UserError(
-                f"row {key.index} could be trained in the run and cannot now: {error}; give the replay the same files"
+                f"row {key.index} could be trained in the run and cannot now: {error}",
+                remedy="give the replay the same files",
             ) from error
 
 
@@ -202,13 +205,16 @@ def _replay(recorded: RecordedRun, output: Path, rank: int) -> ReplayVerdict:
         config_path.write_text(write_yaml({**recorded.config, "swift": swift}), encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"--output must be a directory that can be written, got {output} ({error}); name another one"
+            "--output must be a directory that can be written",
+            got=f"{output} ({error})",
+            remedy="name another one",
         ) from error
     settings = load_config(config_path)
     resumed = settings.swift.get("resume_from_checkpoint")
     if resumed is not None and not Path(resumed).is_dir():
         raise UserError(
-            f"the run resumed from {resumed}, which is gone; a replay begins there as well, so bring it back"
+            f"the run resumed from {resumed}, which is gone",
+            remedy="a replay begins there as well, so bring it back",
         )
     learners: list[ReplayedLearner] = []
     difference = None
@@ -230,8 +236,9 @@ def _start_replay(
     control = join_control_group(config.control_timeout_s)
     if given.first_step != recorded.first_step:
         raise UserError(
-            f"the run began before step {recorded.first_step}, got first_step={given.first_step}; bring its "
-            "checkpoint back"
+            f"the run began before step {recorded.first_step}",
+            got=f"first_step={given.first_step}",
+            remedy="bring its checkpoint back",
         )
     _check_surroundings(recorded.surroundings, surroundings(next(given.module.parameters()).device))
     telemetry = Telemetry(
@@ -273,5 +280,7 @@ def _check_surroundings(before: Mapping[str, Any], now: Mapping[str, Any]) -> No
     for name, remedy in remedies.items():
         if now[name] != before[name]:
             raise UserError(
-                f"bit-equal losses need the run's {name}, got {name}={now[name]}, recorded {before[name]}; {remedy}"
+                f"bit-equal losses need the run's {name}",
+                got=f"{name}={now[name]}, recorded {before[name]}",
+                remedy=remedy,
             )

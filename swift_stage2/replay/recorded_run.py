@@ -133,8 +133,9 @@ def read_run(run_dir: Path) -> RecordedRun:
         last += 1
     if last < start.step:
         raise UserError(
-            f"a replay needs a step that was recorded and ended, got none in the last process of {run_dir}; name the "
-            "directory of a run with telemetry.record: true"
+            "a replay needs a step that was recorded and ended",
+            got=f"none in the last process of {run_dir}",
+            remedy="name the directory of a run with telemetry.record: true",
         )
     return RecordedRun(
         directory=run_dir,
@@ -157,19 +158,23 @@ def _last_process(run_dir: Path) -> dict[int, RankEvents]:
     common = [run_id for run_id in by_rank.get(0, ()) if all(run_id in every for every in by_rank.values())]
     if not common:
         raise UserError(
-            f"a replay needs a process that every rank began, got none in {run_dir}; bring the logs of all ranks here"
+            "a replay needs a process that every rank began",
+            got=f"none in {run_dir}",
+            remedy="bring the logs of all ranks here",
         )
     found = {rank: RankEvents(rank, [every[common[-1]]]) for rank, every in by_rank.items()}
     start = found[0].start
     assert start is not None
     if missing := set(range(start.world_size)) - set(found):
         raise UserError(
-            f"a replay needs the logs of all {start.world_size} ranks, got none of rank {min(missing)} in {run_dir}; "
-            "bring it here"
+            f"a replay needs the logs of all {start.world_size} ranks",
+            got=f"none of rank {min(missing)} in {run_dir}",
+            remedy="bring it here",
         )
     if damaged := [rank for rank, events in found.items() if events.of(Damaged)]:
         raise UserError(
-            f"the log of rank {damaged[0]} in {run_dir} is damaged; bring the file here as the run wrote it"
+            f"the log of rank {damaged[0]} in {run_dir} is damaged",
+            remedy="bring the file here as the run wrote it",
         )
     return found
 

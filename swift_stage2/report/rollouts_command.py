@@ -172,8 +172,9 @@ class _RankRollouts:
             match event:
                 case Start(queue_limit=None):
                     raise UserError(
-                        f"rollouts are read from a run with channel B, got {self._run_dir}, whose run has none; name "
-                        "the directory of another run, or set stage2_ab.schedule.b_ratio above 0"
+                        "rollouts are read from a run with channel B",
+                        got=f"{self._run_dir}, whose run has none",
+                        remedy="name the directory of another run, or set stage2_ab.schedule.b_ratio above 0",
                     )
                 case Start():
                     self.start, self.ended = event, None

@@ -63,7 +63,9 @@ def read_run(run_dirs: Sequence[Path]) -> RunData:
 def _refuse_unrelated(run_dirs: Sequence[Path]) -> None:
     if len({each.resolve() for each in run_dirs}) < len(run_dirs):
         raise UserError(
-            f"every directory must be named once, got {' '.join(map(str, run_dirs))}; leave one out"
+            "every directory must be named once",
+            got=" ".join(map(str, run_dirs)),
+            remedy="leave one out",
         )
     saved: set[str] = set()
     for run_dir in run_dirs if len(run_dirs) > 1 else ():
@@ -72,8 +74,12 @@ def _refuse_unrelated(run_dirs: Sequence[Path]) -> None:
         if run_dir != run_dirs[0] and begun not in saved:
             raise UserError(
                 "several directories are those of one run, each resumed from a checkpoint of those before it, oldest "
-                f"first, got {run_dir}, which resumed none of them; two runs are not compared any more: run report on "
-                "each, and swift-stage2 evaluate --compare on their predictions"
+                "first",
+                got=f"{run_dir}, which resumed none of them",
+                remedy=(
+                    "two runs are not compared any more: run report on "
+                    "each, and swift-stage2 evaluate --compare on their predictions"
+                ),
             )
         saved |= {event.save_id for event in events if isinstance(event, Checkpoint)}
 

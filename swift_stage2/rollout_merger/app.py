@@ -107,20 +107,21 @@ def _check_upstream(arguments: argparse.Namespace) -> None:
     url, example = arguments.upstream, "write it like http://127.0.0.1:8000"
     if "@" in url:
         raise UserError(
-            "--upstream must hold scheme, host and port only, got credentials in "
-            f"{without_credentials(url)!r}; give the key in the variable that --api-key-env names"
+            "--upstream must hold scheme, host and port only",
+            got=f"credentials in {without_credentials(url)!r}",
+            remedy="give the key in the variable that --api-key-env names",
         )
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise UserError(f"--upstream must be a URL, got {url!r} ({error}); {example}") from error
+        raise UserError("--upstream must be a URL", got=f"{url!r} ({error})", remedy=example) from error
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
-        raise UserError(f"--upstream must hold scheme, host and port only, got {url!r}; {example}")
+        raise UserError("--upstream must hold scheme, host and port only", got=f"{url!r}", remedy=example)
     if port is None:
-        raise UserError(f"--upstream must hold the server's port, got {url!r}; {example}")
+        raise UserError("--upstream must hold the server's port", got=f"{url!r}", remedy=example)
     if parts.hostname == arguments.host and port == arguments.port:
-        raise UserError(f"the merger needs a port of its own, got {port} for both; change --port")
+        raise UserError("the merger needs a port of its own", got=f"{port} for both", remedy="change --port")
 
 
 class SilenceWatch:

@@ -35,20 +35,26 @@ def append_prefix(
     for place, token in enumerate(prefix):
         if token >= num_ids:
             raise SampleError(
-                f"prefix_token_ids must be ids of the model's vocabulary, got prefix_token_ids[{place}]={token} "
-                f"num_ids={num_ids}; send the ids that this model has sampled"
+                "prefix_token_ids must be ids of the model's vocabulary",
+                got=f"prefix_token_ids[{place}]={token} num_ids={num_ids}",
+                remedy="send the ids that this model has sampled",
             )
         if token in end_ids:
             raise SampleError(
-                f"an answer cannot go on behind the token that ends it, got prefix_token_ids[{place}]={token}; {_AGAIN}"
+                "an answer cannot go on behind the token that ends it",
+                got=f"prefix_token_ids[{place}]={token}",
+                remedy=_AGAIN,
             )
         if token in media_ids:
             raise SampleError(
-                "prefix_token_ids may hold no token that stands for an image, video or audio, got "
-                f"prefix_token_ids[{place}]={token}; {_AGAIN}"
+                "prefix_token_ids may hold no token that stands for an image, video or audio",
+                got=f"prefix_token_ids[{place}]={token}",
+                remedy=_AGAIN,
             )
     if inputs.get("position_ids") is not None:
-        raise SampleError(f"this model's template numbers positions itself, so it takes no prefix; {_AGAIN}")
+        raise SampleError(
+            "this model's template numbers positions itself, so it takes no prefix", remedy=_AGAIN
+        )
     return {
         **inputs,
         "input_ids": [*inputs["input_ids"], *prefix],

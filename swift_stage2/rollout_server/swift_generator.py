@@ -225,8 +225,12 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
         room = (self.max_model_len or len(prompt)) - len(prompt) - len(prefix)
         if room <= 0:
             raise SampleError(
-                f"a prompt must leave room for one token, got prompt_tokens={len(prompt)} "
-                f"prefix_tokens={len(prefix)} max_model_len={self.max_model_len}; shorten it or shrink its images"
+                "a prompt must leave room for one token",
+                got=(
+                    f"prompt_tokens={len(prompt)} "
+                    f"prefix_tokens={len(prefix)} max_model_len={self.max_model_len}"
+                ),
+                remedy="shorten it or shrink its images",
             )
         limit = room if request.max_new_tokens is None else min(request.max_new_tokens - len(prefix), room)
         sizes = tuple(image.size for image in template_inputs.images if isinstance(image, Image.Image))
@@ -353,7 +357,7 @@ def seal_template(template: Any) -> None:
 
 def _only_pictures(image: Any, load_images: bool) -> Image.Image:
     if not isinstance(image, Image.Image):
-        raise SampleError("a request's images are opened before they are encoded, got one by name")
+        raise SampleError("a request's images are opened before they are encoded", got="one by name")
     return image
 
 
@@ -371,8 +375,9 @@ def refuse_foreign_code() -> None:
 
 def _refuse(*arguments: object, **_: object) -> NoReturn:
     raise UserError(
-        f"a checkpoint may not bring its own code, got {arguments[0]}; read that code, then start the server with "
-        "--trust-remote-code"
+        "a checkpoint may not bring its own code",
+        got=str(arguments[0]),
+        remedy="read that code, then start the server with --trust-remote-code",
     )
 
 

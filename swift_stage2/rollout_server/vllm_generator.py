@@ -91,7 +91,7 @@ def _refuse_unserved(arguments: Any) -> None:
     }
     for name, (value, only, remedy) in refused.items():
         if value != only:
-            raise UserError(f"--engine vllm serves {name}={only} only, got {name}={value}; {remedy}")
+            raise UserError(f"--engine vllm serves {name}={only} only", got=f"{name}={value}", remedy=remedy)
 
 
 class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]

@@ -152,8 +152,9 @@ def whole_checkpoint(directory: Path, *, is_owner: bool) -> Iterator[None]:
             raise
         words, free_mib = " ".join(str(error).split())[:200], shutil.disk_usage(directory.parent).free / _MIB
         raise StorageFull(
-            f"a checkpoint needs a disk that takes it whole, got {directory}: {words} ({free_mib:,.0f} MiB free now); "
-            "make room, then go on from the last whole one by --resume"
+            "a checkpoint needs a disk that takes it whole",
+            got=f"{directory}: {words} ({free_mib:,.0f} MiB free now)",
+            remedy="make room, then go on from the last whole one by --resume",
         ) from error
 
 
@@ -236,7 +237,9 @@ def _refuse_another(path: Path, content: dict[str, Any], name: str, now: int) ->
     if (before := content.get(name)) != now:
         remedy = _AS_MANY_RANKS if name == "world_size" else _ONE_SAVE
         raise ConfigError(
-            f"a checkpoint resumes with its own {name}, got {name}={now}, {path} has {name}={before}; {remedy}"
+            f"a checkpoint resumes with its own {name}",
+            got=f"{name}={now}, {path} has {name}={before}",
+            remedy=remedy,
         )
 
 
@@ -249,8 +252,8 @@ def _read_state(path: Path) -> dict[str, Any]:
             raise ValueError("state or a_batches_in_epoch are something else")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"a checkpoint needs stage-2 state of every rank, cannot read {path}: {error!r}; "
-            "resume from another checkpoint, or start a new run from its weights"
+            f"a checkpoint needs stage-2 state of every rank, cannot read {path}: {error!r}",
+            remedy="resume from another checkpoint, or start a new run from its weights",
         ) from error
     return content
 

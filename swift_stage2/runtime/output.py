@@ -83,15 +83,19 @@ def check_new_file(path: Path, *, force: bool, sources: Iterable[Path]) -> None:
     """
     is_there = os.path.exists(path)  # Path.exists raises for names that are too long
     if is_there and any(os.path.exists(source) and source.samefile(path) for source in sources):
-        raise UserError(f"--output must not be a file that is read, got {path}; name another one")
+        raise UserError("--output must not be a file that is read", got=str(path), remedy="name another one")
     if is_there and not force:
         raise UserError(
-            f"--output must be a new file, got {path}, which exists; name another one or add --force"
+            "--output must be a new file",
+            got=f"{path}, which exists",
+            remedy="name another one or add --force",
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output must be a file that can be written, got {error}; name another") from error
+        raise UserError(
+            "--output must be a file that can be written", got=str(error), remedy="name another"
+        ) from error
 
 
 def exit_at_once(status: int) -> NoReturn:

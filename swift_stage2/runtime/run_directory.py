@@ -55,8 +55,9 @@ def refuse_earlier_run(swift: Mapping[str, Any]) -> None:
         return
     if found := what_was_trained(written):
         raise ConfigError(
-            "swift.add_version: false writes into output_dir itself, which must hold no earlier run, got "
-            f"output_dir={str(written)!r} with {found}; go on with that run by --resume, or name another output_dir"
+            "swift.add_version: false writes into output_dir itself, which must hold no earlier run",
+            got=f"output_dir={str(written)!r} with {found}",
+            remedy="go on with that run by --resume, or name another output_dir",
         )
 
 
@@ -81,8 +82,9 @@ def resumed(config: Stage2Config) -> tuple[Stage2Config, tuple[str, ...]]:
     """
     if given := config.swift.get("resume_from_checkpoint"):
         raise ConfigError(
-            f"--resume finds the last whole checkpoint by itself, got resume_from_checkpoint={given!r}, too; "
-            "remove one of the two"
+            "--resume finds the last whole checkpoint by itself",
+            got=f"resume_from_checkpoint={given!r}, too",
+            remedy="remove one of the two",
         )
     place = _output_dir(config.swift)
     runs = [place] if written_directory(config.swift) else [place, *place.glob("v*-*")]
@@ -96,7 +98,9 @@ def resumed(config: Stage2Config) -> tuple[Stage2Config, tuple[str, ...]]:
         passed_over.append(f"{path} is passed over: {reason}")
     if any(was_saved(path) for *_, path in found):  # a new run would rotate away what may be mended
         raise ConfigError(
-            f"--resume needs a whole checkpoint, got {'; '.join(passed_over)}; name another output_dir to begin anew"
+            "--resume needs a whole checkpoint",
+            got="; ".join(passed_over),
+            remedy="name another output_dir to begin anew",
         )
     trained = next((f"{run} with {words}" for run in runs if (words := what_was_trained(run))), "")
     words = (
@@ -110,8 +114,9 @@ def _output_dir(swift: Mapping[str, Any]) -> Path:
     place = swift.get("output_dir") or f"output/{Path(str(swift.get('model') or '')).name}"
     if str(place).startswith("$") or "${" in str(place):
         raise ConfigError(
-            f"swift.output_dir is taken as it is written, got output_dir={place!r}, whose variable nobody replaces; "
-            "write the path itself (~ is the home directory)"
+            "swift.output_dir is taken as it is written",
+            got=f"output_dir={place!r}, whose variable nobody replaces",
+            remedy="write the path itself (~ is the home directory)",
         )
     return Path(str(place)).expanduser().absolute()
 
@@ -135,14 +140,16 @@ def claim_directory(path: Path, *, keep: bool) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()) and not (directory / _MARKER).exists():
             raise UserError(
-                f"--output must be a new directory or one that an earlier run of such a command made, got {directory} "
-                "with other files; name another one"
+                "--output must be a new directory or one that an earlier run of such a command made",
+                got=f"{directory} with other files",
+                remedy="name another one",
             )
         for lock in directory.rglob(_LOCK.format("*")):
             if _is_locked(lock):
                 raise UserError(
-                    f"--output must be a directory that no run works in, got {directory} with a run in {lock.parent}; "
-                    "wait for its end, or name another one"
+                    "--output must be a directory that no run works in",
+                    got=f"{directory} with a run in {lock.parent}",
+                    remedy="wait for its end, or name another one",
                 )
         (directory / _MARKER).touch()
         for entry in directory.iterdir():
@@ -150,7 +157,9 @@ def claim_directory(path: Path, *, keep: bool) -> Path:
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     except OSError as error:
         raise UserError(
-            f"--output must be a directory that can be written, got {directory} ({error}); name another one"
+            "--output must be a directory that can be written",
+            got=f"{directory} ({error})",
+            remedy="name another one",
         ) from error
     return directory
 
@@ -181,7 +190,9 @@ def hold_run_directory(run_dir: Path, role: str = RANK_0) -> Iterator[None]:
     except OSError as error:
         lock.release()
         raise ConfigError(
-            f"swift.output_dir must be a writable directory, got {run_dir} ({error}); name another one"
+            "swift.output_dir must be a writable directory",
+            got=f"{run_dir} ({error})",
+            remedy="name another one",
         ) from error
     try:
         if role != RANK_0 and _is_locked(run_dir / _LOCK.format(RANK_0)):
@@ -212,6 +223,7 @@ def _other_run(run_dir: Path, role: str) -> UserError:
     with suppress(OSError, UnicodeDecodeError):
         holder = read_regular(run_dir / _HOLDER.format(role)).decode()
     return UserError(
-        f"a run directory has one run at a time, got {run_dir}, where another goes on ({holder}); wait for its end, "
-        "end it, or name another swift.output_dir"
+        "a run directory has one run at a time",
+        got=f"{run_dir}, where another goes on ({holder})",
+        remedy="wait for its end, end it, or name another swift.output_dir",
     )

@@ -47,8 +47,9 @@ def check_gloo_address(environment: Mapping[str, str]) -> None:
             if entry.family == socket.AF_INET and not is_loopback(entry.address)
         )
         raise UserError(
-            "ranks on several hosts talk over gloo, which takes the address of this host's name, got "
-            f"{socket.gethostname()} = {address}, which no other host reaches; set {names} in this host's environment"
+            "ranks on several hosts talk over gloo, which takes the address of this host's name",
+            got=f"{socket.gethostname()} = {address}, which no other host reaches",
+            remedy=f"set {names} in this host's environment",
         )
 
 

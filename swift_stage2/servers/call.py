@@ -112,7 +112,9 @@ class ServerCaller:
         self, base_url: str, *, api_key: str | None, connect_timeout_s: float = _CONNECT_TIMEOUT_S
     ) -> None:
         if api_key and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
-            raise ConfigError("the API key must be printable ASCII without spaces; check rollout.api_key_env")
+            raise ConfigError(
+                "the API key must be printable ASCII without spaces", remedy="check rollout.api_key_env"
+            )
         self.base_url = base_url.rstrip("/")
         self._api_key = api_key
         self._connect_timeout_s = connect_timeout_s

@@ -272,7 +272,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(_LISTEN_BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
-        raise UserError(f"the server cannot listen on {host}:{port}: {error}; {_remedy(error)}") from error
+        raise UserError(
+            f"the server cannot listen on {host}:{port}: {error}", remedy=_remedy(error)
+        ) from error
     return listener
 
 
@@ -303,8 +305,9 @@ def refuse_open(listener: socket.socket, api_key: str | None) -> None:
     """Raises UserError: others than this machine can reach ``listener``, and no key is wanted."""
     if api_key is None and not is_loopback(host := listener.getsockname()[0]):
         raise UserError(
-            "whoever reaches a server without a key can replace its weights, got one that listens on "
-            f"{host}; set the variable named by --api-key-env, listen on 127.0.0.1, or add --insecure"
+            "whoever reaches a server without a key can replace its weights",
+            got=f"one that listens on {host}",
+            remedy="set the variable named by --api-key-env, listen on 127.0.0.1, or add --insecure",
         )
 
 

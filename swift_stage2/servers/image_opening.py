@@ -60,9 +60,7 @@ def open_image(content: bytes) -> Image.Image:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
     except _UNREADABLE as error:
         got = "none of them" if isinstance(error, UnidentifiedImageError) else _first_line(error)
-        raise SampleError(
-            f"an image must be {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, got {got}"
-        ) from error
+        raise SampleError(f"an image must be {', '.join(FORMATS[:-1])} or {FORMATS[-1]}", got=got) from error
     try:
         refuse_deep_pixels(image)
     except ValueError as error:

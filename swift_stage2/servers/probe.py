@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from swift_stage2.errors import ConfigError, ServerFault
+from swift_stage2.errors import ServerFault, UserError
 from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
@@ -43,7 +43,7 @@ class SuspectProbe:
     restarted between two calls has no other sign. It must return within a few seconds. ``on_lost`` gets each of them,
     once between two rounds, on the probe's thread. ``ours`` are servers that must not answer as stock ones do.
     ``absent`` are servers that have not answered at the start: once one does, ``examine`` says who it is, or None if
-    that cannot be told yet, and raises ConfigError for one that the run cannot have. What goes wrong on the thread is
+    that cannot be told yet, and raises UserError for one that the run cannot have. What goes wrong on the thread is
     noted in ``failures``, and the next look is taken all the same.
     """
 
@@ -180,7 +180,7 @@ class SuspectProbe:
             return True
         try:
             server = self.examine(url)
-        except ConfigError as refusal:
+        except UserError as refusal:
             self.failures.tell(f"{url} may not join the run: {refusal}")
             return False
         if server is None:

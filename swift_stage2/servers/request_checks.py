@@ -117,12 +117,12 @@ def check_conversations(conversations: list[Any], limits: RequestLimits) -> dict
 def _check(record: Any, limits: RequestLimits) -> int:
     """The pixels of all its images, as their headers say."""
     if not isinstance(record, Mapping):
-        raise SampleError(f"a request must be an object, got {type(record).__name__}")
+        raise SampleError("a request must be an object", got=type(record).__name__)
     known = CONVERSATION_KEYS | _IGNORED_KEYS | _EMPTY_KEYS
     _refuse_unknown(record, known | {PREFIX} if limits.takes_prefix else known, "a request")
     for key in _EMPTY_KEYS:
         if record.get(key):
-            raise SampleError(f"this server takes text and images only, got {key}")
+            raise SampleError("this server takes text and images only", got=key)
     _check_messages(record.get("messages"), limits)
     _check_template_arguments(record.get("chat_template_kwargs"))
     num_chars = 0
@@ -152,18 +152,20 @@ def _check_messages(messages: Any, limits: RequestLimits) -> None:
         _refuse_unknown(message, _MESSAGE_KEYS, "a message")
         # Structured content could name files and addresses; media travels in `images` only.
         if not isinstance(message.get("content"), str):
-            raise SampleError("a message's content must be text; put <image> in it and the image into images")
+            raise SampleError(
+                "a message's content must be text", remedy="put <image> in it and the image into images"
+            )
 
 
 def _check_template_arguments(arguments: Any) -> None:
     given = {} if arguments is None else arguments
     if not isinstance(given, Mapping):
-        raise SampleError(f"chat_template_kwargs must be an object, got {type(given).__name__}")
+        raise SampleError("chat_template_kwargs must be an object", got=type(given).__name__)
     _refuse_unknown(given, _TEMPLATE_KEYS.keys(), "chat_template_kwargs")
     for key, value in given.items():
         if value is not None and not isinstance(value, _TEMPLATE_KEYS[key]):
             kind = _TEMPLATE_KEYS[key].__name__
-            raise SampleError(f"chat_template_kwargs takes {key} as {kind}, got {type(value).__name__}")
+            raise SampleError(f"chat_template_kwargs takes {key} as {kind}", got=type(value).__name__)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -188,20 +190,25 @@ def _texts(value: Any) -> Iterator[str]:
 def _check_text(text: str) -> None:
     if tag := _MEDIA_TAG.search(text):
         raise SampleError(
-            f"a text may not name media between tags, got {tag.group()}; put <image> in it and the image into images"
+            "a text may not name media between tags",
+            got=tag.group(),
+            remedy="put <image> in it and the image into images",
         )
 
 
 def _refuse_unknown(record: Mapping[Any, Any], known: frozenset[str] | Any, what: str) -> None:
     if unknown := sorted(record.keys() - known):
-        raise SampleError(f"{what} knows no field {unknown[0][:80]!r}; it takes {', '.join(sorted(known))}")
+        raise SampleError(
+            f"{what} knows no field {unknown[0][:80]!r}", remedy=f"it takes {', '.join(sorted(known))}"
+        )
 
 
 def _at_most(option: str, number: float, limit: float, what: str) -> None:
     if number > limit:
         raise SampleError(
-            f"a conversation may hold {limit:,} {what}, got {number:,}; make it smaller, or start the server "
-            f"with a higher --{option.replace('_', '-')}"
+            f"a conversation may hold {limit:,} {what}",
+            got=f"{number:,}",
+            remedy=f"make it smaller, or start the server with a higher --{option.replace('_', '-')}",
         )
 
 

@@ -53,7 +53,7 @@ def register_client() -> None:
     """Changes ms-swift's client class in place. Raises UserError for a mode that is none."""
     mode = os.environ.get(VARIABLE, "raise")
     if mode not in _MODES:
-        raise UserError(f"{VARIABLE} must be raise or warn, got {mode!r}")
+        raise UserError(f"{VARIABLE} must be raise or warn", got=f"{mode!r}")
     _Guard(raises=mode == "raise").wrap(VLLMClient)
 
 

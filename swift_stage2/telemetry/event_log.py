@@ -83,7 +83,7 @@ class EventLog:
                 except OSError as error:
                     self._fail(error)
             if self.failure:
-                raise StorageFull(unwritten(self.failure))
+                raise unwritten(self.failure)
 
     def close(self, last: Event | None = None) -> None:
         """Close the file, behind the event ``last``; later ones are dropped. May be called again."""
@@ -117,11 +117,12 @@ class EventLog:
         self.failure = f"{self._path}: {error.strerror or error}"
 
 
-def unwritten(failures: str) -> str:
-    """The message of a run whose logs ``failures`` names."""
-    return (
-        f"every event of a run must be written, got {failures}; make room there, then go on from the last checkpoint "
-        "by --resume"
+def unwritten(failures: str) -> StorageFull:
+    """The end of a run whose logs ``failures`` names."""
+    return StorageFull(
+        "every event of a run must be written",
+        got=failures,
+        remedy="make room there, then go on from the last checkpoint by --resume",
     )
 
 
@@ -210,7 +211,7 @@ def read_logs(run_dirs: Sequence[Path]) -> dict[int, list[AnyEvent]]:
                 logs[rank] += read_events(path)
             except OSError as error:
                 raise UserError(
-                    f"an event log can be read, got path={path}: {error}; make it readable"
+                    "an event log can be read", got=f"path={path}: {error}", remedy="make it readable"
                 ) from error
     return dict(logs)
 
@@ -219,7 +220,9 @@ def no_log(run_dir: Path) -> UserError:
     inside = " or ".join(sorted(str(path.parent) for path in run_dir.glob(f"v*/{_FOLDER}")))
     named = inside or "the swift.output_dir of a run with telemetry.audit: true, the default"
     missing = "" if run_dir.is_dir() else ", which is no directory"
-    return UserError(f"a run's directory holds {_FOLDER}/rank*.jsonl, got {run_dir}{missing}; name {named}")
+    return UserError(
+        f"a run's directory holds {_FOLDER}/rank*.jsonl", got=f"{run_dir}{missing}", remedy=f"name {named}"
+    )
 
 
 class RankEvents:

@@ -56,8 +56,9 @@ class EvaluatedTrainer(Seq2SeqTrainer):  # type: ignore[misc]
         saved, found = load(resume_from_checkpoint, output_loading_info=True)
         if missing := sorted(found["missing_keys"]):
             raise ConfigError(
-                f"a checkpoint must have every weight of the model, got {resume_from_checkpoint} without {missing[0]} "
-                f"({len(missing)} in all); resume from another checkpoint"
+                "a checkpoint must have every weight of the model",
+                got=f"{resume_from_checkpoint} without {missing[0]} ({len(missing)} in all)",
+                remedy="resume from another checkpoint",
             )
         model.load_state_dict(saved.state_dict())
 

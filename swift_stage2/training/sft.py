@@ -94,7 +94,7 @@ def train(
             return EXIT_HANG
         if isinstance(error, OSError) and is_storage_failure(error):
             raise StorageFull(
-                f"a run needs a disk that takes what it writes, got {error}; make room"
+                "a run needs a disk that takes what it writes", got=str(error), remedy="make room"
             ) from error
         raise
     starved = _why_starved(config, pipeline.trainer)

@@ -323,9 +323,9 @@ class Stage2Sft(SwiftSft):  # type: ignore[misc]
         found = TrainerFactory.get_trainer_cls(arguments)
         if not issubclass(found, Stage2Trainer):
             raise ConfigError(
-                "ms-swift's trainer must be Stage2Trainer or derived from it, got "
-                f"{found.__module__}.{found.__name__} (task_type={arguments.task_type}); remove the plugin that sets "
-                "another one, or start it with swift sft"
+                "ms-swift's trainer must be Stage2Trainer or derived from it",
+                got=f"{found.__module__}.{found.__name__} (task_type={arguments.task_type})",
+                remedy="remove the plugin that sets another one, or start it with swift sft",
             )
         self._given = {"stage2": config} | ({"start_run": start_run} if start_run else {})
         super().__init__(arguments)
@@ -394,7 +394,8 @@ def _config_from_environment() -> Stage2Config:
     path = os.environ.get(CONFIG_VARIABLE)
     if not path:
         raise ConfigError(
-            f"the trainer needs a configuration, got none; give it as stage2=load_config(...), or name the YAML in "
-            f"{CONFIG_VARIABLE}"
+            "the trainer needs a configuration",
+            got="none",
+            remedy=f"give it as stage2=load_config(...), or name the YAML in {CONFIG_VARIABLE}",
         )
     return load_config(path)

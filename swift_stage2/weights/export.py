@@ -151,8 +151,9 @@ def _refuse_other_adapters(module: nn.Module) -> None:
             by_adapter = getattr(layer, variant, None)
             if isinstance(by_adapter, dict) and any(by_adapter.values()):
                 raise ConfigError(
-                    f"LoRA must be a difference added to a weight, got {variant}=true in layer={name}; "
-                    "train without it"
+                    "LoRA must be a difference added to a weight",
+                    got=f"{variant}=true in layer={name}",
+                    remedy="train without it",
                 )
 
 
