@@ -210,10 +210,8 @@ class Encoder:
         media = set(self._template.placeholder_tokens).intersection(rollout.token_ids)
         if media:
             raise SampleError(
-                (
-                    "a rollout that is trained as it was sampled may hold no token that stands for an image, video or "
-                    "audio"
-                ),
+                "a rollout that is trained as it was sampled may hold no token that stands for an image, video or "
+                "audio",
                 got=f"token_id={min(media)}",
             )
 
@@ -341,10 +339,8 @@ def _prompt_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise SampleError(
                 "channel B asks about images alone",
                 got=f"a row with {key}",
-                remedy=(
-                    "channel A trains it without its objects, by "
-                    "stage2_ab.channel_b.rows_without_objects: channel_a_only"
-                ),
+                remedy="channel A trains it without its objects, by "
+                "stage2_ab.channel_b.rows_without_objects: channel_a_only",
             )
     messages = [{"role": turn["role"], "content": turn["content"]} for turn in row["messages"]]
     if messages and messages[-1]["role"] == "assistant":

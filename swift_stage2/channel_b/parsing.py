@@ -66,10 +66,8 @@ def read_ground_truth(row: Mapping[str, Any], num_coordinates: int = 4) -> TrueO
         raise SampleError(
             "a row needs objects={'ref': [...], 'bbox': [...]}",
             got=objects or "none",
-            remedy=(
-                "write empty lists for an "
-                "image without objects, or stage2_ab.channel_b.rows_without_objects: channel_a_only"
-            ),
+            remedy="write empty lists for an "
+            "image without objects, or stage2_ab.channel_b.rows_without_objects: channel_a_only",
         )
     labels, boxes = objects.get("ref") or [], objects.get("bbox") or []
     if not (isinstance(labels, Sequence) and isinstance(boxes, Sequence)) or isinstance(labels, str):
@@ -108,10 +106,8 @@ def _read_true_box(box: Any) -> tuple[float, ...]:
         raise SampleError(
             "a box must have 0 <= x1 <= x2 and 0 <= y1 <= y2",
             got=f"bbox={box}",
-            remedy=(
-                "write x + width and y + height for x2 "
-                "and y2 if these are its size, or mend or remove the row"
-            ),
+            remedy="write x + width and y + height for x2 "
+            "and y2 if these are its size, or mend or remove the row",
         )
     return float(x1), float(y1), float(x2), float(y2)
 

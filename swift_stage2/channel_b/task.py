@@ -210,10 +210,8 @@ def correct_by(task: Task, rollout: Rollout, truth: Any, tokenise: Tokenise) -> 
     if len(target.weights) != len(target.token_ids):
         raise TaskError(
             f"task {name_of(task)}: a Target needs one weight per token",
-            got=(
-                f"num_weights={len(target.weights)} "
-                f"num_token_ids={len(target.token_ids)} text={target.text[:80]!r}"
-            ),
+            got=f"num_weights={len(target.weights)} "
+            f"num_token_ids={len(target.token_ids)} text={target.text[:80]!r}",
             remedy="mend the task",
         )
     for name, values in target.columns.items():
@@ -241,10 +239,8 @@ def _reward_by(task: Task, rollout: Rollout, truth: Any, target: Target) -> dict
         or not all(abs(term) <= MOST_REWARD for term in terms.values())
     ):
         raise TaskError(
-            (
-                f"task {name_of(task)}: reward must give a number within ±{MOST_REWARD:,} for each of "
-                f"{', '.join(declared)}, and {TOTAL} is the name of their sum"
-            ),
+            f"task {name_of(task)}: reward must give a number within ±{MOST_REWARD:,} for each of "
+            f"{', '.join(declared)}, and {TOTAL} is the name of their sum",
             got=str(terms),
             remedy="mend the task, or its reward_terms",
         )

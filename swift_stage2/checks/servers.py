@@ -139,7 +139,7 @@ class FoundServers:
             UserError: it cannot be given weights from here, or is named twice.
         """
         if told["refused"]:
-            raise told["refused"]
+            raise ConfigError(**told["refused"])
         if told["ours"]:
             # Two pushes of a round to one process end each other.
             if (name := self.names.setdefault(told["incarnation"], base_url)) != base_url:
@@ -254,7 +254,7 @@ def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
             try:
                 info = identify(session, config, Deadline(max(0.1, slice_ends - time.monotonic())))
             except ConfigError as refusal:
-                return told | {"answers": True, "refused": refusal}
+                return told | {"answers": True, "refused": refusal.fields}
             except ServerFault as fault:
                 if fault.refuses_key:
                     return told | {"missing": str(fault), "refuses_key": True, "is_over": True}
@@ -262,7 +262,7 @@ def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
                 said = said if said is not None and fault.kind is FaultKind.LATE else fault
                 if time.monotonic() >= slice_ends:  # until then it may be one odd answer
                     told |= {"missing": str(said), "is_over": time.monotonic() >= end}
-                    told["refused"] = foreign(session, said) if said.is_foreign else None
+                    told["refused"] = foreign(session, said).fields if said.is_foreign else None
                     return told
             else:
                 told |= {"answers": True, "ours": not info.stock, "can_abort": info.can_abort}

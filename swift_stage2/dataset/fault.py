@@ -53,5 +53,5 @@ class Fault:
     def __str__(self) -> str:
         text = f"{self.place}: {self.reason}"
         if self.image is not None and self.image not in self.reason:
-            text = f"{self.place}, image {self.image}: {self.reason}"
+            text += f" (image {self.image})"
         return text.encode("utf-8", "backslashreplace").decode("utf-8")  # a lone surrogate cannot be printed

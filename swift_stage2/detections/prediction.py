@@ -152,10 +152,8 @@ def read_row(line: str, number: int, where: str) -> TrueRow:
             raise SampleError(
                 "evaluate measures boxes",
                 got=f"the point bbox={points[0]}",
-                remedy=(
-                    "a run tells precision, recall, F1 and "
-                    "mean distance of points: set stage2_ab.evaluation.every_steps"
-                ),
+                remedy="a run tells precision, recall, F1 and "
+                "mean distance of points: set stage2_ab.evaluation.every_steps",
             )
         truth = read_ground_truth(row)
         "".join((image, *truth.labels)).encode()  # half of a surrogate pair is no text
@@ -223,10 +221,8 @@ def _refuse_other_size(prediction: Prediction | None, place: str) -> None:
         if (prediction.width, prediction.height) != (picture.width, picture.height):
             raise DatasetError(
                 f"{place}: width and height must be those of the stored image",
-                got=(
-                    f"{prediction.width} x "
-                    f"{prediction.height} for {prediction.image}, which has {picture.width} x {picture.height}"
-                ),
+                got=f"{prediction.width} x "
+                f"{prediction.height} for {prediction.image}, which has {picture.width} x {picture.height}",
                 remedy="write boxes in its pixels, and its size",
             )
 

@@ -185,10 +185,8 @@ class _Asking:
         if completion.prompt_token_ids != prompt.token_ids:
             raise UserError(
                 "the server must read a prompt as the template of --model writes it, or its boxes mean other places",
-                got=(
-                    f"{len(completion.prompt_token_ids)} tokens there and {len(prompt.token_ids)} here for row "
-                    f"{question.row.number} of {width} x {height} pixels"
-                ),
+                got=f"{len(completion.prompt_token_ids)} tokens there and {len(prompt.token_ids)} here for row "
+                f"{question.row.number} of {width} x {height} pixels",
                 remedy="give both sides one model, template and pixel limits (MAX_PIXELS, --swift max_pixels=N)",
             )
         found = parse_rollout(completion.text, self.questions.dialect).counted

@@ -114,10 +114,8 @@ def _serve_this_machine(
         raise ConfigError(
             "launch --servers-only starts those of launch.servers whose base_url has a host of this machine",
             got=f"hosts={hosts or 'none'}",
-            remedy=(
-                "write an address or name of this machine into rollout.servers[].base_url, and "
-                "an entry for it into launch.servers"
-            ),
+            remedy="write an address or name of this machine into rollout.servers[].base_url, and "
+            "an entry for it into launch.servers",
         )
     run_checks(config, Known(started_servers=plan.server_indices))
     show(f"[launch] logs in {plan.log_dir}{'' if verbose else '; --verbose shows them here'}")

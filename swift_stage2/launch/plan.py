@@ -139,10 +139,8 @@ def plan_launch(
         raise ConfigError(
             "the hosts of a learner are launched one by one, apart from servers",
             got=f"launch.learner.nnodes={learner.nnodes}",
-            remedy=(
-                "run launch --servers-only on the servers' hosts, and on each of the learner's launch "
-                "--learner-only --node-rank N, with 0 on the host that rdzv_endpoint names"
-            ),
+            remedy="run launch --servers-only on the servers' hosts, and on each of the learner's launch "
+            "--learner-only --node-rank N, with 0 on the host that rdzv_endpoint names",
         )
     log_dir = Path(output_dir).expanduser().absolute() / "logs"
     name = "learner" if learner.nnodes == 1 else f"learner.node{rank or 0}"

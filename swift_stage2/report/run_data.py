@@ -76,10 +76,8 @@ def _refuse_unrelated(run_dirs: Sequence[Path]) -> None:
                 "several directories are those of one run, each resumed from a checkpoint of those before it, oldest "
                 "first",
                 got=f"{run_dir}, which resumed none of them",
-                remedy=(
-                    "two runs are not compared any more: run report on "
-                    "each, and swift-stage2 evaluate --compare on their predictions"
-                ),
+                remedy="two runs are not compared any more: run report on "
+                "each, and swift-stage2 evaluate --compare on their predictions",
             )
         saved |= {event.save_id for event in events if isinstance(event, Checkpoint)}
 

@@ -226,10 +226,8 @@ class SwiftGenerator(TransformersEngine):  # type: ignore[misc]
         if room <= 0:
             raise SampleError(
                 "a prompt must leave room for one token",
-                got=(
-                    f"prompt_tokens={len(prompt)} "
-                    f"prefix_tokens={len(prefix)} max_model_len={self.max_model_len}"
-                ),
+                got=f"prompt_tokens={len(prompt)} "
+                f"prefix_tokens={len(prefix)} max_model_len={self.max_model_len}",
                 remedy="shorten it or shrink its images",
             )
         limit = room if request.max_new_tokens is None else min(request.max_new_tokens - len(prefix), room)

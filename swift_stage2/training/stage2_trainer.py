@@ -323,8 +323,8 @@ class Stage2Sft(SwiftSft):  # type: ignore[misc]
         found = TrainerFactory.get_trainer_cls(arguments)
         if not issubclass(found, Stage2Trainer):
             raise ConfigError(
-                "ms-swift's trainer must be Stage2Trainer or derived from it",
-                got=f"{found.__module__}.{found.__name__} (task_type={arguments.task_type})",
+                f"ms-swift's trainer of task_type={arguments.task_type} must be Stage2Trainer or derived from it",
+                got=f"{found.__module__}.{found.__name__}",
                 remedy="remove the plugin that sets another one, or start it with swift sft",
             )
         self._given = {"stage2": config} | ({"start_run": start_run} if start_run else {})
@@ -393,9 +393,6 @@ def _rows_of(dataset: Any) -> Any:
 def _config_from_environment() -> Stage2Config:
     path = os.environ.get(CONFIG_VARIABLE)
     if not path:
-        raise ConfigError(
-            "the trainer needs a configuration",
-            got="none",
-            remedy=f"give it as stage2=load_config(...), or name the YAML in {CONFIG_VARIABLE}",
-        )
+        remedy = f"give it as stage2=load_config(...), or name the YAML in {CONFIG_VARIABLE}"
+        raise ConfigError("the trainer needs a configuration", got="none", remedy=remedy)
     return load_config(path)

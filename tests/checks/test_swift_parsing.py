@@ -46,7 +46,7 @@ def test_a_kind_that_only_a_plugin_knows_is_told_with_the_remedy(tmp_path: Path,
     else:
         given += ["--model_type", "of_a_plugin"]
     with pytest.raises(
-        ConfigError, match=r"ms-swift must know the model's kind, got: .*of_a_plugin"
+        ConfigError, match=r"ms-swift must know the model's kind, got .*of_a_plugin"
     ) as refused:
         swift_parsing.parse_swift_arguments(given)
     assert "external_plugins" in str(refused.value)
