@@ -230,7 +230,7 @@ def _check_base_url(base_url: str) -> None:
         is_sound = False
     if not is_sound or base_url != "".join(base_url.split()):  # urlsplit leaves breaks out without a word
         raise ConfigError(
-            "base_url must hold scheme, host and port only, no path and no credentials",
+            "base_url must hold scheme, host and a port from 1 to 65535, and nothing else",
             got=f"base_url={rules.without_credentials(base_url)!r}",
             remedy="write it like http://127.0.0.1:8000; a key goes into the variable that rollout.api_key_env names",
         )

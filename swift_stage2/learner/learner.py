@@ -126,6 +126,10 @@ class Learner:
         self.events.record_step(told)
         self._raise_failures(outcome)
         self._watch_starvation(plan)
+        if outcome.stop_requested:
+            self.events.record_warning(
+                f"training ends after step {step + 1}, because a signal asks for it; --resume goes on from there"
+            )
         return StepDecision(plan, packs, outcome.stop_requested)
 
     def end_step(self, step: int, losses: Sequence[str]) -> None:
