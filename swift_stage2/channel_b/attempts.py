@@ -200,6 +200,9 @@ class AttemptEnds:
         self.events.count("tokens_partial_dropped", len(so_far.token_ids))
 
     def dropped(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
+        if not reason.counts_attempt:
+            self.source.give_back(keys, reason)
+            return
         if self.redraw_dropped:
             self._count_attempt(keys, reason)
             return

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from swift_stage2.channel_b.attempts import AttemptEnds
-from swift_stage2.channel_b.preprocessing import Judged
-from swift_stage2.channel_b.reward import TOTAL
+from swift_stage2.channel_b.preprocessing import ScoredRollout
 from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.channel_b.task import TOTAL
 from swift_stage2.config import GrpoConfig, Objective
 from swift_stage2.records import ReturnReason, Rollout, SampleKey, UnusedReason
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
@@ -115,9 +115,9 @@ class Groups:
         """True if the preprocessor must also rate the corrected answer, as a member of the group."""
         return self.settings.grpo.target_in_group
 
-    def add(self, rollout: Rollout, judged: Judged) -> None:
+    def add(self, rollout: Rollout, scored: ScoredRollout) -> None:
         group = self.source.group_of(rollout.sample.key)
-        member = Member(rollout, judged.target.quality.reward[TOTAL], judged.target_reward)
+        member = Member(rollout, scored.target.quality.reward[TOTAL], scored.target_reward)
         self._waiting.setdefault(group, []).append(member)
         self._since_s[group] = self.now_s()
 

@@ -24,11 +24,11 @@ from swift_stage2.channel_b.attempts import AttemptEnds, Attempts
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.pipeline import Pipeline
-from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
+from swift_stage2.channel_b.preprocessing import Preprocessor
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import Terms
 from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
-from swift_stage2.config import DecodingConfig
+from swift_stage2.config import DecodingConfig, PackingConfig
 from swift_stage2.evaluation import RankEvaluation
 from swift_stage2.records import (
     BatchOutcome,
@@ -55,6 +55,7 @@ from swift_stage2.telemetry.timing import PipelineActivity
 PATIENCE_S = 60.0
 WINDOW = 2
 MAX_ATTEMPTS = 3
+PACKING = PackingConfig(packing_length=PACKING_LENGTH)
 
 Answer = Callable[[Sequence[Sample]], BatchOutcome]
 
@@ -315,6 +316,7 @@ def make_bench(
         origins: RowOrigins | None = None,
         num_generations: int = 1,
         groups: GroupSettings | None = None,
+        redraw_dropped: bool = True,
         now_s: Callable[[], float] = time.monotonic,
         **changes: Any,
     ) -> Bench:
@@ -331,12 +333,6 @@ def make_bench(
             num_generations=num_generations,
         )
 
-        def make_groups(ends: AttemptEnds) -> Groups:
-            assert groups is not None
-            return Groups(
-                ends, settings=groups, source=source, clock=clock, version_window=WINDOW, now_s=now_s
-            )
-
         attempts = Attempts(events.log)
         client = StandInClient(clock, server_encoder, attempts)
         evaluation = RankEvaluation(
@@ -347,25 +343,22 @@ def make_bench(
             world_size=1,
             client=client,  # type: ignore[arg-type]
             make_request=encoder.request,
-            preprocessor=ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
+            preprocessor=Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
             decoding=DecodingConfig(),
             events=EvaluationRecorder(),
         )
         pipelines: list[Pipeline] = []
         queue = ReadyQueue(limit, WINDOW, lambda pack, why: pipelines[0].on_drop(pack, why))
-        settings: dict[str, Any] = {
-            "packing_length": PACKING_LENGTH,
-            "packing_min_fill_ratio": 0.65,
-            "redraw_dropped": True,
-            "max_attempts": MAX_ATTEMPTS,
-            "guard": TruncationGuard(1.0),
-        }
+        ends = AttemptEnds(source, events, redraw_dropped=redraw_dropped, max_attempts=MAX_ATTEMPTS)  # type: ignore[arg-type]
+        settings: dict[str, Any] = {"guard": TruncationGuard(1.0), "packing": PACKING}
+        if groups is not None:
+            settings["groups"] = Groups(ends, groups, source, clock, WINDOW, now_s)
         pipeline = Pipeline(
             source=source,
             client=client,  # type: ignore[arg-type]
             attempts=attempts,
             make_request=encoder.request,
-            preprocessor=ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
+            preprocessor=Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
             queue=queue,
             clock=clock,
             pacer=Pacer(
@@ -376,7 +369,7 @@ def make_bench(
                 packs_per_b_step=1,
             ),
             events=events,
-            make_groups=None if groups is None else make_groups,
+            ends=ends,
             ask_evaluation=evaluation.ask,
             take_evaluated=evaluation.take,
             **(settings | changes),
@@ -820,7 +813,7 @@ def test_rollouts_whose_preparation_a_stop_interrupts_return(
         assert is_interrupted.wait(PATIENCE_S)
         raise RuntimeError("interrupted")
 
-    monkeypatch.setattr(bench.pipeline.preprocessor, "prepare", interrupted)
+    monkeypatch.setattr(bench.pipeline.preprocessor, "encode", interrupted)
     monkeypatch.setattr(bench.pipeline.preprocessor, "interrupt", is_interrupted.set)
     bench.pipeline.start()
     bench.observe(max_prompts=1)
@@ -923,7 +916,9 @@ def test_a_step_that_waits_gets_its_packs_and_leaves_nothing_out(make_bench: Cal
 
 def test_a_step_that_waits_trains_a_pack_that_expires_after_it(make_bench: Callable[..., Bench]) -> None:
     """A round is due before the next step. What is made beyond this step's need pushes out nothing that it trains."""
-    bench = make_bench(limit=3, packing_length=80, packing_min_fill_ratio=0.1)  # one row each
+    bench = make_bench(
+        limit=3, packing=PackingConfig(packing_length=80, packing_min_fill_ratio=0.1)
+    )  # one row each
     bench.pipeline.start()
     bench.fill(1)
     bench.train(1)

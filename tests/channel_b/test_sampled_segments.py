@@ -23,7 +23,7 @@ from swift.trainers import Seq2SeqTrainer
 
 from swift_stage2.channel_b.answer_format import standard_format
 from swift_stage2.channel_b.dialects import DIALECTS
-from swift_stage2.channel_b.encoding import TOKENS_INSTEAD, Encoder
+from swift_stage2.channel_b.encoding import ALTERNATIVE_TOKENS, Encoder
 from swift_stage2.channel_b.preprocessing import make_segment
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import Task
@@ -178,7 +178,7 @@ def test_the_corrected_answer_beside_is_what_is_trained_without_advantages(
         assert beside.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(torch.as_tensor(beside[name]), torch.as_tensor(value)), name
-        assert {*TOKENS_INSTEAD} & expected.keys() == (set() if task is GIVEN else {*TOKENS_INSTEAD})
+        assert {*ALTERNATIVE_TOKENS} & expected.keys() == (set() if task is GIVEN else {*ALTERNATIVE_TOKENS})
         assert both.num_tokens == num_sampled * sampled.num_tokens + without.num_tokens
 
 

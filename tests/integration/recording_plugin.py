@@ -22,7 +22,7 @@ from swift_stage2 import Stage2Trainer
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.training.stage2_trainer import register_trainer
 
-WORKER = "swift_stage2.channel_b.preprocessing_worker"
+WORKER = "multiprocessing.spawn"
 
 
 def _digest(tensor):
