@@ -1,9 +1,8 @@
 """The rollout attempts of one rank that servers have in hand, and what becomes of a sample whose attempt has ended.
 
-An attempt is a sample as it was drawn; a sample that returns is drawn for another one. It is PENDING until its first
-POST leaves, IN_FLIGHT until its share ends, and then DONE, so that its rollout goes on, or ENDED. One whose rollout was
-aborted and is to be resumed is PARTIAL until the POST for its rest leaves. The pipeline begins and closes attempts, the
-places of the client tell of POSTs, and the pacer is told what is in the making.
+An attempt is a sample as it was drawn; a sample that returns is drawn for another one. It is open until its share ends,
+and on, where its rollout was aborted and is to be resumed. The pipeline begins and closes attempts, the places of the
+client tell of POSTs, and the pacer is told what is in the making.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.errors import MatchingError, PromptMismatch, SampleError
@@ -41,37 +39,10 @@ _WORDS = {
 }
 
 
-class AttemptState(StrEnum):
-    PENDING = "pending"
-    IN_FLIGHT = "in_flight"
-    PARTIAL = "partial"
-    """Its rollout was aborted, and its rest is asked for."""
-    DONE = "done"
-    """Its rollout is here."""
-    ENDED = "ended"
-    """It has none: aborted, timed out, poisonous, or not answered."""
-
-
-_STEPS = {
-    AttemptState.PENDING: {AttemptState.IN_FLIGHT, AttemptState.ENDED},
-    # A share may need several POSTs for one sample.
-    AttemptState.IN_FLIGHT: {
-        AttemptState.IN_FLIGHT,
-        AttemptState.PARTIAL,
-        AttemptState.DONE,
-        AttemptState.ENDED,
-    },
-    AttemptState.PARTIAL: {AttemptState.IN_FLIGHT, AttemptState.ENDED},
-    AttemptState.DONE: set(),
-    AttemptState.ENDED: set(),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt. Pure: every step makes the next one."""
+    """One attempt as it stands."""
 
-    state: AttemptState = AttemptState.PENDING
     version: int | None = None
     """The version of the weights that its server held, proven, when its latest POST left."""
     sent_s: float | None = None
@@ -86,15 +57,9 @@ class Attempt:
         """Of what it has and is being given."""
         return self.version if self.so_far is None else self.so_far.version
 
-    def go_on_to(self, state: AttemptState) -> Attempt:
-        """Raises ValueError: no attempt goes there from here."""
-        if state not in _STEPS[self.state]:
-            raise ValueError(f"a rollout attempt goes on in its order, got {state} after {self.state}")
-        return replace(self, state=state)
-
 
 class Attempts:
-    """Those that are neither DONE nor ENDED. Safe from any thread."""
+    """Those that are open. Safe from any thread."""
 
     def __init__(self, log: EventLog | None = None) -> None:
         """``log`` keeps every POST."""
@@ -123,37 +88,24 @@ class Attempts:
                 )
             self._open.update(dict.fromkeys(keys, Attempt()))
 
-    def close(self, keys: Sequence[SampleKey], state: AttemptState) -> None:
-        """Their share has ended.
-
-        Raises:
-            KeyError: one of them is not open, so that it would come out twice.
-            ValueError: as ``Attempt.go_on_to`` does.
-        """
+    def close(self, keys: Sequence[SampleKey]) -> None:
+        """Their share has ended. Raises KeyError: one of them is not open, so that it would come out twice."""
         with self._lock:
             for key in keys:
-                self._open.pop(key).go_on_to(state)
+                del self._open[key]
 
-    def set_aside(self, key: SampleKey, so_far: Rollout | None) -> None:
-        """It was aborted with ``so_far``, or, if that is None, nobody gave its rest. It is to be resumed.
-
-        Raises KeyError or ValueError, as ``close``.
-        """
+    def set_aside(self, key: SampleKey, so_far: Rollout) -> None:
+        """It was aborted with ``so_far``, and is to be resumed. Raises KeyError as ``close``."""
         with self._lock:
             attempt = self._open[key]
-            if so_far is None and attempt.state is AttemptState.PARTIAL:
-                return  # nobody was there to be asked
-            attempt = attempt.go_on_to(AttemptState.PARTIAL)
-            if so_far is not None:
-                kept = so_far if so_far.token_ids else None
-                attempt = replace(attempt, so_far=kept, num_cuts=attempt.num_cuts + 1)
-            self._open[key] = attempt
+            kept = so_far if so_far.token_ids else None
+            self._open[key] = replace(attempt, so_far=kept, num_cuts=attempt.num_cuts + 1)
 
     def sent(self, keys: Sequence[SampleKey], *, server: str, seed: int, version: int) -> None:
         now_s = time.monotonic()
         with self._lock:
             for key in keys:
-                attempt = self._open[key].go_on_to(AttemptState.IN_FLIGHT)
+                attempt = self._open[key]
                 seconds = attempt.so_far.seconds if attempt.so_far is not None else 0.0
                 self._open[key] = replace(attempt, version=version, sent_s=now_s - seconds)
         self._log.write(Sent(samples=tuple(keys), server=server, seed=seed, version=version))
@@ -164,7 +116,7 @@ class Attempts:
 
 
 @dataclass(eq=False, repr=False)
-class AttemptEnds:
+class AttemptOutcomes:
     """Gives samples back to their source, or gives them up."""
 
     source: SampleSource

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
-from swift_stage2.channel_b.attempts import AttemptEnds
+from swift_stage2.channel_b.attempts import AttemptOutcomes
 from swift_stage2.channel_b.preprocessing import ScoredRollout
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import TOTAL
@@ -97,7 +97,7 @@ def compare(members: Sequence[Member], settings: GroupSettings, *, is_rest: bool
 class Groups:
     """One rank's groups that still wait. The pipeline's thread alone, but for ``drop``."""
 
-    ends: AttemptEnds
+    ends: AttemptOutcomes
     settings: GroupSettings
     source: SampleSource
     clock: VersionClock

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swift_stage2.channel_b.attempts import AttemptEnds, Attempts, AttemptState
+from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
 from swift_stage2.records import BatchOutcome, ReturnReason, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 from swift_stage2.servers.protocol import PREFIX, protect_from_abort
@@ -54,7 +54,7 @@ class PartialRollouts:
     """Those of one rank. Of the pipeline's thread."""
 
     attempts: Attempts
-    ends: AttemptEnds
+    ends: AttemptOutcomes
     confirms: Callable[[Rollout], bool | None]
     """``RolloutClient.confirms``: True once its round is proven, False if it never will be, None as long as it may."""
     clock: VersionClock
@@ -71,15 +71,14 @@ class PartialRollouts:
         """Attempts that servers have in hand. Where no server may be asked, partial ones wait as long as that lasts."""
         return len(self.attempts) - len(self._waiting)
 
-    def take_in(self, outcome: BatchOutcome) -> BatchOutcome:
+    def handle_result(self, outcome: BatchOutcome) -> BatchOutcome:
         """The same with whole rollouts, and without the samples that go on; it closes the attempts of all others."""
         if self.max_resumes is not None:
             outcome = self._sort(outcome)
         done = [rollout.sample.key for rollout in outcome.rollouts]
         ended = [sample.key for sample in outcome.returned]
         quarantined = [sample.key for sample, _ in outcome.quarantined]
-        self.attempts.close(done, AttemptState.DONE)
-        self.attempts.close([*ended, *quarantined], AttemptState.ENDED)
+        self.attempts.close([*done, *ended, *quarantined])
         self._begun_anew |= {rollout.sample.key for rollout in outcome.aborted}
         self._begun_anew -= {*done, *quarantined}
         return outcome
@@ -97,8 +96,6 @@ class PartialRollouts:
         ]
         for each in partial:
             self.attempts.set_aside(each.sample.key, each)
-        for sample in unanswered:
-            self.attempts.set_aside(sample.key, None)
         self._waiting += [*unanswered, *(each.sample for each in partial)]
         going_on = {sample.key for sample in unanswered} | {each.sample.key for each in partial}
         finished = {sample.key for sample, whole in wholes if whole is not None}
@@ -139,7 +136,7 @@ class PartialRollouts:
         return resumed
 
     def _end(self, so_far: Rollout) -> None:
-        self.attempts.close([so_far.sample.key], AttemptState.ENDED)
+        self.attempts.close([so_far.sample.key])
         self.ends.thrown_away(so_far)
 
     def request(self, sample: Sample, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,5 +171,5 @@ class PartialRollouts:
                 self._end_stopped([sample.key for sample in outcome.samples])
 
     def _end_stopped(self, keys: Sequence[SampleKey]) -> None:
-        self.attempts.close(keys, AttemptState.ENDED)
+        self.attempts.close(keys)
         self.ends.stopped(keys)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from swift_stage2.channel_b.attempts import AttemptEnds, Attempts, AttemptState
+from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
 from swift_stage2.channel_b.demand import Demand
 from swift_stage2.channel_b.groups import Groups
 from swift_stage2.channel_b.packing import decide_pack
@@ -61,7 +61,7 @@ class Pipeline:
     pacer: Pacer
     guard: TruncationGuard
     events: PipelineRecorder
-    ends: AttemptEnds
+    ends: AttemptOutcomes
     packing: PackingConfig
     groups: Groups | None = None
     """Where rollouts of one row wait for each other; None: each is trained by itself."""
@@ -212,7 +212,7 @@ class Pipeline:
 
     def _handle_result(self, outcome: BatchOutcome) -> BatchOutcome:
         """A share has ended: its attempts are over, or partial, and what was not answered goes back."""
-        outcome = self._partial.take_in(outcome)
+        outcome = self._partial.handle_result(outcome)
         self.events.batch(outcome)
         self.ends.take_back(outcome, is_stopped=self._stop.is_set())
         for sample, message in outcome.quarantined:
@@ -267,7 +267,7 @@ class Pipeline:
                 requests.append(self._partial.request(sample, self.make_request(sample)))
                 samples.append(sample)
             except SampleError as error:
-                self.attempts.close([sample.key], AttemptState.ENDED)
+                self.attempts.close([sample.key])
                 self.ends.quarantine(sample.key, QuarantineReason.SAMPLE, str(error))
         if not samples:
             return

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swift_stage2.channel_b.attempts import AttemptEnds, Attempts
+from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
 from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import ReadyQueue
@@ -144,7 +144,7 @@ def make_channel_b(
         prefetch.version_window,
         lambda pack, reason: pipeline.on_drop(pack, reason),
     )
-    ends = AttemptEnds(
+    ends = AttemptOutcomes(
         parts.source,
         telemetry.pipeline,
         redraw_dropped=prefetch.redraw_dropped,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from swift_stage2.channel_b.attempts import AttemptEnds
+from swift_stage2.channel_b.attempts import AttemptOutcomes
 from swift_stage2.channel_b.groups import ComparedGroup, Groups, GroupSettings, Member, compare
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import GrpoConfig, Objective
@@ -193,7 +193,7 @@ class Lives(RuleBasedStateMachine):
             count=self.count,
             quarantined=lambda key, *_: self.end([key]),
         )
-        self.ends = AttemptEnds(source, events, redraw_dropped=self.redraw, max_attempts=MAX_ATTEMPTS)
+        self.ends = AttemptOutcomes(source, events, redraw_dropped=self.redraw, max_attempts=MAX_ATTEMPTS)
         self.groups = Groups(
             self.ends,
             settings=settings_of(self.objective, min_group=self.min_group),

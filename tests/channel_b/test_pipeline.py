@@ -20,7 +20,7 @@ from builders import cut_of, matched_of
 from channel_b.test_rank_evaluation import Recorder as EvaluationRecorder
 from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
-from swift_stage2.channel_b.attempts import AttemptEnds, Attempts
+from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.pipeline import Pipeline
@@ -349,7 +349,7 @@ def make_bench(
         )
         pipelines: list[Pipeline] = []
         queue = ReadyQueue(limit, WINDOW, lambda pack, why: pipelines[0].on_drop(pack, why))
-        ends = AttemptEnds(source, events, redraw_dropped=redraw_dropped, max_attempts=MAX_ATTEMPTS)  # type: ignore[arg-type]
+        ends = AttemptOutcomes(source, events, redraw_dropped=redraw_dropped, max_attempts=MAX_ATTEMPTS)  # type: ignore[arg-type]
         settings: dict[str, Any] = {"guard": TruncationGuard(1.0), "packing": PACKING}
         if groups is not None:
             settings["groups"] = Groups(ends, groups, source, clock, WINDOW, now_s)

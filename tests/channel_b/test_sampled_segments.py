@@ -187,14 +187,14 @@ def test_a_corrected_answer_that_does_not_fit_into_a_pack_beside_its_rollout_is_
     encoder: Encoder, rollouts: list[Rollout], monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     together, alone = segments_of([rollouts[2], replace(rollouts[2], advantages=(0.5,))], encoder)
-    monkeypatch.setattr(encoder, "_packing_length", together.num_tokens + room)
+    monkeypatch.setattr(encoder, "packing_length", together.num_tokens + room)
     (found,) = segments_of([rollouts[2]], encoder)
     expected = together if room == 0 else replace(alone, num_left_out=1)
     assert replace(found, encodings=()) == replace(expected, encodings=())
     assert [each["input_ids"] for each in found.encodings] == [
         each["input_ids"] for each in expected.encodings
     ]
-    monkeypatch.setattr(encoder, "_packing_length", alone.num_tokens - 1)
+    monkeypatch.setattr(encoder, "packing_length", alone.num_tokens - 1)
     with pytest.raises(SampleError, match="must fit a pack"):
         segments_of([rollouts[2]], encoder)
 

@@ -64,11 +64,12 @@ class CountingQueue(ReadyQueue):
         """No pack waits, as none did then."""
         return True
 
-    def _take_oldest(self, n: int, min_tokens: int) -> Reservation | None:
-        reservation = super()._take_oldest(n, min_tokens)
+    def reserve(self, n: int, *, current_version: int, min_tokens: int = 0) -> Reservation | None:
+        reservation = super().reserve(n, current_version=current_version, min_tokens=min_tokens)
         if reservation is None:
             return None
-        self._ready.extendleft(reversed(reservation._packs))
+        with self._lock:
+            self._ready.extendleft(reversed(reservation._packs))
         return CountedReservation(self, reservation._packs)
 
 

@@ -36,7 +36,7 @@ from interleaving.virtual_servers import (
 from interleaving.virtual_threading import TimeNames, active, installed, running
 
 from swift_stage2.channel_b import groups
-from swift_stage2.channel_b.attempts import AttemptEnds, Attempts
+from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
 from swift_stage2.channel_b.encoding import PromptEncoding
 from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.pipeline import Pipeline
@@ -534,7 +534,7 @@ class Scene:
         guard = TruncationGuard(1.0)
         encoder = StubEncoder(self, rank)
         evaluation = self._make_evaluation(rank, control, client) if setting.evaluate_every_steps else None
-        ends = AttemptEnds(
+        ends = AttemptOutcomes(
             source,
             events,  # type: ignore[arg-type]
             redraw_dropped=setting.redraw_dropped,
@@ -625,7 +625,9 @@ class Scene:
         )
         return learner, b
 
-    def _make_groups(self, rank: int, ends: AttemptEnds, source: SampleSource, clock: VersionClock) -> Groups:
+    def _make_groups(
+        self, rank: int, ends: AttemptOutcomes, source: SampleSource, clock: VersionClock
+    ) -> Groups:
         setting = self.setting
         settings = GroupSettings(setting.objective, GrpoConfig(straggler_s=setting.group_straggler_s))
         groups = self._parts.groups(

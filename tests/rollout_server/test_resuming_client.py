@@ -70,7 +70,7 @@ class Asker:
     def outcome(self) -> BatchOutcome:
         outcome = self.client.next_finished(CALL_TIMEOUT_S)
         assert outcome is not None
-        return self.partial.take_in(outcome)
+        return self.partial.handle_result(outcome)
 
     def finish(self, sample: Sample, scene: Scene) -> Rollout:
         """Asks for the rest of what is partial."""
