@@ -18,11 +18,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
+from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts, PartialRollouts, newest_version
 from swift_stage2.channel_b.demand import Demand
 from swift_stage2.channel_b.groups import Groups
 from swift_stage2.channel_b.packing import decide_pack
-from swift_stage2.channel_b.partial_rollouts import PartialRollouts, newest_version
 from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, Refusal, ScoredRollout
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient

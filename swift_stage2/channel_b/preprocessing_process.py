@@ -62,6 +62,8 @@ class ProcessPreprocessor(Preprocessor):
         self._is_over = False
         self._changing = threading.Lock()
         self._start()
+        # Before concurrent.futures, which would wait for a process that hangs.
+        threading._register_atexit(self.interrupt)  # type: ignore[attr-defined]
 
     @property
     def pid(self) -> int | None:

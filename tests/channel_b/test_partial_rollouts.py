@@ -18,7 +18,7 @@ from channel_b.test_pipeline import PATIENCE_S, WINDOW, Bench, encoder, make_ben
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.channel_b.partial_rollouts import join
+from swift_stage2.channel_b.attempts import join
 from swift_stage2.errors import StaleSample
 from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.scheduling.version_clock import require_fresh

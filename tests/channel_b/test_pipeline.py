@@ -24,7 +24,7 @@ from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.pipeline import Pipeline
-from swift_stage2.channel_b.preprocessing import Preprocessor
+from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, Refusal
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import Terms
 from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
@@ -350,7 +350,11 @@ def make_bench(
         pipelines: list[Pipeline] = []
         queue = ReadyQueue(limit, WINDOW, lambda pack, why: pipelines[0].on_drop(pack, why))
         ends = AttemptOutcomes(source, events, redraw_dropped=redraw_dropped, max_attempts=MAX_ATTEMPTS)  # type: ignore[arg-type]
-        settings: dict[str, Any] = {"guard": TruncationGuard(1.0), "packing": PACKING}
+        settings: dict[str, Any] = {
+            "guard": TruncationGuard(1.0),
+            "packing": PACKING,
+            "preprocessor": Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
+        }
         if groups is not None:
             settings["groups"] = Groups(ends, groups, source, clock, WINDOW, now_s)
         pipeline = Pipeline(
@@ -358,7 +362,6 @@ def make_bench(
             client=client,  # type: ignore[arg-type]
             attempts=attempts,
             make_request=encoder.request,
-            preprocessor=Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
             queue=queue,
             clock=clock,
             pacer=Pacer(
@@ -487,9 +490,6 @@ def test_a_rollout_that_ends_without_being_packed_gives_its_share_back(
     assert ask_until_nothing_more_is_asked(bench) == 8
 
 
-# --- one by one ------------------------------------------------------------------------------------------
-
-
 # --- what comes back ---------------------------------------------------------------------------------
 
 
@@ -566,6 +566,45 @@ def test_a_segment_that_went_stale_is_asked_again_and_its_attempt_counts(
     assert bench.events.packs == []
     assert [(reason, key.attempt) for key, reason, _ in bench.events.quarantines] == [("too_slow", 2)] * 2
     assert len(bench.source.state_dict()["outstanding"]) == 0
+
+
+class LosingPreprocessor(Preprocessor):
+    """The first pack ends the process that holds all segments."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts, packing_length=PACKING_LENGTH)
+        self._held: set[SampleKey] = set()
+        self.num_lost = 0
+
+    def encode(self, rollouts: Sequence[Rollout]) -> list[EncodedRollout | Refusal]:
+        self._held |= {rollout.sample.key for rollout in rollouts}
+        return super().encode(rollouts)
+
+    def holds(self, segment: Segment) -> bool:
+        return segment.key in self._held
+
+    def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack | None:
+        if not self.num_lost:
+            self.num_lost = len(self._held)
+            self._held.clear()
+            return None
+        return super().pack(pack_id, segments)
+
+
+def test_segments_that_went_with_their_process_are_asked_again_and_their_attempts_do_not_count(
+    make_bench: Callable[..., Bench], encoder: Encoder
+) -> None:
+    preprocessor = LosingPreprocessor(encoder, make_task())
+    bench = make_bench(preprocessor=preprocessor, redraw_dropped=False)
+    bench.observe()
+    bench.work()
+    assert bench.events.packs == []
+    lost = [segment.key for segment in bench.events.segments]
+    assert preprocessor.num_lost == len(lost) > 0
+    bench.work()
+    asked = [key for keys in bench.client.calls for key in keys]
+    assert asked[len(lost) : 2 * len(lost)] == lost, "the same attempts, before any new sample"
+    assert (bench.queue.depth > 0, bench.events.quarantines) == (True, [])
 
 
 @pytest.mark.parametrize("redraw", [True, False])

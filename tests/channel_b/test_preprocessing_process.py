@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from commands import run_python
 from real_model import PACKING_LENGTH, make_encoder, make_task, read_rows, rollout_of, sample_of
 from swift.utils import import_external_file
 
@@ -274,3 +275,26 @@ def test_closing_leaves_no_process(own: ProcessPreprocessor) -> None:
     own.close()
     assert not psutil.pid_exists(own.pid or 0)
     own.close()
+
+
+LEAVES = """
+import sys, threading
+from light import Parts
+from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
+from swift_stage2.telemetry.timing import Trace
+
+if __name__ == "__main__":
+    process = ProcessPreprocessor(Parts(), Parts(), packing_length=8, trace=Trace(False))
+    process.await_ready()
+    hung = process._pool.submit(__import__("time").sleep, 600)
+    while not hung.running():
+        threading.Event().wait(0.01)
+"""
+
+
+def test_a_rank_that_leaves_it_behind_in_the_middle_of_something_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "light.py").write_text(PLUGIN)
+    (tmp_path / "rank.py").write_text(LEAVES)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = run_python("rank.py", cwd=tmp_path, timeout=120.0, variables={"PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr[-2000:]
