@@ -166,8 +166,10 @@ class Groups:
         by_group: dict[GroupId, list[SampleKey]] = {}
         for key in keys:
             by_group.setdefault(self.source.group_of(key), []).append(key)
-        for dropped in by_group.values():
+        for group, dropped in by_group.items():
             if len(dropped) >= self.settings.grpo.min_group:
+                if not reason.counts_attempt:  # the same ones come again; such a drop is the pipeline's own
+                    self._compared[group].difference_update(dropped)
                 self.ends.dropped(dropped, reason)
             else:
                 self.ends.unused(dropped, UnusedReason.DROPPED)

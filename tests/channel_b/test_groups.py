@@ -339,6 +339,8 @@ class Lives(RuleBasedStateMachine):
             counts = reason is not ReturnReason.FAILED  # its process was lost, which is nobody's fault
             returns = is_enough and (not counts or (self.redraw and key.attempt + 1 < MAX_ATTEMPTS))
             assert (key._replace(attempt=key.attempt + counts) in self.source._again) == returns
+            if returns and not counts:
+                self.compared.discard(key)
 
     @rule(resumes=st.booleans())
     def stop(self, resumes: bool) -> None:
