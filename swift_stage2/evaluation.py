@@ -12,17 +12,26 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from swift_stage2.channel_b.preprocessing import Judged, Preprocessor
+from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST
+from swift_stage2.channel_b.encoding import Encoder
+from swift_stage2.channel_b.preprocessing import Preprocessor, ScoredRollout
 from swift_stage2.channel_b.rollout_client import RolloutClient, Terms
 from swift_stage2.channel_b.rollout_client.trust import PERMUTED, permuting_servers
-from swift_stage2.channel_b.sample_source import read_sample
+from swift_stage2.channel_b.sample_source import read_sample, usable_rows
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.columns import COLUMNS
-from swift_stage2.config import DecodingConfig
-from swift_stage2.detections.recorded import EvaluationKeeper, Scored, as_line, recorded_row
+from swift_stage2.config import DecodingConfig, Stage2Config
+from swift_stage2.detections.recorded import (
+    EvaluationKeeper,
+    Scored,
+    as_line,
+    evaluations_directory,
+    recorded_row,
+)
 from swift_stage2.errors import SampleError
 from swift_stage2.records import (
     BatchOutcome,
@@ -35,6 +44,7 @@ from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, Evaluatio
 from swift_stage2.scheduling.feasibility_gate import GateOutcome
 from swift_stage2.servers.protocol import protect_from_abort
 from swift_stage2.telemetry.events import Evaluation
+from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.recorders import EvaluationRecorder
 
 MAX_ASKS = 3
@@ -150,13 +160,13 @@ class RankEvaluation:
         failed = {sample.key.position: reason for sample, reason in outcome.quarantined}
         numbers = [rollout.sample.key.position for rollout in outcome.rollouts]
         numbers += [sample.key.position for sample in outcome.returned]
-        found: dict[int, tuple[Rollout, Judged]] = {}
+        found: dict[int, tuple[Rollout, ScoredRollout]] = {}
         asked_for = [
             rollout
             for rollout in outcome.rollouts
             if {span.version for span in rollout.spans} == {progress.terms.only_version}
         ]
-        self._judge(asked_for, found, failed)
+        self._score(asked_for, found, failed)
         self._take(
             progress,
             [*numbers, *failed.keys() - set(numbers)],
@@ -177,33 +187,33 @@ class RankEvaluation:
                 failed[number] = str(error)
         return samples, requests, failed
 
-    def _judge(
+    def _score(
         self,
         rollouts: Sequence[Rollout],
-        found: dict[int, tuple[Rollout, Judged]],
+        found: dict[int, tuple[Rollout, ScoredRollout]],
         failed: dict[int, str],
     ) -> None:
         if not rollouts:
             return
-        verdicts = list(self.preprocessor.judge(rollouts))
+        verdicts = self.preprocessor.score(rollouts)
         permuting = permuting_servers(rollouts, verdicts)
         for server in sorted(permuting):
             self.client.distrust(server, PERMUTED)
-        for rollout, judged in zip(rollouts, verdicts, strict=True):
+        for rollout, scored in zip(rollouts, verdicts, strict=True):
             if rollout.server in permuting:
                 continue  # as if it had not answered
             number = rollout.sample.key.position
-            if isinstance(judged, Judged):
-                found[number] = rollout, judged
-                self.events.matched(rollout, judged.target, judged.space)
+            if isinstance(scored, ScoredRollout):
+                found[number] = rollout, scored
+                self.events.matched(rollout, scored.target, scored.space)
             else:
-                failed[number] = str(judged)
+                failed[number] = str(scored)
 
     def _take(
         self,
         progress: _Progress,
         numbers: Sequence[int],
-        found: dict[int, tuple[Rollout, Judged]],
+        found: dict[int, tuple[Rollout, ScoredRollout]],
         failed: dict[int, str],
         *,
         was_asked: bool,
@@ -230,7 +240,7 @@ class RankEvaluation:
         for number, message in sorted(failed.items()):
             self.events.given_up(self._keys[number].index, message)
 
-    def _line(self, number: int, answer: tuple[Rollout, Judged] | None = None) -> str:
+    def _line(self, number: int, answer: tuple[Rollout, ScoredRollout] | None = None) -> str:
         index = self._keys[number].index
         row = self.rows[index]
         try:
@@ -317,3 +327,55 @@ class PinnedEvaluation:
                 self.keeper.take(ended, parts)
         self.ended.append(Evaluation.of(ended, step=step, end=end, counts=counts, ratios=counts.ratios))
         self.record(self.ended[-1])
+
+
+def pinned_evaluation(
+    config: Stage2Config,
+    rows: Rows,
+    task: Task,
+    encoder: Encoder,
+    *,
+    preprocessor: Preprocessor,
+    client: RolloutClient,
+    control: ControlGroup,
+    telemetry: Telemetry,
+    run_directory: Path,
+    total_steps: int,
+) -> PinnedEvaluation | None:
+    """One rank's, by the section ``stage2_ab.evaluation``; None when it is off.
+
+    Raises:
+        ConfigError: there are no rows to evaluate.
+    """
+    settings, channel = config.stage2_ab.evaluation, config.stage2_ab.channel_b
+    if not settings.every_steps:
+        return None
+    usable = usable_rows(rows, task, channel.rows_without_objects)
+    config.check_validation_set(len(usable))
+    part = RankEvaluation(
+        rows,
+        task,
+        num_samples=settings.num_samples,
+        rank=control.rank,
+        world_size=control.world_size,
+        client=client,
+        make_request=encoder.request,
+        preprocessor=preprocessor,
+        decoding=config.rollout.decoding,
+        events=telemetry.evaluation,
+        usable=usable,
+    )
+    dialect = channel.target.dialect or str(getattr(task, "default_dialect", ""))
+    directory = evaluations_directory(run_directory) if config.telemetry.audit else None
+    return PinnedEvaluation(
+        EvaluationSchedule(
+            every_steps=settings.every_steps,
+            max_round_delay_steps=settings.max_round_delay_steps,
+            last_step=total_steps - 1,
+        ),
+        part,
+        control=control,
+        record=telemetry.record_evaluation,
+        record_scores=lambda scored: telemetry.record_scores(scored.evaluation, scored.scores, scored.fault),
+        keeper=EvaluationKeeper(directory, DIALECTS.get(dialect, OBJECT_LIST)),
+    )

@@ -13,6 +13,8 @@ from enum import StrEnum
 from functools import reduce
 from typing import Any, NamedTuple
 
+from swift_stage2.whole_file import find_image
+
 Box = tuple[float, float, float, float]
 Coordinates = tuple[int, ...]  # a box x1, y1, x2, y2 or a point x, y, in the template's coordinate space
 
@@ -27,12 +29,6 @@ class SampleKey(NamedTuple):
     position: int  # within this rank's shard of the epoch
     index: int  # type: ignore[assignment]  # row in the data set; hides the method of tuples
     attempt: int = 0
-
-
-def find_image(path: str) -> str:
-    """``path``, or the file that ms-swift takes for it: it resolves relative images against ``ROOT_IMAGE_DIR``."""
-    root = os.environ.get("ROOT_IMAGE_DIR")
-    return os.path.join(root, path) if root and not os.path.exists(path) else path
 
 
 def image_paths(row: Mapping[str, Any]) -> tuple[str | None, ...]:
@@ -86,7 +82,7 @@ class ReturnReason(StrEnum):
     """Its server ended it early for a pending round."""
     FAILED = "failed"
     """No server answered it: none was proven, the one asked was lost or refused, or the batch's time was over. Or no
-    round proved the weights that answered."""
+    round proved the weights that answered, or the process that held its encoding was lost."""
     STOPPED = "stopped"
     """The run ended while it was asked."""
 

@@ -97,3 +97,9 @@ def _bounded(content: bytes, path: str | Path) -> bytes:
     if len(content) > MOST_BYTES:
         raise OSError(errno.EFBIG, f"more than {MOST_BYTES >> 20} MiB at once", str(path))
     return content
+
+
+def find_image(path: str) -> str:
+    """``path``, or the file that ms-swift takes for it: it resolves relative images against ``ROOT_IMAGE_DIR``."""
+    root = os.environ.get("ROOT_IMAGE_DIR")
+    return os.path.join(root, path) if root and not os.path.exists(path) else path

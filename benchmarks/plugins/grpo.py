@@ -24,8 +24,7 @@ from benchmarks.clocks import ExclusiveTimer  # noqa: E402
 from benchmarks.learner_job import GRPO_CLOCK, PUSH_NS, REWARD, ROLLOUT_NS, TOKENS  # noqa: E402
 from benchmarks.plugins.clocks import ThreadClock  # noqa: E402
 from swift_stage2.channel_b.detection import DetectionTask  # noqa: E402
-from swift_stage2.channel_b.reward import TOTAL  # noqa: E402
-from swift_stage2.channel_b.task import try_task  # noqa: E402
+from swift_stage2.channel_b.task import TOTAL, try_task  # noqa: E402
 from swift_stage2.config import Stage2Config  # noqa: E402
 from swift_stage2.config.binding import bind  # noqa: E402
 

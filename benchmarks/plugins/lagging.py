@@ -52,8 +52,8 @@ class DelayedQueue(ReadyQueue):
 if LAG_VARIABLE in os.environ:
     from swift_stage2 import Stage2Trainer  # isort: skip, it must be imported before torchvision
 
-    from swift_stage2 import assembly
+    from swift_stage2.learner import parts
     from swift_stage2.training.stage2_trainer import register_trainer
 
-    assembly.ReadyQueue = DelayedQueue  # type: ignore[attr-defined, assignment]
+    parts.ReadyQueue = DelayedQueue  # type: ignore[attr-defined, assignment]
     register_trainer(Stage2Trainer)

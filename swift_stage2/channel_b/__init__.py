@@ -10,6 +10,6 @@
 
 ``swift_stage2.records`` holds everything that flows, in flow order; ``pipeline.py`` is the only file that knows this
 order, ``docs/design/channel_b.md`` follows one row through it. From rollout to pack it asks a preprocessor, on its own
-thread or in a process beside the rank: ``preprocessing.py``, ``preprocessing_worker.py``. The pipeline's thread owns
+thread or in a process beside the rank: ``preprocessing.py``, ``preprocessing_process.py``. The pipeline's thread owns
 client, preprocessor and segments; source and queue are shared with the main thread and lock for themselves.
 """

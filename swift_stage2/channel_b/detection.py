@@ -18,7 +18,6 @@ from swift_stage2.channel_b.answer_format import (
     refusal,
     standard_format,
 )
-from swift_stage2.channel_b.continuations import Continuations, TokensInstead
 from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST, Dialect
 from swift_stage2.channel_b.matching import MatchResult, match_objects
 from swift_stage2.channel_b.parsing import (
@@ -29,7 +28,9 @@ from swift_stage2.channel_b.parsing import (
     read_ground_truth,
 )
 from swift_stage2.channel_b.targets import (
+    AlternativeTokens,
     AnswerFormat,
+    Continuations,
     TokenGroup,
     order_ground_truth,
     order_missed,
@@ -238,7 +239,7 @@ class DetectionTask(Task):
         is_found = [True] * num_found + [False] * len(missed)
         rendered = render_target([*found, *missed], is_found, self.answer_format)
         token_ids, offsets = tokenise(rendered.text)
-        instead = TokensInstead([*found, *missed], self.answer_format, offsets, tokenise)
+        instead = AlternativeTokens([*found, *missed], self.answer_format, offsets, tokenise)
         alternatives: Continuations = ()
         duplicates: Continuations = ()
         if self._missed_order is MissedOrder.ANY:

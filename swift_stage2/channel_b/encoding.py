@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from PIL.Image import DecompressionBombError
 
-from swift_stage2.channel_b.image_files import image_as_base64
 from swift_stage2.channel_b.task import Convert
 from swift_stage2.columns import COLUMNS, Per
 from swift_stage2.compat import zero3_unknown
 from swift_stage2.errors import ConfigError, DatasetError, PromptMismatch, SampleError
 from swift_stage2.records import Rollout, Sample, Segment, Target
+from swift_stage2.servers.image_opening import image_as_base64
 from swift_stage2.telemetry.timing import EnterSpan, untraced
 
 IGNORED_LABEL = -100
-TOKENS_INSTEAD = ("alternatives", "duplicates")
+ALTERNATIVE_TOKENS = ("alternatives", "duplicates")
 """Fields of a target and entries of a batch: (place, token), in the batch of shape (pairs, 2), ascending."""
 _PLACEHOLDERS = ("<ref-object>", "<bbox>")
 # The template and the picture library raise these for a row that they cannot use.
@@ -50,7 +50,11 @@ class PromptEncoding:
     convert: Convert
     """Raises SampleError for coordinates outside the image."""
     images_size: tuple[tuple[int, int], ...] = ()  # (width, height) of each image as the model sees it
-    space: tuple[int, int] | None = None  # (width, height) of what boxes are written in; None without images
+
+    @property
+    def space(self) -> tuple[int, int] | None:
+        """Width and height of what boxes are written in; None without images."""
+        return self.convert.space
 
 
 class Encoder:
@@ -80,7 +84,7 @@ class Encoder:
                 got=f"a template that begins them with {prefix!r}",
                 remedy="train a model whose template adds nothing, as Qwen3-VL's Instruct models",
             )
-        self._packing_length = packing_length
+        self.packing_length = packing_length
         self.closing_token_ids = self._find_closing_ids()
         """The end-of-turn tokens that the template puts after an answer."""
 
@@ -128,11 +132,10 @@ class Encoder:
             encoding = self._encode(row, return_template_inputs=True)
         inputs = encoding.pop("template_inputs")
         sizes = tuple(image.size for image in inputs.images)
-        space = _space(inputs.images, self._template.norm_bbox)
-        convert = Convert(
-            self._converter(inputs, sample.row.get("objects") or {}), space, sizes[0] if sizes else None
-        )
-        return PromptEncoding(encoding, tuple(encoding["input_ids"]), convert, sizes, space)
+        size = sizes[0] if sizes else None
+        space = (1000, 1000) if sizes and self._template.norm_bbox == "norm1000" else size
+        convert = Convert(self._converter(inputs, sample.row.get("objects") or {}, space), space, size)
+        return PromptEncoding(encoding, tuple(encoding["input_ids"]), convert, sizes)
 
     def tokenise(self, text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         """Token ids of an answer, tokenised once as a whole, and each token's character offsets."""
@@ -161,12 +164,12 @@ class Encoder:
         require_same_prompt(rollout, prompt)
         encodings = [self._sequence(prompt, target, closing) for target, closing in sequences]
         num_tokens = sum(encoding["length"] for encoding in encodings)
-        while len(encodings) > 1 and num_tokens > self._packing_length:
+        while len(encodings) > 1 and num_tokens > self.packing_length:
             num_tokens -= encodings.pop()["length"]
-        if num_tokens > self._packing_length:
+        if num_tokens > self.packing_length:
             raise SampleError(
                 "a segment must fit a pack and is never cut",
-                got=f"num_tokens={num_tokens} packing_length={self._packing_length}",
+                got=f"num_tokens={num_tokens} packing_length={self.packing_length}",
                 remedy="raise packing_length",
             )
         return Segment(
@@ -196,7 +199,7 @@ class Encoder:
         encoding["loss_scale"] = [0.0] * num_prompt + list(weights)
         for name, values in target.columns.items():
             encoding[name] = COLUMNS[name].beside(values, num_prompt, len(closing_ids))
-        for name in TOKENS_INSTEAD:
+        for name in ALTERNATIVE_TOKENS:
             if found := [(place, token) for place, token in getattr(target, name) if weights[place] > 0]:
                 encoding[name] = [(num_prompt + place, token) for place, token in found]
         encoding["length"] = len(encoding["input_ids"])
@@ -224,7 +227,7 @@ class Encoder:
         entries of the batch, beside ``labels`` or, of one with a value per segment, of shape (segments,).
         """
         encodings = [dict(encoding) for segment in segments for encoding in segment.encodings]
-        columns = _take_columns(encodings) | _take_tokens_instead(encodings)
+        columns = _take_columns(encodings) | _take_alternative_tokens(encodings)
         batch: dict[str, Any] = self._template.data_collator(encodings) | columns
         text_positions = batch.pop("text_position_ids", None)
         if text_positions is not None:
@@ -259,7 +262,7 @@ class Encoder:
         return str(normalizer.normalize_str(text)) if normalizer is not None else text
 
     def _converter(
-        self, inputs: Any, objects: Mapping[str, Any]
+        self, inputs: Any, objects: Mapping[str, Any], space: tuple[int, int] | None
     ) -> Callable[[Sequence[Sequence[float]]], tuple[tuple[int, ...], ...]]:
         """``inputs`` are the template's own, with resized images; ``objects`` says in what a row's coordinates are."""
         sizes = {key: inputs.objects[key] for key in ("width", "height")}
@@ -272,7 +275,8 @@ class Encoder:
                 with _template_errors():
                     self._template.normalize_bbox(inputs)
             found = tuple(tuple(map(int, each)) for each in inputs.objects["bbox"])
-            _check_inside(found, inputs.images, self._template.norm_bbox)
+            if space is not None and len(inputs.images) == 1:
+                _check_inside(found, *space)
             return found
 
         return convert
@@ -293,11 +297,11 @@ class Encoder:
         return tuple(encoding["input_ids"][start + len(probe) :])
 
 
-def _take_tokens_instead(encodings: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def _take_alternative_tokens(encodings: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Those of the whole batch by name, out of the encodings; nothing of which no segment has any."""
     tensors = {}
     ends = list(accumulate(encoding["length"] for encoding in encodings))
-    for name in [name for name in TOKENS_INSTEAD if any(name in encoding for encoding in encodings)]:
+    for name in [name for name in ALTERNATIVE_TOKENS if any(name in encoding for encoding in encodings)]:
         own = zip([0, *ends], (encoding.pop(name, ()) for encoding in encodings), strict=False)
         tensors[name] = torch.tensor(
             [(start + place, token) for start, pairs in own for place, token in pairs]
@@ -363,25 +367,14 @@ def _template_errors() -> Iterator[None]:
         raise SampleError(f"the template cannot encode the row: {type(error).__name__}: {error}") from error
 
 
-def _check_inside(boxes: Sequence[tuple[int, ...]], images: Sequence[Any], norm_bbox: str) -> None:
-    space = _space(images, norm_bbox)
-    if space is None:
-        return
-    width, height = space
+def _check_inside(boxes: Sequence[tuple[int, ...]], width: int, height: int) -> None:
     for box in boxes:
-        if len(images) == 1 and (max(box[::2]) > width or max(box[1::2]) > height):
+        if max(box[::2]) > width or max(box[1::2]) > height:
             raise SampleError(
                 f"a {'point' if len(box) == 2 else 'box'} must lie inside its image",
                 got=f"bbox={list(box)} width={width} height={height} in the template's space",
                 remedy="mend the annotation",
             )
-
-
-def _space(images: Sequence[Any], norm_bbox: str) -> tuple[int, int] | None:
-    if not images:
-        return None
-    width, height = (1000, 1000) if norm_bbox == "norm1000" else images[0].size
-    return width, height
 
 
 def require_same_prompt(rollout: Rollout, prompt: PromptEncoding) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
-from swift_stage2.channel_b.attempts import AttemptEnds
-from swift_stage2.channel_b.preprocessing import Judged
-from swift_stage2.channel_b.reward import TOTAL
+from swift_stage2.channel_b.attempts import AttemptOutcomes
+from swift_stage2.channel_b.preprocessing import ScoredRollout
 from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.channel_b.task import TOTAL
 from swift_stage2.config import GrpoConfig, Objective
 from swift_stage2.records import ReturnReason, Rollout, SampleKey, UnusedReason
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
@@ -97,7 +97,7 @@ def compare(members: Sequence[Member], settings: GroupSettings, *, is_rest: bool
 class Groups:
     """One rank's groups that still wait. The pipeline's thread alone, but for ``drop``."""
 
-    ends: AttemptEnds
+    ends: AttemptOutcomes
     settings: GroupSettings
     source: SampleSource
     clock: VersionClock
@@ -115,9 +115,9 @@ class Groups:
         """True if the preprocessor must also rate the corrected answer, as a member of the group."""
         return self.settings.grpo.target_in_group
 
-    def add(self, rollout: Rollout, judged: Judged) -> None:
+    def add(self, rollout: Rollout, scored: ScoredRollout) -> None:
         group = self.source.group_of(rollout.sample.key)
-        member = Member(rollout, judged.target.quality.reward[TOTAL], judged.target_reward)
+        member = Member(rollout, scored.target.quality.reward[TOTAL], scored.target_reward)
         self._waiting.setdefault(group, []).append(member)
         self._since_s[group] = self.now_s()
 
@@ -166,8 +166,10 @@ class Groups:
         by_group: dict[GroupId, list[SampleKey]] = {}
         for key in keys:
             by_group.setdefault(self.source.group_of(key), []).append(key)
-        for dropped in by_group.values():
+        for group, dropped in by_group.items():
             if len(dropped) >= self.settings.grpo.min_group:
+                if not reason.counts_attempt:  # the same ones come again; such a drop is the pipeline's own
+                    self._compared[group].difference_update(dropped)
                 self.ends.dropped(dropped, reason)
             else:
                 self.ends.unused(dropped, UnusedReason.DROPPED)

@@ -12,22 +12,22 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from swift_stage2.channel_b.attempts import AttemptEnds, Attempts, AttemptState
+from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts, PartialRollouts, newest_version
 from swift_stage2.channel_b.demand import Demand
 from swift_stage2.channel_b.groups import Groups
 from swift_stage2.channel_b.packing import decide_pack
-from swift_stage2.channel_b.partial_rollouts import PartialRollouts, newest_version
-from swift_stage2.channel_b.preprocessing import Judged, Prepared, Preprocessor, Refusal
+from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, Refusal, ScoredRollout
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.rollout_client.trust import servers_at_fault
 from swift_stage2.channel_b.sample_source import SampleSource
+from swift_stage2.config import PackingConfig
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import QueueClosed, SampleError
 from swift_stage2.records import BatchOutcome, Pack, QuarantineReason, ReturnReason, Rollout, Sample, Segment
@@ -42,8 +42,7 @@ from swift_stage2.telemetry.timing import PipelineActivity
 logger = logging.getLogger(__name__)
 
 _IDLE_SLICE_S = 0.2
-_Work = Callable[[Sequence[Rollout]], Iterator[Prepared | Judged | Refusal]]
-_RETURNS = {DropReason.STALE: ReturnReason.STALE, DropReason.OLDEST: ReturnReason.OVERFLOW}
+_Work = Callable[[Sequence[Rollout]], Sequence[EncodedRollout | ScoredRollout | Refusal]]
 _MOST_MISREAD = 64  # asked once more with one that was not, so that few tell a server which misreads all
 
 
@@ -61,15 +60,13 @@ class Pipeline:
     pacer: Pacer
     guard: TruncationGuard
     events: PipelineRecorder
-    packing_length: int
-    packing_min_fill_ratio: float
-    redraw_dropped: bool
-    max_attempts: int
+    ends: AttemptOutcomes
+    packing: PackingConfig
+    groups: Groups | None = None
+    """Where rollouts of one row wait for each other; None: each is trained by itself."""
     max_rollouts_per_version: int | None = None
     max_resumes: int | None = None
     """Times that a rollout is resumed; None: one that was aborted begins anew."""
-    make_groups: Callable[[AttemptEnds], Groups] | None = None
-    """Has rollouts of one row wait for each other; None: each is trained by itself."""
     ask_evaluation: Callable[[int], int] | None = None
     """Asks for at most so many prompts of an evaluation; how many that are."""
     take_evaluated: Callable[[BatchOutcome], None] | None = None
@@ -77,23 +74,19 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._segments: list[Segment] = []
-        self._held: list[Rollout] = []  # of weights that the learner has not heard proven yet
+        self._awaiting_confirmation: list[Rollout] = []  # that the learner has not heard their weights proven
         self._misread: set[int] = set()  # rows, by a server that agreed on no other
-        self._ends = AttemptEnds(
-            self.source, self.events, redraw_dropped=self.redraw_dropped, max_attempts=self.max_attempts
-        )
         self._partial = PartialRollouts(
             self.attempts,
-            self._ends,
+            self.ends,
             self.client.confirms,
             self.clock,
             max_resumes=self.max_resumes,
             version_window=self.pacer.version_window,
         )
-        self._groups = None if self.make_groups is None else self.make_groups(self._ends)
-        self._drop = self._ends.dropped if self._groups is None else self._groups.drop
+        self._drop = self.ends.dropped if self.groups is None else self.groups.drop
         self._view: StepView | None = None
-        self._demand = Demand(self.pacer, self.queue, self.clock, self.attempts, self.packing_length)
+        self._demand = Demand(self.pacer, self.queue, self.clock, self.attempts, self.packing.packing_length)
         self._used_up_for: StepView | None = None  # in this turn there was nothing to ask for
         self._num_evaluating = 0  # asked for an evaluation, and not come back
         self._stop = threading.Event()
@@ -141,7 +134,8 @@ class Pipeline:
     def on_drop(self, pack: Pack, reason: DropReason) -> None:
         """Returns the samples of a pack that the queue dropped for a new rollout."""
         self.events.dropped(pack, reason)
-        self._drop(pack.keys, _RETURNS[reason])
+        is_stale = reason is DropReason.STALE
+        self._drop(pack.keys, ReturnReason.STALE if is_stale else ReturnReason.OVERFLOW)
 
     def _run(self) -> None:
         try:
@@ -158,8 +152,8 @@ class Pipeline:
             logger.exception("channel B's pipeline failed")
         finally:
             if self.failure is None:
-                held, self._held = self._held, []
-                held += self._groups.take_all() if self._groups is not None else ()
+                held, self._awaiting_confirmation = self._awaiting_confirmation, []
+                held += self.groups.take_all() if self.groups is not None else ()
                 self.source.give_back([rollout.sample.key for rollout in held], ReturnReason.STOPPED)
             self.events.enter(PipelineActivity.IDLE)
             self.standing = None
@@ -192,52 +186,52 @@ class Pipeline:
             if outcome.terms is not None:
                 evaluated.append(outcome)
             else:
-                outcome = self._take_in(outcome)
+                outcome = self._handle_result(outcome)
                 arrived += outcome.rollouts
             has_tokens = any(part.token_ids for part in outcome.partial)
             was_fruitful.append(bool(outcome.rollouts or outcome.quarantined or has_tokens))
         began = time.monotonic()
-        heard = self._heard_proven(arrived)
+        confirmed = self._split_confirmed(arrived)
         self._used_up_for = None
         if any(was_fruitful) or not was_fruitful:
-            self._ask(heard)
-        self._prepare(heard)
-        self._prepare_groups(may_come=self.client.is_open and not self._held)
+            self._ask(confirmed)
+        self._match(confirmed)
+        self._encode_groups(may_come=self.client.is_open and not self._awaiting_confirmation)
         self._pack_what_is_ready()
-        for _, seconds in sorted({(rollout.server, rollout.seconds) for rollout in heard}):
+        for _, seconds in sorted({(rollout.server, rollout.seconds) for rollout in confirmed}):
             self._demand.measured(self._view, seconds + time.monotonic() - began)
         for outcome in evaluated:
             self._go_on_to(PipelineActivity.EVALUATING, "judges an evaluation's answers")
             self._num_evaluating -= len(outcome.samples)
             assert self.take_evaluated is not None
             self.take_evaluated(outcome)
-        if not (self._partial.num_asked or self._held):
+        if not (self._partial.num_asked or self._awaiting_confirmation):
             view = self._view
             self._demand.tell(view, can_ask=bool(self.client.proven) and self._used_up_for is not view)
 
-    def _take_in(self, outcome: BatchOutcome) -> BatchOutcome:
+    def _handle_result(self, outcome: BatchOutcome) -> BatchOutcome:
         """A share has ended: its attempts are over, or partial, and what was not answered goes back."""
-        outcome = self._partial.take_in(outcome)
+        outcome = self._partial.handle_result(outcome)
         self.events.batch(outcome)
-        self._ends.take_back(outcome, is_stopped=self._stop.is_set())
+        self.ends.take_back(outcome, is_stopped=self._stop.is_set())
         for sample, message in outcome.quarantined:
-            self._ends.quarantine(sample.key, QuarantineReason.ROLLOUT, message)
+            self.ends.quarantine(sample.key, QuarantineReason.ROLLOUT, message)
         return outcome
 
-    def _ask(self, heard: Sequence[Rollout]) -> None:
-        """Takes the places that are free: what is resumed first, then what is new, and an evaluation has the rest."""
+    def _ask(self, confirmed: Sequence[Rollout]) -> None:
+        """Takes the free places: what is resumed first, then what is new, and an evaluation has the rest."""
         view = self._view
         if view is None or view.max_prompts == 0:
             return
         if resumed := self._partial.to_resume(self.client.free_places):
             self._submit(resumed, are_new=False)
-        here = [*self._held, *heard]
-        waiting = self._groups.rollouts if self._groups is not None else ()
+        here = [*self._awaiting_confirmation, *confirmed]
+        waiting = self.groups.rollouts if self.groups is not None else ()
         versions = [rollout.version for rollout in (*here, *waiting)]
         num_wanted = self._demand.num_samples(view, versions, self._segments)
-        if self._groups is not None and view.num_demanded != 0:
+        if self.groups is not None and view.num_demanded != 0:
             coming = {*self.attempts.open(), *(rollout.sample.key for rollout in here)}
-            num_wanted = max(num_wanted, self._groups.num_to_ask(coming))
+            num_wanted = max(num_wanted, self.groups.num_to_ask(coming))
         if num_samples := min(self.client.free_places, num_wanted):
             self._used_up_for = None if self._ask_for(num_samples) else view
         elif self._demand.is_hopeless(view):
@@ -260,7 +254,7 @@ class Pipeline:
             try:
                 samples.append(self.source.read(key))
             except SampleError as error:
-                self._ends.quarantine(key, QuarantineReason.SAMPLE, str(error))
+                self.ends.quarantine(key, QuarantineReason.SAMPLE, str(error))
         self.attempts.begin([sample.key for sample in samples])
         self._submit(samples, are_new=True)
         return bool(keys)
@@ -272,8 +266,8 @@ class Pipeline:
                 requests.append(self._partial.request(sample, self.make_request(sample)))
                 samples.append(sample)
             except SampleError as error:
-                self.attempts.close([sample.key], AttemptState.ENDED)
-                self._ends.quarantine(sample.key, QuarantineReason.SAMPLE, str(error))
+                self.attempts.close([sample.key])
+                self.ends.quarantine(sample.key, QuarantineReason.SAMPLE, str(error))
         if not samples:
             return
         if are_new:
@@ -281,112 +275,124 @@ class Pipeline:
         self.events.enter(PipelineActivity.TICKET)
         self.client.submit(samples, requests)
 
-    def _heard_proven(self, arrived: Sequence[Rollout] = ()) -> list[Rollout]:
-        """Those to go on with, held ones first; the others wait, or return if no round is going to prove them."""
-        looked_at, self._held = [*self._held, *arrived], []
-        heard, unconfirmed = [], []
+    def _split_confirmed(self, arrived: Sequence[Rollout] = ()) -> list[Rollout]:
+        """Those to go on with, longest here first; the others wait, or return if no round is going to prove them."""
+        looked_at, self._awaiting_confirmation = [*self._awaiting_confirmation, *arrived], []
+        confirmed, unconfirmed = [], []
         for rollout in looked_at:
-            confirmed = self.client.confirms(rollout)
-            if confirmed is False:
+            answer = self.client.confirms(rollout)
+            if answer is False:
                 unconfirmed.append(rollout.sample.key)
-            elif confirmed and newest_version(rollout) <= self.clock.current:
-                heard.append(rollout)
+            elif answer and newest_version(rollout) <= self.clock.current:
+                confirmed.append(rollout)
             else:
-                self._held.append(rollout)
-        self._ends.unconfirmed(unconfirmed)
-        return heard
+                self._awaiting_confirmation.append(rollout)
+        self.ends.unconfirmed(unconfirmed)
+        return confirmed
 
-    def _prepare(self, rollouts: Sequence[Rollout]) -> None:
+    def _match(self, rollouts: Sequence[Rollout]) -> None:
         """Matches them; encodes them at once, or when the others of their group are here."""
         if not rollouts:
             return
-        work: _Work = self.preprocessor.prepare
-        if self._groups is not None:
-            work = partial(self.preprocessor.compare, with_target=self._groups.with_target)
-        found = self._preprocessed(rollouts, work)
-        pairs = list(zip(rollouts, found, strict=True))
-        agreed = {rollout.server for rollout, each in pairs if isinstance(each, Prepared | Judged)}
-        at_fault = servers_at_fault(rollouts, found, self.client.note_agreement(agreed))
+        work: _Work = self.preprocessor.encode
+        if self.groups is not None:
+            work = partial(self.preprocessor.score_in_group, with_target=self.groups.with_target)
+        matched = self._preprocessed(rollouts, work)
+        pairs = list(zip(rollouts, matched, strict=True))
+        agreed = {
+            rollout.server for rollout, each in pairs if isinstance(each, EncodedRollout | ScoredRollout)
+        }
+        at_fault = servers_at_fault(rollouts, matched, self.client.note_agreement(agreed))
         self._misread -= {rollout.sample.key.index for rollout in rollouts}
         self._misread |= {rollout.sample.key.index for rollout in rollouts if rollout.server in at_fault}
         for server, reason in sorted(at_fault.items()):
             self.client.distrust(server, reason)
-        for rollout, prepared in pairs:
+        for rollout, found in pairs:
             if rollout.server in at_fault:  # so that the sample returns as if it had not answered
-                if isinstance(prepared, Prepared):
-                    self.preprocessor.forget([prepared.segment])
+                if isinstance(found, EncodedRollout):
+                    self.preprocessor.forget([found.segment])
                 self.source.give_back([rollout.sample.key], ReturnReason.FAILED)
                 continue
             self.guard.observe(rollout.truncated)
-            if not isinstance(prepared, Prepared | Judged):
-                self._ends.refused(rollout, prepared)
-                continue
-            self.events.matched(rollout, prepared.target, prepared.space)
-            if isinstance(prepared, Prepared):
-                self._keep(prepared)
-            elif self._groups is not None:
-                self._groups.add(rollout, prepared)
+            if isinstance(found, EncodedRollout | ScoredRollout):
+                self.events.matched(rollout, found.target, found.space)
+            if isinstance(found, ScoredRollout):
+                assert self.groups is not None
+                self.groups.add(rollout, found)
+            else:
+                self._keep(rollout, found)
 
-    def _prepare_groups(self, *, may_come: bool) -> None:
+    def _encode_groups(self, *, may_come: bool) -> None:
         """Encodes what is trained of the groups that wait for nothing more."""
-        for group in self._groups.take(may_come=may_come) if self._groups else ():
+        for group in self.groups.take(may_come=may_come) if self.groups else ():
             self._demand.compared(self._view, is_barren=not group.trained, is_rest=group.is_rest)
             if not group.trained:
                 continue
             self.events.compared(group.trained, group.reward_std)
-            found = self._preprocessed(group.trained, self.preprocessor.prepare)
-            for rollout, prepared in zip(group.trained, found, strict=True):
-                if isinstance(prepared, Prepared):
-                    self._keep(prepared)
-                else:
-                    self._ends.refused(rollout, prepared)
+            found = self._preprocessed(group.trained, self.preprocessor.encode)
+            for rollout, each in zip(group.trained, found, strict=True):
+                self._keep(rollout, each)
 
     def _preprocessed(self, rollouts: Sequence[Rollout], work: _Work) -> list[Any]:
         self._go_on_to(PipelineActivity.PREPARING, f"matches and encodes {len(rollouts)} rollouts")
         try:
             return list(work(rollouts))
         except BaseException:
-            self._held += rollouts  # a stop interrupts it: their samples return when the thread ends
+            self._awaiting_confirmation += (
+                rollouts  # a stop interrupts it: their samples return at the thread's end
+            )
             raise
 
-    def _keep(self, prepared: Prepared) -> None:
-        self._segments.append(prepared.segment)
-        self.events.segment(prepared.segment, prepared.seconds)
+    def _keep(self, rollout: Rollout, found: EncodedRollout | Refusal) -> None:
+        if isinstance(found, EncodedRollout):
+            self._segments.append(found.segment)
+            self.events.segment(found.segment, found.seconds)
+        else:
+            self.ends.refused(rollout, found)
 
     def _pack_what_is_ready(self) -> None:
         while not self._stop.is_set():
-            self._drop_stale_segments()
+            self._drop_lost_segments()
             if not self._segments:
                 return
             lengths = [segment.num_tokens for segment in self._segments]
             view, num_out = self._view, self._partial.num_asked
             # More of them than fit, or nothing that could still come: to wait fills no pack better.
-            is_stuck = num_out == 0 and (sum(lengths) > self.packing_length or self._used_up_for is view)
-            num_here = len(lengths) + (len(self._groups.rollouts) if self._groups is not None else 0)
+            is_stuck = num_out == 0 and (
+                sum(lengths) > self.packing.packing_length or self._used_up_for is view
+            )
+            num_here = len(lengths) + (len(self.groups.rollouts) if self.groups is not None else 0)
             starves = self._demand.is_starving(view, num_here, num_out, is_stuck=is_stuck)
-            chosen = decide_pack(lengths, self.packing_length, self.packing_min_fill_ratio, starves)
+            chosen = decide_pack(
+                lengths, self.packing.packing_length, self.packing.packing_min_fill_ratio, starves
+            )
             segments = [self._segments[index] for index in chosen or ()]
             if chosen is None or not self._demand.has_room(view, max(each.version for each in segments)):
                 return
             self._go_on_to(PipelineActivity.PACKING, "packs")
             started = time.monotonic()
             pack = self.preprocessor.pack(uuid.uuid4().hex, segments)
+            if pack is None:
+                continue
             self._segments = [s for index, s in enumerate(self._segments) if index not in set(chosen)]
             self._demand.packed(len(chosen))
             # Told first: once offered, the learner may train it at any moment.
             self.events.pack(pack, time.monotonic() - started)
             self.queue.offer(pack, current_version=self.clock.current)
 
-    def _drop_stale_segments(self) -> None:
+    def _drop_lost_segments(self) -> None:
+        """Those that are stale, and those whose encodings went with the process that held them."""
         current = self.clock.current  # read once: nothing may fall between two versions
         is_still = partial(is_fresh, current=current, window=self.pacer.version_window)
         stale = [segment for segment in self._segments if not is_still(segment.version)]
-        if not stale:
-            return
-        self._segments = [segment for segment in self._segments if is_still(segment.version)]
-        self.preprocessor.forget(stale)
-        self.events.count("segments_dropped_stale", len(stale))
-        self._drop([segment.key for segment in stale], ReturnReason.STALE)
+        fresh = [segment for segment in self._segments if is_still(segment.version)]
+        lost = [segment.key for segment in fresh if not self.preprocessor.holds(segment)]
+        self._segments = [segment for segment in fresh if segment.key not in lost]
+        if stale:
+            self.preprocessor.forget(stale)
+            self.events.count("segments_dropped_stale", len(stale))
+            self._drop([segment.key for segment in stale], ReturnReason.STALE)
+        self._drop(lost, ReturnReason.FAILED)
 
     def _go_on_to(self, activity: PipelineActivity, what: str) -> None:
         self.events.enter(activity)

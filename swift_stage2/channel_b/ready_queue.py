@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from itertools import islice
 
@@ -27,9 +28,6 @@ class DropReason(StrEnum):
     """The queue was over its limit and this was the oldest pack."""
 
 
-_Drops = list[tuple[Pack, DropReason]]
-
-
 class ReadyQueue:
     """A bounded queue of packs, consumed by atomic reservations. Safe for any number of threads."""
 
@@ -39,28 +37,15 @@ class ReadyQueue:
         """``limit`` is the most packs it holds, without reserved ones.
 
         ``on_drop`` is called for every pack dropped, on the thread whose call dropped it and outside the lock.
-
-        Raises:
-            ValueError: ``limit`` < 1 or ``version_window`` < 0.
         """
-        if limit < 1:
-            raise ValueError(f"queue_limit is at least 1, got limit={limit}; 8 is the default")
-        if version_window < 0:
-            raise ValueError(
-                f"version_window is at least 0, got version_window={version_window}; 2 is the default"
-            )
         self._limit = limit
-        self._version_window = version_window
+        self.version_window = version_window
+        """A step trains no pack that is more versions old than this."""
         self._on_drop = on_drop
         self._lock = threading.Lock()
         self._ready: deque[Pack] = deque()
         self._num_reserved = 0
         self._closed = False
-
-    @property
-    def version_window(self) -> int:
-        """A step trains no pack that is more versions old than this."""
-        return self._version_window
 
     def offer(self, pack: Pack, *, current_version: int) -> None:
         """Add ``pack`` as the youngest. Stale packs go first (this one too), then the oldest over the limit.
@@ -68,11 +53,10 @@ class ReadyQueue:
         Raises:
             QueueClosed: after `close`.
         """
-        with self._lock:
+        with self._changing() as drops:
             self._require_open()
             self._ready.append(pack)
-            drops = self._purge_stale(current_version) + self._trim_to_limit()
-        self._report(drops)
+            self._purge_stale(current_version, drops)
 
     def reserve(self, n: int, *, current_version: int, min_tokens: int = 0) -> Reservation | None:
         """Purge all stale packs, then take the ``n`` oldest, or nothing.
@@ -82,18 +66,18 @@ class ReadyQueue:
 
         Raises:
             QueueClosed: after `close`.
-            ValueError: ``n`` is negative.
         """
-        if n < 0:
-            raise ValueError(
-                f"a reservation takes at least 0 packs, got n={n}; pass the step's number of batches"
-            )
-        with self._lock:
+        with self._changing() as drops:
             self._require_open()
-            drops = self._purge_stale(current_version)
-            reservation = self._take_oldest(n, min_tokens)
-        self._report(drops)
-        return reservation
+            self._purge_stale(current_version, drops)
+            oldest = list(islice(self._ready, n))
+            has_tokens = not min_tokens or sum(pack.num_supervised_tokens for pack in oldest) >= min_tokens
+            if len(oldest) < n or not has_tokens:
+                return None
+            for _ in oldest:
+                self._ready.popleft()
+            self._num_reserved += n
+            return Reservation(self, oldest)
 
     def peek_versions(self) -> tuple[int, ...]:
         """Return the versions of the ready packs, oldest first, stale ones that nobody purged yet included."""
@@ -103,7 +87,7 @@ class ReadyQueue:
     def num_fresh(self, current_version: int) -> int:
         """Return how many ready packs a reservation at ``current_version`` would find."""
         return sum(
-            is_fresh(version, current=current_version, window=self._version_window)
+            is_fresh(version, current=current_version, window=self.version_window)
             for version in self.peek_versions()
         )
 
@@ -119,13 +103,30 @@ class ReadyQueue:
 
     @property
     def depth(self) -> int:
-        with self._lock:
-            return len(self._ready)
+        return len(self.peek_versions())
 
     def close(self) -> None:
         """Refuse offers and reservations from now on; idempotent. Open reservations stay valid."""
         with self._lock:
             self._closed = True
+
+    def end_reservation(self, num_packs: int, put_back: Sequence[Pack] = ()) -> None:
+        """Called by ``Reservation`` alone."""
+        with self._changing():
+            self._num_reserved -= num_packs
+            self._ready.extendleft(reversed(put_back))
+
+    @contextmanager
+    def _changing(self) -> Iterator[list[tuple[Pack, DropReason]]]:
+        """Holds the lock and trims to the limit behind the change; then tells of every drop, also of those given."""
+        drops: list[tuple[Pack, DropReason]] = []
+        with self._lock:
+            yield drops
+            while len(self._ready) > self._limit:
+                drops.append((self._ready.popleft(), DropReason.OLDEST))
+        if self._on_drop is not None:
+            for pack, reason in drops:
+                self._on_drop(pack, reason)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -133,48 +134,13 @@ class ReadyQueue:
                 "the ready queue takes and gives nothing after close(); stop its pipeline first"
             )
 
-    def _take_oldest(self, n: int, min_tokens: int) -> Reservation | None:
-        if len(self._ready) < n:
-            return None
-        oldest = list(islice(self._ready, n))
-        if min_tokens > 0 and sum(pack.num_supervised_tokens for pack in oldest) < min_tokens:
-            return None
-        for _ in oldest:
-            self._ready.popleft()
-        self._num_reserved += n
-        return Reservation(self, oldest)
-
-    def _let_go(self, num_packs: int) -> None:
-        with self._lock:
-            self._num_reserved -= num_packs
-
-    def _put_back(self, packs: list[Pack]) -> None:
-        with self._lock:
-            self._num_reserved -= len(packs)
-            self._ready.extendleft(reversed(packs))
-            drops = self._trim_to_limit()
-        self._report(drops)
-
-    def _purge_stale(self, current_version: int) -> _Drops:
+    def _purge_stale(self, current_version: int, drops: list[tuple[Pack, DropReason]]) -> None:
         ready, self._ready = self._ready, deque()
-        drops: _Drops = []
         for pack in ready:
-            if is_fresh(pack.version, current=current_version, window=self._version_window):
+            if is_fresh(pack.version, current=current_version, window=self.version_window):
                 self._ready.append(pack)
             else:
                 drops.append((pack, DropReason.STALE))
-        return drops
-
-    def _trim_to_limit(self) -> _Drops:
-        drops: _Drops = []
-        while len(self._ready) > self._limit:
-            drops.append((self._ready.popleft(), DropReason.OLDEST))
-        return drops
-
-    def _report(self, drops: _Drops) -> None:
-        if self._on_drop is not None:
-            for pack, reason in drops:
-                self._on_drop(pack, reason)
 
 
 class Reservation:
@@ -192,7 +158,7 @@ class Reservation:
             ReservationSpent: it was taken or released before.
         """
         packs = self._spend("take()")
-        self._queue._let_go(len(packs))
+        self._queue.end_reservation(len(packs))
         return packs
 
     def release(self) -> None:
@@ -202,7 +168,8 @@ class Reservation:
             ReservationSpent: it was taken before.
         """
         if self._spent_by != "release()":
-            self._queue._put_back(self._spend("release()"))
+            packs = self._spend("release()")
+            self._queue.end_reservation(len(packs), put_back=packs)
 
     def _spend(self, call: str) -> list[Pack]:
         if self._spent_by:

@@ -14,18 +14,20 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from swift_stage2.channel_b.reward import TOTAL, reward_terms, total_of
 from swift_stage2.columns import COLUMNS, LOG_PROBS, Column, stand_ins
 from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.config.objective import MOST_REWARD, REWARD_WEIGHTS
 from swift_stage2.config.rules import find, register
 from swift_stage2.errors import ConfigError, SampleError, TaskError
-from swift_stage2.records import Rollout, Sample, SampleKey, Target, VersionSpan
+from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, Target, VersionSpan
 from swift_stage2.telemetry.timing import EnterSpan, untraced
 
 if TYPE_CHECKING:
     from swift_stage2.channel_b.encoding import Encoder
+
+TOTAL = "total"
+"""The weighted sum of a reward's terms, beside them."""
 
 Tokenise = Callable[[str], tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]
 """Token ids of a text as a whole, and the characters ``start <= i < end`` of each token."""
@@ -52,6 +54,35 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+def reward_terms(quality: MatchQuality) -> dict[str, float]:
+    """The terms of one answer's reward, from the counts of its match: the larger the better, so no weight is below 0.
+
+    Rewards of sets of boxes are known from VLM-R1 (Shen et al., 2025, arXiv:2504.07615: mAP, a penalty of redundant
+    boxes, format) and VisionReasoner (Liu et al., 2025, arXiv:2505.12081: pairs by the Hungarian method, no
+    repetition). The pairs here are those that targets follow.
+
+    Returns:
+        f1: 0 to 1, 2 * pairs / (predictions + truths).
+        iou: 0 to 1, the mean over all truths of their partner's IoU, or closeness of points; 0 of a missed one. The
+            mean over pairs alone would rise when an object that is hard to place is left out.
+        format: 1 of an answer that was read whole: closed, not truncated, no object dropped; else 0.
+        duplicates: -1 to 0, minus the share of predictions without a partner that overlap a truth which has one.
+        misses: -1 to 0, minus the share of truths without a partner.
+        Of an image without objects f1 and iou are 1 of an answer that was read whole and lists nothing, not even what
+        was dropped, and else 0; duplicates and misses 0.
+    """
+    predictions, truths, pairs = quality.num_predictions, quality.num_ground_truth, quality.num_pairs
+    is_unreadable = quality.num_unclosed or sum(quality.dropped.values())
+    silent_and_right = float(not (predictions or truths or is_unreadable))
+    return {
+        "f1": 2 * pairs / (predictions + truths) if predictions + truths else silent_and_right,
+        "iou": quality.sum_iou / truths if truths else silent_and_right,
+        "format": float(not (is_unreadable or quality.num_truncated)),
+        "duplicates": -quality.num_duplicates / predictions if predictions else 0.0,
+        "misses": (pairs - truths) / truths if truths else 0.0,
+    }
 
 
 class Task(ABC):
@@ -126,7 +157,7 @@ class Task(ABC):
         """
 
     def reward(self, rollout: Rollout, truth: Any, target: Target) -> Mapping[str, float]:
-        """How good the rollout is, by the names in ``reward_terms``: the larger the better. See ``reward.py``.
+        """How good the rollout is, by the names in ``reward_terms``: the larger the better. See ``reward_terms``.
 
         ``target`` is what ``correct`` gave for it. Nothing random, no clock: the same rollout has the same reward.
         """
@@ -244,7 +275,8 @@ def _reward_by(task: Task, rollout: Rollout, truth: Any, target: Target) -> dict
             got=str(terms),
             remedy="mend the task, or its reward_terms",
         )
-    return terms | {TOTAL: total_of(terms, {**declared, **task.reward_weights})}
+    weights = {**declared, **task.reward_weights}
+    return terms | {TOTAL: float(sum(weight * terms[name] for name, weight in weights.items()))}
 
 
 def try_task(

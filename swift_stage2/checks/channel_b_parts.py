@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -14,21 +14,16 @@ import torch
 
 from swift_stage2.channel_b import detection as detection  # registers a task that is shipped
 from swift_stage2.channel_b import points as points  # and another
-from swift_stage2.channel_b.attempts import AttemptEnds
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.groups import Groups, GroupSettings
-from swift_stage2.channel_b.preprocessing import (
-    Prepared,
-    Preprocessor,
-    ProcessPreprocessor,
-    ThreadPreprocessor,
-)
+from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor
+from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import TASKS, Rows, Task, needed_columns
 from swift_stage2.checks.packing_isolation import (
     IsolationBatches,
     PackedLoss,
     check_isolation,
+    empty_rollout,
     isolation_batches,
 )
 from swift_stage2.checks.samples import RowLengths, check_rows
@@ -39,8 +34,6 @@ from swift_stage2.config.rules import Inequality, find
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.records import Rollout, Sample
 from swift_stage2.runtime.output import say
-from swift_stage2.scheduling.run_ahead import most_samples
-from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.telemetry.facade import Telemetry
 
 _MOST_A_STEPS = 16  # that one B step may stand for
@@ -112,7 +105,7 @@ def check_parts(
     # Before the checks that run the model, which give its process the time to load the template.
     preprocessor: Preprocessor
     if config.stage2_ab.channel_b.preprocessing is Preprocessing.THREAD:
-        preprocessor = ThreadPreprocessor(encoder, checked.task, packing_length=packing_length)
+        preprocessor = Preprocessor(encoder, checked.task, packing_length=packing_length)
     else:
         trace = telemetry.trace
         preprocessor = ProcessPreprocessor(encoder, checked.task, packing_length=packing_length, trace=trace)
@@ -172,29 +165,6 @@ def step_sizes(config: Stage2Config, lengths: RowLengths, num_packs: int) -> Ine
     )
 
 
-def run_ahead_budget(config: Stage2Config, lengths: RowLengths, packs_per_b_step: int) -> int:
-    """Rollouts that a rank may have begun under one version: as written, or derived from all rows' ``lengths``."""
-    channel = config.stage2_ab.channel_b
-    if channel.prefetch.max_rollouts_per_version is not None:
-        return channel.prefetch.max_rollouts_per_version
-    num_packs = channel.prefetch.packs_in_budget(packs_per_b_step, config.stage2_ab.schedule.exact_b_ratio)
-    num_samples = num_packs * most_samples(channel.packing.packing_length, lengths.shortest_prompt)
-    # Of a group whose rest has no room, nothing is packed
-    return num_samples + config.rollout.num_generations - 1
-
-
-def group_maker(
-    config: Stage2Config, source: SampleSource, clock: VersionClock
-) -> Callable[[AttemptEnds], Groups] | None:
-    """The maker of a pipeline's groups, where its objective compares rollouts."""
-    if not config.stage2_ab.uses_rewards:
-        return None
-    channel = config.stage2_ab.channel_b
-    settings = GroupSettings(config.stage2_ab.objective, channel.grpo)
-    window = channel.prefetch.version_window
-    return partial(Groups, settings=settings, source=source, clock=clock, version_window=window)
-
-
 def check_packing(parts: CheckedParts, packed_loss: PackedLoss, control: ControlGroup) -> None:
     """Packed segments do not see each other: found by running the model on the same batches on every rank."""
     for rule, mine in (
@@ -209,58 +179,55 @@ def check_packing(parts: CheckedParts, packed_loss: PackedLoss, control: Control
     together(control, lambda: check_isolation(parts.isolation, packed_loss))
 
 
-def check_preprocessing(examined: Preprocessor, reference: Preprocessor, rollouts: Sequence[Rollout]) -> None:
+def check_preprocessing(parts: CheckedParts) -> None:
+    """A process must encode as the learner does. Raises as ``compare_preprocessors``."""
+    if isinstance(parts.preprocessor, ProcessPreprocessor):
+        parts.preprocessor.await_ready()
+        here = Preprocessor(parts.encoder, parts.task, packing_length=parts.encoder.packing_length)
+        rollouts = [empty_rollout(sample, parts.encoder) for sample in parts.samples]
+        compare_preprocessors(parts.preprocessor, here, rollouts)
+
+
+def compare_preprocessors(
+    examined: Preprocessor, reference: Preprocessor, rollouts: Sequence[Rollout]
+) -> None:
     """Both must make the same targets and batches of the same rollouts, and refuse the same ones.
 
     Raises:
         ConfigError: they do not.
         PreprocessorLost: the process failed, ended or does not answer.
     """
-    rollouts = [_answered(reference, rollout) for rollout in rollouts]
-    outcomes = zip(rollouts, _outcomes(reference, rollouts), _outcomes(examined, rollouts), strict=True)
-    for rollout, expected, found in outcomes:
+    outcomes = (_outcomes(preprocessor, rollouts) for preprocessor in (reference, examined))
+    for rollout, expected, found in zip(rollouts, *outcomes, strict=True):
         different = sorted(
             name for name in expected.keys() | found.keys() if not _equal(expected.get(name), found.get(name))
         )
         if different:
-            refusals = [outcome.get("refusal", "no refusal") for outcome in (expected, found)]
-            said = f" (learner: {refusals[0]}; process: {refusals[1]})" if "refusal" in different else ""
             raise ConfigError(
                 "the preprocessing process must encode as the learner does",
-                got=f"another {', '.join(different)} for the data set's row {rollout.sample.key.index}{said}",
+                got=f"another {', '.join(different)} for the data set's row {rollout.sample.key.index}",
                 remedy="what changes the template in the learner alone (a plugin, a variable set by a program) "
                 "must go, or write stage2_ab.channel_b.preprocessing: thread",
             )
 
 
-def _answered(preprocessor: Preprocessor, rollout: Rollout) -> Rollout:
-    """With its own target as the answer, so that parsing and matching have something to do."""
-    (prepared,) = preprocessor.prepare([rollout])
-    if not isinstance(prepared, Prepared):
-        return rollout
-    preprocessor.forget([prepared.segment])
-    return replace(rollout, text=prepared.target.text)
-
-
 def _outcomes(preprocessor: Preprocessor, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
     """Each rollout's target and batch, alone; or why there is none."""
-    return [
-        {"target": prepared.target, **preprocessor.pack("check", [prepared.segment]).batch}
-        if isinstance(prepared, Prepared)
-        else {"refusal": str(prepared)}
-        for prepared in list(preprocessor.prepare(rollouts))
-    ]
+    outcomes: list[dict[str, Any]] = []
+    for found in preprocessor.encode(rollouts):
+        if isinstance(found, EncodedRollout):
+            pack = preprocessor.pack("check", [found.segment])
+            outcomes.append({"target": found.target, **(pack.batch if pack is not None else {})})
+        else:
+            outcomes.append({"refusal": str(found)})
+    return outcomes
 
 
 def _equal(left: Any, right: Any) -> bool:
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, torch.Tensor):
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, np.ndarray):
-        return np.array_equal(left, right)
-    if isinstance(left, Mapping):
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
         return left.keys() == right.keys() and all(_equal(value, right[name]) for name, value in left.items())
-    if isinstance(left, list | tuple):
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
         return len(left) == len(right) and all(map(_equal, left, right))
-    return bool(left == right)
+    return type(left) is type(right) and bool(np.all(left == right))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from swift_stage2.channel_b.encoding import IGNORED_LABEL, TOKENS_INSTEAD, Encoder
+from swift_stage2.channel_b.encoding import ALTERNATIVE_TOKENS, IGNORED_LABEL, Encoder
 from swift_stage2.channel_b.preprocessing import make_segment
 from swift_stage2.channel_b.task import Task
 from swift_stage2.columns import stand_ins
@@ -198,7 +198,7 @@ def _supervise(segment: Segment, looked_at: bool) -> Segment:
     ]
     labels = [token if own else IGNORED_LABEL for token, own in zip(tokens, chosen, strict=True)]
     # Other tokens at places that are supervised no more would have a loss of no label.
-    kept = {name: value for name, value in encoding.items() if name not in TOKENS_INSTEAD}
+    kept = {name: value for name, value in encoding.items() if name not in ALTERNATIVE_TOKENS}
     weights = list(map(float, chosen))
     return replace(segment, encodings=({**kept, "labels": labels, "loss_scale": weights},))
 

@@ -33,6 +33,7 @@ from swift_stage2.config.stage2_ab import MatchingConfig as MatchingConfig
 from swift_stage2.config.stage2_ab import MissedOrder as MissedOrder
 from swift_stage2.config.stage2_ab import Mode as Mode
 from swift_stage2.config.stage2_ab import OnPipelineFailure as OnPipelineFailure
+from swift_stage2.config.stage2_ab import PackingConfig as PackingConfig
 from swift_stage2.config.stage2_ab import Preprocessing as Preprocessing
 from swift_stage2.config.stage2_ab import RowsWithoutObjects as RowsWithoutObjects
 from swift_stage2.config.stage2_ab import StarvationAction as StarvationAction

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from swift_stage2.channel_b.answer_format import standard_format
 from swift_stage2.channel_b.dialects import Dialect
-from swift_stage2.channel_b.image_files import UPRIGHT
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
 from swift_stage2.convert.sources import AnnotatedImage, AnnotatedObject, short
 from swift_stage2.dataset.picture import PLAIN_MODES, UNREADABLE, StoredPicture, look_at
 from swift_stage2.dataset.row_check import BOX_MARK, LABEL_MARK
 from swift_stage2.errors import UserError
 from swift_stage2.records import Box
+from swift_stage2.servers.image_opening import UPRIGHT
 
 _IMAGE_MARK = "<image>"
 LABELS = "{labels}"

@@ -15,10 +15,8 @@ from typing import Any, BinaryIO
 
 from PIL import Image, UnidentifiedImageError
 
-from swift_stage2.channel_b.image_files import orientation_of
-from swift_stage2.records import find_image
-from swift_stage2.servers.image_opening import FORMATS, refuse_deep_pixels
-from swift_stage2.whole_file import open_regular
+from swift_stage2.servers.image_opening import FORMATS, orientation_of, refuse_deep_pixels
+from swift_stage2.whole_file import find_image, open_regular
 
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning)
 TURN = "mogrify -auto-orient FILES"

@@ -18,9 +18,8 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 from pydantic import FiniteFloat
 
-from swift_stage2.channel_b.image_files import content_of
 from swift_stage2.errors import SampleError
-from swift_stage2.servers.image_opening import FORMATS
+from swift_stage2.servers.image_opening import FORMATS, content_of
 
 GALLERY_SIDE, _QUALITY = 384, 60
 """Pixels of a picture's longer side, and WebP's quality."""

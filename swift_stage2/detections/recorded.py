@@ -41,7 +41,7 @@ from swift_stage2.telemetry.events import Evaluation
 from swift_stage2.whole_file import regular_lines, write_whole
 
 if TYPE_CHECKING:  # a report must open without torch
-    from swift_stage2.channel_b.preprocessing import Judged
+    from swift_stage2.channel_b.preprocessing import ScoredRollout
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def recorded_row(
     number: int,
     row: Mapping[str, Any],
     truth: Any,
-    answer: tuple[Rollout, Judged] | None = None,
+    answer: tuple[Rollout, ScoredRollout] | None = None,
 ) -> RecordedRow:
     """Row ``number`` of the validation set with its ``truth``, as the task read it; no ``answer``: it has failed.
 

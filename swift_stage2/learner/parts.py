@@ -1,23 +1,42 @@
-"""The parts that a learner is made of: this rank's part of channel B."""
+"""The parts that a learner is made of: this rank's part of channel B, made from the configuration's sections."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
+from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
-from swift_stage2.config import Objective
-from swift_stage2.evaluation import PinnedEvaluation
+from swift_stage2.channel_b.task import needed_columns
+from swift_stage2.collectives import ControlGroup
+from swift_stage2.config import Fenced, Mode, Objective, OnPending, OnPipelineFailure, Stage2Config
+from swift_stage2.evaluation import PinnedEvaluation, pinned_evaluation
 from swift_stage2.fence import InferFence
+from swift_stage2.runtime.background import BackgroundFailures
+from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
-from swift_stage2.servers.probe import SuspectProbe
+from swift_stage2.servers.probe import JoiningServer, SuspectProbe
+from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.weights.courier import Courier, thread_courier
+from swift_stage2.weights.courier_process import process_courier
+from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.snapshot_memory import SnapshotMemory
 from swift_stage2.weights.sync_round import WeightSync
+
+if TYPE_CHECKING:
+    from swift_stage2.assembly import RunInputs
+    from swift_stage2.checks.channel_b_parts import CheckedParts
+    from swift_stage2.checks.servers import FoundServers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +69,179 @@ class ChannelB:
     """A resumed run may have another one that its stream allows."""
     longest_fill_s: float | None = None
     """In mode inline, how long a B step waits for its packs at most. None: they are made beside training."""
+
+
+def make_channel_b(
+    config: Stage2Config,
+    given: RunInputs,
+    parts: CheckedParts,
+    control: ControlGroup,
+    telemetry: Telemetry,
+    run_id: str,
+    servers: FoundServers,
+    examine: Callable[..., JoiningServer | None],
+    failures: BackgroundFailures,
+) -> ChannelB:
+    """This rank's part, of which nothing runs yet. ``examine`` says who a server is that comes late."""
+    ours, channel = servers.ours, config.stage2_ab.channel_b
+    prefetch, sync = channel.prefetch, config.rollout.sync
+    rollout, b_ratio = config.rollout, config.stage2_ab.schedule.exact_b_ratio
+    base_urls = [server.base_url for server in rollout.servers]
+    is_inline = config.stage2_ab.mode is Mode.INLINE
+    may_stage = sync.fenced is Fenced.WHEN_NEEDED and not is_inline
+    api_key = rollout.api_key()
+    clock, fence = VersionClock(), InferFence(start_closed=True)
+    guard = TruncationGuard(channel.max_truncated_ratio)
+    pacer = Pacer(
+        b_ratio=config.stage2_ab.schedule.b_ratio,
+        version_window=prefetch.version_window,
+        sync_every_steps=prefetch.sync_every_steps,
+        target_packs=prefetch.target(given.packs_per_step, b_ratio),
+        packs_per_b_step=given.packs_per_step,
+    )
+    attempts = Attempts(telemetry.log)
+    client = RolloutClient(
+        base_urls,
+        fence=fence,
+        decoding=rollout.decoding,
+        request_timeout_s=rollout.request_timeout_s,
+        run_seed=given.seed,
+        rank=control.rank,
+        world_size=control.world_size,
+        api_key=api_key,
+        run_id=run_id,
+        canary={"messages": [{"role": "user", "content": "ping"}]},
+        max_inflight_per_server=rollout.max_inflight_per_server,
+        is_lost=lambda url, version: control.notes.has(_note_of_loss(url, version), otherwise=True),
+        events=attempts,
+        watch_post=telemetry.pipeline.post,
+        chat_models=servers.chat_models,
+        columns=needed_columns(config),
+    )
+    evaluation = pinned_evaluation(
+        config,
+        given.validation_rows if given.validation_rows is not None else [],
+        parts.task,
+        parts.encoder,
+        preprocessor=parts.preprocessor,
+        client=client,
+        control=control,
+        telemetry=telemetry,
+        run_directory=Path(given.run_directory),
+        total_steps=given.total_steps,
+    )
+    memory = SnapshotMemory()
+    device = next(given.module.parameters()).device
+    courier: Courier  # first, because its process starts meanwhile
+    if given.wrap_transport is None and control.rank == 0:
+        courier = process_courier(rollout, device, ours=ours, trace=telemetry.trace)
+    else:
+        courier = thread_courier(
+            rollout, device, memory, given.wrap_transport, ours=ours, trace=telemetry.trace
+        )
+    queue = ReadyQueue(
+        prefetch.limit(given.packs_per_step, b_ratio),
+        prefetch.version_window,
+        lambda pack, reason: pipeline.on_drop(pack, reason),
+    )
+    ends = AttemptOutcomes(
+        parts.source,
+        telemetry.pipeline,
+        redraw_dropped=prefetch.redraw_dropped,
+        max_attempts=prefetch.max_attempts,
+    )
+    groups = None
+    if config.stage2_ab.uses_rewards:
+        compared = GroupSettings(config.stage2_ab.objective, channel.grpo)
+        groups = Groups(ends, compared, parts.source, clock, prefetch.version_window)
+    pipeline: Pipeline = Pipeline(
+        source=parts.source,
+        client=client,
+        attempts=attempts,
+        make_request=parts.encoder.request,
+        preprocessor=parts.preprocessor,
+        queue=queue,
+        clock=clock,
+        pacer=pacer,
+        guard=guard,
+        events=telemetry.pipeline,
+        ends=ends,
+        packing=channel.packing,
+        groups=groups,
+        max_rollouts_per_version=parts.lengths.run_ahead_budget(config, given.packs_per_step),
+        max_resumes=config.max_resumes,
+        ask_evaluation=evaluation.part.ask if evaluation is not None else None,
+        take_evaluated=evaluation.part.take if evaluation is not None else None,
+    )
+    weight_sync = WeightSync(
+        control=control,
+        export=WeightExport(given.module),
+        canary=given.make_canary(parts.encoder, parts.samples[0]),
+        courier=courier,
+        memory=memory,
+        stages=not config.launch.share_devices,  # a server that starts again takes its part of the device anew
+        on_pending=sync.on_pending,
+        rolling=sync.rolling,
+        run_id=run_id,
+        timeout_s=sync.timeout_s,
+        bucket_mib=sync.bucket_mib,
+        proof=sync.proof,
+        canary_every_rounds=sync.canary_every_rounds,
+        # A server may have to wait for rollouts of another rank before it installs, or for those resumed often enough.
+        straggler_s=sync.straggler_s
+        + (rollout.request_timeout_s if sync.on_pending is not OnPending.ABORT else 0.0),
+        span=telemetry.trace.span,
+    )
+    return ChannelB(
+        source=parts.source,
+        client=client,
+        queue=queue,
+        pipeline=pipeline,
+        fence=fence,
+        clock=clock,
+        guard=guard,
+        rounds=RoundSchedule(
+            len(base_urls),
+            prefetch.sync_every_steps,
+            backoff_steps=sync.backoff_steps,
+            max_backoff_steps=sync.max_backoff_steps,
+            staging=(index for index, url in enumerate(base_urls) if url in ours and may_stage),
+            absent=(index for index, url in enumerate(base_urls) if url in servers.absent),
+        ),
+        sync=weight_sync,
+        probe=SuspectProbe(
+            rank=control.rank,
+            api_key=api_key,
+            find_lost=weight_sync.lost_servers,
+            # Told at once: the step's vector carries it as well, but until then other ranks would believe its answers.
+            on_lost=lambda server: control.notes.write(
+                _note_of_loss(base_urls[server], clock.current), "lost"
+            ),
+            ours=ours,
+            absent=servers.absent,
+            examine=partial(examine, may_stage=may_stage),
+            failures=failures,
+        ),
+        abort=PendingAbort(
+            enabled=sync.on_pending is not OnPending.WAIT,
+            rank=control.rank,
+            api_key=api_key,
+            run_id=run_id,
+            ours=ours,
+            failures=failures,
+        ),
+        run_id=run_id,
+        base_urls=base_urls,
+        max_inflight_per_server=rollout.max_inflight_per_server,
+        min_ready_tokens=prefetch.min_ready_tokens,
+        continue_on_failure=channel.on_pipeline_failure is OnPipelineFailure.CONTINUE_A,
+        evaluation=evaluation,
+        final_evaluation_s=config.stage2_ab.evaluation.final_timeout_s,
+        answer_spelling=parts.task.spelling,
+        objective=config.stage2_ab.objective,
+        longest_fill_s=config.control_timeout_s - sync.timeout_s if is_inline else None,
+    )
+
+
+def _note_of_loss(base_url: str, version: int) -> str:
+    return f"lost: {base_url} at version {version}"

@@ -25,6 +25,7 @@ import swift_stage2
 from swift_stage2.runtime.supervisor import end_with_parent
 
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_WORKERS = {"TOKENIZERS_PARALLELISM": "false", "LOG_LEVEL": "ERROR"}
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def start_worker(
     found = (inherited.get("PYTHONPATH"), str(Path(swift_stage2.__file__).parents[1]))
     inherited["PYTHONPATH"] = os.pathsep.join(filter(None, found))
     inherited.setdefault("OMP_NUM_THREADS", "1")
-    inherited |= {"TOKENIZERS_PARALLELISM": "false", "LOG_LEVEL": "ERROR", **environment}
+    inherited |= {**_OF_WORKERS, **environment}
     with theirs, heed_no_stop():
         process = subprocess.Popen(
             (sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())),
@@ -88,6 +89,18 @@ def start_worker(
             env=inherited,
         )
     return process, ours
+
+
+def begin_worker(parent: int) -> None:
+    """The first act of a process that ``multiprocessing`` spawned for a rank: the same environment, on no GPU.
+
+    It ends with its rank. What it is to import comes with what it is asked first, in this environment.
+    """
+    end_with_parent(parent, signal.SIGKILL)
+    for name in _OF_TORCHRUN:
+        os.environ.pop(name, None)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.update(_OF_WORKERS, CUDA_VISIBLE_DEVICES="")
 
 
 def describe_end(status: int) -> str:

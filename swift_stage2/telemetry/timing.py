@@ -245,6 +245,13 @@ class Trace:
         with self._lock:
             return tuple(self._spans)
 
+    def take(self) -> tuple[Span, ...]:
+        """The same, and the buffer is empty."""
+        with self._lock:
+            spans = tuple(self._spans)
+            self._spans.clear()
+            return spans
+
     def chrome_trace(self, rank: int) -> dict[str, Any]:
         """The spans in Chrome's trace format: a process per rank, a track per thread, microseconds of Unix time."""
         spans = self.spans

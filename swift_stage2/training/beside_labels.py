@@ -1,5 +1,5 @@
 """Entries of a pack's batch that stand beside its labels and that ms-swift does not know: columns, and tokens
-instead of the labels (``channel_b/continuations.py``)."""
+instead of the labels (``channel_b/targets.py``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swift_stage2.channel_b.encoding import TOKENS_INSTEAD
+from swift_stage2.channel_b.encoding import ALTERNATIVE_TOKENS
 from swift_stage2.columns import COLUMNS, Per
 from swift_stage2.training.policy_loss import PolicyTerm
 
@@ -24,7 +24,7 @@ def cut_beside_labels(inputs: dict[str, Any], cut: Callable[[dict[str, Any]], No
 
     for name in [name for name, column in COLUMNS.items() if name in inputs and column.per is Per.TOKEN]:
         inputs[name] = kept(inputs[name])
-    for name in [name for name in TOKENS_INSTEAD if name in inputs]:
+    for name in [name for name in ALTERNATIVE_TOKENS if name in inputs]:
         places = kept(torch.arange(inputs["labels"].shape[1], device=inputs["labels"].device)[None])[0]
         moved = torch.searchsorted(places, inputs[name][:, 0].contiguous())  # supervised, so they are kept
         inputs[name] = torch.stack([moved, inputs[name][:, 1]], dim=1)

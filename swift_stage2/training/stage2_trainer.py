@@ -20,7 +20,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from swift_stage2 import assembly
-from swift_stage2.channel_b.encoding import TOKENS_INSTEAD
+from swift_stage2.channel_b.encoding import ALTERNATIVE_TOKENS
 from swift_stage2.checks.checks import Known, run_checks
 from swift_stage2.checks.preparation import HALF_PRECISION_DTYPES, EngineCanary
 from swift_stage2.columns import COLUMNS
@@ -126,7 +126,7 @@ class Stage2Trainer(EvaluatedTrainer):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As ms-swift does it, whose loss knows no columns: one that needs others than these takes them first."""
         columns = {name: inputs.pop(name) for name in COLUMNS if name in inputs}
-        found = {name: inputs.pop(name) for name in TOKENS_INSTEAD if name in inputs}
+        found = {name: inputs.pop(name) for name in ALTERNATIVE_TOKENS if name in inputs}
         policy = PolicyTerm.of(columns, self.stage2_config)
         if policy is not None and policy.grpo.kl_weight:
             policy.ask_reference(self.accelerator.unwrap_model(model), super().compute_loss, inputs)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from swift_stage2.channel_b.attempts import AttemptEnds
+from swift_stage2.channel_b.attempts import AttemptOutcomes
 from swift_stage2.channel_b.groups import ComparedGroup, Groups, GroupSettings, Member, compare
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import GrpoConfig, Objective
@@ -193,7 +193,7 @@ class Lives(RuleBasedStateMachine):
             count=self.count,
             quarantined=lambda key, *_: self.end([key]),
         )
-        self.ends = AttemptEnds(source, events, redraw_dropped=self.redraw, max_attempts=MAX_ATTEMPTS)
+        self.ends = AttemptOutcomes(source, events, redraw_dropped=self.redraw, max_attempts=MAX_ATTEMPTS)
         self.groups = Groups(
             self.ends,
             settings=settings_of(self.objective, min_group=self.min_group),
@@ -325,7 +325,10 @@ class Lives(RuleBasedStateMachine):
         self.end(keys)
 
     @precondition(lambda self: self.passed_on)
-    @rule(data=st.data(), reason=st.sampled_from([ReturnReason.STALE, ReturnReason.OVERFLOW]))
+    @rule(
+        data=st.data(),
+        reason=st.sampled_from([ReturnReason.STALE, ReturnReason.OVERFLOW, ReturnReason.FAILED]),
+    )
     def drop(self, data: st.DataObject, reason: ReturnReason) -> None:
         """A pack, of several groups perhaps: asked again are those that are enough to be compared."""
         keys = self.choose(data, self.passed_on)
@@ -333,15 +336,18 @@ class Lives(RuleBasedStateMachine):
         self.groups.drop(keys, reason)
         for key in keys:
             is_enough = num_in_pack[self.group_of(key)] >= self.min_group
-            returns = is_enough and self.redraw and key.attempt + 1 < MAX_ATTEMPTS
-            assert (key._replace(attempt=key.attempt + 1) in self.source._again) == returns
+            counts = reason is not ReturnReason.FAILED  # its process was lost, which is nobody's fault
+            returns = is_enough and (not counts or (self.redraw and key.attempt + 1 < MAX_ATTEMPTS))
+            assert (key._replace(attempt=key.attempt + counts) in self.source._again) == returns
+            if returns and not counts:
+                self.compared.discard(key)
 
     @rule(resumes=st.booleans())
     def stop(self, resumes: bool) -> None:
         """What waits goes back; or the process is killed, and all that is outstanding is drawn again by another."""
         if not resumes:
             keys = [rollout.sample.key for rollout in self.groups.take_all()]
-            self.ends.stopped(keys)
+            self.source.give_back(keys, ReturnReason.STOPPED)
             assert self.groups.rollouts == []
             return
         state = json.loads(json.dumps(self.source.state_dict()))

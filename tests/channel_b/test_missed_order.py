@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from real_model import make_encoder, rollout_of, sample_of
 
 from swift_stage2.channel_b.answer_format import standard_format
-from swift_stage2.channel_b.continuations import TokensInstead
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import make_pack
-from swift_stage2.channel_b.targets import order_missed
+from swift_stage2.channel_b.targets import AlternativeTokens, order_missed
 from swift_stage2.config import MissedOrder
 from swift_stage2.records import MatchQuality, SampleKey, Target
 from swift_stage2.training.beside_labels import cut_beside_labels, loss_beside_labels
@@ -86,7 +85,7 @@ def test_alternatives_are_the_first_tokens_that_differ_when_another_missed_objec
                     i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]
                 )
                 expected.add((place, theirs[place]))
-    found = TokensInstead(objects, form, offsets, encoder.tokenise).alternatives(num_found)
+    found = AlternativeTokens(objects, form, offsets, encoder.tokenise).alternatives(num_found)
     assert found == tuple(sorted(expected))
 
 
@@ -137,7 +136,7 @@ def test_the_loss_bounds_the_probability_of_the_set_over_all_orders(num_found: i
     for order in permutations(objects[num_found:]):
         listed = [*objects[:num_found], *order]
         ids, offsets = characters(form.write(listed))
-        alternatives = TokensInstead(listed, form, offsets, characters).alternatives(num_found)
+        alternatives = AlternativeTokens(listed, form, offsets, characters).alternatives(num_found)
         losses.append(losses_of_answer(ids, alternatives))
         log_probs.append(log_prob_of_answer(ids))
         chosen.append(math.exp(log_probs[-1] + losses[-1]))

@@ -20,15 +20,15 @@ from builders import cut_of, matched_of
 from channel_b.test_rank_evaluation import Recorder as EvaluationRecorder
 from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
-from swift_stage2.channel_b.attempts import AttemptEnds, Attempts
+from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.pipeline import Pipeline
-from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
+from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, Refusal
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import Terms
 from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
-from swift_stage2.config import DecodingConfig
+from swift_stage2.config import DecodingConfig, PackingConfig
 from swift_stage2.evaluation import RankEvaluation
 from swift_stage2.records import (
     BatchOutcome,
@@ -55,6 +55,7 @@ from swift_stage2.telemetry.timing import PipelineActivity
 PATIENCE_S = 60.0
 WINDOW = 2
 MAX_ATTEMPTS = 3
+PACKING = PackingConfig(packing_length=PACKING_LENGTH)
 
 Answer = Callable[[Sequence[Sample]], BatchOutcome]
 
@@ -315,6 +316,7 @@ def make_bench(
         origins: RowOrigins | None = None,
         num_generations: int = 1,
         groups: GroupSettings | None = None,
+        redraw_dropped: bool = True,
         now_s: Callable[[], float] = time.monotonic,
         **changes: Any,
     ) -> Bench:
@@ -331,12 +333,6 @@ def make_bench(
             num_generations=num_generations,
         )
 
-        def make_groups(ends: AttemptEnds) -> Groups:
-            assert groups is not None
-            return Groups(
-                ends, settings=groups, source=source, clock=clock, version_window=WINDOW, now_s=now_s
-            )
-
         attempts = Attempts(events.log)
         client = StandInClient(clock, server_encoder, attempts)
         evaluation = RankEvaluation(
@@ -347,25 +343,25 @@ def make_bench(
             world_size=1,
             client=client,  # type: ignore[arg-type]
             make_request=encoder.request,
-            preprocessor=ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
+            preprocessor=Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
             decoding=DecodingConfig(),
             events=EvaluationRecorder(),
         )
         pipelines: list[Pipeline] = []
         queue = ReadyQueue(limit, WINDOW, lambda pack, why: pipelines[0].on_drop(pack, why))
+        ends = AttemptOutcomes(source, events, redraw_dropped=redraw_dropped, max_attempts=MAX_ATTEMPTS)  # type: ignore[arg-type]
         settings: dict[str, Any] = {
-            "packing_length": PACKING_LENGTH,
-            "packing_min_fill_ratio": 0.65,
-            "redraw_dropped": True,
-            "max_attempts": MAX_ATTEMPTS,
             "guard": TruncationGuard(1.0),
+            "packing": PACKING,
+            "preprocessor": Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
         }
+        if groups is not None:
+            settings["groups"] = Groups(ends, groups, source, clock, WINDOW, now_s)
         pipeline = Pipeline(
             source=source,
             client=client,  # type: ignore[arg-type]
             attempts=attempts,
             make_request=encoder.request,
-            preprocessor=ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
             queue=queue,
             clock=clock,
             pacer=Pacer(
@@ -376,7 +372,7 @@ def make_bench(
                 packs_per_b_step=1,
             ),
             events=events,
-            make_groups=None if groups is None else make_groups,
+            ends=ends,
             ask_evaluation=evaluation.ask,
             take_evaluated=evaluation.take,
             **(settings | changes),
@@ -494,9 +490,6 @@ def test_a_rollout_that_ends_without_being_packed_gives_its_share_back(
     assert ask_until_nothing_more_is_asked(bench) == 8
 
 
-# --- one by one ------------------------------------------------------------------------------------------
-
-
 # --- what comes back ---------------------------------------------------------------------------------
 
 
@@ -573,6 +566,45 @@ def test_a_segment_that_went_stale_is_asked_again_and_its_attempt_counts(
     assert bench.events.packs == []
     assert [(reason, key.attempt) for key, reason, _ in bench.events.quarantines] == [("too_slow", 2)] * 2
     assert len(bench.source.state_dict()["outstanding"]) == 0
+
+
+class LosingPreprocessor(Preprocessor):
+    """The first pack ends the process that holds all segments."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts, packing_length=PACKING_LENGTH)
+        self._held: set[SampleKey] = set()
+        self.num_lost = 0
+
+    def encode(self, rollouts: Sequence[Rollout]) -> list[EncodedRollout | Refusal]:
+        self._held |= {rollout.sample.key for rollout in rollouts}
+        return super().encode(rollouts)
+
+    def holds(self, segment: Segment) -> bool:
+        return segment.key in self._held
+
+    def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack | None:
+        if not self.num_lost:
+            self.num_lost = len(self._held)
+            self._held.clear()
+            return None
+        return super().pack(pack_id, segments)
+
+
+def test_segments_that_went_with_their_process_are_asked_again_and_their_attempts_do_not_count(
+    make_bench: Callable[..., Bench], encoder: Encoder
+) -> None:
+    preprocessor = LosingPreprocessor(encoder, make_task())
+    bench = make_bench(preprocessor=preprocessor, redraw_dropped=False)
+    bench.observe()
+    bench.work()
+    assert bench.events.packs == []
+    lost = [segment.key for segment in bench.events.segments]
+    assert preprocessor.num_lost == len(lost) > 0
+    bench.work()
+    asked = [key for keys in bench.client.calls for key in keys]
+    assert asked[len(lost) : 2 * len(lost)] == lost, "the same attempts, before any new sample"
+    assert (bench.queue.depth > 0, bench.events.quarantines) == (True, [])
 
 
 @pytest.mark.parametrize("redraw", [True, False])
@@ -820,7 +852,7 @@ def test_rollouts_whose_preparation_a_stop_interrupts_return(
         assert is_interrupted.wait(PATIENCE_S)
         raise RuntimeError("interrupted")
 
-    monkeypatch.setattr(bench.pipeline.preprocessor, "prepare", interrupted)
+    monkeypatch.setattr(bench.pipeline.preprocessor, "encode", interrupted)
     monkeypatch.setattr(bench.pipeline.preprocessor, "interrupt", is_interrupted.set)
     bench.pipeline.start()
     bench.observe(max_prompts=1)
@@ -923,7 +955,9 @@ def test_a_step_that_waits_gets_its_packs_and_leaves_nothing_out(make_bench: Cal
 
 def test_a_step_that_waits_trains_a_pack_that_expires_after_it(make_bench: Callable[..., Bench]) -> None:
     """A round is due before the next step. What is made beyond this step's need pushes out nothing that it trains."""
-    bench = make_bench(limit=3, packing_length=80, packing_min_fill_ratio=0.1)  # one row each
+    bench = make_bench(
+        limit=3, packing=PackingConfig(packing_length=80, packing_min_fill_ratio=0.1)
+    )  # one row each
     bench.pipeline.start()
     bench.fill(1)
     bench.train(1)

@@ -12,7 +12,7 @@ from channel_b.test_pipeline import PATIENCE_S, WINDOW, Bench, encoder, make_ben
 from real_model import rollout_of
 
 from swift_stage2.channel_b.groups import GroupSettings
-from swift_stage2.config import GrpoConfig, Objective
+from swift_stage2.config import GrpoConfig, Objective, PackingConfig
 from swift_stage2.records import BatchOutcome, ReturnReason, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import read_events
@@ -78,8 +78,8 @@ class GroupBench:
 
     @property
     def waiting(self) -> set[int]:
-        assert self.bench.pipeline._groups is not None
-        return {rollout.sample.key.position for rollout in self.bench.pipeline._groups.rollouts}
+        assert self.bench.pipeline.groups is not None
+        return {rollout.sample.key.position for rollout in self.bench.pipeline.groups.rollouts}
 
     @property
     def asked(self) -> list[int]:
@@ -253,7 +253,7 @@ def test_a_rollout_that_goes_stale_while_it_waits_is_asked_again_for_its_group(
 
 @pytest.mark.parametrize("redraw", [True, False])
 def test_of_a_dropped_pack_come_again_those_that_can_be_compared(make_bench: MakeBench, redraw: bool) -> None:
-    scene = GroupBench(make_bench, redraw_dropped=redraw, packing_length=100)
+    scene = GroupBench(make_bench, redraw_dropped=redraw, packing=PackingConfig(packing_length=100))
     bench = scene.bench
     bench.observe(max_prompts=1)
     scene.work_until(lambda: bench.queue.depth == 1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,18 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from commands import run_python
 from real_model import PACKING_LENGTH, make_encoder, make_task, read_rows, rollout_of, sample_of
 from swift.utils import import_external_file
 
+from swift_stage2.channel_b import preprocessing_process
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.preprocessing import Judged, Prepared, ProcessPreprocessor, ThreadPreprocessor
+from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, ScoredRollout
+from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.errors import ConfigError, PreprocessorLost
-from swift_stage2.records import Rollout
+from swift_stage2.errors import ConfigError, PreprocessorLost, SampleError
+from swift_stage2.records import Pack, Rollout, Segment
 from swift_stage2.telemetry.timing import Trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
@@ -54,6 +59,7 @@ def shared(encoder: Encoder, trace: Trace) -> Iterator[ProcessPreprocessor]:
 
 
 PLUGIN = """
+import os, signal, time
 from pathlib import Path
 from swift_stage2.errors import SampleError
 
@@ -67,6 +73,10 @@ class Parts:
     def attach_model(self): ...
 
     def encode_prompt(self, sample):
+        if "end" in sample.row:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if "hang" in sample.row:
+            time.sleep(60)
         raise SampleError("refused by a user's class")
 """
 
@@ -96,25 +106,31 @@ def rollouts_of(encoder: Encoder, rows: list[dict[str, Any]]) -> list[Rollout]:
     ]
 
 
-def prepared_by(preprocessor: Any, rollouts: list[Rollout]) -> list[Prepared]:
-    outcomes = list(preprocessor.prepare(rollouts))
-    assert all(isinstance(outcome, Prepared) for outcome in outcomes)
+def encoded_by(preprocessor: Any, rollouts: list[Rollout]) -> list[EncodedRollout]:
+    outcomes = list(preprocessor.encode(rollouts))
+    assert all(isinstance(outcome, EncodedRollout) for outcome in outcomes)
     return outcomes
+
+
+def packed_by(preprocessor: Preprocessor, segments: list[Segment]) -> Pack:
+    pack = preprocessor.pack("p", segments)
+    assert pack is not None
+    return pack
 
 
 def test_packs_equal_those_of_a_thread(
     shared: ProcessPreprocessor, encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:
-    thread = ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH)
+    thread = Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH)
     rollouts = rollouts_of(encoder, rows)
-    theirs, ours = prepared_by(thread, rollouts), prepared_by(shared, rollouts)
+    theirs, ours = encoded_by(thread, rollouts), encoded_by(shared, rollouts)
     for expected, found in zip(theirs, ours, strict=True):
         assert found.segment == replace(expected.segment, encodings=())
         assert (found.target, found.space) == (expected.target, expected.space)
         assert found.target.quality.num_pairs > 0
     for chosen in ([4, 0], [1], [5, 2, 3]):
-        expected_pack = thread.pack("p", [theirs[i].segment for i in chosen])
-        pack = shared.pack("p", [ours[i].segment for i in chosen])
+        expected_pack = packed_by(thread, [theirs[i].segment for i in chosen])
+        pack = packed_by(shared, [ours[i].segment for i in chosen])
         assert replace(pack, batch={}) == replace(expected_pack, batch={})
         assert pack.batch.keys() == expected_pack.batch.keys()
         for name, expected_value in expected_pack.batch.items():
@@ -131,9 +147,9 @@ def test_evaluation_judges_alike(
 ) -> None:
     rollouts = rollouts_of(encoder, rows)
     rollouts[1] = replace(rollouts[1], prompt_token_ids=(1, 2))
-    thread = ThreadPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH)
-    for found, expected in zip(shared.judge(rollouts), thread.judge(rollouts), strict=True):
-        if isinstance(expected, Judged):
+    thread = Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH)
+    for found, expected in zip(shared.score(rollouts), thread.score(rollouts), strict=True):
+        if isinstance(expected, ScoredRollout):
             assert found == expected
         else:
             assert type(found) is type(expected)
@@ -146,75 +162,96 @@ def test_a_bad_sample_is_refused_and_costs_no_other(
 ) -> None:
     first, second, third = rollouts_of(encoder, rows)[:3]
     second = replace(second, prompt_token_ids=(7,))
-    outcomes = list(shared.prepare([first, second, third]))
-    assert [isinstance(outcome, Prepared) for outcome in outcomes] == [True, False, True]
+    outcomes = list(shared.encode([first, second, third]))
+    assert [isinstance(outcome, EncodedRollout) for outcome in outcomes] == [True, False, True]
     assert "the server's prompt must equal the learner's" in str(outcomes[1])
 
 
 def test_a_segment_can_be_packed_once_and_not_after_it_was_forgotten(
     shared: ProcessPreprocessor, encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:
-    kept, forgotten = (prepared.segment for prepared in prepared_by(shared, rollouts_of(encoder, rows)[:2]))
+    kept, forgotten = (encoded.segment for encoded in encoded_by(shared, rollouts_of(encoder, rows)[:2]))
     shared.forget([forgotten])
-    assert shared.pack("p", [kept]).keys == (kept.key,)
+    assert packed_by(shared, [kept]).keys == (kept.key,)
     for segment in (forgotten, kept):
-        with pytest.raises(PreprocessorLost, match=r"must be able to pack 1 segments, got KeyError"):
-            shared.pack("q", [segment])
+        assert not shared.holds(segment)
+        assert shared.pack("q", [segment]) is None
 
 
 def test_memory_of_packs_goes_with_their_tensors(
     shared: ProcessPreprocessor, encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:
-    def num_shared() -> tuple[int, int]:
-        """Of this process and of the worker."""
-        places = (Path(f"/proc/{pid}/maps") for pid in (os.getpid(), shared.pid))
-        ours, theirs = (place.read_text().count("memfd:swift_stage2-batch") for place in places)
-        return ours, theirs
+    def num_shared() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:swift_stage2-batch")
+
+    def files_there() -> list[str]:
+        names = Path(f"/proc/{shared.pid}/fd").iterdir()
+        return [os.readlink(name) for name in names if "memfd" in os.readlink(name)]
 
     before, descriptors = num_shared(), psutil.Process().num_fds()
-    (prepared,) = prepared_by(shared, rollouts_of(encoder, rows)[:1])
-    pack = shared.pack("p", [prepared.segment])
-    assert num_shared() == (before[0] + 1, before[1]), "the process that made it keeps nothing"
+    (encoded,) = encoded_by(shared, rollouts_of(encoder, rows)[:1])
+    pack = packed_by(shared, [encoded.segment])
+    assert num_shared() == before + 1
     pixels = pack.batch["pixel_values"]
     total = float(pixels.sum())
     del pack
+    encoded_by(shared, rollouts_of(encoder, rows)[:1])
+    assert files_there() == [], "the process that made it keeps nothing once it is asked something else"
     assert float(pixels.sum()) == total, "a tensor holds the memory by itself"
     del pixels
     assert num_shared() == before
     assert psutil.Process().num_fds() == descriptors
 
 
-@pytest.mark.slow
-def test_its_death_names_the_rows_that_it_worked_on(
-    own: ProcessPreprocessor, encoder: Encoder, rows: list[dict[str, Any]]
+def test_a_process_that_ends_is_replaced_and_costs_the_segments_that_it_held(
+    shared: ProcessPreprocessor, encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:
-    own.await_ready()
     rollouts = rollouts_of(encoder, rows)[:2]
-    indices = ", ".join(str(rollout.sample.key.index) for rollout in rollouts)
-    os.kill(own.pid, signal.SIGSEGV)
-    with pytest.raises(
-        PreprocessorLost, match=rf"killed by SIGSEGV.* prepare rollouts of data set rows {indices};"
-    ):
-        prepared_by(own, rollouts)
+    (encoded,) = encoded_by(shared, rollouts[:1])
+    before = shared.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    again = encoded_by(shared, rollouts)
+    assert shared.pid != before
+    assert packed_by(shared, [each.segment for each in again]).num_tokens > encoded.segment.num_tokens
+    assert shared.pack("p", [encoded.segment]) is None
 
 
-@pytest.mark.parametrize("is_ready", [True, False])
-def test_its_death_is_told_at_once(
-    own: ProcessPreprocessor, encoder: Encoder, rows: list[dict[str, Any]], is_ready: bool
+def test_a_row_that_ends_two_processes_alone_is_refused_and_a_process_that_never_answers_fails(
+    own: ProcessPreprocessor, encoder: Encoder, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if is_ready:
-        own.await_ready()
-    os.kill(own.pid, signal.SIGKILL)
-    with pytest.raises(PreprocessorLost, match="was killed by SIGKILL"):
-        prepared_by(own, rollouts_of(encoder, rows)[:1]) if is_ready else own.await_ready()
+    good, bad = rollouts_of(encoder, rows)[:2]
+    bad = replace(bad, sample=replace(bad.sample, row={"end": True}))
+    refused, ended = own.encode([good, bad])
+    assert str(refused) == "refused by a user's class"
+    assert isinstance(ended, SampleError)
+    asked = f"it was to encode rollouts of data set rows {bad.sample.key.index};"
+    assert re.search(f"was killed by SIGSEGV, .*: thread .{asked}", str(ended))
+    monkeypatch.setattr(preprocessing_process, "_ANSWER_S", 0.5)
+    hung = replace(bad, sample=replace(bad.sample, row={"hang": True}))
+    with pytest.raises(PreprocessorLost, match=r"did not answer within 0\.5 s"):
+        own.encode([hung] * preprocessing_process._MOST_LOST)
+    assert not psutil.pid_exists(own.pid or 0)
+
+
+def test_a_template_that_cannot_be_loaded_there_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = import_parts(tmp_path / "light.py", monkeypatch)
+    (tmp_path / "light.py").write_text("raise RuntimeError('of the learner alone')")
+    with (
+        closing(ProcessPreprocessor(parts, parts, packing_length=8, trace=Trace(False))) as process,
+        pytest.raises(PreprocessorLost, match=r"got RuntimeError: of the learner alone; .*: thread"),
+    ):
+        process.await_ready()
 
 
 def test_signals_to_the_whole_group_leave_it_to_its_rank(
     shared: ProcessPreprocessor, encoder: Encoder, rows: list[dict[str, Any]]
 ) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        os.kill(shared.pid, number)
-    assert prepared_by(shared, rollouts_of(encoder, rows)[:1])
+        os.kill(shared.pid or 0, number)
+    assert encoded_by(shared, rollouts_of(encoder, rows)[:1])
 
 
 def test_what_cannot_be_sent_is_refused_with_the_remedy(encoder: Encoder) -> None:
@@ -227,7 +264,7 @@ def test_what_cannot_be_sent_is_refused_with_the_remedy(encoder: Encoder) -> Non
 
 
 def test_an_interrupt_wakes_who_waits_for_a_process_that_stands_still(own: ProcessPreprocessor) -> None:
-    os.kill(own.pid, signal.SIGSTOP)
+    os.kill(own.pid or 0, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(own.await_ready)
         own.interrupt()
@@ -236,5 +273,28 @@ def test_an_interrupt_wakes_who_waits_for_a_process_that_stands_still(own: Proce
 
 def test_closing_leaves_no_process(own: ProcessPreprocessor) -> None:
     own.close()
-    assert not psutil.pid_exists(own.pid)
+    assert not psutil.pid_exists(own.pid or 0)
     own.close()
+
+
+LEAVES = """
+import sys, threading
+from light import Parts
+from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
+from swift_stage2.telemetry.timing import Trace
+
+if __name__ == "__main__":
+    process = ProcessPreprocessor(Parts(), Parts(), packing_length=8, trace=Trace(False))
+    process.await_ready()
+    hung = process._pool.submit(__import__("time").sleep, 600)
+    while not hung.running():
+        threading.Event().wait(0.01)
+"""
+
+
+def test_a_rank_that_leaves_it_behind_in_the_middle_of_something_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "light.py").write_text(PLUGIN)
+    (tmp_path / "rank.py").write_text(LEAVES)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = run_python("rank.py", cwd=tmp_path, timeout=120.0, variables={"PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -15,7 +15,7 @@ from fake_rollout_server import FakeRolloutServer
 from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
+from swift_stage2.channel_b.preprocessing import Preprocessor
 from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights, Terms
 from swift_stage2.channel_b.task import Task
 from swift_stage2.columns import LOG_PROBS
@@ -115,7 +115,7 @@ class Scene:
             rank=rank,
             client=self.client,
             make_request=encoder.request,
-            preprocessor=ThreadPreprocessor(encoder, task, packing_length=PACKING_LENGTH),
+            preprocessor=Preprocessor(encoder, task, packing_length=PACKING_LENGTH),
             decoding=DECODING,
             events=self.events,
             **(defaults | settings),

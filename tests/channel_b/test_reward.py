@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from swift_stage2.channel_b.dialects import POINT_LIST
 from swift_stage2.channel_b.points import PointTask
-from swift_stage2.channel_b.reward import reward_terms
 from swift_stage2.channel_b.targets import TokenGroup
-from swift_stage2.channel_b.task import Task, try_task
+from swift_stage2.channel_b.task import Task, reward_terms, try_task
 from swift_stage2.checks.channel_b_parts import make_task as task_of
 from swift_stage2.config import MatchingConfig
 from swift_stage2.config.objective import REWARD_WEIGHTS

@@ -23,7 +23,7 @@ from swift.trainers import Seq2SeqTrainer
 
 from swift_stage2.channel_b.answer_format import standard_format
 from swift_stage2.channel_b.dialects import DIALECTS
-from swift_stage2.channel_b.encoding import TOKENS_INSTEAD, Encoder
+from swift_stage2.channel_b.encoding import ALTERNATIVE_TOKENS, Encoder
 from swift_stage2.channel_b.preprocessing import make_segment
 from swift_stage2.channel_b.targets import TokenGroup
 from swift_stage2.channel_b.task import Task
@@ -178,7 +178,7 @@ def test_the_corrected_answer_beside_is_what_is_trained_without_advantages(
         assert beside.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(torch.as_tensor(beside[name]), torch.as_tensor(value)), name
-        assert {*TOKENS_INSTEAD} & expected.keys() == (set() if task is GIVEN else {*TOKENS_INSTEAD})
+        assert {*ALTERNATIVE_TOKENS} & expected.keys() == (set() if task is GIVEN else {*ALTERNATIVE_TOKENS})
         assert both.num_tokens == num_sampled * sampled.num_tokens + without.num_tokens
 
 
@@ -187,14 +187,14 @@ def test_a_corrected_answer_that_does_not_fit_into_a_pack_beside_its_rollout_is_
     encoder: Encoder, rollouts: list[Rollout], monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     together, alone = segments_of([rollouts[2], replace(rollouts[2], advantages=(0.5,))], encoder)
-    monkeypatch.setattr(encoder, "_packing_length", together.num_tokens + room)
+    monkeypatch.setattr(encoder, "packing_length", together.num_tokens + room)
     (found,) = segments_of([rollouts[2]], encoder)
     expected = together if room == 0 else replace(alone, num_left_out=1)
     assert replace(found, encodings=()) == replace(expected, encodings=())
     assert [each["input_ids"] for each in found.encodings] == [
         each["input_ids"] for each in expected.encodings
     ]
-    monkeypatch.setattr(encoder, "_packing_length", alone.num_tokens - 1)
+    monkeypatch.setattr(encoder, "packing_length", alone.num_tokens - 1)
     with pytest.raises(SampleError, match="must fit a pack"):
         segments_of([rollouts[2]], encoder)
 

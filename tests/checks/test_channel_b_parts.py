@@ -12,7 +12,7 @@ from real_model import rollout_of
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.channel_b.task import TASKS
-from swift_stage2.checks.channel_b_parts import make_task, run_ahead_budget
+from swift_stage2.checks.channel_b_parts import make_task
 from swift_stage2.checks.samples import Excess, RowLengths
 from swift_stage2.config import Objective, Stage2Config
 from swift_stage2.errors import ConfigError
@@ -92,12 +92,12 @@ def test_the_budget_of_a_version_is_that_of_the_packs_that_can_be_of_use(
     )
     nothing = Excess(1000, 0, 0, "")
     lengths = RowLengths(3, nothing, nothing, shortest_prompt=100)
-    assert run_ahead_budget(config, lengths, packs_per_b_step) == budget
-    assert run_ahead_budget(config, replace(lengths, shortest_prompt=0), 1) > 0
+    assert lengths.run_ahead_budget(config, packs_per_b_step) == budget
+    assert replace(lengths, shortest_prompt=0).run_ahead_budget(config, 1) > 0
     # Whole groups fill the packs beside one that is not whole
     if not prefetch.get("max_rollouts_per_version"):
         decoding = replace(config.rollout.decoding, temperature=1.0)
         rollout = replace(config.rollout, num_generations=4, decoding=decoding)
         objective = replace(config.stage2_ab, objective=Objective.GRPO)
         in_groups = replace(config, rollout=rollout, stage2_ab=objective)
-        assert run_ahead_budget(in_groups, lengths, packs_per_b_step) == budget + 3
+        assert lengths.run_ahead_budget(in_groups, packs_per_b_step) == budget + 3

@@ -16,10 +16,9 @@ import torch
 from PIL import Image, ImageOps
 from real_model import boxes_of, make_encoder, make_template, sample_of
 
-from swift_stage2.channel_b.image_files import without_orientation
 from swift_stage2.dataset.picture import look_at
 from swift_stage2.detections.drawing import Drawing, gallery_image
-from swift_stage2.servers.image_opening import decode_image
+from swift_stage2.servers.image_opening import decode_image, without_orientation
 
 SUFFIXES = ["jpg", "png", "webp"]
 SIZE = (168, 112)

@@ -21,12 +21,8 @@ from real_model import (
 
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.preprocessing import (
-    Prepared,
-    ProcessPreprocessor,
-    ThreadPreprocessor,
-    make_pack,
-)
+from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, make_pack
+from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.checks.packing_isolation import check_isolation, isolation_batches
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.telemetry.timing import Trace
@@ -101,13 +97,13 @@ def test_what_was_learned_reaches_the_preprocessing_process(
     process = ProcessPreprocessor(encoder, task, packing_length=LENGTH, trace=Trace(False))
     try:
         process.await_ready()
-        theirs = list(process.prepare(rollouts))
+        theirs = list(process.encode(rollouts))
     finally:
         process.close()
-    ours = list(ThreadPreprocessor(encoder, task, packing_length=LENGTH).prepare(rollouts))
+    ours = list(Preprocessor(encoder, task, packing_length=LENGTH).encode(rollouts))
     for found, expected, sample in zip(theirs, ours, samples, strict=True):
-        assert isinstance(found, Prepared)
-        assert isinstance(expected, Prepared)
+        assert isinstance(found, EncodedRollout)
+        assert isinstance(expected, EncodedRollout)
         assert found.target == expected.target
         assert found.target.text == encoder.answer_of(sample)
 

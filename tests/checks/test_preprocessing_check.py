@@ -10,8 +10,8 @@ import pytest
 import torch
 from real_model import PACKING_LENGTH, make_encoder, make_task, sample_of
 
-from swift_stage2.channel_b.preprocessing import Prepared, Refusal, ThreadPreprocessor
-from swift_stage2.checks.channel_b_parts import check_preprocessing
+from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, Refusal
+from swift_stage2.checks.channel_b_parts import compare_preprocessors
 from swift_stage2.checks.packing_isolation import empty_rollout
 from swift_stage2.errors import ConfigError, SampleError
 from swift_stage2.records import Pack, Rollout, Segment
@@ -22,7 +22,7 @@ ROW: dict[str, Any] = {
 }
 
 
-class Altered(ThreadPreprocessor):
+class Altered(Preprocessor):
     """A thread's work with one difference."""
 
     def __init__(
@@ -36,9 +36,9 @@ class Altered(ThreadPreprocessor):
         super().__init__(*parts, **settings)
         self._alter, self._refuses, self._text = alter, refuses, text
 
-    def prepare(self, rollouts: Sequence[Rollout]) -> Iterator[Prepared | Refusal]:
+    def encode(self, rollouts: Sequence[Rollout]) -> Iterator[EncodedRollout | Refusal]:
         if self._refuses is None:
-            yield from super().prepare(
+            yield from super().encode(
                 [rollout if self._text is None else replace(rollout, text=self._text) for rollout in rollouts]
             )
         else:
@@ -64,16 +64,16 @@ def test_every_difference_is_named(difference: dict[str, Any], named: str) -> No
     encoder = make_encoder()
     rollouts = [empty_rollout(sample_of(ROW), encoder)]
     parts: Any = (encoder, make_task())
-    thread = ThreadPreprocessor(*parts, packing_length=PACKING_LENGTH)
-    check_preprocessing(Altered(*parts, packing_length=PACKING_LENGTH), thread, rollouts)
+    thread = Preprocessor(*parts, packing_length=PACKING_LENGTH)
+    compare_preprocessors(Altered(*parts, packing_length=PACKING_LENGTH), thread, rollouts)
     altered = Altered(*parts, packing_length=PACKING_LENGTH, **difference)
     with pytest.raises(ConfigError, match=f"got another .*{named}.* for the data set's row 0.*: thread"):
-        check_preprocessing(altered, thread, rollouts)
+        compare_preprocessors(altered, thread, rollouts)
 
 
 def test_what_both_refuse_alike_is_no_difference() -> None:
     encoder = make_encoder(packing_length=8)
     rollouts = [empty_rollout(sample_of(ROW), encoder)]
-    one, other = (ThreadPreprocessor(encoder, make_task(), packing_length=8) for _ in range(2))
-    assert isinstance(next(one.prepare(rollouts)), SampleError)
-    check_preprocessing(one, other, rollouts)
+    one, other = (Preprocessor(encoder, make_task(), packing_length=8) for _ in range(2))
+    assert isinstance(one.encode(rollouts)[0], SampleError)
+    compare_preprocessors(one, other, rollouts)

@@ -15,7 +15,7 @@ from real_model import rollout_of
 
 from swift_stage2.channel_b.dialects import OBJECT_LIST
 from swift_stage2.channel_b.parsing import read_ground_truth
-from swift_stage2.channel_b.preprocessing import Judged
+from swift_stage2.channel_b.preprocessing import ScoredRollout
 from swift_stage2.detections import recorded
 from swift_stage2.detections.prediction import LabelledBoxes, read_predictions, read_rows
 from swift_stage2.detections.recorded import (
@@ -52,12 +52,12 @@ def picture(tmp_path: Path) -> Path:
 
 def judged(
     *predicted: tuple[str, tuple[int, int, int, int]], space: tuple[int, int] = (1000, 1000), truth: Any = ()
-) -> Judged:
+) -> ScoredRollout:
     quality = MatchQuality(len(predicted), len(truth), 0, 0.0, 0, 0)
-    return Judged(Target("", (), (), quality, ObjectMatch(predicted, truth, ())), space)
+    return ScoredRollout(Target("", (), (), quality, ObjectMatch(predicted, truth, ())), space)
 
 
-def answered(row: dict[str, Any], number: int, found: Judged) -> RecordedRow:
+def answered(row: dict[str, Any], number: int, found: ScoredRollout) -> RecordedRow:
     truth = read_ground_truth(row)
     rollout = rollout_of(Sample(SampleKey(0, 0, number), row, truth), "said", ())
     return recorded_row(number, row, truth, (rollout, found))
@@ -149,7 +149,7 @@ def test_points_have_no_boxes(picture: Path) -> None:
     row = {"messages": [QUESTION], "images": [str(picture)], "objects": {"ref": ["car"], "bbox": [[20, 10]]}}
     truth = read_ground_truth(row, 2)
     match = ObjectMatch((("car", (500, 500)),), (("car", (100, 100)),), ((0, 0, 0.5),))
-    found = Judged(Target("", (), (), MatchQuality(1, 1, 1, 0.5, 0, 0), match), (1000, 1000))
+    found = ScoredRollout(Target("", (), (), MatchQuality(1, 1, 1, 0.5, 0, 0), match), (1000, 1000))
     answer = rollout_of(Sample(SampleKey(0, 0, 7), row, truth), "said", ()), found
     told = recorded_row(7, row, truth, answer)
     assert (told.objects, told.truth) == (LabelledBoxes(), None)

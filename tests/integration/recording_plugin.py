@@ -22,7 +22,7 @@ from swift_stage2 import Stage2Trainer
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.training.stage2_trainer import register_trainer
 
-WORKER = "swift_stage2.channel_b.preprocessing_worker"
+WORKER = "multiprocessing.spawn"
 
 
 def _digest(tensor):
@@ -117,7 +117,7 @@ def _commit(trainer, step, num_packs, at, fault, rank):
         os.environ["INJECT"] = ""
         os.killpg(0, signal.Signals[name])  # as torchrun sends it: data-loader workers and ours hear it, too
     if fault == "kill_preprocessing":
-        os.environ["INJECT"] = ""
+        os.environ["INJECT"] = os.environ["INJECT"].replace(f"{rank}:{at}:{fault},", "")
         (worker,) = [child for child in psutil.Process().children() if WORKER in " ".join(child.cmdline())]
         worker.kill()
     if fault == "raise" and step == at:

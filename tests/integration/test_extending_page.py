@@ -35,12 +35,8 @@ import swift_stage2
 from swift_stage2 import try_task
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.parsing import parse_rollout
-from swift_stage2.channel_b.preprocessing import (
-    Prepared,
-    ProcessPreprocessor,
-    ThreadPreprocessor,
-    make_target,
-)
+from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, make_target
+from swift_stage2.channel_b.preprocessing_process import ProcessPreprocessor
 from swift_stage2.channel_b.task import TASKS, needed_columns
 from swift_stage2.checks.channel_b_parts import make_task as task_of
 from swift_stage2.checks.task_trial import try_answers
@@ -139,7 +135,7 @@ def test_a_dialect_is_read_learned_and_written(load: Any, tmp_path: Path, rows_f
         ProcessPreprocessor(encoder, task, packing_length=PACKING_LENGTH, trace=Trace(False))
     ) as there:
         there.await_ready()
-        (judged,) = there.judge([rollout_of(sample, answer, prompt.token_ids)])
+        (judged,) = there.score([rollout_of(sample, answer, prompt.token_ids)])
         assert judged.target == target  # type: ignore[union-attr]
 
 
@@ -164,11 +160,11 @@ def test_a_users_task_works_in_the_preprocessing_process(load: Any, tmp_path: Pa
         ProcessPreprocessor(encoder, task, packing_length=PACKING_LENGTH, trace=Trace(False))
     ) as there:
         there.await_ready()
-        right, wrong = there.prepare(
+        right, wrong = there.encode(
             [rollout_of(sample, text, prompt.token_ids) for text in (str(truth), "many")]
         )
-        assert isinstance(right, Prepared)
-        assert isinstance(wrong, Prepared)
+        assert isinstance(right, EncodedRollout)
+        assert isinstance(wrong, EncodedRollout)
         assert (right.target.text, wrong.target.text) == (str(truth),) * 2
         assert [each.segment.quality.reward["exact"] for each in (right, wrong)] == [1.0, 0.0]
         assert right.segment.quality.reward["total"] == 1.5, "its weights came along"
@@ -229,8 +225,10 @@ def test_a_users_column_is_asked_for_and_packed(load: Any, tmp_path: Path, rows_
     prompt = encoder.encode_prompt(sample)
     rollout = rollout_of(sample, "[]", prompt.token_ids)
     rollout = replace(rollout, token_ids=(300, 301), log_probs=(-0.5, -1.0))
-    preprocessor = ThreadPreprocessor(encoder, task, packing_length=2 * PACKING_LENGTH)
-    segments = [each.segment for each in preprocessor.prepare([rollout] * 2) if isinstance(each, Prepared)]
+    preprocessor = Preprocessor(encoder, task, packing_length=2 * PACKING_LENGTH)
+    segments = [
+        each.segment for each in preprocessor.encode([rollout] * 2) if isinstance(each, EncodedRollout)
+    ]
     assert preprocessor.pack("p", segments).batch["surprise"].tolist() == [0.75, 0.75]
 
 

@@ -387,12 +387,14 @@ class Ledger:
 
     def check_groups(self, rank: int, b: Any) -> None:
         """None waits for ever: not for samples that nobody asks for, nor for late ones."""
-        mine, pipeline, groups = self.ranks[rank], b.pipeline, b.pipeline._groups
+        mine, pipeline, groups = self.ranks[rank], b.pipeline, b.pipeline.groups
         if groups is None or pipeline.failure is not None or mine.producing or pipeline._stop._set:
             return
         self.counts["steps with groups waiting"] += bool(groups._waiting)
         longest_turn_s = _LONGEST_TURN_S + (3.0 if self.setting.stall_share else 0.0)
-        mine.open_s += (active().now - mine.checked_s) * (b.client.is_open and not pipeline._held)
+        mine.open_s += (active().now - mine.checked_s) * (
+            b.client.is_open and not pipeline._awaiting_confirmation
+        )
         mine.checked_s = active().now
         for (epoch, number), members in groups._waiting.items():
             since = mine.since[place := (epoch, number * self.setting.num_generations)]
@@ -404,7 +406,7 @@ class Ledger:
                 _fail(f"rank {rank}: a group waits {waited_s:.1f} s for its last rollouts")
         has_budget = b.source._shares.num_left(b.clock.current, pipeline.max_rollouts_per_version) > 0
         can_ask = b.client.proven and b.client.free_places and has_budget
-        if not groups._waiting or not can_ask or pipeline.attempts._open or pipeline._held:
+        if not groups._waiting or not can_ask or pipeline.attempts._open or pipeline._awaiting_confirmation:
             mine.idle = None
         elif mine.idle is None or mine.idle[0] != mine.num_begun:
             mine.idle = (mine.num_begun, active().now)
@@ -530,18 +532,21 @@ class Ledger:
             *((key.epoch, key.position) for key in source._again),
             *((key.epoch, key.position) for pack in queue._ready for key in pack.keys),
             *((segment.key.epoch, segment.key.position) for segment in pipeline._segments),
-            *((rollout.sample.key.epoch, rollout.sample.key.position) for rollout in pipeline._held),
+            *(
+                (rollout.sample.key.epoch, rollout.sample.key.position)
+                for rollout in pipeline._awaiting_confirmation
+            ),
             *((key.epoch, key.position) for key in pipeline.attempts._open),
             *(
                 _place(rollout.sample.key)
-                for rollout in (pipeline._groups.rollouts if pipeline._groups else ())
+                for rollout in (pipeline.groups.rollouts if pipeline.groups else ())
             ),
         ]
         waiting = [sample.key for sample in pipeline._partial._waiting]
         if any(waiting.count(key) > 1 or key not in pipeline.attempts._open for key in waiting):
             _fail(f"rank {rank}: partial rollouts wait twice, or have no attempt: {waiting}")
-        self.counts["steps with rollouts held"] += bool(pipeline._held)
-        for rollout in pipeline._held:
+        self.counts["steps with rollouts held"] += bool(pipeline._awaiting_confirmation)
+        for rollout in pipeline._awaiting_confirmation:
             if mine.heard_at.get(rollout.round_id or "", math.inf) < mine.looked_from:
                 _fail(f"rank {rank} holds a rollout of round {rollout.round_id}, which has ended")
         if len(held) != len(set(held)):

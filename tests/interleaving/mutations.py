@@ -64,11 +64,12 @@ class CountingQueue(ReadyQueue):
         """No pack waits, as none did then."""
         return True
 
-    def _take_oldest(self, n: int, min_tokens: int) -> Reservation | None:
-        reservation = super()._take_oldest(n, min_tokens)
+    def reserve(self, n: int, *, current_version: int, min_tokens: int = 0) -> Reservation | None:
+        reservation = super().reserve(n, current_version=current_version, min_tokens=min_tokens)
         if reservation is None:
             return None
-        self._ready.extendleft(reversed(reservation._packs))
+        with self._lock:
+            self._ready.extendleft(reversed(reservation._packs))
         return CountedReservation(self, reservation._packs)
 
 
@@ -104,14 +105,14 @@ class ForgettingPipeline(Pipeline):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._ends.take_back = lambda outcome, is_stopped: None  # type: ignore[method-assign]
+        self.ends.take_back = lambda outcome, is_stopped: None  # type: ignore[method-assign]
 
 
 class TwiceAskingPipeline(Pipeline):
     """A partial rollout is resumed, and its sample goes back to be asked afresh as well."""
 
-    def _take_in(self, outcome: BatchOutcome) -> BatchOutcome:
-        outcome = super()._take_in(outcome)
+    def _handle_result(self, outcome: BatchOutcome) -> BatchOutcome:
+        outcome = super()._handle_result(outcome)
         keys = [rollout.sample.key for rollout in outcome.partial]
         self.source.give_back(keys, ReturnReason.ABORTED)
         return outcome
@@ -120,8 +121,8 @@ class TwiceAskingPipeline(Pipeline):
 class YoungPipeline(Pipeline):
     """A resumed rollout is as old as its newest tokens."""
 
-    def _take_in(self, outcome: BatchOutcome) -> BatchOutcome:
-        outcome = super()._take_in(outcome)
+    def _handle_result(self, outcome: BatchOutcome) -> BatchOutcome:
+        outcome = super()._handle_result(outcome)
         return replace(outcome, rollouts=tuple(map(_as_if_of_its_last_part, outcome.rollouts)))
 
 
@@ -181,19 +182,22 @@ class PromptLearner(Learner):
 class HastyPipeline(Pipeline):
     """Goes on with a rollout of new weights before anybody has heard of their proof."""
 
-    def _heard_proven(self, arrived: Sequence[Rollout] = ()) -> list[Rollout]:
+    def _split_confirmed(self, arrived: Sequence[Rollout] = ()) -> list[Rollout]:
         return list(arrived)
 
 
 class KeepingPipeline(Pipeline):
     """What no round has proven is held for ever."""
 
-    def _heard_proven(self, arrived: Sequence[Rollout] = ()) -> list[Rollout]:
+    def _split_confirmed(self, arrived: Sequence[Rollout] = ()) -> list[Rollout]:
         unconfirmed = [rollout for rollout in arrived if self.client.confirms(rollout) is False]
-        kept = [rollout for rollout in self._held if self.client.confirms(rollout) is False] + unconfirmed
-        self._held = [rollout for rollout in self._held if rollout not in kept]
-        heard = super()._heard_proven([rollout for rollout in arrived if rollout not in kept])
-        self._held += kept
+        kept = [each for each in self._awaiting_confirmation if self.client.confirms(each) is False]
+        kept += unconfirmed
+        self._awaiting_confirmation = [
+            rollout for rollout in self._awaiting_confirmation if rollout not in kept
+        ]
+        heard = super()._split_confirmed([rollout for rollout in arrived if rollout not in kept])
+        self._awaiting_confirmation += kept
         return heard
 
 
@@ -259,8 +263,8 @@ class SilentPipeline(Pipeline):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self._groups is not None:
-            self._groups.num_to_ask = lambda coming: 0  # type: ignore[method-assign]
+        if self.groups is not None:
+            self.groups.num_to_ask = lambda coming: 0  # type: ignore[method-assign]
 
 
 class UnsettlingPipeline(Pipeline):
@@ -268,7 +272,7 @@ class UnsettlingPipeline(Pipeline):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._ends.unused = lambda keys, reason: None  # type: ignore[method-assign]
+        self.ends.unused = lambda keys, reason: None  # type: ignore[method-assign]
 
 
 class RetryingPipeline(Pipeline):
@@ -276,7 +280,7 @@ class RetryingPipeline(Pipeline):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        unused = self._ends.unused
+        unused = self.ends.unused
 
         def ask_again(keys: Sequence[SampleKey], reason: UnusedReason) -> None:
             if reason is UnusedReason.TOO_SMALL:
@@ -284,7 +288,7 @@ class RetryingPipeline(Pipeline):
             else:
                 unused(keys, reason)
 
-        self._ends.unused = ask_again  # type: ignore[method-assign]
+        self.ends.unused = ask_again  # type: ignore[method-assign]
 
 
 class ComparedTooEarly(Parts):

@@ -36,18 +36,18 @@ from interleaving.virtual_servers import (
 from interleaving.virtual_threading import TimeNames, active, installed, running
 
 from swift_stage2.channel_b import groups
-from swift_stage2.channel_b.attempts import AttemptEnds, Attempts
+from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
 from swift_stage2.channel_b.encoding import PromptEncoding
 from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.pipeline import Pipeline
-from swift_stage2.channel_b.preprocessing import ThreadPreprocessor
+from swift_stage2.channel_b.preprocessing import Preprocessor
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.channel_b.sample_source import SampleSource
-from swift_stage2.channel_b.task import Task
+from swift_stage2.channel_b.task import Convert, Task
 from swift_stage2.columns import LOG_PROBS
-from swift_stage2.config import DecodingConfig, GrpoConfig, OnPending
+from swift_stage2.config import DecodingConfig, GrpoConfig, OnPending, PackingConfig
 from swift_stage2.config.stage2_ab import PrefetchConfig
 from swift_stage2.errors import PipelineFailed, WeightSyncError
 from swift_stage2.evaluation import PinnedEvaluation, RankEvaluation
@@ -115,7 +115,7 @@ class StubEncoder:
         return {"messages": [], "row": sample.row["index"]}
 
     def encode_prompt(self, sample: Sample) -> PromptEncoding:
-        return PromptEncoding({}, (1,), lambda coordinates: ())
+        return PromptEncoding({}, (1,), Convert(lambda coordinates: ()))
 
     def tokenise(self, text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         return (1,), ((0, 1),)
@@ -153,8 +153,8 @@ class StubTask(Task):
         raise AssertionError("nobody asks")
 
 
-def _preprocessor(encoder: StubEncoder) -> ThreadPreprocessor:
-    return ThreadPreprocessor(encoder, StubTask(), packing_length=_PACKING_LENGTH)
+def _preprocessor(encoder: StubEncoder) -> Preprocessor:
+    return Preprocessor(encoder, StubTask(), packing_length=_PACKING_LENGTH)
 
 
 class EvaluationEvents:
@@ -182,10 +182,10 @@ class WatchedEvaluation(RankEvaluation):
         self.pinned = version
         super().begin(version)
 
-    def _judge(self, rollouts: Sequence[Rollout], qualities: Any, failed: Any) -> None:
+    def _score(self, rollouts: Sequence[Rollout], qualities: Any, failed: Any) -> None:
         for rollout in rollouts:
             self.ledger.evaluated(self.rank, rollout, _NETWORK.servers[rollout.server], self.pinned)
-        super()._judge(rollouts, qualities, failed)
+        super()._score(rollouts, qualities, failed)
 
 
 class RankEvents:
@@ -534,6 +534,12 @@ class Scene:
         guard = TruncationGuard(1.0)
         encoder = StubEncoder(self, rank)
         evaluation = self._make_evaluation(rank, control, client) if setting.evaluate_every_steps else None
+        ends = AttemptOutcomes(
+            source,
+            events,  # type: ignore[arg-type]
+            redraw_dropped=setting.redraw_dropped,
+            max_attempts=setting.max_attempts,
+        )
         pipeline = parts.pipeline(
             source=source,
             client=client,
@@ -545,13 +551,11 @@ class Scene:
             pacer=pacer,
             guard=guard,
             events=events,
-            packing_length=_PACKING_LENGTH,
-            packing_min_fill_ratio=0.65,
-            redraw_dropped=setting.redraw_dropped,
-            max_attempts=setting.max_attempts,
+            ends=ends,
+            packing=PackingConfig(packing_length=_PACKING_LENGTH),
+            groups=self._make_groups(rank, ends, source, clock) if setting.num_generations > 1 else None,
             max_rollouts_per_version=_budget(setting),
             max_resumes=setting.max_resumes,
-            make_groups=self._group_maker(rank, source, clock) if setting.num_generations > 1 else None,
             ask_evaluation=evaluation.part.ask if evaluation is not None else None,
             take_evaluated=evaluation.part.take if evaluation is not None else None,
         )
@@ -621,25 +625,16 @@ class Scene:
         )
         return learner, b
 
-    def _group_maker(
-        self, rank: int, source: SampleSource, clock: VersionClock
-    ) -> Callable[[AttemptEnds], Groups]:
+    def _make_groups(
+        self, rank: int, ends: AttemptOutcomes, source: SampleSource, clock: VersionClock
+    ) -> Groups:
         setting = self.setting
         settings = GroupSettings(setting.objective, GrpoConfig(straggler_s=setting.group_straggler_s))
-
-        def make(ends: AttemptEnds) -> Groups:
-            groups = self._parts.groups(
-                ends,
-                settings=settings,
-                source=source,
-                clock=clock,
-                version_window=setting.version_window,
-                now_s=TimeNames.monotonic,
-            )
-            self.ledger.watch_groups(rank, groups, source)
-            return groups
-
-        return make
+        groups = self._parts.groups(
+            ends, settings, source, clock, setting.version_window, TimeNames.monotonic
+        )
+        self.ledger.watch_groups(rank, groups, source)
+        return groups
 
     def _make_evaluation(self, rank: int, control: Any, client: RolloutClient) -> PinnedEvaluation:
         setting = self.setting
@@ -671,7 +666,7 @@ class Scene:
     def _watch_production(self, rank: int, pipeline: Pipeline) -> None:
         """Samples are in the turn's own hands from the moment at which its wait has ended until it ends."""
         mine = self.ledger.ranks[rank]
-        turn, look, await_finished = pipeline._turn, pipeline._heard_proven, pipeline.client.next_finished
+        turn, look, await_finished = pipeline._turn, pipeline._split_confirmed, pipeline.client.next_finished
 
         def one_turn(timeout_s: float) -> None:
             turn(timeout_s)
@@ -688,7 +683,7 @@ class Scene:
             mine.looked_from = looked_from
             return heard
 
-        pipeline._turn, pipeline._heard_proven = one_turn, heard_proven  # type: ignore[method-assign]
+        pipeline._turn, pipeline._split_confirmed = one_turn, heard_proven  # type: ignore[method-assign]
         pipeline.client.next_finished = next_finished  # type: ignore[method-assign]
 
 

@@ -16,8 +16,7 @@ from rollout_batch import make_client
 from test_answer_prefix import abort, held_before
 from waiting import wait_for
 
-from swift_stage2.channel_b.attempts import Attempts
-from swift_stage2.channel_b.partial_rollouts import PartialRollouts
+from swift_stage2.channel_b.attempts import Attempts, PartialRollouts
 from swift_stage2.channel_b.rollout_client import ServedWeights
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
@@ -70,7 +69,7 @@ class Asker:
     def outcome(self) -> BatchOutcome:
         outcome = self.client.next_finished(CALL_TIMEOUT_S)
         assert outcome is not None
-        return self.partial.take_in(outcome)
+        return self.partial.handle_result(outcome)
 
     def finish(self, sample: Sample, scene: Scene) -> Rollout:
         """Asks for the rest of what is partial."""

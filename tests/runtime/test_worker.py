@@ -145,3 +145,47 @@ def test_a_process_whose_rank_is_gone_already_does_not_begin() -> None:
     code = "from swift_stage2.runtime.worker import serve_rank\nwith serve_rank(0, 1): print('began')\n"
     ended = run_python("-c", code, timeout=PATIENCE_S, variables={"PYTHONPATH": os.pathsep.join(sys.path)})
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "")
+
+
+SPAWNED = """
+import os, sys, time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from swift_stage2.runtime.worker import begin_worker
+
+def environment():
+    return dict(os.environ)
+
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=begin_worker, initargs=(os.getpid(),))
+    found = pool.submit(environment).result(60)
+    names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LOG_LEVEL")
+    print(*pool._processes, *(f"{name}={found.get(name)}" for name in names), flush=True)
+    pool.submit(time.sleep, 600)
+    time.sleep(600)
+"""
+
+
+def test_a_spawned_process_has_the_same_environment_and_is_ended_with_its_rank(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(SPAWNED)
+    variables = {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "3",
+    }
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "rank.py")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | variables,
+    ) as process:
+        assert process.stdout is not None
+        pid, *words = process.stdout.readline().split()
+        assert words == [
+            "RANK=None", "WORLD_SIZE=None", "CUDA_VISIBLE_DEVICES=", "OMP_NUM_THREADS=3", "LOG_LEVEL=ERROR"
+        ]  # fmt: skip
+        worker = psutil.Process(int(pid))
+        process.kill()
+        psutil.wait_procs([worker], timeout=PATIENCE_S)
+        assert not worker.is_running()
