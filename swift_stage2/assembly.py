@@ -331,7 +331,7 @@ def _build_channel_b(
         continue_on_failure=config.stage2_ab.channel_b.on_pipeline_failure is OnPipelineFailure.CONTINUE_A,
         evaluation=evaluation,
         final_evaluation_s=config.stage2_ab.evaluation.final_timeout_s,
-        answer_spelling=parts.task.spelling,
+        answer_fingerprint=parts.task.fingerprint,
         objective=config.stage2_ab.objective,
         longest_fill_s=config.control_timeout_s - rollout.sync.timeout_s if is_inline else None,
     )

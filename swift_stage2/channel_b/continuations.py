@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cache
 
-from swift_stage2.channel_b.targets import AnswerFormat, Objects
+from swift_stage2.channel_b.targets import AnswerTemplate, Objects
 from swift_stage2.channel_b.task import Tokenise
 
 Continuations = tuple[tuple[int, int], ...]
@@ -28,17 +28,17 @@ class TokensInstead:
     def __init__(
         self,
         objects: Objects,
-        answer_format: AnswerFormat,
+        template: AnswerTemplate,
         offsets: Sequence[tuple[int, int]],
         tokenise: Tokenise,
     ) -> None:
         """``objects`` as the target lists them; ``offsets`` of the tokens of its whole text."""
         self._objects = objects
-        self._format = answer_format
+        self._template = template
         self._starts = [start for start, _ in offsets]
         self._tokens_of = cache(lambda piece: tokenise(piece)[0])
-        self._object_at = cache(lambda number, each: answer_format.object_at(number, objects[each]))
-        self._written = cache(lambda: (answer_format.write(objects), answer_format.places(objects)))
+        self._object_at = cache(lambda number, each: template.object_at(number, objects[each]))
+        self._written = cache(lambda: (template.write(objects), template.places(objects)))
 
     def alternatives(self, num_found: int) -> Continuations:
         """At every object from ``num_found`` on, those with which one that follows it may go on."""
@@ -57,12 +57,12 @@ class TokensInstead:
         text, places = self._written()
         first = bisect_right(self._starts, places[number]) - 1
         before = text[self._starts[first] : places[number]]
-        behind = self._format.behind(number, len(self._objects))
-        as_if = number if self._format.dialect.named else 0  # elsewhere an object does not tell its number
-        mine, theirs = (
+        behind = self._template.behind(number, len(self._objects))
+        as_if = number if self._template.dialect.named else 0  # elsewhere an object does not tell its number
+        own_tokens, other_tokens = (
             self._tokens_of(before + self._object_at(as_if, each) + behind) for each in (number, other)
         )
-        pairs = enumerate(zip(mine, theirs, strict=False))
+        pairs = enumerate(zip(own_tokens, other_tokens, strict=False))
         return next(((first + place, token) for place, (own, token) in pairs if own != token), None)
 
     @staticmethod

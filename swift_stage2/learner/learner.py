@@ -173,7 +173,7 @@ class Learner:
             "version": self.channel_b.clock.current,
             "source": source,
             "unfinished_evaluation": unfinished,
-            "answer_spelling": list(self.channel_b.answer_spelling),
+            "answer_fingerprint": list(self.channel_b.answer_fingerprint),
             "objective": str(self.channel_b.objective),
         }
 

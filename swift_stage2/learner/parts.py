@@ -44,8 +44,8 @@ class ChannelB:
     evaluation: PinnedEvaluation | None = None
     final_evaluation_s: float = 0.0
     """How long the round and the evaluation of the final weights may take; 0: there are none."""
-    answer_spelling: Sequence[str] = ()
-    """The spelling of targets: code fence, separators, escapes. A resumed run must have the same."""
+    answer_fingerprint: Sequence[str] = ()
+    """The writing of targets: code fence, separators, escapes. A resumed run must have the same."""
     objective: Objective = Objective.CORRECTED_TARGET
     """A resumed run may have another one that its stream allows."""
     longest_fill_s: float | None = None
