@@ -52,7 +52,7 @@ from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.runtime.output import going_on, say_beside_bar
 from swift_stage2.runtime.surroundings import surroundings
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
-from swift_stage2.scheduling.pacing import Pacer
+from swift_stage2.scheduling.horizon import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import StarvationWatch, TruncationGuard

@@ -19,11 +19,11 @@ from functools import partial
 from typing import Any
 
 from swift_stage2.channel_b.attempts import AttemptEnds, Attempts, AttemptState
-from swift_stage2.channel_b.demand import Demand
 from swift_stage2.channel_b.groups import Groups
 from swift_stage2.channel_b.packing import decide_pack
 from swift_stage2.channel_b.partial_rollouts import PartialRollouts, newest_version
 from swift_stage2.channel_b.preprocessing import Judged, Prepared, Preprocessor, Refusal
+from swift_stage2.channel_b.production_controller import ProductionController
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.rollout_client.trust import servers_at_fault
@@ -32,8 +32,7 @@ from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import QueueClosed, SampleError
 from swift_stage2.records import BatchOutcome, Pack, QuarantineReason, ReturnReason, Rollout, Sample, Segment
 from swift_stage2.runtime.watches import Standing
-from swift_stage2.scheduling.outlook import ProductionPace, StepView
-from swift_stage2.scheduling.pacing import Pacer
+from swift_stage2.scheduling.horizon import Pacer, ProductionPace, StepView
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.telemetry.recorders import PipelineRecorder
@@ -93,7 +92,9 @@ class Pipeline:
         self._groups = None if self.make_groups is None else self.make_groups(self._ends)
         self._drop = self._ends.dropped if self._groups is None else self._groups.drop
         self._view: StepView | None = None
-        self._demand = Demand(self.pacer, self.queue, self.clock, self.attempts, self.packing_length)
+        self._production = ProductionController(
+            self.pacer, self.queue, self.clock, self.attempts, self.packing_length
+        )
         self._used_up_for: StepView | None = None  # in this turn there was nothing to ask for
         self._num_evaluating = 0  # asked for an evaluation, and not come back
         self._stop = threading.Event()
@@ -118,7 +119,7 @@ class Pipeline:
         production, groups teach nothing, the thread has ended. So after ``timeout_s``, and once ``is_stopping``.
         """
         self.observe(view)
-        self._demand.wait(view, timeout_s, is_stopping)
+        self._production.wait(view, timeout_s, is_stopping)
         self.observe(replace(view, num_demanded=0))
 
     def stop(self, timeout_s: float) -> bool:
@@ -136,7 +137,7 @@ class Pipeline:
     @property
     def production_pace(self) -> ProductionPace | None:
         """How long this rank's productions take, in steps; None before the first."""
-        return self._demand.pace
+        return self._production.pace
 
     def on_drop(self, pack: Pack, reason: DropReason) -> None:
         """Returns the samples of a pack that the queue dropped for a new rollout."""
@@ -163,7 +164,7 @@ class Pipeline:
                 self.source.give_back([rollout.sample.key for rollout in held], ReturnReason.STOPPED)
             self.events.enter(PipelineActivity.IDLE)
             self.standing = None
-            self._demand.end()
+            self._production.end()
 
     def _rest(self) -> None:
         """It waits from now on, for servers or for a step."""
@@ -205,7 +206,7 @@ class Pipeline:
         self._prepare_groups(may_come=self.client.is_open and not self._held)
         self._pack_what_is_ready()
         for _, seconds in sorted({(rollout.server, rollout.seconds) for rollout in heard}):
-            self._demand.measured(self._view, seconds + time.monotonic() - began)
+            self._production.measured(self._view, seconds + time.monotonic() - began)
         for outcome in evaluated:
             self._go_on_to(PipelineActivity.EVALUATING, "judges an evaluation's answers")
             self._num_evaluating -= len(outcome.samples)
@@ -213,7 +214,7 @@ class Pipeline:
             self.take_evaluated(outcome)
         if not (self._partial.num_asked or self._held):
             view = self._view
-            self._demand.tell(view, can_ask=bool(self.client.proven) and self._used_up_for is not view)
+            self._production.tell(view, can_ask=bool(self.client.proven) and self._used_up_for is not view)
 
     def _take_in(self, outcome: BatchOutcome) -> BatchOutcome:
         """A share has ended: its attempts are over, or partial, and what was not answered goes back."""
@@ -234,13 +235,13 @@ class Pipeline:
         here = [*self._held, *heard]
         waiting = self._groups.rollouts if self._groups is not None else ()
         versions = [rollout.version for rollout in (*here, *waiting)]
-        num_wanted = self._demand.num_samples(view, versions, self._segments)
+        num_wanted = self._production.num_samples(view, versions, self._segments)
         if self._groups is not None and view.num_demanded != 0:
             coming = {*self.attempts.open(), *(rollout.sample.key for rollout in here)}
             num_wanted = max(num_wanted, self._groups.num_to_ask(coming))
         if num_samples := min(self.client.free_places, num_wanted):
             self._used_up_for = None if self._ask_for(num_samples) else view
-        elif self._demand.is_hopeless(view):
+        elif self._production.should_stop_waiting(view):
             self._used_up_for = view
         if self.ask_evaluation is not None and (free := self.client.free_places):
             self.events.enter(PipelineActivity.EVALUATING)
@@ -277,7 +278,7 @@ class Pipeline:
         if not samples:
             return
         if are_new:
-            self._demand.asked()
+            self._production.asked()
         self.events.enter(PipelineActivity.TICKET)
         self.client.submit(samples, requests)
 
@@ -330,7 +331,7 @@ class Pipeline:
     def _prepare_groups(self, *, may_come: bool) -> None:
         """Encodes what is trained of the groups that wait for nothing more."""
         for group in self._groups.take(may_come=may_come) if self._groups else ():
-            self._demand.compared(self._view, is_barren=not group.trained, is_rest=group.is_rest)
+            self._production.compared(self._view, yields_nothing=not group.trained, is_rest=group.is_rest)
             if not group.trained:
                 continue
             self.events.compared(group.trained, group.reward_std)
@@ -363,16 +364,16 @@ class Pipeline:
             # More of them than fit, or nothing that could still come: to wait fills no pack better.
             is_stuck = num_out == 0 and (sum(lengths) > self.packing_length or self._used_up_for is view)
             num_here = len(lengths) + (len(self._groups.rollouts) if self._groups is not None else 0)
-            starves = self._demand.is_starving(view, num_here, num_out, is_stuck=is_stuck)
+            starves = self._production.is_starving(view, num_here, num_out, is_stuck=is_stuck)
             chosen = decide_pack(lengths, self.packing_length, self.packing_min_fill_ratio, starves)
             segments = [self._segments[index] for index in chosen or ()]
-            if chosen is None or not self._demand.has_room(view, max(each.version for each in segments)):
+            if chosen is None or not self._production.has_room(view, max(each.version for each in segments)):
                 return
             self._go_on_to(PipelineActivity.PACKING, "packs")
             started = time.monotonic()
             pack = self.preprocessor.pack(uuid.uuid4().hex, segments)
             self._segments = [s for index, s in enumerate(self._segments) if index not in set(chosen)]
-            self._demand.packed(len(chosen))
+            self._production.packed(len(chosen))
             # Told first: once offered, the learner may train it at any moment.
             self.events.pack(pack, time.monotonic() - started)
             self.queue.offer(pack, current_version=self.clock.current)

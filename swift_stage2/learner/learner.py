@@ -23,8 +23,13 @@ from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
-from swift_stage2.scheduling.outlook import INSTANT, PacingState, ProductionPace, StepView
-from swift_stage2.scheduling.pacing import max_prompts_in_flight
+from swift_stage2.scheduling.horizon import (
+    INSTANT,
+    PacerInputs,
+    ProductionPace,
+    StepView,
+    max_prompts_in_flight,
+)
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
 from swift_stage2.scheduling.version_clock import require_fresh
 from swift_stage2.scheduling.watches import StarvationWatch
@@ -311,7 +316,7 @@ class Learner:
     ) -> StepView:
         assert self._rounds is not None
         num_proven, world_size = len(b.rounds.proven), self.control.world_size
-        pacing = PacingState(
+        pacing = PacerInputs(
             step=step,
             current_version=b.clock.current,
             last_commit_step=b.rounds.last_commit_step if b.rounds.last_commit_step is not None else step,
