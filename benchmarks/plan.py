@@ -23,7 +23,7 @@ from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.collectives import GlooControlGroup, join_job, leave_job
 from swift_stage2.records import Pack
 from swift_stage2.scheduling.feasibility_gate import RankFacts, decide, vector_length
-from swift_stage2.scheduling.outlook import ProductionPace
+from swift_stage2.scheduling.horizon import ProductionPace
 from swift_stage2.scheduling.step_plan import Channel
 
 SECONDS_BUDGET = 0.002

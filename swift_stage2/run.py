@@ -146,7 +146,7 @@ class Stage2Run:
         self._resumed_save_id = state["save_id"]
         self.telemetry.load_state_dict(state["telemetry"])
         if self.channel_b is not None and state["learner"]:
-            _check_spelling(state["learner"].get("answer_spelling"), self.channel_b.answer_spelling)
+            _check_fingerprint(state["learner"].get("answer_fingerprint"), self.channel_b.answer_fingerprint)
             self.channel_b.source.load_state_dict(state["learner"]["source"])
             self._tell_objective(state["learner"].get("objective"), self.channel_b.objective)
             while self.channel_b.clock.current < state["learner"]["version"]:
@@ -191,7 +191,7 @@ def progress_watch(config: Stage2Config, telemetry: Telemetry, channel_b: Channe
     )
 
 
-def _check_spelling(before: Sequence[str] | None, now: Sequence[str]) -> None:
+def _check_fingerprint(before: Sequence[str] | None, now: Sequence[str]) -> None:
     """A checkpoint of an earlier version does not tell."""
     if before is not None and before != list(now):
         raise DatasetError(

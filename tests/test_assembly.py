@@ -482,7 +482,9 @@ def test_a_run_resumes_with_answers_written_as_before_only(
     run = _start(config, compact, tmp_path / "first", _token_count)
     try:
         state = run.checkpoint(step=7)
-        assert state["learner"]["answer_spelling"][0].startswith('[{"bbox_2d": [0, 1, 2, 3],"label": "é"},{')
+        assert state["learner"]["answer_fingerprint"][0].startswith(
+            '[{"bbox_2d": [0, 1, 2, 3],"label": "é"},{'
+        )
     finally:
         run.close()
     for number, (now, refused) in enumerate([(rows, True), (compact, False)]):

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from swift_stage2.channel_b.answer_format import (
+from swift_stage2.channel_b.answer_templates import (
     fill_placeholders,
-    learn_format,
-    read_format,
+    learn_template,
     refusal,
-    standard_format,
+    require_templates,
+    standard_template,
 )
 from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST, Dialect
 from swift_stage2.channel_b.matching import MatchResult, match_objects
@@ -29,7 +29,6 @@ from swift_stage2.channel_b.parsing import (
 )
 from swift_stage2.channel_b.targets import (
     AlternativeTokens,
-    AnswerFormat,
     Continuations,
     TokenGroup,
     order_ground_truth,
@@ -52,7 +51,7 @@ Objects = Sequence[tuple[str, Coordinates]]
 
 @register_task("detection")
 class DetectionTask(Task):
-    """Matches objects by their boxes. ``answer_format`` is how targets are written.
+    """Matches objects by their boxes. ``template`` is how targets are written.
 
     A dialect of points gives the objects two coordinates; whoever derives a task for these matches them.
     """
@@ -71,7 +70,7 @@ class DetectionTask(Task):
         weighs_duplicates: bool = False,
     ) -> None:
         self._dialect = dialect
-        self.answer_format = standard_format(dialect)
+        self.template = standard_template(dialect)
         self._matching = matching
         self._costs = {
             name: getattr(matching, name)
@@ -146,21 +145,19 @@ class DetectionTask(Task):
         with self.span("target"):
             return self._target(rollout, self.objects_of(truth), tokenise, parsed, match, twice)
 
-    def check_answer(self, text: str, truth: Any, normalise: Callable[[str], str] = str) -> AnswerFormat:
-        """The format of channel A's answer; refuses one that channel B could not write.
-
-        Answers that pass one by one may still contradict each other: ``join_formats`` finds out, or ``learn_format``.
+    def check_answer(self, text: str, truth: Any, normalise: Callable[[str], str] = str) -> None:
+        """Refuses an answer of channel A that channel B could not write.
 
         Raises:
-            ConfigError: the answer does not list, in this dialect, exactly its ground truth, or is spelled in a way
-                that is not known; shows both texts.
+            ConfigError: the answer does not list, in this dialect, exactly its ground truth, or no template writes it;
+                shows both texts.
         """
         parsed = parse_rollout(text, self._dialect)
         found = tuple((found.label, found.box) for found in parsed.objects)
         objects = tuple((normalise(label), box) for label, box in self.objects_of(truth))
         if found != objects or parsed.dropped or not parsed.is_whole:
-            raise refusal(self._dialect, text, self.answer_format.write(objects))
-        return read_format(text, self._dialect)
+            raise refusal(self._dialect, text, self.template.write(objects))
+        require_templates(text, self._dialect)
 
     def learn(self, rows: Rows, sample: Sample, encoder: Encoder) -> Self:
         """Writing as channel A's answers are written. A row that channel B cannot use teaches nothing.
@@ -175,24 +172,22 @@ class DetectionTask(Task):
         """
         text, prompt = encoder.answer_of(sample), encoder.encode_prompt(sample)
         truth = self.to_space(sample.truth, prompt.convert)
-        shown = self.check_answer(text, truth, encoder.normalise)
+        self.check_answer(text, truth, encoder.normalise)
         objects = [(encoder.normalise(label), box) for label, box in self.objects_of(truth)]
         answer = encoder.normalise(fill_placeholders(_answer(sample.row), objects))
-        before, found, after = text.partition(answer)
-        if not found:
+        if text != answer:
             raise ConfigError(
                 "the template must render an answer as it stands in the data set",
                 got=f"answer={text[:160]!r} of {answer[:160]!r}",
                 remedy="set QWENVL_BBOX_FORMAT=new",
             )
-        texts = (before + encoder.normalise(filled) + after for filled in self._answers(rows))
         other = copy.copy(self)
-        other.answer_format = learn_format(texts, shown.dialect)
+        other.template = learn_template(map(encoder.normalise, self._answers(rows)), self._dialect)
         return other
 
     @property
-    def spelling(self) -> list[str]:
-        return self.answer_format.spelling
+    def fingerprint(self) -> list[str]:
+        return self.template.fingerprint
 
     def _allowed(self, predicted: Objects, truth: Objects) -> np.ndarray | None:
         """The pairs of one label, where only they may be."""
@@ -237,9 +232,9 @@ class DetectionTask(Task):
             [truth[number] for number in order[num_found:]], self._missed_order, rollout.sample.key
         )
         is_found = [True] * num_found + [False] * len(missed)
-        rendered = render_target([*found, *missed], is_found, self.answer_format)
+        rendered = render_target([*found, *missed], is_found, self.template)
         token_ids, offsets = tokenise(rendered.text)
-        instead = AlternativeTokens([*found, *missed], self.answer_format, offsets, tokenise)
+        instead = AlternativeTokens([*found, *missed], self.template, offsets, tokenise)
         alternatives: Continuations = ()
         duplicates: Continuations = ()
         if self._missed_order is MissedOrder.ANY:

@@ -2,7 +2,7 @@
 
 Each prediction keeps its best ``top_k`` truths; of those, pairs below the IoU threshold are infeasible
 before the assignment, which then is optimal over what is left. A pure function of its arguments, ties
-included. Called by the pipeline.
+included. Called by the task.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import linear_sum_assignment
 
-from swift_stage2.channel_b.assignment import Candidates, assign
 from swift_stage2.errors import MatchingError
+
+TOLERANCE = 1e-9
+"""The most by which the total gain of an assignment may be below the best one."""
 
 # Areas of larger boxes, and sums of areas, would leave the range of float64.
 MAX_COORDINATE = 1e150
@@ -51,13 +54,12 @@ def match_objects(
         allowed: booleans of shape (num_predictions, num_truths); pairs outside are no candidates at all.
 
     Returns:
-        The match of least total cost; among totals equal within 1e-9 the one with most pairs, then
-        the lexicographically smallest.
+        The match of least total cost, as ``assign`` has it among equals.
 
     Raises:
         MatchingError: boxes that are not (n, 4), not finite or not in order.
     """
-    return match_likeness(
+    return match_by_similarity(
         iou_matrix(predicted_boxes, true_boxes),
         threshold=iou_threshold,
         top_k=top_k,
@@ -67,8 +69,8 @@ def match_objects(
     )
 
 
-def match_likeness(
-    likeness: NDArray[np.float64],
+def match_by_similarity(
+    similarity: NDArray[np.float64],
     *,
     threshold: float,
     top_k: int,
@@ -79,31 +81,57 @@ def match_likeness(
     """The same by any measure in place of the IoU: 1 of what is alike, and at least 0 where it reaches ``threshold``.
 
     Args:
-        likeness: shape (num_predictions, num_truths), finite.
+        similarity: shape (num_predictions, num_truths), finite.
     """
-    num_predictions, num_truths = likeness.shape
-    chosen = likeness >= threshold
+    num_predictions, num_truths = similarity.shape
+    chosen = similarity >= threshold
     if allowed is None:
         num_candidates = num_predictions * min(top_k, num_truths)
     else:
         chosen &= allowed
         num_candidates = int(np.minimum(allowed.sum(axis=1), top_k).sum())
-    _keep_best(chosen, likeness, top_k)
+    _keep_best(chosen, similarity, top_k)
     predictions, truths = np.nonzero(chosen)
-    shared = likeness[predictions, truths]
+    shared = similarity[predictions, truths]
     saved = unmatched_prediction_cost + unmatched_ground_truth_cost
     feasible = 1.0 - shared <= saved
     # Once a pair saves more than all other pairs can cost, larger savings only cost precision.
-    gains = min(saved, min(likeness.shape) + 1.0) - (1.0 - shared)
-    candidates = Candidates(predictions, truths, gains).where(feasible)
-    pairs = tuple(assign(candidates)) if len(candidates.rows) else ()
+    gains = min(saved, min(similarity.shape) + 1.0) - (1.0 - shared)
+    predictions, truths, gains = predictions[feasible], truths[feasible], gains[feasible]
+    pairs = tuple(assign(predictions, truths, gains))
     return MatchResult(
         pairs=pairs,
-        gated=num_candidates - len(predictions),
-        ious=tuple(float(likeness[pair]) for pair in pairs),
+        gated=num_candidates - len(shared),
+        ious=tuple(float(similarity[pair]) for pair in pairs),
         # The best match leaves no feasible pair of which both are free.
-        duplicates=len(set(candidates.rows.tolist())) - len(pairs),
+        duplicates=len(np.unique(predictions)) - len(pairs),
     )
+
+
+def assign(
+    rows: NDArray[np.int64], columns: NDArray[np.int64], gains: NDArray[np.float64]
+) -> list[tuple[int, int]]:
+    """The pairs (row, column), sorted by row, of the assignment with the largest total gain, ``TOLERANCE`` aside.
+
+    ``rows[k]`` may take ``columns[k]``, which gains ``gains[k] >= 0``. A bonus, over all pairs together at most the
+    tolerance, decides between equals: more pairs come first, then lower indices and pairs that do not cross, as far as
+    floating point tells these apart (up to some forty that contend for each other). A pair that stands alone needs no
+    solver.
+    """
+    alone = (np.bincount(rows)[rows] == 1) & (np.bincount(columns)[columns] == 1)
+    pairs = list(zip(rows[alone].tolist(), columns[alone].tolist(), strict=True))
+    if not alone.all():
+        row_ids, row = np.unique(rows[~alone], return_inverse=True)
+        column_ids, column = np.unique(columns[~alone], return_inverse=True)
+        weights = np.zeros((len(row_ids), len(column_ids)))
+        most_pairs = min(weights.shape)
+        lowness = (1 - row / len(row_ids)) * (1 - column / len(column_ids))
+        # The lowness of all pairs together weighs no more than one pair.
+        weights[row, column] = gains[~alone] + TOLERANCE / (2 * most_pairs) * (1 + lowness / most_pairs)
+        chosen = np.stack(linear_sum_assignment(weights, maximize=True))
+        chosen = chosen[:, weights[chosen[0], chosen[1]] > 0]
+        pairs += zip(row_ids[chosen[0]].tolist(), column_ids[chosen[1]].tolist(), strict=True)
+    return sorted(pairs)
 
 
 def iou_matrix(predicted_boxes: ArrayLike, true_boxes: ArrayLike) -> NDArray[np.float64]:

@@ -19,10 +19,10 @@ from functools import partial
 from typing import Any
 
 from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts, PartialRollouts, newest_version
-from swift_stage2.channel_b.demand import Demand
 from swift_stage2.channel_b.groups import Groups
 from swift_stage2.channel_b.packing import decide_pack
 from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, Refusal, ScoredRollout
+from swift_stage2.channel_b.production_controller import ProductionController
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollout_client import RolloutClient
 from swift_stage2.channel_b.rollout_client.trust import servers_at_fault
@@ -32,8 +32,7 @@ from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import QueueClosed, SampleError
 from swift_stage2.records import BatchOutcome, Pack, QuarantineReason, ReturnReason, Rollout, Sample, Segment
 from swift_stage2.runtime.watches import Standing
-from swift_stage2.scheduling.outlook import ProductionPace, StepView
-from swift_stage2.scheduling.pacing import Pacer
+from swift_stage2.scheduling.horizon import Pacer, ProductionPace, StepView
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.telemetry.recorders import PipelineRecorder
@@ -86,7 +85,9 @@ class Pipeline:
         )
         self._drop = self.ends.dropped if self.groups is None else self.groups.drop
         self._view: StepView | None = None
-        self._demand = Demand(self.pacer, self.queue, self.clock, self.attempts, self.packing.packing_length)
+        self._production = ProductionController(
+            self.pacer, self.queue, self.clock, self.attempts, self.packing.packing_length
+        )
         self._used_up_for: StepView | None = None  # in this turn there was nothing to ask for
         self._num_evaluating = 0  # asked for an evaluation, and not come back
         self._stop = threading.Event()
@@ -111,7 +112,7 @@ class Pipeline:
         production, groups teach nothing, the thread has ended. So after ``timeout_s``, and once ``is_stopping``.
         """
         self.observe(view)
-        self._demand.wait(view, timeout_s, is_stopping)
+        self._production.wait(view, timeout_s, is_stopping)
         self.observe(replace(view, num_demanded=0))
 
     def stop(self, timeout_s: float) -> bool:
@@ -129,7 +130,7 @@ class Pipeline:
     @property
     def production_pace(self) -> ProductionPace | None:
         """How long this rank's productions take, in steps; None before the first."""
-        return self._demand.pace
+        return self._production.pace
 
     def on_drop(self, pack: Pack, reason: DropReason) -> None:
         """Returns the samples of a pack that the queue dropped for a new rollout."""
@@ -157,7 +158,7 @@ class Pipeline:
                 self.source.give_back([rollout.sample.key for rollout in held], ReturnReason.STOPPED)
             self.events.enter(PipelineActivity.IDLE)
             self.standing = None
-            self._demand.end()
+            self._production.end()
 
     def _rest(self) -> None:
         """It waits from now on, for servers or for a step."""
@@ -199,7 +200,7 @@ class Pipeline:
         self._encode_groups(may_come=self.client.is_open and not self._awaiting_confirmation)
         self._pack_what_is_ready()
         for _, seconds in sorted({(rollout.server, rollout.seconds) for rollout in confirmed}):
-            self._demand.measured(self._view, seconds + time.monotonic() - began)
+            self._production.measured(self._view, seconds + time.monotonic() - began)
         for outcome in evaluated:
             self._go_on_to(PipelineActivity.EVALUATING, "judges an evaluation's answers")
             self._num_evaluating -= len(outcome.samples)
@@ -207,7 +208,7 @@ class Pipeline:
             self.take_evaluated(outcome)
         if not (self._partial.num_asked or self._awaiting_confirmation):
             view = self._view
-            self._demand.tell(view, can_ask=bool(self.client.proven) and self._used_up_for is not view)
+            self._production.tell(view, can_ask=bool(self.client.proven) and self._used_up_for is not view)
 
     def _handle_result(self, outcome: BatchOutcome) -> BatchOutcome:
         """A share has ended: its attempts are over, or partial, and what was not answered goes back."""
@@ -228,13 +229,13 @@ class Pipeline:
         here = [*self._awaiting_confirmation, *confirmed]
         waiting = self.groups.rollouts if self.groups is not None else ()
         versions = [rollout.version for rollout in (*here, *waiting)]
-        num_wanted = self._demand.num_samples(view, versions, self._segments)
+        num_wanted = self._production.num_samples(view, versions, self._segments)
         if self.groups is not None and view.num_demanded != 0:
             coming = {*self.attempts.open(), *(rollout.sample.key for rollout in here)}
             num_wanted = max(num_wanted, self.groups.num_to_ask(coming))
         if num_samples := min(self.client.free_places, num_wanted):
             self._used_up_for = None if self._ask_for(num_samples) else view
-        elif self._demand.is_hopeless(view):
+        elif self._production.should_stop_waiting(view):
             self._used_up_for = view
         if self.ask_evaluation is not None and (free := self.client.free_places):
             self.events.enter(PipelineActivity.EVALUATING)
@@ -271,7 +272,7 @@ class Pipeline:
         if not samples:
             return
         if are_new:
-            self._demand.asked()
+            self._production.asked()
         self.events.enter(PipelineActivity.TICKET)
         self.client.submit(samples, requests)
 
@@ -325,7 +326,7 @@ class Pipeline:
     def _encode_groups(self, *, may_come: bool) -> None:
         """Encodes what is trained of the groups that wait for nothing more."""
         for group in self.groups.take(may_come=may_come) if self.groups else ():
-            self._demand.compared(self._view, is_barren=not group.trained, is_rest=group.is_rest)
+            self._production.compared(self._view, yields_nothing=not group.trained, is_rest=group.is_rest)
             if not group.trained:
                 continue
             self.events.compared(group.trained, group.reward_std)
@@ -362,12 +363,12 @@ class Pipeline:
                 sum(lengths) > self.packing.packing_length or self._used_up_for is view
             )
             num_here = len(lengths) + (len(self.groups.rollouts) if self.groups is not None else 0)
-            starves = self._demand.is_starving(view, num_here, num_out, is_stuck=is_stuck)
+            starves = self._production.is_starving(view, num_here, num_out, is_stuck=is_stuck)
             chosen = decide_pack(
                 lengths, self.packing.packing_length, self.packing.packing_min_fill_ratio, starves
             )
             segments = [self._segments[index] for index in chosen or ()]
-            if chosen is None or not self._demand.has_room(view, max(each.version for each in segments)):
+            if chosen is None or not self._production.has_room(view, max(each.version for each in segments)):
                 return
             self._go_on_to(PipelineActivity.PACKING, "packs")
             started = time.monotonic()
@@ -375,7 +376,7 @@ class Pipeline:
             if pack is None:
                 continue
             self._segments = [s for index, s in enumerate(self._segments) if index not in set(chosen)]
-            self._demand.packed(len(chosen))
+            self._production.packed(len(chosen))
             # Told first: once offered, the learner may train it at any moment.
             self.events.pack(pack, time.monotonic() - started)
             self.queue.offer(pack, current_version=self.clock.current)

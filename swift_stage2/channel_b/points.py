@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from swift_stage2.channel_b.detection import DetectionTask, Objects
 from swift_stage2.channel_b.dialects import POINT_LIST
-from swift_stage2.channel_b.matching import MatchResult, match_likeness
+from swift_stage2.channel_b.matching import MatchResult, match_by_similarity
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.channel_b.task import Convert, Tokenise, register_task
 from swift_stage2.errors import SampleError
@@ -57,7 +57,7 @@ class PointTask(DetectionTask):
 
     def match(self, predicted: Objects, truth: PointsInSpace) -> MatchResult:
         found, true = ([point for _, point in objects] for objects in (predicted, truth.objects))
-        return match_likeness(
+        return match_by_similarity(
             1.0 - distances(found, true, truth.scale) / self._matching.max_distance,
             threshold=0.0,
             allowed=self._allowed(predicted, truth.objects),

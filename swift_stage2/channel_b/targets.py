@@ -12,7 +12,7 @@ import random
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
@@ -24,8 +24,6 @@ from swift_stage2.records import SampleKey
 
 Objects = Sequence[tuple[str, Sequence[int]]]
 """(label, box) in the order of an answer; boxes are x1, y1, x2, y2, points x, y, in the template's space."""
-
-SPACE = " \t\n\r"
 
 
 class TokenGroup(StrEnum):
@@ -41,7 +39,7 @@ class TokenGroup(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerFormat:
+class AnswerTemplate:
     """Every character of an answer but its labels and numbers.
 
     Between ``head`` and ``tail`` stand objects, each ``opener``, value, ``middle``, value, ``closer``.
@@ -57,32 +55,15 @@ class AnswerFormat:
     closer: str  # from behind the second value up to the object's closing bracket
     tail: str  # behind the last object: ']\n```'
     first_number: int  # of the map's objects
-    separator: str = ""  # between two objects; see ``between_objects``
-    empty: str = ""  # the whole answer without objects; see ``without_objects``
-    ensure_ascii: bool = False
-    seen: frozenset[str] = frozenset()
-    """Names of the fields that answers showed; the others are as this program would write them."""
+    separator: str  # between two objects
+    empty: str  # the whole answer without objects
+    ensure_ascii: bool
 
     @property
-    def between_objects(self) -> str:
-        """``separator``, or what goes with ``head`` where no answer had two objects."""
-        if "separator" in self.seen:
-            return self.separator
-        return "," + (self.head[len(self.head.rstrip(SPACE)) :] or " ")
-
-    @property
-    def without_objects(self) -> str:
-        """``empty``, or ``head`` and ``tail`` where no answer was without objects."""
-        return self.empty if "empty" in self.seen else self.head.rstrip(SPACE) + self.tail.lstrip(SPACE)
-
-    @property
-    def spelling(self) -> list[str]:
+    def fingerprint(self) -> list[str]:
         """An answer with objects and one without: what a resumed run must write alike."""
         count = self.dialect.num_coordinates
-        return [
-            self.write((("é", (0, 1, 2, 3)[:count]), ("b", (4, 5, 6, 7)[:count]))),
-            self.without_objects,
-        ]
+        return [self.write((("é", (0, 1, 2, 3)[:count]), ("b", (4, 5, 6, 7)[:count]))), self.empty]
 
     def pieces(self, objects: Objects, found: Sequence[bool]) -> Iterator[tuple[str, TokenGroup]]:
         """The answer that lists ``objects``, from its first to its last character; ``found`` has a flag for each.
@@ -91,14 +72,14 @@ class AnswerFormat:
             SampleError: a label is blank or holds the end of the turn, or a box is not one that parses.
         """
         if not objects:
-            start = self.without_objects.index(self.dialect.opener) + 1
-            yield self.without_objects[:start], TokenGroup.STRUCTURE
-            yield self.without_objects[start:], TokenGroup.CLOSURE
+            start = self.empty.index(self.dialect.opener) + 1
+            yield self.empty[:start], TokenGroup.STRUCTURE
+            yield self.empty[start:], TokenGroup.CLOSURE
             return
         yield self.head, TokenGroup.STRUCTURE
         for number, (each, is_found) in enumerate(zip(objects, found, strict=True)):
             if number:
-                yield self._bracket + self.between_objects, TokenGroup.ANOTHER
+                yield self._bracket + self.separator, TokenGroup.ANOTHER
             yield from self._object(number, *each, is_found=is_found)
         yield self._bracket + self.tail, TokenGroup.CLOSURE
 
@@ -110,7 +91,7 @@ class AnswerFormat:
         """The character at which each object begins in what ``write`` gives."""
         places, end = [], len(self.head)
         for number, each in enumerate(objects):
-            end += len(self._bracket + self.between_objects) if number else 0
+            end += len(self._bracket + self.separator) if number else 0
             places.append(end)
             end += len(self.object_at(number, each))
         return places
@@ -126,14 +107,11 @@ class AnswerFormat:
         """
         if number + 1 == num_objects:
             return self._bracket + self.tail
-        return self._bracket + self.between_objects + self._opening(number + 1)
+        return self._bracket + self.separator + self.opening(number + 1)
 
-    def joined(self, other: AnswerFormat) -> AnswerFormat | None:
-        """Everything that both show; None if they contradict each other."""
-        if any(getattr(self, name) != getattr(other, name) for name in self.seen & other.seen):
-            return None
-        added = {name: getattr(other, name) for name in other.seen - self.seen}
-        return replace(self, **added, seen=self.seen | other.seen)
+    def opening(self, number: int) -> str:
+        """The text from an object's beginning to its first value."""
+        return (f'"object_{self.first_number + number}' if self.dialect.named else "") + self.opener
 
     @property
     def _bracket(self) -> str:
@@ -146,14 +124,11 @@ class AnswerFormat:
         label_group = TokenGroup.MATCHED_LABEL if is_found else TokenGroup.MISSED_LABEL
         box_group = TokenGroup.MATCHED_COORDINATES if is_found else TokenGroup.MISSED_COORDINATES
         values = (self._escape(label), label_group), (self._spell(box), box_group)
-        yield self._opening(number), TokenGroup.STRUCTURE
+        yield self.opening(number), TokenGroup.STRUCTURE
         yield values[self.box_first]
         yield self.middle, TokenGroup.STRUCTURE
         yield values[not self.box_first]
         yield self.closer[: self.closer.rindex("}")], TokenGroup.STRUCTURE
-
-    def _opening(self, number: int) -> str:
-        return (f'"object_{self.first_number + number}' if self.dialect.named else "") + self.opener
 
     def _escape(self, label: str) -> str:
         """The label as it stands between quotes."""
@@ -220,13 +195,13 @@ def order_missed(missed: Objects, order: MissedOrder, key: SampleKey) -> Objects
     return missed
 
 
-def render_target(objects: Objects, matched_flags: Sequence[bool], answer_format: AnswerFormat) -> TargetText:
+def render_target(objects: Objects, matched_flags: Sequence[bool], template: AnswerTemplate) -> TargetText:
     """Writes objects exactly as channel A's answers are written.
 
     Args:
         objects: (label, box) in the order of the answer; boxes are four integers in the template's space.
         matched_flags: per object, whether the model had predicted it.
-        answer_format: learned from channel A's answers.
+        template: learned from channel A's answers.
 
     Raises:
         SampleError: a label is blank or holds the end of the turn, or a box is not one that parses.
@@ -239,7 +214,7 @@ def render_target(objects: Objects, matched_flags: Sequence[bool], answer_format
     texts: list[str] = []
     spans: list[TextSpan] = []
     end = 0
-    for text, group in answer_format.pieces(objects, matched_flags):
+    for text, group in template.pieces(objects, matched_flags):
         texts.append(text)
         start, end = end, end + len(text)
         if spans and spans[-1].group is group:
@@ -306,17 +281,17 @@ class AlternativeTokens:
     def __init__(
         self,
         objects: Objects,
-        answer_format: AnswerFormat,
+        template: AnswerTemplate,
         offsets: Sequence[tuple[int, int]],
         tokenise: Tokenise,
     ) -> None:
         """``objects`` as the target lists them; ``offsets`` of the tokens of its whole text."""
         self._objects = objects
-        self._format = answer_format
+        self._template = template
         self._starts = [start for start, _ in offsets]
         self._tokens_of = cache(lambda piece: tokenise(piece)[0])
-        self._object_at = cache(lambda number, each: answer_format.object_at(number, objects[each]))
-        self._written = cache(lambda: (answer_format.write(objects), answer_format.places(objects)))
+        self._object_at = cache(lambda number, each: template.object_at(number, objects[each]))
+        self._written = cache(lambda: (template.write(objects), template.places(objects)))
 
     def alternatives(self, num_found: int) -> Continuations:
         """At every object from ``num_found`` on, those with which one that follows it may go on."""
@@ -335,8 +310,8 @@ class AlternativeTokens:
         text, places = self._written()
         first = bisect_right(self._starts, places[number]) - 1
         before = text[self._starts[first] : places[number]]
-        behind = self._format.behind(number, len(self._objects))
-        as_if = number if self._format.dialect.named else 0  # elsewhere an object does not tell its number
+        behind = self._template.behind(number, len(self._objects))
+        as_if = number if self._template.dialect.named else 0  # elsewhere an object does not tell its number
         mine, theirs = (
             self._tokens_of(before + self._object_at(as_if, each) + behind) for each in (number, other)
         )

@@ -182,7 +182,7 @@ class Task(ABC):
         return self
 
     @property
-    def spelling(self) -> list[str]:
+    def fingerprint(self) -> list[str]:
         """Answers as this task writes them: what all ranks and a resumed run must write alike."""
         return []
 

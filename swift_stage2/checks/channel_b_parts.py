@@ -168,7 +168,7 @@ def step_sizes(config: Stage2Config, lengths: RowLengths, num_packs: int) -> Ine
 def check_packing(parts: CheckedParts, packed_loss: PackedLoss, control: ControlGroup) -> None:
     """Packed segments do not see each other: found by running the model on the same batches on every rank."""
     for rule, mine in (
-        ("read answers written in one way, got answers=", parts.task.spelling),
+        ("read answers written in one way, got answers=", parts.task.fingerprint),
         ("be able to read the same rows, got samples of lengths ", parts.isolation.lengths),
     ):
         by_rank = control.gather(str(mine))

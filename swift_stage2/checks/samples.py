@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image
 
-from swift_stage2.channel_b.answer_format import fill_placeholders
+from swift_stage2.channel_b.answer_templates import fill_placeholders
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
 from swift_stage2.channel_b.task import Rows, Task

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from swift_stage2.channel_b.answer_format import standard_format
+from swift_stage2.channel_b.answer_templates import standard_template
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.convert.import_report import ImportIssue, ImportReport
 from swift_stage2.convert.sources import AnnotatedImage, AnnotatedObject, short
@@ -155,5 +155,5 @@ class RowStyle:
 @lru_cache(1024)
 def _answer(dialect: Dialect, num_objects: int) -> str:
     """With a mark for each label and box, which ms-swift fills."""
-    answer = standard_format(dialect).write([(LABEL_MARK, (0, 0, 0, 0))] * num_objects)
+    answer = standard_template(dialect).write([(LABEL_MARK, (0, 0, 0, 0))] * num_objects)
     return answer.replace("[0, 0, 0, 0]", BOX_MARK)

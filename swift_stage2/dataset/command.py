@@ -95,7 +95,7 @@ def lines_of(findings: Findings, most_shown: int = MOST_SHOWN, unchecked: str = 
         yield from (f"  {fault}" for fault in shown)
         if count > len(shown):
             yield f"  … and {count - len(shown):,} more"
-    if (written := findings.answer_format) is not None:
+    if (written := findings.template) is not None:
         coordinates = (1, 2, 3, 4)[: written.dialect.num_coordinates]
         yield f"answers: dialect {written.dialect}, written {written.write([('label', coordinates)])!r}"
     checked = (

@@ -1,6 +1,6 @@
 """Checks one line of a JSONL against every rule and tells every fault, not the first. Knows no other row.
 
-The answer is judged by ``answer_format``, which the run's targets are written by; which dialect it is in, and
+The answer is judged by ``answer_templates``, which the run's targets are written by; which dialect it is in, and
 whether other rows write theirs alike, is for ``survey`` to say.
 """
 
@@ -14,14 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from swift_stage2.channel_b.answer_format import fill_placeholders, read_format
+from swift_stage2.channel_b.answer_templates import PossibleTemplates, fill_placeholders, possible_templates
 from swift_stage2.channel_b.dialects import DIALECTS, Dialect
 from swift_stage2.channel_b.parsing import lists_objects, parse_rollout, read_ground_truth
-from swift_stage2.channel_b.targets import AnswerFormat
 from swift_stage2.dataset.fault import Fault, Place, Rule
 from swift_stage2.dataset.labels import has_special_token, spell_label
 from swift_stage2.dataset.picture import PLAIN_MODES, TURN, UNREADABLE, StoredPicture, images_of, path_of
-from swift_stage2.errors import ConfigError, SampleError
+from swift_stage2.errors import SampleError
 from swift_stage2.records import Coordinates
 
 _PLAIN_LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9 ,._/-]*[A-Za-z0-9])?")
@@ -36,10 +35,10 @@ _ROLES = ("system", "user", "assistant", "tool", "tool_call", "tool_response")
 
 @dataclass(frozen=True, slots=True)
 class CheckedRow:
-    """One line and its faults. ``answer_format``: how its answer is written; None of a row whose answer has a fault."""
+    """One line and its faults. ``templates``: those that write its answer; None of a row whose answer has a fault."""
 
     faults: tuple[Fault, ...]
-    answer_format: AnswerFormat | None = None
+    templates: PossibleTemplates | None = None
     image: str | None = None
     """The first, as the row names it."""
     columns: frozenset[str] = frozenset()
@@ -289,7 +288,9 @@ class _RowCheck:
                     f"height={picture.height}{remedy}",
                 )
 
-    def _read_answer(self, answer: str, labels: Sequence[str], num_coordinates: int) -> AnswerFormat | None:
+    def _read_answer(
+        self, answer: str, labels: Sequence[str], num_coordinates: int
+    ) -> PossibleTemplates | None:
         num_labels, num_boxes, count = answer.count(LABEL_MARK), answer.count(BOX_MARK), len(labels)
         if num_labels not in (0, count) or num_boxes not in (0, count):  # either may be written out instead
             self._tell(
@@ -305,12 +306,12 @@ class _RowCheck:
         # Any ordered numbers do: the template's coordinates are not known here, and each box is told apart.
         stand_ins = _stand_ins(count, num_coordinates)
         if num_labels and num_boxes and all(map(_PLAIN_LABEL.fullmatch, as_written)):
-            shown = _format_of_marks(answer, count, num_coordinates)
+            shown = _templates_of_marks(answer, count, num_coordinates)
             if shown is not None:
                 return shown
         text = fill_placeholders(answer, list(zip(as_written, stand_ins, strict=True)))
         truth = list(zip(labels, stand_ins if num_boxes else [None] * count, strict=True))
-        shown = _read_format(text, truth, num_coordinates)
+        shown = _templates_of(text, truth, num_coordinates)
         if shown is None:
             self._tell(Rule.ANSWER, _why_no_list(text, labels, num_coordinates))
         return shown
@@ -320,11 +321,11 @@ class _RowCheck:
 
 
 @lru_cache(4096)
-def _format_of_marks(answer: str, num_objects: int, num_coordinates: int) -> AnswerFormat | None:
-    """``_read_format`` of an answer that is all placeholders: any plain labels give the same. Most rows share a few."""
+def _templates_of_marks(answer: str, num_objects: int, num_coordinates: int) -> PossibleTemplates | None:
+    """The same of an answer that is all placeholders: any plain labels give the same. Most rows share a few."""
     places = _stand_ins(num_objects, num_coordinates)
     objects = [(f"a{number}", place) for number, place in enumerate(places)]
-    return _read_format(fill_placeholders(answer, objects), objects, num_coordinates)
+    return _templates_of(fill_placeholders(answer, objects), objects, num_coordinates)
 
 
 def _stand_ins(num_objects: int, num_coordinates: int) -> list[Coordinates]:
@@ -335,17 +336,15 @@ def _dialects(num_coordinates: int) -> list[Dialect]:
     return [dialect for dialect in DIALECTS.values() if dialect.num_coordinates == num_coordinates]
 
 
-def _read_format(
+def _templates_of(
     text: str, truth: Sequence[tuple[str, Coordinates | None]], num_coordinates: int
-) -> AnswerFormat | None:
+) -> PossibleTemplates | None:
     """How the answer is written, if it lists ``truth`` and nothing else. No text can be read in both dialects.
 
     A box that the answer writes out itself is None: whether it is right shows with the template only.
     """
     for dialect in _dialects(num_coordinates):
-        try:
-            shown = read_format(text, dialect)
-        except ConfigError:
+        if not (shown := possible_templates(text, dialect)):
             continue
         found = parse_rollout(text, dialect)
         same = len(found.objects) == len(truth) and all(

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
-from swift_stage2.channel_b.answer_format import join_formats
+from swift_stage2.channel_b.answer_templates import PossibleTemplates, common_templates
 from swift_stage2.channel_b.dialects import Dialect
-from swift_stage2.channel_b.targets import AnswerFormat
+from swift_stage2.channel_b.targets import AnswerTemplate
 from swift_stage2.dataset.fault import Fault, Place, Rule
 from swift_stage2.dataset.files import read_lines
 from swift_stage2.dataset.picture import look_at
@@ -46,7 +46,7 @@ class Findings:
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = tuple(files)
         self.num_rows = self.num_bad_rows = 0
-        self.answer_format: AnswerFormat | None = None
+        self.template: AnswerTemplate | None = None
         self.seconds = 0.0
         self._counts = Counter[Rule]()
         self._kept: defaultdict[Rule, list[Fault]] = defaultdict(list)
@@ -104,7 +104,7 @@ def survey(
         needs_objects=needs_objects,
         num_coordinates=num_coordinates,
     )
-    started_s, found, formats = time.monotonic(), Findings(files), dict[AnswerFormat, _Format]()
+    started_s, found, formats = time.monotonic(), Findings(files), dict[PossibleTemplates, _Format]()
     num_bytes = 0
     for file in files:
         num_before, begin, columns = found.num_rows, num_bytes, set[str]()
@@ -128,7 +128,11 @@ def survey(
 
 
 def _add_row(
-    found: Findings, formats: dict[AnswerFormat, _Format], place: Place, row: CheckedRow, late: Sequence[str]
+    found: Findings,
+    formats: dict[PossibleTemplates, _Format],
+    place: Place,
+    row: CheckedRow,
+    late: Sequence[str],
 ) -> None:
     """``late``: the column, if any, that no row before has shown."""
     faults = list(row.faults)
@@ -143,7 +147,7 @@ def _add_row(
     is_bad = any(not fault.rule.is_advice for fault in faults)
     found.num_rows += 1
     found.num_bad_rows += is_bad
-    shown = row.answer_format
+    shown = row.templates
     if shown and (shown in formats or len(formats) < _MOST_FORMATS):
         written = formats.setdefault(shown, _Format())
         written.num_rows += 1
@@ -153,7 +157,7 @@ def _add_row(
 
 
 def _compare_formats(
-    found: Findings, formats: Mapping[AnswerFormat, _Format], dialect: Dialect | None
+    found: Findings, formats: Mapping[PossibleTemplates, _Format], dialect: Dialect | None
 ) -> None:
     """Learns the format that most answers are written in; tells of every answer that is written otherwise."""
     num_in: Counter[Dialect] = Counter()
@@ -161,7 +165,7 @@ def _compare_formats(
         num_in[shown.dialect] += written.num_rows
     dialect = dialect or num_in.most_common(1)[0][0]
     of_dialect = {shown: written.num_rows for shown, written in formats.items() if shown.dialect == dialect}
-    learned, others = join_formats(of_dialect, dialect)
+    learned, others = common_templates(of_dialect, dialect)
     odd = [*others, *(shown for shown in formats if shown.dialect != dialect)]
     num_alike = sum(written.num_rows for shown, written in formats.items() if shown not in odd)
     for shown in odd:
@@ -170,24 +174,21 @@ def _compare_formats(
         for place, image in written.first:
             found.add(Fault(place, Rule.FORMAT, told, image))
         found.count(Rule.FORMAT, written.num_rows - len(written.first))
-    found.answer_format = learned
+    found.template = learned.likeliest
 
 
-def _difference(learned: AnswerFormat, shown: AnswerFormat, num_alike: int) -> str:
+def _difference(learned: PossibleTemplates, shown: PossibleTemplates, num_alike: int) -> str:
     if shown.dialect != learned.dialect and num_alike == 0:
         return (
             "an answer must be in the configured dialect, got "
             f"dialect={shown.dialect}, stage2_ab.channel_b.target.dialect={learned.dialect}; set the other one"
         )
+    one = ("…", (1, 2, 3, 4)[: shown.dialect.num_coordinates])
+    written = ([each.likeliest.write([one] * count) for each in (shown, learned)] for count in (0, 1, 2))
+    own, other = next(
+        pair for pair in written if pair[0] != pair[1]
+    )  # of the fewest objects that tell them apart
     return (
-        f"all answers must be written alike, got {_example(shown)!r} where {num_alike:,} rows write "
-        f"{_example(learned)!r}; write it as they do"
+        f"all answers must be written alike, got {own!r} where {num_alike:,} rows write {other!r}; "
+        "write it as they do"
     )
-
-
-def _example(answer_format: AnswerFormat) -> str:
-    """With what the format shows and nothing else."""
-    if "empty" in answer_format.seen and "opener" not in answer_format.seen:
-        return answer_format.write([])
-    objects = [("…", (1, 2, 3, 4)[: answer_format.dialect.num_coordinates])]
-    return answer_format.write(objects * (1 + ("separator" in answer_format.seen)))

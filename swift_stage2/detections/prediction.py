@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
-from swift_stage2.channel_b.answer_format import fill_placeholders, read_format
+from swift_stage2.channel_b.answer_templates import fill_placeholders, require_templates
 from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST, Dialect
 from swift_stage2.channel_b.matching import MAX_COORDINATE
 from swift_stage2.channel_b.parsing import TrueObjects, parse_rollout, read_ground_truth
@@ -233,7 +233,7 @@ def answer_dialect(rows: Sequence[TrueRow]) -> Dialect:
     for dialect in DIALECTS.values():
         with suppress(ConfigError):
             objects = list(zip(truth.labels, truth.boxes, strict=True))
-            read_format(fill_placeholders(str(message.get("content")), objects), dialect)
+            require_templates(fill_placeholders(str(message.get("content")), objects), dialect)
             return dialect
     return OBJECT_LIST
 

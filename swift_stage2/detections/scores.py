@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from swift_stage2.channel_b.assignment import Candidates, assign
-from swift_stage2.channel_b.matching import paired_ious
+from swift_stage2.channel_b.matching import assign, paired_ious
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.config import MatchingConfig
 from swift_stage2.detections.prediction import Prediction
@@ -342,9 +341,9 @@ def _assign(overlaps: Overlaps, gains: Reals, places: Numbers, known: dict[bytes
         key = group.tobytes()
         if key not in known:
             rows, columns = overlaps.predicted[group], overlaps.true[group]
-            candidates = Candidates(rows - rows.min(), columns - columns.min(), gains[group])
-            pairs = set(assign(candidates))
-            both = zip(candidates.rows.tolist(), candidates.columns.tolist(), strict=True)
+            rows, columns = rows - rows.min(), columns - columns.min()
+            pairs = set(assign(rows, columns, gains[group]))
+            both = zip(rows.tolist(), columns.tolist(), strict=True)
             known[key] = group[[pair in pairs for pair in both]]
         found.append(known[key])
     return np.sort(np.concatenate(found))

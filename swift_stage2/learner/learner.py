@@ -23,8 +23,13 @@ from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
-from swift_stage2.scheduling.outlook import INSTANT, PacingState, ProductionPace, StepView
-from swift_stage2.scheduling.pacing import max_prompts_in_flight
+from swift_stage2.scheduling.horizon import (
+    INSTANT,
+    PacerInputs,
+    ProductionPace,
+    StepView,
+    max_prompts_in_flight,
+)
 from swift_stage2.scheduling.step_plan import Channel, StepPlan
 from swift_stage2.scheduling.version_clock import require_fresh
 from swift_stage2.scheduling.watches import StarvationWatch
@@ -177,7 +182,7 @@ class Learner:
             "version": self.channel_b.clock.current,
             "source": source,
             "unfinished_evaluation": unfinished,
-            "answer_spelling": list(self.channel_b.answer_spelling),
+            "answer_fingerprint": list(self.channel_b.answer_fingerprint),
             "objective": str(self.channel_b.objective),
         }
 
@@ -315,7 +320,7 @@ class Learner:
     ) -> StepView:
         assert self._rounds is not None
         num_proven, world_size = len(b.rounds.proven), self.control.world_size
-        pacing = PacingState(
+        pacing = PacerInputs(
             step=step,
             current_version=b.clock.current,
             last_commit_step=b.rounds.last_commit_step if b.rounds.last_commit_step is not None else step,

@@ -20,7 +20,7 @@ from swift_stage2.config import Fenced, Mode, Objective, OnPending, OnPipelineFa
 from swift_stage2.evaluation import PinnedEvaluation, pinned_evaluation
 from swift_stage2.fence import InferFence
 from swift_stage2.runtime.background import BackgroundFailures
-from swift_stage2.scheduling.pacing import Pacer
+from swift_stage2.scheduling.horizon import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
@@ -63,8 +63,8 @@ class ChannelB:
     evaluation: PinnedEvaluation | None = None
     final_evaluation_s: float = 0.0
     """How long the round and the evaluation of the final weights may take; 0: there are none."""
-    answer_spelling: Sequence[str] = ()
-    """The spelling of targets: code fence, separators, escapes. A resumed run must have the same."""
+    answer_fingerprint: Sequence[str] = ()
+    """The writing of targets: code fence, separators, escapes. A resumed run must have the same."""
     objective: Objective = Objective.CORRECTED_TARGET
     """A resumed run may have another one that its stream allows."""
     longest_fill_s: float | None = None
@@ -237,7 +237,7 @@ def make_channel_b(
         continue_on_failure=channel.on_pipeline_failure is OnPipelineFailure.CONTINUE_A,
         evaluation=evaluation,
         final_evaluation_s=config.stage2_ab.evaluation.final_timeout_s,
-        answer_spelling=parts.task.spelling,
+        answer_fingerprint=parts.task.fingerprint,
         objective=config.stage2_ab.objective,
         longest_fill_s=config.control_timeout_s - sync.timeout_s if is_inline else None,
     )

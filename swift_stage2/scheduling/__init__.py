@@ -1,7 +1,6 @@
 """Pure decisions of one optimizer step: no thread, no socket, no collective, no torch.
 
 ``bresenham`` wants, ``feasibility_gate`` allows, ``step_plan`` is the outcome; ``version_clock`` says what is fresh;
-``round_schedule`` and ``evaluation_schedule`` say what is due; ``pacing`` says how many packs to make now, by the
-forecasts of ``outlook``; ``watches`` tell of starvation and truncation. The same inputs give the same answer on every
-rank.
+``round_schedule`` and ``evaluation_schedule`` say what is due; ``horizon`` says how many packs to make now;
+``watches`` tell of starvation and truncation. The same inputs give the same answer on every rank.
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swift_stage2.scheduling.outlook import INSTANT, ProductionPace
+from swift_stage2.scheduling.horizon import INSTANT, ProductionPace
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 
 _FLAGS = (

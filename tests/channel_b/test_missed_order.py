@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from real_model import make_encoder, rollout_of, sample_of
 
-from swift_stage2.channel_b.answer_format import standard_format
+from swift_stage2.channel_b.answer_templates import standard_template
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import make_pack
@@ -73,7 +73,7 @@ def test_alternatives_are_the_first_tokens_that_differ_when_another_missed_objec
     encoder: Encoder, objects: list[Object], share: float, dialect: str
 ) -> None:
     """Against whole answers, each tokenised from its first to its last character."""
-    form, num_found = standard_format(DIALECTS[dialect]), int(share * len(objects))
+    form, num_found = standard_template(DIALECTS[dialect]), int(share * len(objects))
     mine, offsets = encoder.tokenise(form.write(objects))
     expected = set()
     for number in range(num_found, len(objects)):
@@ -131,7 +131,7 @@ def test_the_loss_bounds_the_probability_of_the_set_over_all_orders(num_found: i
         ("a", (1, 2, 4, 4)),
         ("b", (2, 2, 3, 4)),
     ]
-    form = standard_format(DIALECTS["object_list"])
+    form = standard_template(DIALECTS["object_list"])
     chosen, losses, log_probs = [], [], []
     for order in permutations(objects[num_found:]):
         listed = [*objects[:num_found], *order]
@@ -211,7 +211,7 @@ def test_an_object_that_the_rollout_listed_twice_must_not_begin_again(missed_ord
     """The target's own tokens, and those of objects that may come in its place, are not held against it."""
     truth = [("a", (1, 2, 3, 4)), ("b", (10, 20, 30, 40)), ("c", (10, 50, 30, 90)), ("a", (2, 60, 40, 80))]
     twice = [truth[0], truth[1], truth[0], ("b", (50, 50, 90, 90))]  # the last b is none of the truths
-    form = standard_format(DIALECTS["object_list"])
+    form = standard_template(DIALECTS["object_list"])
     task = make_task(missed_order=missed_order, weighs_duplicates=True)
     rollout = rollout_of(sample_of({"objects": {"ref": [], "bbox": []}}), form.write(twice), ())
     target = task.correct(rollout, truth, characters)

@@ -42,8 +42,7 @@ from swift_stage2.records import (
     Target,
     VersionSpan,
 )
-from swift_stage2.scheduling.outlook import PacingState, StepView
-from swift_stage2.scheduling.pacing import Pacer
+from swift_stage2.scheduling.horizon import Pacer, PacerInputs, StepView
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.protocol import PREFIX, may_abort
@@ -256,10 +255,10 @@ class Bench:
 
     def observe(self, **changes: Any) -> None:
         pacing = {"step": 0, "last_commit_step": 0, "current_version": self.clock.current}
-        known = {each.name for each in fields(PacingState)}
+        known = {each.name for each in fields(PacerInputs)}
         pacing |= {name: value for name, value in changes.items() if name in known}
         view: dict[str, Any] = {
-            "pacing": PacingState(**pacing),
+            "pacing": PacerInputs(**pacing),
             "started_s": time.monotonic(),
             "step_seconds": 10.0,
             "max_prompts": 6,
@@ -273,7 +272,7 @@ class Bench:
         """A step's wait; one that nothing ends fails the test."""
         self.client.max_prompts = changes.get("max_prompts", 6)
         step = changes.get("step", 0)
-        pacing = PacingState(step=step, last_commit_step=0, current_version=self.clock.current)
+        pacing = PacerInputs(step=step, last_commit_step=0, current_version=self.clock.current)
         view = StepView(
             pacing, time.monotonic(), 10.0, self.client.max_prompts, changes.get("paused", False), num_packs
         )

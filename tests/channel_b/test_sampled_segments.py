@@ -21,7 +21,7 @@ from real_model import make_encoder, objects_of, rollout_of, sample_of, tiny_mod
 from sft_run import build_trainer
 from swift.trainers import Seq2SeqTrainer
 
-from swift_stage2.channel_b.answer_format import standard_format
+from swift_stage2.channel_b.answer_templates import standard_template
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.encoding import ALTERNATIVE_TOKENS, Encoder
 from swift_stage2.channel_b.preprocessing import make_segment
@@ -92,7 +92,7 @@ def rollouts(encoder: Encoder, rows: list[dict[str, Any]]) -> list[Rollout]:
     found, drawn = [], random.Random(0)
     for number, advantages in enumerate(ADVANTAGES):
         sample = sample_of(rows[number], number)
-        text = standard_format(DIALECTS["object_list"]).write([objects_of(encoder, sample)[0]] * 2)
+        text = standard_template(DIALECTS["object_list"]).write([objects_of(encoder, sample)[0]] * 2)
         ids = encoder.tokenise(text)[0] + encoder.closing_token_ids[:1]
         ids = ids[: len(ids) - 5 * (number % 2)]
         log_probs = tuple(drawn.uniform(-4, 0) for _ in ids)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.channel_b.answer_format import standard_format
+from swift_stage2.channel_b.answer_templates import standard_template
 from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST, Dialect
 from swift_stage2.channel_b.parsing import PredictedObject, parse_rollout
 from swift_stage2.channel_b.targets import (
@@ -63,7 +63,7 @@ def test_a_match_of_other_ground_truth_is_refused(pairs: tuple[tuple[int, int], 
     ],
 )
 def test_text(dialect: str, objects: list[Object], text: str) -> None:
-    assert render_target(objects, [True] * len(objects), standard_format(DIALECTS[dialect])).text == text
+    assert render_target(objects, [True] * len(objects), standard_template(DIALECTS[dialect])).text == text
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_text(dialect: str, objects: list[Object], text: str) -> None:
     ],
 )
 def test_spans(dialect: str, expected: list[tuple[str, str]]) -> None:
-    target = render_target([A, B], [True, False], standard_format(DIALECTS[dialect]))
+    target = render_target([A, B], [True, False], standard_template(DIALECTS[dialect]))
     assert [(target.text[span.start : span.end], span.group) for span in target.spans] == expected
 
 
@@ -125,7 +125,7 @@ def test_the_parser_reads_back_what_is_written(
     target = render_target(
         [(label, box) for label, box, _ in rows],
         [matched for _, _, matched in rows],
-        standard_format(dialect),
+        standard_template(dialect),
     )
     json.loads(target.text)
     parsed = parse_rollout(target.text, dialect)
@@ -161,12 +161,12 @@ def check_partition(target: TargetText) -> None:
 )
 def test_ground_truth_that_would_not_parse_is_refused(row: Object, message: str) -> None:
     with pytest.raises(SampleError, match=message):
-        render_target([row], [True], standard_format(OBJECT_LIST))
+        render_target([row], [True], standard_template(OBJECT_LIST))
 
 
 def test_one_flag_per_object() -> None:
     with pytest.raises(ValueError, match="num_objects=2 num_flags=1"):
-        render_target([A, B], [True], standard_format(OBJECT_LIST))
+        render_target([A, B], [True], standard_template(OBJECT_LIST))
 
 
 WEIGHTS = {group: float(number) for number, group in enumerate(TokenGroup, start=1)}
@@ -214,7 +214,7 @@ def test_tokens_outside_the_text_are_refused(offset: tuple[int, int]) -> None:
 def test_any_tokenisation_gives_one_weight_per_token(data: st.DataObject) -> None:
     dialect = data.draw(st.sampled_from(list(DIALECTS.values())))
     objects = [(label, box[: dialect.num_coordinates]) for label, box in (A, B)]
-    target = render_target(objects, [True, False], standard_format(dialect))
+    target = render_target(objects, [True, False], standard_template(dialect))
     size = len(target.text)
     cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=30))})
     offsets = list(pairwise(cuts))

@@ -112,9 +112,9 @@ def test_every_row_teaches_not_only_the_sample(rows: list[dict[str, Any]], encod
     one = rows[0]["objects"]
     single = {**rows[0], "objects": {"ref": one["ref"][:1], "bbox": one["bbox"][:1]}}
     written = [_written(single, _fenced), _written(rows[1], _fenced), _without_objects(rows[2])]
-    learned = _learned(written, encoder).answer_format
-    assert learned.between_objects == ",\n  "
-    assert learned.without_objects == "[]", "as the row has it, whatever stands around answers with objects"
+    learned = _learned(written, encoder).template
+    assert learned.separator == ",\n  "
+    assert learned.empty == "[]", "as the row has it, whatever stands around answers with objects"
 
 
 def test_one_row_that_is_written_otherwise_refuses_the_data_set(
@@ -159,8 +159,7 @@ def test_an_answer_without_a_closed_list_is_refused(
         make_task().check_answer(text, objects)
 
 
-def test_a_prefix_of_the_template_is_part_of_every_answer(rows: list[dict[str, Any]]) -> None:
-    """As thinking models have it: the template writes something before the answer of the row."""
+def test_a_template_that_writes_more_than_the_row_is_refused(rows: list[dict[str, Any]]) -> None:
     template = make_template()
     prepare = template._swift_prepare_inputs
 
@@ -171,9 +170,8 @@ def test_a_prefix_of_the_template_is_part_of_every_answer(rows: list[dict[str, A
     template._swift_prepare_inputs = with_prefix
     encoder = make_encoder(packing_length=LENGTH)
     encoder._template = template
-    task = _learned(rows, encoder)
-    assert task.answer_format.head == "thought: none\n\n["
-    assert task.answer_format.without_objects == "thought: none\n\n[]"
+    with pytest.raises(ConfigError, match="thought: none"):
+        _learned(rows, encoder)
 
 
 def test_only_the_last_answer_of_a_conversation_is_compared(

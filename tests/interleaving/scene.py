@@ -64,7 +64,7 @@ from swift_stage2.records import (
     Target,
 )
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
-from swift_stage2.scheduling.pacing import Pacer
+from swift_stage2.scheduling.horizon import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule, ServerState
 from swift_stage2.scheduling.run_ahead import most_samples
 from swift_stage2.scheduling.version_clock import VersionClock

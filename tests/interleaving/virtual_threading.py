@@ -21,7 +21,7 @@ from swift_stage2.channel_b import attempts, pipeline, ready_queue, sample_sourc
 from swift_stage2.channel_b.rollout_client import client, connection, lane, plan, trust
 from swift_stage2.learner import learner
 from swift_stage2.learner import rounds as learner_rounds
-from swift_stage2.scheduling import outlook, version_clock
+from swift_stage2.scheduling import horizon, version_clock
 from swift_stage2.servers import call as server_call
 from swift_stage2.servers import pending_abort
 from swift_stage2.servers import probe as suspect_probe
@@ -331,7 +331,7 @@ _WITH_THREADING = (
     plan, server_call, server_push, snapshot, suspect_probe, trust, version_clock,
 )  # fmt: skip
 _WITH_TIME = (
-    attempts, client, connection, courier, fence, lane, learner, learner_rounds, outlook, pipeline, server_push,
+    attempts, client, connection, courier, fence, lane, learner, learner_rounds, horizon, pipeline, server_push,
     server_session, transfer, weight_sync,
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ from detection_task import make_task
 from real_model import make_encoder, objects_of, read_rows, rollout_of, sample_of
 from sft_run import build_trainer
 
-from swift_stage2.channel_b.answer_format import standard_format
+from swift_stage2.channel_b.answer_templates import standard_template
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import make_segment
@@ -57,7 +57,7 @@ def make_trainer(rows_file: Path, output: Path, **swift: Any) -> Any:
 
 def pack(number: int, rows_file: Path, encoder: Encoder) -> dict[str, Any]:
     sample = sample_of(read_rows(rows_file)[number], number)
-    text = standard_format(DIALECTS["object_list"]).write([objects_of(encoder, sample)[0]] * 2)
+    text = standard_template(DIALECTS["object_list"]).write([objects_of(encoder, sample)[0]] * 2)
     prompt, (ids, _) = encoder.encode_prompt(sample), encoder.tokenise(text)
     rollout = replace(
         rollout_of(sample, text, prompt.token_ids),

@@ -22,8 +22,7 @@ from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
-from swift_stage2.scheduling.outlook import INSTANT, PacingState, ProductionMeter, packs_of
-from swift_stage2.scheduling.pacing import Pacer
+from swift_stage2.scheduling.horizon import INSTANT, Pacer, PacerInputs, ProductionMeter, packs_of
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.run_ahead import Place, Shares
 from swift_stage2.scheduling.step_plan import Channel
@@ -155,10 +154,10 @@ class SimulatedRank:
         self.outcome.expired += 1
         self.shares.end(pack.places)
 
-    def state(self, now: float, rounds: Rounds) -> PacingState:
+    def state(self, now: float, rounds: Rounds) -> PacerInputs:
         staged = self.setting.staged
         assert rounds.schedule.last_commit_step is not None
-        return PacingState(
+        return PacerInputs(
             step=int(now),
             progress=now - int(now),
             current_version=self.clock.current,
@@ -180,7 +179,7 @@ class SimulatedRank:
         """Rollouts to ask for now, as the pipeline finds it."""
         per_pack = self.setting.rollouts_per_pack
         state = self.state(now, rounds)
-        typical = state.arrival_pace.typical_steps
+        typical = state.typical_steps
         coming = [(version, now) for version, _ in self.held]
         for post in self.posts:
             arrival = now + abs(typical - (now - post.start))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide, vector_length
-from swift_stage2.scheduling.outlook import ProductionPace
+from swift_stage2.scheduling.horizon import ProductionPace
 from swift_stage2.scheduling.step_plan import Channel, SkipReason
 
 NUM_SERVERS = 2

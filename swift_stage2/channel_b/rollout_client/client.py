@@ -31,7 +31,7 @@ from swift_stage2.columns import Column
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Rollout, Sample
-from swift_stage2.scheduling.pacing import max_prompts_in_flight
+from swift_stage2.scheduling.horizon import max_prompts_in_flight
 
 Asked = tuple[Sample, Mapping[str, Any]]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.scheduling.bresenham import next_wanted_step
-from swift_stage2.scheduling.outlook import PacingState, PackInMaking, ProductionPace
-from swift_stage2.scheduling.pacing import Pacer, max_prompts_in_flight
+from swift_stage2.scheduling.horizon import (
+    RECENT_PRODUCTIONS,
+    Horizon,
+    Pacer,
+    PacerInputs,
+    PackInMaking,
+    ProductionMeter,
+    ProductionPace,
+    StepView,
+    max_prompts_in_flight,
+    packs_of,
+)
 
 # B is wanted at 3, 7, 11, …; a round precedes every step.
 PACER = Pacer(b_ratio=0.25, version_window=2, sync_every_steps=1, target_packs=4, packs_per_b_step=4)
@@ -16,9 +27,9 @@ PACER = Pacer(b_ratio=0.25, version_window=2, sync_every_steps=1, target_packs=4
 
 def after_round(
     step: int, *, production_steps: float | None = 0.0, ready: tuple[int, ...] = ()
-) -> PacingState:
+) -> PacerInputs:
     """Just after the start of ``step``; one round has run at every step, so version and step are equal."""
-    return PacingState(
+    return PacerInputs(
         step=step,
         progress=0.1,
         current_version=step,
@@ -156,7 +167,7 @@ paces = st.builds(ProductionPace, st.floats(0, 50), st.floats(0, 50))
         packs_per_b_step=st.integers(1, 4),
     ),
     state=st.builds(
-        PacingState,
+        PacerInputs,
         step=st.integers(20, 60),
         progress=st.floats(0, 0.99),
         current_version=st.integers(5, 10),
@@ -172,7 +183,7 @@ paces = st.builds(ProductionPace, st.floats(0, 50), st.floats(0, 50))
     ),
 )
 def test_always_answers_within_the_target_and_never_refuses_for_good(
-    pacer: Pacer, state: PacingState
+    pacer: Pacer, state: PacerInputs
 ) -> None:
     assert 0 <= pacer.decide(state) <= pacer.target_packs
     empty = replace(state, ready_versions=(), missed_in_a_row=2)
@@ -195,6 +206,99 @@ def test_each_rank_gets_its_share_of_the_servers(
     assert max_prompts_in_flight(per_server, proven, world_size) == share
 
 
-def test_a_share_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="world_size=0"):
-        max_prompts_in_flight(16, 1, 0)
+# --- the versions of the steps to come ------------------------------------------------------------------
+
+AT_10 = PacerInputs(
+    step=10, progress=0.25, current_version=5, last_commit_step=9, pace=ProductionPace(3.0, 3.0)
+)
+STAGED = replace(AT_10, rounds_are_staged=True, last_commit_step=7)
+COMING = (PackInMaking(5, 14.5),)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "cadence", "rounds"),
+    [
+        (AT_10, 4, (13, 17)),
+        (replace(AT_10, round_pending=True), 2, (11, 13)),
+        # What is in the making holds the next round, or the one behind it.
+        (replace(AT_10, in_making=COMING), 1, (15, 16)),
+        (replace(AT_10, in_making=COMING, round_pending=True), 2, (11, 15)),
+        # Due at 11 and heard in 11 at the earliest, which the packs of 12 are the first to meet.
+        (STAGED, 4, (12, 16)),
+        (replace(STAGED, in_making=COMING), 1, (12, 17)),
+        # The cadence counts from the snapshot of a round in transfer: begun at 10, 9 and 6.
+        (replace(STAGED, round_in_transfer=True), 4, (12, 15)),
+        (replace(STAGED, round_in_transfer=True, last_commit_step=5), 4, (12, 14)),
+        (replace(STAGED, round_in_transfer=True, last_commit_step=2), 4, (12, 13)),
+        # A fenced round that is pending among staged ones.
+        (replace(STAGED, round_pending=True), 2, (11, 13)),
+    ],
+)
+def test_rounds_follow_the_cadence_and_wait_for_what_holds_them(
+    inputs: PacerInputs, cadence: int, rounds: tuple[int, int]
+) -> None:
+    horizon, (first, second) = Horizon(inputs, cadence, 2, cadence), rounds
+    run_at = {first, *range(second, 60, cadence)}
+    expected = [5 + sum(at <= step for at in run_at) for step in range(11, 50)]
+    assert [horizon.version_at(step, horizon.idle) for step in range(11, 50)] == expected
+
+
+@pytest.mark.parametrize(
+    ("inputs", "cadence", "within"),
+    [
+        (AT_10, 1, [14, 15]),  # 10.25 + 3 ends within step 13; its rounds are at 14 and 15
+        (replace(AT_10, pace=ProductionPace(3.0, 0.5)), 1, [14]),  # a quick one is stale there, but later is too late
+        (replace(AT_10, pace=ProductionPace(0.5, 0.5)), 1, [11, 12]),
+        (replace(AT_10, pace=ProductionPace(0.5, 0.5), slowest_pace=ProductionPace(6.0, 6.0)), 1, [*range(11, 19)]),
+        (replace(AT_10, round_pending=True), 2, [15, 16, 17]),
+        (STAGED, 1, [14, 15, 16]),  # heard in 14, the next one begins at 15 and counts from 16
+    ],
+)  # fmt: skip
+def test_the_horizon_is_from_arrival_to_the_last_fresh_step(
+    inputs: PacerInputs, cadence: int, within: list[int]
+) -> None:
+    horizon = Horizon(inputs, cadence, 2, cadence)
+    assert [step for step in range(11, 40) if horizon.reaches(step)] == within
+
+
+# --- what a rank measures, and what is out --------------------------------------------------------------
+
+
+def test_typical_is_the_median_and_quick_the_lower_decile_of_the_last_ones() -> None:
+    meter = ProductionMeter()
+    assert meter.pace is None
+    for steps in (9.0, 3.0, 4.0, 2.0, 5.0):
+        meter.observe(steps)
+    assert meter.pace == ProductionPace(typical_steps=4.0, quick_steps=2.0)
+    for _ in range(RECENT_PRODUCTIONS):
+        meter.observe(2.0)
+    assert meter.pace == ProductionPace(2.0, 2.0)
+    assert ProductionPace(3.0, 1.0).slower(ProductionPace(2.0, 2.0)) == ProductionPace(3.0, 2.0)
+
+
+@given(
+    rollouts=st.lists(st.tuples(st.integers(0, 9), st.floats(0.0, 50.0)), max_size=40),
+    per_pack=st.floats(1.0, 9.0),
+)
+def test_rollouts_make_packs_in_the_order_in_which_they_come(
+    rollouts: list[tuple[int, float]], per_pack: float
+) -> None:
+    packs, num_over = packs_of(rollouts, per_pack)
+    assert len(packs) == int(len(rollouts) / per_pack)
+    assert 0 <= num_over <= per_pack
+    assert [pack.arrival for pack in packs] == sorted(pack.arrival for pack in packs)
+    assert all(any(pack.version == version for version, _ in rollouts) for pack in packs)
+
+
+def test_a_pack_in_the_making_is_as_old_as_its_oldest_and_comes_with_its_last() -> None:
+    packs, num_over = packs_of([(3, 12.0), (1, 11.0), (2, 10.0), (3, 13.0), (3, 20.0)], 2.0)
+    assert [(pack.version, pack.arrival) for pack in packs] == [(1, 11.0), (3, 13.0)]
+    assert num_over == 1
+
+
+def test_a_rollout_that_is_late_is_expected_after_as_long_again() -> None:
+    now_s = time.monotonic()
+    view = StepView(AT_10, started_s=now_s, step_seconds=100.0, max_prompts=4, paused=False)
+    assert view.arrival(AT_10, None) == pytest.approx(13.25)
+    assert view.arrival(AT_10, now_s - 100.0) == pytest.approx(12.25, abs=0.1)
+    assert view.arrival(AT_10, now_s - 500.0) == pytest.approx(12.25, abs=0.1)

@@ -1,4 +1,4 @@
-"""Answer formats: what json.dumps, fences and hand-made layouts write is learned and written again, byte for byte."""
+"""Answer templates: what json.dumps and fences write is learned and written again, byte for byte, or refused."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.channel_b.answer_format import (
+from swift_stage2.channel_b.answer_templates import (
+    common_templates,
     fill_placeholders,
-    join_formats,
-    learn_format,
-    read_format,
-    standard_format,
+    learn_template,
+    possible_templates,
+    standard_template,
+    templates_of,
 )
 from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST, OBJECT_MAP, Dialect
 from swift_stage2.channel_b.parsing import PredictedObject, parse_rollout
-from swift_stage2.channel_b.targets import AnswerFormat, render_target
+from swift_stage2.channel_b.targets import AnswerTemplate, render_target
 from swift_stage2.errors import ConfigError, DatasetError
 
 Object = tuple[str, tuple[int, ...]]
@@ -36,13 +37,12 @@ MARK = re.compile(r'"(<\|coord_[0-9]+\|>)"')
 
 @dataclass(frozen=True)
 class Style:
-    """A way to write answers that knows nothing of ``AnswerFormat``: Python's own json does the work."""
+    """A way to write answers that knows nothing of ``AnswerTemplate``: Python's own json does the work."""
 
     dialect: Dialect
-    before: str
-    after: str
+    fence: str
     box_first: bool
-    indent: int | None
+    indent: int | str | None
     separators: tuple[str, str]
     ensure_ascii: bool
     coordinates: str  # integers, tokens or quoted
@@ -57,11 +57,13 @@ class Style:
         if self.one_per_line and items:
             lines = [self._dump(item) for item in items]
             if self.dialect is MAP:
-                lines = [f'"{name}": {line}' for name, line in zip(numbered, lines, strict=True)]
+                lines = [
+                    f'"{name}"{self.separators[1]}{line}' for name, line in zip(numbered, lines, strict=True)
+                ]
             text = "[{"[self.dialect is MAP] + "\n" + ",\n".join(lines) + "\n" + "]}"[self.dialect is MAP]
         else:
             text = self._dump(whole)
-        return self.before + text + self.after
+        return f"{self.fence}\n{text}\n```" if self.fence else text
 
     def _item(self, label: str, box: Sequence[int]) -> dict[str, Any]:
         values: list[Any] = [n if self.coordinates == "integers" else f"<|coord_{n}|>" for n in box]
@@ -70,9 +72,9 @@ class Style:
         return dict(sorted(members.items(), key=lambda member: (member[0] == place) != self.box_first))
 
     def _dump(self, value: Any) -> str:
-        text = json.dumps(
-            value, indent=self.indent, separators=self.separators, ensure_ascii=self.ensure_ascii
-        )
+        indent = None if self.one_per_line else self.indent
+        separators = (self.separators[0] if indent is None else ",", self.separators[1])
+        text = json.dumps(value, indent=indent, separators=separators, ensure_ascii=self.ensure_ascii)
         return MARK.sub(r"\1", text) if self.coordinates == "tokens" else text
 
 
@@ -84,15 +86,14 @@ def shaped(objects: Sequence[Object], dialect: Dialect) -> list[Object]:
 STYLES = st.builds(
     Style,
     dialect=st.sampled_from(list(DIALECTS.values())),
-    before=st.sampled_from(["", "```json\n", "```\n", "<think>\n\n</think>\n\n", "Objects:\n"]),
-    after=st.sampled_from(["", "\n```", "\n```\n", " "]),
+    fence=st.sampled_from(["", "```json", "```"]),
     box_first=st.booleans(),
-    indent=st.sampled_from([None, None, 0, 1, 2, 4]),
-    separators=st.sampled_from([(", ", ": "), (",", ":"), (" , ", " : "), (",", ": ")]),
+    indent=st.sampled_from([None, None, 2, 4, "\t"]),
+    separators=st.sampled_from([(", ", ": "), (",", ":"), (",", ": ")]),
     ensure_ascii=st.booleans(),
     coordinates=st.sampled_from(["integers", "tokens", "quoted"]),
     one_per_line=st.booleans(),
-    first_number=st.integers(0, 3),
+    first_number=st.integers(0, 1),
 )
 LABELS = (
     st.text(min_size=1, max_size=12)
@@ -112,30 +113,30 @@ def test_what_was_learned_is_written_again_and_read_back(
     style: Style, answers: list[list[Object]], other: list[Object]
 ) -> None:
     answers, other = [shaped(objects, style.dialect) for objects in answers], shaped(other, style.dialect)
-    learned = learn_format([style.write(objects) for objects in answers], style.dialect)
+    learned = learn_template([style.write(objects) for objects in answers], style.dialect)
     for objects in answers:
         text = style.write(objects)
         assert learned.write(objects) == text
         check_target(objects, learned, text)
-    learned = learn_format([style.write(objects) for objects in (*WHOLE, *answers)], style.dialect)
+    learned = learn_template([style.write(objects) for objects in (*WHOLE, *answers)], style.dialect)
     check_target(other, learned, style.write(other))  # also what it was not learned from
 
 
-def check_target(objects: Sequence[Object], answer_format: AnswerFormat, text: str) -> None:
+def check_target(objects: Sequence[Object], template: AnswerTemplate, text: str) -> None:
     """Spans tile the target, and the parser reads its objects back."""
     flags = [number % 2 == 0 for number in range(len(objects))]
-    target = render_target(objects, flags, answer_format)
+    target = render_target(objects, flags, template)
     assert target.text == text
     assert (target.spans[0].start, target.spans[-1].end) == (0, len(text))
     assert all(left.end == right.start for left, right in pairwise(target.spans))
     spelled = Counter(text[span.start : span.end] for span in target.spans if "label" in span.group)
     assert spelled == Counter(
-        json.dumps(label, ensure_ascii=answer_format.ensure_ascii)[1:-1] for label, _ in objects
+        json.dumps(label, ensure_ascii=template.ensure_ascii)[1:-1] for label, _ in objects
     )
     boxes = [text[span.start : span.end] for span in target.spans if "coordinates" in span.group]
     assert [[int(n) for n in re.findall("[0-9]+", box)] for box in boxes] == [list(box) for _, box in objects]
     assert target.spans[-1].group == "closure"
-    parsed = parse_rollout(text, answer_format.dialect)
+    parsed = parse_rollout(text, template.dialect)
     assert parsed.objects == tuple(PredictedObject(label, box) for label, box in objects)
     assert not parsed.dropped
     assert not parsed.unclosed
@@ -145,11 +146,11 @@ def check_target(objects: Sequence[Object], answer_format: AnswerFormat, text: s
 def test_the_order_of_the_answers_does_not_matter(style: Style, answers: list[list[Object]]) -> None:
     """Every rank learns from the same rows, and so does a run that resumes with another shuffle."""
     texts = [style.write(objects) for objects in answers]
-    assert learn_format(texts, style.dialect) == learn_format(sorted(texts), style.dialect)
+    assert learn_template(texts, style.dialect) == learn_template(sorted(texts), style.dialect)
 
 
 def test_weights_fall_on_what_they_are_for() -> None:
-    target = render_target([A, B], [True, False], learn_format([FENCED], LIST))
+    target = render_target([A, B], [True, False], learn_template([FENCED], LIST))
     assert [(target.text[span.start : span.end], str(span.group)) for span in target.spans] == [
         ('```json\n[\n  {"label": "', "structure"),
         ("a", "matched_label"),
@@ -168,16 +169,24 @@ def test_weights_fall_on_what_they_are_for() -> None:
 
 @pytest.mark.parametrize("dialect", list(DIALECTS.values()))
 def test_without_answers_a_dialect_has_its_standard(dialect: Dialect) -> None:
-    assert learn_format([], dialect) == standard_format(dialect)
-    assert standard_format(dialect).write([]) == dialect.opener + dialect.closer
+    assert learn_template([], dialect) == standard_template(dialect)
+    assert standard_template(dialect).write([]) == dialect.opener + dialect.closer
 
 
 def test_what_no_answer_shows_follows_from_the_rest() -> None:
-    one = learn_format(['```json\n[\n  {"label": "a", "bbox_2d": [1, 2, 3, 4]}\n]\n```'], LIST)
+    one = learn_template(['```json\n[\n  {"label": "a", "bbox_2d": [1, 2, 3, 4]}\n]\n```'], LIST)
     assert one.write([A, B]) == FENCED
     assert one.write([]) == "```json\n[]\n```"
-    assert "separator" not in one.seen
-    assert "empty" not in one.seen
+    assert learn_template([FENCED, "[]"], LIST).write([]) == "[]", (
+        "as the rows have it, whatever stands around others"
+    )
+
+
+@pytest.mark.parametrize("dialect", list(DIALECTS.values()))
+def test_no_two_templates_write_the_same(dialect: Dialect) -> None:
+    objects = shaped([A, ("é", (0, 0, 0, 0))], dialect)
+    templates = templates_of(dialect)
+    assert len({(template.write(objects), template.empty) for template in templates}) == len(templates)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +195,10 @@ def test_what_no_answer_shows_follows_from_the_rest() -> None:
         "",
         "I see nothing.",
         "{}",
+        "Objects: [" + FENCED,
+        FENCED + "\n",
+        "[ ]",
+        '[{"bbox_2d" : [1, 2, 3, 4], "label": "a"}]',
         '[{"bbox_2d": [1, 2, 3, 4], "label": "say "a""}]',
         '[{"bbox_2d": [1, 2, 3, 4], "label": "a\nb"}]',
         '[{"bbox_2d": [1, 2, 3, 4], "label": "a", "score": 1}]',
@@ -210,7 +223,7 @@ def test_what_no_answer_shows_follows_from_the_rest() -> None:
 )
 def test_what_cannot_be_written_again_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        learn_format([FENCED, text], LIST)
+        learn_template([FENCED, text], LIST)
     message = str(caught.value)
     assert "stage2_ab.channel_b.target.dialect" in message
     assert repr(text[:20])[1:-1] in message
@@ -218,25 +231,23 @@ def test_what_cannot_be_written_again_is_refused_in_one_line(text: str) -> None:
 
 
 def test_two_ways_of_writing_are_refused_with_both_texts() -> None:
-    plain = standard_format(LIST).write([A, B])
+    plain = standard_template(LIST).write([A, B])
     with pytest.raises(DatasetError) as caught:
-        learn_format([FENCED, plain, plain], LIST)
+        learn_template([FENCED, FENCED, plain], LIST)
     message = str(caught.value)
     assert repr(FENCED)[1:60] in message
     assert repr(plain)[1:60] in message
-    assert message.index("```json") < message.index("which channel B would write"), (
-        "the rarer one is the odd one"
+    assert message.index("which channel B would write") < message.index("```json"), (
+        "the later one is the odd one"
     )
     assert "\n" not in message
 
 
-def test_formats_are_counted_by_how_many_answers_show_them() -> None:
-    plain = standard_format(LIST).write([A, B])
-    fenced, bare = read_format(FENCED, LIST), read_format(plain, LIST)
-    joint, others = join_formats({fenced: 2, bare: 5, read_format("[]", LIST): 1}, LIST)
-    assert (joint.write([A, B]), others) == (plain, (fenced,))
-    with pytest.raises(DatasetError, match="all answers must be written alike"):
-        learn_format([plain, FENCED, plain], LIST)
+def test_templates_are_counted_by_how_many_answers_show_them() -> None:
+    plain = standard_template(LIST).write([A, B])
+    fenced, bare, empty = (possible_templates(text, LIST) for text in (FENCED, plain, "[]"))
+    common, others = common_templates({fenced: 2, bare: 5, empty: 1}, LIST)
+    assert (common.likeliest.write([A, B]), others) == (plain, (fenced,))
 
 
 def test_placeholders_are_filled_in_turn() -> None:

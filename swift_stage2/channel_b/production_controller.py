@@ -15,17 +15,23 @@ from dataclasses import dataclass, replace
 from swift_stage2.channel_b.attempts import Attempts
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.records import Segment
-from swift_stage2.scheduling.outlook import PacingState, ProductionMeter, ProductionPace, StepView, packs_of
-from swift_stage2.scheduling.pacing import Pacer
+from swift_stage2.scheduling.horizon import (
+    Pacer,
+    PacerInputs,
+    ProductionMeter,
+    ProductionPace,
+    StepView,
+    packs_of,
+)
 from swift_stage2.scheduling.version_clock import VersionClock
 
 _STOP_SLICE_S = 0.2  # a signal's handler may take no lock, and so wakes nobody
-_MOST_BARREN = 32  # groups in a row of which nothing is trained, before a step waits for no other
+_MOST_FRUITLESS = 32  # groups in a row of which nothing is trained, before a step waits for no other
 _SMOOTHING = 0.3  # weight of the newest pack in the moving average of segments per pack
 
 
 @dataclass(eq=False, repr=False)
-class Demand:
+class ProductionController:
     """One rank's demand for rollouts."""
 
     pacer: Pacer
@@ -39,7 +45,7 @@ class Demand:
         self._segments_per_pack = 1.0
         self._last_version_asked = -1
         self._compared_for: StepView | None = None
-        self._num_barren = 0
+        self._num_fruitless = 0
         self._changed = threading.Condition()
         self._met: StepView | None = None  # the latest whose demand is met
         self._is_over = False
@@ -57,19 +63,19 @@ class Demand:
     def packed(self, num_segments: int) -> None:
         self._segments_per_pack += _SMOOTHING * (num_segments - self._segments_per_pack)
 
-    def compared(self, view: StepView | None, *, is_barren: bool, is_rest: bool) -> None:
-        """A group was compared, or the rest of one that was before. Nothing is trained of what is barren."""
-        if is_barren and is_rest:
+    def compared(self, view: StepView | None, *, yields_nothing: bool, is_rest: bool) -> None:
+        """A group was compared, or the rest of one that was before. ``yields_nothing``: none of it is trained."""
+        if yields_nothing and is_rest:
             return  # its group has counted already, and late rollouts say nothing of other rows
-        if is_barren and view is self._compared_for:
-            self._num_barren += 1
+        if yields_nothing and view is self._compared_for:
+            self._num_fruitless += 1
         else:
-            self._num_barren, self._compared_for = int(is_barren), view
+            self._num_fruitless, self._compared_for = int(yields_nothing), view
 
-    def is_hopeless(self, view: StepView) -> bool:
-        """True once a step has waited for so many groups, all barren, that it should not wait for the next."""
+    def should_stop_waiting(self, view: StepView) -> bool:
+        """True once a step has waited for so many groups of which nothing is trained, and should wait for no more."""
         is_waiting = view.num_demanded is not None and view is self._compared_for
-        return is_waiting and self._num_barren >= _MOST_BARREN
+        return is_waiting and self._num_fruitless >= _MOST_FRUITLESS
 
     def asked(self) -> None:
         self._last_version_asked = self.clock.current
@@ -149,16 +155,16 @@ class Demand:
             self._is_over = True
             self._changed.notify_all()
 
-    def _num_packs(self, view: StepView, state: PacingState) -> int:
+    def _num_packs(self, view: StepView, state: PacerInputs) -> int:
         if view.num_demanded is None:
             return self.pacer.decide(state)
-        if self.is_hopeless(view):
+        if self.should_stop_waiting(view):
             return 0
         num_lacking = view.num_demanded - self.queue.num_fresh(self.clock.current) - len(state.in_making)
         # One more, or a step would often wait for another turn of a few rollouts; what is left over fills the next.
         return num_lacking + 1 if num_lacking > 0 else 0
 
-    def _state(self, view: StepView) -> PacingState:
+    def _state(self, view: StepView) -> PacerInputs:
         return replace(
             view.pacing,
             progress=view.progress,
