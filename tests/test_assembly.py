@@ -18,7 +18,6 @@ from real_model import make_encoder, make_task, make_template, sample_of, tiny_m
 
 from swift_stage2 import assembly
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.checks import checks, servers
 from swift_stage2.checks.samples import check_samples, usable_samples
 from swift_stage2.checks.servers import FoundServers, examine, wait_for_servers
@@ -513,16 +512,8 @@ def test_an_evaluation_that_had_not_ended_is_resumed(
     rows: list[dict[str, Any]],
     tmp_path: Path,
     channel_bs: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = configure(server.url, evaluation={"every_steps": 4})
-    given: dict[str, Any] = {}
-
-    def make_pipeline(**parts: Any) -> Pipeline:
-        given.update(parts)
-        return Pipeline(**parts)
-
-    monkeypatch.setattr(assembly, "Pipeline", make_pipeline)
     run = _start(
         config,
         rows,
@@ -532,7 +523,8 @@ def test_an_evaluation_that_had_not_ended_is_resumed(
     )
     try:
         part = channel_bs[0].evaluation.part
-        assert (given["ask_evaluation"], given["take_evaluated"]) == (part.ask, part.take)
+        pipeline = channel_bs[0].pipeline
+        assert (pipeline.ask_evaluation, pipeline.take_evaluated) == (part.ask, part.take)
         part.begin(1)
         assert part.end().num_wanted == 3, "there are no more rows"
         state = json.loads(json.dumps(run.checkpoint(step=7)))
