@@ -64,7 +64,6 @@ from swift_stage2.weights.courier import Courier, thread_courier
 from swift_stage2.weights.courier_process import process_courier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import Canary
-from swift_stage2.weights.snapshot_memory import SnapshotMemory
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import WrapTransport
 
@@ -225,15 +224,12 @@ def _build_channel_b(
         columns=needed_columns(config),
     )
     evaluation = _evaluation(config, given, parts, client, control, telemetry)
-    memory = SnapshotMemory()
     device = next(given.module.parameters()).device
     courier: Courier  # first, because its process starts meanwhile
     if given.wrap_transport is None and control.rank == 0:
         courier = process_courier(rollout, device, ours=ours, trace=telemetry.trace)
     else:
-        courier = thread_courier(
-            rollout, device, memory, given.wrap_transport, ours=ours, trace=telemetry.trace
-        )
+        courier = thread_courier(rollout, device, given.wrap_transport, ours=ours, trace=telemetry.trace)
     if isinstance(parts.preprocessor, ProcessPreprocessor):
         parts.preprocessor.await_ready()
         check_preprocessing(
@@ -272,7 +268,6 @@ def _build_channel_b(
         export=WeightExport(given.module),
         canary=given.make_canary(parts.encoder, parts.samples[0]),
         courier=courier,
-        memory=memory,
         stages=not config.launch.share_devices,  # a server that starts again takes its part of the device anew
         on_pending=rollout.sync.on_pending,
         rolling=rollout.sync.rolling,
