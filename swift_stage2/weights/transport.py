@@ -118,8 +118,7 @@ class StreamTransport(WeightTransport):
         if self._stream is None:
             raise ServerFault("the weight stream is not open")
         try:
-            with snapshot.file.reopened() as file:
-                self._stream.send_file(file.fileno(), snapshot.file.num_bytes, deadline.remaining_s())
+            self._stream.send(snapshot.file.memory, deadline.remaining_s())
         except OSError as error:
             raise ServerFault(f"the server was lost while weights were sent: {error}") from error
 

@@ -199,8 +199,7 @@ class LearnerRound:
 
     def send(self) -> None:
         assert self.stream is not None
-        file = self.snapshot.file
-        self.stream.send_file(file.fd, file.num_bytes, CALL_TIMEOUT_S)
+        self.stream.send(self.snapshot.file.memory, CALL_TIMEOUT_S)
 
     def push(self) -> None:
         self.connect()

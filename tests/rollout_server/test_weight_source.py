@@ -235,7 +235,7 @@ def test_a_stream_fills_the_servers_own_memory(learner: SnapshotFile) -> None:
     num_bytes = learner.file.num_bytes
     with receiving(num_bytes) as (source, end, port, memory):
         with closing(connect_stream("127.0.0.1", port, end.secret, WAIT_S)) as stream:
-            stream.send_file(learner.file.fd, num_bytes, WAIT_S)
+            stream.send(learner.file.memory, WAIT_S)
         require_whole(source.collect(WAIT_S, NOBODY_LEAVES))
         assert memory.memory == learner.file.memory
         assert not source.failed

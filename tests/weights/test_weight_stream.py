@@ -10,14 +10,12 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 import pytest
 from torchrun_job import free_port
 
-from swift_stage2.runtime.memory import MemoryFile
 from swift_stage2.weights.stream import WeightListener, WeightStream, connect_stream
 
 LONGEST_WAIT_S = 60.0
 HOST = "127.0.0.1"
 LARGER_THAN_SOCKET_BUFFERS = 1 << 26
-FILE = MemoryFile("test", LARGER_THAN_SOCKET_BUFFERS)
-FILE.memory[:1000] = bytes(range(250)) * 4
+SENT = memoryview(bytes(range(256)) * (LARGER_THAN_SOCKET_BUFFERS >> 8))
 
 
 @contextmanager
@@ -37,9 +35,9 @@ def connected(
 @pytest.mark.parametrize("size", [0, 1, 1000, LARGER_THAN_SOCKET_BUFFERS])
 def test_bytes_arrive_as_they_were_sent(size: int) -> None:
     with connected(size) as (_, learner, memory, receiving):
-        learner.send_file(FILE.fd, size, LONGEST_WAIT_S)
+        learner.send(SENT[:size], LONGEST_WAIT_S)
         receiving.result(LONGEST_WAIT_S)
-        assert memory == FILE.memory[:size]
+        assert memory == SENT[:size]
 
 
 def test_a_lost_peer_is_an_error_on_either_side() -> None:
@@ -50,7 +48,7 @@ def test_a_lost_peer_is_an_error_on_either_side() -> None:
         server.close()
         assert isinstance(receiving.exception(LONGEST_WAIT_S), OSError)
         with pytest.raises(ConnectionError):
-            learner.send_file(FILE.fd, LARGER_THAN_SOCKET_BUFFERS, LONGEST_WAIT_S)
+            learner.send(SENT, LONGEST_WAIT_S)
 
 
 def test_a_silent_learner_is_an_error_at_the_deadline() -> None:
@@ -66,7 +64,7 @@ def test_a_silent_server_is_an_error_at_the_deadline(size: int) -> None:
     """Also when the bytes fit into its buffers: it may stand still."""
     with connected(2 * LARGER_THAN_SOCKET_BUFFERS) as (server, learner, _, receiving):
         with pytest.raises(TimeoutError):
-            learner.send_file(FILE.fd, size, 0.3)  # it waits for more
+            learner.send(SENT[:size], 0.3)  # it waits for more
         server.close()
         assert isinstance(receiving.exception(LONGEST_WAIT_S), OSError)
 
@@ -106,9 +104,9 @@ def test_nobody_but_the_learner_is_let_in_and_no_stranger_keeps_it_out() -> None
                 stranger.sendall(words[number % len(words)])
         assert not receiving.done()
         learner = stack.enter_context(closing(connect_stream(HOST, port, secret, LONGEST_WAIT_S)))
-        learner.send_file(FILE.fd, 3, LONGEST_WAIT_S)
+        learner.send(SENT[:3], LONGEST_WAIT_S)
         receiving.result(LONGEST_WAIT_S)
-        assert received == FILE.memory[:3]
+        assert received == SENT[:3]
         for stranger in strangers:
             assert heard(stranger) == b""
         with pytest.raises(ConnectionRefusedError):  # one learner, and nobody after it
