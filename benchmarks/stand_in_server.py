@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fastapi import Request
 
 from benchmarks.crowds import Objects, half_right_answer
 from swift_stage2.collectives import GlooCommunicator
@@ -42,7 +43,7 @@ from swift_stage2.rollout_server.open_round import RoundState
 from swift_stage2.rollout_server.routes import RolloutService
 from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow, RowEnd, SwiftGenerator
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
-from swift_stage2.rollout_server.weight_receiver import Bucket
+from swift_stage2.servers import protocol
 from swift_stage2.servers.batching import ExclusiveTask
 from swift_stage2.servers.request_checks import RequestLimits
 
@@ -205,16 +206,17 @@ class StockWeights:
         """A stock server answers always, proven or not; it is for the client not to ask while it pushes."""
         yield False
 
-    def open_receiver(self, port: int, timeout_s: float, round_id: str | None = None) -> str:
+    def open_stream(self, port: int, num_bytes: int, round_id: str | None = None) -> str:
         """Returns before anybody can connect, as stock does, and has no secret. Listens on loopback only."""
-        self.close_receiver()
+        self.leave()
         self._under_way = [self._thread.submit(self._join, port)]
         return ""
 
-    def expect(self, bucket: Bucket, round_id: str | None = None) -> None:
-        self._under_way.append(self._thread.submit(self._receive, bucket.num_bytes))
+    def expect(self, metadatas: Sequence[dict[str, Any]]) -> None:
+        """The next bucket, of these tensors."""
+        self._under_way.append(self._thread.submit(self._receive, max(each["end_idx"] for each in metadatas)))
 
-    def load(self, given_up: threading.Event, *_: object) -> tuple[str, ...]:
+    def load(self, given_up: threading.Event, *_: object) -> None:
         """Waits until all that was announced has arrived. Raises RoundFailed: it did not."""
         under_way, self._under_way = self._under_way, []
         try:
@@ -222,9 +224,8 @@ class StockWeights:
                 each.result(timeout=_TIMEOUT_S)
         except (RuntimeError, TimeoutError) as error:
             raise RoundFailed(f"weights must arrive within {_TIMEOUT_S:.0f} s: {error!r}") from error
-        return ()
 
-    def close_receiver(self, round_id: str | None = None) -> None:
+    def leave(self) -> None:
         """Lets the communicator go, and its port with it."""
         self._thread.submit(self._leave).result(timeout=2 * _TIMEOUT_S)
         self._under_way = []
@@ -251,6 +252,25 @@ class StockWeights:
 
     def _leave(self) -> None:
         self._communicator = None
+
+
+class StockRoutes(routes._ServerRoutes):
+    """Ours, and the one by which ms-swift's client announces a bucket."""
+
+    def table(self) -> dict[tuple[str, str], Callable[..., Any]]:
+        return super().table() | {
+            ("POST", protocol.UPDATE_FLATTENED_PARAMS): self.update_flattened_params,
+            ("POST", protocol.CLOSE_COMMUNICATOR): self.close_communicator,
+        }
+
+    async def update_flattened_params(self, request: Request) -> dict[str, str]:
+        metadatas = (await self._json(request))["metadatas"]
+        self._rounds.expect(metadatas)  # type: ignore[attr-defined]
+        return {"message": "ready for the bucket"}
+
+    async def close_communicator(self, request: Request) -> dict[str, str]:
+        await self._off_loop(request, lambda _: self._rounds.leave())  # type: ignore[attr-defined]
+        return {"message": "Request received, closing communicator"}
 
 
 class StockService(RolloutService):
@@ -283,6 +303,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.stock:
         routes.RolloutService = StockService  # type: ignore[misc]
+        routes._ServerRoutes = StockRoutes  # type: ignore[misc]
 
     def load() -> StandInGenerator:
         torch.set_num_threads(1)

@@ -138,7 +138,7 @@ class MeasuredSystem:
             export=learner.export,
             canary=learner.canary,
             courier=process_courier(rollout, torch.device("cpu")),
-            memory=learner.memory,
+            snapshot=learner.snapshot,
             run_id="bench",
             timeout_s=_TIMEOUT_S,
             bucket_mib=BUCKET_MIB,

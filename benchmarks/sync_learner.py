@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from benchmarks.tiny_model import build_model, build_processor, build_tokenizer, save_model
 from swift_stage2.servers import protocol
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.snapshot_memory import SnapshotMemory
+from swift_stage2.weights.snapshot import SnapshotFile
 
 MIB = 1 << 20
 BUCKET_MIB = 512
@@ -68,20 +68,6 @@ class TextCanary:
         return list(token_ids)[: len(self._answer)] == self._answer[: len(token_ids)] and bool(token_ids)
 
 
-class OneMemory(SnapshotMemory):
-    """Holds the snapshot of every system, which take turns: one of 1 GiB for each would leave servers no room."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._memory: torch.Tensor | None = None
-
-    def allocate(self, num_bytes: int, dtypes: Mapping[str, str]) -> torch.Tensor:
-        """As ``SnapshotMemory.allocate``, the same for every caller."""
-        if self._memory is None:
-            self._memory = super().allocate(num_bytes, dtypes)
-        return self._memory
-
-
 class SyncLearner:
     """The weights on the CPU, and the memory that they are copied into."""
 
@@ -91,7 +77,8 @@ class SyncLearner:
         module = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32).train(False)
         self.canary = TextCanary(module, AutoTokenizer.from_pretrained(model))
         self.export = WeightExport(module)
-        self.memory = OneMemory()
+        # Of every system, which take turns: one of 1 GiB for each would leave servers no room.
+        self.snapshot = SnapshotFile(self.export.manifest(), bucket_bytes=BUCKET_MIB * MIB)
         self.num_bytes = sum(tensor.nbytes for tensor in self._weights())
         touched = torch.ones(self.num_bytes, dtype=torch.uint8)
         parts = torch.split(touched, [tensor.nbytes for tensor in self._weights()])

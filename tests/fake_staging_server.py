@@ -49,9 +49,7 @@ class FakeStagingServer(FakeRolloutServer):
         if call.path == protocol.BEGIN_ROUND:
             self.begun.append(call.body)
         elif call.path == protocol.INIT_COMMUNICATOR:
-            memory = Path(call.body["path"]).read_bytes()
-            assert memory.endswith(bytes.fromhex(call.body["token"]))
-            self.mapped.append(memory)
+            self.mapped.append(Path(call.body["path"]).read_bytes())
             return _says({"message": "mapped", "mapped": True})
         elif call.path == protocol.FINISH_ROUND and call.body.get("commit", True):
             sums = call.body["checksums"]

@@ -1,4 +1,4 @@
-"""Rounds of a tiny learner in a directory: the orders, the copy of its weights, and the writer."""
+"""Rounds of a tiny learner: its snapshots, and a directory that they are written into."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from pathlib import Path
 
 import torch
 
-from swift_stage2.config import Proof
-from swift_stage2.servers.protocol import TensorSpec
+from swift_stage2.servers.protocol import RoundRequest, TensorSpec
 from swift_stage2.servers.session import Deadline
-from swift_stage2.weights.disk_rounds import DiskRounds, RoundOnDisk
-from swift_stage2.weights.proof import RoundOrder
-from swift_stage2.weights.snapshot import Snapshot
+from swift_stage2.weights.disk_rounds import DiskRounds
+from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 
 WAIT_S = 60.0
 SPECS = (
@@ -30,39 +28,32 @@ def weights(seed: int = 1) -> dict[str, torch.Tensor]:
     return {spec.name: drawn[spec.name].to(getattr(torch, spec.dtype)) for spec in SPECS}
 
 
-def snapshot_of(tensors: dict[str, torch.Tensor]) -> Snapshot:
-    snapshot = Snapshot(SPECS)
-    snapshot.put(tensors.items())
+def identity(number: int = 1, run_id: str = "run") -> WeightIdentity:
+    return WeightIdentity(run_id, f"{run_id}-{number}", number, 10 * number)
+
+
+def request(number: int = 1, specs: tuple[TensorSpec, ...] = SPECS, run_id: str = "run") -> RoundRequest:
+    return RoundRequest(f"{run_id}-{number}", run_id, number, specs)
+
+
+def snapshot(number: int = 1, *, seed: int = 1, run_id: str = "run") -> SnapshotFile:
+    """One whose header is written."""
+    snapshot = SnapshotFile(SPECS, bucket_bytes=BUCKET_BYTES)
+    snapshot.put(weights(seed).items())
+    snapshot.describe(identity(number, run_id))
     return snapshot
 
 
-def order(number: int, run_id: str = "run", version: int | None = None) -> RoundOrder:
-    return RoundOrder(
-        round_id=f"{run_id}-{number}",
-        run_id=run_id,
-        version=number if version is None else version,
-        manifest=SPECS,
-        canary=None,
-        proof=Proof.CHECKSUM,
-        deadline=Deadline(WAIT_S),
-        step=10 * number,
-    )
-
-
-def begin(disk: DiskRounds, number: int, *, num_pushes: int = 1, seed: int = 1) -> RoundOnDisk:
-    return disk.begin(order(number), snapshot_of(weights(seed)).buckets(BUCKET_BYTES), num_pushes)
-
-
-def store(disk: DiskRounds, number: int, *, seed: int = 1) -> Path:
+def store(disk: DiskRounds, number: int) -> None:
     """One round that a push has written."""
-    return disk.store(begin(disk, number, seed=seed), Deadline(WAIT_S))
+    disk.begin(identity(number))
+    disk.store(snapshot(number), Deadline(WAIT_S))
 
 
 def prove(disk: DiskRounds, number: int) -> Path:
     """One round that a server has proven, of which all ranks have heard."""
-    path = store(disk, number)
-    disk.push_ended(disk.current, proven=True)
-    disk.confirm(path.name)
+    store(disk, number)
+    disk.confirm(f"run-{number}")
     assert disk._keeper is not None
     disk._keeper.join(WAIT_S)
-    return path
+    return disk.directory / f"run-{number}.safetensors"

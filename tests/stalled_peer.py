@@ -1,6 +1,6 @@
 """A server's end of a weight transport, as a process that a test freezes or kills: ``ours PORT`` or ``stock``.
 
-``ours`` lets the learner in that knows SECRET, takes two buckets, the second one late, and freezes itself: no FIN,
+``ours`` lets the learner in that knows SECRET, takes a part of its file, half of it late, and freezes itself: no FIN,
 nothing read. ``stock`` is the master of the store that a stock server's worker holds, and prints its port.
 """
 
@@ -8,29 +8,35 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 from datetime import timedelta
 
-import torch
 from torch.distributed import TCPStore
 
+from swift_stage2.weights import stream
 from swift_stage2.weights.stream import WeightListener
 
 LIFETIME_S = 60.0
 SECRET = "5" * 64
-BUCKET_BYTES = 1 << 20
+PART_BYTES = 1 << 20
 TAKES_THE_SECOND_AFTER_S = 3.0
 
 
-def take_two_buckets(port: int) -> None:
+def take_a_part(port: int) -> None:
+    def fill(connection: socket.socket, memory: memoryview, end: float) -> None:
+        for wait_s in (TAKES_THE_SECOND_AFTER_S, 0.0):
+            taken = 0
+            while taken < PART_BYTES:
+                taken += len(connection.recv(PART_BYTES - taken))
+            threading.Event().wait(wait_s)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
     listener = WeightListener("127.0.0.1", port, SECRET)
+    stream._fill = fill
     print("listens", flush=True)
-    stream = listener.accept(LIFETIME_S)
-    stream.receive(torch.empty(BUCKET_BYTES, dtype=torch.uint8), LIFETIME_S)
-    threading.Event().wait(TAKES_THE_SECOND_AFTER_S)
-    stream.receive(torch.empty(BUCKET_BYTES, dtype=torch.uint8), LIFETIME_S)
-    os.kill(os.getpid(), signal.SIGSTOP)
+    listener.receive(memoryview(b""), LIFETIME_S)
 
 
 def hold_the_store() -> None:
@@ -42,6 +48,6 @@ def hold_the_store() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "ours":
-        take_two_buckets(int(sys.argv[2]))
+        take_a_part(int(sys.argv[2]))
     else:
         hold_the_store()

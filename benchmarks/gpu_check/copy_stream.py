@@ -27,7 +27,7 @@ from benchmarks.gpu_check.real_shapes import (
 from benchmarks.gpu_check.stage import CheckFailed, Context
 from swift_stage2.weights.copy_stream import CopiesBesideTraining, CudaCopyStream
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.snapshot import Snapshot
+from swift_stage2.weights.snapshot import SnapshotFile
 
 _LEARNING_RATE = 0.01
 _REPEATS = 10
@@ -43,7 +43,7 @@ def copy_stream(context: Context) -> None:
 
 def _examine(context: Context, name: str, model: Any) -> None:
     export = WeightExport(model)
-    snapshot = Snapshot(export.manifest(), pinned=export.on_gpu)
+    snapshot = SnapshotFile(export.manifest(), bucket_bytes=1 << 29, pinned=export.on_gpu)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=_LEARNING_RATE)
     picture = image_batch(model, context)
@@ -143,7 +143,7 @@ def _num_read_backs(context: Context, step: Callable[[], None]) -> int:
 
 
 def _require_whole(
-    label: str, export: WeightExport, snapshot: Snapshot, copies: CopiesBesideTraining,
+    label: str, export: WeightExport, snapshot: SnapshotFile, copies: CopiesBesideTraining,
     copy: Callable[[], None], optimizer: torch.optim.Optimizer,
 ) -> None:  # fmt: skip
     """Raises CheckFailed: a copy does not hold the weights that it began with."""
@@ -159,7 +159,7 @@ def _require_whole(
         raise CheckFailed(f"{label}: the optimizer must have changed the weights, it has not")
 
 
-def _copied_once(export: WeightExport, snapshot: Snapshot) -> dict[str, str]:
+def _copied_once(export: WeightExport, snapshot: SnapshotFile) -> dict[str, str]:
     """The sums of the weights now; leaves zeros, so that the next copy has to do something."""
     copy_all(export, snapshot)
     sums = sums_of(snapshot)

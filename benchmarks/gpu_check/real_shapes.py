@@ -28,7 +28,8 @@ from benchmarks.tiny_model import (
 )
 from swift_stage2.weights.copy_stream import Copy
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.snapshot import CastMemory, Snapshot
+from swift_stage2.weights.snapshot import SnapshotFile
+from swift_stage2.weights.tensors import checksums_by_name
 
 _ROPE = {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
 _VISION = {
@@ -230,7 +231,9 @@ def _measure(context: Context, name: str, export: WeightExport) -> None:
     note, device = context.note, context.device
     free_memory(device)
     resting_gib = peak_gib(device)
-    snapshot, reserve_s = timed(device, lambda: Snapshot(export.manifest(), pinned=export.on_gpu))
+    snapshot, reserve_s = timed(
+        device, lambda: SnapshotFile(export.manifest(), bucket_bytes=_BUCKET_BYTES, pinned=export.on_gpu)
+    )
     copy_all(export, snapshot)
     _, copy_s = timed(device, lambda: copy_all(export, snapshot))
     _, sum_s = timed(device, lambda: sums_of(snapshot))
@@ -241,22 +244,19 @@ def _measure(context: Context, name: str, export: WeightExport) -> None:
     note(f"{name}_peak_over_weights_gib", peak_gib(device) - resting_gib)
 
 
-def copy_all(export: WeightExport, snapshot: Snapshot, copy: Copy = torch.Tensor.copy_) -> None:
+def copy_all(export: WeightExport, snapshot: SnapshotFile, copy: Copy = torch.Tensor.copy_) -> None:
     """As a sync round fills its snapshot."""
     for names in export.plan(_BUCKET_BYTES):
         snapshot.put(export.read(names), copy)
 
 
-def sums_of(snapshot: Snapshot) -> dict[str, str]:
-    sums: dict[str, str] = {}
-    for bucket in snapshot.buckets(_BUCKET_BYTES):
-        sums |= bucket.pack({}, CastMemory()).checksums
-    return sums
+def sums_of(snapshot: SnapshotFile) -> dict[str, str]:
+    return checksums_by_name(snapshot.tensors)
 
 
 def _starve(context: Context, export: WeightExport) -> None:
     """Weights that must be merged are copied, copied again without memory, and copied a third time."""
-    snapshot = Snapshot(export.manifest(), pinned=export.on_gpu)
+    snapshot = SnapshotFile(export.manifest(), bucket_bytes=_BUCKET_BYTES, pinned=export.on_gpu)
     copy_all(export, snapshot)
     before = sums_of(snapshot)
     free_memory(context.device)

@@ -30,7 +30,6 @@ from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.weights.courier import Courier, thread_courier
 from swift_stage2.weights.courier_process import process_courier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.snapshot_memory import SnapshotMemory
 from swift_stage2.weights.sync_round import WeightSync
 
 if TYPE_CHECKING:
@@ -130,15 +129,12 @@ def make_channel_b(
         run_directory=Path(given.run_directory),
         total_steps=given.total_steps,
     )
-    memory = SnapshotMemory()
     device = next(given.module.parameters()).device
     courier: Courier  # first, because its process starts meanwhile
     if given.wrap_transport is None and control.rank == 0:
         courier = process_courier(rollout, device, ours=ours, trace=telemetry.trace)
     else:
-        courier = thread_courier(
-            rollout, device, memory, given.wrap_transport, ours=ours, trace=telemetry.trace
-        )
+        courier = thread_courier(rollout, device, given.wrap_transport, ours=ours, trace=telemetry.trace)
     queue = ReadyQueue(
         prefetch.limit(given.packs_per_step, b_ratio),
         prefetch.version_window,
@@ -178,7 +174,6 @@ def make_channel_b(
         export=WeightExport(given.module),
         canary=given.make_canary(parts.encoder, parts.samples[0]),
         courier=courier,
-        memory=memory,
         stages=not config.launch.share_devices,  # a server that starts again takes its part of the device anew
         on_pending=sync.on_pending,
         rolling=sync.rolling,

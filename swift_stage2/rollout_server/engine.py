@@ -21,8 +21,8 @@ from swift_stage2.errors import EngineUnavailable, UserError
 from swift_stage2.servers.protocol import Completion, TensorSpec
 
 if TYPE_CHECKING:
-    from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
     from swift_stage2.rollout_server.swift_generator import EncodedRow
+    from swift_stage2.rollout_server.weight_source import RoundWeights
 
 _log = logging.getLogger(__name__)
 _GIVEN_UP_POLL_S = 0.25
@@ -170,7 +170,10 @@ def let_go_of_frames(error: BaseException | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class InstalledWeights:
-    """Names of the tensors that an engine took, checksums of what it read, and of what it holds now."""
+    """Names of the tensors that an engine took, checksums of what it read, and of what it holds now.
+
+    One that the model holds in another dtype is resident as it arrived if the model holds what a cast makes of it.
+    """
 
     loaded: tuple[str, ...]
     arrived: Mapping[str, str]
@@ -228,10 +231,7 @@ class Engine(ABC):
     def __init__(self, model: str) -> None:
         self.model = model
         self.install_fault = InstallFault.NONE
-        from swift_stage2.rollout_server.staging import StagingBuffers  # torch, which `--help` can do without
-
         self.stamp = WeightStamp()
-        self.staging = StagingBuffers()
         self._book = JobBook()
         self._manifest: tuple[TensorSpec, ...] = ()
         self._batches_run = 0
@@ -281,15 +281,11 @@ class Engine(ABC):
         Ends soon after ``given_up`` is set, too: its caller has gone.
         """
 
-    def renew_staging(self) -> None:
-        """Other memory to receive weights into; what still reads or writes the old one may keep it."""
-        self.staging = type(self.staging)()
-
-    def sum_arrived(self, weights: Mapping[str, Any]) -> Mapping[str, str] | None:
+    def sum_arrived(self, weights: RoundWeights) -> Mapping[str, str] | None:
         """Checksums of what arrived, while requests still run; None where the install reads the weights itself.
 
         Raises:
-            RoundFailed: they cannot be summed.
+            RoundFailed: they cannot be summed, or are not those that the file says.
         """
         return None
 
@@ -298,19 +294,23 @@ class Engine(ABC):
         """Whether an install that nobody waits for any more still reads its weights and writes the model."""
         return False
 
+    @property
+    def may_read(self) -> bool:
+        """Whether somebody may still read the weights of an install that has ended."""
+        return self.is_copying
+
     @abstractmethod
     def install(
         self,
-        weights: Mapping[str, Any],
+        weights: RoundWeights,
         stamp: WeightStamp,
         timeout_s: float,
         arrived: Mapping[str, str] | None = None,
-        snapshot: MappedSnapshot | None = None,
     ) -> InstalledWeights:
-        """Copies all tensors into the model while it computes nothing; later completions carry ``stamp``.
+        """Copies all tensors into the model, in its own dtypes, while it computes nothing; later completions carry
+        ``stamp``. ``arrived`` is what ``sum_arrived`` has returned.
 
-        ``arrived`` is what ``sum_arrived`` has returned; ``snapshot`` the learner's memory that the weights are views
-        of, None if they lie in ``staging``. Raises:
+        Raises:
             RoundFailed: not loaded; ``torn`` says whether the model may hold a part of the weights.
         """
 

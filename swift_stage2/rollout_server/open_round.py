@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
 
 from swift_stage2.errors import RoundRefused
-from swift_stage2.rollout_server.disk_weights import DiskWeights
 from swift_stage2.rollout_server.engine import InstalledWeights, WeightStamp
-from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
-from swift_stage2.rollout_server.weight_receiver import WeightReceiver
+from swift_stage2.rollout_server.weight_source import WeightSource
 from swift_stage2.servers.protocol import (
     INSTALLING_STATE,
     FinishRequest,
@@ -24,8 +21,6 @@ _JOIN_TIMEOUT_S = 2.0
 
 LEASE_S = 30.0
 """A round whose learner has been silent for so long gives way to another run's: the learner is dead."""
-
-Receiver: TypeAlias = WeightReceiver | MappedSnapshot | DiskWeights
 
 
 class RoundState(StrEnum):
@@ -47,8 +42,7 @@ class OpenRound:
     request: RoundRequest
     end: float
     last_call: float
-    receiver: Receiver | None = None
-    announced: set[str] = field(default_factory=set)
+    source: WeightSource | None = None
     given_up: threading.Event | None = None
     """Of the load: set once it has ended, or its caller has gone."""
     installed: InstalledWeights | None = None
@@ -66,7 +60,7 @@ class OpenRound:
 
     def give_way(self, run_id: str, now: float) -> None:
         """To a round of that run. Raises RoundRefused: it is another run's, whose learner may still come."""
-        is_lost = self.failure is not None or (self.receiver is not None and self.receiver.failed)
+        is_lost = self.failure is not None or (self.source is not None and self.source.failed)
         if run_id != self.request.run_id and not is_lost and now - self.last_call < LEASE_S:
             raise RoundRefused(
                 RefusalReason.ROUND_OPEN,
@@ -74,25 +68,17 @@ class OpenRound:
                 f"server of its own, or wait {LEASE_S:.0f} s if that learner is dead",
             )
 
-    def without_receiver(self) -> OpenRound:
+    def without_source(self) -> OpenRound:
         """Itself. Raises RoundRefused once it has a way for weights."""
-        if self.receiver is not None:
+        if self.source is not None:
             raise RoundRefused(RefusalReason.WRONG_ORDER, "the round has a way for its weights already")
         return self
 
     def fail(self, why: str) -> None:
         """Nothing of it is taken any more; the first cause counts."""
         self.failure = self.failure or why
-        if self.receiver is not None:
-            self.receiver.close()
-
-    def require_receiver(self) -> Receiver:
-        """Raises RoundRefused before it has a way for weights."""
-        if self.receiver is None:
-            raise RoundRefused(
-                RefusalReason.WRONG_ORDER, "init_communicator comes first: nothing listens yet"
-            )
-        return self.receiver
+        if self.source is not None:
+            self.source.close()
 
     def why_over(self, now: float, *, is_idle: bool) -> str:
         """Why nobody is going to prove it any more; empty while somebody may. An engine may hang in its load.
@@ -105,16 +91,19 @@ class OpenRound:
             return "lost its learner before it was proven"
         return "ran out of time" if now > self.end else ""
 
-    def begin_load(self, given_up: threading.Event) -> Receiver:
+    def begin_load(self, given_up: threading.Event) -> WeightSource:
         """Counts as heard of while it loads. Raises RoundRefused: it loads or has loaded, or has no way for weights."""
         if self.is_loading:
             raise RoundRefused(
                 RefusalReason.WRONG_ORDER, "the round's weights are loaded already, or about to be"
             )
-        receiver = self.require_receiver()
+        if self.source is None:
+            raise RoundRefused(
+                RefusalReason.WRONG_ORDER, "init_communicator comes first: no weights are on their way"
+            )
         self.given_up = given_up
         self.last_call = self.end
-        return receiver
+        return self.source
 
     def proof(self, installed: InstalledWeights, incarnation: str) -> RoundProof:
         """Everything that the server can show of these weights."""
@@ -130,8 +119,8 @@ class OpenRound:
 
 def release_port(ended: OpenRound | None) -> None:
     """Waits, not for long, until nothing of that round listens any more."""
-    if ended is not None and ended.receiver is not None:
-        ended.receiver.join(_JOIN_TIMEOUT_S)
+    if ended is not None and ended.source is not None:
+        ended.source.join(_JOIN_TIMEOUT_S)
 
 
 def is_vouched_for(proof: RoundProof, wanted: FinishRequest) -> bool:

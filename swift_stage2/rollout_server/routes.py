@@ -26,7 +26,6 @@ from swift_stage2.errors import EngineUnavailable, ProtocolError, RoundFailed, R
 from swift_stage2.rollout_server.engine import CacheKind, Engine, EngineState, GenerationJob
 from swift_stage2.rollout_server.infer_wait import admission, failures_of, named_round
 from swift_stage2.rollout_server.infer_wire import InferCall, output_json
-from swift_stage2.rollout_server.weight_receiver import Bucket
 from swift_stage2.rollout_server.weight_rounds import WeightRounds
 from swift_stage2.servers import protocol
 from swift_stage2.servers.http_app import (
@@ -41,13 +40,12 @@ from swift_stage2.servers.protocol import (
     AbortRequest,
     FinishRequest,
     InstallRequest,
-    LearnerMemory,
     RefusalReason,
     RoundRequest,
     ServerInfo,
 )
 from swift_stage2.servers.request_checks import RequestLimits
-from swift_stage2.servers.wire_record import mapping, text
+from swift_stage2.servers.wire_record import integer, mapping, text
 
 _SETTLE_TIMEOUT_S = 600.0
 _LOOP_TIMEOUT_S = 30.0  # the event loop waits for nothing
@@ -57,7 +55,6 @@ _SMALL_BODY_BYTES = 2**20
 _CONTROL_BODY_BYTES = 64 * 2**20  # a manifest of 100,000 tensors has about 10 MB
 _HELD_IN_BODIES = 4  # bodies of the largest size that wait to be decoded at once
 _UPLOAD_TIMEOUT_S = 300.0
-_LONGEST_TIMEOUT_S = 86400.0
 _CACHES = {
     protocol.RESET_PREFIX_CACHE: CacheKind.PREFIX,
     protocol.RESET_ENCODER_CACHE: CacheKind.ENCODER,
@@ -159,11 +156,8 @@ class _ServerRoutes:
             ("POST", protocol.ENGINE_TYPE): self.engine_type,
             ("POST", protocol.INFER): self.infer,
             ("POST", protocol.INIT_COMMUNICATOR): self.init_communicator,
-            ("POST", protocol.UPDATE_FLATTENED_PARAMS): self.update_flattened_params,
-            ("POST", protocol.UPDATE_NAMED_PARAM): self.update_named_param,
             ("POST", protocol.PROCESS_WEIGHTS): self.process_weights,
             **{("POST", path): self.reset_cache for path in _CACHES},
-            ("POST", protocol.CLOSE_COMMUNICATOR): self.close_communicator,
             ("GET", protocol.SERVER_INFO): self.info,
             ("POST", protocol.BEGIN_ROUND): self.begin_round,
             ("POST", protocol.FINISH_ROUND): self.finish_round,
@@ -215,35 +209,22 @@ class _ServerRoutes:
     async def init_communicator(self, request: Request) -> dict[str, Any]:
         body, round_id = mapping(await self._json(request), "the body"), named_round(request)
         if body.get("backend") == protocol.SHARED_MEMORY:
-            offer = LearnerMemory.from_json(body)
-            answer = await self._off_loop(request, lambda _: self._rounds.map_memory(offer, round_id))
+            path = text(body, "path")
+            answer = await self._off_loop(request, lambda _: self._rounds.map_memory(path, round_id))
             return answer.to_json()
         if body.get("backend") == protocol.DISK:
-            name = text(body, "directory")
-            await self._off_loop(request, lambda _: self._rounds.read_directory(name, round_id))
-            return {"message": f"weights are read from {name}"}
-        port, timeout_s = _port_and_timeout(body)
-        secret = await self._off_loop(
-            request, lambda _: self._rounds.open_receiver(port, timeout_s, round_id)
-        )
+            await self._off_loop(request, lambda _: self._rounds.read_disk(round_id))
+            return {"message": "the round's file is read"}
+        port, num_bytes = _port(body), integer(body.get("num_bytes", 0), "num_bytes")
+        secret = await self._off_loop(request, lambda _: self._rounds.open_stream(port, num_bytes, round_id))
         return {"message": f"listening for weights on port {port}", "secret": secret}
-
-    async def update_flattened_params(self, request: Request) -> dict[str, str]:
-        self._rounds.expect(Bucket.from_json(await self._json(request)), named_round(request))
-        return {"message": "ready for the bucket"}
-
-    async def update_named_param(self, request: Request) -> dict[str, str]:
-        self._rounds.expect(Bucket.of_one(await self._json(request)), named_round(request))
-        return {"message": "ready for the tensor"}
 
     async def process_weights(self, request: Request) -> dict[str, Any]:
         wanted = InstallRequest.from_json(await self._json(request, if_empty=b"{}"))
         abort = partial(self._abort_running, asyncio.get_running_loop()) if wanted.aborts else None
         round_id = named_round(request)
-        non_finite = await self._off_loop(
-            request, lambda given_up: self._rounds.load(given_up, round_id, abort)
-        )
-        return {"message": "all weights arrived and are loaded", "non_finite": list(non_finite)}
+        await self._off_loop(request, lambda given_up: self._rounds.load(given_up, round_id, abort))
+        return {"message": "all weights arrived and are loaded"}
 
     async def reset_cache(self, request: Request) -> dict[str, str]:
         kind = _CACHES[request.url.path]
@@ -256,11 +237,6 @@ class _ServerRoutes:
             lambda given_up: self._engine.reset_cache(kind, _SETTLE_TIMEOUT_S, given_up),
         )
         return {"message": f"Request received, resetting {kind} cache status: {succeeded}"}
-
-    async def close_communicator(self, request: Request) -> dict[str, str]:
-        round_id = named_round(request)
-        await self._off_loop(request, lambda _: self._rounds.close_receiver(round_id))
-        return {"message": "Request received, closing communicator"}
 
     async def begin_round(self, request: Request) -> dict[str, str]:
         wanted = RoundRequest.from_json(await self._json(request))
@@ -338,10 +314,8 @@ class _ServerRoutes:
         return Response(f"[{','.join(outputs)}]", media_type="application/json")
 
 
-def _port_and_timeout(body: Mapping[str, Any]) -> tuple[int, float]:
-    port, timeout_s = body.get("port"), body.get("timeout_s", 300.0)
-    if type(port) is not int:
-        raise ProtocolError(f"port must be given as int, got port={shown(port)}")
+def _port(body: Mapping[str, Any]) -> int:
+    port = integer(body.get("port"), "port")
     if (backend := body.get("backend", protocol.WEIGHT_STREAM)) != protocol.WEIGHT_STREAM:
         raise ProtocolError(
             f"backend must be {protocol.WEIGHT_STREAM!r}, got backend={shown(backend)}; "
@@ -349,9 +323,4 @@ def _port_and_timeout(body: Mapping[str, Any]) -> tuple[int, float]:
         )
     if not 0 < port < 65536:
         raise ProtocolError(f"port must be from 1 to 65535, got port={port}")
-    if type(timeout_s) not in (int, float) or not 0 < timeout_s <= _LONGEST_TIMEOUT_S:
-        raise ProtocolError(
-            f"timeout_s must be a number of seconds above 0 and up to {_LONGEST_TIMEOUT_S:g}, got "
-            f"timeout_s={shown(timeout_s)}"
-        )
-    return port, float(timeout_s)
+    return port

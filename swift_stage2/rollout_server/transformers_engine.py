@@ -30,11 +30,11 @@ from swift_stage2.rollout_server.engine import (
 )
 from swift_stage2.servers.batching import BatchQueue, ExclusiveTask
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.weights.tensors import checksums_by_name
+from swift_stage2.weights.tensors import checksum_tensor, checksums_by_name
 
 if TYPE_CHECKING:  # ms-swift takes seconds to import; the engine's thread does it
-    from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator
+    from swift_stage2.rollout_server.weight_source import RoundWeights
 
 _log = logging.getLogger(__name__)
 _ENCODER_THREADS = 4
@@ -87,11 +87,13 @@ class TransformersRolloutEngine(Engine):
         """As ``Engine.reset_cache``. Nothing is kept from one batch to the next."""
         return kind is not CacheKind.PREFIX or self._book.settle(timeout_s, given_up)
 
-    def sum_arrived(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, str]:
+    def sum_arrived(self, weights: RoundWeights) -> Mapping[str, str]:
         try:
-            return checksums_by_name(weights)
+            sums = checksums_by_name(weights.tensors)
         except RuntimeError as error:
             raise RoundFailed(f"the weights that arrived could not be summed: {error}") from error
+        weights.require(sums)
+        return sums
 
     @property
     def is_copying(self) -> bool:
@@ -99,16 +101,15 @@ class TransformersRolloutEngine(Engine):
 
     def install(
         self,
-        weights: Mapping[str, torch.Tensor],
+        weights: RoundWeights,
         stamp: WeightStamp,
         timeout_s: float,
         arrived: Mapping[str, str] | None = None,
-        snapshot: MappedSnapshot | None = None,
     ) -> InstalledWeights:
         """As ``Engine.install``. A copy that never began is taken back: then the old weights are whole."""
         sums = self.sum_arrived(weights) if arrived is None else arrived
         try:
-            future = self._queue.put_task(lambda: self._copy_weights(weights, sums, stamp)).future
+            future = self._queue.put_task(lambda: self._copy_weights(weights.tensors, sums, stamp)).future
             installed: InstalledWeights = future.result(timeout_s)
         except FutureTimeout as error:
             if has_begun := not future.cancel():
@@ -221,6 +222,10 @@ class TransformersRolloutEngine(Engine):
                 next(iter(parameters.values())).view(-1)[0] += 1
         self.stamp = stamp
         resident = checksums_by_name({name: parameters[name] for name in weights})
+        for name, tensor in weights.items():
+            dtype = parameters[name].dtype
+            if tensor.dtype != dtype and resident[name] == checksum_tensor(tensor.to(dtype)):
+                resident[name] = arrived[name]
         return InstalledWeights(loaded=tuple(weights), arrived=arrived, resident=resident)
 
     # --- any thread -----------------------------------------------------------------------------

@@ -17,8 +17,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
-
 from swift_stage2.errors import EngineUnavailable, RoundFailed
 from swift_stage2.rollout_server.engine import (
     CacheKind,
@@ -31,12 +29,11 @@ from swift_stage2.rollout_server.engine import (
     WeightStamp,
     require_loaded,
 )
-from swift_stage2.rollout_server.staging import SharedStaging
 from swift_stage2.rollout_server.vllm_weights import installed_weights
 
 if TYPE_CHECKING:  # ms-swift and vLLM take many seconds to import; the engine's thread does it
-    from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
     from swift_stage2.rollout_server.vllm_generator import VllmGenerator
+    from swift_stage2.rollout_server.weight_source import RoundWeights
 
 _LIVENESS_POLL_S = 0.1
 _ABORT_POLL_S = 0.02
@@ -67,15 +64,12 @@ class VllmRolloutEngine(Engine):
 
     name = "vllm"
     can_resume = True
-    staging: SharedStaging
     _traces_failed_load = True
 
     def __init__(self, build: Callable[[], VllmGenerator], *, model: str) -> None:
         super().__init__(model)
         self._build = build
-        self.staging = SharedStaging()
-        self._abandoned: list[SharedStaging | BinaryIO] = []  # a worker may still read them
-        self._workers_may_read = False  # of a load that has begun and is not known to be over
+        self._lent: list[BinaryIO] = []  # to workers, in loads that are not known to be over
         self._generator: VllmGenerator | None = None
         self._loop = asyncio.new_event_loop()
         self._door = _Door()
@@ -105,31 +99,25 @@ class VllmRolloutEngine(Engine):
         settled = self._book.settle(timeout_s, given_up)
         return settled and self._call(require_loaded(self._generator).reset_cache(kind), timeout_s)
 
-    def renew_staging(self) -> None:
-        """As ``Engine.renew_staging``. The old one is as large as the model: kept only while a worker may read it."""
-        old = self.staging
-        super().renew_staging()
-        if self._workers_may_read:
-            self._abandoned.append(old)
-        else:
-            old.close()
+    @property
+    def may_read(self) -> bool:
+        return bool(self._lent)
 
     def install(
         self,
-        weights: Mapping[str, torch.Tensor],
+        weights: RoundWeights,
         stamp: WeightStamp,
         timeout_s: float,
         arrived: Mapping[str, str] | None = None,
-        snapshot: MappedSnapshot | None = None,
     ) -> InstalledWeights:
         """As ``Engine.install``. ``resident`` is read back from vLLM's own parameters, fused or cut as they
         are: ``vllm_weights`` says how. ``loaded`` are the tensors of which any part was found there. The workers open
-        ``snapshot`` themselves.
+        and sum the weights themselves.
         """
         generator = self._generator
         if generator is None:
             raise RoundFailed("the model is not loaded yet")
-        work = self._install(generator, weights, stamp, timeout_s, snapshot)
+        work = self._install(generator, weights, stamp, timeout_s)
         try:
             installed: InstalledWeights = self._call(work, timeout_s + _RPC_MARGIN_S)
             return installed
@@ -160,8 +148,7 @@ class VllmRolloutEngine(Engine):
             generator.shut_down(_SHUTDOWN_TIMEOUT_S)
             self._generator = None  # nothing of vLLM is left for the interpreter's end
             del generator
-            self.staging.close()
-            self._close_abandoned()
+            self._close_lent()
             for task in self._tasks:
                 task.cancel()
             await asyncio.sleep(0)
@@ -207,10 +194,9 @@ class VllmRolloutEngine(Engine):
     async def _install(
         self,
         generator: VllmGenerator,
-        weights: Mapping[str, torch.Tensor],
+        weights: RoundWeights,
         stamp: WeightStamp,
         timeout_s: float,
-        snapshot: MappedSnapshot | None,
     ) -> InstalledWeights:
         end = self._loop.time() + timeout_s
         try:
@@ -219,35 +205,19 @@ class VllmRolloutEngine(Engine):
         except TimeoutError as error:
             raise RoundFailed(f"completions in the making did not end within {timeout_s:.1f} s") from error
         try:
-            if snapshot is None:
-                staged = await asyncio.to_thread(self.staging.stage, weights)
-                self._workers_may_read = True
-            else:
-                staged, file = snapshot.lend(weights)
-                self._abandoned.append(file)
+            path, file = weights.lend()
+            self._lent.append(file)
             async with asyncio.timeout_at(end):
-                reports = await generator.load_weights(staged, str(self.install_fault))
-                self._close_abandoned()  # workers do one thing after another: earlier loads are over
+                reports = await generator.load_weights(path, str(self.install_fault))
+                self._close_lent()  # workers do one thing after another: earlier loads are over
                 for kind in CacheKind:
                     if not await generator.reset_cache(kind):
                         raise RoundFailed(f"vLLM did not reset its {kind} cache", torn=True)
-            installed = installed_weights(weights, reports)
+            installed = installed_weights(weights.tensors, reports)
             self.stamp = stamp
             return installed
-        except asyncio.CancelledError:
-            if snapshot is None:
-                self.renew_staging()
-            raise
         except TimeoutError as error:
-            late = f"vLLM did not load within {timeout_s:.1f} s"
-            try:
-                if snapshot is None:
-                    self.renew_staging()
-            except OSError as full:
-                raise RoundFailed(
-                    f"{late}, and there is no memory for another load: {full}", torn=True
-                ) from error
-            raise RoundFailed(late, torn=True) from error
+            raise RoundFailed(f"vLLM did not load within {timeout_s:.1f} s", torn=True) from error
         except RoundFailed:
             raise
         except Exception as error:
@@ -256,11 +226,10 @@ class VllmRolloutEngine(Engine):
         finally:
             await self._door.open()
 
-    def _close_abandoned(self) -> None:
-        self._workers_may_read = False
-        abandoned, self._abandoned = self._abandoned, []
-        for staging in abandoned:
-            staging.close()
+    def _close_lent(self) -> None:
+        lent, self._lent = self._lent, []
+        for file in lent:
+            file.close()
 
     # --- any thread -----------------------------------------------------------------------------
     def _call(self, work: Any, timeout_s: float) -> Any:

@@ -17,7 +17,6 @@ from swift_stage2.compat import declare_operators
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.answer_prefix import append_prefix
 from swift_stage2.rollout_server.engine import CacheKind, GenerationRequest, JobAborted, WeightStamp
-from swift_stage2.rollout_server.staging import StagedWeights
 from swift_stage2.rollout_server.swift_generator import checkpoint_manifest, decode_images, seal_template
 from swift_stage2.servers.protocol import Completion, TensorSpec
 
@@ -176,11 +175,10 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
         """Ends a request; its completion says ``abort``. Does nothing to one that vLLM does not hold."""
         await self.engine.abort(request_id)
 
-    async def load_weights(self, staged: StagedWeights, fault: str) -> list[dict[str, Any]]:
+    async def load_weights(self, path: str, fault: str) -> list[dict[str, Any]]:
         """Every worker's report of the load, see ``StagedWeightsExtension``."""
-        arguments = (staged.path, staged.num_bytes, staged.layout, fault)
         reports: list[dict[str, Any]] = await self.engine.collective_rpc(
-            "stage2_load_weights", args=arguments
+            "stage2_load_weights", args=(path, fault)
         )
         return reports
 

@@ -214,8 +214,7 @@ def installed_weights(
     unreadable = [report["unreadable"] for report in reports if "unreadable" in report]
     if unreadable:
         raise RoundFailed(
-            f"vLLM's workers must be able to open the memory that the weights lie in, got {unreadable[0]} in "
-            f"{len(unreadable)} of {len(reports)}; run learner, server and workers as one user in one container",
+            f"vLLM's workers must read the weights, got in {len(unreadable)} of {len(reports)}: {unreadable[0]}",
             torn=len(unreadable) < len(reports),
         )
     read = dict(reports[0]["read"])

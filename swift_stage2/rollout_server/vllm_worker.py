@@ -12,8 +12,8 @@ from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 from swift.rlhf_trainers.utils import finish_vllm_weight_reload, patch_vllm_moe_model_weight_loader
 
 from swift_stage2.rollout_server.engine import InstallFault
-from swift_stage2.rollout_server.staging import LayoutEntry, open_staged
 from swift_stage2.rollout_server.vllm_weights import LoadTrace, held_pieces, plain_pieces, untouched
+from swift_stage2.weights.snapshot import ReadSnapshot
 from swift_stage2.weights.tensors import checksums_by_name
 
 _MAX_SHOWN = 5
@@ -22,14 +22,12 @@ _MAX_SHOWN = 5
 class StagedWeightsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
     """ms-swift's extension with a load that reports. vLLM mixes it into its worker class."""
 
-    def stage2_load_weights(
-        self, path: str, num_bytes: int, layout: list[LayoutEntry], fault: str
-    ) -> dict[str, Any]:
-        """Loads all staged tensors in one call, finishes them, and reads back what is resident.
+    def stage2_load_weights(self, path: str, fault: str) -> dict[str, Any]:
+        """Loads all tensors of a snapshot in one call, finishes them, and reads back what is resident.
 
         Returns:
             ``read``: checksum by name of each tensor as this process read it. ``pieces``: ``TensorPiece`` fields of
-            every part that the model now holds. Or ``unreadable`` alone: why the memory could not be opened.
+            every part that the model now holds. Or ``unreadable`` alone: why nothing was loaded.
 
         Raises:
             RuntimeError: a parameter of the model was left out.
@@ -37,10 +35,12 @@ class StagedWeightsExtension(WeightSyncWorkerExtension):  # type: ignore[misc]
         """
         model = self.model_runner.model
         try:
-            weights = open_staged(path, num_bytes, layout)
+            snapshot = ReadSnapshot.open(path)
         except OSError as error:
-            return {"unreadable": str(error)}
-        read = checksums_by_name(weights)
+            return {"unreadable": f"{error}; run learner, server and workers as one user in one container"}
+        weights, read = snapshot.tensors, checksums_by_name(snapshot.tensors)
+        if wrong := snapshot.differing(read):
+            return {"unreadable": f"other checksums than were sent of {', '.join(wrong[:_MAX_SHOWN])}"}
         patch_vllm_moe_model_weight_loader(model)
         trace = LoadTrace(weights, drop_copies=fault == InstallFault.SKIP_COPY)
         with torch.no_grad():

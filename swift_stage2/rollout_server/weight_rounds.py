@@ -1,9 +1,9 @@
 """Decides what may happen to the weights, and when completions may be asked: one round at a time.
 
-A round: begin, open the receiver, expect buckets, load, finish. Arrived weights reach the model only when the
-whole manifest is there, in one step, so a push that is cut off leaves the old version serving under its old
-stamp. A staged round shuts the door of ``/infer/`` from its load to its end, any other from begin to end. Called by
-the routes from any thread; holds its lock for decisions only, never while it waits.
+A round: begin, a way for its weights, load, finish. Weights reach the model only when all of them are there, in one
+step, so a push that is cut off leaves the old version serving under its old stamp. A staged round shuts the door of
+``/infer/`` from its load to its end, any other from begin to end. Called by the routes from any thread; holds its lock
+for decisions only, never while it waits.
 """
 
 from __future__ import annotations
@@ -11,38 +11,33 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from swift_stage2.errors import EngineUnavailable, RoundFailed, RoundRefused
-from swift_stage2.rollout_server.disk_weights import DiskWeights
+from swift_stage2.errors import EngineUnavailable, ProtocolError, RoundFailed, RoundRefused
 from swift_stage2.rollout_server.engine import Engine, let_go_of_frames
 from swift_stage2.rollout_server.infer_door import InferDoor
-from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
-from swift_stage2.rollout_server.open_round import (
-    OpenRound,
-    Receiver,
-    RoundState,
-    is_vouched_for,
-    release_port,
-)
-from swift_stage2.rollout_server.receivers import Receivers
-from swift_stage2.rollout_server.weight_receiver import (
-    Bucket,
-    ReceivedWeights,
-    compare_bucket,
+from swift_stage2.rollout_server.open_round import OpenRound, RoundState, is_vouched_for, release_port
+from swift_stage2.rollout_server.weight_source import (
+    DiskFile,
+    FilledSource,
+    RoundWeights,
+    WeightSource,
     compare_manifests,
-    require_all,
+    listen,
+    open_learner_memory,
+    require_size,
 )
+from swift_stage2.runtime.memory import MemoryFile
 from swift_stage2.servers.protocol import (
     FinishRequest,
-    LearnerMemory,
     MemoryAnswer,
     RefusalReason,
     RoundProof,
     RoundRequest,
 )
+from swift_stage2.weights.stream import WeightListener
 
 _log = logging.getLogger(__name__)
 _GIVEN_UP_POLL_S = 0.25
@@ -62,7 +57,13 @@ class WeightRounds:
     ) -> None:
         """``host``: the address of this machine to listen on for weights; ``weights_root``: where to read them."""
         self._engine = engine
-        self._receivers = Receivers(engine, host, weights_root, self._is_loading)
+        self._host = host
+        self._weights_root = weights_root
+        self._memory: MemoryFile | None = (
+            None  # for weights that must be copied, kept so that its pages stay mapped
+        )
+        self._writer: FilledSource | None = None  # that fills it, or did
+        self._filling = threading.Lock()  # held while both are made, which may take long
         self._incarnation = incarnation
         self._clock = clock
         self._lock = threading.Lock()
@@ -131,82 +132,84 @@ class WeightRounds:
             self._round = OpenRound(request, end=now + request.timeout_s, last_call=now)
         release_port(held)
 
-    def open_receiver(self, port: int, timeout_s: float, round_id: str | None = None) -> str:
-        """Listens for the learner; returns the secret that it must present when it connects.
+    def open_stream(self, port: int, num_bytes: int, round_id: str | None = None) -> str:
+        """Listens for a learner with a snapshot of so many bytes; returns the secret that it must present.
 
         Raises:
-            RoundRefused: no round is open, or it listens already.
+            RoundRefused: no round is open, or it has a way for weights already.
             RoundFailed: the address cannot be listened on, or there is no memory to receive into.
+            ProtocolError: a snapshot of the round has not so many bytes.
         """
         with self._lock:
-            current = self._open_round(round_id).without_receiver()
-            timeout_s = min(timeout_s, max(0.1, current.end - self._clock()))
-            receiver = current.receiver = self._receivers.stream(port, timeout_s)
+            current = self._open_round(round_id).without_source()
+        require_size(num_bytes, current.request.manifest)
         with self._failing(current):
-            return receiver.start()
+            stream = listen(self._host, port)
+            self._receive(current, num_bytes, stream)
+        return stream.secret
 
-    def map_memory(self, offer: LearnerMemory, round_id: str | None = None) -> MemoryAnswer:
+    def map_memory(self, path: str, round_id: str | None = None) -> MemoryAnswer:
         """Maps a learner's memory in the place of a stream, and says whether it could.
 
         Raises:
             RoundRefused: no round is open, or it has a way for weights already.
         """
         with self._lock:
-            current = self._open_round(round_id).without_receiver()
+            current = self._open_round(round_id).without_source()
         try:
-            snapshot = MappedSnapshot(offer)
-        except OSError as error:
-            why = error.strerror or error  # without the path, which differs from run to run
+            source = WeightSource(RoundWeights(open_learner_memory(path), current.request))
+        except (OSError, ProtocolError) as error:
+            # Without the path, which differs from run to run.
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             return MemoryAnswer(f"the learner's memory cannot be read here: {why}", mapped=False)
-        self._adopt(current, snapshot)
-        return MemoryAnswer(f"{offer.num_bytes} bytes are mapped", mapped=True)
+        self._adopt(current, source)
+        return MemoryAnswer("the learner's memory is mapped", mapped=True)
 
-    def read_directory(self, name: str, round_id: str | None = None) -> None:
-        """Has weights read from that directory of ``weights_root``. Raises as ``map_memory`` and ``DiskWeights``."""
-        with self._lock:
-            current = self._open_round(round_id).without_receiver()
-            find = self._receivers.directory(name, current.request)
-        with self._failing(current):
-            self._adopt(current, find())
-
-    def expect(self, bucket: Bucket, round_id: str | None = None) -> None:
-        """Announces the next broadcast.
+    def read_disk(self, round_id: str | None = None) -> None:
+        """Has the round's weights read from its file in ``weights_root``.
 
         Raises:
-            RoundRefused: no round is open, or it does not listen.
-            RoundFailed: a tensor that the manifest does not have so, or for the second time, or a learner that is lost.
+            RoundRefused: as ``map_memory``, or this server reads none.
+            RoundFailed: the file is not there, or there is no memory to read it into.
+            ProtocolError: a snapshot of the round has not so many bytes.
         """
         with self._lock:
-            current = self._open_round(round_id)
-            receiver = current.require_receiver()
+            current = self._open_round(round_id).without_source()
+        if self._weights_root is None:
+            raise RoundRefused(
+                RefusalReason.WRONG_ORDER,
+                "the server must be told where to read weights, got no --weights-root; start it with one",
+            )
         with self._failing(current):
-            compare_bucket(current.request.manifest, bucket, current.announced)
-            receiver.expect(bucket)
+            file = DiskFile(self._weights_root, current.request.round_id)
+            require_size(file.num_bytes, current.request.manifest)
+            self._receive(current, file.num_bytes, file)
 
     def load(
         self,
         given_up: threading.Event,
         round_id: str | None = None,
         abort_pending: Callable[[], object] | None = None,
-    ) -> tuple[str, ...]:
-        """Waits for all announced buckets and copies them into the model; names with NaN or infinity return.
+    ) -> None:
+        """Waits for the weights and copies them into the model.
 
         A staged round then shuts the door and waits for the calls inside, after ``abort_pending``, which ends those
         that may be. Once ``given_up`` is set, its caller has gone: nothing is waited for or copied any more, and nobody
         is going to prove what is being copied.
 
         Raises:
-            RoundRefused: no round is open, it does not listen, or it has loaded or is being loaded already.
+            RoundRefused: no round is open, it has no way for weights, or it has loaded or is being loaded already.
             RoundFailed: not everything arrived or calls did not end (the old weights serve on), or the copy failed.
         """
         with self._lock:
             current = self._open_round(round_id)
-            receiver = current.begin_load(given_up)
+            source = current.begin_load(given_up)
         try:
             with self._failing(current):
                 if current.failure:
                     raise RoundFailed(current.failure)
-                return self._collect_and_install(current, receiver, given_up, abort_pending)
+                weights = source.collect(current.end - self._clock(), given_up)
+                self._install(current, weights, given_up, abort_pending)
         except RoundFailed as error:
             let_go_of_frames(error)  # they hold a learner's memory
             raise
@@ -214,17 +217,6 @@ class WeightRounds:
             with self._lock:
                 if self._round is current and (current.installed is None or given_up.is_set()):
                     self._end_round()
-
-    def close_receiver(self, round_id: str | None = None) -> None:
-        """Ends the way for weights, if there is one, and frees its port."""
-        with self._lock:
-            if round_id is not None:
-                self._open_round(round_id)
-            current = self._round
-            receiver = current.receiver if current is not None else None
-        if receiver is not None:
-            receiver.close()
-        release_port(current)
 
     def require(self, round_id: str) -> None:
         """Raises RoundRefused unless that round is open."""
@@ -310,8 +302,8 @@ class WeightRounds:
             return
         if self._round.installed is not None:
             self._unproven = True
-        if self._round.receiver is not None:
-            self._round.receiver.close()
+        if self._round.source is not None:
+            self._round.source.close()
         self._round = None
         self._door.open()
 
@@ -321,43 +313,46 @@ class WeightRounds:
         if given_up.is_set():
             raise RoundFailed("the caller has gone before its weights were loaded")
 
-    def _adopt(self, current: OpenRound, receiver: MappedSnapshot | DiskWeights) -> None:
+    def _adopt(self, current: OpenRound, source: WeightSource) -> None:
         with self._lock:
-            if self._round is current and current.receiver is None:
-                current.receiver = receiver
+            if self._round is current and current.source is None:
+                current.source = source
                 return
-        receiver.close()
+        source.close()
         raise RoundRefused(RefusalReason.NO_ROUND, "the round ended while its weights were looked for")
 
+    def _receive(self, current: OpenRound, num_bytes: int, origin: WeightListener | DiskFile) -> None:
+        """Has a thread fill memory of our own: that of the round before, unless somebody may still write or read it."""
+        with self._filling:
+            left_s = max(0.1, current.end - self._clock())
+            is_used = self._num_loading > 0 or self._engine.may_read
+            if self._writer is not None and (is_used or not self._writer.join(0)):
+                self._memory = None
+            try:
+                if self._memory is None or self._memory.num_bytes != num_bytes:
+                    self._memory = None  # before there is another one
+                    self._memory = MemoryFile("weights", num_bytes)
+            except OSError as error:
+                origin.close()
+                raise RoundFailed(f"the server has no memory to receive weights into: {error}") from error
+            self._writer = FilledSource(self._memory, current.request, origin, left_s)
+        self._adopt(current, self._writer)
+
     # --- waits, outside the lock ----------------------------------------------------------------
-    def _collect_and_install(
+    def _install(
         self,
         current: OpenRound,
-        receiver: Receiver,
+        weights: RoundWeights,
         given_up: threading.Event,
         abort_pending: Callable[[], object] | None,
-    ) -> tuple[str, ...]:
-        received = receiver.collect(current.end - self._clock(), given_up)
-        require_all(current.request.manifest, received)
-        arrived = received.sums or self._engine.sum_arrived(received.tensors)
+    ) -> None:
+        arrived = self._engine.sum_arrived(weights)
         if current.request.staged:
             with self._lock:
                 self._require_wanted(current, given_up)
                 self._door.shut()
             if abort_pending is not None:
                 abort_pending()
-        self._install(current, received, arrived, given_up)
-        if received.non_finite:
-            _log.warning("NaN or infinity arrived in %s", ", ".join(received.non_finite))
-        return received.non_finite
-
-    def _install(
-        self,
-        current: OpenRound,
-        received: ReceivedWeights,
-        arrived: Mapping[str, str] | None,
-        given_up: threading.Event,
-    ) -> None:
         with self._lock:
             self._require_wanted(current, given_up)
             while current.request.staged and self._door.num_inside:
@@ -372,9 +367,7 @@ class WeightRounds:
             self._num_loading += 1
         remaining_s = max(0.1, current.end - self._clock())
         try:
-            installed = self._engine.install(
-                received.tensors, current.stamp, remaining_s, arrived, received.snapshot
-            )
+            installed = self._engine.install(weights, current.stamp, remaining_s, arrived)
         except BaseException as error:
             with self._lock:
                 self._num_loading -= 1

@@ -7,7 +7,6 @@ Everything on the wire is JSON and is checked field by field; nothing is unpickl
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -60,13 +59,11 @@ ABORT = "/stage2/abort/"
 # incarnation, POST what it holds of the last push, once everything sent to it before has been done.
 WEIGHT_SUMS = "/stage2/weight_sums/"
 
-# How our server takes weights: ``backend`` of INIT_COMMUNICATOR. A stream, a memory file of a learner beside it, or a
-# directory below the server's --weights-root, named by ``directory``.
+# How our server takes a round's snapshot: ``backend`` of INIT_COMMUNICATOR. A stream to ``port`` of ``num_bytes``, the
+# memory file of a learner beside it at ``path``, or the round's file below the server's --weights-root.
 WEIGHT_STREAM = "tcp"
 SHARED_MEMORY = "shared_memory"
 DISK = "disk"
-MEMORY_PREFIX = "swift-stage2-"  # a memory file that a server may map is named so
-MEMORY_TOKEN_BYTES = 16  # spelt by its token, at its very end
 
 # A round's own requests carry its id: one that names another round than the open one changes nothing.
 ROUND_HEADER = "X-Stage2-Round"
@@ -160,26 +157,8 @@ class RoundRequest(WireRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class LearnerMemory(WireRecord):
-    """Names a memory file of a learner on the server's machine: the body of INIT_COMMUNICATOR beside ``backend``."""
-
-    path: str  # /proc/<pid>/fd/<n>
-    num_bytes: int
-    token: str  # its last bytes, in hex digits: whoever reads them reads the file that is meant
-
-    @classmethod
-    def from_json(cls, data: Any) -> LearnerMemory:
-        record = read(cls, mapping(data, "learner memory"))
-        if not re.fullmatch(f"[0-9a-fA-F]{{{2 * MEMORY_TOKEN_BYTES}}}", record.token):
-            raise ProtocolError(f"token must be {2 * MEMORY_TOKEN_BYTES} hex digits")
-        if record.num_bytes < MEMORY_TOKEN_BYTES:
-            raise ProtocolError(f"num_bytes must be at least the token's, got num_bytes={record.num_bytes}")
-        return record
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryAnswer(WireRecord):
-    """Whether the server has mapped a ``LearnerMemory``, and why not; then a stream is left."""
+    """Whether the server has mapped the learner's memory, and why not; then a stream is left."""
 
     message: str
     mapped: bool

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._utils import _flatten_dense_tensors
@@ -31,32 +31,13 @@ Copy = Callable[[torch.Tensor, torch.Tensor], object]
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class CopyStream(Protocol):
-    """The copies of one round at a time."""
-
-    def copy(self, work: Callable[[Copy], None]) -> None:
-        """Has ``work`` copy, by the function that it is given, weights as all that the calling thread has queued leaves
-        them.
-
-        Raises what ``work`` does; what it has copied until then is done all the same.
-        """
-
-    def wait_before_write(self) -> None:
-        """Lets all that the calling thread queues from now on follow the last read of the weights."""
-
-    def is_done(self) -> bool:
-        """Whether the copies have ended, well or not; for any thread."""
-
-    def wait(self) -> None:
-        """Returns when they have ended, however long that takes. Raises RuntimeError if the device has failed."""
-
-
 class CudaCopyStream:
-    """A ``CopyStream`` of one GPU by way of a copy on the device, which takes milliseconds and leaves the weights free.
+    """The copies of one round at a time on one GPU, by way of a copy on the device.
 
-    From there the copy leaves in pieces with pauses between: what a forward pass reads back (Qwen-VL: sizes of its
-    pictures, in every block) waits for what is queued in that direction. Without room on the device for a second copy
-    the weights themselves are read at once, and an optimizer waits until they have left.
+    That takes milliseconds and leaves the weights free. From there the copy leaves in pieces with pauses between: what
+    a forward pass reads back (Qwen-VL: sizes of its pictures, in every block) waits for what is queued in that
+    direction. Without room on the device for a second copy the weights themselves are read at once, and an optimizer
+    waits until they have left.
     """
 
     def __init__(self, device: torch.device, num_bytes: int, *, stages: bool = True) -> None:
@@ -71,6 +52,9 @@ class CudaCopyStream:
         self._free = self._copied  # behind it nothing reads the weights
 
     def copy(self, work: Callable[[Copy], None]) -> None:
+        """Has ``work`` copy, by the function that it is given, weights as all that the calling thread has queued leaves
+        them. Raises what ``work`` does; what it has copied until then is done all the same.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._free = self._copied
         try:
@@ -83,15 +67,18 @@ class CudaCopyStream:
             self._copied.record(self._stream)
 
     def wait_before_write(self) -> None:
+        """Lets all that the calling thread queues from now on follow the last read of the weights."""
         torch.cuda.current_stream(self._device).wait_event(self._free)
 
     def is_done(self) -> bool:
+        """Whether the copies have ended, well or not; for any thread."""
         try:
             return bool(self._copied.query())  # type: ignore[no-untyped-call]
         except RuntimeError:
             return True  # ``wait`` says why
 
     def wait(self) -> None:
+        """Returns when they have ended, however long that takes. Raises RuntimeError if the device has failed."""
         self._copied.synchronize()
 
     def _has_room(self) -> bool:
@@ -179,7 +166,7 @@ class CopiesBesideTraining:
     one that never passes it (LOMO, which writes in the backward pass) would write into them.
     """
 
-    def __init__(self, stream: CopyStream | None, on_step: Callable[[], object]) -> None:
+    def __init__(self, stream: CudaCopyStream | None, on_step: Callable[[], object]) -> None:
         """``on_step`` is called after that wait at every step of an optimizer on the main thread, if there is a stream.
 
         Backward passes on a GPU have threads of their own, in which optimizers may step as well.
@@ -190,7 +177,7 @@ class CopiesBesideTraining:
         self._hook = register_optimizer_step_pre_hook(self._before_step) if stream is not None else None
 
     def copy(self, work: Callable[[Copy], None]) -> None:
-        """Does ``work``, which copies weights. Raises as ``CopyStream.copy`` and ``wait``."""
+        """Does ``work``, which copies weights. Raises as ``CudaCopyStream.copy`` and ``wait``."""
         if self._stream is None:
             work(torch.Tensor.copy_)
             return

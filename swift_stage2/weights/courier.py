@@ -21,11 +21,10 @@ from swift_stage2.records import ServerReport
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline
 from swift_stage2.telemetry.timing import EnterSpan, Trace, untraced
-from swift_stage2.weights.disk_rounds import CLOSE_S, DiskRounds, RoundOnDisk
+from swift_stage2.weights.disk_rounds import CLOSE_S, DiskRounds
 from swift_stage2.weights.proof import InstallTurns, RoundOrder
 from swift_stage2.weights.push import ServerPush, close_quietly
-from swift_stage2.weights.snapshot import Snapshot
-from swift_stage2.weights.snapshot_memory import SnapshotMemory
+from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.stock_transport import StockTransport
 from swift_stage2.weights.transport import (
     DiskTransport,
@@ -47,23 +46,19 @@ def transport_for(
     *,
     device: torch.device,
     api_key: str | None,
-    memory: SnapshotMemory | None = None,
     wanted: Transport = Transport.AUTO,
     disk: DiskRounds | None = None,
 ) -> WeightTransport:
-    """The way to carry weights to a server of this kind, which may map the snapshot where it lies in ``memory``.
-
-    ``disk`` is there if they travel by a directory.
-    """
+    """The way to carry weights to a server of this kind; ``disk`` is there if they travel by a directory."""
     if info.chat_model is not None:
         return VllmTransport(device, api_key)
     if info.stock:
         return StockTransport(device, api_key)
     if disk is not None:
         return DiskTransport(disk, info)
-    if memory is None or wanted is Transport.TCP:
+    if wanted is Transport.TCP:
         return StreamTransport()
-    return MappedTransport(memory, info, required=wanted is Transport.SHARED_MEMORY)
+    return MappedTransport(info, required=wanted is Transport.SHARED_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +77,7 @@ class PushEnd:
 class Courier(Protocol):
     """One round at a time. All methods but ``lost_servers`` belong to one thread, and none of them waits for long."""
 
-    def begin(self, order: RoundOrder, targets: Sequence[int], snapshot: Snapshot, bucket_bytes: int) -> None:
+    def begin(self, order: RoundOrder, targets: Sequence[int], snapshot: SnapshotFile) -> None:
         """Starts a push of ``snapshot``, which nobody changes before all have ended, to each of ``targets``."""
 
     def let_install(self) -> None:
@@ -119,7 +114,6 @@ class Courier(Protocol):
 def thread_courier(
     rollout: RolloutConfig,
     device: torch.device,
-    memory: SnapshotMemory,
     wrap: WrapTransport | None = None,
     *,
     ours: set[str],
@@ -128,7 +122,7 @@ def thread_courier(
     """Carries weights that lie on ``device`` from this process, over transports that are wrapped first."""
     key, sync = rollout.api_key(), rollout.sync
     disk = disk_rounds(sync.disk_directory, sync.disk_keep)
-    make = partial(transport_for, device=device, api_key=key, memory=memory, wanted=sync.transport, disk=disk)
+    make = partial(transport_for, device=device, api_key=key, wanted=sync.transport, disk=disk)
     return ThreadCourier(
         endpoints_of(rollout),
         lambda info: wrap(make(info)) if wrap is not None else make(info),
@@ -174,18 +168,19 @@ class ThreadCourier:
         self._given_up = threading.Event()
         self._turns = InstallTurns()
 
-    def begin(self, order: RoundOrder, targets: Sequence[int], snapshot: Snapshot, bucket_bytes: int) -> None:
+    def begin(self, order: RoundOrder, targets: Sequence[int], snapshot: SnapshotFile) -> None:
         self._end_pushes()  # what a failed begin has left
         self._pushes, self._given_up_with, self._given_up = {}, {}, threading.Event()
         self._transports = dict(self._transports)  # a push that was left behind has the old one
-        buckets, self._turns = snapshot.buckets(bucket_bytes), InstallTurns()
-        on_disk = self.disk.begin(order, buckets, len(targets)) if self.disk is not None else None
+        self._turns = InstallTurns()
+        if self.disk is not None:
+            self.disk.begin(order.identity)
         pushes = {
             server: ServerPush(
                 server,
                 self.endpoints[server],
                 order,
-                buckets,
+                snapshot,
                 self._transports,
                 self.make_transport,
                 turns=self._turns,
@@ -194,7 +189,7 @@ class ThreadCourier:
                 distrusted=server in self._distrusted,
                 ours=self.ours,
                 span=self.span,
-                on_end=partial(self._tell_end, on_disk),
+                on_end=lambda push: self.on_end(push.server, _end_of(push)),
             )
             for server in targets
         }
@@ -252,13 +247,6 @@ class ThreadCourier:
         self.wait(_LAST_CALL_S)
         if self.disk is not None:
             self.disk.close()
-
-    def _tell_end(self, on_disk: RoundOnDisk | None, push: ServerPush) -> None:
-        """On the push's thread."""
-        end = _end_of(push)
-        self.on_end(push.server, end)
-        if self.disk is not None and on_disk is not None:
-            self.disk.push_ended(on_disk, proven=end.report is not None and end.report.proven)
 
     def _end_pushes(self) -> None:
         """They send nothing more, and wait no more with an install."""

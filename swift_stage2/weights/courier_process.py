@@ -28,7 +28,7 @@ from swift_stage2.telemetry.timing import Trace
 from swift_stage2.weights.courier import PushEnd, longest_close_s
 from swift_stage2.weights.courier_worker import CourierSetup, Ended, Errand, Judgement, Lost, Question
 from swift_stage2.weights.proof import Canary, RoundOrder
-from swift_stage2.weights.snapshot import Snapshot
+from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.transport import endpoints_of
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class ProcessCourier:
         """Of the process that carries now."""
         return self._worker.process.pid
 
-    def begin(self, order: RoundOrder, targets: Sequence[int], snapshot: Snapshot, bucket_bytes: int) -> None:
+    def begin(self, order: RoundOrder, targets: Sequence[int], snapshot: SnapshotFile) -> None:
         if self._worker.has_ended:  # first: its end must not become that of this round's pushes
             self._replace()
         self._worker.has_carried = True
@@ -104,7 +104,7 @@ class ProcessCourier:
             self._ends, self._lost = {}, ()
         question = (canary.request, canary.config) if canary is not None else None
         plain = replace(order, canary=None)
-        self._worker.send(Errand(plain, question, self._targets, snapshot.memory.where, bucket_bytes))
+        self._worker.send(Errand(plain, question, self._targets, snapshot.file.path, snapshot.bucket_bytes))
         if self._worker.has_ended:  # meanwhile: its end may have been told of the last round's servers
             self._fail("the process that carries weights has ended; another one takes its place")
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:  # what loads torch is imported once the rank's import path is
     import torch
 
     from swift_stage2.config import Transport
-    from swift_stage2.servers.protocol import LearnerMemory, ServerInfo
+    from swift_stage2.servers.protocol import ServerInfo
     from swift_stage2.weights.courier import PushEnd
     from swift_stage2.weights.proof import RoundOrder
-    from swift_stage2.weights.snapshot import Snapshot
+    from swift_stage2.weights.snapshot import SnapshotFile
     from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 _LOOK_FOR_LOST_S = 1.0
@@ -58,7 +58,8 @@ class Errand:
     order: RoundOrder
     question: tuple[Mapping[str, Any], Mapping[str, Any]] | None
     targets: tuple[int, ...]
-    memory: LearnerMemory
+    snapshot: str
+    """Path of the rank's ``SnapshotFile``."""
     bucket_bytes: int
 
 
@@ -113,7 +114,7 @@ class CourierWorker:
         self._num_questions = 0
         self._intervals: list[Interval] = []
         self._order: RoundOrder | None = None
-        self._snapshot: Snapshot | None = None
+        self._snapshot: SnapshotFile | None = None
         self._lost: tuple[int, ...] = ()
         self._disk = disk_rounds(setup.disk_directory, setup.disk_keep)
         self._courier = ThreadCourier(
@@ -168,25 +169,24 @@ class CourierWorker:
                 self._changed.notify_all()
 
     def _begin(self, errand: Errand) -> None:
-        from swift_stage2.weights.snapshot import Snapshot
-        from swift_stage2.weights.snapshot_memory import MappedMemory
+        from swift_stage2.weights.snapshot import SnapshotFile
 
         if self._snapshot is None:
-            self._snapshot = Snapshot(errand.order.manifest, MappedMemory(errand.memory))
+            self._snapshot = SnapshotFile(
+                errand.order.manifest, bucket_bytes=errand.bucket_bytes, path=errand.snapshot
+            )
         canary = _RemoteCanary(*errand.question, self) if errand.question else None
         with self._looking:
             self._order, self._lost = replace(errand.order, canary=canary), ()
-        self._courier.begin(self._order, errand.targets, self._snapshot, errand.bucket_bytes)
+        self._courier.begin(self._order, errand.targets, self._snapshot)
 
     def _make_transport(self, info: ServerInfo) -> WeightTransport:
         from swift_stage2.weights.courier import transport_for
 
-        assert self._snapshot is not None
         return transport_for(
             info,
             device=self._setup.device,
             api_key=self._setup.api_key,
-            memory=self._snapshot.memory,
             wanted=self._setup.transport,
             disk=self._disk,
         )

@@ -16,6 +16,7 @@ from torch import nn
 
 from swift_stage2.errors import ConfigError
 from swift_stage2.servers.protocol import TensorSpec
+from swift_stage2.weights.tensors import in_buckets
 
 _ADAPTER_PREFIX = "base_model.model."
 _BASE_LAYER = ".base_layer"
@@ -69,17 +70,7 @@ class WeightExport:
 
         A larger tensor goes alone. Bytes are counted in the learner's own dtypes.
         """
-        buckets: list[tuple[str, ...]] = []
-        names: list[str] = []
-        size = 0
-        for name, (_, tensor) in self._own.items():
-            num_bytes = _full_shape(tensor).numel() * tensor.dtype.itemsize
-            if names and size + num_bytes > max_bytes:
-                buckets.append(tuple(names))
-                names, size = [], 0
-            names.append(name)
-            size += num_bytes
-        return (*buckets, tuple(names)) if names else tuple(buckets)
+        return tuple(tuple(spec.name for spec in bucket) for bucket in in_buckets(self.manifest(), max_bytes))
 
     def read(self, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
         """These tensors of the manifest, merged, contiguous, in the learner's dtypes.

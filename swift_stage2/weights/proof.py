@@ -23,6 +23,7 @@ from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
 from swift_stage2.servers.weight_sums import WeightSums, sum_differences
+from swift_stage2.weights.snapshot import WeightIdentity
 
 GIVE_UP_TIMEOUT_S = 5.0
 
@@ -193,6 +194,11 @@ class RoundOrder:
     hold: Deadline | None = None  # until then a server waits for leave to install
     turn_s: float = 0.0  # how long a server waits until those before it have installed
     step: int | None = None  # after which the weights were copied
+
+    @property
+    def identity(self) -> WeightIdentity:
+        """As the snapshot's header says it."""
+        return WeightIdentity(self.run_id, self.round_id, self.version, self.step)
 
 
 class InstallTurns:

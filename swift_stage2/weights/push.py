@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 
@@ -20,8 +20,7 @@ from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
 from swift_stage2.servers.stock import ask_state_keys, ask_sums_incarnation, differing_names
 from swift_stage2.telemetry.timing import EnterSpan, untraced
 from swift_stage2.weights.proof import InstallTurns, RoundOrder, give_up, prove_server
-from swift_stage2.weights.snapshot import CastMemory, WeightBucket
-from swift_stage2.weights.tensors import agreed_manifest
+from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class ServerPush(threading.Thread):
     server: int
     endpoint: ServerEndpoint
     order: RoundOrder
-    buckets: Sequence[WeightBucket]
+    snapshot: SnapshotFile
     transports: MutableMapping[int, WeightTransport]
     make_transport: MakeTransport
     _: KW_ONLY
@@ -98,10 +97,9 @@ class ServerPush(threading.Thread):
             self._incarnation = info.incarnation
             if not info.stock:
                 self.ours.add(session.base_url)
-            dtypes = {spec.name: spec.dtype for spec in info.manifest}
             sums_of = None
             if not info.stock:
-                self._begin(session, agreed_manifest(order.manifest, info.manifest))
+                self._begin(session)
             elif info.is_swift_rollout:
                 # Ordered: it answers once nothing runs any more that a lost caller has asked.
                 self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
@@ -110,12 +108,16 @@ class ServerPush(threading.Thread):
                     self._compare_names(session)
                     shown = "can show every tensor's checksum" if sums_of else "shows no checksums"
                     logger.info("%s is a stock server and %s", session.base_url, shown)
+        with self._phase("pack"):
+            sent = self.snapshot.describe(order.identity)
         with self._phase("connect"):
             if self.server not in self.transports:
                 self.transports[self.server] = self.make_transport(info)
             transport = self._transport = self.transports[self.server]
-            self._carried_by = transport.open(session, self.endpoint, order.deadline)
-        sent = self._send_buckets(session, transport, dtypes)
+            self._carried_by = transport.open(session, self.endpoint, self.snapshot, order.deadline)
+        with self._phase("push"):
+            transport.carry(session, self.snapshot, order.deadline, self._require_wanted)
+        self._num_bytes = self.snapshot.num_bytes
         if order.hold is not None:
             with self._phase("hold"):
                 self.turns.has_leave.wait(order.hold.remaining_s())
@@ -132,7 +134,7 @@ class ServerPush(threading.Thread):
         session: ServerSession,
         info: protocol.ServerInfo,
         transport: WeightTransport,
-        sent: dict[str, str],
+        sent: Mapping[str, str],
         sums_of: str | None,
     ) -> None:
         order = self.order
@@ -157,12 +159,12 @@ class ServerPush(threading.Thread):
             self._reset_cache(session, path, must_succeed=not is_stock)
         self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
 
-    def _begin(self, session: ServerSession, manifest: tuple[protocol.TensorSpec, ...]) -> None:
+    def _begin(self, session: ServerSession) -> None:
         """Opens the round; a server that still ends what an abandoned caller asked is asked again."""
         order = self.order
         timeout_s = order.deadline.remaining_s()
         request = protocol.RoundRequest(
-            order.round_id, order.run_id, order.version, manifest, timeout_s, staged=order.staged
+            order.round_id, order.run_id, order.version, order.manifest, timeout_s, staged=order.staged
         )
         patience = Deadline(timeout_s * _SHARE_FOR_PATIENCE)
         while True:
@@ -203,24 +205,6 @@ class ServerPush(threading.Thread):
                 len(keys),
                 names[0],
             )
-
-    def _send_buckets(
-        self, session: ServerSession, transport: WeightTransport, dtypes: dict[str, str]
-    ) -> dict[str, str]:
-        """Sends the snapshot in the server's dtypes; returns the checksums of all tensors."""
-        sent: dict[str, str] = {}
-        memory = CastMemory()
-        for bucket in self.buckets:
-            with self._phase("pack"):
-                packed = bucket.pack(dtypes, memory)
-            with self._phase("push"):
-                deadline = self.order.deadline
-                with transport.announce(session, packed, self._num_bytes, deadline) as parts:
-                    for part in parts:
-                        transport.send(part, deadline)
-            sent.update(packed.checksums)
-            self._num_bytes += packed.flat.numel()
-        return sent
 
     def _reset_cache(self, session: ServerSession, path: str, *, must_succeed: bool = True) -> None:
         if not reset_cache(session, path, self.order.deadline) and must_succeed:

@@ -1,65 +1,145 @@
-"""Holds the weights of one step, copied out of the learner, so that training may go on while servers take them."""
+"""A snapshot: the learner's weights of one step as a safetensors file in memory, so that training goes on meanwhile.
+
+Rank 0's memory is the file, laid out once and filled anew for each round. Whose weights it holds, and the checksum of
+each, stand in its header, so that a server may take it by its path, by a stream or from a disk, and know it again.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from swift_stage2.errors import WeightSyncError
+from swift_stage2.errors import ProtocolError, WeightSyncError
+from swift_stage2.runtime.memory import MemoryFile, available_memory_bytes
 from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.copy_stream import Copy
-from swift_stage2.weights.snapshot_memory import SnapshotMemory
-from swift_stage2.weights.tensors import all_finite, checksum_tensors, describe_flat, num_bytes
-
-
-def snapshot_bytes(manifest: Iterable[TensorSpec]) -> int:
-    """Main memory that a snapshot of these tensors takes."""
-    return sum(map(num_bytes, manifest))
-
+from swift_stage2.weights.tensors import all_finite, checksums_by_name, in_buckets, num_bytes, snapshot_bytes
 
 logger = logging.getLogger(__name__)
 
 ReadTensors = Callable[[Sequence[str]], Iterable[tuple[str, torch.Tensor]]]
 
+_LENGTH_BYTES = 8
+_PAGE_BYTES = 4096
+_ROOM_FOR_IDENTITY = 1024
+_SUM_PREFIX = "checksum:"  # of a tensor's name, in the header's metadata
+_DTYPES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float16": "F16", "bfloat16": "BF16", "float32": "F32",
+    "float64": "F64",
+}  # fmt: skip
 
-class Snapshot:
-    """Memory for every tensor of one manifest, in the learner's own dtypes; kept and filled anew for each round."""
+
+@dataclass(frozen=True, slots=True)
+class WeightIdentity:
+    """Whose weights lie in a snapshot; ``version`` is what the run calls them once they are proven."""
+
+    run_id: str
+    round_id: str
+    version: int
+    step: int | None = None
+
+    def to_metadata(self) -> dict[str, str]:
+        """As a safetensors file says it of itself, and that torch can read it."""
+        step = "" if self.step is None else str(self.step)
+        names = {"run_id": self.run_id, "round_id": self.round_id, "version": str(self.version), "step": step}
+        return {"format": "pt"} | names
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, str]) -> WeightIdentity:
+        """Raises KeyError, ValueError: it says so of no snapshot."""
+        step = int(metadata["step"]) if metadata["step"] else None
+        return cls(metadata["run_id"], metadata["round_id"], int(metadata["version"]), step)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBucket:
+    """Tensors that lie one behind the other in ``flat`` (uint8), as a stock server takes them at once."""
+
+    specs: tuple[TensorSpec, ...]
+    flat: torch.Tensor
+
+    @property
+    def metadata(self) -> list[dict[str, object]]:
+        """Where each lies, in bytes; the fields are those of ms-swift's ``FlattenedTensorMetadata``."""
+        sizes = [num_bytes(spec) for spec in self.specs]
+        return [
+            {
+                **spec.to_json(),
+                "dtype": f"torch.{spec.dtype}",
+                "start_idx": end - size,
+                "end_idx": end,
+                "numel": size,
+            }
+            for spec, size, end in zip(self.specs, sizes, accumulate(sizes), strict=True)
+        ]
+
+
+class SnapshotFile:
+    """The file of one manifest, in the learner's own dtypes; its owner fills it, its courier says what it holds."""
 
     def __init__(
-        self, manifest: Sequence[TensorSpec], memory: SnapshotMemory | None = None, *, pinned: bool = False
+        self,
+        manifest: Sequence[TensorSpec],
+        *,
+        bucket_bytes: int,
+        path: str | None = None,
+        pinned: bool = False,
     ) -> None:
-        """Fills ``memory``, which holds nothing yet. ``pinned``: a GPU copies straight into it.
+        """``path``: that of its owner, in another process. ``bucket_bytes``: what stock servers take at once.
 
-        Raises:
-            WeightSyncError: main memory has no room for it.
+        ``pinned``: a GPU copies straight into it. Raises:
+            WeightSyncError: main memory has no room for it, or a dtype is none that such a file may hold.
+            OSError: the owner is gone.
         """
         # By item size: one behind the other without a gap, each begins where a view of its dtype may.
-        by_size = sorted(manifest, key=lambda spec: -getattr(torch, spec.dtype).itemsize)
-        sizes = [num_bytes(spec) for spec in by_size]
-        self.memory = memory or SnapshotMemory()
-        self._flat = self.memory.allocate(sum(sizes), {spec.name: spec.dtype for spec in manifest})
-        if pinned:
-            _pin(self._flat)
-        self._tensors = {
-            spec.name: part.view(getattr(torch, spec.dtype)).reshape(spec.shape)
-            for spec, part in zip(by_size, torch.split(self._flat, sizes), strict=True)
+        self._specs = sorted(manifest, key=lambda spec: -getattr(torch, spec.dtype).itemsize)
+        sizes = [num_bytes(spec) for spec in self._specs]
+        self._ends = list(accumulate(sizes, initial=0))
+        blank = {
+            spec.name: f"{spec.dtype}:{size}:{0:016x}:{0:016x}"
+            for spec, size in zip(self._specs, sizes, strict=True)
         }
+        room = _LENGTH_BYTES + len(self._header(WeightIdentity("", "", 0), blank)) + _ROOM_FOR_IDENTITY
+        self._header_bytes = -(-room // _PAGE_BYTES) * _PAGE_BYTES
+        self.file = _allocate(self._header_bytes + self.num_bytes) if path is None else MemoryFile.open(path)
+        whole = torch.frombuffer(self.file.memory, dtype=torch.uint8)
+        if pinned:
+            _pin(whole)
+        self._flat = whole[self._header_bytes :]
+        self.tensors = {
+            spec.name: part.view(getattr(torch, spec.dtype)).reshape(spec.shape)
+            for spec, part in zip(self._specs, torch.split(self._flat, sizes), strict=True)
+        }
+        self.bucket_bytes = bucket_bytes
+        self.buckets = self._cut(bucket_bytes)
+        self._lock = threading.Lock()
+        self._identity: WeightIdentity | None = None
+        self._checksums: Mapping[str, str] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory."""
-        return self._flat.numel()
+        """Bytes of all tensors."""
+        return self._ends[-1]
+
+    @property
+    def header(self) -> memoryview:
+        """The file's bytes before its tensors."""
+        return self.file.memory[: self._header_bytes]
 
     def put(self, tensors: Iterable[tuple[str, torch.Tensor]], copy: Copy = torch.Tensor.copy_) -> None:
         """Copies tensors in, from whatever device holds them."""
         for name, tensor in tensors:
-            copy(self._tensors[name], tensor)
+            copy(self.tensors[name], tensor)
 
     def take(
         self,
@@ -83,84 +163,97 @@ class Snapshot:
         for name in names:  # here, where the error holds none of those that were read
             self.put(read([name]), copy)
 
-    def buckets(self, max_bytes: int) -> tuple[WeightBucket, ...]:
-        """All tensors in buckets of at most ``max_bytes`` in the learner's dtypes; a larger tensor goes alone."""
-        buckets: list[WeightBucket] = []
-        bucket: list[tuple[str, torch.Tensor]] = []
-        start = end = 0
-        for name, tensor in self._tensors.items():
-            if bucket and end - start + tensor.nbytes > max_bytes:
-                buckets.append(WeightBucket(bucket, self._flat[start:end]))
-                bucket, start = [], end
-            bucket.append((name, tensor))
-            end += tensor.nbytes
-        return (*buckets, WeightBucket(bucket, self._flat[start:end])) if bucket else tuple(buckets)
+    def describe(self, identity: WeightIdentity) -> Mapping[str, str]:
+        """Writes the round's header, and returns every tensor's checksum; who comes second waits for them.
+
+        Raises:
+            WeightSyncError: a tensor is not finite, or the round's name has no room in the header.
+        """
+        with self._lock:
+            if identity != self._identity:
+                _require_finite(self.tensors)
+                checksums = checksums_by_name(self.tensors)
+                header, room = self._header(identity, checksums), self._header_bytes - _LENGTH_BYTES
+                if len(header) > room:
+                    raise WeightSyncError(
+                        f"a round's name must fit into {_ROOM_FOR_IDENTITY} bytes, got {identity}"
+                    )
+                self.header[:] = room.to_bytes(_LENGTH_BYTES, "little") + header.ljust(room)
+                self._identity, self._checksums = identity, checksums
+            return self._checksums
+
+    def _header(self, identity: WeightIdentity, checksums: Mapping[str, str]) -> bytes:
+        metadata = identity.to_metadata() | {_SUM_PREFIX + name: each for name, each in checksums.items()}
+        entries = {
+            spec.name: {"dtype": _file_dtype(spec), "shape": spec.shape, "data_offsets": [start, end]}
+            for spec, (start, end) in zip(self._specs, pairwise(self._ends), strict=True)
+        }
+        return json.dumps({"__metadata__": metadata} | entries).encode()
+
+    def _cut(self, max_bytes: int) -> tuple[WeightBucket, ...]:
+        cut = in_buckets(self._specs, max_bytes)
+        flats = torch.split(self._flat, [snapshot_bytes(specs) for specs in cut])
+        return tuple(WeightBucket(specs, flat) for specs, flat in zip(cut, flats, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
-class PackedBucket:
-    """Bytes that one push sends, where each tensor lies in them, and the checksum of each by name."""
+class ReadSnapshot:
+    """A snapshot as its readers see it: tensors lie where the file does, and what is written to them reaches nobody."""
 
-    flat: torch.Tensor  # uint8, one dimension
-    metadata: list[dict[str, object]]
-    checksums: dict[str, str]
+    identity: WeightIdentity
+    tensors: dict[str, torch.Tensor]  # in the file's order
+    checksums: Mapping[str, str]  # as the file says
 
-
-class WeightBucket:
-    """Named tensors of the learner's own dtypes that lie one behind the other in ``flat``, which nobody changes."""
-
-    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]], flat: torch.Tensor) -> None:
-        self.tensors = tuple(tensors)
-        self._flat = flat
-        self._lock = threading.Lock()
-        self._known: dict[tuple[torch.dtype, ...], dict[str, str]] = {}  # checksums
-
-    def pack(self, dtypes: Mapping[str, str], memory: CastMemory) -> PackedBucket:
-        """The bucket in the dtypes named for its tensors (default: their own), cast into ``memory`` if it must be.
+    @classmethod
+    def open(cls, path: str) -> ReadSnapshot:
+        """The snapshot at ``path``, which must be a file that nobody cuts while its tensors are used.
 
         Raises:
-            WeightSyncError: a tensor is not finite.
+            OSError: it cannot be opened.
+            ProtocolError: it holds no snapshot.
         """
-        wanted = tuple(
-            getattr(torch, dtypes[name]) if name in dtypes else tensor.dtype for name, tensor in self.tensors
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
+            identity = WeightIdentity.from_metadata(metadata)
+            return cls(identity, tensors, {name: metadata[_SUM_PREFIX + name] for name in tensors})
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise ProtocolError(
+                f"a snapshot must be a safetensors file with its header, got {error}"
+            ) from error
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """Of its tensors, by name."""
+        return {
+            name: TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in self.tensors.items()
+        }
+
+    def differing(self, checksums: Mapping[str, str]) -> list[str]:
+        """Names of the tensors whose checksums are not what the file says."""
+        return [name for name, each in checksums.items() if each != self.checksums.get(name)]
+
+
+def _file_dtype(spec: TensorSpec) -> str:
+    if spec.dtype not in _DTYPES:
+        raise WeightSyncError(
+            f"weights must be of a dtype that safetensors knows, got {spec.name}: {spec.dtype}"
         )
-        own = tuple(tensor.dtype for _, tensor in self.tensors)
-        flat, tensors = self._flat, self.tensors
-        if wanted != own:
-            flat, tensors = memory.cast(self.tensors, wanted)
-        with self._lock:  # whoever comes second needs the same sums
-            if not self._known:
-                _require_finite(self.tensors)
-            if wanted not in self._known:
-                sums = checksum_tensors([tensor for _, tensor in tensors])
-                self._known[wanted] = {name: each for (name, _), each in zip(tensors, sums, strict=True)}
-            checksums = self._known[wanted]
-        return PackedBucket(flat, describe_flat(tensors), checksums)
+    return _DTYPES[spec.dtype]
 
 
-class CastMemory:
-    """Keeps one push's memory for casts from bucket to bucket: new pages cost several times what a copy does."""
-
-    def __init__(self) -> None:
-        self._kept = torch.empty(0, dtype=torch.uint8)
-
-    def cast(
-        self, tensors: Sequence[tuple[str, torch.Tensor]], dtypes: Sequence[torch.dtype]
-    ) -> tuple[torch.Tensor, tuple[tuple[str, torch.Tensor], ...]]:
-        """One uint8 tensor, valid until the next call, and the tensors in ``dtypes``."""
-        sizes = [tensor.numel() * dtype.itemsize for (_, tensor), dtype in zip(tensors, dtypes, strict=True)]
-        if self._kept.numel() < sum(sizes):
-            self._kept = torch.empty(sum(sizes), dtype=torch.uint8)
-        flat = self._kept[: sum(sizes)]
-        cast = []
-        for (name, tensor), dtype, part in zip(tensors, dtypes, torch.split(flat, sizes), strict=True):
-            if part.storage_offset() % dtype.itemsize:  # behind an odd number of smaller items
-                whole = tensor.to(dtype)
-                part.copy_(whole.reshape(-1).view(torch.uint8))
-            else:
-                whole = part.view(dtype).reshape(tensor.shape).copy_(tensor)
-            cast.append((name, whole))
-        return flat, tuple(cast)
+def _allocate(size: int) -> MemoryFile:
+    available = available_memory_bytes()
+    if size > available:
+        raise WeightSyncError(
+            f"rank 0 keeps a copy of the weights in main memory, got {size / 1e9:.1f} GB of weights and "
+            f"{available / 1e9:.1f} GB available; give its machine or container more, or train a smaller model"
+        )
+    try:
+        return MemoryFile("snapshot", size)
+    except OSError as error:
+        raise WeightSyncError(f"rank 0's copy of the weights got no memory: {error}") from error
 
 
 def _pin(memory: torch.Tensor) -> None:
@@ -174,8 +267,8 @@ def _pin(memory: torch.Tensor) -> None:
         weakref.finalize(memory.untyped_storage(), cuda.cudaHostUnregister, memory.data_ptr())
 
 
-def _require_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    for name, tensor in tensors:
+def _require_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
         if not all_finite(tensor):
             raise WeightSyncError(
                 f"weights must be finite to be pushed, got a NaN or infinity in tensor={name}; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ from swift_stage2.runtime.network import connection_error, group_remedy, local_a
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
+from swift_stage2.weights.snapshot import SnapshotFile, WeightBucket
 from swift_stage2.weights.transport import JOIN_TIMEOUT_S, ServerEndpoint, WeightTransport, not_formed
 
 _POLL_S = 0.001
@@ -49,7 +51,9 @@ class StockTransport(WeightTransport):
         self._stream: Any = None
         self._joined: str | None = None  # base URL of the server that was asked to join
 
-    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> str:
+    def open(
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+    ) -> str:
         kind = "gloo" if self._device.type == "cpu" else "nccl"
         if self._communicator is not None and not self.is_lost() and self._question is None:
             return kind
@@ -85,7 +89,25 @@ class StockTransport(WeightTransport):
             raise not_formed(session, host, port, error, _remedy_for_group(host, port, deadline)) from error
         return kind
 
+    def carry(
+        self,
+        session: ServerSession,
+        snapshot: SnapshotFile,
+        deadline: Deadline,
+        require_wanted: Callable[[], None],
+    ) -> None:
+        for bucket in snapshot.buckets:
+            require_wanted()
+            self.carry_bucket(session, snapshot, bucket, deadline)
+
+    def carry_bucket(
+        self, session: ServerSession, snapshot: SnapshotFile, bucket: WeightBucket, deadline: Deadline
+    ) -> None:
+        session.post(protocol.UPDATE_FLATTENED_PARAMS, {"metadatas": bucket.metadata}, deadline)
+        self.send(bucket.flat, deadline)
+
     def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+        """Broadcasts contiguous bytes on the CPU to all members. Raises ServerFault: the server was lost."""
         if self._communicator is None:
             raise ServerFault("the weight group is not open")
         communicator = self._communicator

@@ -24,13 +24,13 @@ from swift_stage2.runtime.memory import HeapTrim
 from swift_stage2.runtime.watches import RoundWatch
 from swift_stage2.servers.session import Deadline
 from swift_stage2.telemetry.timing import EnterSpan, untraced
-from swift_stage2.weights.copy_stream import CopiesBesideTraining, Copy, CopyStream, CudaCopyStream
+from swift_stage2.weights.copy_stream import CopiesBesideTraining, Copy, CudaCopyStream
 from swift_stage2.weights.courier import Courier, PushEnd
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import Canary, CanarySchedule, RoundOrder
 from swift_stage2.weights.push import describe_fault
-from swift_stage2.weights.snapshot import Snapshot, snapshot_bytes
-from swift_stage2.weights.snapshot_memory import SnapshotMemory
+from swift_stage2.weights.snapshot import SnapshotFile
+from swift_stage2.weights.tensors import snapshot_bytes
 from swift_stage2.weights.transfer import Transfer
 
 _SHARE_FOR_CALLS = 0.8  # of a round's time: only what hangs has to be given up at the whole of it
@@ -59,16 +59,16 @@ class WeightSync:
         canary_every_rounds: int = 1,
         on_pending: OnPending = OnPending.WAIT,
         rolling: bool = True,
-        memory: SnapshotMemory | None = None,
-        copy_stream: CopyStream | None = None,
+        snapshot: SnapshotFile | None = None,
+        copy_stream: CudaCopyStream | None = None,
         stages: bool = True,
         span: EnterSpan = untraced,
     ) -> None:
         """``span`` is entered with the name of every phase on the main thread.
 
-        ``straggler_s``: what other servers have after the first proof, by default all of ``timeout_s``. ``memory`` is
-        for the snapshot: a transport may let servers map it. ``copy_stream``: by default of the weights' only GPU,
-        where they are copied first if ``stages``.
+        ``straggler_s``: what other servers have after the first proof, by default all of ``timeout_s``. ``snapshot``:
+        made for the first round unless it is given. ``copy_stream``: by default of the weights' only GPU, where they
+        are copied first if ``stages``.
         """
         self._control = control
         self._export = export
@@ -83,14 +83,13 @@ class WeightSync:
         self._on_pending = on_pending
         least_s = min(self._straggler_s, timeout_s * _SHARE_FOR_CALLS)
         self._turn_s = least_s * _SHARE_FOR_TURN if rolling else 0.0
-        self._memory = memory or SnapshotMemory()
         self._span = span
         if copy_stream is None and export.gpu is not None:
             copy_stream = CudaCopyStream(export.gpu, snapshot_bytes(export.manifest()), stages=stages)
         self._copies = CopiesBesideTraining(copy_stream, self._hand_over)
         self._distrusted: set[int] = set()  # since the round began
         self._heap = HeapTrim()
-        self._snapshot: Snapshot | None = None
+        self._snapshot = snapshot
         self._round: Transfer | None = None
         self._kept: Transfer | None = None  # whose weights the snapshot is of, once one server is proven
         self._last_words = LastWords(control)
@@ -230,7 +229,6 @@ class WeightSync:
                 self._courier.wait(min(round_.end - time.monotonic(), _LAST_ROUND_S))
             self._courier.close()
         self._snapshot = None
-        self._memory.close()
 
     # If no rank holds whole tensors, rank 0 tells the others what comes next: {"canary": whether it is due}, then
     # {"gather": index of a bucket} any number of times, and {"gather": null} at last. So its failure never leaves them
@@ -293,7 +291,7 @@ class WeightSync:
             )
             assert self._snapshot is not None
             round_.pushed = True
-            self._courier.begin(order, round_.targets, self._snapshot, self._bucket_bytes)
+            self._courier.begin(order, round_.targets, self._snapshot)
         except Exception as error:  # rank 0 must reach ``hear``
             round_.learner_fault = describe_fault("the sync round", error)
         return True
@@ -312,14 +310,16 @@ class WeightSync:
         try:
             self._watch.begin("the snapshot of weights")
             if self._snapshot is None:
-                self._snapshot = Snapshot(self._export.manifest(), self._memory, pinned=self._export.on_gpu)
+                self._snapshot = SnapshotFile(
+                    self._export.manifest(), bucket_bytes=self._bucket_bytes, pinned=self._export.on_gpu
+                )
             with self._span("snapshot"):
                 self._copies.copy(partial(self._fill, self._snapshot))
         finally:
             if self._export.partitioned:
                 self._control.broadcast({"gather": None})
 
-    def _fill(self, snapshot: Snapshot, copy: Copy) -> None:
+    def _fill(self, snapshot: SnapshotFile, copy: Copy) -> None:
         # What all ranks gather, one of them cannot gather once more.
         take = partial(snapshot.take, self._export.read, copy=copy, at_once=self._export.partitioned)
         for index, names in enumerate(self._export.plan(self._bucket_bytes)):

@@ -1,4 +1,4 @@
-"""Sums tensors on their way to the servers, and says where each lies.
+"""Sums tensors on their way to the servers.
 
 Learner and server take the same checksum on any device: order-sensitive, one pass without large temporaries, and
 never a defence against an adversary.
@@ -10,12 +10,11 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 
 import numpy as np
 import torch
 
-from swift_stage2.errors import ProtocolError, ServerFault
+from swift_stage2.errors import ProtocolError
 from swift_stage2.servers.protocol import TensorSpec
 
 _WORD_BYTES = 4
@@ -148,66 +147,26 @@ def num_bytes(spec: TensorSpec) -> int:
     return torch_dtype(spec.dtype).itemsize * math.prod(spec.shape)
 
 
+def snapshot_bytes(manifest: Iterable[TensorSpec]) -> int:
+    """Bytes of all these tensors."""
+    return sum(map(num_bytes, manifest))
+
+
+def in_buckets(manifest: Iterable[TensorSpec], max_bytes: int) -> list[tuple[TensorSpec, ...]]:
+    """The same in buckets of at most ``max_bytes``; a larger tensor goes alone."""
+    buckets: list[list[TensorSpec]] = []
+    size = 0
+    for spec in manifest:
+        size += num_bytes(spec)
+        if not buckets or size > max_bytes:
+            buckets.append([])
+            size = num_bytes(spec)
+        buckets[-1].append(spec)
+    return [tuple(bucket) for bucket in buckets]
+
+
 def all_finite(tensor: torch.Tensor) -> bool:
     """Whether no element is NaN or infinite; true of integers. A sum shows it, unless the sum itself overflows."""
     if not tensor.is_floating_point():
         return True
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
-
-
-def describe_flat(bucket: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, object]]:
-    """Where each of the tensors lies if one lies behind the other.
-
-    The fields are those of ms-swift's ``FlattenedTensorMetadata``; indices are bytes.
-    """
-    metadata: list[dict[str, object]] = []
-    start = 0
-    for name, tensor in bucket:
-        end = start + tensor.nbytes
-        metadata.append(
-            {
-                "name": name,
-                "shape": list(tensor.shape),
-                "dtype": str(tensor.dtype),
-                "start_idx": start,
-                "end_idx": end,
-                "numel": end - start,
-            }
-        )
-        start = end
-    return metadata
-
-
-def agreed_manifest(own: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """The learner's names and shapes with the server's dtypes, or a fault that names the differences."""
-    shapes = {spec.name: spec.shape for spec in own}
-    wanted = {spec.name: spec.shape for spec in theirs}
-    differences = [
-        f"{name}: learner {shapes.get(name)} server {wanted.get(name)}"
-        for name in sorted(shapes.keys() | wanted.keys())
-        if shapes.get(name) != wanted.get(name)
-    ]
-    if differences:
-        shown = "; ".join(differences[:3])
-        raise ServerFault(
-            f"server and learner must hold the same tensors, got num_differences={len(differences)} ({shown}); "
-            "start the server with the learner's model"
-        )
-    dtypes = {spec.name: spec.dtype for spec in theirs}
-    for spec in own:
-        if not _can_become(spec.dtype, dtypes[spec.name]):
-            raise ServerFault(
-                f"server and learner must hold dtypes that can be cast, got {spec.name}: learner {spec.dtype} "
-                f"server {dtypes[spec.name]}; start the server with the learner's model and torch_dtype"
-            )
-    return tuple(TensorSpec(spec.name, spec.shape, dtypes[spec.name]) for spec in own)
-
-
-@lru_cache(maxsize=64)
-def _can_become(own: str, wanted: str) -> bool:
-    """Whether a tensor of the learner's dtype can be cast to what a server calls its own."""
-    try:
-        torch.empty(1, dtype=torch_dtype(own)).to(torch_dtype(wanted))
-    except (ProtocolError, RuntimeError):
-        return False
-    return True

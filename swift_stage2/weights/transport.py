@@ -1,18 +1,15 @@
-"""Carries flattened weight buckets from learner rank 0 to one server of ours; what every transport has to do.
+"""Carries a snapshot from learner rank 0 to one server of ours; what every transport has to do.
 
-A transport is used from the push thread only. ``open`` asks the server to listen or join, and connects, ``announce``
-tells it of a bucket, ``send`` returns when the bytes have left and the server has them, ``close`` may be called at any
-time. Between rounds the probe's thread asks ``is_lost``.
+A transport is used from the push thread only. ``open`` asks the server to listen, map or join, and connects, ``carry``
+returns when the server has all of the weights, ``close`` may be called at any time. Between rounds the probe's thread
+asks ``is_lost``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
-
-import torch
 
 from swift_stage2.config import RolloutConfig
 from swift_stage2.errors import ServerFault
@@ -21,11 +18,9 @@ from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.disk_rounds import DiskRounds
 from swift_stage2.weights.proof import RoundOrder
-from swift_stage2.weights.snapshot import PackedBucket
-from swift_stage2.weights.snapshot_memory import SnapshotMemory
+from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.stream import WeightStream, connect_stream
 
-_CLOSE_TIMEOUT_S = 1.0
 # For a connection or group to form, whatever the round's time: packets that a firewall drops are no refusal.
 JOIN_TIMEOUT_S = 60.0
 
@@ -58,29 +53,27 @@ def not_formed(session: ServerSession, host: str, port: int, error: Exception, r
 
 
 class WeightTransport(Protocol):
-    """One way to move bytes to one server. What has a body here is right for servers of ours and ``swift rollout``."""
+    """One way to bring a snapshot, whose header is written, to one server."""
 
-    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> str:
+    def open(
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+    ) -> str:
         """Returns how the bytes travel, in a word for reports, with the reason where another way was to be had."""
         ...
 
-    @contextmanager
-    def announce(
-        self, session: ServerSession, bucket: PackedBucket, offset: int, deadline: Deadline
-    ) -> Iterator[Iterable[torch.Tensor]]:
-        """Tells the server of a bucket that begins at byte ``offset`` of the round; inside, what to ``send`` of it.
-
-        Left, the server has taken all of it. Raises ServerFault: it has not.
+    def carry(
+        self,
+        session: ServerSession,
+        snapshot: SnapshotFile,
+        deadline: Deadline,
+        require_wanted: Callable[[], None],
+    ) -> None:
+        """Returns when the server has taken all of it; a stock one gets no bucket any more once ``require_wanted``
+        raises. Raises ServerFault: it was lost.
         """
-        body = {"metadatas": bucket.metadata, "offset": offset}
-        session.post(protocol.UPDATE_FLATTENED_PARAMS, body, deadline)
-        yield (bucket.flat,)
-
-    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
-        """Sends contiguous bytes on the CPU. Raises ServerFault: the server was lost."""
 
     def finish(self, session: ServerSession, order: RoundOrder, sent: Mapping[str, str]) -> None:
-        """After the last bucket, with the checksums of all: ends what ``open`` began, where a server must be told.
+        """With the checksums of all tensors: ends what ``open`` began, where a server must be told.
 
         Raises ServerFault: it does not hold the weights.
         """
@@ -107,9 +100,11 @@ class StreamTransport(WeightTransport):
     def __init__(self) -> None:
         self._stream: WeightStream | None = None
 
-    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> str:
+    def open(
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+    ) -> str:
         host, port = endpoint.group_host or session.host, endpoint.group_port
-        body = {"port": port, "backend": protocol.WEIGHT_STREAM, "timeout_s": deadline.remaining_s()}
+        body = {"port": port, "backend": protocol.WEIGHT_STREAM, "num_bytes": snapshot.file.num_bytes}
         answer = session.post(protocol.INIT_COMMUNICATOR, body, deadline)
         secret = session.read(protocol.INIT_COMMUNICATOR, protocol.parse_stream_secret, answer)
         join_s = min(JOIN_TIMEOUT_S, deadline.remaining_s())
@@ -119,11 +114,11 @@ class StreamTransport(WeightTransport):
             raise not_formed(session, host, port, error, group_remedy(error)) from error
         return protocol.WEIGHT_STREAM
 
-    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+    def carry(self, session: ServerSession, snapshot: SnapshotFile, deadline: Deadline, *_: object) -> None:
         if self._stream is None:
             raise ServerFault("the weight stream is not open")
         try:
-            self._stream.send(flat, deadline.remaining_s())
+            self._stream.send(snapshot.file.memory, deadline.remaining_s())
         except OSError as error:
             raise ServerFault(f"the server was lost while weights were sent: {error}") from error
 
@@ -134,26 +129,21 @@ class StreamTransport(WeightTransport):
 
 
 class MappedTransport(StreamTransport):
-    """Lets a server of ours map the snapshot where it can, on one host and in one container; elsewhere a stream.
+    """Lets a server of ours map the snapshot where it can, on one host and in one container; elsewhere a stream."""
 
-    Its bytes must be the snapshot's own: servers of other dtypes get a stream.
-    """
-
-    def __init__(self, memory: SnapshotMemory, info: protocol.ServerInfo, *, required: bool = False) -> None:
+    def __init__(self, info: protocol.ServerInfo, *, required: bool = False) -> None:
         """``required``: a server that cannot map the memory is at fault."""
         super().__init__()
-        self._memory = memory
         self._why_not = "" if info.staging else "it cannot map memory"
-        if {spec.name: spec.dtype for spec in info.manifest} != memory.dtypes:
-            self._why_not = "it holds other dtypes than the learner"
         self._required = required
         self._is_mapped = False
 
-    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> str:
-        reason = self._why_not
-        remedy = "give it the learner's torch_dtype and version of swift_stage2"
+    def open(
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+    ) -> str:
+        reason, remedy = self._why_not, "give it the learner's version of swift_stage2"
         if not reason:
-            body = {"backend": protocol.SHARED_MEMORY, **self._memory.where.to_json()}
+            body = {"backend": protocol.SHARED_MEMORY, "path": snapshot.file.path}
             reply = session.post(protocol.INIT_COMMUNICATOR, body, deadline)
             answer = session.read(protocol.INIT_COMMUNICATOR, protocol.MemoryAnswer.from_json, reply)
             self._is_mapped, reason = answer.mapped, answer.message
@@ -165,32 +155,31 @@ class MappedTransport(StreamTransport):
                 f"{session.base_url} must map the learner's memory, got: {reason}; write rollout.sync.transport: auto, "
                 f"or {remedy}"
             )
-        return f"{super().open(session, endpoint, deadline)} ({reason})"
+        return f"{super().open(session, endpoint, snapshot, deadline)} ({reason})"
 
-    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+    def carry(self, session: ServerSession, snapshot: SnapshotFile, deadline: Deadline, *_: object) -> None:
         if not self._is_mapped:  # else the bytes are there already
-            super().send(flat, deadline)
+            super().carry(session, snapshot, deadline)
 
 
 class DiskTransport(WeightTransport):
-    """Has a server of ours read the round's directory, which is written once for all of them."""
+    """Has a server of ours read the round's file, which is written once for all of them."""
 
     def __init__(self, disk: DiskRounds, info: protocol.ServerInfo) -> None:
         self._disk = disk
-        self._round = disk.current
         self._reads_disk = info.reads_disk
 
-    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> str:
-        directory = self._round.path
+    def open(
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+    ) -> str:
         if not self._reads_disk:
             raise ServerFault(
                 f"{session.base_url} must read weights from a directory, got a server without --weights-root; start it "
-                f"with --weights-root {directory.parent}, or write rollout.sync.transport: auto"
+                f"with --weights-root {self._disk.directory}, or write rollout.sync.transport: auto"
             )
-        self._disk.store(self._round, deadline)
-        body = {"backend": protocol.DISK, "directory": directory.name}
-        session.post(protocol.INIT_COMMUNICATOR, body, deadline)
+        self._disk.store(snapshot, deadline)
+        session.post(protocol.INIT_COMMUNICATOR, {"backend": protocol.DISK}, deadline)
         return protocol.DISK
 
-    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
-        """Nothing: the bytes are there already, in the learner's dtypes."""
+    def carry(self, *_: object) -> None:
+        """Nothing: the bytes are there already."""

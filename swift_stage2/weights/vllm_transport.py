@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,7 +22,7 @@ from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import vllm_name
 from swift_stage2.weights.proof import RoundOrder
-from swift_stage2.weights.snapshot import PackedBucket
+from swift_stage2.weights.snapshot import SnapshotFile, WeightBucket
 from swift_stage2.weights.stock_transport import StockTransport
 from swift_stage2.weights.transport import JOIN_TIMEOUT_S, ServerEndpoint
 
@@ -41,7 +40,9 @@ class VllmTransport(StockTransport):
         self._holds: str | None = None  # weight version of the last round, once it has ended
         self._blank: Mapping[str, str] = {}  # digests of zeros, in the first round after a join
 
-    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> str:
+    def open(
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+    ) -> str:
         """Pauses the server, joins its workers, unless they have been joined, and has them take buckets."""
         self._holds, holds = None, self._holds
         is_kept = self._communicator is not None and holds == vllm_serve.ask_weight_version(session, deadline)
@@ -54,30 +55,25 @@ class VllmTransport(StockTransport):
         session.post(vllm_serve.START_UPDATE, {}, deadline)
         return "gloo" if self._device.type == "cpu" else "nccl"
 
-    @contextmanager
-    def announce(
-        self, session: ServerSession, bucket: PackedBucket, offset: int, deadline: Deadline
-    ) -> Iterator[Iterable[torch.Tensor]]:
-        """As ``WeightTransport.announce``, tensor by tensor: the workers wait for one broadcast each."""
-        specs = [_spec(each) for each in bucket.metadata]
+    def carry_bucket(
+        self, session: ServerSession, snapshot: SnapshotFile, bucket: WeightBucket, deadline: Deadline
+    ) -> None:
+        """Tensor by tensor: the workers wait for one broadcast each."""
+        specs = bucket.specs
         body = {
             "update_info": {
-                "names": [each["name"] for each in bucket.metadata],
-                "dtype_names": [dtype for dtype, _ in specs],
-                "shapes": [shape for _, shape in specs],
+                "names": [spec.name for spec in specs],
+                "dtype_names": [spec.dtype for spec in specs],
+                "shapes": [spec.shape for spec in specs],
             }
         }
         taking = BackgroundCall(
             lambda: session.post(vllm_serve.UPDATE_WEIGHTS, body, deadline), "the workers' receiving"
         )
-
-        def parts() -> Iterator[torch.Tensor]:
-            for each, (dtype, _) in zip(bucket.metadata, specs, strict=True):
-                if taking.ended_within(0.0):
-                    return  # it has failed: nobody receives any more
-                yield bucket.flat[each["start_idx"] : each["end_idx"]].view(getattr(torch, dtype))
-
-        yield parts()
+        for spec in specs:
+            if taking.ended_within(0.0):
+                break  # it has failed: nobody receives any more
+            self.send(snapshot.tensors[spec.name], deadline)
         try:
             taking.result_within(deadline.remaining_s())
         except RuntimeError as error:
@@ -205,7 +201,3 @@ def _end_leftovers(session: ServerSession, deadline: Deadline) -> None:
             raise
     session.post(vllm_serve.FINISH_UPDATE, {}, deadline)
     session.post(vllm_serve.SHUTDOWN_TRANSFER, {}, deadline)
-
-
-def _spec(metadata: dict[str, object]) -> tuple[str, object]:
-    return str(metadata["dtype"]).removeprefix("torch."), metadata["shape"]

@@ -77,7 +77,6 @@ from swift_stage2.telemetry.events import AnyEvent, Packed, Start, StreamState
 from swift_stage2.telemetry.timing import PipelineActivity
 from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.snapshot_memory import SnapshotMemory
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint
 
@@ -320,13 +319,6 @@ class Parts:
     learner: type[Learner] = Learner
     rounds: type[RoundSchedule] = RoundSchedule
     sync: type[RoundSync] = RoundSync
-
-
-class PlainMemory(SnapshotMemory):
-    """Nobody maps it."""
-
-    def allocate(self, num_bytes: int, dtypes: Mapping[str, str]) -> torch.Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
 class Scene:
@@ -575,7 +567,6 @@ class Scene:
             straggler_s=setting.straggler_s,
             on_pending=setting.on_pending,
             rolling=setting.rolling,
-            memory=PlainMemory(),
             bucket_mib=_BUCKET_MIB,  # type: ignore[arg-type]
             canary_every_rounds=2,
         )

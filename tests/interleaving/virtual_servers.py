@@ -7,7 +7,6 @@ computes with is told in every completion's text, so that nobody has to believe 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ from swift_stage2.columns import LOG_PROBS
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers import protocol, vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
+from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.tensors import checksum_tensor
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
@@ -89,7 +89,6 @@ class VirtualServer:
     loaded: bool = False  # the open round's weights are in the model
     installing: bool = False  # from then on or a little before: the door of a staged round is shut
     vouched: bool = True
-    announced: list[dict[str, Any]] = field(default_factory=list)
     arrived: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -237,19 +236,19 @@ class VirtualServer:
         return 200, {"message": "begun", "incarnation": self.incarnation}
 
     def _announce(self, call: VirtualCall) -> tuple[int, Any]:
+        refused = self.watcher.fate_of_push(self) == "refused"
+        return (500, {"detail": "cannot take weights"}) if refused else (200, {})
+
+    def _open_stream(self, call: VirtualCall) -> tuple[int, Any]:
         if not self.stock and self.round is None:
             return 409, {"detail": "no round", "reason": "no_round"}
-        if self.watcher.fate_of_push(self) == "refused":
-            return 500, {"detail": "cannot take weights"}
-        self.announced = call.body["metadatas"]
-        return 200, {}
+        return (200, {}) if self.stock else self._announce(call)
 
-    def take_bucket(self, flat: Any, round_id: str | None) -> None:
-        """The bytes of the bucket announced last; a stream of ours ends with its round."""
+    def take(self, tensors: Mapping[str, Any], round_id: str | None) -> None:
+        """A bucket, or all of a file; a stream of ours ends with its round."""
         if not self.stock and (self.round is None or self.round.round_id != round_id):
             raise ServerFault("the stream was closed")
-        for entry in self.announced:
-            self.arrived[entry["name"]] = flat[entry["start_idx"] : entry["end_idx"]].clone()
+        self.arrived |= {name: tensor.clone() for name, tensor in tensors.items()}
         if self.stock:
             self._load()
 
@@ -258,7 +257,7 @@ class VirtualServer:
         corrupt = self.watcher.fate_of_push(self) == "corrupt"
         values = list(self.weights)
         for name, chunk in self.arrived.items():
-            value = struct.unpack("f", bytes(chunk.tolist()))[0]
+            value = chunk.item()
             values[int(name)] = value + 1000.0 if corrupt else value
         self.weights = tuple(values)
 
@@ -294,7 +293,7 @@ class VirtualServer:
             return 200, {"message": "given up"}
         import torch
 
-        arrived = {name: checksum_tensor(chunk.view(torch.float32)) for name, chunk in self.arrived.items()}
+        arrived = {name: checksum_tensor(chunk) for name, chunk in self.arrived.items()}
         resident = {
             name: checksum_tensor(torch.tensor([self.weights[int(name)]], dtype=torch.float32))
             for name in arrived
@@ -358,7 +357,7 @@ _HANDLERS = {
     protocol.FINISH_ROUND: "_finish",
     protocol.UPDATE_FLATTENED_PARAMS: "_announce",
     protocol.PROCESS_WEIGHTS: "_process",
-    protocol.INIT_COMMUNICATOR: "_nothing",
+    protocol.INIT_COMMUNICATOR: "_open_stream",
     protocol.CLOSE_COMMUNICATOR: "_nothing",
     protocol.ABORT: "_abort",
 }
@@ -441,7 +440,7 @@ class VirtualHttp:
 
 
 class VirtualTransport(WeightTransport):
-    """Carries buckets to one server. A stock server's lives from round to round, as vLLM's group does."""
+    """Carries weights to one server, in buckets to a stock one, whose group lives from round to round."""
 
     def __init__(self, servers: Mapping[str, VirtualServer]) -> None:
         self._servers = servers
@@ -449,17 +448,32 @@ class VirtualTransport(WeightTransport):
         self._joined: str | None = None
         self._round_id: str | None = None
 
-    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
+    def open(
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+    ) -> str:
         server = self._servers[session.base_url]
         if server.stock and self._server is not None and not self.is_lost():
-            return
+            return "virtual"
         if server.stock:
             session.get(protocol.WORLD_SIZE, deadline)
             session.post(protocol.CLOSE_COMMUNICATOR, {}, deadline)
         session.post(protocol.INIT_COMMUNICATOR, {}, deadline)
         self._server, self._joined, self._round_id = server, server.incarnation, session.round_id
+        return "virtual"
 
-    def send(self, flat: Any, deadline: Deadline) -> None:
+    def carry(
+        self, session: ServerSession, snapshot: SnapshotFile, deadline: Deadline, require_wanted: Any
+    ) -> None:
+        assert self._server is not None
+        if not self._server.stock:
+            self._send(snapshot.tensors, deadline)
+            return
+        for bucket in snapshot.buckets:
+            require_wanted()
+            session.post(protocol.UPDATE_FLATTENED_PARAMS, {"metadatas": bucket.metadata}, deadline)
+            self._send({spec.name: snapshot.tensors[spec.name] for spec in bucket.specs}, deadline)
+
+    def _send(self, tensors: Mapping[str, Any], deadline: Deadline) -> None:
         server = self._server
         assert server is not None
         active().point("sends a bucket")
@@ -475,7 +489,7 @@ class VirtualTransport(WeightTransport):
             server.die()
         if self.is_lost():
             raise ServerFault("the server was lost while weights were sent")
-        server.take_bucket(flat, self._round_id)
+        server.take(tensors, self._round_id)
 
     def is_lost(self) -> bool:
         server = self._server

@@ -19,8 +19,6 @@ from benchmarks.stand_in_server import StockWeights
 from swift_stage2.collectives import GlooCommunicator
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
-from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry
-from swift_stage2.servers.protocol import TensorSpec
 
 LATENCY_S = 0.2
 NUM_STEPS = 4
@@ -40,12 +38,11 @@ def orphans_are_inits() -> Iterator[None]:
 def weights() -> Iterator[StockWeights]:
     weights = StockWeights()
     yield weights
-    weights.close_receiver()
+    weights.leave()
 
 
-def _bucket(num_floats: int) -> Bucket:
-    spec = TensorSpec("w", (num_floats,), "float32")
-    return Bucket.from_entries([BucketEntry(spec, 0, 4 * num_floats)])
+def _bucket(num_floats: int) -> list[dict[str, int]]:
+    return [{"start_idx": 0, "end_idx": 4 * num_floats}]
 
 
 def _join(port: int) -> GlooCommunicator:
@@ -67,15 +64,15 @@ def _send(communicator: GlooCommunicator, num_bytes: int, value: int) -> threadi
 def test_one_learner_after_another_pushes_over_the_same_port(weights: StockWeights) -> None:
     port = free_port()
     for value in (7, 9):
-        weights.open_receiver(port, 60.0)
+        weights.open_stream(port, 0)
         communicator = _join(port)
         for num_floats in (3, 5):
             weights.expect(_bucket(num_floats))
             sender = _send(communicator, 4 * num_floats, value)
-            assert weights.load(threading.Event()) == ()
+            weights.load(threading.Event())
             sender.join(_JOIN_S)
             assert weights._buffer.tolist() == [value] * 4 * num_floats
-        weights.close_receiver()
+        weights.leave()
 
 
 def test_grpo_trains_beside_the_stand_in_and_its_clock_tells_waits_and_pushes(tmp_path: Path) -> None:

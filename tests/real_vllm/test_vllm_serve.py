@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from swift_stage2.records import BatchOutcome, RoundOutcome, Sample, SampleKey
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.courier import ThreadCourier
-from swift_stage2.weights.snapshot import PackedBucket
 from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.weights.vllm_transport import VllmTransport
 
@@ -154,9 +154,9 @@ def _stream(info: Any) -> Any:
 class _LeavesOneOut(VllmTransport):
     """Neither announces nor sends one bias of the vision tower, which changes few answers."""
 
-    def announce(self, session: ServerSession, bucket: PackedBucket, offset: int, deadline: Deadline) -> Any:
-        kept = [each for each in bucket.metadata if "visual.blocks.0.attn.proj.bias" not in str(each["name"])]
-        return super().announce(session, PackedBucket(bucket.flat, kept, bucket.checksums), offset, deadline)
+    def carry_bucket(self, session: ServerSession, snapshot: Any, bucket: Any, deadline: Deadline) -> None:
+        kept = tuple(spec for spec in bucket.specs if "visual.blocks.0.attn.proj.bias" not in spec.name)
+        super().carry_bucket(session, snapshot, replace(bucket, specs=kept), deadline)
 
 
 class _BreaksOff(VllmTransport):

@@ -21,7 +21,7 @@ from torch import nn
 from swift_stage2.collectives import leave_job
 from swift_stage2.errors import WeightSyncError
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.snapshot import CastMemory, Snapshot
+from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.weights.tensors import checksum_tensor
 
 RANK = int(os.environ["RANK"])
@@ -80,10 +80,12 @@ def main() -> None:
     names = export.plan(1 << 30)[0]
     try:
         if RANK == 0:
-            snapshot = Snapshot(export.manifest())
+            snapshot, identity = (
+                SnapshotFile(export.manifest(), bucket_bytes=1),
+                WeightIdentity("run", "run-1", 1),
+            )
             snapshot.put(export.read(names))
-            for bucket in snapshot.buckets(1 << 30):
-                bucket.pack({}, CastMemory())
+            snapshot.describe(identity)
         else:
             export.help_read(names)
         result["error"] = None

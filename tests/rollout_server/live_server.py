@@ -10,31 +10,32 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
-from flat_bucket import flatten
 from free_port import free_port as free_port
 from PIL import Image, ImageDraw
 
 from swift_stage2 import demo
 from swift_stage2.compat import declare_operators
+from swift_stage2.errors import WeightSyncError
 from swift_stage2.rollout_server.routes import RolloutService, create_app
+from swift_stage2.runtime.memory import MemoryFile
 from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.servers.http_app import HttpServer, bind
 from swift_stage2.servers.protocol import (
     Completion,
-    LearnerMemory,
     RoundProof,
     RoundRequest,
     parse_infer_reply,
 )
 from swift_stage2.servers.request_checks import RequestLimits
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.weights.stream import WeightStream, connect_stream
 from swift_stage2.weights.tensors import checksums_by_name
 
@@ -136,28 +137,28 @@ def serve(
 
 
 class SharedFile:
-    """A learner's memory file: what is put in, and a token at its very end."""
+    """A learner's memory file, with anything in it."""
 
-    def __init__(self, content: bytes, name: str = "swift-stage2-snapshot") -> None:
-        self.fd = os.memfd_create(name)
-        self.token = os.urandom(rollout_protocol.MEMORY_TOKEN_BYTES)
-        self.num_bytes = len(content) + len(self.token)
-        with open(self.fd, "wb", closefd=False) as file:  # not mapped: what maps it then is the server
-            file.write(content + self.token)
-
-    @property
-    def offer(self) -> LearnerMemory:
-        return LearnerMemory(f"/proc/{os.getpid()}/fd/{self.fd}", self.num_bytes, self.token.hex())
+    def __init__(self, content: bytes, name: str = "snapshot") -> None:
+        self.file = MemoryFile(name, len(content))
+        # Written, not mapped: what maps it then is the server.
+        self.file.memory.release()
+        os.pwrite(self.file.fd, content, 0)
 
     @property
     def num_mapped(self) -> int:
         """How many times it is mapped in this process."""
-        inode = str(os.stat(self.fd).st_ino)
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-        return sum("memfd:" in line and line.split()[4] == inode for line in maps)
+        return num_mappings(self.file.fd)
 
     def close(self) -> None:
-        os.close(self.fd)
+        self.file.close()
+
+
+def num_mappings(descriptor: int) -> int:
+    """How many times the file is mapped in this process."""
+    inode = str(os.stat(descriptor).st_ino)
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return sum("memfd:" in line and line.split()[4] == inode for line in maps)
 
 
 class LearnerRound:
@@ -176,6 +177,7 @@ class LearnerRound:
         self.round_id = f"round-{self.version}"
         self.run_id = run_id
         self.stream: WeightStream | None = None
+        self.snapshot = snapshot_of(self.export, WeightIdentity(run_id, self.round_id, self.version))
 
     def post(self, path: str, body: Any = None) -> httpx.Response:
         return self.server.post(path, body, self.round_id if self.staged else None)
@@ -187,44 +189,31 @@ class LearnerRound:
         return self.server.post(rollout_protocol.BEGIN_ROUND, request.to_json())
 
     def connect(self, timeout_s: float = 20.0) -> None:
-        port = free_port()
-        body = {"port": port, "backend": rollout_protocol.WEIGHT_STREAM, "timeout_s": timeout_s}
+        port, num_bytes = free_port(), self.snapshot.file.num_bytes
+        body = {"port": port, "backend": rollout_protocol.WEIGHT_STREAM, "num_bytes": num_bytes}
         reply = self.post(rollout_protocol.INIT_COMMUNICATOR, body)
         assert reply.status_code == 200, reply.text
         with socket.create_connection(("127.0.0.1", port), 1.0):
             pass  # the reply means that it listens, also to strangers
         self.stream = connect_stream("127.0.0.1", port, reply.json()["secret"], timeout_s)
 
-    def buckets(self, bucket_bytes: int = 1 << 20) -> list[tuple[torch.Tensor, list[dict[str, object]]]]:
-        return [flatten(self.export.read(names)) for names in self.export.plan(bucket_bytes)]
-
-    def announce(self, metadata: list[dict[str, object]], **more: Any) -> httpx.Response:
-        return self.post(rollout_protocol.UPDATE_FLATTENED_PARAMS, {"metadatas": metadata, **more})
-
-    def send(self, flat: torch.Tensor, metadata: list[dict[str, object]]) -> None:
-        reply = self.announce(metadata)
-        assert reply.status_code == 200, reply.text
+    def send(self) -> None:
         assert self.stream is not None
-        self.stream.send(flat, CALL_TIMEOUT_S)
+        self.stream.send(self.snapshot.file.memory, CALL_TIMEOUT_S)
 
     def push(self) -> None:
         self.connect()
-        for flat, metadata in self.buckets():
-            self.send(flat, metadata)
+        self.send()
 
-    def share(self, file: SharedFile) -> httpx.Response:
-        body = {"backend": rollout_protocol.SHARED_MEMORY, **file.offer.to_json()}
+    def share(self, path: str | None = None) -> httpx.Response:
+        body = {"backend": rollout_protocol.SHARED_MEMORY, "path": path or self.snapshot.file.path}
         return self.post(rollout_protocol.INIT_COMMUNICATOR, body)
 
     def push_shared(self) -> SharedFile:
-        buckets = self.buckets()
-        file = SharedFile(b"".join(flat.numpy().tobytes() for flat, _ in buckets))
-        assert self.share(file).json()["mapped"]
-        offset = 0
-        for flat, metadata in buckets:
-            reply = self.announce(metadata, offset=offset)
-            assert reply.status_code == 200, reply.text
-            offset += flat.numel()
+        """From a copy that the learner does not map."""
+        file = SharedFile(bytes(self.snapshot.file.memory))
+        answer = self.share(file.file.path).json()
+        assert answer["mapped"], answer
         return file
 
     def load(self, **options: Any) -> httpx.Response:
@@ -236,9 +225,7 @@ class LearnerRound:
             self.stream = None
 
     def finish(self, **options: Any) -> httpx.Response:
-        sums = {}
-        for names in self.export.plan(1 << 20):
-            sums |= checksums_by_name(dict(self.export.read(names)))
+        sums = checksums_by_name(self.snapshot.tensors)
         return self.post(
             rollout_protocol.FINISH_ROUND, {"round_id": self.round_id, "checksums": sums, **options}
         )
@@ -247,11 +234,22 @@ class LearnerRound:
         """The whole round."""
         assert self.begin().status_code == 200
         self.push()
-        assert self.load().status_code == 200
+        reply = self.load()
+        assert reply.status_code == 200, reply.text
         self.close()
         reply = self.finish()
         assert reply.status_code == 200, reply.text
         return RoundProof.from_json(reply.json())
+
+
+def snapshot_of(export: WeightExport, identity: WeightIdentity) -> SnapshotFile:
+    """The module's weights now, ready to be pushed."""
+    manifest = export.manifest()
+    snapshot = SnapshotFile(manifest, bucket_bytes=1 << 20)
+    snapshot.put(export.read([spec.name for spec in manifest]))
+    with suppress(WeightSyncError):  # a test's own
+        snapshot.describe(identity)
+    return snapshot
 
 
 def load_learner(*, seed: int | None = None) -> torch.nn.Module:

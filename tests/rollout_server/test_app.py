@@ -30,7 +30,7 @@ from swift_stage2.rollout_server.transformers_engine import TransformersRolloutE
 from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.servers.http_app import bind, refuse_open
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.weights.tensors import num_bytes
+from swift_stage2.weights.tensors import snapshot_bytes
 
 KEY = "a key of this test"
 START_TIMEOUT_S = 240.0
@@ -73,13 +73,10 @@ def test_every_route_but_health_wants_the_key(guarded: httpx.Client) -> None:
         rollout_protocol.INFER,
         rollout_protocol.ENGINE_TYPE,
         rollout_protocol.INIT_COMMUNICATOR,
-        rollout_protocol.UPDATE_FLATTENED_PARAMS,
-        rollout_protocol.UPDATE_NAMED_PARAM,
         rollout_protocol.PROCESS_WEIGHTS,
         rollout_protocol.RESET_PREFIX_CACHE,
         rollout_protocol.RESET_ENCODER_CACHE,
         rollout_protocol.RESET_MM_CACHE,
-        rollout_protocol.CLOSE_COMMUNICATOR,
         rollout_protocol.BEGIN_ROUND,
         rollout_protocol.FINISH_ROUND,
         rollout_protocol.ABORT,
@@ -174,17 +171,15 @@ def test_sigterm_ends_a_server_whose_load_waits_for_a_frozen_learner_and_its_por
     ):
         manifest = http.get(rollout_protocol.SERVER_INFO).json()["manifest"]
         port = free_port()
-        spec = TensorSpec.from_json(manifest[0])
-        size = num_bytes(spec)
+        size = snapshot_bytes([TensorSpec.from_json(spec) for spec in manifest])
         steps: list[tuple[str, dict[str, Any]]] = [
             (
                 rollout_protocol.BEGIN_ROUND,
                 {"round_id": "r", "run_id": "a", "version": 1, "timeout_s": 600.0, "manifest": manifest},
             ),
-            (rollout_protocol.INIT_COMMUNICATOR, {"port": port, "host": "0.0.0.0", "timeout_s": 600.0}),
             (
-                rollout_protocol.UPDATE_FLATTENED_PARAMS,
-                {"metadatas": [{**spec.to_json(), "start_idx": 0, "end_idx": size, "numel": size}]},
+                rollout_protocol.INIT_COMMUNICATOR,
+                {"port": port, "host": "0.0.0.0", "num_bytes": size},
             ),
         ]
         answers = [http.post(path, json=body).raise_for_status().json() for path, body in steps]

@@ -30,11 +30,10 @@ def status_of(connection: socket.socket) -> int:
 
 @pytest.fixture
 def half_pushed(server: RunningServer) -> LearnerRound:
-    """A round whose learner has announced a bucket and sends nothing."""
+    """A round whose learner has connected and sends nothing."""
     round_ = LearnerRound(server, load_learner(seed=30))
     assert round_.begin(timeout_s=300.0).status_code == 200
     round_.connect(timeout_s=300.0)
-    assert round_.announce(round_.buckets()[0][1]).status_code == 200
     return round_
 
 

@@ -15,7 +15,7 @@ import torch
 from live_server import MODEL, LearnerRound, RunningServer, free_port, load_learner, serve, text_request
 from small_disk import SmallDisk
 from test_courier_kills import KILLED
-from test_disk_weights import change_manifest, cut, flip
+from test_weight_source import cut, flip
 from waiting import wait_for
 from weight_rounds import courier_setup, make_sync_by_checksums
 
@@ -24,7 +24,7 @@ from swift_stage2.records import RoundOutcome
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
 from swift_stage2.servers.protocol import RefusalReason
 from swift_stage2.weights.courier_process import ProcessCourier
-from swift_stage2.weights.disk_manifest import is_proven, proven_versions
+from swift_stage2.weights.snapshot import ReadSnapshot
 from swift_stage2.weights.transport import ServerEndpoint
 
 RUN = "diskrun"
@@ -102,10 +102,10 @@ def learner(of_the_module: Learner, reader: RunningServer, shared: Path) -> Lear
     """With one proven version of the run in the directory, and nothing else."""
     outcome = of_the_module.round()
     assert outcome.proven == (0,), outcome.reports[0].error
-    wait_for(lambda: is_proven(shared / outcome.round_id))
+    wait_for(file_of(shared, outcome.round_id).is_file)
     for path in shared.iterdir():
-        if path.name != outcome.round_id:
-            shutil.rmtree(path, ignore_errors=True)  # the process may be about it, too
+        if path.stem != outcome.round_id:
+            path.unlink(missing_ok=True)  # the process may be about it, too
     return of_the_module
 
 
@@ -115,8 +115,18 @@ def served(server: RunningServer) -> tuple[Any, ...]:
     return completion.round_id, completion.weight_version, completion.token_ids
 
 
+def file_of(shared: Path, round_id: str | None) -> Path:
+    return shared / f"{round_id}.safetensors"
+
+
 def newest(shared: Path) -> str | None:
-    return next((found.manifest.round_id for found in proven_versions(shared, RUN)), None)
+    """The round of the last proven version."""
+    numbers = [int(path.stem.rpartition("-")[2]) for path in shared.glob(f"{RUN}-*.safetensors")]
+    return f"{RUN}-{max(numbers)}" if numbers else None
+
+
+def names(shared: Path) -> set[str]:
+    return {path.name.removesuffix(".safetensors") for path in shared.iterdir()}
 
 
 def test_rounds_over_a_directory_are_proven_and_the_last_versions_stay(
@@ -131,9 +141,9 @@ def test_rounds_over_a_directory_are_proven_and_the_last_versions_stay(
         assert served(reader)[:2] == (outcome.round_id, outcome.version)
         wait_for(lambda round_id=outcome.round_id: newest(shared) == round_id)
         proven.append(outcome.round_id)
-    wait_for(lambda: {path.name for path in shared.iterdir()} == set(proven[-2:]))
-    found = proven_versions(shared, RUN)[0]
-    assert (found.manifest.version, found.manifest.step) == (outcome.version, learner.num_rounds)
+    wait_for(lambda: names(shared) == set(proven[-2:]))
+    found = ReadSnapshot.open(str(file_of(shared, outcome.round_id))).identity
+    assert (found.version, found.step) == (outcome.version, learner.num_rounds)
 
 
 @pytest.mark.parametrize("is_restarted", [False, True], ids=["same courier", "next courier"])
@@ -142,17 +152,18 @@ def test_a_catch_up_reads_the_version_that_lies_there_and_removes_it_in_no_case(
 ) -> None:
     round_id = newest(shared)
     assert round_id is not None
-    written = shard(shared / round_id).stat().st_ino
+    file = file_of(shared, round_id)
+    written = file.stat().st_ino
     if is_restarted:
         learner.courier.close()  # the next errand starts another one
     LearnerRound(reader, load_learner(seed=9), run_id="somebody-else").run()
     for is_torn in (False, True):
         if is_torn:
-            flip(shard(shared / round_id), -1)
+            flip(file, -1)
         learner.sync.catch_up([0], round_id=round_id)
         report = learner.end().reports[0]
         assert report.proven is not is_torn, report.error
-        assert shard(shared / round_id).stat().st_ino == written
+        assert file.stat().st_ino == written
         if not is_torn:
             assert served(reader)[0] == round_id
 
@@ -163,7 +174,8 @@ def test_a_version_on_the_disk_loads_as_a_hugging_face_checkpoint(
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     checkpoint = tmp_path / "checkpoint"
-    shutil.copytree(shared / str(newest(shared)), checkpoint)
+    checkpoint.mkdir()
+    shutil.copy(file_of(shared, newest(shared)), checkpoint / "model.safetensors")
     shutil.copy(MODEL / "config.json", checkpoint)
     loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
     theirs = dict(loaded.named_parameters())
@@ -171,39 +183,21 @@ def test_a_version_on_the_disk_loads_as_a_hugging_face_checkpoint(
         assert torch.equal(theirs[name], parameter), name
 
 
-def shard(directory: Path) -> Path:
-    return min(directory.glob("*.safetensors"))
+def replace_by_another_round(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content.replace(file.stem.removeprefix(".").encode(), f"{RUN}-0".encode(), 1))
 
 
-def leave_out_one(manifest: dict[str, Any]) -> None:
-    name = manifest["tensors"].pop()["name"]
-    for key in ("shards", "checksums"):
-        del manifest[key][name]
-
-
-def lead_elsewhere(directory: Path) -> None:
-    elsewhere = directory.parents[1] / f"elsewhere-{directory.name}"
-    directory.rename(elsewhere)
-    directory.symlink_to(elsewhere)
+def lead_elsewhere(file: Path) -> None:
+    file.symlink_to(file.rename(file.parents[1] / f"elsewhere{file.name}"))
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "flipped byte": (
-        lambda path: flip(shard(path), -1),
-        "with its manifest's checksums, got num_differing=1",
-    ),
-    "cut shard": (lambda path: cut(shard(path)), "is cut: 1 of"),
-    "missing shard": (lambda path: shard(path).unlink(), "No such file or directory"),
-    "missing tensor": (lambda path: change_manifest(path, leave_out_one), "must hold the round's tensors"),
-    "another run": (
-        lambda path: change_manifest(path, lambda each: each.update(run_id="other")),
-        "got run_id='other'",
-    ),
-    "another round": (
-        lambda path: change_manifest(path, lambda each: each.update(round_id=f"{RUN}-0")),
-        f"round_id='{RUN}-0'",
-    ),
-    "link that leaves the root": (lead_elsewhere, "Not a directory"),
+    "flipped byte": (lambda path: flip(path, -1), "with other checksums"),
+    "cut file": (cut, "a snapshot must be a safetensors file"),
+    "missing file": (Path.unlink, "No such file or directory"),
+    "another round": (replace_by_another_round, f"round_id='{RUN}-0'"),
+    "link that leaves the root": (lead_elsewhere, "symbolic links"),
 }
 
 
@@ -212,14 +206,14 @@ def test_a_fault_of_the_directory_fails_its_round_and_the_old_weights_serve_on(
     reader: RunningServer, learner: Learner, shared: Path, monkeypatch: pytest.MonkeyPatch, staged: bool
 ) -> None:
     rounds, old = reader.service.rounds, newest(shared)
-    before, read_directory = served(reader), rounds.read_directory
+    before, read_disk = served(reader), rounds.read_disk
     for fault, (commit, told) in FAULTS.items():
 
-        def read(name: str, round_id: str | None = None, commit: Any = commit) -> None:
-            commit(shared / name)
-            read_directory(name, round_id)
+        def read(round_id: str | None = None, commit: Any = commit) -> None:
+            commit(shared / f".{RUN}-{learner.num_rounds}.safetensors")
+            read_disk(round_id)
 
-        monkeypatch.setattr(rounds, "read_directory", read)
+        monkeypatch.setattr(rounds, "read_disk", read)
         outcome = learner.round(staged=staged)
         assert (outcome.failed, outcome.learner_fault) == ((0,), None), fault
         assert told in str(outcome.reports[0].error), fault
@@ -229,7 +223,7 @@ def test_a_fault_of_the_directory_fails_its_round_and_the_old_weights_serve_on(
     assert after.proven == (0,), after.reports[0].error
     assert served(reader)[0] == after.round_id
     wait_for(lambda: newest(shared) == after.round_id)
-    wait_for(lambda: {path.name for path in shared.iterdir()} == {old, after.round_id})
+    wait_for(lambda: names(shared) == {old, after.round_id})
 
 
 @pytest.mark.parametrize("small_disk", ["16m"], indirect=True)
@@ -259,22 +253,22 @@ def test_a_full_disk_fails_the_round_in_one_line_and_the_next_one_with_room_is_p
 def test_a_process_that_is_killed_while_a_server_reads_leaves_no_version(
     reader: RunningServer, learner: Learner, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, before, read_directory = newest(shared), served(reader), reader.service.rounds.read_directory
+    old, before, read_disk = newest(shared), served(reader), reader.service.rounds.read_disk
 
-    def kill(name: str, round_id: str | None = None) -> None:
+    def kill(round_id: str | None = None) -> None:
         os.kill(learner.courier.pid, signal.SIGKILL)
-        read_directory(name, round_id)
+        read_disk(round_id)
 
-    monkeypatch.setattr(reader.service.rounds, "read_directory", kill)
+    monkeypatch.setattr(reader.service.rounds, "read_disk", kill)
     killed = learner.round()
     assert killed.reports[0].error == KILLED
     monkeypatch.undo()
-    assert (shared / killed.round_id / "manifest.json").is_file()
+    assert (shared / f".{killed.round_id}.safetensors").is_file()
     assert (newest(shared), served(reader)) == (old, before)
     after = learner.round()
     assert after.proven == (0,), after.reports[0].error
     wait_for(lambda: newest(shared) == after.round_id)
-    wait_for(lambda: {path.name for path in shared.iterdir()} == {old, after.round_id})
+    wait_for(lambda: names(shared) == {old, after.round_id})
 
 
 def test_a_process_that_is_killed_while_it_writes_leaves_what_nobody_takes(
@@ -282,7 +276,8 @@ def test_a_process_that_is_killed_while_it_writes_leaves_what_nobody_takes(
 ) -> None:
     before, old = served(reader), newest(shared)
     round_id = learner.begin(staged=True)
-    wait_for(lambda: (shared / f".{round_id}").is_dir() or (shared / round_id).is_dir())
+    written = shared / f".{round_id}.safetensors", file_of(shared, round_id)
+    wait_for(lambda: any(path.is_file() for path in written))
     os.kill(learner.courier.pid, signal.SIGKILL)
     assert learner.end().reports[0].error in (None, KILLED)
     if served(reader) == before:
@@ -291,7 +286,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_what_nobody_takes(
     after = learner.round()
     assert after.proven == (0,), after.reports[0].error
     wait_for(lambda: newest(shared) == after.round_id)
-    assert not (shared / f".{round_id}").exists()
+    assert not written[0].exists()
 
 
 def test_a_server_that_reads_no_directory_is_told_how_to_start_it(
@@ -304,7 +299,7 @@ def test_a_server_that_reads_no_directory_is_told_how_to_start_it(
     assert list(tmp_path.iterdir()) == []
     round_ = LearnerRound(server, learner.module)
     assert round_.begin().status_code == 200
-    reply = round_.post("/init_communicator/", {"backend": "disk", "directory": round_.round_id})
+    reply = round_.post("/init_communicator/", {"backend": "disk"})
     assert (reply.status_code, reply.json()["reason"]) == (409, RefusalReason.WRONG_ORDER)
     assert "--weights-root" in reply.json()["detail"]
     assert round_.finish(commit=False).status_code == 200

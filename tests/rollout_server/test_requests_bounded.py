@@ -139,7 +139,7 @@ def test_encoding_ends_at_the_next_image_once_the_caller_has_gone(server: Runnin
 
 
 POST_PATHS = (
-    protocol.INFER, protocol.INIT_COMMUNICATOR, protocol.UPDATE_FLATTENED_PARAMS, protocol.UPDATE_NAMED_PARAM,
+    protocol.INFER, protocol.INIT_COMMUNICATOR,
     protocol.BEGIN_ROUND, protocol.FINISH_ROUND, protocol.ABORT,
 )  # fmt: skip
 ODD = [
@@ -162,11 +162,8 @@ ODD = [
 FIELDS = {
     protocol.INFER: ({"infer_requests": [text_request()], "request_config": {"max_tokens": 1}},
                      ("infer_requests", "request_config", "use_tqdm")),
-    protocol.INIT_COMMUNICATOR: ({"host": "127.0.0.1", "port": 1, "timeout_s": 1.0},
-                                 ("host", "port", "timeout_s", "backend")),
-    protocol.UPDATE_FLATTENED_PARAMS: ({"metadatas": [{"name": "a", "shape": [1], "dtype": "float32", "start_idx": 0,
-                                                       "end_idx": 4}]}, ("metadatas",)),
-    protocol.UPDATE_NAMED_PARAM: ({"name": "a", "shape": [1], "dtype": "float32"}, ("name", "shape", "dtype")),
+    protocol.INIT_COMMUNICATOR: ({"host": "127.0.0.1", "port": 1, "num_bytes": 1},
+                                 ("host", "port", "backend", "num_bytes")),
     protocol.BEGIN_ROUND: ({"round_id": "r", "run_id": "a", "version": 1, "timeout_s": 5.0, "manifest": []},
                            ("round_id", "run_id", "version", "timeout_s", "manifest")),
     protocol.FINISH_ROUND: ({"round_id": "r", "commit": True}, ("round_id", "commit")),

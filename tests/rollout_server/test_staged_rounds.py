@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-import torch
 from live_server import SharedFile
 from test_weight_rounds import (
     MANIFEST,
@@ -24,24 +23,15 @@ from swift_stage2.errors import EngineUnavailable, RoundFailed
 from swift_stage2.rollout_server.engine import WeightStamp
 from swift_stage2.rollout_server.infer_door import DoorShut
 from swift_stage2.rollout_server.open_round import RoundState
-from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry
 from swift_stage2.rollout_server.weight_rounds import WeightRounds
 from swift_stage2.servers.protocol import FinishRequest, RefusalReason, RoundRequest
+from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 
 WAIT_S = 60.0
-CONTENT = b"".join(torch.ones(spec.shape).numpy().tobytes() for spec in MANIFEST)
 
 
 def request(round_id: str = "r1", run_id: str = "run", *, staged: bool = True) -> RoundRequest:
     return RoundRequest(round_id, run_id, 7, MANIFEST, 100.0, staged)
-
-
-def buckets() -> list[Bucket]:
-    first, second = MANIFEST
-    return [
-        Bucket.from_entries([BucketEntry(first, 0, 8)], 0),
-        Bucket.from_entries([BucketEntry(second, 0, 48)], 8),
-    ]
 
 
 @pytest.fixture
@@ -63,7 +53,11 @@ def rounds(engine: EngineStandIn, clock: Clock) -> Iterator[WeightRounds]:
 
 @pytest.fixture
 def file() -> Iterator[SharedFile]:
-    file = SharedFile(CONTENT)
+    """Of round ``r1``."""
+    identity = WeightIdentity("run", "r1", 7)
+    snapshot = SnapshotFile(MANIFEST, bucket_bytes=1)
+    snapshot.describe(identity)
+    file = SharedFile(bytes(snapshot.file.memory))
     yield file
     file.close()
 
@@ -72,9 +66,7 @@ def bring(rounds: WeightRounds, file: SharedFile, wanted: RoundRequest | None = 
     """Everything before the install."""
     wanted = wanted or request()
     rounds.begin(wanted)
-    assert rounds.map_memory(file.offer, wanted.round_id).mapped
-    for bucket in buckets():
-        rounds.expect(bucket, wanted.round_id)
+    assert rounds.map_memory(file.file.path, wanted.round_id).mapped
 
 
 def shut_door(rounds: WeightRounds) -> Future[None]:
@@ -148,18 +140,17 @@ def test_a_round_that_ends_before_its_copy_leaves_the_old_weights_serving(
         assert is_proven
 
 
-def test_a_round_to_which_something_is_missing_never_shuts_the_door(
+def test_a_round_without_weights_never_shuts_the_door(
     rounds: WeightRounds, engine: EngineStandIn, file: SharedFile
 ) -> None:
-    rounds.begin(request())
-    assert rounds.map_memory(file.offer).mapped
-    rounds.expect(buckets()[0])
+    rounds.begin(request("r2"))
+    answer = rounds.map_memory(file.file.path)
+    assert (answer.mapped, "must be of run run, round r2" in answer.message) == (False, True)
     with rounds.admission(None):
-        with pytest.raises(RoundFailed, match="num_missing=1"):
-            rounds.load(NOBODY_LEAVES)
-        assert rounds.state is RoundState.SERVING
+        assert refusal(rounds.load, NOBODY_LEAVES) is RefusalReason.WRONG_ORDER
+        assert rounds.state is RoundState.ROUND_OPEN
     assert engine.stamp == WeightStamp()
-    wait_for(lambda: file.num_mapped == 0)
+    assert file.num_mapped == 0
 
 
 def test_a_copy_that_broke_off_is_served_to_nobody(

@@ -219,15 +219,15 @@ def test_two_learners_of_a_run_that_was_frozen_do_not_mix(server: RunningServer)
     second = LearnerRound(server, load_learner(seed=56), staged=True)
     assert second.begin().status_code == 200
     late = [
-        first.announce(first.buckets()[0][1]),
-        first.announce(first.buckets()[0][1], offset=0),
-        first.post(protocol.UPDATE_NAMED_PARAM, {"name": "a", "shape": [1], "dtype": "float32"}),
+        first.share(),
         first.load(on_pending="abort"),
         first.post(protocol.RESET_PREFIX_CACHE),
         first.post(protocol.RESET_ENCODER_CACHE),
         first.post(protocol.RESET_MM_CACHE),
-        first.post(protocol.CLOSE_COMMUNICATOR),
-        first.post(protocol.INIT_COMMUNICATOR, {"port": 1, "backend": protocol.WEIGHT_STREAM}),
+        first.post(
+            protocol.INIT_COMMUNICATOR, {"port": 1, "backend": protocol.WEIGHT_STREAM, "num_bytes": 1}
+        ),
+        first.post(protocol.INIT_COMMUNICATOR, {"backend": protocol.DISK}),
         first.finish(commit=False),
         first.server.post(
             protocol.FINISH_ROUND, {"round_id": second.round_id, "commit": False}, first.round_id
@@ -281,14 +281,14 @@ def test_a_copy_that_outlives_its_round_keeps_the_server_installing_until_it_end
     round_ = LearnerRound(server, load_learner(seed=61), staged=True)
     assert round_.begin(timeout_s=6.0).status_code == 200
     round_.push()
-    being_read = server.engine.staging
+    being_read = server.service.rounds._memory
     failed = round_.load()
     assert (failed.status_code, begun.is_set()) == (500, True), failed.text
     assert server.state() == "installing"
     next_one = LearnerRound(server, load_learner(seed=62), staged=True)
     assert next_one.begin().status_code == 200
     next_one.connect()
-    assert server.engine.staging is not being_read
+    assert server.service.rounds._memory is not being_read
     next_one.close()
     next_one.finish(commit=False)
     assert server.state() == "installing"

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 from live_server import free_port
 
 from swift_stage2.errors import RoundFailed, RoundRefused
-from swift_stage2.rollout_server import receivers
 from swift_stage2.rollout_server.engine import InstalledWeights, WeightStamp
 from swift_stage2.rollout_server.open_round import RoundState
-from swift_stage2.rollout_server.staging import StagingBuffers
-from swift_stage2.rollout_server.weight_receiver import ReceivedWeights
 from swift_stage2.rollout_server.weight_rounds import WeightRounds
+from swift_stage2.rollout_server.weight_source import RoundWeights
 from swift_stage2.servers.protocol import FinishRequest, RefusalReason, RoundRequest, TensorSpec
+from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 
 MANIFEST = (TensorSpec("a", (2,), "float32"), TensorSpec("b", (3, 4), "float32"))
 NOBODY_LEAVES = threading.Event()
@@ -27,30 +24,24 @@ NOBODY_LEAVES = threading.Event()
 class EngineStandIn:
     """Holds a manifest; loads whatever it is given unless told to fail."""
 
-    name, model, is_copying = "stand-in", "none", False
+    name, model, is_copying, may_read = "stand-in", "none", False, False
 
     def __init__(self) -> None:
         self.stamp = WeightStamp()
-        self.staging = StagingBuffers()
         self.error: RoundFailed | None = None
-        self.when_sums_are_taken: Callable[[], None] = lambda: None
 
-    def sum_arrived(self, weights: Mapping[str, Any]) -> None:
-        self.when_sums_are_taken()
+    def sum_arrived(self, weights: RoundWeights) -> None: ...
 
     def manifest(self) -> tuple[TensorSpec, ...]:
         return MANIFEST
 
-    def renew_staging(self) -> None:
-        self.staging = StagingBuffers()
-
     def install(
-        self, weights: Mapping[str, Any], stamp: WeightStamp, timeout_s: float, *_: Any
+        self, weights: RoundWeights, stamp: WeightStamp, timeout_s: float, *_: Any
     ) -> InstalledWeights:
         if self.error is not None:
             raise self.error
         self.stamp = stamp
-        return InstalledWeights(tuple(weights), {}, {})
+        return InstalledWeights(tuple(weights.tensors), {}, {})
 
 
 class Clock:
@@ -106,7 +97,7 @@ def test_a_round_is_forgotten_when_its_time_is_over(rounds: WeightRounds, clock:
 
 def test_steps_out_of_order_are_refused(rounds: WeightRounds) -> None:
     assert refusal(rounds.load, NOBODY_LEAVES) is RefusalReason.NO_ROUND
-    assert refusal(rounds.open_receiver, free_port(), 1.0) is RefusalReason.NO_ROUND
+    assert refusal(rounds.open_stream, free_port(), 1) is RefusalReason.NO_ROUND
     rounds.begin(request())
     assert refusal(rounds.load, NOBODY_LEAVES) is RefusalReason.WRONG_ORDER
     assert refusal(rounds.finish, FinishRequest("r2")) is RefusalReason.NO_ROUND
@@ -131,31 +122,20 @@ class SlowLoad(EngineStandIn):
         self.loads, self.go_on = threading.Event(), threading.Event()
 
     def install(
-        self, weights: Mapping[str, Any], stamp: WeightStamp, timeout_s: float, *_: Any
+        self, weights: RoundWeights, stamp: WeightStamp, timeout_s: float, *_: Any
     ) -> InstalledWeights:
         self.loads.set()
         assert self.go_on.wait(20.0)
         return super().install(weights, stamp, timeout_s)
 
 
-class ArrivedWeights:
-    """A receiver to which everything has come."""
-
-    failed = False
-
-    def __init__(self, *_: object) -> None: ...
-
-    def start(self) -> str:
-        return "secret"
-
-    def collect(self, timeout_s: float, given_up: threading.Event) -> ReceivedWeights:
-        tensors = {spec.name: torch.zeros(spec.shape) for spec in MANIFEST}
-        return ReceivedWeights(tensors, ())
-
-    def join(self, timeout_s: float) -> bool:
-        return True
-
-    def close(self) -> None: ...
+def share(rounds: WeightRounds, wanted: RoundRequest) -> None:
+    """A round's weights, in memory whose learner dies at once."""
+    identity = WeightIdentity(wanted.run_id, wanted.round_id, wanted.version)
+    snapshot = SnapshotFile(MANIFEST, bucket_bytes=1)
+    snapshot.describe(identity)
+    rounds.begin(wanted)
+    assert rounds.map_memory(snapshot.file.path).mapped
 
 
 @pytest.mark.parametrize(
@@ -168,14 +148,12 @@ class ArrivedWeights:
     ids=["torn", "untouched", "loaded"],
 )
 def test_a_round_that_runs_out_of_time_while_it_loads_lets_nobody_in(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, error: RoundFailed | None, afterwards: RoundState
+    clock: Clock, error: RoundFailed | None, afterwards: RoundState
 ) -> None:
-    monkeypatch.setattr(receivers, "WeightReceiver", ArrivedWeights)
     engine = SlowLoad()
     engine.error = error
     rounds = WeightRounds(engine, "incarnation", clock)  # type: ignore[arg-type]
-    rounds.begin(request())
-    rounds.open_receiver(1, 1.0)
+    share(rounds, request())
     with ThreadPoolExecutor(1) as learner:
         loading = learner.submit(rounds.load, NOBODY_LEAVES)
         assert engine.loads.wait(20.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +12,11 @@ from weight_rounds import make_sync
 
 from swift_stage2.config import Proof
 from swift_stage2.rollout_server.engine import InstallFault
+from swift_stage2.runtime.memory import MemoryFile
 from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.weights.courier import ThreadCourier, transport_for
-from swift_stage2.weights.snapshot_memory import SnapshotMemory
 from swift_stage2.weights.sync_round import WeightSync
-from swift_stage2.weights.transport import ServerEndpoint, StreamTransport, WeightTransport
+from swift_stage2.weights.transport import ServerEndpoint, StreamTransport
 
 
 class GenerateCanary:
@@ -124,29 +123,33 @@ def test_where_checksums_prove_the_canary_is_asked_at_first_after_a_fault_and_ev
     assert told[8] == with_canary
 
 
-@pytest.mark.parametrize(
-    ("dtype", "reason"),
-    [
-        (torch.float32, "the learner's memory cannot be read here: No such file or directory"),
-        (torch.bfloat16, "it holds other dtypes than the learner)"),
-    ],
-)
 def test_the_reason_why_memory_was_not_mapped_stands_beside_the_way_that_was_taken(
-    server: RunningServer, learner: Learner, dtype: torch.dtype, reason: str
+    server: RunningServer, learner: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = SnapshotMemory()
-    learner.module.to(dtype)
-    sync = learner.make_sync(memory=memory, proof=Proof.CHECKSUM)
-
-    def make_transport(info: rollout_protocol.ServerInfo) -> WeightTransport:
-        memory.where = replace(memory.where, path="/proc/999999999/fd/3")  # as it is read on another host
-        return transport_for(info, device=torch.device("cpu"), api_key=None, memory=memory)
-
-    learner.courier.make_transport = make_transport
+    sync = learner.make_sync(proof=Proof.CHECKSUM)
+    learner.courier.make_transport = lambda info: transport_for(
+        info, device=torch.device("cpu"), api_key=None
+    )
+    monkeypatch.setattr(MemoryFile, "path", "/proc/999999999/fd/3")  # as it is read on another host
     (report,) = sync.run(next(server.versions), [0]).reports.values()
     sync.close()
     assert report.proven, report.error
-    assert report.transport.startswith(f"tcp ({reason}")
+    assert report.transport == "tcp (the learner's memory cannot be read here: No such file or directory)"
+
+
+def test_a_server_of_other_dtypes_maps_the_learners_memory_and_casts(
+    server: RunningServer, learner: Learner
+) -> None:
+    learner.module.to(torch.bfloat16)
+    sync = learner.make_sync(proof=Proof.CHECKSUM)
+    learner.courier.make_transport = lambda info: transport_for(
+        info, device=torch.device("cpu"), api_key=None
+    )
+    (report,) = sync.run(next(server.versions), [0]).reports.values()
+    sync.close()
+    assert (report.proven, report.proof, report.transport) == (True, "checksums", "shared_memory"), (
+        report.error
+    )
 
 
 def test_the_checksums_alone_catch_a_no_op_push_of_equal_answers(

@@ -13,7 +13,8 @@ import pytest
 from swift_stage2.errors import WeightSyncError
 from swift_stage2.runtime.memory import HeapTrim, available_memory_bytes
 from swift_stage2.servers.protocol import TensorSpec
-from swift_stage2.weights.snapshot import Snapshot, snapshot_bytes
+from swift_stage2.weights.snapshot import SnapshotFile
+from swift_stage2.weights.tensors import snapshot_bytes
 
 
 def cgroup(directory: Path, limit: str, used: int, caches: int) -> Path:
@@ -42,7 +43,7 @@ def test_a_snapshot_that_main_memory_has_no_room_for_is_refused_with_both_number
     with pytest.raises(
         WeightSyncError, match=r"got 2251799\.8 GB of weights and \d+\.\d GB available; give its"
     ):
-        Snapshot(huge)
+        SnapshotFile(huge, bucket_bytes=1)
 
 
 _CHUNK = 100 << 10  # below the size from which glibc maps memory by itself

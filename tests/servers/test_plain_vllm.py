@@ -29,6 +29,7 @@ from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.protocol import greedy_config
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.vllm_serve import WeightVersion, chat_body
+from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.tensors import checksum_tensors
 from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.weights.vllm_transport import VllmTransport, unreached
@@ -239,7 +240,12 @@ def test_a_server_that_cannot_begin_is_refused_before_anybody_waits_for_its_work
     vllm.worker_fault = worker_fault
     transport = VllmTransport(torch.device("cpu"))
     with ServerSession(server.url) as session, pytest.raises(ServerFault, match=told):
-        transport.open(session, ServerEndpoint(server.url, 29600), Deadline(_PATIENCE_S))
+        transport.open(
+            session,
+            ServerEndpoint(server.url, 29600),
+            SnapshotFile((), bucket_bytes=1),
+            Deadline(_PATIENCE_S),
+        )
     assert vllm_serve.INIT_TRANSFER not in _asked(server)
     assert vllm_serve.RESUME not in _asked(server)
 

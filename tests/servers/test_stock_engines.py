@@ -18,6 +18,7 @@ from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import require_workers
 from swift_stage2.weights.proof import InstallTurns, RoundOrder, prove_server
 from swift_stage2.weights.push import ServerPush
+from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 AMPLE_S = 60.0
@@ -89,10 +90,10 @@ def test_an_answer_from_arguments_is_no_sign_of_life(engines: list[StandInEngine
 class Refusing(WeightTransport):
     """A transport that ends the push where the names have been compared."""
 
-    def open(self, session: ServerSession, port: int, deadline: Deadline) -> None:
+    def open(self, *_: object) -> str:
         raise ServerFault("no group here")
 
-    def send(self, flat: Any, deadline: Deadline) -> None: ...
+    def carry(self, *_: object) -> None: ...
 
     def is_lost(self) -> bool:
         return False
@@ -101,11 +102,13 @@ class Refusing(WeightTransport):
 
 
 def pushed_to(server: FakeRolloutServer, *names: str) -> ServerPush:
+    wanted = order(*names)
+    snapshot = SnapshotFile(wanted.manifest, bucket_bytes=1)
     push = ServerPush(
         0,
         ServerEndpoint(server.url, 1),
-        order(*names),
-        (),
+        wanted,
+        snapshot,
         {},
         lambda info: Refusing(),
         turns=InstallTurns(),

@@ -30,7 +30,8 @@ from swift_stage2.weights.copy_stream import Copy, CudaCopyStream
 from swift_stage2.weights.courier import PushEnd
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import RoundOrder
-from swift_stage2.weights.snapshot import CastMemory, Snapshot, snapshot_bytes
+from swift_stage2.weights.snapshot import SnapshotFile
+from swift_stage2.weights.tensors import snapshot_bytes
 
 Weights = dict[str, torch.Tensor]
 Step = Callable[[], object]
@@ -78,19 +79,9 @@ class AtOnceCourier:
         self.holds: list[Deadline | None] = []
         self._ends: dict[int, PushEnd] = {}
 
-    def begin(self, order: RoundOrder, targets: Sequence[int], snapshot: Snapshot, bucket_bytes: int) -> None:
+    def begin(self, order: RoundOrder, targets: Sequence[int], snapshot: SnapshotFile) -> None:
         self.holds.append(order.hold)
-        (bucket,) = snapshot.buckets(bucket_bytes)
-        packed = bucket.pack({}, CastMemory())
-        parts = {
-            each["name"]: packed.flat[each["start_idx"] : each["end_idx"]].clone() for each in packed.metadata
-        }
-        self.carried.append(
-            {
-                spec.name: parts[spec.name].view(getattr(torch, spec.dtype)).reshape(spec.shape)
-                for spec in order.manifest
-            }
-        )
+        self.carried.append({spec.name: snapshot.tensors[spec.name].clone() for spec in order.manifest})
         report = ServerReport(proven=True, error=None, proof="checksums", num_bytes=0, seconds={})
         self._ends = {server: PushEnd(report) for server in targets}
 
@@ -520,7 +511,7 @@ NUM_BYTES = snapshot_bytes(MANIFEST)
 
 def copied(failure: str = "") -> tuple[CudaCopyStream, Weights]:
     """A stream that has been given these weights, and the snapshot's tensors; pieces are of 128 bytes."""
-    snapshot = Snapshot(MANIFEST)
+    snapshot = SnapshotFile(MANIFEST, bucket_bytes=1)
     stream = CudaCopyStream(torch.device("cuda", 0), NUM_BYTES)
     stream.piece_bytes = 128
 
@@ -533,7 +524,7 @@ def copied(failure: str = "") -> tuple[CudaCopyStream, Weights]:
         stream.copy(work)
     stream.wait_before_write()
     stream.wait()
-    return stream, snapshot._tensors
+    return stream, snapshot.tensors
 
 
 def test_with_room_on_the_device_training_waits_for_the_copy_there_alone(
@@ -569,11 +560,11 @@ def test_what_is_staged_is_no_view_of_the_weights(monkeypatch: pytest.MonkeyPatc
     queued: list[tuple[torch.Tensor, torch.Tensor]] = []
     monkeypatch.setattr(copy_stream, "_queue", lambda *pair: queued.append(pair))
     weights = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
-    snapshot = Snapshot(MANIFEST)
+    snapshot = SnapshotFile(MANIFEST, bucket_bytes=1)
     stream = CudaCopyStream(torch.device("cuda", 0), NUM_BYTES)
     stream.copy(partial(snapshot.put, weights.items()))
     for tensor in weights.values():
         tensor.add_(1)
     for target, source in queued:
         target.copy_(source)
-    assert same(snapshot._tensors, WEIGHTS)
+    assert same(snapshot.tensors, WEIGHTS)

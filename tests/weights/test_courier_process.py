@@ -16,6 +16,7 @@ import pytest
 import torch
 from fake_rollout_server import LONGEST_WAIT_S, Answer, Call
 from fake_staging_server import FakeStagingServer
+from safetensors.torch import load
 from stand_in_canary import StandInCanary
 from stopped_process import stop_process
 from waiting import wait_for
@@ -143,10 +144,7 @@ def test_a_round_is_proven_by_the_bytes_that_the_process_reads_in_the_ranks_memo
     num_bytes = sum(parameter.nbytes for parameter in learner.module.parameters())
     for index, server in enumerate(learner.servers):
         assert server.proofs[-1]["arrived"] == sums
-        assert (
-            server.mapped[-1][: learner.module.weight.nbytes]
-            == learner.module.weight.detach().numpy().tobytes()
-        )
+        assert load(server.mapped[-1])["weight"].equal(learner.module.weight)
         assert server.begun[-1]["staged"] is True
         assert outcome.reports[index].num_bytes == num_bytes
         assert server.url in learner.ours
@@ -200,7 +198,7 @@ def test_a_process_that_is_killed_before_it_reads_its_errand_fails_every_target(
     learner.require_another_process_and_a_proof(pid)
 
 
-@pytest.mark.parametrize("path", [protocol.UPDATE_FLATTENED_PARAMS, protocol.PROCESS_WEIGHTS])
+@pytest.mark.parametrize("path", [protocol.INIT_COMMUNICATOR, protocol.PROCESS_WEIGHTS])
 def test_a_process_that_is_killed_in_a_push_or_an_install_fails_what_was_not_proven(
     learner: Learner, path: str
 ) -> None:
@@ -217,7 +215,7 @@ def test_a_process_that_is_killed_in_a_push_or_an_install_fails_what_was_not_pro
 
 def test_a_server_that_was_proven_before_the_process_was_killed_stays_proven(learner: Learner) -> None:
     pid, let_go = learner.courier.pid, threading.Event()
-    learner.servers[1].hooks[protocol.UPDATE_FLATTENED_PARAMS] = lambda call: Answer(after=let_go)
+    learner.servers[1].hooks[protocol.INIT_COMMUNICATOR] = lambda call: Answer(after=let_go)
     learner.begin()
     wait_for(lambda: learner.sync.has_news)
     first = learner.sync.hear()

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_stage2.weights import tensors
-from swift_stage2.weights.snapshot import CastMemory
 from swift_stage2.weights.tensors import (
     all_finite,
     checksum_tensor,
@@ -95,24 +94,6 @@ def test_finite_elements_whose_sum_overflows_are_finite() -> None:
     assert all_finite(torch.full((4,), torch.finfo(torch.float32).max))
     assert all_finite(torch.full((4,), torch.finfo(torch.float16).max, dtype=torch.float16))
     assert all_finite(torch.arange(3))
-
-
-def test_a_cast_allocates_nothing_once_its_memory_is_kept() -> None:
-    """Also behind an odd number of smaller items, where no view of a larger dtype begins."""
-    memory = CastMemory()
-    tensors = [("a", torch.arange(3.0)), ("b", torch.arange(5.0)), ("c", torch.full((1,), 7.0))]
-    for _ in range(2):
-        flat, cast = memory.cast(tensors, [torch.bfloat16, torch.float64, torch.bfloat16])
-        read = dict(zip("abc", torch.split(flat, [6, 40, 2]), strict=True))
-        assert read["a"].view(torch.bfloat16).tolist() == [0.0, 1.0, 2.0]
-        assert read["b"].clone().view(torch.float64).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-        assert read["c"].view(torch.bfloat16).tolist() == [7.0]
-        assert [(tensor.dtype, tensor.tolist()) for _, tensor in cast] == [
-            (torch.bfloat16, [0.0, 1.0, 2.0]),
-            (torch.float64, [0.0, 1.0, 2.0, 3.0, 4.0]),
-            (torch.bfloat16, [7.0]),
-        ]
-        assert cast[0][1].data_ptr() == flat.data_ptr()
 
 
 def test_a_device_sums_as_the_host_does() -> None:

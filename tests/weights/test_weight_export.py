@@ -11,10 +11,8 @@ from real_model import tiny_model
 from torch import nn
 
 from swift_stage2.errors import ConfigError, WeightSyncError
-from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.snapshot import CastMemory, PackedBucket, Snapshot
-from swift_stage2.weights.tensors import checksum_tensor
+from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 
 
 @pytest.fixture
@@ -119,16 +117,12 @@ def test_adapters_that_are_no_plain_difference_are_refused(variant: str) -> None
         WeightExport(adapted)
 
 
-def _snapshot_of(module: nn.Module) -> Snapshot:
+def _snapshot_of(module: nn.Module) -> SnapshotFile:
     export = WeightExport(module)
-    snapshot = Snapshot(export.manifest())
+    snapshot = SnapshotFile(export.manifest(), bucket_bytes=1 << 18)
     for names in export.plan(1 << 18):
         snapshot.put(export.read(names))
     return snapshot
-
-
-def _pack(snapshot: Snapshot, dtypes: dict[str, str] | None = None) -> list[PackedBucket]:
-    return [bucket.pack(dtypes or {}, CastMemory()) for bucket in snapshot.buckets(1 << 18)]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -137,7 +131,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(model: Any, value: floa
     with torch.no_grad():
         model.get_parameter(name).view(-1)[-1] = value
     with pytest.raises(WeightSyncError, match=f"tensor={name}; lower the learning rate"):
-        _pack(_snapshot_of(model))
+        _snapshot_of(model).describe(WeightIdentity("run", "run-1", 1))
 
 
 def test_a_snapshot_keeps_what_training_changes_afterwards(model: Any) -> None:
@@ -146,24 +140,8 @@ def test_a_snapshot_keeps_what_training_changes_afterwards(model: Any) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    arrived: dict[str, torch.Tensor] = {}
-    for packed in _pack(snapshot):
-        arrived |= _read(packed.flat, packed.metadata)
-    assert arrived.keys() == before.keys()
-    assert all(torch.equal(arrived[name], tensor) for name, tensor in before.items())
-
-
-def test_tensors_are_cast_to_the_servers_dtypes(model: Any) -> None:
-    snapshot = _snapshot_of(model)
-    first, second = list(_pack(snapshot)[1].checksums)[:2]
-    packed = _pack(snapshot, {first: "bfloat16", second: "float16"})[1]
-    arrived, state = _read(packed.flat, packed.metadata), _state(model)
-    assert torch.equal(arrived[first], state[first].bfloat16())
-    assert torch.equal(arrived[second], state[second].half())
-    assert {tensor.dtype for name, tensor in arrived.items() if name not in (first, second)} == {
-        torch.float32
-    }
-    assert packed.checksums == {name: checksum_tensor(tensor) for name, tensor in arrived.items()}
+    assert snapshot.tensors.keys() == before.keys()
+    assert all(torch.equal(snapshot.tensors[name], tensor) for name, tensor in before.items())
 
 
 # --- buckets -----------------------------------------------------------------------------------------
@@ -192,39 +170,3 @@ class _Sized(nn.Module):
 )
 def test_buckets_keep_the_order_and_the_limit(sizes: tuple[int, ...], expected: list[list[str]]) -> None:
     assert [list(names) for names in WeightExport(_Sized(*sizes)).plan(max_bytes=10)] == expected
-
-
-def _read(flat: torch.Tensor, metadata: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Tensors as read by a receiver that knows nothing but the bytes and the metadata."""
-    content = bytes(flat.tolist())
-    tensors = {}
-    for entry in metadata:
-        dtype = getattr(torch, entry["dtype"].removeprefix("torch."))
-        piece = bytearray(content[entry["start_idx"] : entry["end_idx"]])
-        assert len(piece) == entry["numel"]
-        flat_piece = torch.frombuffer(piece, dtype=dtype) if piece else torch.empty(0, dtype=dtype)
-        tensors[entry["name"]] = flat_piece.reshape(entry["shape"])
-    return tensors
-
-
-def test_tensors_of_all_item_sizes_lie_where_their_views_may_begin() -> None:
-    tensors = {
-        "bytes": torch.arange(3, dtype=torch.uint8),
-        "half": torch.randn(3, 1).bfloat16(),
-        "nothing": torch.empty(0, 4),
-        "number": torch.tensor(7, dtype=torch.int64),
-        "float": torch.randn(5).t(),
-    }
-    specs = [
-        TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in tensors.items()
-    ]
-    snapshot = Snapshot(specs)
-    snapshot.put(tensors.items())
-    assert snapshot.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
-    for max_bytes, num_buckets in ((1, 5), (10, 3), (100, 1)):
-        buckets = [bucket.pack({}, CastMemory()) for bucket in snapshot.buckets(max_bytes)]
-        assert len(buckets) == num_buckets
-        read = {name: tensor for each in buckets for name, tensor in _read(each.flat, each.metadata).items()}
-        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
-    assert Snapshot(()).buckets(1) == ()

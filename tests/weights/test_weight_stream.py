@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 
 import pytest
-import torch
 from torchrun_job import free_port
 
 from swift_stage2.weights.stream import WeightListener, WeightStream, connect_stream
@@ -16,73 +15,69 @@ from swift_stage2.weights.stream import WeightListener, WeightStream, connect_st
 LONGEST_WAIT_S = 60.0
 HOST = "127.0.0.1"
 LARGER_THAN_SOCKET_BUFFERS = 1 << 26
+SENT = memoryview(bytes(range(256)) * (LARGER_THAN_SOCKET_BUFFERS >> 8))
 
 
 @contextmanager
-def listening() -> Iterator[tuple[WeightListener, int, Future[WeightStream]]]:
+def connected(
+    size: int, receive_s: float = LONGEST_WAIT_S
+) -> Iterator[tuple[WeightListener, WeightStream, memoryview, Future[None]]]:
+    """The server's end, the learner's, and what the server receives meanwhile."""
     port = free_port()
-    listener = WeightListener(HOST, port)
+    listener, memory = WeightListener(HOST, port), memoryview(bytearray(size))
     with ThreadPoolExecutor(1) as server, closing(listener):
-        yield listener, port, server.submit(listener.accept, LONGEST_WAIT_S)
-        listener.close()
-
-
-@contextmanager
-def connected() -> Iterator[tuple[WeightStream, WeightStream]]:
-    """The server's end and the learner's."""
-    with listening() as (listener, port, accepting):
+        receiving = server.submit(listener.receive, memory, receive_s)
         with closing(connect_stream(HOST, port, listener.secret, LONGEST_WAIT_S)) as learner:
-            with closing(accepting.result(LONGEST_WAIT_S)) as server:
-                yield server, learner
+            yield listener, learner, memory, receiving
+    socket.create_server((HOST, port)).close()  # the port is free again
 
 
-def test_bytes_arrive_as_they_were_sent() -> None:
-    with connected() as (server, learner), ThreadPoolExecutor(1) as other:
-        for size in (0, 1, 1000, LARGER_THAN_SOCKET_BUFFERS):
-            sent = torch.arange(size).to(torch.uint8)
-            sending = other.submit(learner.send, sent, LONGEST_WAIT_S)
-            received = torch.zeros(size, dtype=torch.uint8)
-            server.receive(received, LONGEST_WAIT_S)
-            sending.result(LONGEST_WAIT_S)
-            assert torch.equal(received, sent)
+@pytest.mark.parametrize("size", [0, 1, 1000, LARGER_THAN_SOCKET_BUFFERS])
+def test_bytes_arrive_as_they_were_sent(size: int) -> None:
+    with connected(size) as (_, learner, memory, receiving):
+        learner.send(SENT[:size], LONGEST_WAIT_S)
+        receiving.result(LONGEST_WAIT_S)
+        assert memory == SENT[:size]
 
 
 def test_a_lost_peer_is_an_error_on_either_side() -> None:
-    memory = torch.zeros(LARGER_THAN_SOCKET_BUFFERS, dtype=torch.uint8)
-    with connected() as (server, learner):
+    with connected(8) as (_, learner, _, receiving):
         learner.close()
-        with pytest.raises(ConnectionError):
-            server.receive(memory, LONGEST_WAIT_S)
-    with connected() as (server, learner):
+        assert isinstance(receiving.exception(LONGEST_WAIT_S), ConnectionError)
+    with connected(LARGER_THAN_SOCKET_BUFFERS) as (server, learner, _, receiving):
         server.close()
+        assert isinstance(receiving.exception(LONGEST_WAIT_S), OSError)
         with pytest.raises(ConnectionError):
-            learner.send(memory, LONGEST_WAIT_S)
+            learner.send(SENT, LONGEST_WAIT_S)
+
+
+def test_a_silent_learner_is_an_error_at_the_deadline() -> None:
+    with connected(1, receive_s=0.5) as (_, _, _, receiving):
+        assert isinstance(receiving.exception(LONGEST_WAIT_S), TimeoutError)
+    listener = WeightListener(HOST, free_port())
+    with pytest.raises(TimeoutError, match="no learner connected"):
+        listener.receive(memoryview(b""), 0.1)
 
 
 @pytest.mark.parametrize("size", [1, LARGER_THAN_SOCKET_BUFFERS])
-def test_a_silent_peer_is_an_error_at_the_deadline(size: int) -> None:
+def test_a_silent_server_is_an_error_at_the_deadline(size: int) -> None:
     """Also when the bytes fit into its buffers: it may stand still."""
-    memory = torch.zeros(size, dtype=torch.uint8)
-    with connected() as (server, learner):
+    with connected(2 * LARGER_THAN_SOCKET_BUFFERS) as (server, learner, _, receiving):
         with pytest.raises(TimeoutError):
-            server.receive(memory, 0.1)
-        with pytest.raises(TimeoutError):
-            learner.send(memory, 0.1)
+            learner.send(SENT[:size], 0.3)  # it waits for more
+        server.close()
+        assert isinstance(receiving.exception(LONGEST_WAIT_S), OSError)
 
 
 def test_close_ends_what_another_thread_waits_for() -> None:
-    memory = torch.zeros(8, dtype=torch.uint8)
-    with connected() as (server, _), ThreadPoolExecutor(1) as other:
-        receiving = other.submit(server.receive, memory, 600.0)
+    with connected(8) as (server, _, _, receiving):
         server.close()
         assert isinstance(receiving.exception(LONGEST_WAIT_S), OSError)
-    port = free_port()
-    listener = WeightListener(HOST, port)
+    listener = WeightListener(HOST, free_port())
     with ThreadPoolExecutor(1) as other:
-        accepting = other.submit(listener.accept, 600.0)
+        receiving = other.submit(listener.receive, memoryview(b""), 600.0)
         listener.close()
-        assert isinstance(accepting.exception(LONGEST_WAIT_S), OSError)
-    socket.create_server((HOST, port)).close()  # the port is free again
+        assert receiving.exception(LONGEST_WAIT_S) is not None
 
 
 def test_nobody_but_the_learner_is_let_in_and_no_stranger_keeps_it_out() -> None:
@@ -99,21 +94,19 @@ def test_nobody_but_the_learner_is_let_in_and_no_stranger_keeps_it_out() -> None
     port = free_port()
     listener = WeightListener(HOST, port, secret)
     with ExitStack() as stack, ThreadPoolExecutor(1) as server, closing(listener):
-        accepting = server.submit(listener.accept, LONGEST_WAIT_S)
+        received = memoryview(bytearray(3))
+        receiving = server.submit(listener.receive, received, LONGEST_WAIT_S)
         strangers = []
-        for number in range(300):
+        for number in range(70):
             stranger = stack.enter_context(socket.create_connection((HOST, port), LONGEST_WAIT_S))
             strangers.append(stranger)
             with suppress(ConnectionError):  # it has been turned away
                 stranger.sendall(words[number % len(words)])
-        assert not accepting.done()
+        assert not receiving.done()
         learner = stack.enter_context(closing(connect_stream(HOST, port, secret, LONGEST_WAIT_S)))
-        stream = stack.enter_context(closing(accepting.result(LONGEST_WAIT_S)))
-        sending = server.submit(learner.send, torch.full((3,), 7, dtype=torch.uint8), LONGEST_WAIT_S)
-        received = torch.zeros(3, dtype=torch.uint8)
-        stream.receive(received, LONGEST_WAIT_S)
-        sending.result(LONGEST_WAIT_S)
-        assert received.tolist() == [7, 7, 7]
+        learner.send(SENT[:3], LONGEST_WAIT_S)
+        receiving.result(LONGEST_WAIT_S)
+        assert received == SENT[:3]
         for stranger in strangers:
             assert heard(stranger) == b""
         with pytest.raises(ConnectionRefusedError):  # one learner, and nobody after it

@@ -19,6 +19,7 @@ from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights import courier as weight_courier
 from swift_stage2.weights import stock_transport
 from swift_stage2.weights.courier import ThreadCourier
+from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.stock_transport import StockTransport
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
@@ -33,11 +34,12 @@ class RecordedTransport(WeightTransport):
         self.asked_before: list[str] = []
         self.closed_by: str | None = None
 
-    def open(self, session: ServerSession, endpoint: ServerEndpoint, deadline: Deadline) -> None:
+    def open(self, *_: object) -> str:
         self.num_rounds += 1
         self.asked_before = [call.path for call in self._server.calls]
+        return "test"
 
-    def send(self, flat: torch.Tensor, deadline: Deadline) -> None:
+    def carry(self, *_: object) -> None:
         if self._let_go is not None:
             self._let_go.wait(20)
 
@@ -173,7 +175,9 @@ def test_a_world_size_that_is_none_is_the_servers_fault(server: FakeRolloutServe
     server.on_get = lambda call: Answer(body=f'{{"world_size": {size}}}'.encode())
     endpoint = ServerEndpoint(server.url, 51216)
     with ServerSession(server.url) as session, pytest.raises(ServerFault, match="get_world_size"):
-        StockTransport(torch.device("cpu")).open(session, endpoint, Deadline(5.0))
+        StockTransport(torch.device("cpu")).open(
+            session, endpoint, SnapshotFile((), bucket_bytes=1), Deadline(5.0)
+        )
     assert [call.path for call in server.calls] == [protocol.WORLD_SIZE]
 
 
@@ -187,5 +191,5 @@ def test_a_stock_server_is_not_asked_to_join_where_the_learner_cannot_come(serve
             ServerFault, match=r"at nowhere\.invalid:51216: .*write rollout\.servers\[\]\.group_host"
         ),
     ):
-        transport.open(session, endpoint, Deadline(5.0))
+        transport.open(session, endpoint, SnapshotFile((), bucket_bytes=1), Deadline(5.0))
     assert server.calls == []

@@ -1,0 +1,295 @@
+"""How one round's weights come: in a learner's memory file, by a stream, or in a file below ``--weights-root``.
+
+However they come, they then lie in one memory file that nobody can cut, a snapshot that this process and vLLM's workers
+open alike. Whoever may call the server names the learner's file, so it is looked at before it is opened. A disk's file
+may be cut meanwhile, so it is copied and never mapped.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import socket
+import stat
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from reprlib import repr as shown
+from typing import BinaryIO
+
+import torch
+
+from swift_stage2.errors import ProtocolError, RoundFailed, RoundRefused
+from swift_stage2.runtime.memory import MEMORY_PREFIX, MemoryFile
+from swift_stage2.servers.protocol import RefusalReason, RoundRequest, TensorSpec
+from swift_stage2.weights.disk_rounds import SUFFIX
+from swift_stage2.weights.snapshot import ReadSnapshot
+from swift_stage2.weights.stream import WeightListener
+from swift_stage2.weights.tensors import snapshot_bytes
+
+_PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+_MOST_HEADER_BYTES = 100_000_000  # safetensors takes no more
+_READ_BYTES = 64 << 20  # between two looks at whether anybody still wants it
+_GIVEN_UP_POLL_S = 0.25
+_MAX_SHOWN = 5
+ENDED = "the round has ended"
+
+
+class RoundWeights:
+    """A round's tensors, as views of a memory file."""
+
+    def __init__(self, file: BinaryIO, request: RoundRequest) -> None:
+        """Takes the file over. Raises ProtocolError: it is no snapshot of that round, or of other tensors."""
+        self._file = file
+        try:
+            self._snapshot = ReadSnapshot.open(f"/proc/self/fd/{file.fileno()}")
+            found = self._snapshot.identity
+            if (found.run_id, found.round_id) != (request.run_id, request.round_id):
+                raise ProtocolError(
+                    f"weights must be of run {request.run_id}, round {request.round_id}, got run_id="
+                    f"{shown(found.run_id)} round_id={shown(found.round_id)}"
+                )
+            if differences := _differences(
+                self._snapshot.specs(), {spec.name: spec for spec in request.manifest}
+            ):
+                raise ProtocolError(f"weights must be the round's tensors, got {_told(differences)}")
+        except BaseException:
+            file.close()
+            raise
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """In the learner's dtypes, in the file's order."""
+        return self._snapshot.tensors
+
+    def require(self, checksums: Mapping[str, str]) -> None:
+        """Raises RoundFailed unless these tensors have the checksums that the file says."""
+        if wrong := self._snapshot.differing(checksums):
+            raise RoundFailed(
+                f"weights must arrive as they were sent, got {_told(wrong)} with other checksums"
+            )
+
+    def lend(self) -> tuple[str, BinaryIO]:
+        """A path for processes that may read this one's memory, and the descriptor that it names.
+
+        It is the very file that was looked at for as long as they may come, whatever becomes of learner and round.
+        Raises RoundFailed when the round has ended.
+        """
+        try:
+            file = os.fdopen(os.dup(self._file.fileno()), "rb", buffering=0)
+        except ValueError as error:  # closed
+            raise RoundFailed(ENDED) from error
+        return f"/proc/{os.getpid()}/fd/{file.fileno()}", file
+
+    def close(self) -> None:
+        """Lends nothing any more; the mapping ends with the last view of it. May be called again."""
+        self._file.close()
+
+
+class WeightSource:
+    """Weights of a round that have arrived, as those in a learner's memory have, or are on their way."""
+
+    failed = False  # the learner did not come or was lost, or the disk has failed
+
+    def __init__(self, weights: RoundWeights | None = None) -> None:
+        self._weights = weights
+        self._is_closed = False
+
+    def collect(self, timeout_s: float, given_up: threading.Event) -> RoundWeights:
+        """The weights once all have arrived.
+
+        Raises:
+            RoundFailed: they do not come or are no snapshot of the round, the time ran out or ``given_up`` was set.
+        """
+        if self._is_closed or self._weights is None:
+            raise RoundFailed(ENDED)
+        return self._weights
+
+    def close(self) -> None:
+        """Ends its use at once, also in the middle of a transfer. May be called again."""
+        self._is_closed = True
+        if (weights := self._weights) is not None:
+            weights.close()
+
+    def join(self, timeout_s: float) -> bool:
+        """Lets the mapping go, which takes its time. True once nobody writes into the memory any more."""
+        self._weights = None
+        return True
+
+
+class FilledSource(WeightSource):
+    """Weights that a thread of its own puts into ``memory``, from a stream or a disk."""
+
+    def __init__(
+        self, memory: MemoryFile, request: RoundRequest, origin: WeightListener | DiskFile, timeout_s: float
+    ) -> None:
+        super().__init__()
+        self._memory, self._request, self._origin = memory, request, origin
+        self._end = time.monotonic() + timeout_s
+        self._has_ended = threading.Event()
+        self._failure = ""
+        self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
+        self._thread.start()
+
+    def collect(self, timeout_s: float, given_up: threading.Event) -> RoundWeights:
+        end = time.monotonic() + timeout_s
+        while (left_s := end - time.monotonic()) > 0 and not given_up.is_set():
+            if self._has_ended.wait(min(left_s, _GIVEN_UP_POLL_S)):
+                break
+        if not given_up.is_set() and self._weights is not None:
+            return super().collect(timeout_s, given_up)
+        cause = "the caller has gone" if given_up.is_set() else self._failure
+        why = ENDED if self._is_closed else cause or f"timeout_s={timeout_s:.1f} is over"
+        raise RoundFailed(f"the weights did not arrive: {why}")
+
+    def close(self) -> None:
+        super().close()
+        self._origin.close()
+
+    def join(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        has_ended = not self._thread.is_alive()
+        if has_ended and self._is_closed:
+            super().join(timeout_s)
+        return has_ended
+
+    def _run(self) -> None:
+        try:
+            self._origin.receive(self._memory.memory, self._end - time.monotonic())
+            weights = self._weights = RoundWeights(self._memory.reopened(), self._request)
+            if self._is_closed:
+                weights.close()
+        except Exception as error:  # top of the thread; told by collect
+            lines = str(error).splitlines() or [""]
+            self._failure, self.failed = f"{type(error).__name__}: {lines[0]}", True
+        finally:
+            self._has_ended.set()
+            self._origin.close()
+
+
+def listen(host: str, port: int) -> WeightListener:
+    """For one learner. Raises RoundFailed: the address cannot be listened on."""
+    try:
+        return WeightListener(host, port)
+    except (OSError, OverflowError) as error:
+        remedy = "choose a free group_port"
+        if isinstance(error, socket.gaierror) or getattr(error, "errno", 0) == errno.EADDRNOTAVAIL:
+            remedy = "start the server with a --group-bind that is an address of its machine"
+        raise RoundFailed(
+            f"the server cannot listen for weights on {host}:{port}: {type(error).__name__}: {error}; {remedy}"
+        ) from error
+
+
+class DiskFile:
+    """A round's file on a disk: one name in the root, which no link is followed to."""
+
+    def __init__(self, root: Path, round_id: str) -> None:
+        """Raises RoundFailed: it is not there, or is no regular file."""
+        self.where = f"{shown(round_id)} in --weights-root {root}"
+        self._is_closed = threading.Event()
+        try:
+            self._file = _open_in(root, round_id)
+        except OSError as error:
+            raise RoundFailed(f"weights cannot be read: {self.where}: {error}") from error
+        self.num_bytes = os.fstat(self._file.fileno()).st_size
+
+    def receive(self, memory: memoryview, timeout_s: float) -> None:
+        """Raises OSError: it is cut, cannot be read in time, or ``close`` was called."""
+        end, done = time.monotonic() + timeout_s, 0
+        with self._file as file:
+            while done < len(memory):
+                if self._is_closed.is_set() or time.monotonic() > end:
+                    raise TimeoutError("the disk is too slow")
+                num_read = os.preadv(file.fileno(), [memory[done : done + _READ_BYTES]], done)
+                if not num_read:
+                    raise OSError(f"{self.where} is cut")
+                done += num_read
+
+    def close(self) -> None:
+        """Whoever reads hears of it soon. May be called again."""
+        self._is_closed.set()
+
+
+def require_size(num_bytes: int, manifest: Sequence[TensorSpec]) -> None:
+    """Raises ProtocolError unless a snapshot of these tensors may have so many bytes."""
+    least = snapshot_bytes(manifest)
+    if not least <= num_bytes <= least + _MOST_HEADER_BYTES:
+        raise ProtocolError(
+            f"a snapshot must have {least} bytes of tensors and at most {_MOST_HEADER_BYTES} more, got "
+            f"num_bytes={num_bytes}"
+        )
+
+
+def open_learner_memory(path: str) -> BinaryIO:
+    """The memory file of a learner that runs as this user, to be read from. Raises OSError: it is something else."""
+    if not _PATH.fullmatch(path):
+        raise OSError(f"path must be /proc/<pid>/fd/<number>, got path={shown(path)}")
+    named = os.open(path, os.O_PATH | os.O_CLOEXEC)  # holds the file, and does not open it
+    try:
+        link = f"/proc/self/fd/{named}"
+        target, found = os.readlink(link), os.fstat(named)
+        is_memory = target.startswith(f"/memfd:{MEMORY_PREFIX}") and stat.S_ISREG(found.st_mode)
+        if not is_memory or found.st_nlink:  # a memory file stands in no directory
+            raise OSError(f"{path} must be a learner's memory file, got target={shown(target)}")
+        if os.geteuid() not in (0, found.st_uid):
+            raise OSError(f"{path} must be of the server's own user, got uid={found.st_uid}")
+        file = os.fdopen(os.open(link, os.O_RDONLY | os.O_CLOEXEC), "rb", buffering=0)
+    finally:
+        os.close(named)
+    if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:  # its reader would be killed by SIGBUS
+        file.close()
+        raise OSError(f"{path} must be sealed against being cut (F_SEAL_SHRINK)")
+    return file
+
+
+def compare_manifests(own: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> None:
+    """Raises RoundRefused unless both hold the same tensors in any order; dtypes are cast."""
+    differences = _differences(
+        *({spec.name: TensorSpec(spec.name, spec.shape, "") for spec in specs} for specs in (own, theirs))
+    )
+    if differences:
+        raise RoundRefused(
+            RefusalReason.MANIFEST_DIFFERS,
+            f"a round must bring the model's own tensors, got {_told(differences)}; serve the model that is trained",
+        )
+
+
+def _differences(here: Mapping[str, TensorSpec], there: Mapping[str, TensorSpec]) -> list[str]:
+    return [
+        f"{name}: server {_shown(here.get(name))}, learner {_shown(there.get(name))}"
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name) != there.get(name)
+    ]
+
+
+def _told(differences: Sequence[str]) -> str:
+    return f"num_differences={len(differences)}: {'; '.join(differences[:_MAX_SHOWN])}"
+
+
+def _shown(spec: TensorSpec | None) -> str:
+    return "nothing" if spec is None else f"{spec.dtype}{list(spec.shape)}"
+
+
+def _open_in(root: Path, round_id: str) -> BinaryIO:
+    """That regular file in it, before its proof or after. Raises OSError, also for a link."""
+    if not _NAME.fullmatch(round_id):
+        raise OSError("a round on a disk must be named by letters, digits, '_', '-' and '.'")
+    above = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Not blocking: the opening of a pipe would wait for a writer.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(f".{round_id}{SUFFIX}", flags, dir_fd=above)
+        except FileNotFoundError:  # proven meanwhile, or before a catch-up
+            descriptor = os.open(f"{round_id}{SUFFIX}", flags, dir_fd=above)
+    finally:
+        os.close(above)
+    file = os.fdopen(descriptor, "rb", buffering=0)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise OSError("it must be a regular file")
+    return file
