@@ -184,10 +184,10 @@ def _difference(learned: PossibleTemplates, shown: PossibleTemplates, num_alike:
             f"dialect={shown.dialect}, stage2_ab.channel_b.target.dialect={learned.dialect}; set the other one"
         )
     one = ("…", (1, 2, 3, 4)[: shown.dialect.num_coordinates])
-    written = ([each.likeliest.write([one] * count) for each in (shown, learned)] for count in (0, 1, 2))
+    written = ([each.likeliest.write([one] * count) for each in (shown, learned)] for count in (1, 2, 0))
     own, other = next(
         pair for pair in written if pair[0] != pair[1]
-    )  # of the fewest objects that tell them apart
+    )  # with objects, where these tell them apart
     return (
         f"all answers must be written alike, got {own!r} where {num_alike:,} rows write {other!r}; "
         "write it as they do"

@@ -89,7 +89,7 @@ def test_our_engine_gets_its_own_options_and_vllm_those_of_ms_swift(monkeypatch:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--server", "http://127.0.0.1:9\n"], "base_url must hold scheme, host and port only"),
+        (["--server", "http://127.0.0.1:9\n"], "base_url must hold scheme, host and a port"),
         (["--model", "nowhere"], "--model must be a directory that exists"),
         (["--model", "LORA"], "swift export --adapters"),
         (["--model", "PLUGIN"], "write --swift external_plugins=FILE"),
