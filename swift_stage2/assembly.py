@@ -34,7 +34,6 @@ from swift_stage2.checks.channel_b_parts import (
     group_maker,
     make_task,
     merge_lengths,
-    run_ahead_budget,
 )
 from swift_stage2.checks.checks import refuse_differing_settings
 from swift_stage2.checks.packing_isolation import PackedLoss, empty_rollout
@@ -261,7 +260,6 @@ def _build_channel_b(
         packing_min_fill_ratio=packing.packing_min_fill_ratio,
         redraw_dropped=prefetch.redraw_dropped,
         max_attempts=prefetch.max_attempts,
-        max_rollouts_per_version=run_ahead_budget(config, parts.lengths, given.packs_per_step),
         max_resumes=config.max_resumes,
         make_groups=group_maker(config, parts.source, clock),
         ask_evaluation=evaluation.part.ask if evaluation is not None else None,

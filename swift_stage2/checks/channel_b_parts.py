@@ -39,7 +39,6 @@ from swift_stage2.config.rules import Inequality, find
 from swift_stage2.errors import ConfigError, DatasetError
 from swift_stage2.records import Rollout, Sample
 from swift_stage2.runtime.output import say
-from swift_stage2.scheduling.run_ahead import most_samples
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.telemetry.facade import Telemetry
 
@@ -170,17 +169,6 @@ def step_sizes(config: Stage2Config, lengths: RowLengths, num_packs: int) -> Ine
         remedy,
         is_advice=True,
     )
-
-
-def run_ahead_budget(config: Stage2Config, lengths: RowLengths, packs_per_b_step: int) -> int:
-    """Rollouts that a rank may have begun under one version: as written, or derived from all rows' ``lengths``."""
-    channel = config.stage2_ab.channel_b
-    if channel.prefetch.max_rollouts_per_version is not None:
-        return channel.prefetch.max_rollouts_per_version
-    num_packs = channel.prefetch.packs_in_budget(packs_per_b_step, config.stage2_ab.schedule.exact_b_ratio)
-    num_samples = num_packs * most_samples(channel.packing.packing_length, lengths.shortest_prompt)
-    # Of a group whose rest has no room, nothing is packed
-    return num_samples + config.rollout.num_generations - 1
 
 
 def group_maker(
