@@ -93,7 +93,6 @@ WEIGHTS = (
     "closure",
 )
 TERMS = ("f1", "iou", "format", "duplicates", "misses")
-BUDGET = f"{PREFETCH}.max_rollouts_per_version"
 
 
 def launched(*entries: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +109,6 @@ REFUSED: list[dict[str, Any]] = [
     {f"{PREFETCH}.sync_every_steps": 0},
     {f"{PREFETCH}.prefetch_target_packs": 0},
     {f"{PREFETCH}.max_attempts": 0},
-    {BUDGET: 0},
     {"rollout.max_inflight_per_server": 4097},
     {"swift.report_to": "no"},
     {"swift.report_to": False},
@@ -145,7 +143,6 @@ REFUSED: list[dict[str, Any]] = [
     {PREFETCH: {"queue_limit": 4, "prefetch_target_packs": 5}},
     {f"{PREFETCH}.queue_limit": 3},
     {f"{PREFETCH}.prefetch_target_packs": 2},
-    {BUDGET: 3},
     {PREFETCH: {"version_window": 0, "sync_every_steps": 1}},
     {"control_timeout_s": 929},
     {"telemetry.record": True, "telemetry.audit": False},
@@ -284,7 +281,6 @@ REFUSED: list[dict[str, Any]] = [
     BY_REWARDS | {f"{GRPO}.min_group": 1},
     BY_REWARDS | {f"{GRPO}.max_importance_weight": 0.5},
     BY_REWARDS | {f"{GRPO}.straggler_s": 0},
-    BY_REWARDS | {BUDGET: 3},
     BY_REWARDS | {f"{DECODING}.temperature": 0.01},
     BY_REWARDS | {f"{DECODING}.top_p": 0.95},
     BY_REWARDS | {f"{DECODING}.top_k": 20},
@@ -513,22 +509,6 @@ def test_accumulation_that_swift_decides_is_checked_when_it_is_known(tmp_path: P
         ConfigError, match=r"prefetch_target_packs >= .* \(otherwise B could never run\), got 4 >= 5"
     ):
         config.check_accumulation(5)
-
-
-@pytest.mark.parametrize(
-    ("samples_per_pack", "needed"), [(1.0, 4), (2.6, 11), (2.75, 11), (3.0, 12), (13.0, 52)]
-)
-def test_a_budget_fills_a_step_or_is_refused_by_its_name(
-    tmp_path: Path, samples_per_pack: float, needed: int
-) -> None:
-    for budget in (None, 4, needed - 1, needed):
-        data = changed({f"{PREFETCH}.max_rollouts_per_version": budget})
-        if budget is not None and budget < 4:
-            continue  # refused at load: a pack holds one sample at least
-        rule = load(tmp_path, data).stage2_ab.channel_b.prefetch.budget_inequality(4, samples_per_pack)
-        assert rule.holds == (budget is None or budget >= needed)
-        assert rule.numbers.endswith(f">= 4 * {samples_per_pack:g} = {needed}")
-        assert f"max_rollouts_per_version: {needed} or more" in rule.remedy
 
 
 @pytest.mark.parametrize(

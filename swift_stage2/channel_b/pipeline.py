@@ -63,7 +63,6 @@ class Pipeline:
     packing: PackingConfig
     groups: Groups | None = None
     """Where rollouts of one row wait for each other; None: each is trained by itself."""
-    max_rollouts_per_version: int | None = None
     max_resumes: int | None = None
     """Times that a rollout is resumed; None: one that was aborted begins anew."""
     ask_evaluation: Callable[[int], int] | None = None
@@ -88,7 +87,7 @@ class Pipeline:
         self._production = ProductionController(
             self.pacer, self.queue, self.clock, self.attempts, self.packing.packing_length
         )
-        self._used_up_for: StepView | None = None  # in this turn there was nothing to ask for
+        self._used_up_for: StepView | None = None  # it waits for no more groups
         self._num_evaluating = 0  # asked for an evaluation, and not come back
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="channel-b", daemon=True)
@@ -108,7 +107,7 @@ class Pipeline:
     def fill(self, view: StepView, timeout_s: float, is_stopping: Callable[[], bool] = lambda: False) -> None:
         """Has the packs made that ``view`` demands, and waits: until they are ready and no rollout is out any more.
 
-        Sooner where nothing can be made: no server is proven, the budget of this version is used up, the guard pauses
+        Sooner where nothing can be made: no server is proven, the guard pauses
         production, groups teach nothing, the thread has ended. So after ``timeout_s``, and once ``is_stopping``.
         """
         self.observe(view)
@@ -234,23 +233,20 @@ class Pipeline:
             coming = {*self.attempts.open(), *(rollout.sample.key for rollout in here)}
             num_wanted = max(num_wanted, self.groups.num_to_ask(coming))
         if num_samples := min(self.client.free_places, num_wanted):
-            self._used_up_for = None if self._ask_for(num_samples) else view
+            self._ask_for(num_samples)
         elif self._production.should_stop_waiting(view):
             self._used_up_for = view
         if self.ask_evaluation is not None and (free := self.client.free_places):
             self.events.enter(PipelineActivity.EVALUATING)
             self._num_evaluating += self.ask_evaluation(free)
 
-    def _ask_for(self, num_samples: int) -> bool:
-        """False where the budget left nothing."""
+    def _ask_for(self, num_samples: int) -> None:
         self._go_on_to(PipelineActivity.READING, "reads rows and images")
         samples = []
-        draw = partial(self.source.draw, version=self.clock.current, budget=self.max_rollouts_per_version)
-        keys = draw(num_samples)
-        self.events.run_ahead(num_wanted=num_samples, num_begun=len(keys))
+        keys = self.source.draw(num_samples)
         most = min(len(keys) + _MOST_MISREAD, MAX_REQUESTS_PER_POST)
-        while len(keys) < most and self._misread.issuperset(key.index for key in keys) and (more := draw(1)):
-            keys += more  # they alone would make their server suspect again
+        while len(keys) < most and self._misread.issuperset(key.index for key in keys):
+            keys += self.source.draw(1)  # they alone would make their server suspect again
         for key in keys:
             try:
                 samples.append(self.source.read(key))
@@ -258,7 +254,6 @@ class Pipeline:
                 self.ends.quarantine(key, QuarantineReason.SAMPLE, str(error))
         self.attempts.begin([sample.key for sample in samples])
         self._submit(samples, are_new=True)
-        return bool(keys)
 
     def _submit(self, drawn: Sequence[Sample], *, are_new: bool) -> None:
         samples, requests = [], []

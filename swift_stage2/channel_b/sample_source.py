@@ -25,7 +25,6 @@ from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.config import RowsWithoutObjects
 from swift_stage2.errors import DatasetError
 from swift_stage2.records import ReturnReason, RowOrigin, Sample, SampleKey, UnusedReason, image_paths
-from swift_stage2.scheduling.run_ahead import Place, Shares
 from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.telemetry.events import (
     Checkpoint,
@@ -42,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _LINE_BITS = 40
 _NUM_MESSAGES = 2  # ms-swift may put a system prompt before them
+Place = tuple[int, int]  # a sample's epoch and position
 _STREAM = "channel_b/1"
 """Names the permutations: another name is another order, so checkpoints keep it."""
 
@@ -96,18 +96,11 @@ class SampleSource:
         self._shard = self._shard_of(0)
         self._again: deque[SampleKey] = deque()
         self._outstanding: dict[Place, SampleKey] = {}
-        self._shares = Shares()
 
-    def draw(self, count: int, *, version: int = 0, budget: int | None = None) -> list[SampleKey]:
-        """The keys of the next ``count`` samples: those that came back first, then new ones.
-
-        Fewer, down to none, where ``budget`` allows no more rollouts that were begun under ``version``.
-        """
+    def draw(self, count: int) -> list[SampleKey]:
+        """The keys of the next ``count`` samples: those that came back first, then new ones."""
         with self._lock:
-            if budget is not None:
-                count = min(count, self._shares.num_left(version, budget))
             keys = [self._next_key() for _ in range(count)]
-            self._shares.begin(map(_place, keys), version)
             if keys:
                 self._log.write(Drawn(samples=tuple(keys)))
         return keys
@@ -124,7 +117,6 @@ class SampleSource:
                 kept = [key._replace(attempt=key.attempt + 1) for key in kept]
             self._outstanding.update((_place(key), key) for key in kept)
             self._again.extend(kept)
-            self._shares.end(map(_place, kept))
             if kept:
                 self._log.write(Returned(samples=tuple(kept), reason=reason))
 
@@ -219,7 +211,6 @@ class SampleSource:
             self._shard = self._shard_of(self._epoch)
             self._again = deque(SampleKey(*entry) for entry in state["outstanding"])
             self._outstanding = {_place(key): key for key in self._again}
-            self._shares = Shares()
 
     def _state(self) -> dict[str, Any]:
         keys = sorted(self._outstanding.values(), key=lambda key: (key.epoch, key.position))
@@ -237,7 +228,6 @@ class SampleSource:
     def _settle(self, keys: Sequence[SampleKey]) -> None:
         for key in keys:
             self._outstanding.pop(_place(key), None)
-        self._shares.end(map(_place, keys))
 
     def _next_key(self) -> SampleKey:
         if self._again:

@@ -24,7 +24,6 @@ from swift_stage2.dataset.files import local_files
 from swift_stage2.dataset.picture import UNREADABLE, look_at, path_of
 from swift_stage2.errors import ConfigError, DatasetError, SampleError
 from swift_stage2.records import Sample, SampleKey
-from swift_stage2.scheduling.run_ahead import most_samples
 
 MOST_LOOKED_AT = 64
 _NUM_SAMPLES_WANTED = 3
@@ -190,18 +189,6 @@ class RowLengths:
             max(self.longest_prompt, other.longest_prompt),
             self.num_tokens + other.num_tokens,
         )
-
-    def run_ahead_budget(self, config: Stage2Config, packs_per_b_step: int) -> int:
-        """Rollouts that a rank may have begun under one version: as written, or derived from these lengths."""
-        channel = config.stage2_ab.channel_b
-        if channel.prefetch.max_rollouts_per_version is not None:
-            return channel.prefetch.max_rollouts_per_version
-        num_packs = channel.prefetch.packs_in_budget(
-            packs_per_b_step, config.stage2_ab.schedule.exact_b_ratio
-        )
-        num_samples = num_packs * most_samples(channel.packing.packing_length, self.shortest_prompt)
-        # Of a group whose rest has no room, nothing is packed
-        return num_samples + config.rollout.num_generations - 1
 
     def samples_per_pack(self, capacity: int) -> float:
         """Rows that a full pack holds in the mean, one at least; of none measured, one."""

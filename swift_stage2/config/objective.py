@@ -102,7 +102,7 @@ def check_objective(
     Raises:
         ConfigError: groups that cannot be compared, or a distribution that the learner does not know.
     """
-    num, grpo, budget = rollout.num_generations, channel.grpo, channel.prefetch.max_rollouts_per_version
+    num, grpo = rollout.num_generations, channel.grpo
     if objective is Objective.CORRECTED_TARGET:
         if num > 1:
             raise ConfigError(
@@ -117,12 +117,6 @@ def check_objective(
             f"stage2_ab.objective: {objective} compares rollouts of one row",
             got=f"num_generations={num} min_group={grpo.min_group}",
             remedy=f"write rollout.num_generations: {max(4, grpo.min_group)} or more",
-        )
-    if budget is not None and budget < num:
-        raise ConfigError(
-            "max_rollouts_per_version must hold a whole group",
-            got=f"max_rollouts_per_version={budget} num_generations={num}",
-            remedy=f"write stage2_ab.channel_b.prefetch.max_rollouts_per_version: {num} or more, or leave it out",
         )
     if grpo.target_in_group and objective is Objective.MIXED:
         raise ConfigError(

@@ -229,10 +229,7 @@ class Stage2Config:
             "packs expire before they can be trained",
             is_advice=True,
         )
-        # A derived budget follows from the lengths of the rows, and holds.
-        is_written = prefetch.max_rollouts_per_version is not None
-        budget = (prefetch.budget_inequality(per_step),) if is_written else ()
-        return (*holding_a_step, *budget, advice)
+        return (*holding_a_step, advice)
 
     def _check_names(self) -> None:
         """Names that only a user's file could register are left to the start, when it has been loaded."""

@@ -112,17 +112,12 @@ class PrefetchConfig:
     """Whether the samples of a dropped pack return to the stream for a new rollout."""
     max_attempts: int = 3
     """Rollouts of one sample before it is quarantined as too slow."""
-    max_rollouts_per_version: int | None = None
-    """Rollouts that a rank may have begun under one version, as long as they are neither trained nor ended; by default
-    as many as the packs that can be of use may hold."""
 
     def __post_init__(self) -> None:
         derived = ("queue_limit", "prefetch_target_packs")
         written = [name for name in derived if getattr(self, name) is not None]
         rules.at_least(self, 1, "sync_every_steps", "max_attempts", *written)
         rules.at_least(self, 0, "version_window", "min_ready_tokens")
-        if self.max_rollouts_per_version is not None:
-            rules.at_least(self, 1, "max_rollouts_per_version", remedy="leave it out to have it derived")
         for inequality in self.inequalities:
             inequality.require()
 
@@ -148,28 +143,6 @@ class PrefetchConfig:
             return self.queue_limit
         derived = self.prefetch_target_packs is None
         return max(_LEAST_LIMIT, self.target(packs_per_b_step, b_ratio)) if derived else _LEAST_LIMIT
-
-    def packs_in_budget(self, packs_per_b_step: int, b_ratio: Fraction) -> int:
-        """The packs that a derived ``max_rollouts_per_version`` is for: those in the window, or the target's if more.
-
-        A target may be of use beyond the window: production that holds rounds makes versions last longer.
-        """
-        return max(self.target(packs_per_b_step, b_ratio), self.packs_in_window(packs_per_b_step, b_ratio))
-
-    def budget_inequality(self, packs_per_b_step: int, samples_per_pack: float = 1.0) -> Inequality:
-        """Whether ``max_rollouts_per_version`` fills a B step when all rollouts that end have given their share back.
-
-        Before any row is measured one thing is known for sure: a pack holds a sample at least.
-        """
-        budget, needed = self.max_rollouts_per_version, math.ceil(packs_per_b_step * samples_per_pack)
-        return Inequality(
-            "budget fills a step",
-            "max_rollouts_per_version >= gradient_accumulation_steps * samples per pack",
-            f"{'derived' if budget is None else budget} >= {packs_per_b_step} * {samples_per_pack:.3g} = {needed}",
-            budget is None or budget >= needed,
-            f"write stage2_ab.channel_b.prefetch.max_rollouts_per_version: {needed} or more, or leave it out",
-            "B could never run",
-        )
 
     @property
     def inequalities(self) -> tuple[Inequality, ...]:

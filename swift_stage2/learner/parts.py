@@ -164,7 +164,6 @@ def make_channel_b(
         ends=ends,
         packing=channel.packing,
         groups=groups,
-        max_rollouts_per_version=parts.lengths.run_ahead_budget(config, given.packs_per_step),
         max_resumes=config.max_resumes,
         ask_evaluation=evaluation.part.ask if evaluation is not None else None,
         take_evaluated=evaluation.part.take if evaluation is not None else None,

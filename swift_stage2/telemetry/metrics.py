@@ -106,11 +106,6 @@ METRICS: tuple[Metric, ...] = (
         "rollouts of weights that no round proved in the end; their samples are asked again",
         "async/rollout_unconfirmed_total",
     ),
-    _counter(
-        "run_ahead_exhausted",
-        "turns of a pipeline that began fewer rollouts than the pacer wanted: max_rollouts_per_version left no more",
-        "async/run_ahead_exhausted_total",
-    ),
     _counter("samples_quarantined", "samples given up", "async/quarantined_total"),
     *_family("samples_quarantined", QuarantineReason, "samples given up", None, Merge.SUM),
     _counter("objects_parsed", "objects kept by the parser", "parse/objects"),

@@ -144,10 +144,6 @@ class PipelineRecorder:
         """So many more of what ``metrics`` has a counter for, and nothing else tells of."""
         self.counters.add(name, amount)
 
-    def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:
-        """So many rollouts were wanted and begun; fewer where ``max_rollouts_per_version`` left no more."""
-        self.counters.add("run_ahead_exhausted", num_begun < num_wanted)
-
     def enter(self, activity: PipelineActivity) -> None:
         """The pipeline's thread does this from now on; waiting for a ticket is asking while a POST is out."""
         with self._posts_lock:

@@ -82,7 +82,6 @@ class Recorder:
     quarantines: list[tuple[SampleKey, str, str]] = field(default_factory=list)
     origins: list[RowOrigin] = field(default_factory=list)
     num_batches: int = 0
-    num_exhausted: int = 0
     rollouts: list[Rollout] = field(default_factory=list)  # that were matched
     activities: list[PipelineActivity] = field(default_factory=list)
     matches: list[tuple[SampleKey, Target, tuple[int, int] | None]] = field(default_factory=list)
@@ -96,9 +95,6 @@ class Recorder:
         for rollout in outcome.partial:
             self.log.write(cut_of(rollout))
         self._tell()
-
-    def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:
-        self.num_exhausted += num_begun < num_wanted
 
     def count(self, name: str, amount: int = 1) -> None:
         self.counts[name] += amount
@@ -451,42 +447,7 @@ def ask_until_nothing_more_is_asked(bench: Bench) -> int:
     return sum(map(len, bench.client.calls))
 
 
-def test_a_used_up_budget_ends_asking_until_training_gives_shares_back(
-    make_bench: Callable[..., Bench],
-) -> None:
-    bench = make_bench(target_packs=3, max_rollouts_per_version=5)
-    bench.observe(max_prompts=4)
-    assert ask_until_nothing_more_is_asked(bench) == 5, "the pacer alone goes on until its target is met"
-    assert bench.events.num_exhausted >= 1
-    assert bench.queue.depth < 3
-    (pack,) = bench.train()
-    bench.observe(step=1, max_prompts=4)
-    assert ask_until_nothing_more_is_asked(bench) == 5 + len(pack.keys)
-    assert bench.pipeline.failure is None
-
-
-@pytest.mark.parametrize("end", ["failed", "aborted", "timed_out", "quarantined"])
-def test_a_rollout_that_ends_without_being_packed_gives_its_share_back(
-    make_bench: Callable[..., Bench], end: str
-) -> None:
-    bench = make_bench(max_rollouts_per_version=2)
-    answers: dict[str, Answer] = {
-        "failed": lambda samples: BatchOutcome(returned=tuple(samples)),
-        "aborted": lambda samples: BatchOutcome(
-            returned=tuple(samples), aborted=tuple(bench.client.rollout(sample) for sample in samples)
-        ),
-        "timed_out": lambda samples: BatchOutcome(returned=tuple(samples), timed_out=tuple(samples)),
-        "quarantined": lambda samples: BatchOutcome(
-            quarantined=tuple((sample, "it is poisonous") for sample in samples)
-        ),
-    }
-    bench.client.answer = answers[end]
-    bench.observe()
-    for num_asked in (2, 4, 6):
-        bench.work()
-        assert sum(map(len, bench.client.calls)) == num_asked
-    bench.client.answer = bench.client.answer_all
-    assert ask_until_nothing_more_is_asked(bench) == 8
+# --- one by one ------------------------------------------------------------------------------------------
 
 
 # --- what comes back ---------------------------------------------------------------------------------

@@ -214,8 +214,6 @@ class Stream(RuleBasedStateMachine):
         self.source = _source(**self.identity)
         self.again: deque[SampleKey] = deque()
         self.in_hand: list[SampleKey] = []
-        self.begun_under: dict[SampleKey, int] = {}
-        self.version = 0
         self.num_drawn = 0
         self.settled: Counter[tuple[int, int]] = Counter()
         self.saved: str | None = None
@@ -226,18 +224,11 @@ class Stream(RuleBasedStateMachine):
         self.num_drawn += 1
         return SampleKey(epoch, position, self.source._shard_of(epoch)[position])
 
-    @rule(count=st.integers(0, 5), budget=st.one_of(st.none(), st.integers(1, 6)))
-    def draw(self, count: int, budget: int | None) -> None:
-        begun = sum(self.begun_under[key] == self.version for key in self.in_hand)
-        allowed = count if budget is None else max(0, min(count, budget - begun))
-        expected = [self.again.popleft() if self.again else self._fresh_key() for _ in range(allowed)]
-        assert self.source.draw(count, version=self.version, budget=budget) == expected
+    @rule(count=st.integers(0, 5))
+    def draw(self, count: int) -> None:
+        expected = [self.again.popleft() if self.again else self._fresh_key() for _ in range(count)]
+        assert self.source.draw(count) == expected
         self.in_hand += expected
-        self.begun_under |= dict.fromkeys(expected, self.version)
-
-    @rule()
-    def commit_round(self) -> None:
-        self.version += 1
 
     def _take(self, data: st.DataObject) -> list[SampleKey]:
         taken: list[SampleKey] = data.draw(st.lists(st.sampled_from(self.in_hand), unique=True, max_size=3))
@@ -268,13 +259,6 @@ class Stream(RuleBasedStateMachine):
         unresolved: Sequence[SampleKey] = [*self.again, *self.in_hand]
         self.again = deque(sorted(unresolved, key=lambda key: (key.epoch, key.position)))
         self.in_hand = []
-
-    @invariant()
-    def every_sample_in_hand_has_one_share(self) -> None:
-        begun = Counter(self.begun_under[key] for key in self.in_hand)
-        assert [self.source._shares.num_held(each) for each in range(self.version + 1)] == [
-            begun[each] for each in range(self.version + 1)
-        ]
 
     @invariant()
     def nothing_is_lost_and_nothing_is_doubled(self) -> None:

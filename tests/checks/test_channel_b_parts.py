@@ -13,7 +13,6 @@ from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.parsing import TrueObjects
 from swift_stage2.channel_b.task import TASKS
 from swift_stage2.checks.channel_b_parts import make_task
-from swift_stage2.checks.samples import Excess, RowLengths
 from swift_stage2.config import Objective, Stage2Config
 from swift_stage2.errors import ConfigError
 from swift_stage2.records import Sample, SampleKey, Target
@@ -70,34 +69,3 @@ def test_rewards_of_a_users_own_task_that_are_all_0_are_refused(monkeypatch: pyt
         else:
             with pytest.raises(ConfigError, match=r"needs rewards that differ, got .* of 0 for all terms"):
                 make_task(rewarded)
-
-
-@pytest.mark.parametrize(
-    ("prefetch", "b_ratio", "packs_per_b_step", "budget"),
-    [
-        # 4 steps in a round, 3 versions: 12 steps, of which 3 want channel B; a pack of 1000 holds 10 prompts of 100.
-        ({}, 0.25, 4, 12 * 10),
-        ({}, 0.01, 4, 4 * 10),
-        ({"prefetch_target_packs": 8}, 0.01, 4, 8 * 10),
-        ({"version_window": 0}, 0.5, 2, 4 * 10),
-        ({"max_rollouts_per_version": 7}, 0.25, 4, 7),
-    ],
-)
-def test_the_budget_of_a_version_is_that_of_the_packs_that_can_be_of_use(
-    prefetch: dict[str, Any], b_ratio: float, packs_per_b_step: int, budget: int
-) -> None:
-    config = configured(
-        schedule={"b_ratio": b_ratio},
-        channel_b={"prefetch": prefetch, "packing": {"packing_length": 1000}},
-    )
-    nothing = Excess(1000, 0, 0, "")
-    lengths = RowLengths(3, nothing, nothing, shortest_prompt=100)
-    assert lengths.run_ahead_budget(config, packs_per_b_step) == budget
-    assert replace(lengths, shortest_prompt=0).run_ahead_budget(config, 1) > 0
-    # Whole groups fill the packs beside one that is not whole
-    if not prefetch.get("max_rollouts_per_version"):
-        decoding = replace(config.rollout.decoding, temperature=1.0)
-        rollout = replace(config.rollout, num_generations=4, decoding=decoding)
-        objective = replace(config.stage2_ab, objective=Objective.GRPO)
-        in_groups = replace(config, rollout=rollout, stage2_ab=objective)
-        assert lengths.run_ahead_budget(in_groups, packs_per_b_step) == budget + 3

@@ -211,25 +211,6 @@ def test_only_a_list_counts_as_read_on_an_image_without_objects(
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "check", "verdict", "told"),
-    [
-        (
-            {f"{PREFETCH}__max_rollouts_per_version": 2},
-            "step sizes",
-            "failed",
-            "write stage2_ab.channel_b.prefetch.max_rollouts_per_version: ",
-        ),
-    ],
-)
-def test_numbers_that_only_the_rows_or_ms_swift_tell_are_held_against_the_settings(
-    configure: Configure, doctor: Doctor, changes: dict[str, Any], check: str, verdict: str, told: str
-) -> None:
-    row = doctor(configure(DEAD, **changes)).row(check)
-    assert row["verdict"] == verdict, row
-    assert told in row["fix"]
-
-
 def test_without_channel_b_no_server_is_looked_at(configure: Configure, doctor: Doctor) -> None:
     report = doctor(configure(DEAD, stage2_ab={"schedule": {"b_ratio": 0}}), "--live")
     assert report.status == 0, report.text

@@ -404,8 +404,7 @@ class Ledger:
             # Pipeline and check look at different moments, and count a short closing differently.
             if len(members) >= 2 and waited_s > self.setting.group_straggler_s + 2 * longest_turn_s:
                 _fail(f"rank {rank}: a group waits {waited_s:.1f} s for its last rollouts")
-        has_budget = b.source._shares.num_left(b.clock.current, pipeline.max_rollouts_per_version) > 0
-        can_ask = b.client.proven and b.client.free_places and has_budget
+        can_ask = b.client.proven and b.client.free_places
         if not groups._waiting or not can_ask or pipeline.attempts._open or pipeline._awaiting_confirmation:
             mine.idle = None
         elif mine.idle is None or mine.idle[0] != mine.num_begun:
@@ -553,17 +552,6 @@ class Ledger:
             _fail(f"rank {rank}: samples are in two places: {[k for k, n in Counter(held).items() if n > 1]}")
         if set(held) != outstanding:
             _fail(f"rank {rank}: samples are outstanding but nobody holds them: {outstanding ^ set(held)}")
-
-    def check_shares(self, rank: int, b: Any) -> None:
-        """Every sample in hand has one share of a version, one to be drawn again has none, no version has too many."""
-        source = b.source
-        again = {(key.epoch, key.position) for key in source._again}
-        shares = source._shares._versions
-        if shares.keys() != source._outstanding.keys() - again:
-            _fail(f"rank {rank}: shares are not those of the samples in hand: {shares.keys() ^ again}")
-        by_version = Counter(shares.values())
-        if by_version and max(by_version.values()) > b.pipeline.max_rollouts_per_version:
-            _fail(f"rank {rank}: more rollouts are begun under one version than may be: {by_version}")
 
 
 def _place(key: SampleKey) -> Place:

@@ -148,10 +148,9 @@ class PatientQueue(ReadyQueue):
 class LateTellingSource(SampleSource):
     """Tells the ledger what was drawn once the lock is free again: a checkpoint may be told first."""
 
-    def draw(self, count: int, *, version: int = 0, budget: int | None = None) -> list[SampleKey]:
+    def draw(self, count: int) -> list[SampleKey]:
         with self._lock:
             keys = [self._next_key() for _ in range(count)]
-            self._shares.begin(((key.epoch, key.position) for key in keys), version)
         self._log.write(Drawn(samples=tuple(keys)))
         return keys
 

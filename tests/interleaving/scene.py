@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
-from fractions import Fraction
 from functools import partial
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -48,7 +47,6 @@ from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Convert, Task
 from swift_stage2.columns import LOG_PROBS
 from swift_stage2.config import DecodingConfig, GrpoConfig, OnPending, PackingConfig
-from swift_stage2.config.stage2_ab import PrefetchConfig
 from swift_stage2.errors import PipelineFailed, WeightSyncError
 from swift_stage2.evaluation import PinnedEvaluation, RankEvaluation
 from swift_stage2.fence import InferFence
@@ -66,7 +64,6 @@ from swift_stage2.records import (
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.horizon import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule, ServerState
-from swift_stage2.scheduling.run_ahead import most_samples
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
@@ -208,10 +205,6 @@ class RankEvents:
         noted, self._suspicions = self._suspicions, self._client.suspects
         for _, reason in sorted(self._suspicions.items() - noted.items()):
             self._ledger.suspicion(self._rank, reason)
-
-    def run_ahead(self, *, num_wanted: int, num_begun: int) -> None:
-        self._ledger.counts["budgets exhausted"] += num_begun < num_wanted
-        self._ledger.ranks[self._rank].num_begun += num_begun
 
     def count(self, name: str, amount: int = 1) -> None:
         self._ledger.counts[name.replace("_", " ", 1).replace("/", " ")] += amount
@@ -387,7 +380,6 @@ class Scene:
                 break
             self.ledger.step(rank, step, decision, b, began_s)
             self.ledger.account(rank, b)
-            self.ledger.check_shares(rank, b)
             self.ledger.check_groups(rank, b)
             if step % _SAVE_STEPS == 0:
                 learner.checkpoint(step=step + 1, save_id=f"save {step + 1}")
@@ -546,7 +538,6 @@ class Scene:
             ends=ends,
             packing=PackingConfig(packing_length=_PACKING_LENGTH),
             groups=self._make_groups(rank, ends, source, clock) if setting.num_generations > 1 else None,
-            max_rollouts_per_version=_budget(setting),
             max_resumes=setting.max_resumes,
             ask_evaluation=evaluation.part.ask if evaluation is not None else None,
             take_evaluated=evaluation.part.take if evaluation is not None else None,
@@ -658,6 +649,7 @@ class Scene:
         """Samples are in the turn's own hands from the moment at which its wait has ended until it ends."""
         mine = self.ledger.ranks[rank]
         turn, look, await_finished = pipeline._turn, pipeline._split_confirmed, pipeline.client.next_finished
+        ask_for = pipeline._ask_for
 
         def one_turn(timeout_s: float) -> None:
             turn(timeout_s)
@@ -674,20 +666,13 @@ class Scene:
             mine.looked_from = looked_from
             return heard
 
+        def counted(num_samples: int) -> None:
+            mine.num_begun += num_samples
+            ask_for(num_samples)
+
         pipeline._turn, pipeline._split_confirmed = one_turn, heard_proven  # type: ignore[method-assign]
+        pipeline._ask_for = counted  # type: ignore[method-assign]
         pipeline.client.next_finished = next_finished  # type: ignore[method-assign]
-
-
-def _budget(setting: Setting) -> int:
-    """As it is derived, from segments of one token and more; or the least that cannot leave a step without packs."""
-    prefetch = PrefetchConfig(
-        version_window=setting.version_window,
-        sync_every_steps=setting.sync_every_steps,
-        prefetch_target_packs=setting.target_packs,
-    )
-    derived = prefetch.packs_in_budget(setting.packs_per_step, Fraction(str(setting.b_ratio)))
-    num_packs = setting.packs_per_step if setting.tight_budget else derived
-    return num_packs * most_samples(_PACKING_LENGTH, shortest_prompt=1) + setting.num_generations - 1
 
 
 def _lost(url: str, version: int) -> str:

@@ -60,8 +60,6 @@ class Setting:
     version_window: int = 1
     sync_every_steps: int = 2
     max_inflight: int = 4
-    tight_budget: bool = field(default=False, repr=False)
-    """Whether no more rollouts are begun under one version than may be needed for one step."""
     redraw_dropped: bool = True
     max_attempts: int = 2
     abort_when_pending: bool = False

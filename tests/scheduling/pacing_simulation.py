@@ -14,17 +14,14 @@ import math
 import random
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
-from swift_stage2.config.stage2_ab import PrefetchConfig
 from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
 from swift_stage2.scheduling.horizon import INSTANT, Pacer, PacerInputs, ProductionMeter, packs_of
 from swift_stage2.scheduling.round_schedule import RoundSchedule
-from swift_stage2.scheduling.run_ahead import Place, Shares
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 
@@ -57,23 +54,9 @@ class Setting:
     """Steps between which no server answers a new POST."""
     staged: bool = False
     """Whether the servers are asked on while the weights of a round arrive."""
-    bounded: bool = True
-    """Whether no more rollouts are begun under one version than the derived budget."""
     round_steps: tuple[float, float] | None = None
     """The shortest and longest time that the weights of a round travel, in steps; None: a fenced round takes none
     and is over before its step reserves."""
-
-    @property
-    def budget(self) -> int:
-        """Rollouts, of packs that all hold the same number."""
-        prefetch = PrefetchConfig(
-            queue_limit=max(self.queue_limit, self.target),
-            version_window=self.window,
-            sync_every_steps=self.sync_every_steps,
-            prefetch_target_packs=self.target,
-        )
-        num_packs = prefetch.packs_in_budget(self.packs_per_b_step, Fraction(str(self.b_ratio)))
-        return num_packs * self.rollouts_per_pack
 
 
 @dataclass(slots=True)
@@ -86,10 +69,6 @@ class Outcome:
     made: int = 0
     expired: int = 0
     rounds: int = 0
-    bounded: int = 0
-    """Times at which the budget left less than the pacer asked for."""
-    most_begun: int = 0
-    """Of one version, neither trained nor ended."""
     stale_trained: int = 0
     longest_gap: int = 0
     load: float = 0.0
@@ -99,14 +78,9 @@ class Outcome:
         return self.expired / max(1, self.made)
 
 
-Rollout = tuple[int, Place]
-"""The version of its weights, and what holds its share."""
-
-
 @dataclass(frozen=True, slots=True)
 class SimulatedPack:
     version: int
-    places: tuple[Place, ...]
 
 
 @dataclass(slots=True)
@@ -114,7 +88,7 @@ class Post:
     ticket: InferTicket
     ticket_stack: ExitStack
     version: int
-    places: list[Place]
+    num_rollouts: int
     start: float
     end: float
     is_slow: bool = False
@@ -136,10 +110,8 @@ class SimulatedRank:
         self.meter = ProductionMeter()
         self.posts: list[Post] = []
         self.served_version = 0
-        self.held: list[Rollout] = []  # of a version that the learner has not heard of
-        self.segments: list[Rollout] = []
-        self.shares = Shares()
-        self.num_begun = 0
+        self.held: list[int] = []  # versions of rollouts that the learner has not heard of
+        self.segments: list[int] = []
         self.missed_in_a_row = 0
         self.gate: GateOutcome | None = None
         self.pacer = Pacer(
@@ -152,7 +124,6 @@ class SimulatedRank:
 
     def _count_expired(self, pack: SimulatedPack) -> None:
         self.outcome.expired += 1
-        self.shares.end(pack.places)
 
     def state(self, now: float, rounds: Rounds) -> PacerInputs:
         staged = self.setting.staged
@@ -180,27 +151,15 @@ class SimulatedRank:
         per_pack = self.setting.rollouts_per_pack
         state = self.state(now, rounds)
         typical = state.typical_steps
-        coming = [(version, now) for version, _ in self.held]
+        coming = [(version, now) for version in self.held]
         for post in self.posts:
             arrival = now + abs(typical - (now - post.start))
-            coming += [(post.version, arrival)] * len(post.places)
+            coming += [(post.version, arrival)] * post.num_rollouts
         in_making, num_left = packs_of(coming, per_pack)
         num_packs = self.pacer.decide(replace(state, in_making=in_making))
         if not num_packs:
             return 0
-        wanted = max(0, num_packs * per_pack - num_left - len(self.segments))
-        if not self.setting.bounded:
-            return wanted
-        left = self.shares.num_left(self.clock.current, self.setting.budget)
-        self.outcome.bounded += left < wanted
-        return min(wanted, left)
-
-    def begin(self, num_rollouts: int) -> list[Place]:
-        places = [(0, number) for number in range(self.num_begun, self.num_begun + num_rollouts)]
-        self.num_begun += num_rollouts
-        self.shares.begin(places, self.clock.current)
-        self.outcome.most_begun = max(self.outcome.most_begun, self.shares.num_held(self.clock.current))
-        return places
+        return max(0, num_packs * per_pack - num_left - len(self.segments))
 
     def pace(self, now: float, rounds: Rounds) -> None:
         """Ask the pacer and send POSTs until it says no, no place is free or the door is closed."""
@@ -221,8 +180,7 @@ class SimulatedRank:
             num_fast = sum(not post.is_slow for post in self.posts)
             is_slow = num_fast >= most - self.setting.slow_places
             duration = self.duration(num_rollouts) * (2 if is_slow else 1)
-            places = self.begin(num_rollouts)
-            post = Post(ticket, stack, self.served_version, places, now, now + duration, is_slow)
+            post = Post(ticket, stack, self.served_version, num_rollouts, now, now + duration, is_slow)
             self.posts.append(post)
             if duration == 0:
                 self.finish(post)
@@ -240,18 +198,18 @@ class SimulatedRank:
         self.posts.remove(post)
         post.ticket_stack.close()
         self.meter.observe(post.end - post.start)
-        self.held += [(post.version, place) for place in post.places]
+        self.held += [post.version] * post.num_rollouts
         self.offer_heard()
 
     def offer_heard(self) -> None:
         """Pack and offer what is not ahead of the clock."""
-        self.segments += [rollout for rollout in self.held if rollout[0] <= self.clock.current]
-        self.held = [rollout for rollout in self.held if rollout[0] > self.clock.current]
+        self.segments += [version for version in self.held if version <= self.clock.current]
+        self.held = [version for version in self.held if version > self.clock.current]
         per_pack = self.setting.rollouts_per_pack
         while len(self.segments) >= per_pack:
             packed, self.segments = self.segments[:per_pack], self.segments[per_pack:]
             self.outcome.made += 1
-            pack = SimulatedPack(min(packed)[0], tuple(place for _, place in packed))
+            pack = SimulatedPack(min(packed))
             self.queue.offer(pack, current_version=self.clock.current)
 
 
@@ -381,4 +339,3 @@ def _settle(rank: SimulatedRank, reservation: Reservation | None, runs_b: bool, 
     for pack in reservation.take():
         is_stale = not is_fresh(pack.version, current=rank.clock.current, window=rank.setting.window)
         rank.outcome.stale_trained += is_stale
-        rank.shares.end(pack.places)

@@ -238,36 +238,6 @@ def test_the_derived_target_runs_what_production_allows(
     assert outcome.ran >= least_share * outcome.wanted
 
 
-# --- run-ahead -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        Setting(),
-        Setting(durations=constant(6), target=8),
-        Setting(durations=((3, 7),), b_ratio=0.1, num_steps=1000),
-        Setting(durations=constant(2), num_steps=1000, outage=(200, 400)),
-        Setting(durations=constant(0, 0), b_ratio=1.0, target=8, staged=True, round_steps=(3, 3)),
-        Setting(durations=constant(6, 6), target=8, staged=True, round_steps=(1, 1)),
-        # A production of 20 steps, longer than the 12 in which a version would expire if nothing held rounds.
-        Setting(
-            durations=constant(20), packs_per_b_step=2, sync_every_steps=4, target=10, queue_limit=10,
-            packs_per_request=10, staged=True,
-        ),
-        replace(STREAMED, durations=((0.5, 1.5),), tail=(0.05, 10.0), sync_every_steps=4),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_the_derived_budget_makes_nothing_worse(setting: Setting) -> None:
-    outcome = run(setting)
-    assert outcome.most_begun <= setting.budget
-    unbounded = run(replace(setting, bounded=False))
-    assert (outcome.ran, outcome.expired, outcome.rounds) == (
-        unbounded.ran, unbounded.expired, unbounded.rounds
-    )  # fmt: skip
-
-
 def main() -> None:
     """Print the table of docs/design/scheduling.md."""
     rows = [

@@ -63,8 +63,6 @@ _FAILURES = tuple(PostFailure("http://s", end, 4, "") for end in (PostEnd.STOPPE
         ),  # one by our own stop
         ("targets_left_out", 1, lambda told: told.segment(_SEGMENT, 0.0)),
         ("rollouts_unconfirmed", 3, lambda told: told.count("rollouts_unconfirmed", 3)),
-        ("run_ahead_exhausted", 1, lambda told: told.run_ahead(num_wanted=4, num_begun=3)),
-        ("run_ahead_exhausted", 0, lambda told: told.run_ahead(num_wanted=4, num_begun=4)),
     ],
 )
 def test_losses_are_counted(name: str, number: int, tell: Callable[[PipelineRecorder], None]) -> None:
