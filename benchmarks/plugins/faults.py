@@ -20,16 +20,16 @@ from swift_stage2.training.stage2_trainer import register_trainer
 class NotingTrainer(Stage2Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        Pipeline._prepare = _note_and_prepare  # type: ignore[assignment,method-assign]
+        Pipeline._match = _note_and_match  # type: ignore[assignment,method-assign]
 
 
-_prepare = Pipeline._prepare
+_match = Pipeline._match
 
 
-def _note_and_prepare(pipeline: Pipeline, rollouts: Sequence[Rollout]) -> None:
+def _note_and_match(pipeline: Pipeline, rollouts: Sequence[Rollout]) -> None:
     for round_id, number in Counter(rollout.round_id for rollout in rollouts).items():
         pipeline.events.log.write(Taken(round_id=round_id, num_rollouts=number))
-    _prepare(pipeline, rollouts)
+    _match(pipeline, rollouts)
 
 
 register_trainer(NotingTrainer)

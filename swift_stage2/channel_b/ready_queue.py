@@ -39,13 +39,17 @@ class ReadyQueue:
         ``on_drop`` is called for every pack dropped, on the thread whose call dropped it and outside the lock.
         """
         self._limit = limit
-        self.version_window = version_window
-        """A step trains no pack that is more versions old than this."""
+        self._version_window = version_window
         self._on_drop = on_drop
         self._lock = threading.Lock()
         self._ready: deque[Pack] = deque()
         self._num_reserved = 0
         self._closed = False
+
+    @property
+    def version_window(self) -> int:
+        """A step trains no pack that is more versions old than this."""
+        return self._version_window
 
     def offer(self, pack: Pack, *, current_version: int) -> None:
         """Add ``pack`` as the youngest. Stale packs go first (this one too), then the oldest over the limit.
@@ -87,7 +91,7 @@ class ReadyQueue:
     def num_fresh(self, current_version: int) -> int:
         """Return how many ready packs a reservation at ``current_version`` would find."""
         return sum(
-            is_fresh(version, current=current_version, window=self.version_window)
+            is_fresh(version, current=current_version, window=self._version_window)
             for version in self.peek_versions()
         )
 
@@ -137,7 +141,7 @@ class ReadyQueue:
     def _purge_stale(self, current_version: int, drops: list[tuple[Pack, DropReason]]) -> None:
         ready, self._ready = self._ready, deque()
         for pack in ready:
-            if is_fresh(pack.version, current=current_version, window=self.version_window):
+            if is_fresh(pack.version, current=current_version, window=self._version_window):
                 self._ready.append(pack)
             else:
                 drops.append((pack, DropReason.STALE))
