@@ -215,10 +215,8 @@ def _pickled(message: Any) -> bytes:
         raise ConfigError(
             "what goes to the preprocessing process must be picklable",
             got=f"{type(error).__name__}: {error}",
-            remedy=(
-                "write stage2_ab.channel_b.preprocessing: thread, or define the classes of rows and template in a "
-                "module, not in __main__ or a function"
-            ),
+            remedy="write stage2_ab.channel_b.preprocessing: thread, or define the classes of rows and template in a "
+            "module, not in __main__ or a function",
         ) from error
 
 

@@ -40,12 +40,16 @@ class ReadyQueue:
         """
         self._limit = limit
         self._version_window = version_window
-        """A step trains no pack that is more versions old than this."""
         self._on_drop = on_drop
         self._lock = threading.Lock()
         self._ready: deque[Pack] = deque()
         self._num_reserved = 0
         self._closed = False
+
+    @property
+    def version_window(self) -> int:
+        """A step trains no pack that is more versions old than this."""
+        return self._version_window
 
     def offer(self, pack: Pack, *, current_version: int) -> None:
         """Add ``pack`` as the youngest. Stale packs go first (this one too), then the oldest over the limit.
@@ -100,10 +104,6 @@ class ReadyQueue:
         with self._lock:
             num_kept = sum(pack.version >= oldest for pack in self._ready) + self._num_reserved
             return num_kept < self._limit
-
-    @property
-    def version_window(self) -> int:
-        return self._version_window
 
     @property
     def depth(self) -> int:
