@@ -45,6 +45,7 @@ class RoundWeights:
     def __init__(self, file: BinaryIO, request: RoundRequest) -> None:
         """Takes the file over. Raises ProtocolError: it is no snapshot of that round, or of other tensors."""
         self._file = file
+        self._lock = threading.Lock()  # else a lent descriptor could be another file's, behind a close
         try:
             self._snapshot = ReadSnapshot.open(f"/proc/self/fd/{file.fileno()}")
             found = self._snapshot.identity
@@ -79,15 +80,16 @@ class RoundWeights:
         It is the very file that was looked at for as long as they may come, whatever becomes of learner and round.
         Raises RoundFailed when the round has ended.
         """
-        try:
+        with self._lock:
+            if self._file.closed:
+                raise RoundFailed(ENDED)
             file = os.fdopen(os.dup(self._file.fileno()), "rb", buffering=0)
-        except ValueError as error:  # closed
-            raise RoundFailed(ENDED) from error
         return f"/proc/{os.getpid()}/fd/{file.fileno()}", file
 
     def close(self) -> None:
         """Lends nothing any more; the mapping ends with the last view of it. May be called again."""
-        self._file.close()
+        with self._lock:
+            self._file.close()
 
 
 class WeightSource:
