@@ -265,8 +265,8 @@ class Pack:
 class ServerReport:
     """How one server fared in one round.
 
-    ``seconds`` by phase: begin, connect, push, turn (until other servers had installed), acknowledge, prove; apart from
-    these, during the push: pack (checksums, and a cast where the server has other dtypes).
+    ``seconds`` by phase: begin, pack (checksums), connect, push, turn (until other servers had installed), acknowledge,
+    prove.
     """
 
     proven: bool

@@ -25,7 +25,12 @@ TAKES_THE_SECOND_AFTER_S = 3.0
 
 
 def take_a_part(port: int) -> None:
+    really_fill = stream._fill
+
     def fill(connection: socket.socket, memory: memoryview, end: float) -> None:
+        if len(memory):  # the secret
+            really_fill(connection, memory, end)
+            return
         for wait_s in (TAKES_THE_SECOND_AFTER_S, 0.0):
             taken = 0
             while taken < PART_BYTES:

@@ -4,7 +4,7 @@ command_line  which engine, where; binds, loads, serves, ends              main(
 routes        paths, statuses; engine + rounds + who answers               create_app(), RolloutService
 ├── infer_wire           /infer/ body in, RolloutOutput records out
 ├── weight_rounds        which step is allowed now; the door of /infer/
-│   └── weight_receiver  buckets off the wire, against the manifest, checksums
+│   └── weight_source    a learner's memory file, or one that a stream or a disk fills
 └── engine               the base of every engine: thread, state, requests that each end exactly once
     ├── transformers_engine  one thread, shared batches
     │   └── swift_generator  ms-swift's TransformersEngine: own seed, limit and abort per row; both engines' seams

@@ -7,7 +7,7 @@ order; it loads by the names of checkpoints, and transformers may give a module 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from swift_stage2.errors import ProtocolError, ServerFault
@@ -113,14 +113,6 @@ _FUSINGS = (
 )
 # Hugging Face and vLLM nest the same modules in other orders of these.
 _WRAPPERS = ("model.", "language_model.")
-
-
-def differing_names(learner: Iterable[str], server_keys: Iterable[str]) -> list[str]:
-    """The learner's tensors that vLLM has no place for, then vLLM's that none fills; tied output layers left out."""
-    wanted = {vllm_name(name): name for name in learner}
-    held = {_unwrapped(key) for key in server_keys}
-    homeless = sorted(name for fused, name in wanted.items() if fused not in held)
-    return [name for name in (*homeless, *sorted(held - wanted.keys())) if "lm_head" not in name]
 
 
 def vllm_name(name: str) -> str:

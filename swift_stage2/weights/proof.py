@@ -121,7 +121,10 @@ def _ask_canary(
     num_wrong = sum(not canary.agrees(completion.token_ids) for completion in completions)
     if must_agree and num_wrong:
         of_all = f" in {num_wrong} of {num_copies} answers of its engines" if num_copies > 1 else ""
-        raise ServerFault(f"{session.base_url} answers the canary with other tokens than the learner{of_all}")
+        raise ServerFault(
+            f"{session.base_url} answers the canary with other tokens than the learner{of_all}; if it lasts, it serves "
+            "another model, or one that vLLM loads by other names: serve the learner's with swift-stage2 rollout"
+        )
 
 
 def _check_sums(

@@ -17,7 +17,7 @@ from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import ServerReport
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
-from swift_stage2.servers.stock import ask_state_keys, ask_sums_incarnation, differing_names
+from swift_stage2.servers.stock import ask_sums_incarnation
 from swift_stage2.telemetry.timing import EnterSpan, untraced
 from swift_stage2.weights.proof import InstallTurns, RoundOrder, give_up, prove_server
 from swift_stage2.weights.snapshot import SnapshotFile
@@ -105,7 +105,6 @@ class ServerPush(threading.Thread):
                 self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
                 sums_of = ask_sums_incarnation(session, order.deadline)
                 if self.server not in self.transports:
-                    self._compare_names(session)
                     shown = "can show every tensor's checksum" if sums_of else "shows no checksums"
                     logger.info("%s is a stock server and %s", session.base_url, shown)
         with self._phase("pack"):
@@ -177,34 +176,6 @@ class ServerPush(threading.Thread):
                     raise
             time.sleep(_BUSY_POLL_S)
             self._require_wanted()
-
-    def _compare_names(self, session: ServerSession) -> None:
-        """Once per connection. Decides nothing: the fusing known here is not that of every model."""
-        try:
-            keys = ask_state_keys(session, self.order.deadline)
-        except ServerFault as fault:
-            if fault.is_foreign:  # it does not tell; the canary still shows what it took
-                return
-            raise
-        if keys is None:
-            logger.warning(
-                "%s%s: no such route, as in an older ms-swift, so that its canary alone shows which model it holds; "
-                "serve with the learner's version of ms-swift",
-                session.base_url,
-                protocol.STATE_KEYS,
-            )
-            return
-        names = differing_names((spec.name for spec in self.order.manifest), keys)
-        if keys and names:
-            logger.warning(
-                "%s must hold the learner's parameters, got %d names of %d that differ, %s for one; if its canary "
-                "fails, vLLM cannot load this model by the names that transformers gives it, or it is another: serve "
-                "the learner's with swift-stage2 rollout",
-                session.base_url,
-                len(names),
-                len(keys),
-                names[0],
-            )
 
     def _reset_cache(self, session: ServerSession, path: str, *, must_succeed: bool = True) -> None:
         if not reset_cache(session, path, self.order.deadline) and must_succeed:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fake_rollout_server import FakeRolloutServer
 from stock_engines import StandInEngine, stock_server
 
 from swift_stage2.config import Proof
@@ -16,10 +13,7 @@ from swift_stage2.errors import ServerFault
 from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import require_workers
-from swift_stage2.weights.proof import InstallTurns, RoundOrder, prove_server
-from swift_stage2.weights.push import ServerPush
-from swift_stage2.weights.snapshot import SnapshotFile
-from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
+from swift_stage2.weights.proof import RoundOrder, prove_server
 
 AMPLE_S = 60.0
 OLD_WEIGHTS = (9, 9)
@@ -36,12 +30,12 @@ class Canary:
         return tuple(token_ids) == (5, 6)
 
 
-def order(*names: str) -> RoundOrder:
+def order() -> RoundOrder:
     return RoundOrder(
         round_id="round",
         run_id="run",
         version=1,
-        manifest=tuple(protocol.TensorSpec(name, (1,), "float32") for name in names),
+        manifest=(),
         canary=Canary(),
         proof=Proof.AUTO,
         deadline=Deadline(AMPLE_S),
@@ -85,56 +79,3 @@ def test_an_answer_from_arguments_is_no_sign_of_life(engines: list[StandInEngine
             return
         with pytest.raises(ServerFault, match="its engines or their workers have failed"):
             require_workers(session, Deadline(AMPLE_S))
-
-
-class Refusing(WeightTransport):
-    """A transport that ends the push where the names have been compared."""
-
-    def open(self, *_: object) -> str:
-        raise ServerFault("no group here")
-
-    def carry(self, *_: object) -> None: ...
-
-    def is_lost(self) -> bool:
-        return False
-
-    def close(self, deadline: Deadline) -> None: ...
-
-
-def pushed_to(server: FakeRolloutServer, *names: str) -> ServerPush:
-    wanted = order(*names)
-    snapshot = SnapshotFile(wanted.manifest, bucket_bytes=1)
-    push = ServerPush(
-        0,
-        ServerEndpoint(server.url, 1),
-        wanted,
-        snapshot,
-        {},
-        lambda info: Refusing(),
-        turns=InstallTurns(),
-        api_key=None,
-        given_up=threading.Event(),
-        distrusted=False,
-        ours=set(),
-    )
-    push.run()
-    return push
-
-
-@pytest.mark.parametrize(
-    ("held", "warning"),
-    [
-        (("language_model.model.a.qkv_proj.weight", "language_model.model.b.weight"), ""),
-        (("a.qkv_proj.weight", "b.weight", "c.weight"), "got 1 names of 3 that differ, c.weight for one"),
-        (("a.qkv_proj.weight", "d.weight"), "got 2 names of 2 that differ, model.b.weight for one"),
-    ],
-)
-def test_names_are_compared_before_weights_are_sent(
-    held: tuple[str, ...], warning: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    names = ("model.a.q_proj.weight", "model.a.k_proj.weight", "model.b.weight")
-    with stock_server(StandInEngine(keys=(held,))) as server, caplog.at_level(logging.WARNING):
-        push = pushed_to(server, *names)
-    assert push.report is not None
-    assert push.report.error == "no group here"
-    assert [warning in record.getMessage() for record in caplog.records] == ([True] if warning else [])

@@ -96,7 +96,6 @@ def test_a_stock_server_answers_an_ordered_call_before_anything_is_pushed(server
         vllm_serve.WEIGHT_INFO,
         protocol.RESET_PREFIX_CACHE,
         protocol.WEIGHT_SUMS,
-        protocol.STATE_KEYS,
     ]
 
 
