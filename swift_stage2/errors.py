@@ -109,10 +109,6 @@ class ReservationSpent(Stage2Error):
     """A reservation was already taken or released."""
 
 
-class TicketTimeout(Stage2Error):
-    """No ticket became available within the caller's time."""
-
-
 class FenceShutDown(Stage2Error):
     """The fence was shut down; no ticket will be issued again."""
 

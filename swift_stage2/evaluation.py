@@ -18,8 +18,8 @@ from typing import Any
 from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import Preprocessor, ScoredRollout
-from swift_stage2.channel_b.rollout_client import RolloutClient, Terms
-from swift_stage2.channel_b.rollout_client.trust import PERMUTED, permuting_servers
+from swift_stage2.channel_b.rollouts import RequestSettings, RolloutClient
+from swift_stage2.channel_b.rollouts.server_state import PERMUTED, permuting_servers
 from swift_stage2.channel_b.sample_source import read_sample, usable_rows
 from swift_stage2.channel_b.task import Rows, Task
 from swift_stage2.collectives import ControlGroup
@@ -56,7 +56,7 @@ _EPOCH = 2**31 - 1
 class _Progress:
     """One evaluation on this rank. Samples are numbers in this rank's share."""
 
-    terms: Terms
+    settings: RequestSettings
     waiting: deque[int]
     counts: EvaluationCounts
     lines: list[str] = field(default_factory=list)
@@ -114,11 +114,11 @@ class RankEvaluation:
         """From now on ``ask`` has something to ask, under ``version`` only."""
         waiting = deque(range(len(self._keys)))
         counts = replace(self._nothing, num_wanted=len(waiting))
-        terms = Terms(
+        settings = RequestSettings(
             replace(self.decoding, temperature=0.0), self.events, self._columns, only_version=version
         )
         with self._lock:
-            self._progress = _Progress(terms, waiting, counts)
+            self._progress = _Progress(settings, waiting, counts)
 
     def ask_no_more(self) -> None:
         """Samples that are asked at the moment still count; no other is asked before the next ``begin``."""
@@ -148,14 +148,14 @@ class RankEvaluation:
         if failed:
             self._take(progress, list(failed), {}, failed, was_asked=False)
         if samples:
-            self.client.submit(samples, requests, progress.terms)
+            self.client.submit(samples, requests, progress.settings)
         return len(samples)
 
     def take(self, outcome: BatchOutcome) -> None:
         """Takes the outcome of some that were asked."""
         with self._lock:
             progress = self._progress
-        if progress is None or outcome.terms is not progress.terms:
+        if progress is None or outcome.settings is not progress.settings:
             return  # of one that has ended
         failed = {sample.key.position: reason for sample, reason in outcome.quarantined}
         numbers = [rollout.sample.key.position for rollout in outcome.rollouts]
@@ -164,7 +164,7 @@ class RankEvaluation:
         asked_for = [
             rollout
             for rollout in outcome.rollouts
-            if {span.version for span in rollout.spans} == {progress.terms.only_version}
+            if {span.version for span in rollout.spans} == {progress.settings.only_version}
         ]
         self._score(asked_for, found, failed)
         self._take(
@@ -198,7 +198,7 @@ class RankEvaluation:
         verdicts = self.preprocessor.score(rollouts)
         permuting = permuting_servers(rollouts, verdicts)
         for server in sorted(permuting):
-            self.client.distrust(server, PERMUTED)
+            self.client.mark_suspect(server, PERMUTED)
         for rollout, scored in zip(rollouts, verdicts, strict=True):
             if rollout.server in permuting:
                 continue  # as if it had not answered

@@ -159,7 +159,7 @@ class BatchOutcome:
     failures: tuple[PostFailure, ...] = ()
     num_posts: int = 0
     seconds: float = 0.0  # at their place, waits for tickets included
-    terms: object = None  # as they were given to ``RolloutClient.submit``
+    settings: object = None  # as they were given to ``RolloutClient.submit``
 
     @property
     def samples(self) -> tuple[Sample, ...]:

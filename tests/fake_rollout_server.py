@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
-from swift_stage2.channel_b.rollout_client import RolloutClient
+from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.servers import protocol
 
 LONGEST_WAIT_S = 60.0

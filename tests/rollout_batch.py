@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swift_stage2.channel_b.rollout_client import RolloutClient, Terms
+from swift_stage2.channel_b.rollouts import RequestSettings, RolloutClient
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Sample
@@ -31,7 +31,7 @@ def generate(
     client: RolloutClient,
     samples: Sequence[Sample],
     requests: Sequence[Mapping[str, Any]],
-    terms: Terms | None = None,
+    terms: RequestSettings | None = None,
 ) -> BatchOutcome:
     """One outcome of all shares, in the order of ``samples``. Nothing else may be out."""
     client.submit(samples, requests, terms)

@@ -82,9 +82,9 @@ def parts() -> Any:
         client=SimpleNamespace(
             num_unsettled=0,
             suspects={},
-            forgive=ignore,
+            clear_suspicion=ignore,
             set_proven=ignore,
-            withdraw=ignore,
+            stop_requests=ignore,
             expect_round=ignore,
         ),
     )
@@ -112,13 +112,13 @@ def test_a_pending_round_that_is_left_with_servers_of_ours_holds_no_rollout_any_
     rounds = LearnerRounds(parts, SingleRank(), events)
     rounds.begin_if_due(0)
     assert parts.fence.is_open
-    with parts.fence.ticket(timeout_s=5):  # somebody is busy
-        rounds.begin_if_due(4)
-        assert (parts.rounds.pending, parts.fence.is_open) == (True, False)
-        rounds.take_in_suspects(4, [False, True], [False, False])
-        rounds.begin_if_due(5)
-        assert parts.sync.begun == [((OURS, STOCK), False), ((OURS,), True)]
-        assert parts.fence.is_open, "the servers of a staged round are asked on"
+    parts.fence.enter()  # somebody is busy
+    rounds.begin_if_due(4)
+    assert (parts.rounds.pending, parts.fence.is_open) == (True, False)
+    rounds.take_in_suspects(4, [False, True], [False, False])
+    rounds.begin_if_due(5)
+    assert parts.sync.begun == [((OURS, STOCK), False), ((OURS,), True)]
+    assert parts.fence.is_open, "the servers of a staged round are asked on"
     rounds.take_in(6, rounds.hear())
     assert (parts.fence.version, parts.clock.current) == (2, 2)
 

@@ -86,9 +86,9 @@ class StandInClient:
 
     def expect_round(self, round_id: str, version: int) -> None: ...
 
-    def forgive(self, servers: Any) -> None: ...
+    def clear_suspicion(self, servers: Any) -> None: ...
 
-    def withdraw(self, servers: Any) -> None:
+    def stop_requests(self, servers: Any) -> None:
         self.proven = [url for url in self.proven if url not in servers]
 
     def request_stop(self) -> None: ...
@@ -542,11 +542,19 @@ def start_fails_on_one_rank() -> dict[str, Any]:
     return {"results": results, "error": None}
 
 
+@contextmanager
+def held(fence: InferFence) -> Iterator[None]:
+    """A ticket of the fence, for as long as the context lasts."""
+    fence.enter()
+    yield
+    fence.leave()
+
+
 def busy_rank_delays_only_the_round() -> dict[str, Any]:
     learner, b, events, _ = build(packs=0, sync_every=2)
     learner.begin_step(0, 1)
     learner.begin_step(1, 1)
-    holder = b.fence.ticket(timeout_s=5) if RANK == 1 else nullcontext()
+    holder = held(b.fence) if RANK == 1 else nullcontext()
     with holder:
         for step in range(2, 6):
             learner.begin_step(step, 1)
@@ -604,7 +612,7 @@ def staged_round_beside_a_rollout() -> dict[str, Any]:
         learner.begin_step(1, 1)
         let_go.clear()
         b.sync.ends_at_once = False
-        with b.fence.ticket(timeout_s=5) if RANK == 1 else nullcontext():
+        with held(b.fence) if RANK == 1 else nullcontext():
             for step in range(2, 6):
                 if step == 4 and RANK == 0:
                     let_go.set()

@@ -2,7 +2,7 @@
 
     learner ──StepView──────────────────────────────┐
                                                     ▼
-    sample_source ─► encoding ─► rollout_client ─► task ──────────► encoding ─► packing ─► ready_queue ─► learner
+    sample_source ─► encoding ─► rollouts ───────► task ──────────► encoding ─► packing ─► ready_queue ─► learner
       draw           request     POST /infer/      parsing            segment    select     reserve
         ▲                        (fence ticket)    matching           collate    pack       take │ release
         │                                          targets                                       │

@@ -358,7 +358,7 @@ class PartialRollouts:
         ends = time.monotonic() + _END_S
         while self.attempts and (left_s := ends - time.monotonic()) > 0:
             outcome = next_finished(left_s)
-            if outcome is not None and outcome.terms is None:
+            if outcome is not None and outcome.settings is None:
                 self._end_stopped([sample.key for sample in outcome.samples])
 
     def _end_stopped(self, keys: Sequence[SampleKey]) -> None:

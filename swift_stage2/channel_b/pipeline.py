@@ -24,8 +24,8 @@ from swift_stage2.channel_b.packing import decide_pack
 from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, Refusal, ScoredRollout
 from swift_stage2.channel_b.production_controller import ProductionController
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
-from swift_stage2.channel_b.rollout_client import RolloutClient
-from swift_stage2.channel_b.rollout_client.trust import servers_at_fault
+from swift_stage2.channel_b.rollouts import RolloutClient
+from swift_stage2.channel_b.rollouts.server_state import servers_at_fault
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import PackingConfig
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
@@ -183,7 +183,7 @@ class Pipeline:
         was_fruitful: list[bool] = []
         while (outcome := self.client.next_finished(timeout_s)) is not None:
             timeout_s = 0.0
-            if outcome.terms is not None:
+            if outcome.settings is not None:
                 evaluated.append(outcome)
             else:
                 outcome = self._handle_result(outcome)
@@ -302,7 +302,7 @@ class Pipeline:
         self._misread -= {rollout.sample.key.index for rollout in rollouts}
         self._misread |= {rollout.sample.key.index for rollout in rollouts if rollout.server in at_fault}
         for server, reason in sorted(at_fault.items()):
-            self.client.distrust(server, reason)
+            self.client.mark_suspect(server, reason)
         for rollout, found in pairs:
             if rollout.server in at_fault:  # so that the sample returns as if it had not answered
                 if isinstance(found, EncodedRollout):

@@ -25,8 +25,8 @@ from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.matching import iou_matrix
 from swift_stage2.channel_b.parsing import read_ground_truth
-from swift_stage2.channel_b.rollout_client.connection import ServerConnection
-from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.channel_b.rollouts.chat_route import RouteNow
+from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.checks.checks import CheckResult, failed, left_out, ok
 from swift_stage2.checks.examination import Examination
 from swift_stage2.checks.rollouts import OTHER_PROMPT, infer, size_difference
@@ -238,17 +238,17 @@ def _unanswered(sample: Sample, encoder: Encoder) -> AnsweredImage:
 def examine_answers(
     exam: Examination,
     config: Stage2Config,
-    connection: ServerConnection,
+    route: RouteNow,
     questions: Callable[[], Questions],
     needs: Sequence[CheckResult[Any]],
 ) -> None:
     """The rows of one server."""
-    answered = exam.check("answered rows", lambda: ask_rows(connection, questions, config), needs=needs)
+    answered = exam.check("answered rows", lambda: ask_rows(route, questions, config), needs=needs)
     exam.check("coordinates", lambda: check_coordinates(answered.result), needs=[answered])
 
 
 def ask_rows(
-    connection: ServerConnection, questions: Callable[[], Questions], config: Stage2Config
+    route: RouteNow, questions: Callable[[], Questions], config: Stage2Config
 ) -> CheckResult[list[AnsweredImage]]:
     """Greedy answers, in POSTs of the run's size."""
     if config.stage2_ab.task != "detection":
@@ -258,7 +258,7 @@ def ask_rows(
     asked, images = questions(), list[AnsweredImage]()
     for start in range(0, len(asked.samples), size):
         samples = asked.samples[start : start + size]
-        result = infer(connection, asked.encoder, samples, decoding, config.rollout.request_timeout_s)
+        result = infer(route, asked.encoder, samples, decoding, config.rollout.request_timeout_s)
         if result.end is not PostEnd.ANSWERED:
             return failed(
                 f"{len(samples)} row(s) at once: {result.reason or result.end}",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from swift_stage2.channel_b.rollout_client.connection import ServerConnection
+from swift_stage2.channel_b.rollouts.chat_route import RouteNow
 from swift_stage2.checks import feeding
 from swift_stage2.checks.checks import CheckResult, Verdict, failed, left_out, ok, warning
 from swift_stage2.checks.coordinates import Questions, examine_answers, prepare_questions
@@ -29,7 +28,7 @@ from swift_stage2.checks.rollouts import (
     check_call,
     check_matching,
     check_prompts,
-    connection_by_route,
+    route_of,
 )
 from swift_stage2.checks.samples import CheckedRows
 from swift_stage2.checks.servers import explain, identify
@@ -78,32 +77,29 @@ class LiveServers:
             fix="mend section swift, or free memory for the model",
         )
         sync = self.exam.check("canary", lambda: self._make_sync(module.result), needs=[module, self.samples])
-        for index, session, connection in self._servers():
-            self._examine_server(index, session, connection, sync)
+        for index, session, route in self._servers():
+            self._examine_server(index, session, route, sync)
         if sync.passed:
             sync.result.close()  # its process, where no round was run
 
     def examine_coordinates(self) -> None:
         """Who answers, with which model, and in which numbers; without a round and without the learner's weights."""
-        for index, session, connection in self._servers():
-            self._examine_answers(connection, self._check_identity(index, session))
+        for index, session, route in self._servers():
+            self._examine_answers(route, self._check_identity(index, session))
 
     @cached_property
     def _questions(self) -> Questions:
         return prepare_questions(self.prepared.result, self.config)
 
-    def _examine_answers(self, connection: ServerConnection, *needs: CheckResult[Any]) -> None:
-        examine_answers(self.exam, self.config, connection, lambda: self._questions, [*needs, self.prepared])
+    def _examine_answers(self, route: RouteNow, *needs: CheckResult[Any]) -> None:
+        examine_answers(self.exam, self.config, route, lambda: self._questions, [*needs, self.prepared])
 
-    def _servers(self) -> Iterator[tuple[int, ServerSession, ServerConnection]]:
+    def _servers(self) -> Iterator[tuple[int, ServerSession, RouteNow]]:
         key = self.config.rollout.api_key()
         for index, server in enumerate(self.config.rollout.servers):
             self.exam.begin_section(f"Server {index}: {server.base_url}")
-            with (
-                ServerSession(server.base_url, key) as session,
-                closing(connection_by_route(session, key)) as connection,
-            ):
-                yield index, session, connection
+            with ServerSession(server.base_url, key) as session:
+                yield index, session, route_of(session, key)
 
     def _check_identity(self, index: int, session: ServerSession) -> CheckResult[ServerInfo]:
         return self.exam.check(
@@ -114,7 +110,7 @@ class LiveServers:
         self,
         index: int,
         session: ServerSession,
-        connection: ServerConnection,
+        route: RouteNow,
         sync: CheckResult[WeightSync],
     ) -> None:
         check, samples, config = self.exam.check, self.samples, self.config
@@ -126,7 +122,7 @@ class LiveServers:
         prompt = check(
             "prompts",
             lambda: check_prompts(
-                connection, samples.result.encoder, samples.result.samples[:_NUM_PROMPTS], timeout_s
+                route, samples.result.encoder, samples.result.samples[:_NUM_PROMPTS], timeout_s
             ),
             needs=[info, samples, *filter(None, [dry])],
         )
@@ -134,7 +130,7 @@ class LiveServers:
             dry = self._check_round(index, session, info, sync, prompt)
         calls = check(
             "timed rollouts",
-            lambda: check_call(connection, samples.result.encoder, samples.result.samples, config, key),
+            lambda: check_call(route, samples.result.encoder, samples.result.samples, config, key),
             needs=[prompt, *([dry] if self.with_round else ()), samples],
         )
         check(
@@ -148,7 +144,7 @@ class LiveServers:
         self.infos.append(info)
         # Also where prompts differ, for then this tells why; a round that failed has left no weights to ask.
         spoilt = [dry] if dry.verdict is Verdict.FAILED else []
-        self._examine_answers(connection, info, *spoilt)
+        self._examine_answers(route, info, *spoilt)
 
     def _check_round(
         self,

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
 from swift_stage2.channel_b.preprocessing import make_segment
-from swift_stage2.channel_b.rollout_client.chat_connection import connect
-from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerConnection
-from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.channel_b.rollouts.chat_route import RouteNow
+from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult
 from swift_stage2.channel_b.task import Task, needed_columns
 from swift_stage2.checks.checks import CheckResult, failed, ok, warning
 from swift_stage2.columns import Column, given_by
@@ -35,12 +34,12 @@ OTHER_PROMPT = (
 )
 
 
-def connection_by_route(session: ServerSession, key: str | None) -> ServerConnection:
+def route_of(session: ServerSession, key: str | None) -> RouteNow:
     """By the route that the server answers, as far as it answers; whether it does is a row of its own."""
     chat_model = None
     with suppress(ServerFault):
         chat_model = session.info(Deadline(_CONNECT_TIMEOUT_S)).chat_model
-    return connect(session.base_url, chat_model, api_key=key, connect_timeout_s=_CONNECT_TIMEOUT_S)
+    return RouteNow(session.base_url, chat_model, api_key=key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +55,14 @@ class TimedCall:
 
 
 def check_call(
-    connection: ServerConnection, encoder: Encoder, samples: Sequence[Sample], config: Stage2Config, key: str
+    route: RouteNow, encoder: Encoder, samples: Sequence[Sample], config: Stage2Config, key: str
 ) -> CheckResult[TimedCall]:
     """Times a call of ``max_inflight_per_server`` rollouts."""
     rollout, size = config.rollout, config.rollout.max_inflight_per_server
     chosen = [samples[number % len(samples)] for number in range(size)]
     started = time.perf_counter()
     result = infer(
-        connection, encoder, chosen, rollout.decoding, rollout.request_timeout_s, needed_columns(config)
+        route, encoder, chosen, rollout.decoding, rollout.request_timeout_s, needed_columns(config)
     )
     seconds = time.perf_counter() - started
     if result.end is PostEnd.TIMED_OUT:
@@ -131,7 +130,7 @@ def check_matching(
 
 
 def infer(
-    connection: ServerConnection,
+    route: RouteNow,
     encoder: Encoder,
     samples: Sequence[Sample],
     decoding: DecodingConfig,
@@ -140,7 +139,7 @@ def infer(
 ) -> PostResult:
     """One ``/infer/`` call with the run's own requests."""
     config = protocol.request_config(**asdict(decoding), seed=_SEED, columns=columns)
-    return connection.infer([encoder.request(sample) for sample in samples], config, timeout_s=timeout_s)
+    return route.generate([encoder.request(sample) for sample in samples], config, timeout_s=timeout_s)
 
 
 def _rollout(sample: Sample, completion: protocol.Completion) -> Rollout:
@@ -173,13 +172,13 @@ def _describe(qualities: Sequence[MatchQuality], num_rollouts: int, likeness: st
 
 
 def check_prompts(
-    connection: ServerConnection, encoder: Encoder, samples: Sequence[Sample], timeout_s: float
+    route: RouteNow, encoder: Encoder, samples: Sequence[Sample], timeout_s: float
 ) -> CheckResult[None]:
     """Asks for one token each, greedily, and compares what the server says it read."""
     text = {"messages": [{"role": "user", "content": _TEXT_PROMPT}], "objects": {"ref": [], "bbox": []}}
     asked = [*samples, Sample(SampleKey(0, 0, 0), text)]
     prompts = [encoder.encode_prompt(sample) for sample in asked]
-    result = infer(connection, encoder, asked, _ONE_TOKEN, timeout_s)
+    result = infer(route, encoder, asked, _ONE_TOKEN, timeout_s)
     if result.end is not PostEnd.ANSWERED:
         return failed(
             f"{len(samples)} sample(s) of the data set: {result.reason}",

@@ -7,13 +7,13 @@ template cannot take is told and counted; a server that is lost ends the command
 
 from __future__ import annotations
 
+import asyncio
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,9 +21,9 @@ from typing import Any
 from swift_stage2.channel_b.dialects import Dialect
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
 from swift_stage2.channel_b.parsing import parse_rollout
-from swift_stage2.channel_b.rollout_client.chat_connection import connect
-from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerConnection
-from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.channel_b.rollouts.chat_route import route_to
+from swift_stage2.channel_b.rollouts.infer_route import InferRoute
+from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult
 from swift_stage2.config import DecodingConfig, RolloutConfig
 from swift_stage2.dataset.picture import UNREADABLE, look_at
 from swift_stage2.detections.prediction import FAILED, LabelledBoxes, Prediction, TrueRow, in_pixels
@@ -90,9 +90,8 @@ def ask_server(
         UserError: it reads other prompts than the model's template writes.
     """
     info, key = require_answer(base_url), RolloutConfig().api_key()
-    connection = connect(base_url, info.chat_model, api_key=key, connect_timeout_s=CONNECT_TIMEOUT_S)
-    with closing(connection):
-        return _Asking(connection, encoder, questions, on_progress).run(rows)
+    route = partial(route_to, base_url, info.chat_model, api_key=key, connect_timeout_s=CONNECT_TIMEOUT_S)
+    return _Asking(route, encoder, questions, on_progress).run(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +104,9 @@ class _AskedRow:
 
 @dataclass(slots=True)
 class _Asking:
-    """One run over all rows. Its thread encodes and reads answers; those of the pool only wait for the server."""
+    """One run over all rows; it encodes and reads answers while calls are out."""
 
-    connection: ServerConnection
+    make_route: Callable[[], InferRoute]
     encoder: Encoder
     questions: AskingSettings
     on_progress: Callable[[int], None]
@@ -117,29 +116,33 @@ class _Asking:
     """Calls, one after the other, that their deadline ended."""
 
     def run(self, rows: Sequence[TrueRow]) -> list[Prediction]:
-        waiting = deque(rows)
-        out: dict[Future[PostResult], _AskedRow] = {}
-        with ThreadPoolExecutor(self.questions.num_in_flight, "evaluate") as pool:
-            try:
-                while waiting or out:
-                    while waiting and len(out) < self.questions.num_in_flight:
-                        if (question := self._prepare(waiting.popleft())) is not None:
-                            out[pool.submit(self._post, question)] = question
-                    done, _ = wait(out, 2 * self.questions.timeout_s, FIRST_COMPLETED)
-                    if out and not done:
-                        raise ServerUnavailable(
-                            "a call must end by its deadline", got="none", remedy="start the server anew"
-                        )
-                    for call in done:
-                        self._take(out.pop(call), call.result(0))
-                    self.on_progress(len(self.answered))
-            finally:
-                self.connection.end()  # so that the pool waits for nothing
+        asyncio.run(self._ask_all(rows))
         if len(self.failures) == len(rows):
             raise ServerUnavailable(f"no row was answered, the first because: {self.failures[0]}")
         for told in self.failures[:_MOST_TOLD]:
             say(told, is_error=True)
         return [self.answered[row.number] for row in rows]
+
+    async def _ask_all(self, rows: Sequence[TrueRow]) -> None:
+        route, waiting = self.make_route(), deque(rows)
+        out: dict[asyncio.Task[PostResult], _AskedRow] = {}
+        try:
+            while waiting or out:
+                while waiting and len(out) < self.questions.num_in_flight:
+                    if (question := self._prepare(waiting.popleft())) is not None:
+                        out[asyncio.create_task(self._post(route, question))] = question
+                        await asyncio.sleep(0)  # the call leaves before the next row is encoded
+                if out:
+                    done, _ = await asyncio.wait(
+                        out, return_when=asyncio.FIRST_COMPLETED
+                    )  # deadline: a call's own
+                    for call in done:
+                        self._take(out.pop(call), call.result())  # deadline: it has ended
+                self.on_progress(len(self.answered))
+        finally:
+            for call in out:
+                call.cancel()
+            await route.close()
 
     def _prepare(self, row: TrueRow) -> _AskedRow | None:
         size = (1, 1)
@@ -153,16 +156,16 @@ class _Asking:
             self._fail(row, size, str(error))
             return None
 
-    def _post(self, question: _AskedRow) -> PostResult:
-        """On a thread of the pool. A server without room is asked again until the call's time is over."""
+    async def _post(self, route: InferRoute, question: _AskedRow) -> PostResult:
+        """A server without room is asked again until the call's time is over."""
         decoding = DecodingConfig(temperature=0.0, max_new_tokens=self.questions.max_new_tokens)
         config = protocol.request_config(**asdict(decoding), seed=_SEED)
         deadline = Deadline(self.questions.timeout_s)
         while True:
-            result = self.connection.infer([question.request], config, timeout_s=deadline.remaining_s())
+            result = await route.generate([question.request], config, timeout_s=deadline.remaining_s())
             if result.end is not PostEnd.BUSY or deadline.expired:
                 return result
-            time.sleep(_BUSY_PAUSE_S)
+            await asyncio.sleep(_BUSY_PAUSE_S)
 
     def _take(self, question: _AskedRow, result: PostResult) -> None:
         if result.end is PostEnd.ANSWERED:

@@ -12,7 +12,7 @@ from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
 from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import ReadyQueue
-from swift_stage2.channel_b.rollout_client import RolloutClient
+from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import needed_columns
 from swift_stage2.collectives import ControlGroup
@@ -109,10 +109,9 @@ def make_channel_b(
         world_size=control.world_size,
         api_key=api_key,
         run_id=run_id,
-        canary={"messages": [{"role": "user", "content": "ping"}]},
         max_inflight_per_server=rollout.max_inflight_per_server,
         is_lost=lambda url, version: control.notes.has(_note_of_loss(url, version), otherwise=True),
-        events=attempts,
+        observer=attempts,
         watch_post=telemetry.pipeline.post,
         chat_models=servers.chat_models,
         columns=needed_columns(config),

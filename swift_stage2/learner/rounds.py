@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from swift_stage2.channel_b.rollout_client import ServedWeights
+from swift_stage2.channel_b.rollouts import ServedWeights
 from swift_stage2.collectives import ControlGroup
 from swift_stage2.learner.parts import ChannelB
 from swift_stage2.records import RoundOutcome
@@ -83,7 +83,9 @@ class LearnerRounds:
             self._expect_next()
             return
         if self._is_staged:
-            b.client.forgive([b.base_urls[index] for index in targets if index not in b.rounds.proven])
+            b.client.clear_suspicion(
+                [b.base_urls[index] for index in targets if index not in b.rounds.proven]
+            )
             if b.rounds.proven:  # it was pending for a stock server that is suspect by now
                 b.fence.reopen(b.clock.current)
         b.probe.pause()
@@ -136,7 +138,7 @@ class LearnerRounds:
         lost = [b.base_urls[index] for index in lost_servers]
         b.sync.distrust(lost_servers)
         # Only withdrawn, never re-proven here: this rank may meanwhile suspect another server.
-        b.client.withdraw(lost)
+        b.client.stop_requests(lost)
         b.probe.watch([b.base_urls[index] for index in b.rounds.suspects])
         if not b.rounds.proven:
             b.fence.close()
@@ -163,7 +165,7 @@ class LearnerRounds:
             b.sync.hurry()
         if targets := b.rounds.begin_catch_up(step):
             self._is_staged = True
-            b.client.forgive([b.base_urls[index] for index in targets])
+            b.client.clear_suspicion([b.base_urls[index] for index in targets])
             b.sync.catch_up(targets, round_id=b.rounds.kept_round_id(b.run_id))
 
     def _may_be_staged(self, step: int) -> bool:
@@ -174,7 +176,7 @@ class LearnerRounds:
         """Closes the fence and asks all ranks whether anybody is busy; True when nothing is in flight anywhere."""
         b = self._b
         b.fence.close()
-        # In this order: a lane that gives up an abandoned POST makes its server suspect in the same moment.
+        # In this order: who gives up an abandoned POST makes its server suspect in the same moment.
         busy = b.fence.in_flight > 0 or b.client.num_unsettled > 0
         suspects = b.client.suspects
         vector = [int(busy), *(int(url in suspects) for url in b.base_urls)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class ServerState(StrEnum):
+class AgreedState(StrEnum):
     """Whether rollouts may be asked from a server."""
 
     UNPROVEN = "unproven"  # never yet part of a proven round of this run
@@ -57,9 +57,9 @@ class RoundSchedule:
         self._sync_every_steps = sync_every_steps
         self._first_backoff_steps = backoff_steps
         self._max_backoff_steps = max_backoff_steps
-        self._states = [ServerState.UNPROVEN] * num_servers
+        self._states = [AgreedState.UNPROVEN] * num_servers
         for server in absent:
-            self._states[server] = ServerState.SUSPECT
+            self._states[server] = AgreedState.SUSPECT
         self._backoff_steps = [backoff_steps] * num_servers
         self._retry_step = [0] * num_servers
         self._answers_again = [False] * num_servers
@@ -77,12 +77,12 @@ class RoundSchedule:
     @property
     def proven(self) -> tuple[int, ...]:
         """Servers that rollouts may be asked from."""
-        return self._in_state(ServerState.PROVEN)
+        return self._in_state(AgreedState.PROVEN)
 
     @property
     def suspects(self) -> tuple[int, ...]:
         """Servers that failed, or were absent at the start, and wait for a round or a catch-up to prove them."""
-        return self._in_state(ServerState.SUSPECT)
+        return self._in_state(AgreedState.SUSPECT)
 
     @property
     def in_transfer(self) -> bool:
@@ -97,7 +97,7 @@ class RoundSchedule:
         """Whether no round has finished yet: training waits for the first one."""
         return not self._has_finished_one
 
-    def states(self) -> tuple[ServerState, ...]:
+    def states(self) -> tuple[AgreedState, ...]:
         """The state of every server, in the order of the configuration."""
         return tuple(self._states)
 
@@ -108,9 +108,9 @@ class RoundSchedule:
     def observe(self, step: int, *, suspect: Iterable[bool], answers_again: Iterable[bool]) -> None:
         """Takes in what all ranks agreed on at ``step``; a round it triggers is due at the next step."""
         for server, (is_suspect, answers) in enumerate(zip(suspect, answers_again, strict=True)):
-            if is_suspect and self._states[server] is ServerState.PROVEN:
+            if is_suspect and self._states[server] is AgreedState.PROVEN:
                 self._suspect(server, step)
-            if answers and self._states[server] is ServerState.SUSPECT:
+            if answers and self._states[server] is AgreedState.SUSPECT:
                 self._answers_again[server] = True
 
     def is_due(self, step: int) -> bool:
@@ -136,7 +136,7 @@ class RoundSchedule:
         return tuple(
             server
             for server, state in enumerate(self._states)
-            if state is not ServerState.SUSPECT or self._may_retry(server, step)
+            if state is not AgreedState.SUSPECT or self._may_retry(server, step)
         )
 
     def round_id(self, run_id: str) -> str:
@@ -175,7 +175,7 @@ class RoundSchedule:
             proven = [server for server in proven if server not in transfer.doubted]
         proven = tuple(proven)
         for server in proven:
-            self._states[server] = ServerState.PROVEN
+            self._states[server] = AgreedState.PROVEN
             self._backoff_steps[server] = self._first_backoff_steps
             self._answers_again[server] = False
         for server in failed:
@@ -195,7 +195,7 @@ class RoundSchedule:
         returning = [server for server in self.suspects if self._may_retry(server, step)]
         if any(not self._may_catch_up(server, step) for server in returning):
             return True
-        if ServerState.UNPROVEN in self._states:
+        if AgreedState.UNPROVEN in self._states:
             return True
         if self.last_commit_step is None or not (self.proven or returning):
             return False
@@ -209,12 +209,12 @@ class RoundSchedule:
         return self._answers_again[server] and step >= self._retry_step[server]
 
     def _suspect(self, server: int, step: int) -> None:
-        self._states[server] = ServerState.SUSPECT
+        self._states[server] = AgreedState.SUSPECT
         if self._transfer is not None:
             self._transfer.doubted.add(server)
         self._answers_again[server] = False
         self._retry_step[server] = step + self._backoff_steps[server]
         self._backoff_steps[server] = min(2 * self._backoff_steps[server], self._max_backoff_steps)
 
-    def _in_state(self, wanted: ServerState) -> tuple[int, ...]:
+    def _in_state(self, wanted: AgreedState) -> tuple[int, ...]:
         return tuple(server for server, state in enumerate(self._states) if state is wanted)

@@ -31,10 +31,10 @@ _QUOTED_CHARACTERS = 500
 _QUOTED_OF_STRANGERS = 120  # of what is no JSON: the page of another program
 _CONNECT_TIMEOUT_S = 10.0
 # httpx raises these, and the resolver the last for a host name that is none.
-_FOREIGN = (httpx.HTTPError, httpx.InvalidURL, UnicodeError)
+FOREIGN_ERRORS = (httpx.HTTPError, httpx.InvalidURL, UnicodeError)
 _STATUSES = range(200, 600)
 _OK = 200
-_NOT_WAITED_FOR = "the answer is not waited for any more"
+NOT_WAITED_FOR = "the answer is not waited for any more"
 _JSON = "application/json"
 # zlib's number for the window of each format; gzip is 16 more than zlib's own.
 _WINDOWS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
@@ -105,8 +105,8 @@ class CuttableCall:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
 
-class ServerCaller:
-    """The way to one server. ``call`` and ``ask`` may run on several threads at once."""
+class ServerAddress:
+    """One server's address with its key: what every call to it has in common."""
 
     def __init__(
         self, base_url: str, *, api_key: str | None, connect_timeout_s: float = _CONNECT_TIMEOUT_S
@@ -118,9 +118,6 @@ class ServerCaller:
         self.base_url = base_url.rstrip("/")
         self._api_key = api_key
         self._connect_timeout_s = connect_timeout_s
-        self._lock = threading.Lock()
-        self._ended = False
-        self._calls: set[CuttableCall] = set()  # in progress
         self._headers = {
             "Content-Type": _JSON,
             "Accept-Encoding": "identity",
@@ -128,12 +125,93 @@ class ServerCaller:
         }
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        # A transport and not a client: that one keeps cookies. Loading certificates that plain HTTP never uses
-        # takes 40 ms, and every round has callers of its own.
+
+    @property
+    def is_https(self) -> bool:
+        """Loading certificates that plain HTTP never uses takes 40 ms."""
+        return urlsplit(self.base_url).scheme == "https"
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        content: bytes,
+        timeout_s: float,
+        *,
+        headers: Mapping[str, str],
+        extensions: Mapping[str, Any],
+    ) -> httpx.Request:
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
+        return httpx.Request(
+            method,
+            f"{self.base_url}{path}",
+            headers={**self._headers, **headers},
+            content=content,
+            extensions={"timeout": timeout.as_dict(), **extensions},
+        )
+
+    def record_of(self, path: str, answer: Answer) -> Any:
+        """The JSON of a good answer. Raises ServerFault: it is no good one; with its status and record."""
+        try:
+            record = answer.record()
+        except ProtocolError as error:
+            if answer.is_good:
+                text = f"the reply is not JSON: {answer.quote(_QUOTED_OF_STRANGERS)!r} ({error})"
+                raise self.fault(path, text, FaultKind.UNUSABLE) from error
+            record = None
+        if answer.is_good:
+            return record
+        refuses_key = answer.status in _REFUSED_KEYS
+        quoted = answer.quote(_QUOTED_OF_STRANGERS if record is None else _QUOTED_CHARACTERS)
+        text = f"status {answer.status}: {quoted}{_KEY_HINT if refuses_key else ''}"
+        raise self.fault(
+            path, text, FaultKind.STATUS, status=answer.status, record=record, refuses_key=refuses_key
+        )
+
+    def without_key(self, text: str) -> str:
+        """``text`` as it may be shown: a server may quote the header that it refuses."""
+        return text.replace(self._api_key, "***") if self._api_key else text
+
+    def why_not(
+        self, path: str, cause: Exception | None, cut: FaultKind | None, timeout_s: float
+    ) -> ServerFault:
+        """Why there is no answer: ``cause`` was raised, or the call was ``cut``."""
+        if cut is FaultKind.ENDED:
+            return self.fault(path, "this process is shutting down", cut)
+        if cut is FaultKind.LOST:
+            return self.fault(path, NOT_WAITED_FOR, cut)
+        told = f"{type(cause).__name__}: {cause}"
+        match cause:
+            case httpx.ConnectError() | httpx.ConnectTimeout() | httpx.InvalidURL() | UnicodeError():
+                system = _system_error(cause)
+                remedy = f"; {http_remedy(system)}" if system is not None else ""
+                return self.fault(path, told + remedy, FaultKind.UNREACHABLE)
+            case _ if cut is FaultKind.LATE or isinstance(cause, httpx.TimeoutException):
+                return self.fault(
+                    path, f"no whole answer in time, got timeout_s={timeout_s:.3f}", FaultKind.LATE
+                )
+            case ProtocolError():
+                return self.fault(path, str(cause), FaultKind.UNUSABLE)
+            case _:
+                return self.fault(path, told, FaultKind.LOST)
+
+    def fault(self, path: str, text: str, kind: FaultKind, **facts: Any) -> ServerFault:
+        return ServerFault(self.without_key(f"{self.base_url}{path}: {text}"), kind=kind, **facts)
+
+
+class ServerCaller(ServerAddress):
+    """The way to one server. ``call`` and ``ask`` may run on several threads at once."""
+
+    def __init__(
+        self, base_url: str, *, api_key: str | None, connect_timeout_s: float = _CONNECT_TIMEOUT_S
+    ) -> None:
+        super().__init__(base_url, api_key=api_key, connect_timeout_s=connect_timeout_s)
+        self._lock = threading.Lock()
+        self._ended = False
+        self._calls: set[CuttableCall] = set()  # in progress
+        # A transport and not a client: that one keeps cookies.
         self._transport = httpx.HTTPTransport(
-            verify=urlsplit(self.base_url).scheme == "https",
-            trust_env=False,
-            limits=httpx.Limits(max_keepalive_connections=0),
+            verify=self.is_https, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
         )
 
     def ask(
@@ -165,21 +243,7 @@ class ServerCaller:
             headers=headers or {},
             is_wanted=is_wanted,
         )
-        try:
-            record = answer.record()
-        except ProtocolError as error:
-            if answer.is_good:
-                text = f"the reply is not JSON: {answer.quote(_QUOTED_OF_STRANGERS)!r} ({error})"
-                raise self._fault(path, text, FaultKind.UNUSABLE) from error
-            record = None
-        if answer.is_good:
-            return record
-        refuses_key = answer.status in _REFUSED_KEYS
-        quoted = answer.quote(_QUOTED_OF_STRANGERS if record is None else _QUOTED_CHARACTERS)
-        text = f"status {answer.status}: {quoted}{_KEY_HINT if refuses_key else ''}"
-        raise self._fault(
-            path, text, FaultKind.STATUS, status=answer.status, record=record, refuses_key=refuses_key
-        )
+        return self.record_of(path, answer)
 
     def call(
         self,
@@ -203,29 +267,24 @@ class ServerCaller:
         call = CuttableCall()
         with self._lock:
             if self._ended:
-                raise self._fault(path, "this process is shutting down", FaultKind.ENDED)
+                raise self.fault(path, "this process is shutting down", FaultKind.ENDED)
             if not is_wanted():  # asked under the lock: ``give_up`` has come, or will find the call
-                raise self._fault(path, _NOT_WAITED_FOR, FaultKind.LOST)
+                raise self.fault(path, NOT_WAITED_FOR, FaultKind.LOST)
             self._calls.add(call)
         # httpx limits each read; the timer limits the call, also against a server that trickles.
         timer = threading.Timer(timeout_s, call.cut, (FaultKind.LATE,))
         timer.daemon = True
         timer.start()
         cause: Exception | None = None
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s))
         try:
-            request = httpx.Request(
-                method,
-                f"{self.base_url}{path}",
-                headers={**self._headers, **headers},
-                content=content,
-                extensions={"timeout": timeout.as_dict(), "trace": call.trace},
+            request = self.request(
+                method, path, content, timeout_s, headers=headers, extensions={"trace": call.trace}
             )
             response = self._transport.handle_request(request)
             assert isinstance(response.stream, httpx.SyncByteStream)
             with closing(response.stream):
-                answer = _read_answer(response, response.stream, most_bytes)
-        except (*_FOREIGN, ProtocolError) as error:
+                answer = read_answer(response, response.stream, most_bytes)
+        except (*FOREIGN_ERRORS, ProtocolError) as error:
             cause = error
         finally:
             timer.cancel()
@@ -234,14 +293,14 @@ class ServerCaller:
         cut = call.finish()
         if cause is None and cut is None:  # a cut also shows as the end of a reply without a length
             return answer
-        raise self._why_not(path, cause, cut, timeout_s) from cause
+        raise self.why_not(path, cause, cut, timeout_s) from cause
 
     def read(self, path: str, parse: Callable[[Any], ReplyT], reply: Any) -> ReplyT:
         """An answer of ``path`` as ``parse`` reads it. Raises ServerFault for what the wire has not."""
         try:
             return parse(reply)
         except ProtocolError as error:
-            raise self._fault(path, str(error), FaultKind.UNUSABLE) from error
+            raise self.fault(path, str(error), FaultKind.UNUSABLE) from error
 
     def end(self) -> None:
         """Ends the calls in progress and refuses later ones. Idempotent."""
@@ -260,37 +319,8 @@ class ServerCaller:
         """Frees what the last calls used. Idempotent."""
         self._transport.close()
 
-    def without_key(self, text: str) -> str:
-        """``text`` as it may be shown: a server may quote the header that it refuses."""
-        return text.replace(self._api_key, "***") if self._api_key else text
 
-    def _why_not(
-        self, path: str, cause: Exception | None, cut: FaultKind | None, timeout_s: float
-    ) -> ServerFault:
-        if cut is FaultKind.ENDED:
-            return self._fault(path, "this process is shutting down", cut)
-        if cut is FaultKind.LOST:
-            return self._fault(path, _NOT_WAITED_FOR, cut)
-        told = f"{type(cause).__name__}: {cause}"
-        match cause:
-            case httpx.ConnectError() | httpx.ConnectTimeout() | httpx.InvalidURL() | UnicodeError():
-                system = _system_error(cause)
-                remedy = f"; {http_remedy(system)}" if system is not None else ""
-                return self._fault(path, told + remedy, FaultKind.UNREACHABLE)
-            case _ if cut is FaultKind.LATE or isinstance(cause, httpx.TimeoutException):
-                return self._fault(
-                    path, f"no whole answer in time, got timeout_s={timeout_s:.3f}", FaultKind.LATE
-                )
-            case ProtocolError():
-                return self._fault(path, str(cause), FaultKind.UNUSABLE)
-            case _:
-                return self._fault(path, told, FaultKind.LOST)
-
-    def _fault(self, path: str, text: str, kind: FaultKind, **facts: Any) -> ServerFault:
-        return ServerFault(self.without_key(f"{self.base_url}{path}: {text}"), kind=kind, **facts)
-
-
-def _read_answer(response: httpx.Response, chunks: Iterable[bytes], most_bytes: int) -> Answer:
+def read_answer(response: httpx.Response, chunks: Iterable[bytes], most_bytes: int) -> Answer:
     """Reads ``chunks`` to their end, or to the first byte over ``most_bytes``.
 
     Raises:

@@ -305,14 +305,6 @@ def parse_infer_reply(data: Any, num_requests: int, asked: Collection[str] = ())
     return tuple(_parse_completion(item, asked) for item in data)
 
 
-def parse_failed_places(record: Any) -> tuple[int, ...]:
-    """Places of the requests that our server's error answer to ``/infer/`` names as failed; empty for any other."""
-    failures = record.get("failures") if isinstance(record, Mapping) else None
-    entries = failures if isinstance(failures, list) else []
-    places = [entry.get("index") for entry in entries if isinstance(entry, Mapping)]
-    return tuple(place for place in places if type(place) is int and place >= 0)
-
-
 def parse_cache_reset(data: Any) -> bool:
     """True iff a cache reset reports success; its message ends in ``status: True`` or ``False``."""
     message = text(mapping(data, "cache reset"), "message")

@@ -137,7 +137,7 @@ class PipelineActivity(StrEnum):
     ASKING = "asking"
     """A server works on a POST of this rank."""
     TICKET = "ticket"
-    """It has something to ask and no POST is out: the fence is closed, or a lane settles an abandoned POST."""
+    """It has something to ask and no POST is out: the fence is closed, or an abandoned POST is settled."""
     PREPARING = "preparing"
     """Parse, match, target, encode."""
     PACKING = "packing"

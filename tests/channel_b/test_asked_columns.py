@@ -9,7 +9,7 @@ import pytest
 from fake_rollout_server import Call, FakeRolloutServer, output, outputs, request
 from rollout_batch import generate, make_client
 
-from swift_stage2.channel_b.rollout_client import ServedWeights, Terms
+from swift_stage2.channel_b.rollouts import RequestSettings, ServedWeights
 from swift_stage2.columns import LOG_PROBS, Column
 from swift_stage2.config import DecodingConfig
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
@@ -36,14 +36,14 @@ def server() -> Iterator[FakeRolloutServer]:
         yield server
 
 
-def ask(server: FakeRolloutServer, columns: tuple[Column, ...], terms: Terms | None = None) -> BatchOutcome:
-    client = make_client(
-        server.url, decoding=DECODING, canary=request("ping"), max_inflight_per_server=4, columns=columns
-    )
+def ask(
+    server: FakeRolloutServer, columns: tuple[Column, ...], settings: RequestSettings | None = None
+) -> BatchOutcome:
+    client = make_client(server.url, decoding=DECODING, max_inflight_per_server=4, columns=columns)
     with client:
         client.set_proven({server.url: ServedWeights(None, 3, None)})
         samples = [Sample(SampleKey(0, n, n), {}) for n in range(3)]
-        return generate(client, samples, [request(f"r{n}") for n in range(3)], terms)
+        return generate(client, samples, [request(f"r{n}") for n in range(3)], settings)
 
 
 def test_log_probs_come_with_every_rollout_if_the_client_was_made_to_ask(server: FakeRolloutServer) -> None:
@@ -55,7 +55,9 @@ def test_log_probs_come_with_every_rollout_if_the_client_was_made_to_ask(server:
 
 def test_nobody_asks_without_need_and_an_evaluation_has_none(server: FakeRolloutServer) -> None:
     assert {rollout.log_probs for rollout in ask(server, ()).rollouts} == {None}
-    assert {rollout.log_probs for rollout in ask(server, (LOG_PROBS,), Terms(DECODING)).rollouts} == {None}
+    assert {
+        rollout.log_probs for rollout in ask(server, (LOG_PROBS,), RequestSettings(DECODING)).rollouts
+    } == {None}
     for call in server.infer_calls:
         assert list(call.config) == [
             "max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "return_details",

@@ -26,7 +26,7 @@ from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, Refusal
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
-from swift_stage2.channel_b.rollout_client import Terms
+from swift_stage2.channel_b.rollouts import RequestSettings
 from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
 from swift_stage2.config import DecodingConfig, PackingConfig
 from swift_stage2.evaluation import RankEvaluation
@@ -148,7 +148,7 @@ class StandInClient:
         self._is_woken = False
         self.max_prompts = 6
         self.is_closed = False
-        self.in_hand: deque[tuple[tuple[Sample, ...], Terms | None]] = deque()
+        self.in_hand: deque[tuple[tuple[Sample, ...], RequestSettings | None]] = deque()
         self.num_fruitful = 0
         self._clock = clock
         self._encoder = server_encoder
@@ -173,11 +173,14 @@ class StandInClient:
         )
 
     def submit(
-        self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]], terms: Terms | None = None
+        self,
+        samples: Sequence[Sample],
+        requests: Sequence[Mapping[str, Any]],
+        settings: RequestSettings | None = None,
     ) -> None:
         assert len(samples) == len(requests) > 0
-        self.in_hand.append((tuple(samples), terms))
-        if terms is not None:
+        self.in_hand.append((tuple(samples), settings))
+        if settings is not None:
             self.evaluated.append(tuple(sample.key.index for sample in samples))
             return
         self.calls.append(tuple(sample.key for sample in samples))
@@ -192,9 +195,9 @@ class StandInClient:
                 self._changed.wait_for(lambda: self._is_woken, timeout_s)
                 self._is_woken = False
             return None
-        samples, terms = self.in_hand[0]
-        if terms is not None:
-            outcome = replace(self.answer_all(samples), num_posts=1, terms=terms)
+        samples, settings = self.in_hand[0]
+        if settings is not None:
+            outcome = replace(self.answer_all(samples), num_posts=1, settings=settings)
         else:
             keys = tuple(sample.key for sample in samples)
             self._events.sent(keys, server="stand-in", seed=1, version=self._clock.current)
@@ -213,7 +216,7 @@ class StandInClient:
     def confirms(self, rollout: Rollout) -> bool | None:
         return self.verdicts.get(rollout.round_id, True)
 
-    def distrust(self, server: str, reason: str) -> None:
+    def mark_suspect(self, server: str, reason: str) -> None:
         self.distrusted.append(server)
 
     def note_agreement(self, servers: Collection[str]) -> set[str]:

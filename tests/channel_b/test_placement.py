@@ -8,12 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.channel_b.rollout_client.plan import (
-    PlaceLimit,
-    PostEnd,
-    ServerPace,
-    choose,
-)
+from swift_stage2.channel_b.rollouts.placement import PlaceLimit, ServerPace, choose
+from swift_stage2.channel_b.rollouts.requests import PostEnd
 
 
 def servers(*paces: float | None) -> list[ServerPace]:

@@ -14,10 +14,10 @@ from channel_b.test_rollout_client import PATIENCE_S, by, make_client, make_samp
 from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, await_settled, error, request
 from rollout_batch import all_samples, collect
 
-from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights, lane
-from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.channel_b.rollouts import RolloutClient, ServedWeights, batch
+from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.fence import InferFence
-from swift_stage2.records import BatchOutcome, Sample
+from swift_stage2.records import BatchOutcome, Sample, SampleKey
 
 PLACES = 4
 good = stamp("run-1", 3)
@@ -110,11 +110,11 @@ def test_every_place_has_a_post_and_a_ticket_and_what_waits_takes_a_free_one_at_
 def test_a_server_without_room_gets_fewer_posts_at_once(
     server: FakeRolloutServer, fence: InferFence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane, "_BUSY_PAUSE_S", 0.01)
+    monkeypatch.setattr(batch, "_BUSY_PAUSE_S", 0.01)
     num_refused = iter(range(1))
     server.on_infer = lambda call: error(429) if next(num_refused, None) is not None else good(call)
     with streaming(server, fence) as client:
-        (only,) = client._lanes.values()
+        (only,) = client._servers.values()
         assert len(collect(client, submit(client, 1)).rollouts) == 1
         assert only.num_places == PLACES // 2
         for first in range(1, 20):
@@ -142,6 +142,21 @@ def test_a_doubt_ends_all_that_is_out_and_nothing_of_it_is_believed(
     assert {failure.end for failure in outcome.failures} == {PostEnd.LOST, PostEnd.DISTRUSTED}
 
 
+def test_copies_of_a_poisonous_row_that_fail_together_blame_nobody(
+    server: FakeRolloutServer, fence: InferFence
+) -> None:
+    server.on_infer = lambda call: error() if call.texts == ["bad"] else good(call)
+    copies = [Sample(SampleKey(0, position, 7), row={}) for position in range(PLACES)]
+    with streaming(server, fence) as client:
+        client.submit(copies, [request("bad")] * PLACES)
+        assert positions(collect(client, copies).returned) == list(range(PLACES))
+        assert client.suspects == {}
+        assert len(collect(client, submit(client, 1, first=PLACES)).rollouts) == 1
+        client.submit(copies[:1], [request("bad")])
+        ((sample, _),) = collect(client, copies[:1]).quarantined
+    assert sample.key.index == 7
+
+
 def test_a_server_that_is_withdrawn_gives_everything_back(
     server: FakeRolloutServer, fence: InferFence, go_on: threading.Event
 ) -> None:
@@ -149,7 +164,7 @@ def test_a_server_that_is_withdrawn_gives_everything_back(
     with streaming(server, fence, request_timeout_s=3600.0) as client:
         samples = submit(client, PLACES + 1)
         server.wait_until(lambda: len(server.infer_calls) == PLACES)
-        client.withdraw([server.url])
+        client.stop_requests([server.url])
         outcome = collect(client, samples)
         assert (positions(outcome.returned), fence.in_flight) == (list(range(PLACES + 1)), 0)
     assert len(server.infer_calls) == PLACES, "what waited was not asked"
@@ -158,11 +173,11 @@ def test_a_server_that_is_withdrawn_gives_everything_back(
 @pytest.mark.parametrize(
     "lose_trust",
     [
-        lambda client, url: client.withdraw([url]),
-        lambda client, url: client.distrust(url, "a doubt"),
+        lambda client, url: client.stop_requests([url]),
+        lambda client, url: client.mark_suspect(url, "a doubt"),
         lambda client, url: client.set_proven({}, drained=False),
         lambda client, url: (
-            client.withdraw([url]),
+            client.stop_requests([url]),
             client.set_proven({url: ServedWeights("run-2", 4, "a")}),
         ),
     ],
@@ -238,8 +253,7 @@ def test_a_stop_ends_every_place(
     outcome = collect(client, samples)
     assert (len(outcome.returned), client.suspects, client.free_places) == (PLACES + 1, {}, 0)
     client.close()
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith("rollout-lane")]
+    assert not client._thread.is_alive()
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -247,7 +261,7 @@ def test_under_faults_every_sample_comes_out_once(
     server: FakeRolloutServer, fence: InferFence, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Errors, refusals, lost connections, hangs, foreign stamps and withdrawals, in drawn order."""
-    monkeypatch.setattr(lane, "_BUSY_PAUSE_S", 0.01)
+    monkeypatch.setattr(batch, "_BUSY_PAUSE_S", 0.01)
     rng, never = random.Random(seed), threading.Event()
     faults: list[Behaviour] = [
         lambda call: error(),
@@ -262,7 +276,7 @@ def test_under_faults_every_sample_comes_out_once(
         return rng.choice(faults)(call) if rng.random() < 0.25 else good(call)
 
     server.on_infer = behave
-    with streaming(server, fence, request_timeout_s=0.4, canary=request("canary")) as client:
+    with streaming(server, fence, request_timeout_s=0.4) as client:
         missing = {sample.key for sample in make_samples(40)}
         waiting, ended = make_samples(40), 0
         while missing:
@@ -275,7 +289,7 @@ def test_under_faults_every_sample_comes_out_once(
                 asked, waiting = waiting[:count], waiting[count:]
                 client.submit(asked, [request(str(sample.key.position)) for sample in asked])
             if rng.random() < 0.03:
-                client.withdraw([server.url])
+                client.stop_requests([server.url])
             outcome: BatchOutcome | None = client.next_finished(0.05)
             if outcome is not None:
                 keys = {sample.key for sample in all_samples(outcome)}

@@ -16,7 +16,7 @@ from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import Preprocessor
-from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights, Terms
+from swift_stage2.channel_b.rollouts import RequestSettings, RolloutClient, ServedWeights
 from swift_stage2.channel_b.task import Task
 from swift_stage2.columns import LOG_PROBS
 from swift_stage2.config import DecodingConfig
@@ -72,16 +72,19 @@ class StandInClient:
         self.version = 5
         self.answer: Callable[[Sequence[Sample]], BatchOutcome] = self.answer_all
         self.asked: list[list[int]] = []
-        self.terms: list[Terms | None] = []
+        self.settings: list[RequestSettings | None] = []
         self._finished: deque[BatchOutcome] = deque()
 
     def submit(
-        self, samples: Sequence[Sample], requests: Sequence[Mapping[str, Any]], terms: Terms | None = None
+        self,
+        samples: Sequence[Sample],
+        requests: Sequence[Mapping[str, Any]],
+        settings: RequestSettings | None = None,
     ) -> None:
         assert len(samples) == len(requests) > 0
         self.asked.append([sample.key.index for sample in samples])
-        self.terms.append(terms)
-        self._finished.append(replace(self.answer(samples), terms=terms))
+        self.settings.append(settings)
+        self._finished.append(replace(self.answer(samples), settings=settings))
 
     def next_finished(self, timeout_s: float) -> BatchOutcome | None:
         return self._finished.popleft() if self._finished else None
@@ -150,8 +153,8 @@ def test_ranks_share_the_first_rows_and_ask_them_greedily_under_one_version(
         while scene.ask(3):
             pass
         assert scene.part.is_finished
-        assert {terms.only_version for terms in scene.client.terms} == {5}
-        assert {terms.decoding for terms in scene.client.terms} == {replace(DECODING, temperature=0.0)}
+        assert {each.only_version for each in scene.client.settings} == {5}
+        assert {each.decoding for each in scene.client.settings} == {replace(DECODING, temperature=0.0)}
         asked.append([index for batch in scene.client.asked for index in batch])
     assert asked == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
 
@@ -168,7 +171,7 @@ def test_an_evaluation_asks_for_the_columns_without_which_its_task_corrects_noth
         )
         scene.part.begin(5)
         scene.ask(2)
-        assert {terms.columns for terms in client.terms} == {(LOG_PROBS,)}
+        assert {each.columns for each in client.settings} == {(LOG_PROBS,)}
         counts = scene.part.end()
         assert (counts.num_answered, counts.num_failed) == ((0, 2) if log_probs is None else (2, 0))
 
@@ -315,9 +318,8 @@ def make_client(server: FakeRolloutServer, fence: InferFence, events: Recorder) 
         server.url,
         fence=fence,
         decoding=DECODING,
-        ticket_timeout_s=0.05,
         max_inflight_per_server=99,
-        events=events,
+        observer=events,
     )
     client.set_proven({server.url: ServedWeights(None, fence.version, None)})
     return client

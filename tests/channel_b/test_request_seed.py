@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_stage2.channel_b.rollout_client.plan import SeedLedger, request_seed
+from swift_stage2.channel_b.rollouts.seeds import SeedLedger, request_seed
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.records import SampleKey
 

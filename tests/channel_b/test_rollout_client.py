@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,12 @@ from free_port import free_port
 from rollout_batch import generate
 
 from swift_stage2.channel_b.attempts import Attempts
-from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights, Terms, lane
-from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.channel_b.rollouts import RequestSettings, RolloutClient, ServedWeights, batch
+from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.config import DecodingConfig
-from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
 from swift_stage2.servers import protocol
-from swift_stage2.servers.protocol import PREFIX
 from swift_stage2.telemetry.event_log import EventLog, read_events
 from swift_stage2.telemetry.events import Finished, Sent
 
@@ -69,7 +66,6 @@ def make_client(*servers: FakeRolloutServer | str, **changes: Any) -> RolloutCli
     settings: dict[str, Any] = {
         "decoding": DecodingConfig(temperature=0.7, max_new_tokens=64),
         "world_size": 2,
-        "ticket_timeout_s": 0.05,
         "max_inflight_per_server": 4096,
     }
     client = rollout_batch.make_client(*urls, **settings | changes)
@@ -152,22 +148,6 @@ def test_finish_reasons(server: FakeRolloutServer, fence: InferFence) -> None:
     assert positions(outcome.returned) == [2]
 
 
-def test_a_probe_asks_no_rest(server: FakeRolloutServer) -> None:
-    """Of the one token that a probe asks for, the ids of a resumed request would leave none."""
-
-    def answer(call: Call) -> Answer:
-        return error() if "1" in call.texts else echo(call)
-
-    server.on_infer = answer
-    with make_client(server) as client:
-        first, second = make_samples(2)
-        resumed = {**request("0"), PREFIX: [5, 6]}
-        assert len(generate(client, [first], [resumed]).rollouts) == 1
-        assert len(generate(client, [second], [request("1")]).quarantined) == 1
-    probe = server.infer_calls[-1]
-    assert (PREFIX in probe.requests[0], probe.texts, probe.config["max_tokens"]) == (False, ["0"], 1)
-
-
 def test_a_server_that_is_not_proven_is_never_asked(server: FakeRolloutServer) -> None:
     with make_client(server) as client:
         client.set_proven({})
@@ -197,20 +177,24 @@ def test_one_poisonous_request_among_eight(server: FakeRolloutServer, poisonous:
     server.on_infer = failing_on(str(poisonous))
     with make_client(server) as client:
         outcome = ask(client, 8)
+        quarantined = outcome.quarantined
+        if outcome.returned:  # it was the last one, and nothing has succeeded since
+            assert positions(outcome.returned) == [7]
+            quarantined = ask(client, 2, first=7).quarantined
         assert client.suspects == {}
     assert texts(outcome) == [f"echo {n}" for n in range(8) if n != poisonous]
-    ((sample, reason),) = outcome.quarantined
+    ((sample, reason),) = quarantined
     assert sample.key.position == poisonous
     assert "500" in reason
     assert server.most_at_once == 1
 
 
-@pytest.mark.parametrize("canary", [None, request("canary")])
+@pytest.mark.parametrize("at_once", [1, 8])
 def test_everything_poisonous_condemns_the_server_and_no_sample(
-    server: FakeRolloutServer, canary: dict[str, Any] | None
+    server: FakeRolloutServer, at_once: int
 ) -> None:
     server.on_infer = lambda call: error()
-    with make_client(server, canary=canary) as client:
+    with make_client(server, max_inflight_per_server=at_once) as client:
         outcome = ask(client, 8)
         assert "500" in client.suspects[server.url]
         asked = len(server.infer_calls)
@@ -218,27 +202,29 @@ def test_everything_poisonous_condemns_the_server_and_no_sample(
         assert len(server.infer_calls) == asked
     assert positions(outcome.returned) == list(range(8))
     assert (outcome.rollouts, outcome.quarantined) == ((), ())
-    assert client.suspects.keys() == {server.url}
 
 
-def test_a_canary_tells_a_poisonous_first_request_from_a_dead_server(server: FakeRolloutServer) -> None:
+def test_a_request_that_fails_once_returns_and_is_poisonous_once_it_fails_again_after_a_success(
+    server: FakeRolloutServer,
+) -> None:
     server.on_infer = failing_on("0")
-    with make_client(server, canary=request("canary")) as client:
-        outcome = ask(client, 1)
-    assert [sample.key.position for sample, _ in outcome.quarantined] == [0]
-    assert server.infer_calls[-1].texts == ["canary"]
+    with make_client(server) as client:
+        assert positions(ask(client, 1).returned) == [0]
+        assert positions(ask(client, 1).returned) == [0], "nothing shows that the server is sound"
+        assert texts(ask(client, 1, first=1)) == ["echo 1"]
+        assert [sample.key.position for sample, _ in ask(client, 1).quarantined] == [0]
+        assert client.suspects == {}
 
 
 def test_a_server_without_room_is_asked_again_and_condemns_nobody(
     server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane, "_BUSY_PAUSE_S", 0.01)
-    bad = {"1"}
+    monkeypatch.setattr(batch, "_BUSY_PAUSE_S", 0.01)
 
     def behave(call: Call) -> Answer:
         if len(server.infer_calls) in (1, 3, 4, 6):  # full while others' bodies are there
             return error(429, '{"detail": "ask again later"}')
-        return failing_on(*bad)(call)
+        return failing_on("1")(call)
 
     server.on_infer = behave
     with make_client(server) as client:
@@ -252,7 +238,7 @@ def test_a_server_without_room_is_asked_again_and_condemns_nobody(
 def test_samples_of_a_server_that_stays_full_return_and_it_stays_trusted(
     server: FakeRolloutServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane, "_BUSY_PAUSE_S", 0.01)
+    monkeypatch.setattr(batch, "_BUSY_PAUSE_S", 0.01)
     server.on_infer = lambda call: error(429) if "1" in call.texts else echo(call)
     with make_client(server, request_timeout_s=1.0) as client:
         assert texts(ask(client, 1)) == ["echo 0"]
@@ -425,7 +411,7 @@ def test_an_answer_is_of_the_round_that_its_stamp_names(
     staged.set_proven({server.url: ServedWeights("run-2", 4, "a")}, drained=False)
     assert (staged.confirms(old), staged.confirms(new)) == (True, True)
     staged.expect_round("run-3", 5)
-    staged.withdraw([server.url])
+    staged.stop_requests([server.url])
     assert (staged.confirms(old), staged.confirms(new)) == (True, True), "what was proven stays so"
 
 
@@ -492,7 +478,7 @@ def test_a_server_behind_the_ticket_answers_with_its_own_version(
     assert [each.version for each in ask(staged, 1).rollouts] == [3]
     samples = make_samples(1)
     of_4, of_3 = (
-        generate(staged, samples, [request("0")], Terms(DecodingConfig(), only_version=version))
+        generate(staged, samples, [request("0")], RequestSettings(DecodingConfig(), only_version=version))
         for version in (4, 3)
     )
     assert (of_4.num_posts, len(of_4.returned), len(of_3.rollouts)) == (0, 1, 1)
@@ -502,11 +488,11 @@ def test_a_suspicion_of_a_staged_round_outlasts_its_proof_until_the_next(
     staged: RolloutClient, server: FakeRolloutServer
 ) -> None:
     second = ServedWeights("run-2", 4, "a")
-    staged.distrust(server.url, "it permutes")
+    staged.mark_suspect(server.url, "it permutes")
     staged.set_proven({server.url: second}, drained=False)
     assert (staged.proven, dict(staged.suspects)) == ((), {server.url: "it permutes"})
     staged.expect_round("run-3", 5)
-    staged.forgive([server.url])  # the next round begins
+    staged.clear_suspicion([server.url])  # the next round begins
     assert (staged.proven, dict(staged.suspects)) == ((), {}), "forgotten, and not asked until proven"
     staged.set_proven({server.url: second}, drained=False)  # another server was proven
     assert staged.proven == ()
@@ -518,12 +504,12 @@ def test_a_catch_up_brings_back_a_server_with_the_weights_that_it_had_unless_it_
     staged: RolloutClient, server: FakeRolloutServer
 ) -> None:
     again = replace(by("a"), heard_step=5)
-    staged.distrust(server.url, "it was slow")
-    staged.forgive([server.url])  # a catch-up begins
-    staged.distrust(server.url, "it permutes")
+    staged.mark_suspect(server.url, "it was slow")
+    staged.clear_suspicion([server.url])  # a catch-up begins
+    staged.mark_suspect(server.url, "it permutes")
     staged.set_proven({server.url: again}, drained=False)
     assert (staged.proven, dict(staged.suspects)) == ((), {server.url: "it permutes"})
-    staged.forgive([server.url])
+    staged.clear_suspicion([server.url])
     staged.set_proven({server.url: again}, drained=False)  # another server was proven
     assert staged.proven == ()
     staged.set_proven({server.url: replace(by("a"), heard_step=9)}, drained=False)
@@ -547,26 +533,31 @@ def test_a_single_request_that_never_answers_returns_after_one_post(
     assert len(server.reset_calls) == 1
 
 
-class PatientFence(InferFence):
-    """Reopens after a waiter has come back empty-handed a number of times."""
+class WatchedFence(InferFence):
+    """Says when somebody has asked for a ticket in vain."""
 
-    def __init__(self, num_timeouts: int) -> None:
+    def __init__(self) -> None:
         super().__init__(version=3, start_closed=True)
-        self.num_timeouts = num_timeouts
+        self.someone_waits = threading.Event()
 
-    def ticket(self, timeout_s: float) -> AbstractContextManager[InferTicket]:
-        if self.num_timeouts == 0 and not self.is_open:
-            self.reopen(4)
-        self.num_timeouts -= 1
-        return super().ticket(timeout_s)
+    def enter(self) -> InferTicket | None:
+        if (ticket := super().enter()) is None:
+            self.someone_waits.set()
+        return ticket
 
 
-def test_waiting_for_a_ticket_costs_no_budget_and_is_no_failure(server: FakeRolloutServer) -> None:
-    # 50 slices of 0.05 s are longer than the whole budget of 2 s.
-    with make_client(server, fence=PatientFence(50), request_timeout_s=1.0) as client:
-        outcome = ask(client, 2)
-    assert (texts(outcome), outcome.failures) == (["echo 0", "echo 1"], ())
-    assert outcome.rollouts[0].version == 4
+def test_waiting_for_a_ticket_costs_no_budget_and_is_no_failure(
+    server: FakeRolloutServer, background: ThreadPoolExecutor
+) -> None:
+    fence = WatchedFence()
+    with make_client(server, fence=fence, request_timeout_s=0.2) as client:
+        outcome = background.submit(ask, client, 2)
+        assert fence.someone_waits.wait(PATIENCE_S)
+        threading.Event().wait(0.5)  # longer than the whole budget of 0.4 s
+        fence.reopen(4)
+        answered = outcome.result(timeout=PATIENCE_S)
+    assert (texts(answered), answered.failures) == (["echo 0", "echo 1"], ())
+    assert answered.rollouts[0].version == 4
 
 
 # --- abandoned POSTs -----------------------------------------------------------------------------
@@ -626,23 +617,6 @@ def start_and_wait_for_a_post(
     return outcome
 
 
-class WatchedFence(InferFence):
-    """Says when somebody has asked for a ticket in vain."""
-
-    def __init__(self) -> None:
-        super().__init__(version=3, start_closed=True)
-        self.someone_waits = threading.Event()
-
-    @contextmanager
-    def ticket(self, timeout_s: float) -> Iterator[InferTicket]:
-        try:
-            with super().ticket(timeout_s) as ticket:
-                yield ticket
-        except TicketTimeout:
-            self.someone_waits.set()
-            raise
-
-
 def test_a_round_that_leaves_the_server_out_is_noticed_by_who_waited(
     server: FakeRolloutServer, background: ThreadPoolExecutor
 ) -> None:
@@ -676,23 +650,23 @@ def test_a_batch_does_not_wait_for_a_server_that_is_withdrawn(
         if by_a_round:
             client.set_proven({other.url: UNSTAMPED}, drained=False)
         else:
-            client.withdraw([server.url])
+            client.stop_requests([server.url])
         outcome = future.result(timeout=PATIENCE_S)
         assert (len(outcome.rollouts), len(outcome.returned)) == (1, 1)
         assert [(failure.server, failure.end) for failure in outcome.failures] == [(server.url, PostEnd.LOST)]
         assert (fence.in_flight, client.num_unsettled) == (0, 0)
-        client.forgive([server.url])
+        client.clear_suspicion([server.url])
         later = ServedWeights(None, 4, None)
         client.set_proven({server.url: later, other.url: later}, drained=False)
         assert set(client.proven) == {server.url, other.url}
 
 
 def test_a_stop_ends_the_wait_for_a_ticket(server: FakeRolloutServer, background: ThreadPoolExecutor) -> None:
-    fence, stop = WatchedFence(), threading.Event()
-    with make_client(server, fence=fence, stop=stop) as client:
+    fence = WatchedFence()
+    with make_client(server, fence=fence) as client:
         outcome = background.submit(ask, client, 2)
         assert fence.someone_waits.wait(PATIENCE_S)
-        stop.set()
+        client.request_stop()
         assert positions(outcome.result(timeout=PATIENCE_S).returned) == [0, 1]
         assert positions(ask(client, 1).returned) == [0]
     assert server.calls == []
@@ -701,11 +675,10 @@ def test_a_stop_ends_the_wait_for_a_ticket(server: FakeRolloutServer, background
 def test_a_stop_cuts_the_post_in_flight_and_condemns_nobody(
     server: FakeRolloutServer, fence: InferFence, forever: threading.Event, background: ThreadPoolExecutor
 ) -> None:
-    stop = threading.Event()
     server.on_infer = lambda call: echo(call, after=forever)
-    with make_client(server, fence=fence, stop=stop, request_timeout_s=3600.0) as client:
+    with make_client(server, fence=fence, request_timeout_s=3600.0) as client:
         future = start_and_wait_for_a_post(client, server, background)
-        stop.set()
+        client.request_stop()
         outcome = future.result(timeout=PATIENCE_S)
         assert (client.suspects, client.num_unsettled) == ({}, 1)
         client.set_proven({server.url: UNSTAMPED})  # only a round could settle it now
@@ -721,14 +694,14 @@ def test_close_leaves_no_thread_even_with_a_post_in_flight(
     server.on_infer = lambda call: echo(call, after=forever)
     client = make_client(server, request_timeout_s=3600.0)
     outcome = start_and_wait_for_a_post(client, server, background)
-    lanes = [thread for thread in threading.enumerate() if thread.name.startswith("rollout-lane")]
+    threads = [thread for thread in threading.enumerate() if thread.name == "rollouts"]
     client.close()
     client.close()
     outcome.result(timeout=PATIENCE_S)
-    for thread in lanes:
+    for thread in threads:
         thread.join(PATIENCE_S)
-    assert lanes
-    assert not [thread for thread in lanes if thread.is_alive()]
+    assert threads
+    assert not [thread for thread in threads if thread.is_alive()]
 
 
 # --- seeds ---------------------------------------------------------------------------------------
@@ -744,7 +717,7 @@ def test_every_post_is_told_with_its_samples_its_seed_and_how_it_ended(
     path = tmp_path / "rank0.jsonl"
     attempts = Attempts(EventLog(path))
     attempts.begin([sample.key for sample in make_samples(4)])
-    with make_client(server, events=attempts) as client:
+    with make_client(server, observer=attempts) as client:
         outcome = ask(client, 4)
     told = read_events(path)
     sent = [each for each in told[::2] if isinstance(each, Sent)]
@@ -754,7 +727,7 @@ def test_every_post_is_told_with_its_samples_its_seed_and_how_it_ended(
     posted = [[str(position) for _, position, _, _ in each.samples] for each in sent]
     called = [list(call.texts) for call in server.infer_calls]
     assert all(texts in called for texts in posted)
-    assert (posted[0], posted.count(["2"])) == (["0", "1", "2", "3"], 2), "an error answer is asked once more"
+    assert (posted[0], posted.count(["2"])) == (["0", "1", "2", "3"], 2), "it is asked again, alone"
     assert {(each.server, each.version) for each in sent} == {(server.url, 3)}
     assert len({each.seed for each in sent}) == len(sent)
     is_answered = [each for each in finished if each.end == PostEnd.ANSWERED]

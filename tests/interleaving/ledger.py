@@ -18,8 +18,9 @@ from interleaving.virtual_threading import active
 
 from swift_stage2.channel_b.groups import Groups, GroupSettings, Member
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
-from swift_stage2.channel_b.rollout_client.lane import ServerLane
-from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.channel_b.rollouts.requests import PostResult
+from swift_stage2.channel_b.rollouts.server_client import ServerClient
+from swift_stage2.channel_b.rollouts.server_state import InFlightRequest
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.records import Pack, Rollout, SampleKey, UnusedReason
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
@@ -108,28 +109,28 @@ class Ledger:
             if not self._round.is_staged:
                 _fail(f"an /infer/ reaches {server.url} while a sync round runs")
 
-    def watch_lane(self, rank: int, lane: ServerLane) -> None:
+    def watch_server(self, rank: int, server: ServerClient) -> None:
         """Knows from now on when the rank suspects a server that it asked, and looks whether it asks such a one."""
-        url, trust, doubts = lane.base_url, lane.trust, self.ranks[rank].doubts
-        suspect, post = trust.suspect, lane._post
+        url, state, doubts = server.base_url, server.state, self.ranks[rank].doubts
+        suspect, call = state.mark_suspect, server._call
 
         def take_note(reason: str) -> None:
-            was_proven, number = trust.is_proven, self.num_rounds
+            was_proven, number = state.is_proven, self.num_rounds
             suspect(reason)
             if was_proven:
                 doubts[url] = number
 
-        def look_first(*share: Any) -> PostEnd:
+        async def look_first(post: InFlightRequest, *asked: Any) -> PostResult:
             proof = self._last_proof.get(url)
-            self.counts["posts beside others of their lane"] += len(trust._out) > 1
+            self.counts["posts beside others of their server"] += len(state._out) > 1
             # One that was about to leave when the doubt came is cut, or nothing of it is believed.
-            is_meant = trust.is_proven and share[-1] in trust._out
+            is_meant = state.is_proven and post in state._out
             is_doubted = url in doubts and proof is not None and proof.number < doubts[url] + proof.is_staged
             if is_meant and is_doubted:
                 _fail(f"rank {rank} asks {url}, suspected since, or in, the round that proved it")
-            return post(*share)
+            return await call(post, *asked)
 
-        trust.suspect, lane._post = take_note, look_first  # type: ignore[method-assign]
+        state.mark_suspect, server._call = take_note, look_first  # type: ignore[method-assign]
 
     def weights_change(self, server: VirtualServer) -> None:
         if server.computing():
@@ -373,7 +374,8 @@ class Ledger:
             if place >= (source._epoch, source._position)
             or (source._outstanding.get(place, keys[0]) not in mine.compared and place not in dropped)
         ]
-        is_late = active().now - mine.since[epoch, first] >= self.setting.group_straggler_s
+        waited_s = active().now - mine.since[epoch, first]
+        is_late = waited_s >= self.setting.group_straggler_s - 1e-6
         self.counts["groups compared late"] += bool(to_come)
         if to_come and not is_late:
             _fail(

@@ -2,7 +2,8 @@
 
 The numbers are those of the predecessor's failures: 2, a guard held around the whole preparation and taken again per
 POST; 3, the version raised after the door has reopened; 4, packs that are counted and not taken. The others show that
-further invariants can be broken, too.
+further invariants can be broken, too. What a snapshot's header says refuses other weights under a round's name, so that
+this mistake is none any more.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from interleaving.scene import Parts, RoundSync
+from interleaving.scene import Parts
 from interleaving.virtual_threading import TimeNames
 
 from swift_stage2.channel_b.groups import Groups
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue, Reservation
-from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
-from swift_stage2.channel_b.rollout_client.lane import ServerLane, Share
+from swift_stage2.channel_b.rollouts import RolloutClient, ServedWeights
+from swift_stage2.channel_b.rollouts.server_client import ServerClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.fence import InferFence
@@ -35,18 +36,18 @@ from swift_stage2.records import (
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.telemetry.events import Drawn
 
-_FOR_EVER_S = 1000.0
-
 
 class GuardedPipeline(Pipeline):
     """Failure 2: a sync asked for between guard and POST waits for the guard, and the POST for the sync."""
 
     def _ask_for(self, num_samples: int) -> None:
-        lane = next(iter(self.client._lanes.values()))
-        with lane._settings.fence.ticket(_FOR_EVER_S):
-            super()._ask_for(num_samples)
-            while any(lane.in_hand for lane in self.client._lanes.values()):
-                TimeNames.sleep(0.05)
+        fence, servers = self.client._fence, self.client._servers.values()
+        while fence.enter() is None:
+            TimeNames.sleep(0.05)
+        super()._ask_for(num_samples)
+        while any(server.in_hand for server in servers):
+            TimeNames.sleep(0.05)
+        fence.leave()
 
 
 class LateFence(InferFence):
@@ -131,11 +132,11 @@ def _as_if_of_its_last_part(rollout: Rollout) -> Rollout:
 
 
 class RepeatingClient(RolloutClient):
-    """What ends beside other POSTs of its lane comes out twice."""
+    """What ends beside other POSTs of its server comes out twice."""
 
-    def _take_in(self, lane: ServerLane, share: Share) -> None:
-        for _ in range(1 + bool(lane.trust._out)):
-            super()._take_in(lane, share)
+    def _handle_outcome(self, server: ServerClient, outcome: BatchOutcome, answered_s: float) -> None:
+        for _ in range(1 + bool(server.state._out)):
+            super()._handle_outcome(server, outcome, answered_s)
 
 
 class PatientQueue(ReadyQueue):
@@ -218,21 +219,11 @@ class ForgivingSchedule(RoundSchedule):
         return super().finish(step, proven=proven, failed=failed, ended=ended)
 
 
-class FreshSync(RoundSync):
-    """A catch-up brings weights and canary of this moment under the name of the last round."""
-
-    def catch_up(self, targets: Sequence[int], *, round_id: str) -> None:
-        if self._control.rank == 0:
-            self._take_snapshot()
-            self._canary.answer()
-        super().catch_up(targets, round_id=round_id)
-
-
 class VersionReadingClient(RolloutClient):
     """A rollout of a round that failed is taken, because the version that the next round proves is the same."""
 
     def confirms(self, rollout: Rollout) -> bool | None:
-        served = self._lanes[rollout.server].trust._served
+        served = self._servers[rollout.server].state._served
         return True if served is not None and served.version >= rollout.version else None
 
 
@@ -322,10 +313,6 @@ class ProofLiftsAgreedSuspicion(Parts):
     rounds = ForgivingSchedule
 
 
-class OtherWeightsBroughtLate(Parts):
-    sync = FreshSync
-
-
 class VersionForRound(Parts):
     client = VersionReadingClient
 
@@ -411,7 +398,6 @@ OTHERS: tuple[tuple[type[Parts], str], ...] = (
     (ProofLiftsAgreedSuspicion, "suspected since, or in, the round that proved it"),
     (VersionForRound, "whose round|which has ended"),
     (ClockBeforePacks, "raised StaleSample"),
-    (OtherWeightsBroughtLate, "is proven to hold version"),
     (ComparedTooEarly, "more may still come"),
     (NobodyAsksForTheRest, "groups wait for samples that nobody asks for"),
     (UnusedNotSettled, "nobody holds them"),

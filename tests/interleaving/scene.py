@@ -21,6 +21,7 @@ from builders import cut_of, matched_of
 from interleaving.ledger import Ledger
 from interleaving.scheduler import Scheduler, Violation, seeded_chooser
 from interleaving.setting import REQUEST_TIMEOUT_S, SYNC_TIMEOUT_S, Setting, setting_of
+from interleaving.virtual_asyncio import VirtualAsyncHttp, VirtualLoop
 from interleaving.virtual_collectives import MeetingRoom, VirtualControlGroup
 from interleaving.virtual_servers import (
     NUM_TOKENS,
@@ -41,8 +42,8 @@ from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.pipeline import Pipeline
 from swift_stage2.channel_b.preprocessing import Preprocessor
 from swift_stage2.channel_b.ready_queue import ReadyQueue
-from swift_stage2.channel_b.rollout_client import RolloutClient
-from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.channel_b.rollouts import RolloutClient
+from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Convert, Task
 from swift_stage2.columns import LOG_PROBS
@@ -63,7 +64,7 @@ from swift_stage2.records import (
 )
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.horizon import Pacer
-from swift_stage2.scheduling.round_schedule import RoundSchedule, ServerState
+from swift_stage2.scheduling.round_schedule import AgreedState, RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.pending_abort import PendingAbort
@@ -359,7 +360,7 @@ class Scene:
         self, version: int, targets: Sequence[int], rounds: RoundSchedule, round_id: str, is_staged: bool
     ) -> None:
         states = rounds.states()
-        of_round = {index: (self.servers[index], states[index] is ServerState.PROVEN) for index in targets}
+        of_round = {index: (self.servers[index], states[index] is AgreedState.PROVEN) for index in targets}
         self.ledger.round_begins(version, self.weights, of_round, round_id=round_id, is_staged=is_staged)
         if self.ledger.num_rounds == self.setting.bad_weights_at_round:
             self._set_weights((float("nan"), float("nan")))
@@ -490,12 +491,10 @@ class Scene:
             run_seed=0,
             rank=rank,
             world_size=setting.num_ranks,
-            ticket_timeout_s=0.5,
             run_id="run",
-            canary={"messages": []},
             max_inflight_per_server=setting.max_inflight,
             is_lost=lambda url, version: control.notes.read(_lost(url, version)) is not None,
-            events=attempts,
+            observer=attempts,
             columns=(LOG_PROBS,) if setting.num_generations > 1 else (),
         )
         events = RankEvents(ledger, rank, log, client)
@@ -506,8 +505,8 @@ class Scene:
             lambda pack, reason: pipelines[0].on_drop(pack, reason),
         )
         ledger.watch_queue(rank, queue, clock)
-        for lane in client._lanes.values():
-            ledger.watch_lane(rank, lane)
+        for server in client._servers.values():
+            ledger.watch_server(rank, server)
         pacer = Pacer(
             b_ratio=setting.b_ratio,
             version_window=setting.version_window,
@@ -675,6 +674,10 @@ class Scene:
         pipeline.client.next_finished = next_finished  # type: ignore[method-assign]
 
 
+def _async_transport(**settings: Any) -> VirtualAsyncHttp:
+    return VirtualAsyncHttp(_NETWORK.servers)
+
+
 def _lost(url: str, version: int) -> str:
     return f"{url} was lost at version {version}"
 
@@ -686,7 +689,7 @@ def virtual_world() -> Iterator[None]:
     gc.collect()
     gc.freeze()  # every collection would look through torch again
     try:
-        with installed(_NETWORK.http_transport):
+        with installed(_NETWORK.http_transport, _async_transport, VirtualLoop):
             yield
     finally:
         gc.unfreeze()

@@ -46,7 +46,8 @@ class Strand:
     """A virtual thread."""
 
     __slots__ = (
-        "ended", "greenlet", "joiners", "name", "owner", "priority", "ready", "serial", "turn", "what", "woken",
+        "ended", "greenlet", "joiners", "name", "on_resume", "owner", "priority", "ready", "serial", "turn", "what",
+        "woken",
     )  # fmt: skip
 
     def __init__(self, owner: str, name: str, serial: int) -> None:
@@ -61,6 +62,7 @@ class Strand:
         self.priority = 0.0
         self.joiners: list[Strand] = []
         self.greenlet: Any = None
+        self.on_resume: Callable[[], object] | None = None
 
 
 class Alarm:
@@ -275,6 +277,8 @@ class Scheduler:
         elif strand is not self.current:
             self.current = strand
             strand.greenlet.switch()
+            if self.current is not None and self.current.on_resume is not None:
+                self.current.on_resume()
 
     def _abandon(self) -> None:
         """Ends the strands of a run that failed, so that nothing of it lives on."""

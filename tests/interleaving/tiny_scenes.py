@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from interleaving.virtual_threading import TimeNames, active
+from interleaving.virtual_threading import Event, TimeNames, active
 
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue, Reservation
-from swift_stage2.errors import FenceShutDown, TicketTimeout
-from swift_stage2.fence import InferFence
+from swift_stage2.errors import FenceShutDown
+from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.scheduling.version_clock import VersionClock
 
 
@@ -22,20 +22,37 @@ class Weights:
     num_running: int = 0
 
 
+def await_ticket(fence: InferFence, changed: Event) -> InferTicket:
+    """As the rollout client does it: asks again whenever the fence has told of a change."""
+    while True:
+        changed.clear()
+        if (ticket := fence.enter()) is not None:
+            return ticket
+        if not changed.wait(100.0):
+            active().fail("a waiter slept through what it waited for")
+
+
 def fence_scene(fence_type: type[InferFence], num_posters: int, num_rounds: int) -> Callable[[], None]:
     """Posters against a learner that closes without waiting, pushes once it is drained, and reopens."""
 
     def work() -> None:
-        fence, weights, clock = fence_type(), Weights(), VersionClock()
+        fence, weights, clock, changed = (
+            fence_type(),
+            Weights(),
+            VersionClock(),
+            [Event() for _ in range(num_posters)],
+        )
+        fence.on_change = lambda: [each.set() for each in changed]  # type: ignore[assignment]
 
-        def post() -> None:
-            with fence.ticket(timeout_s=100.0) as ticket:
-                weights.num_running += 1
-                version = weights.version
-                active().point("computes")
-                weights.num_running -= 1
-                if ticket.version != version:
-                    active().fail(f"a ticket says version {ticket.version}, computed with {version}")
+        def post(poster: int) -> None:
+            ticket = await_ticket(fence, changed[poster])
+            weights.num_running += 1
+            version = weights.version
+            active().point("computes")
+            weights.num_running -= 1
+            if ticket.version != version:
+                active().fail(f"a ticket says version {ticket.version}, computed with {version}")
+            fence.leave()
 
         def learn() -> None:
             for _ in range(num_rounds):
@@ -50,7 +67,7 @@ def fence_scene(fence_type: type[InferFence], num_posters: int, num_rounds: int)
                 fence.reopen(clock.advance())
 
         for number in range(num_posters):
-            active().spawn(post, f"poster {number}")
+            active().spawn(partial(post, number), f"poster {number}")
         active().spawn(learn, "learner")
 
     return work
@@ -60,20 +77,19 @@ def shutdown_scene(num_posters: int) -> Callable[[], None]:
     """Nobody who waits for a ticket is left behind by a shutdown."""
 
     def work() -> None:
-        fence = InferFence(start_closed=True)
+        fence, changed = InferFence(start_closed=True), [Event() for _ in range(num_posters)]
+        fence.on_change = lambda: [each.set() for each in changed]  # type: ignore[assignment]
 
-        def post() -> None:
+        def post(poster: int) -> None:
             try:
-                with fence.ticket(timeout_s=100.0):
-                    active().fail("a ticket came out of a fence that never opened")
+                await_ticket(fence, changed[poster])
+                active().fail("a ticket came out of a fence that never opened")
             except FenceShutDown:
                 if active().now > 1.0:
                     active().fail("a shutdown must wake every waiter within a second")
-            except TicketTimeout:
-                active().fail("a waiter slept through the shutdown")
 
         for number in range(num_posters):
-            active().spawn(post, f"poster {number}")
+            active().spawn(partial(post, number), f"poster {number}")
         active().spawn(fence.shutdown, "learner")
 
     return work

@@ -6,6 +6,7 @@ sleep is a yield point. ``installed`` puts these names into the modules of the p
 
 from __future__ import annotations
 
+import asyncio
 import threading as real_threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -18,7 +19,7 @@ from interleaving.scheduler import Scheduler, Strand
 
 from swift_stage2 import evaluation, fence
 from swift_stage2.channel_b import attempts, pipeline, ready_queue, sample_source
-from swift_stage2.channel_b.rollout_client import client, connection, lane, plan, trust
+from swift_stage2.channel_b.rollouts import batch, client, seeds, server_client, server_state
 from swift_stage2.learner import learner
 from swift_stage2.learner import rounds as learner_rounds
 from swift_stage2.scheduling import horizon, version_clock
@@ -327,11 +328,11 @@ class Executor:
 
 
 _WITH_THREADING = (
-    attempts, client, courier, evaluation, fence, lane, pipeline, proof, ready_queue, sample_source,
-    plan, server_call, server_push, snapshot, suspect_probe, trust, version_clock,
+    attempts, client, courier, evaluation, fence, pipeline, proof, ready_queue, sample_source, seeds, server_call,
+    server_client, server_push, server_state, snapshot, suspect_probe, version_clock,
 )  # fmt: skip
 _WITH_TIME = (
-    attempts, client, connection, courier, fence, lane, learner, learner_rounds, horizon, pipeline, server_push,
+    attempts, batch, client, courier, learner, learner_rounds, horizon, pipeline, server_client, server_push,
     server_session, transfer, weight_sync,
 )  # fmt: skip
 
@@ -346,13 +347,19 @@ class NoWatch(nullcontext[None]):
 
 
 @contextmanager
-def installed(make_http_transport: Callable[..., Any]) -> Iterator[None]:
-    """The package runs on virtual threads, virtual time and virtual HTTP for as long as the context lasts."""
+def installed(
+    make_http_transport: Callable[..., Any],
+    make_async_transport: Callable[..., Any],
+    make_loop: Callable[[], Any],
+) -> Iterator[None]:
+    """The package runs on virtual threads, loops, time and HTTP for as long as the context lasts."""
     changes: list[tuple[Any, str, Any]] = [
         *((module, "threading", ThreadingNames) for module in _WITH_THREADING),
         *((module, "time", TimeNames) for module in _WITH_TIME),
         (pending_abort, "ThreadPoolExecutor", Executor),
         (httpx, "HTTPTransport", make_http_transport),
+        (httpx, "AsyncHTTPTransport", make_async_transport),
+        (asyncio, "new_event_loop", make_loop),
         (server_push.ServerPush, "__bases__", (Thread,)),
         (weight_sync, "RoundWatch", NoWatch),
         # Bound when these were defined, so that a name put into the module comes too late.

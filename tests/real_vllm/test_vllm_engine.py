@@ -27,9 +27,11 @@ from waiting import wait_for
 
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.engine import InstallFault, WeightStamp
+from swift_stage2.rollout_server.weight_source import RoundWeights, open_learner_memory
 from swift_stage2.servers import protocol as rollout_protocol
-from swift_stage2.servers.protocol import AbortRequest, Completion, protect_from_abort
+from swift_stage2.servers.protocol import AbortRequest, Completion, RoundRequest, protect_from_abort
 from swift_stage2.weights.disk_rounds import DiskRounds
+from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.weights.transport import DiskTransport
 
 DEADLINE_S = 120.0
@@ -196,8 +198,19 @@ def test_unchanged_and_wrong_weights_are_caught_by_checksums(
     assert learner.round().proven == (0,)
 
 
+def _round_weights(server: RunningServer, module: torch.nn.Module, version: int) -> RoundWeights:
+    """What a learner on this host lends for a round."""
+    manifest, round_id = server.engine.manifest(), f"run-1-{version}"
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    snapshot = SnapshotFile(manifest, bucket_bytes=2**20)
+    snapshot.put((spec.name, parameters[spec.name]) for spec in manifest)
+    snapshot.describe(WeightIdentity("run-1", round_id, version))
+    request = RoundRequest(round_id, "run-1", version, manifest)
+    return RoundWeights(open_learner_memory(snapshot.file.file.path), request)
+
+
 def test_weights_wait_for_the_completions_in_the_making_and_give_up_in_time(server: RunningServer) -> None:
-    weights = {name: p.detach() for name, p in load_learner(seed=9).named_parameters()}
+    weights = _round_weights(server, load_learner(seed=9), 8)
     stamp = server.engine.stamp
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.infer, [text_request()], **ENDLESS)
@@ -228,7 +241,7 @@ def test_a_completion_never_mixes_two_versions(server: RunningServer) -> None:
         askers = [pool.submit(ask) for _ in range(2)]
         try:
             for version, module in modules.items():
-                weights = {name: p.detach() for name, p in module.named_parameters()}
+                weights = _round_weights(server, module, version)
                 server.engine.install(weights, WeightStamp(version, "run-1"), DEADLINE_S)
                 seen = len(answers)
                 wait_for(lambda: len(answers) > seen + 4)  # noqa: B023

@@ -21,7 +21,7 @@ from test_weight_sync import GenerateCanary
 from torchrun_job import run_learner, write_config
 from weight_rounds import make_sync
 
-from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
+from swift_stage2.channel_b.rollouts import RolloutClient, ServedWeights
 from swift_stage2.config import DecodingConfig
 from swift_stage2.demo.grounding_dataset import write_dataset
 from swift_stage2.demo.scenes import SceneKind, Split

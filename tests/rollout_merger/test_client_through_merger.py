@@ -14,8 +14,8 @@ from fake_rollout_server import Answer, FakeRolloutServer, await_settled, echo, 
 from live_merger import LONGEST_WAIT_S, LiveMerger, live_merger
 from rollout_batch import generate
 
-from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
-from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.channel_b.rollouts import RolloutClient, ServedWeights
+from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
@@ -26,7 +26,6 @@ def make_client(merger: LiveMerger, rank: int, **changes: Any) -> RolloutClient:
         "decoding": DecodingConfig(temperature=0.7),
         "rank": rank,
         "world_size": 2,
-        "ticket_timeout_s": 0.05,
         "max_inflight_per_server": 16,
     }
     client = rollout_batch.make_client(merger.url, **settings | changes)

@@ -12,7 +12,7 @@ from real_model import make_encoder, sample_of
 from rollout_batch import generate, make_client
 
 from swift_stage2.channel_b.preprocessing import make_pack, make_segment
-from swift_stage2.channel_b.rollout_client import ServedWeights
+from swift_stage2.channel_b.rollouts import ServedWeights
 from swift_stage2.columns import LOG_PROBS
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence

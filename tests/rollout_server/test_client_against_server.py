@@ -18,12 +18,11 @@ from live_server import (
     hollow_png,
     image_request,
     load_learner,
-    text_request,
 )
 from rollout_batch import generate
 
-from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
-from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.channel_b.rollouts import RolloutClient, ServedWeights
+from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
@@ -78,26 +77,13 @@ def test_an_image_that_the_server_refuses_is_quarantined_with_its_reason_and_not
     server: RunningServer, proof: RoundProof, content: bytes, why: str
 ) -> None:
     refused = image_request() | {"images": [base64.b64encode(content).decode()]}
-    with make_client(server, proof, canary=text_request()) as client:
+    with make_client(server, proof) as client:
         outcome = ask(client, [image_request(40), refused, image_request(200)])
     ((sample, reason),) = outcome.quarantined
     assert sample.key.position == 1
     assert why in reason
     assert "\n" not in reason
-    assert (len(outcome.rollouts), outcome.num_posts, client.suspects) == (2, 3, {})
-
-
-def test_a_broken_image_among_sixteen_costs_three_posts(server: RunningServer, proof: RoundProof) -> None:
-    """The server names it: all, it alone once more, the others. A bisection would take ten or so."""
-    broken = image_request() | {"images": ["bm90IGFuIGltYWdl"]}
-    requests = [image_request(40 + 10 * n) for n in range(16)]
-    requests[11] = broken
-    with make_client(server, proof, canary=text_request()) as client:
-        outcome = ask(client, requests)
-    assert [sample.key.position for sample, _ in outcome.quarantined] == [11]
-    assert len(outcome.rollouts) == 15
-    assert outcome.num_posts == 3
-    assert client.suspects == {}
+    assert (len(outcome.rollouts), client.suspects) == (2, {})
 
 
 def test_weights_of_another_version_are_discarded(server: RunningServer, proof: RoundProof) -> None:
@@ -122,7 +108,7 @@ def test_an_abandoned_post_is_settled_once_the_engine_is_free(
     assert blocked.wait(CALL_TIMEOUT_S)
     # The engine goes on as soon as the client has given the POST up.
     events = MagicMock(**{"finished.side_effect": lambda *_, **__: release.set()})
-    with make_client(server, proof, request_timeout_s=5.0, events=events) as client:
+    with make_client(server, proof, request_timeout_s=5.0, observer=events) as client:
         outcome = ask(client, [image_request()])
         await_settled(client)
         assert (client.num_unsettled, client.suspects) == (0, {})

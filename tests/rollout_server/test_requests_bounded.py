@@ -60,7 +60,7 @@ def test_a_small_file_of_many_pixels_is_refused_by_its_header(server: RunningSer
     assert len(content) < 40_000
     reply = server.post_infer([text_request(), with_image(content)])
     assert reply.status_code == 500
-    assert protocol.parse_failed_places(reply.json()) == (1,)
+    assert [each["index"] for each in reply.json()["failures"]] == [1]
     assert server.engine.status().num_waiting == 0
 
 

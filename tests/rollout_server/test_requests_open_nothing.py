@@ -135,7 +135,7 @@ def test_the_merger_passes_none_of_them_on(secret: Path) -> None:
                     body = {"infer_requests": [text_request(), conversation], "request_config": GREEDY}
                     reply = http.post(rollout_protocol.INFER, json=body)
                     error_of(reply)
-                    assert rollout_protocol.parse_failed_places(reply.json()) == (1,)
+                    assert [each["index"] for each in reply.json()["failures"]] == [1]
                     # a body that cannot be merged goes alone, and not unseen
                     error_of(http.post(rollout_protocol.INFER, json=body | {"request_config": {"seed": "x"}}))
                 lora = {"infer_requests": [text_request()], "adapter_request": {"name": "a", "path": "/x"}}

@@ -17,7 +17,7 @@ from test_answer_prefix import abort, held_before
 from waiting import wait_for
 
 from swift_stage2.channel_b.attempts import Attempts, PartialRollouts
-from swift_stage2.channel_b.rollout_client import ServedWeights
+from swift_stage2.channel_b.rollouts import ServedWeights
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey
@@ -40,7 +40,7 @@ class Asker:
             decoding=DecodingConfig(temperature=0.0, repetition_penalty=penalty, max_new_tokens=64),
             run_id=round_.run_id,
             max_inflight_per_server=4,
-            events=self.attempts,
+            observer=self.attempts,
         )
         self.partial = PartialRollouts(
             self.attempts,

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import math
 import random
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
-from swift_stage2.errors import TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
@@ -86,7 +84,6 @@ class SimulatedPack:
 @dataclass(slots=True)
 class Post:
     ticket: InferTicket
-    ticket_stack: ExitStack
     version: int
     num_rollouts: int
     start: float
@@ -171,16 +168,13 @@ class SimulatedRank:
             wanted = self.num_wanted(now, rounds)
             if wanted == 0 or low <= now < high or rounds.installs_next(self, now):
                 return
-            stack = ExitStack()
-            try:
-                ticket = stack.enter_context(self.fence.ticket(timeout_s=0))
-            except TicketTimeout:
+            if (ticket := self.fence.enter()) is None:
                 return
             num_rollouts = min(wanted, size)
             num_fast = sum(not post.is_slow for post in self.posts)
             is_slow = num_fast >= most - self.setting.slow_places
             duration = self.duration(num_rollouts) * (2 if is_slow else 1)
-            post = Post(ticket, stack, self.served_version, num_rollouts, now, now + duration, is_slow)
+            post = Post(ticket, self.served_version, num_rollouts, now, now + duration, is_slow)
             self.posts.append(post)
             if duration == 0:
                 self.finish(post)
@@ -196,7 +190,7 @@ class SimulatedRank:
 
     def finish(self, post: Post) -> None:
         self.posts.remove(post)
-        post.ticket_stack.close()
+        self.fence.leave()
         self.meter.observe(post.end - post.start)
         self.held += [post.version] * post.num_rollouts
         self.offer_heard()

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from swift_stage2.scheduling.round_schedule import RoundSchedule, ServerState
+from swift_stage2.scheduling.round_schedule import AgreedState, RoundSchedule
 
 NONE = (False, False)
 
@@ -48,7 +48,7 @@ def test_the_first_round_is_due_before_the_first_step_and_asks_every_server() ->
     assert schedule.is_due(0)
     assert schedule.targets(0) == (0, 1, 2)
     assert (schedule.proven, schedule.suspects) == ((), ())
-    assert schedule.states() == (ServerState.UNPROVEN,) * 3
+    assert schedule.states() == (AgreedState.UNPROVEN,) * 3
 
 
 def test_a_round_is_due_every_so_many_steps_after_the_last_commit() -> None:
@@ -89,7 +89,7 @@ def test_a_server_that_fails_a_round_leaves_the_set_and_does_not_delay_the_rest(
     schedule = _new(2, 4)
     schedule.is_due(0)
     _run(schedule, 0, proven=[0], failed=[1])
-    assert schedule.states() == (ServerState.PROVEN, ServerState.SUSPECT)
+    assert schedule.states() == (AgreedState.PROVEN, AgreedState.SUSPECT)
     assert (schedule.proven, schedule.suspects) == ((0,), (1,))
     assert [step for step in range(1, 5) if schedule.is_due(step)] == [4]
     assert schedule.targets(4) == (0,)
@@ -142,7 +142,7 @@ def test_while_a_round_is_in_transfer_none_falls_due_and_the_next_counts_from_it
 
 def test_a_stock_server_that_was_absent_at_the_start_makes_a_round_due_once_it_answers() -> None:
     schedule = RoundSchedule(2, 4, backoff_steps=1, max_backoff_steps=64, absent=[1])
-    assert schedule.states() == (ServerState.UNPROVEN, ServerState.SUSPECT)
+    assert schedule.states() == (AgreedState.UNPROVEN, AgreedState.SUSPECT)
     assert (schedule.is_due(0), schedule.targets(0)) == (True, (0,)), "nobody waits for it"
     _run(schedule, 0, proven=[0], failed=())
     assert [schedule.is_due(step) for step in (1, 2)] == [False, False]
@@ -209,7 +209,7 @@ class Run(RuleBasedStateMachine):
     def targets_are_never_servers_that_nobody_heard_of(self) -> None:
         states = self.schedule.states()
         targets = self.schedule.targets(self.step)
-        assert {server for server, state in enumerate(states) if state is not ServerState.SUSPECT} <= set(
+        assert {server for server, state in enumerate(states) if state is not AgreedState.SUSPECT} <= set(
             targets
         )
         assert set(self.schedule.proven).isdisjoint(self.schedule.suspects)

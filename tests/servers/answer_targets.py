@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 from rollout_batch import make_client
 
-from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
-from swift_stage2.channel_b.rollout_client.connection import ServerConnection
-from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.channel_b.rollouts import RolloutClient, ServedWeights
+from swift_stage2.channel_b.rollouts.chat_route import RouteNow
+from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.records import Sample, SampleKey
@@ -45,7 +45,7 @@ class AnswerTargets:
         self._url = url
         self._merger_url = merger_url
         self._client = client
-        self._connection = ServerConnection(url, api_key=None, connect_timeout_s=_TARGET_CALL_S)
+        self._route = RouteNow(url, None, api_key=None)
         self._probe = probe
         self._config = protocol.request_config(
             max_new_tokens=64, temperature=0.5, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=7
@@ -60,7 +60,7 @@ class AnswerTargets:
         """The end per target: ``record``, ``fault``, ``traceback`` or ``hang``."""
         targets: dict[str, Callable[[], str]] = {
             "client": self._generate,
-            "connection": self._infer,
+            "route": self._infer,
             "session": partial(
                 self._ask, lambda session: session.info(Deadline(_TARGET_CALL_S)), ServerFault
             ),
@@ -98,7 +98,7 @@ class AnswerTargets:
         return "record" if outcome.rollouts else "fault"
 
     def _infer(self) -> str:
-        result = self._connection.infer([_TARGET_REQUEST], self._config, timeout_s=_TARGET_CALL_S)
+        result = self._route.generate([_TARGET_REQUEST], self._config, timeout_s=_TARGET_CALL_S)
         return "record" if result.end is PostEnd.ANSWERED else "fault"
 
     def _ask(self, call: Callable[[ServerSession], object], faults: Any) -> str:
@@ -125,7 +125,7 @@ class AnswerTargets:
         loggers = [logging.getLogger(name) for name in ("swift_stage2.rollout_merger", "uvicorn.error")]
         for logger in loggers:
             logger.addHandler(self._merger_log)
-        clients = logging.getLogger("swift_stage2.channel_b.rollout_client")
+        clients = logging.getLogger("swift_stage2.channel_b.rollouts")
         level, clients.propagate = clients.level, False  # it tells every suspect, some thousands here
         clients.setLevel(logging.ERROR)
         try:
@@ -135,7 +135,6 @@ class AnswerTargets:
                 logger.removeHandler(self._merger_log)
             clients.setLevel(level)
             clients.propagate = True
-            self._connection.close()
             self._http.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -14,10 +15,10 @@ from fake_rollout_server import Answer, Call, FakeRolloutServer, request
 from rollout_batch import generate
 
 from swift_stage2.channel_b import detection as detection  # registers the task
-from swift_stage2.channel_b.rollout_client import RolloutClient, ServedWeights
-from swift_stage2.channel_b.rollout_client.chat_connection import connect
-from swift_stage2.channel_b.rollout_client.connection import ServerConnection
-from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.channel_b.rollouts import RolloutClient, ServedWeights
+from swift_stage2.channel_b.rollouts.chat_route import route_to
+from swift_stage2.channel_b.rollouts.infer_route import InferRoute
+from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.checks import servers
 from swift_stage2.checks.servers import look_for
 from swift_stage2.config import DecodingConfig, Stage2Config
@@ -93,10 +94,14 @@ def server(vllm: PlainVllm) -> Iterator[FakeRolloutServer]:
 
 
 @pytest.fixture
-def connection(server: FakeRolloutServer) -> Iterator[ServerConnection]:
-    built = connect(server.url, "tiny", api_key=None, connect_timeout_s=5.0)
-    yield built
-    built.close()
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture
+def route(server: FakeRolloutServer) -> InferRoute:
+    return route_to(server.url, "tiny", api_key=None, connect_timeout_s=5.0)
 
 
 def _asked(server: FakeRolloutServer) -> list[str]:
@@ -144,11 +149,12 @@ def test_vllm_without_the_routes_of_a_round_is_told_from_other_programs(
         assert not vllm_serve.missing_routes_remedy(session, Deadline(_PATIENCE_S))
 
 
-def test_a_share_is_one_call_a_request_in_order_and_names_its_weights(
-    server: FakeRolloutServer, connection: ServerConnection
+def test_a_post_is_one_call_a_request_in_order_and_names_its_weights(
+    server: FakeRolloutServer, route: InferRoute, loop: asyncio.Runner
 ) -> None:
     texts = [str(10**n) for n in range(8)]
-    result = connection.infer([request(text) for text in texts], greedy_config(5), timeout_s=_PATIENCE_S)
+    asked = [request(text) for text in texts]
+    result = loop.run(route.generate(asked, greedy_config(5), timeout_s=_PATIENCE_S))
     assert [each.text for each in result.completions] == [f"echo {text}" for text in texts], result
     assert {(each.weight_version, each.round_id, each.run_id) for each in result.completions} == {
         (3, "run-3", "run")
@@ -164,18 +170,18 @@ def test_a_share_is_one_call_a_request_in_order_and_names_its_weights(
     )
 
 
-def test_requests_that_vllm_refuses_are_named(connection: ServerConnection) -> None:
+def test_requests_that_vllm_refuses_are_told(route: InferRoute, loop: asyncio.Runner) -> None:
     requests = [request(text) for text in ("a", "bad", "b", "bad")]
-    result = connection.infer(requests, greedy_config(1), timeout_s=_PATIENCE_S)
-    assert (result.end, result.named) == (PostEnd.ERROR_ANSWER, (1, 3))
+    result = loop.run(route.generate(requests, greedy_config(1), timeout_s=_PATIENCE_S))
+    assert result.end is PostEnd.ERROR_ANSWER
 
 
 def test_what_was_cut_is_aborted_by_name_before_it_counts_as_settled(
-    server: FakeRolloutServer, connection: ServerConnection
+    server: FakeRolloutServer, route: InferRoute, loop: asyncio.Runner
 ) -> None:
     requests = [request("a"), request("slow"), request("slow")]
-    assert connection.infer(requests, greedy_config(1), timeout_s=1.0).end is PostEnd.TIMED_OUT
-    assert connection.reset_prefix_cache(timeout_s=_PATIENCE_S).end is PostEnd.ANSWERED
+    assert loop.run(route.generate(requests, greedy_config(1), timeout_s=1.0)).end is PostEnd.TIMED_OUT
+    assert loop.run(route.settle(timeout_s=_PATIENCE_S)).end is PostEnd.ANSWERED
     (abort,) = [call for call in server.calls if call.path == vllm_serve.ABORT_REQUESTS]
     slow = [
         call.body["request_id"]
@@ -183,9 +189,27 @@ def test_what_was_cut_is_aborted_by_name_before_it_counts_as_settled(
         if call.path == vllm_serve.CHAT and call.body["messages"][-1]["content"] == "slow"
     ]
     assert sorted(abort.body["request_ids"]) == sorted(f"chatcmpl-{each}" for each in slow)
-    assert connection.reset_prefix_cache(timeout_s=_PATIENCE_S).end is PostEnd.ANSWERED
+    assert loop.run(route.settle(timeout_s=_PATIENCE_S)).end is PostEnd.ANSWERED
     # An abort that names none would end everybody's
     assert _asked(server).count(vllm_serve.ABORT_REQUESTS) == 1
+
+
+def test_what_goes_on_is_not_aborted_with_what_was_cut(
+    server: FakeRolloutServer, vllm: PlainVllm, route: InferRoute, loop: asyncio.Runner
+) -> None:
+    async def both() -> PostEnd:
+        goes_on = asyncio.create_task(
+            route.generate([request("slow")], greedy_config(1), timeout_s=_PATIENCE_S)
+        )
+        cut = await route.generate([request("slow"), request("b")], greedy_config(1), timeout_s=1.0)
+        assert cut.end is PostEnd.TIMED_OUT
+        assert (await route.settle(timeout_s=_PATIENCE_S)).end is PostEnd.ANSWERED
+        vllm.held.set()
+        return (await goes_on).end
+
+    assert loop.run(both()) is PostEnd.ANSWERED
+    (abort,) = [call for call in server.calls if call.path == vllm_serve.ABORT_REQUESTS]
+    assert len(abort.body["request_ids"]) == 1
 
 
 def test_every_engine_answers_the_canary(server: FakeRolloutServer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from telemetry.run_facts import PLAN_A, PLAN_B, quality, skipped, started, step
 
-from swift_stage2.channel_b.rollout_client.plan import PostEnd
+from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.records import (
     BatchOutcome,
     MatchQuality,

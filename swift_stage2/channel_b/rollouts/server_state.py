@@ -6,7 +6,7 @@ read one.
 
 In a staged round nobody drains: a server answers with the weights of the round before, or *ahead* with those in
 transfer, and its stamp tells which. So a POST may be answered with whatever the server served since the POST left, and
-a rollout that is ahead counts once its round has proven this server. An ``OutPost`` keeps what that is, POST by POST.
+a rollout that is ahead counts once its round has proven this server. An ``InFlightRequest`` keeps what that is.
 
 The prompt ids that every answer carries show whose fault a wrong prompt is. A server with another processor or template
 differs on every sample, a bad sample differs alone: so a sample is given up only where its server agreed with the
@@ -37,7 +37,7 @@ class ServedWeights:
 
 
 @dataclass(eq=False, slots=True)
-class OutPost:
+class InFlightRequest:
     """One POST that is out, or abandoned: its server may still be computing it."""
 
     may_answer: list[ServedWeights]
@@ -48,13 +48,13 @@ class OutPost:
     """False once its server was withdrawn or suspected; a later proof does not bring it back."""
 
 
-class ServerTrust:
+class ServerState:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._served: ServedWeights | None = None
         self._ahead: ServedWeights | None = None  # of a staged round that is in transfer
-        self._out: set[OutPost] = set()
-        self._abandoned: set[OutPost] = set()
+        self._out: set[InFlightRequest] = set()
+        self._abandoned: set[InFlightRequest] = set()
         self._proven_rounds: set[str] = set()  # all of them, some dozen bytes each
         self.is_proven = False
         """Whether a round has proven the server's weights and no fault was found since."""
@@ -92,7 +92,7 @@ class ServerTrust:
             for post in self._out:
                 post.may_answer.append(self._ahead)
 
-    def forgive(self) -> None:
+    def clear_suspicion(self) -> None:
         """A staged round or catch-up of the server, which is not asked, begins: a later suspicion is newer than it."""
         with self._lock:
             self.suspicion = None
@@ -124,12 +124,12 @@ class ServerTrust:
                 return True
             return None if self._ahead is not None and self._ahead.round_id == round_id else False
 
-    def withdraw(self) -> None:
+    def stop_requests(self) -> None:
         """A round did not prove the server; nothing is inferred from it, and it delays no round."""
         with self._lock:
             self._stop_asking()
 
-    def suspect(self, reason: str) -> None:
+    def mark_suspect(self, reason: str) -> None:
         """Nothing is inferred from the server before a later ``prove``, and it delays no round.
 
         What POSTs that are out bring is not believed.
@@ -150,16 +150,18 @@ class ServerTrust:
         served = self._served
         return version if served is None or served.incarnation is None else served.version
 
-    def begin_post(self) -> OutPost | None:
+    def begin_post(self) -> InFlightRequest | None:
         """A POST is about to leave; None if the server must not be asked."""
         with self._lock:
             if not self.is_proven:
                 return None
-            post = OutPost([weights for weights in (self._served, self._ahead) if weights is not None])
+            post = InFlightRequest(
+                [weights for weights in (self._served, self._ahead) if weights is not None]
+            )
             self._out.add(post)
             return post
 
-    def end_post(self, post: OutPost, *, settle_by: float | None = None) -> bool:
+    def end_post(self, post: InFlightRequest, *, settle_by: float | None = None) -> bool:
         """It is out no more; False if the server has become suspect meanwhile, which ends all that is known of it.
 
         With ``settle_by`` its answer is not waited for, and the server may still be computing it.
@@ -173,18 +175,18 @@ class ServerTrust:
                 self._abandoned.add(post)
             return True
 
-    def abandoned(self) -> frozenset[OutPost]:
+    def abandoned(self) -> frozenset[InFlightRequest]:
         """Those that are not settled. All of them left before this."""
         with self._lock:
             return frozenset(self._abandoned)
 
-    def settle(self, posts: Container[OutPost]) -> None:
+    def settle(self, posts: Container[InFlightRequest]) -> None:
         """An ordered call that came after ``posts`` was answered, so that they are over."""
         with self._lock:
             self._abandoned = {post for post in self._abandoned if post not in posts}
 
     def weights_of(
-        self, post: OutPost, completions: Sequence[Completion], *, version: int, run_id: str | None
+        self, post: InFlightRequest, completions: Sequence[Completion], *, version: int, run_id: str | None
     ) -> tuple[ServedWeights, ...] | str:
         """The weights that made each of a POST's answers, or why these cannot be of this run.
 
@@ -201,7 +203,7 @@ class ServerTrust:
         return tuple(found)
 
     def _weights_of(
-        self, post: OutPost, completion: Completion, version: int, run_id: str | None
+        self, post: InFlightRequest, completion: Completion, version: int, run_id: str | None
     ) -> ServedWeights | str:
         incarnation = self._served.incarnation if self._served is not None else None
         if completion.incarnation != incarnation:

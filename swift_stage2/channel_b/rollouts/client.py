@@ -1,0 +1,349 @@
+"""The client of all rollout servers of a rank: asks proven ones, and says what became of every sample.
+
+Every sample submitted comes out exactly once: as a rollout, as poisonous, or to be asked again. Servers' faults cost a
+server its trust, never a sample an attempt. What is submitted goes to the server where it would end first; what ended
+waits in one outbox. ``submit`` and ``next_finished`` belong to one thread (the pipeline's); what the learner tells of
+rounds, ``wake``, ``request_stop`` and the properties may be used from any. Calls run on one event loop, on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+
+from swift_stage2.channel_b.rollouts.batch import Ask
+from swift_stage2.channel_b.rollouts.placement import ServerPace, choose
+from swift_stage2.channel_b.rollouts.requests import RequestObserver, RequestSettings
+from swift_stage2.channel_b.rollouts.seeds import SeedLedger
+from swift_stage2.channel_b.rollouts.server_client import ClientSettings, ServerClient, backlog
+from swift_stage2.channel_b.rollouts.server_state import ServedWeights
+from swift_stage2.columns import Column
+from swift_stage2.config import DecodingConfig
+from swift_stage2.fence import InferFence
+from swift_stage2.records import BatchOutcome, Rollout, Sample
+from swift_stage2.scheduling.horizon import max_prompts_in_flight
+
+logger = logging.getLogger(__name__)
+
+_CLOSING_S = 5.0
+
+
+class RolloutClient:
+    """A context manager; it owns one thread, with an event loop, once anything is submitted."""
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        *,
+        fence: InferFence,
+        decoding: DecodingConfig,
+        request_timeout_s: float,
+        run_seed: int,
+        rank: int,
+        world_size: int,
+        api_key: str | None = None,
+        run_id: str | None = None,
+        max_inflight_per_server: int = 1,
+        is_lost: Callable[[str, int], bool] = lambda url, version: False,
+        observer: RequestObserver | None = None,
+        watch_post: Callable[[], AbstractContextManager[None]] = nullcontext,
+        chat_models: Mapping[str, str] | None = None,
+        columns: tuple[Column, ...] = (),
+    ) -> None:
+        """No server is proven at first.
+
+        ``run_id`` is what our server stamps. ``max_inflight_per_server`` prompts of all ranks fill a server.
+        ``is_lost`` says of a base URL whether what was proven there for a version is known to have ended: a stock
+        server's answers do not tell who gives them. ``observer`` is told of every POST that brings no settings of its
+        own, on the loop's thread; ``watch_post`` is entered there for the time that any POST is out. ``chat_models``,
+        by base URL, are the names that plain ``vllm serve``s answer to. ``columns`` are asked for with whatever brings
+        no settings of its own.
+        """
+        self._rank = rank
+        self._world_size = world_size
+        self._max_inflight = max_inflight_per_server
+        self._num_submissions = 0
+        self._changed = threading.Condition()
+        self._finished: deque[BatchOutcome] = deque()
+        self._failure: Exception | None = None
+        self._is_woken = False
+        self._stopping = threading.Event()
+        self._fence = fence
+        self._settings = ClientSettings(
+            fence=fence,
+            seeds=SeedLedger(run_seed=run_seed, rank=rank, world_size=world_size),
+            request_timeout_s=request_timeout_s,
+            api_key=api_key,
+            run_id=run_id,
+            is_lost=is_lost,
+            watch_post=watch_post,
+            most_per_post=max_inflight_per_server,
+            stopping=self._stopping,
+            finished=self._handle_outcome,
+            failed=self._fail,
+        )
+        self._default = RequestSettings(decoding, observer, columns)
+        self._loop, self._told = asyncio.new_event_loop(), asyncio.Event()
+        models = chat_models or {}
+        self._servers = {
+            url: self._new_server(url, number, models.get(url)) for number, url in enumerate(servers)
+        }
+        self._paces = dict.fromkeys(servers, ServerPace())
+        fence.on_change = self._tell_servers
+        self._thread = threading.Thread(target=self._run_loop, name="rollouts", daemon=True)
+
+    def _new_server(self, base_url: str, number: int, chat_model: str | None) -> ServerClient:
+        # Where the places do not divide by the ranks, which ranks get one more rotates from server to server.
+        share = (self._max_inflight + (self._rank + number) % self._world_size) // self._world_size
+        return ServerClient(
+            base_url, self._settings, self._loop, num_places=max(1, share), chat_model=chat_model
+        )
+
+    def learn_chat_model(self, base_url: str, chat_model: str) -> None:
+        """A server that nobody has asked yet is a plain ``vllm serve``; called on the thread that tells of rounds."""
+        server = self._new_server(base_url, list(self._servers).index(base_url), chat_model)
+        self._servers = {**self._servers, base_url: server}  # in one move: other threads go through them
+
+    def __enter__(self) -> RolloutClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def proven(self) -> tuple[str, ...]:
+        """Base URLs that are asked."""
+        return tuple(server.base_url for server in self._proven_servers())
+
+    @property
+    def is_open(self) -> bool:
+        """False while no server is asked: a round has closed the fence, or none is proven."""
+        return self._fence.is_open and bool(self.proven)
+
+    @property
+    def suspects(self) -> dict[str, str]:
+        """Base URL → why that server gets no request before a round proves it."""
+        doubts = {url: server.state.suspicion for url, server in self._servers.items()}
+        return {url: reason for url, reason in doubts.items() if reason is not None}
+
+    @property
+    def num_unsettled(self) -> int:
+        """Servers that may still be computing abandoned POSTs. Drained means: 0, and nothing in the fence.
+
+        After a stop it can stay above 0, because nothing is settled any more: no round may follow.
+        """
+        return sum(server.is_settling for server in self._servers.values())
+
+    def expect_round(self, round_id: str, version: int) -> None:
+        """The next round, if it is staged, may be answered with before the learner hears of it.
+
+        Called once the round before has ended: what that one did not prove is not going to be.
+        """
+        for server in self._servers.values():
+            server.state.expect(round_id, version)
+
+    def clear_suspicion(self, servers: Collection[str]) -> None:
+        """A staged round or catch-up of ``servers``, which are not asked, begins: later suspicions are newer."""
+        for url in servers:
+            self._servers[url].state.clear_suspicion()
+
+    def set_proven(self, served: Mapping[str, ServedWeights], *, drained: bool = True) -> None:
+        """Exactly these base URLs are asked from now on, each with what it serves. Call it before the fence reopens.
+
+        ``drained``: nothing was in flight during the round, so that its proof lifts any suspicion. Otherwise a server
+        that is suspect stays so. A staged round calls this whenever another of its servers is proven.
+
+        Raises:
+            ValueError: a server that this client was not made with.
+        """
+        if unknown := served.keys() - self._servers.keys():
+            raise ValueError(f"only servers of this client can be proven, got {sorted(unknown)}")
+        for url, server in self._servers.items():
+            if (weights := served.get(url)) is None:
+                server.stop_requests()
+                continue
+            if not server.state.is_proven:  # it returns, perhaps as another process
+                self._paces[url] = ServerPace(last_share=self._num_submissions)
+            server.state.prove(weights, drained=drained)
+
+    def confirms(self, rollout: Rollout) -> bool | None:
+        """True if a round proved, on its server, the weights of ``rollout``; False if none will; None until then."""
+        return self._servers[rollout.server].state.confirms(rollout.round_id)
+
+    def stop_requests(self, servers: Collection[str]) -> None:
+        """``servers`` are asked no more before a round proves them, and what they were asked is not waited for."""
+        for url in servers:
+            self._servers[url].stop_requests()
+
+    def mark_suspect(self, server: str, reason: str) -> None:
+        """``server`` is suspect: what it answered showed so later than the client could see."""
+        self._servers[server].mark_suspect(reason)
+
+    def note_agreement(self, servers: Collection[str]) -> frozenset[str]:
+        """Prompts of ``servers`` were the learner's. All servers of which this was ever noted since they came back."""
+        for url in servers:
+            self._servers[url].state.agree()
+        return frozenset(url for url, server in self._servers.items() if server.state.has_agreed)
+
+    @property
+    def free_places(self) -> int:
+        """Prompts that may be submitted now: by the servers' room and by this rank's share of all that may be asked."""
+        servers = [server for server in self._proven_servers() if not server.is_settling]
+        if not servers or self._stopping.is_set():
+            return 0
+        most = max_prompts_in_flight(self._max_inflight, len(servers), self._world_size)
+        if any(server.state.streams for server in servers):
+            most += backlog(most)
+        in_hand = sum(server.in_hand for server in servers)
+        return max(0, min(most - in_hand, sum(max(0, server.room) for server in servers)))
+
+    def submit(
+        self,
+        samples: Sequence[Sample],
+        requests: Sequence[Mapping[str, Any]],
+        settings: RequestSettings | None = None,
+    ) -> None:
+        """Asks for one rollout per sample; ``requests[i]`` is the infer request of ``samples[i]``. Does not wait.
+
+        Without ``settings`` with the decoding and the observer that the client was made with. Every sample comes out
+        of ``next_finished`` once. A request waits for a ticket as long as it takes, and apart from that at most 2 ×
+        ``request_timeout_s`` once a place works on it. More than ``free_places`` wait for longer.
+
+        Raises:
+            ValueError: not one request per sample.
+        """
+        if len(samples) != len(requests):
+            raise ValueError(
+                f"one request per sample, got num_samples={len(samples)} num_requests={len(requests)}"
+            )
+        with self._changed:
+            if self._thread.ident is None and not self._stopping.is_set():
+                self._thread.start()
+        settings = settings or self._default
+        asks = deque(Ask(*pair, settings) for pair in zip(samples, requests, strict=True))
+        while asks:
+            server = None if self._stopping.is_set() else self._choose_server(len(asks))
+            if server is None:
+                self._put(BatchOutcome(returned=tuple(ask.sample for ask in asks), settings=settings))
+                return
+            server.submit([asks.popleft() for _ in range(min(len(asks), server.post_size))])
+
+    def next_finished(self, timeout_s: float) -> BatchOutcome | None:
+        """What has become of some samples, in the order in which they end; None after ``timeout_s``, or when woken.
+
+        Raises:
+            Exception: that the client failed with, once nothing else is left.
+        """
+        ends = time.monotonic() + timeout_s
+        with self._changed:
+            while not (self._finished or self._failure or self._is_woken):
+                if (left_s := ends - time.monotonic()) <= 0:
+                    break
+                self._changed.wait(left_s)
+            self._is_woken = False
+            if self._finished:
+                return self._finished.popleft()
+            if self._failure is not None:
+                raise self._failure
+            return None
+
+    def wake(self) -> None:
+        """Makes ``next_finished`` return at once, this time or the next; from any thread."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
+
+    def request_stop(self) -> None:
+        """Ends everything that is asked soon, now and for ever; POSTs in flight are cut. Does not wait."""
+        self._stopping.set()
+        self._tell_servers()
+
+    def close(self) -> None:
+        """Stops and frees thread and connections, within seconds."""
+        self.request_stop()
+        with self._changed:  # from now on no thread starts
+            has_started = self._thread.ident is not None
+        if not has_started:
+            self._loop.close()
+            return
+        self._thread.join(_CLOSING_S)
+        if self._thread.is_alive():
+            logger.warning("calls to rollout servers did not end in time; they are left behind")
+
+    def _run_loop(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except Exception as error:  # top of the thread: the client's next call raises it
+            self._fail(error)
+        finally:
+            self._stopping.set()
+            self._loop.close()
+            for server in self._servers.values():
+                server.fill()  # what was submitted at the last moment comes back
+
+    async def _serve(self) -> None:
+        while not self._stopping.is_set():
+            self._told.clear()
+            if not self._stopping.is_set():
+                await self._told.wait()  # deadline: the client's life
+        closing = (server.close() for server in self._servers.values())
+        await asyncio.gather(*closing, return_exceptions=True)
+
+    def _tell_servers(self) -> None:
+        """The fence has changed, or the client stops; from any thread."""
+        with suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(self._look_again)
+
+    def _look_again(self) -> None:
+        for server in self._servers.values():
+            server.cut_calls()
+            if self._stopping.is_set():
+                server.fill()
+        self._told.set()
+
+    def _proven_servers(self) -> list[ServerClient]:
+        return [server for server in tuple(self._servers.values()) if server.state.is_proven]
+
+    def _choose_server(self, num_prompts: int) -> ServerClient | None:
+        servers = self._proven_servers()
+        servers = [server for server in servers if not server.is_settling] or servers
+        servers = [server for server in servers if server.room > 0] or servers
+        if not servers:
+            return None
+        paces = [self._paces[server.base_url] for server in servers]
+        in_hand = [server.in_hand for server in servers]
+        sizes = [min(server.post_size, num_prompts) for server in servers]
+        # The few requests of many ranks shall not all meet on the first server.
+        turn, self._num_submissions = self._rank + self._num_submissions, self._num_submissions + 1
+        server = servers[choose(paces, in_hand, sizes, share=self._num_submissions, turn=turn)]
+        pace = self._paces[server.base_url]
+        self._paces[server.base_url] = replace(pace, last_share=self._num_submissions)
+        return server
+
+    def _handle_outcome(self, server: ServerClient, outcome: BatchOutcome, answered_s: float) -> None:
+        """On the loop's thread. ``answered_s``: of the POST that answered all of it, if one did."""
+        if outcome.rollouts and answered_s:
+            # A server that takes requests one by one answers as many at once as it has places.
+            num_answered = len(outcome.rollouts) * server.num_places
+            with self._changed:
+                self._paces[server.base_url] = self._paces[server.base_url].after(num_answered, answered_s)
+        self._put(outcome)
+
+    def _put(self, outcome: BatchOutcome) -> None:
+        if outcome.settings is self._default:
+            outcome = replace(outcome, settings=None)
+        with self._changed:
+            self._finished.append(outcome)
+            self._changed.notify_all()
+
+    def _fail(self, failure: Exception) -> None:
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
