@@ -206,7 +206,7 @@ def _round_weights(server: RunningServer, module: torch.nn.Module, version: int)
     snapshot.put((spec.name, parameters[spec.name]) for spec in manifest)
     snapshot.describe(WeightIdentity("run-1", round_id, version))
     request = RoundRequest(round_id, "run-1", version, manifest)
-    return RoundWeights(open_learner_memory(snapshot.file.file.path), request)
+    return RoundWeights(open_learner_memory(snapshot.file.path), request)
 
 
 def test_weights_wait_for_the_completions_in_the_making_and_give_up_in_time(server: RunningServer) -> None:
