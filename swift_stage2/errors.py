@@ -41,7 +41,7 @@ class Refusal(Stage2Error):
 
     @property
     def fields(self) -> dict[str, str]:
-        """What makes the same refusal anew, as plain JSON."""
+        """The arguments that make the same refusal anew, as plain JSON."""
         return {"rule": self.rule, "got": self.got, "remedy": self.remedy, "key": self.key}
 
     def __str__(self) -> str:

@@ -62,7 +62,7 @@ class Pipeline:
     ends: AttemptOutcomes
     packing: PackingConfig
     groups: Groups | None = None
-    """Where rollouts of one row wait for each other; None: each is trained by itself."""
+    """Holds rollouts of one row until their group is whole; None: each is trained by itself."""
     max_resumes: int | None = None
     """Times that a rollout is resumed; None: one that was aborted begins anew."""
     ask_evaluation: Callable[[int], int] | None = None

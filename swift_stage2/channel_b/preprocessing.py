@@ -153,7 +153,7 @@ class Preprocessor:
         return make_pack(pack_id, segments, self._encoder, self._packing_length)
 
     def holds(self, segment: Segment) -> bool:
-        """Whether ``pack`` can still pack it."""
+        """True if ``pack`` can still pack it."""
         return True
 
     def forget(self, segments: Sequence[Segment]) -> None:

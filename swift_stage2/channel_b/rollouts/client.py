@@ -236,7 +236,7 @@ class RolloutClient:
             server.submit([asks.popleft() for _ in range(min(len(asks), server.post_size))])
 
     def next_finished(self, timeout_s: float) -> BatchOutcome | None:
-        """What has become of some samples, in the order in which they end; None after ``timeout_s``, or when woken.
+        """The ends of some samples, in the order in which they come; None after ``timeout_s``, or when woken.
 
         Raises:
             Exception: that the client failed with, once nothing else is left.

@@ -66,7 +66,7 @@ class InferRoute(ServerHttp):
         return PostResult(PostEnd.ANSWERED)
 
     def end_of(self, path: str, error: ServerFault | ProtocolError) -> PostResult:
-        """How a call ended that brought no good answer."""
+        """The end of a call that brought no good answer."""
         if not isinstance(error, ServerFault):
             reason = self.without_key(f"{self.base_url}{path}: {error}")
             return PostResult(PostEnd.ERROR_ANSWER, reason)

@@ -14,7 +14,7 @@ from swift_stage2.servers.protocol import Completion
 
 
 class PostEnd(StrEnum):
-    """How one POST ended."""
+    """The end of one POST."""
 
     ANSWERED = "answered"
     ERROR_ANSWER = "error_answer"  # an answer, but no usable one: perhaps the request's fault

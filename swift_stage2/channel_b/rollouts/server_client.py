@@ -52,7 +52,7 @@ def _row(sample: Sample) -> Hashable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientSettings:
-    """What all servers of a client have in common."""
+    """Settings that all servers of a client share."""
 
     fence: InferFence
     seeds: SeedLedger
