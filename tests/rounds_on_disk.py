@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from swift_stage2.config import Proof
-from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.servers.session import Deadline
 from swift_stage2.weights.disk_rounds import DiskRounds, RoundOnDisk
 from swift_stage2.weights.proof import RoundOrder
 from swift_stage2.weights.snapshot import Snapshot
+from swift_stage2.wire import TensorSpec
 
 WAIT_S = 60.0
 SPECS = (

@@ -16,7 +16,7 @@ from typing import Any
 from swift_stage2.channel_b.attempts import AttemptEnds, Attempts, AttemptState
 from swift_stage2.records import BatchOutcome, ReturnReason, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
-from swift_stage2.servers.protocol import PREFIX, protect_from_abort
+from swift_stage2.servers.infer_wire import PREFIX, protect_from_abort
 
 _END_S = 10.0  # places end within their calls' cut
 

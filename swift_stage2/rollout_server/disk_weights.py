@@ -23,10 +23,9 @@ import torch
 from swift_stage2.errors import ProtocolError, RoundFailed
 from swift_stage2.rollout_server.staging import StagingBuffers
 from swift_stage2.rollout_server.weight_receiver import ENDED, Bucket, ReceivedWeights
-from swift_stage2.servers.protocol import RoundRequest, parse_json
-from swift_stage2.servers.wire_record import TensorSpec, integer_list, mapping
 from swift_stage2.weights.disk_manifest import MANIFEST, DiskManifest
 from swift_stage2.weights.tensors import all_finite, checksums_by_name, num_bytes, torch_dtype
+from swift_stage2.wire import RoundRequest, TensorSpec, integer_list, mapping, parse_json
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _MAX_SHOWN = 3

@@ -20,7 +20,7 @@ import torch
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.staging import StagedWeights, map_privately
 from swift_stage2.rollout_server.weight_receiver import ENDED, Bucket, ReceivedWeights, describe
-from swift_stage2.servers.protocol import MEMORY_PREFIX, MEMORY_TOKEN_BYTES, LearnerMemory
+from swift_stage2.wire import MEMORY_PREFIX, MEMORY_TOKEN_BYTES, LearnerMemory
 
 _PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 

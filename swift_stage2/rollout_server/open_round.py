@@ -12,13 +12,7 @@ from swift_stage2.rollout_server.disk_weights import DiskWeights
 from swift_stage2.rollout_server.engine import InstalledWeights, WeightStamp
 from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
 from swift_stage2.rollout_server.weight_receiver import WeightReceiver
-from swift_stage2.servers.protocol import (
-    INSTALLING_STATE,
-    FinishRequest,
-    RefusalReason,
-    RoundProof,
-    RoundRequest,
-)
+from swift_stage2.wire import INSTALLING_STATE, FinishRequest, RefusalReason, RoundProof, RoundRequest
 
 _JOIN_TIMEOUT_S = 2.0
 

@@ -14,7 +14,7 @@ from swift_stage2.rollout_server.disk_weights import DiskWeights
 from swift_stage2.rollout_server.engine import Engine
 from swift_stage2.rollout_server.staging import StagingBuffers
 from swift_stage2.rollout_server.weight_receiver import WeightReceiver
-from swift_stage2.servers.protocol import RefusalReason, RoundRequest
+from swift_stage2.wire import RefusalReason, RoundRequest
 
 
 class Receivers:

@@ -17,10 +17,9 @@ import torch
 
 from swift_stage2.errors import ProtocolError, RoundFailed, RoundRefused
 from swift_stage2.rollout_server.staging import StagingBuffers, typed_view
-from swift_stage2.servers.protocol import RefusalReason, TensorSpec
-from swift_stage2.servers.wire_record import optional_integer
 from swift_stage2.weights.stream import WeightListener, WeightStream
 from swift_stage2.weights.tensors import all_finite, num_bytes, torch_dtype
+from swift_stage2.wire import RefusalReason, TensorSpec, optional_integer
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot

@@ -35,7 +35,7 @@ from swift_stage2.rollout_server.weight_receiver import (
     compare_manifests,
     require_all,
 )
-from swift_stage2.servers.protocol import (
+from swift_stage2.wire import (
     FinishRequest,
     LearnerMemory,
     MemoryAnswer,

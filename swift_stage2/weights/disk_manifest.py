@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swift_stage2.errors import ProtocolError
-from swift_stage2.servers.protocol import parse_json
-from swift_stage2.servers.wire_record import TensorSpec, WireRecord
 from swift_stage2.whole_file import read_regular, write_whole
+from swift_stage2.wire import Message as WireRecord
+from swift_stage2.wire import TensorSpec, parse_json
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"

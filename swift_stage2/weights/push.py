@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 
+from swift_stage2 import wire as protocol
 from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import ServerReport
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
 from swift_stage2.servers.stock import ask_state_keys, ask_sums_incarnation, differing_names
 from swift_stage2.telemetry.timing import EnterSpan, untraced

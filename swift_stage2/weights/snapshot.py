@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from swift_stage2.errors import WeightSyncError
-from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.copy_stream import Copy
 from swift_stage2.weights.snapshot_memory import SnapshotMemory
 from swift_stage2.weights.tensors import all_finite, checksum_tensors, describe_flat, num_bytes
+from swift_stage2.wire import TensorSpec
 
 
 def snapshot_bytes(manifest: Iterable[TensorSpec]) -> int:

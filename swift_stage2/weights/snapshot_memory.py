@@ -16,7 +16,7 @@ import torch
 
 from swift_stage2.errors import WeightSyncError
 from swift_stage2.runtime.memory import available_memory_bytes
-from swift_stage2.servers.protocol import MEMORY_PREFIX, MEMORY_TOKEN_BYTES, LearnerMemory
+from swift_stage2.wire import MEMORY_PREFIX, MEMORY_TOKEN_BYTES, LearnerMemory
 
 
 class SnapshotMemory:

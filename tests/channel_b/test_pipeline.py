@@ -46,7 +46,7 @@ from swift_stage2.scheduling.outlook import PacingState, StepView
 from swift_stage2.scheduling.pacing import Pacer
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
-from swift_stage2.servers.protocol import PREFIX, may_abort
+from swift_stage2.servers.infer_wire import PREFIX, may_abort
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import EventLog, read_events
 from swift_stage2.telemetry.events import Packed, Returned, Start, StreamState

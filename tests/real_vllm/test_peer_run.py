@@ -20,7 +20,7 @@ from swift_stage2.collectives import GlooCommunicator
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry
-from swift_stage2.servers.protocol import TensorSpec
+from swift_stage2.wire import TensorSpec
 
 LATENCY_S = 0.2
 NUM_STEPS = 4

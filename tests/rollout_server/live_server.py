@@ -21,22 +21,16 @@ from flat_bucket import flatten
 from free_port import free_port as free_port
 from PIL import Image, ImageDraw
 
-from swift_stage2 import demo
+from swift_stage2 import demo, wire
 from swift_stage2.compat import declare_operators
 from swift_stage2.rollout_server.routes import RolloutService, create_app
-from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.servers.http_app import HttpServer, bind
-from swift_stage2.servers.protocol import (
-    Completion,
-    LearnerMemory,
-    RoundProof,
-    RoundRequest,
-    parse_infer_reply,
-)
+from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
 from swift_stage2.servers.request_checks import RequestLimits
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.stream import WeightStream, connect_stream
 from swift_stage2.weights.tensors import checksums_by_name
+from swift_stage2.wire import LearnerMemory, RoundProof, RoundRequest
 
 MODEL = Path(demo.__file__).parent / "stage1"
 CALL_TIMEOUT_S = 60.0
@@ -101,16 +95,16 @@ class RunningServer:
     def post_infer(
         self, requests: Sequence[dict[str, Any]], *, round_id: str | None = None, **options: Any
     ) -> httpx.Response:
-        headers = {rollout_protocol.ROUND_HEADER: round_id} if round_id else {}
+        headers = {wire.ROUND_HEADER: round_id} if round_id else {}
         body = {"infer_requests": list(requests), "request_config": {**GREEDY, **options}}
-        return self.http.post(rollout_protocol.INFER, json=body, headers=headers)
+        return self.http.post(wire.INFER, json=body, headers=headers)
 
     def post(self, path: str, body: Any = None, round_id: str | None = None) -> httpx.Response:
-        headers = {rollout_protocol.ROUND_HEADER: round_id} if round_id else {}
+        headers = {wire.ROUND_HEADER: round_id} if round_id else {}
         return self.http.post(path, json={} if body is None else body, headers=headers)
 
     def state(self) -> str:
-        return str(self.http.get(rollout_protocol.SERVER_INFO).json()["state"])
+        return str(self.http.get(wire.SERVER_INFO).json()["state"])
 
 
 @contextmanager
@@ -140,7 +134,7 @@ class SharedFile:
 
     def __init__(self, content: bytes, name: str = "swift-stage2-snapshot") -> None:
         self.fd = os.memfd_create(name)
-        self.token = os.urandom(rollout_protocol.MEMORY_TOKEN_BYTES)
+        self.token = os.urandom(wire.MEMORY_TOKEN_BYTES)
         self.num_bytes = len(content) + len(self.token)
         with open(self.fd, "wb", closefd=False) as file:  # not mapped: what maps it then is the server
             file.write(content + self.token)
@@ -184,12 +178,12 @@ class LearnerRound:
         request = RoundRequest(
             self.round_id, self.run_id, self.version, self.export.manifest(), timeout_s, self.staged
         )
-        return self.server.post(rollout_protocol.BEGIN_ROUND, request.to_json())
+        return self.server.post(wire.BEGIN_ROUND, request.to_json())
 
     def connect(self, timeout_s: float = 20.0) -> None:
         port = free_port()
-        body = {"port": port, "backend": rollout_protocol.WEIGHT_STREAM, "timeout_s": timeout_s}
-        reply = self.post(rollout_protocol.INIT_COMMUNICATOR, body)
+        body = {"port": port, "backend": wire.WEIGHT_STREAM, "timeout_s": timeout_s}
+        reply = self.post(wire.INIT_COMMUNICATOR, body)
         assert reply.status_code == 200, reply.text
         with socket.create_connection(("127.0.0.1", port), 1.0):
             pass  # the reply means that it listens, also to strangers
@@ -199,7 +193,7 @@ class LearnerRound:
         return [flatten(self.export.read(names)) for names in self.export.plan(bucket_bytes)]
 
     def announce(self, metadata: list[dict[str, object]], **more: Any) -> httpx.Response:
-        return self.post(rollout_protocol.UPDATE_FLATTENED_PARAMS, {"metadatas": metadata, **more})
+        return self.post(wire.UPDATE_FLATTENED_PARAMS, {"metadatas": metadata, **more})
 
     def send(self, flat: torch.Tensor, metadata: list[dict[str, object]]) -> None:
         reply = self.announce(metadata)
@@ -213,8 +207,8 @@ class LearnerRound:
             self.send(flat, metadata)
 
     def share(self, file: SharedFile) -> httpx.Response:
-        body = {"backend": rollout_protocol.SHARED_MEMORY, **file.offer.to_json()}
-        return self.post(rollout_protocol.INIT_COMMUNICATOR, body)
+        body = {"backend": wire.SHARED_MEMORY, **file.offer.to_json()}
+        return self.post(wire.INIT_COMMUNICATOR, body)
 
     def push_shared(self) -> SharedFile:
         buckets = self.buckets()
@@ -228,7 +222,7 @@ class LearnerRound:
         return file
 
     def load(self, **options: Any) -> httpx.Response:
-        return self.post(rollout_protocol.PROCESS_WEIGHTS, options)
+        return self.post(wire.PROCESS_WEIGHTS, options)
 
     def close(self) -> None:
         if self.stream is not None:
@@ -239,9 +233,7 @@ class LearnerRound:
         sums = {}
         for names in self.export.plan(1 << 20):
             sums |= checksums_by_name(dict(self.export.read(names)))
-        return self.post(
-            rollout_protocol.FINISH_ROUND, {"round_id": self.round_id, "checksums": sums, **options}
-        )
+        return self.post(wire.FINISH_ROUND, {"round_id": self.round_id, "checksums": sums, **options})
 
     def run(self) -> RoundProof:
         """The whole round."""

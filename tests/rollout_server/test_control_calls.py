@@ -9,8 +9,8 @@ import pytest
 from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, load_learner
 from waiting import wait_for
 
+from swift_stage2 import wire
 from swift_stage2.rollout_server.routes import _CONTROL_THREADS
-from swift_stage2.servers import protocol
 
 MANY = 2 * _CONTROL_THREADS + 2
 pytestmark = pytest.mark.usefixtures("checkpoints_weights_again")
@@ -43,7 +43,7 @@ def test_one_load_waits_and_all_others_are_refused_at_once(
 ) -> None:
     with ExitStack() as stack:
         loads = [
-            stack.enter_context(closing(call_and_wait(server, protocol.PROCESS_WEIGHTS))) for _ in range(MANY)
+            stack.enter_context(closing(call_and_wait(server, wire.PROCESS_WEIGHTS))) for _ in range(MANY)
         ]
         wait_for(lambda: server.service.rounds._round is not None and server.service.rounds._round.is_loading)
         next_round = LearnerRound(server, load_learner(seed=31))
@@ -60,7 +60,7 @@ def test_a_load_whose_caller_has_gone_ends_and_loads_nothing(
     server: RunningServer, half_pushed: LearnerRound
 ) -> None:
     before = server.engine.stamp
-    load = call_and_wait(server, protocol.PROCESS_WEIGHTS)
+    load = call_and_wait(server, wire.PROCESS_WEIGHTS)
     wait_for(lambda: server.service.rounds._round is not None and server.service.rounds._round.is_loading)
     load.close()
     wait_for(lambda: server.state() == "serving")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from typing import Any
 
 import httpx
@@ -16,8 +15,8 @@ from live_server import CALL_TIMEOUT_S, GREEDY, LearnerRound, RunningServer, loa
 from test_control_calls import call_and_wait, status_of
 from waiting import wait_for
 
+from swift_stage2 import wire
 from swift_stage2.rollout_server import routes
-from swift_stage2.servers import protocol
 from swift_stage2.servers.request_checks import RequestLimits
 
 
@@ -34,42 +33,28 @@ class Decoding:
         self.begun: list[str] = []
         self.go_on = threading.Event()
 
-    def decode(self, body: Any, limits: RequestLimits) -> Any:
-        text = body["infer_requests"][0]["messages"][0]["content"]
+    def check(self, raw: bytes, limits: RequestLimits) -> Any:
+        text = json.loads(raw)["infer_requests"][0]["messages"][0]["content"]
         self.begun.append(text)
         if text == "held":
             assert self.go_on.wait(CALL_TIMEOUT_S)
-        return InferCall(body, limits)
+        return check_call(raw, limits)
 
 
-InferCall = routes.InferCall
+check_call = routes.check_call
 
 
 @pytest.fixture
 def decoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoding]:
     held = Decoding()
-    monkeypatch.setattr(routes, "InferCall", held.decode)
+    monkeypatch.setattr(routes, "check_call", held.check)
     yield held
     held.go_on.set()
 
 
-@contextmanager
-def large_bodies_held(server: RunningServer, decoding: Decoding) -> Iterator[list[socket.socket]]:
-    """As many as there are threads for them; all are answered at the end."""
-    with ExitStack() as stack:
-        callers = [
-            stack.enter_context(closing(call_and_wait(server, protocol.INFER, infer_body("held"))))
-            for _ in range(2)
-        ]
-        wait_for(lambda: len(decoding.begun) == len(callers))
-        yield callers
-        decoding.go_on.set()
-        assert [status_of(caller) for caller in callers] == [200] * len(callers)
-
-
 def abort(server: RunningServer) -> int:
     stamp = server.engine.stamp
-    reply = server.post(protocol.ABORT, protocol.AbortRequest(stamp.run_id, stamp.version).to_json())
+    reply = server.post(wire.ABORT, wire.AbortRequest(stamp.run_id, stamp.version).to_json())
     return int(reply.json()["aborted"])
 
 
@@ -88,17 +73,20 @@ def test_an_abort_meets_what_arrived_before_it_and_is_decoded_after_it(
 
 def test_bodies_beyond_the_room_for_them_are_refused_with_429(loaded_engine: Any, decoding: Decoding) -> None:
     limits = RequestLimits(max_body_mib=2)  # in all 8 MiB
-    with serve(loaded_engine, limits=limits) as server, ThreadPoolExecutor(4) as callers:
+    with serve(loaded_engine, limits=limits) as server:
 
         def ask() -> httpx.Response:
-            return server.http.post(protocol.INFER, content=infer_body())
+            return server.http.post(wire.INFER, content=infer_body())
 
-        with large_bodies_held(server, decoding):
-            asked = [callers.submit(ask) for _ in range(4)]
-            # One of them, while the others wait
-            refused = next(as_completed(asked, CALL_TIMEOUT_S)).result(0)
-            assert refused.status_code == 429
-            assert "ask again later" in refused.json()["detail"]
+        with ExitStack() as stack:
+            callers = [
+                stack.enter_context(closing(call_and_wait(server, wire.INFER, infer_body("held"))))
+                for _ in range(5)
+            ]
+            wait_for(lambda: len(decoding.begun) == len(callers))
+            refused = ask()
+            assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
             assert server.infer([text_request("small")])
-        assert {each.result(CALL_TIMEOUT_S).status_code for each in asked} == {200, 429}
+            decoding.go_on.set()
+            assert [status_of(caller) for caller in callers] == [200] * len(callers)
         assert ask().status_code == 200  # there is room again

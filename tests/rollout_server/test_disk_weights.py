@@ -17,9 +17,9 @@ from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.disk_weights import DiskWeights
 from swift_stage2.rollout_server.staging import SharedStaging, StagingBuffers, open_staged
 from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry, ReceivedWeights
-from swift_stage2.servers.protocol import RoundRequest, TensorSpec
 from swift_stage2.weights.disk_rounds import DiskRounds
 from swift_stage2.weights.tensors import checksum_tensor, num_bytes
+from swift_stage2.wire import RoundRequest, TensorSpec
 
 NOBODY_LEAVES = threading.Event()
 
@@ -145,7 +145,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another shard": (
         lambda path: shutil.copy(shard_of(path, "odd"), shard_of(path, "wide")),
-        "wide must be an object, got NoneType",
+        "wide: Input should be a valid dictionary",
     ),
     "a shard's name that leads elsewhere": (
         lambda path: change_manifest(path, lambda each: each["shards"].update(wide="../../x")),  # type: ignore[attr-defined]

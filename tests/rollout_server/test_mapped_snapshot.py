@@ -18,7 +18,7 @@ from live_server import SharedFile
 from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
 from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry
-from swift_stage2.servers.protocol import LearnerMemory, TensorSpec
+from swift_stage2.wire import LearnerMemory, TensorSpec
 
 WAIT_S = 60.0
 NOBODY_LEAVES = threading.Event()

@@ -26,11 +26,11 @@ from live_server import (
 from PIL import Image
 from waiting import wait_for
 
+from swift_stage2 import wire
 from swift_stage2.errors import ProtocolError, RequestTooLarge, SampleError
 from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted, Sampling
 from swift_stage2.rollout_server.swift_generator import decode_images
-from swift_stage2.servers import protocol
-from swift_stage2.servers.http_app import parse_json
+from swift_stage2.servers import infer_wire
 from swift_stage2.servers.image_opening import FORMATS, open_image
 from swift_stage2.servers.request_checks import RequestLimits, check_conversations
 
@@ -60,7 +60,7 @@ def test_a_small_file_of_many_pixels_is_refused_by_its_header(server: RunningSer
     assert len(content) < 40_000
     reply = server.post_infer([text_request(), with_image(content)])
     assert reply.status_code == 500
-    assert protocol.parse_failed_places(reply.json()) == (1,)
+    assert infer_wire.parse_failed_places(reply.json()) == (1,)
     assert server.engine.status().num_waiting == 0
 
 
@@ -128,7 +128,7 @@ def test_a_caller_with_too_large_a_body_hears_of_it_while_it_still_sends(
 ) -> None:
     parts = [b"x" * 65_536] * 24
     content: Any = iter(parts) if chunked else b"".join(parts)
-    assert strict.http.post(protocol.INFER, content=content).status_code == 413
+    assert strict.http.post(wire.INFER, content=content).status_code == 413
 
 
 def test_encoding_ends_at_the_next_image_once_the_caller_has_gone(server: RunningServer) -> None:
@@ -139,8 +139,8 @@ def test_encoding_ends_at_the_next_image_once_the_caller_has_gone(server: Runnin
 
 
 POST_PATHS = (
-    protocol.INFER, protocol.INIT_COMMUNICATOR, protocol.UPDATE_FLATTENED_PARAMS, protocol.UPDATE_NAMED_PARAM,
-    protocol.BEGIN_ROUND, protocol.FINISH_ROUND, protocol.ABORT,
+    wire.INFER, wire.INIT_COMMUNICATOR, wire.UPDATE_FLATTENED_PARAMS, wire.UPDATE_NAMED_PARAM,
+    wire.BEGIN_ROUND, wire.FINISH_ROUND, wire.ABORT,
 )  # fmt: skip
 ODD = [
     10**400,
@@ -160,17 +160,17 @@ ODD = [
     "x" * 10_000,
 ]
 FIELDS = {
-    protocol.INFER: ({"infer_requests": [text_request()], "request_config": {"max_tokens": 1}},
+    wire.INFER: ({"infer_requests": [text_request()], "request_config": {"max_tokens": 1}},
                      ("infer_requests", "request_config", "use_tqdm")),
-    protocol.INIT_COMMUNICATOR: ({"host": "127.0.0.1", "port": 1, "timeout_s": 1.0},
+    wire.INIT_COMMUNICATOR: ({"host": "127.0.0.1", "port": 1, "timeout_s": 1.0},
                                  ("host", "port", "timeout_s", "backend")),
-    protocol.UPDATE_FLATTENED_PARAMS: ({"metadatas": [{"name": "a", "shape": [1], "dtype": "float32", "start_idx": 0,
+    wire.UPDATE_FLATTENED_PARAMS: ({"metadatas": [{"name": "a", "shape": [1], "dtype": "float32", "start_idx": 0,
                                                        "end_idx": 4}]}, ("metadatas",)),
-    protocol.UPDATE_NAMED_PARAM: ({"name": "a", "shape": [1], "dtype": "float32"}, ("name", "shape", "dtype")),
-    protocol.BEGIN_ROUND: ({"round_id": "r", "run_id": "a", "version": 1, "timeout_s": 5.0, "manifest": []},
+    wire.UPDATE_NAMED_PARAM: ({"name": "a", "shape": [1], "dtype": "float32"}, ("name", "shape", "dtype")),
+    wire.BEGIN_ROUND: ({"round_id": "r", "run_id": "a", "version": 1, "timeout_s": 5.0, "manifest": []},
                            ("round_id", "run_id", "version", "timeout_s", "manifest")),
-    protocol.FINISH_ROUND: ({"round_id": "r", "commit": True}, ("round_id", "commit")),
-    protocol.ABORT: ({"run_id": "a", "version": 1}, ("run_id", "version")),
+    wire.FINISH_ROUND: ({"round_id": "r", "commit": True}, ("round_id", "commit")),
+    wire.ABORT: ({"run_id": "a", "version": 1}, ("run_id", "version")),
 }  # fmt: skip
 OPTIONS = (
     "temperature",
@@ -194,11 +194,11 @@ def odd_bodies() -> Iterator[tuple[str, bytes]]:
         for field in fields:
             for value in (odd for odd in ODD if field != "request_config" or odd not in (None, {})):
                 yield path, json.dumps({**body, field: value}).encode()
-    body = FIELDS[protocol.INFER][0]
+    body = FIELDS[wire.INFER][0]
     for option in OPTIONS:
         for value in [odd for odd in ODD if (option, odd) != ("max_tokens", None)]:  # thousands of tokens
             yield (
-                protocol.INFER,
+                wire.INFER,
                 json.dumps({**body, "request_config": {"max_tokens": 1, option: value}}).encode(),
             )
     for field in (
@@ -213,13 +213,13 @@ def odd_bodies() -> Iterator[tuple[str, bytes]]:
     ):
         for value in ODD:
             yield (
-                protocol.INFER,
+                wire.INFER,
                 json.dumps({**body, "infer_requests": [{**text_request(), field: value}]}).encode(),
             )
     for field in ("role", "content", "tool_calls", "name"):
         for value in ODD:
             message = {"role": "user", "content": "a", field: value}
-            yield protocol.INFER, json.dumps({**body, "infer_requests": [{"messages": [message]}]}).encode()
+            yield wire.INFER, json.dumps({**body, "infer_requests": [{"messages": [message]}]}).encode()
 
 
 @pytest.mark.parametrize("asked", POST_PATHS)
@@ -238,10 +238,10 @@ def test_no_body_brings_a_route_to_an_exception_of_its_own(
                 detail = reply.json()["detail"]  # "Internal Server Error" is no JSON
                 assert "\n" not in detail
                 assert len(detail) < 2000, (path, raw[:200], detail[:300])
-            if path == protocol.BEGIN_ROUND and reply.status_code == 200:
-                server.post(protocol.FINISH_ROUND, {"round_id": json.loads(raw)["round_id"], "commit": False})
+            if path == wire.BEGIN_ROUND and reply.status_code == 200:
+                server.post(wire.FINISH_ROUND, {"round_id": json.loads(raw)["round_id"], "commit": False})
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
-    assert server.http.get(protocol.HEALTH).status_code == 200
+    assert server.http.get(wire.HEALTH).status_code == 200
     assert sum(statuses.values()) > 25, statuses
 
 
@@ -259,18 +259,18 @@ def test_callers_that_vanish_at_any_byte_leave_no_traceback_and_no_work(
                 with socket.create_connection((host, int(port)), timeout=CALL_TIMEOUT_S) as caller:
                     caller.sendall(head.replace(b"/infer/", path) + raw[:num_bytes])
         wait_for(lambda: server.engine.status().num_waiting + server.engine.status().num_running == 0)
-        assert server.http.get(protocol.HEALTH).status_code == 200
+        assert server.http.get(wire.HEALTH).status_code == 200
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 
 def test_what_is_no_json_is_told_in_one_line() -> None:
-    for raw in (b"[" * 100_000, b'"\\ud800"', b"NaN", b"1" * 5000, b"\xff", b"{", b"[-9223372036854775808]"):
+    for raw in (b"[" * 100_000, b'"\\ud800"', b"NaN", b"1" * 5000, b"\xff", b"{"):
         with pytest.raises(ProtocolError):
-            parse_json(raw)
+            wire.parse_call(raw)
     with pytest.raises(RequestTooLarge):
-        parse_json(b"[" + b"0," * 1_000_001 + b"0]")
-    assert parse_json(b'["' + b"1" * 5000 + b'"]') == ["1" * 5000]
-    assert parse_json('{"a": "\\ud83d\\ude00 é", "b": 9223372036854775807}'.encode()) == {
+        wire.parse_call(b"[" + b"0," * 1_000_001 + b"0]")
+    assert wire.parse_call(b'["' + b"1" * 5000 + b'"]') == ["1" * 5000]
+    assert wire.parse_call('{"a": "\\ud83d\\ude00 é", "b": 9223372036854775807}'.encode()) == {
         "a": "😀 é",
         "b": 2**63 - 1,
     }

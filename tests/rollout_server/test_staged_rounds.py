@@ -26,7 +26,7 @@ from swift_stage2.rollout_server.infer_door import DoorShut
 from swift_stage2.rollout_server.open_round import RoundState
 from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry
 from swift_stage2.rollout_server.weight_rounds import WeightRounds
-from swift_stage2.servers.protocol import FinishRequest, RefusalReason, RoundRequest
+from swift_stage2.wire import FinishRequest, RefusalReason, RoundRequest
 
 WAIT_S = 60.0
 CONTENT = b"".join(torch.ones(spec.shape).numpy().tobytes() for spec in MANIFEST)

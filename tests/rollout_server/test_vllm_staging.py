@@ -19,7 +19,7 @@ from swift_stage2.rollout_server.mapped_snapshot import MappedSnapshot
 from swift_stage2.rollout_server.staging import StagedWeights, open_staged
 from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
 from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry, ReceivedWeights
-from swift_stage2.servers.protocol import TensorSpec
+from swift_stage2.wire import TensorSpec
 
 WAIT_S = 60.0
 WEIGHTS = {"a": torch.ones(4)}

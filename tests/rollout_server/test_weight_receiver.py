@@ -14,9 +14,9 @@ from live_server import free_port
 from swift_stage2.errors import ProtocolError, RoundFailed
 from swift_stage2.rollout_server.staging import StagingBuffers
 from swift_stage2.rollout_server.weight_receiver import Bucket, BucketEntry, WeightReceiver
-from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.stream import WeightStream, connect_stream
 from swift_stage2.weights.tensors import checksum_tensor
+from swift_stage2.wire import TensorSpec
 
 TIMEOUT_S = 60.0
 NOBODY_LEAVES = threading.Event()

@@ -18,7 +18,7 @@ from swift_stage2.rollout_server.open_round import RoundState
 from swift_stage2.rollout_server.staging import StagingBuffers
 from swift_stage2.rollout_server.weight_receiver import ReceivedWeights
 from swift_stage2.rollout_server.weight_rounds import WeightRounds
-from swift_stage2.servers.protocol import FinishRequest, RefusalReason, RoundRequest, TensorSpec
+from swift_stage2.wire import FinishRequest, RefusalReason, RoundRequest, TensorSpec
 
 MANIFEST = (TensorSpec("a", (2,), "float32"), TensorSpec("b", (3, 4), "float32"))
 NOBODY_LEAVES = threading.Event()

@@ -11,9 +11,10 @@ import torch
 from live_server import MODEL, RunningServer, free_port, image_request, load_learner, train_a_little
 from weight_rounds import make_sync
 
+from swift_stage2 import wire
 from swift_stage2.config import Proof
 from swift_stage2.rollout_server.engine import InstallFault
-from swift_stage2.servers import protocol as rollout_protocol
+from swift_stage2.servers import infer_wire
 from swift_stage2.weights.courier import ThreadCourier, transport_for
 from swift_stage2.weights.snapshot_memory import SnapshotMemory
 from swift_stage2.weights.sync_round import WeightSync
@@ -27,7 +28,7 @@ class GenerateCanary:
         from swift_stage2.demo.tiny_template import load_tiny_model, tiny_template
 
         self.request = image_request(shade=120)
-        self.config = rollout_protocol.request_config(
+        self.config = infer_wire.request_config(
             max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
         )
         self._module = module
@@ -138,7 +139,7 @@ def test_the_reason_why_memory_was_not_mapped_stands_beside_the_way_that_was_tak
     learner.module.to(dtype)
     sync = learner.make_sync(memory=memory, proof=Proof.CHECKSUM)
 
-    def make_transport(info: rollout_protocol.ServerInfo) -> WeightTransport:
+    def make_transport(info: wire.ServerInfo) -> WeightTransport:
         memory.where = replace(memory.where, path="/proc/999999999/fd/3")  # as it is read on another host
         return transport_for(info, device=torch.device("cpu"), api_key=None, memory=memory)
 

@@ -11,9 +11,9 @@ import pytest
 from fake_rollout_server import FakeRolloutServer
 from stock_engines import StandInEngine, stock_server
 
+from swift_stage2 import wire
 from swift_stage2.config import Proof
 from swift_stage2.errors import ServerFault
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import require_workers
 from swift_stage2.weights.proof import InstallTurns, RoundOrder, prove_server
@@ -40,7 +40,7 @@ def order(*names: str) -> RoundOrder:
         round_id="round",
         run_id="run",
         version=1,
-        manifest=tuple(protocol.TensorSpec(name, (1,), "float32") for name in names),
+        manifest=tuple(wire.TensorSpec(name, (1,), "float32") for name in names),
         canary=Canary(),
         proof=Proof.AUTO,
         deadline=Deadline(AMPLE_S),
@@ -52,7 +52,7 @@ def prove(*engines: StandInEngine, tensor_parallel_size: int = 1) -> str:
         stock_server(*engines, tensor_parallel_size=tensor_parallel_size) as server,
         ServerSession(server.url) as session,
     ):
-        return prove_server(session, order(), protocol.ServerInfo(stock=True), {}, same_dtypes=True)
+        return prove_server(session, order(), wire.ServerInfo(stock=True), {}, same_dtypes=True)
 
 
 @pytest.mark.parametrize(("num_engines", "tensor_parallel_size"), [(1, 1), (1, 4), (2, 1), (3, 2)])

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from swift_stage2.errors import WeightSyncError
-from swift_stage2.servers.protocol import MEMORY_PREFIX, MEMORY_TOKEN_BYTES, LearnerMemory, TensorSpec
 from swift_stage2.weights import snapshot_memory
 from swift_stage2.weights.snapshot import CastMemory, Snapshot
 from swift_stage2.weights.snapshot_memory import MappedMemory, SnapshotMemory
+from swift_stage2.wire import MEMORY_PREFIX, MEMORY_TOKEN_BYTES, LearnerMemory, TensorSpec
 
 MANIFEST = (
     TensorSpec("a", (2, 3), "bfloat16"),
@@ -33,7 +33,7 @@ TENSORS = (
 NUM_BYTES = 12 + 20 + 1
 _OTHER_PROCESS = """
 import json, sys
-from swift_stage2.servers.protocol import LearnerMemory, TensorSpec
+from swift_stage2.wire import LearnerMemory, TensorSpec
 from swift_stage2.weights.snapshot import CastMemory, Snapshot
 from swift_stage2.weights.snapshot_memory import MappedMemory
 

@@ -11,10 +11,10 @@ from real_model import tiny_model
 from torch import nn
 
 from swift_stage2.errors import ConfigError, WeightSyncError
-from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot import CastMemory, PackedBucket, Snapshot
 from swift_stage2.weights.tensors import checksum_tensor
+from swift_stage2.wire import TensorSpec
 
 
 @pytest.fixture
