@@ -96,11 +96,11 @@ def live_merger(
 ) -> Iterator[LiveMerger]:
     url = upstream if isinstance(upstream, str) else upstream.url
     merger = Merger(
-        ServerCaller(url, api_key=api_key),
+        upstream=ServerCaller(url, api_key=api_key),
         max_batch_size=max_batch_size,
         layout=layout or SeedLayout(),
         timeout_s=timeout_s,
-        limits=limits,
+        limits=limits or RequestLimits(),
         needs_weights=needs_weights,
         **patience,
     )

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     api_key = os.environ.get(arguments.api_key_env) or None
     require_key(listener, api_key, is_insecure=True)
     merger = Merger(
-        ServerCaller(arguments.upstream, api_key=api_key),
+        upstream=ServerCaller(arguments.upstream, api_key=api_key),
         max_batch_size=arguments.max_batch_size,
         layout=SeedLayout(arguments.data_parallel_size, arguments.async_engine),
         timeout_s=arguments.upstream_timeout_s,

@@ -68,54 +68,42 @@ class WaitingCall:
             self.answer.set_exception(error)
 
 
+@dataclass(eq=False, kw_only=True)
 class Merger:
     """The queue in front of one server, and its routes.
 
     A server that was lost after it had answered may have been started again with other weights, which a stock server
     does not tell. So all that waits fails, and ``/infer/`` is refused until a caller has loaded weights.
+
+    A POST waits ``return_share`` of the last one's duration, from ``gather_s`` to ``longest_gather_s``, for its callers
+    to return. Without that a caller that comes back a moment late is a POST behind for ever: small POSTs alternate with
+    large ones. Once as many callers are there as at most during the last POSTs, nothing is waited for.
     """
 
-    def __init__(
-        self,
-        upstream: ServerCaller,
-        *,
-        max_batch_size: int,
-        layout: SeedLayout,
-        timeout_s: float,
-        limits: RequestLimits | None = None,
-        needs_weights: bool = False,
-        gather_s: float = 0.004,
-        longest_gather_s: float = 0.25,
-        return_share: float = 0.1,
-    ) -> None:
-        """A POST waits ``return_share`` of the last one's duration, within the two bounds, for its callers to return.
+    upstream: ServerCaller
+    timeout_s: float  # of one call to it
+    max_batch_size: int
+    layout: SeedLayout
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    needs_weights: bool = False  # true of a server that has just been started again
+    gather_s: float = 0.004
+    longest_gather_s: float = 0.25
+    return_share: float = 0.1
 
-        Without that a caller that comes back a moment late is a POST behind for ever: small POSTs alternate with
-        large ones. Once as many callers are there as at most during the last POSTs, nothing is waited for.
-        ``needs_weights``: the server has just been started again; nobody has loaded weights into it yet.
-        """
-        self._upstream = upstream
-        self._max_batch_size = max_batch_size
-        self._layout = layout
-        self._timeout_s = timeout_s
-        self._limits = limits or RequestLimits()
-        self._gather_s = gather_s
-        self._gather_bounds_s = (gather_s, max(gather_s, longest_gather_s))
-        self._return_share = return_share
+    def __post_init__(self) -> None:
+        self._patience_s = self.gather_s
         self._num_callers: deque[int] = deque(maxlen=_POSTS_REMEMBERED)
         self._waiting: list[WaitingCall] = []
         self._uploads: set[asyncio.Future[None]] = set()
         self._changed = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
-        self._is_closed = False
-        self._needs_weights = needs_weights
-        self._has_answered = self._is_lost = False  # lost: since the latest answer
+        self._is_closed = self._has_answered = False
+        self._is_lost = False  # since the latest answer
         self._last: dict[str, Any] | None = None  # how the latest call to the server ended
-        self._last_ended = 0.0  # monotonic seconds
         self._running: dict[str, Any] | None = None
         self._num_posts = self._num_requests = 0
         # Apart: the calls that settle and end a round must not wait for rollouts.
-        self._bodies, self._control_bodies = (BodyLimit(self._limits.body_bytes) for _ in range(2))
+        self._bodies, self._control_bodies = (BodyLimit(self.limits.body_bytes) for _ in range(2))
 
     def app(self, api_key: str | None) -> FastAPI:
         """Stock's paths. With an ``api_key`` every route but ``/health/`` wants it as a bearer token."""
@@ -131,9 +119,8 @@ class Merger:
         num_parts = sum(call.body is not None for call in self._waiting)
         return {
             "status": self._status(),
-            "upstream": self._upstream.base_url,
-            "last_call": self._last
-            and {**self._last, "seconds_ago": round(time.monotonic() - self._last_ended, 3)},
+            "upstream": self.upstream.base_url,
+            "last_call": self._last,
             "running": self._running,
             "num_waiting": num_parts,
             "num_waiting_control": len(self._waiting) - num_parts,
@@ -145,7 +132,7 @@ class Merger:
         """Fails what waits and cuts what runs, so that callers hear at once."""
         self._is_closed = True
         self._fail_waiting(UpstreamLost("the merger ends"))
-        self._upstream.end()
+        self.upstream.end()
 
     # --- routes ---------------------------------------------------------------------------------
     async def _health(self) -> JSONResponse:
@@ -188,7 +175,7 @@ class Merger:
         if isinstance(record, dict) and record.get("adapter_request") is not None:
             raise ProtocolError("the server's own weights are asked only, got adapter_request; leave it out")
         if isinstance(conversations, list):
-            if faults := check_conversations(conversations, self._limits):
+            if faults := check_conversations(conversations, self.limits):
                 return failed_requests(faults, len(conversations))
             if body := mergeable(record):
                 return body
@@ -230,9 +217,8 @@ class Merger:
                 for call in calls:
                     call.fail(error)
             if calls[0].body is not None:
-                shortest_s, longest_s = self._gather_bounds_s
-                wanted_s = self._return_share * (time.monotonic() - started)
-                self._gather_s = min(longest_s, max(shortest_s, wanted_s))
+                wanted_s = self.return_share * (time.monotonic() - started)
+                self._patience_s = max(self.gather_s, min(self.longest_gather_s, wanted_s))
                 self._num_callers.append(len(calls) + sum(call.body is not None for call in self._waiting))
 
     async def _gather(self) -> None:
@@ -240,7 +226,7 @@ class Merger:
         while self._may_grow() and (left_s := end - time.monotonic()) > 0:
             self._changed.clear()
             try:
-                async with asyncio.timeout(min(self._gather_s, left_s)):
+                async with asyncio.timeout(min(self._patience_s, left_s)):
                     await self._changed.wait()  # deadline: the time-out around it
             except TimeoutError:
                 return
@@ -251,7 +237,7 @@ class Merger:
         if not bodies or len(bodies) < len(self._waiting):
             return False
         is_enough = bool(self._num_callers) and len(bodies) >= max(self._num_callers)
-        return not is_enough and sum(len(body.requests) for body in bodies) < self._max_batch_size
+        return not is_enough and sum(len(body.requests) for body in bodies) < self.max_batch_size
 
     def _take(self) -> list[WaitingCall]:
         """The oldest call, with later ones of its kind; none passes a call that leaves alone."""
@@ -262,7 +248,7 @@ class Merger:
                 taken = taken or [call]
                 break
             oldest = taken[0].body if taken else call.body
-            fits = not taken or num_requests + len(call.body.requests) <= self._max_batch_size
+            fits = not taken or num_requests + len(call.body.requests) <= self.max_batch_size
             if fits and oldest is not None and call.body.key == oldest.key:
                 taken.append(call)
                 num_requests += len(call.body.requests)
@@ -275,7 +261,7 @@ class Merger:
 
         False if the server is lost to them.
         """
-        if self._needs_weights and calls[0].path == wire.INFER:
+        if self.needs_weights and calls[0].path == wire.INFER:
             for call in calls:
                 call.fail(
                     UpstreamLost(
@@ -289,7 +275,7 @@ class Merger:
             if not self._is_lost:
                 _log.warning("the server is lost, or not there yet: %s", error)
             self._is_lost = True
-            self._needs_weights |= self._has_answered
+            self.needs_weights |= self._has_answered
             self._waiting = [*calls, *self._waiting]
             self._fail_waiting(error)
             return False
@@ -311,7 +297,7 @@ class Merger:
             if not call.answer.done():
                 call.answer.set_result(reply)
         if calls[0].path == wire.PROCESS_WEIGHTS and replies[0].is_good:
-            self._needs_weights = False
+            self.needs_weights = False
         return True
 
     async def _ask(self, calls: Sequence[WaitingCall]) -> list[Answer] | None:
@@ -329,7 +315,7 @@ class Merger:
             try:
                 return [
                     Answer(_OK, part)
-                    for part in await asyncio.to_thread(split, reply.body, bodies, self._layout)
+                    for part in await asyncio.to_thread(split, reply.body, bodies, self.layout)
                 ]
             except ProtocolError as error:
                 reply = _error_answer(error)
@@ -352,24 +338,21 @@ class Merger:
             raise
         finally:
             self._running = None
-            self._last, self._last_ended = (
-                {"path": path, "answered": answered, "detail": detail},
-                time.monotonic(),
-            )
+            self._last = {"path": path, "answered": answered, "detail": detail}
             self._has_answered |= answered
             self._is_lost &= not answered
 
     def _call(self, method: str, path: str, raw: bytes, most_bytes: int) -> Answer:
         try:
             most_bytes += len(raw)
-            return self._upstream.call(
-                method, path, raw, timeout_s=self._timeout_s, most_bytes=most_bytes, headers={}
+            return self.upstream.call(
+                method, path, raw, timeout_s=self.timeout_s, most_bytes=most_bytes, headers={}
             )
         except ServerFault as fault:
             if fault.kind is FaultKind.UNUSABLE:  # the server is there
                 return _error_answer(fault)
             if fault.kind is FaultKind.LATE:
-                raise UpstreamTimeout(f"{fault}; upstream_timeout_s={self._timeout_s:g}") from fault
+                raise UpstreamTimeout(f"{fault}; upstream_timeout_s={self.timeout_s:g}") from fault
             raise UpstreamLost(str(fault)) from fault
 
     def _fail_waiting(self, error: Exception) -> None:
@@ -380,7 +363,7 @@ class Merger:
     def _status(self) -> str:
         if self._last is not None and not self._last["answered"]:
             return "lost"
-        if self._needs_weights:
+        if self.needs_weights:
             return "needs_weights"
         return "untried" if self._last is None else "ok"
 

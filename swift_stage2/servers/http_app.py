@@ -259,14 +259,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _remedy(error: Exception) -> str:
-    if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
-        return (
-            "--host must be an address of this machine: 127.0.0.1 for itself alone, 0.0.0.0 for every network"
-        )
-    if getattr(error, "errno", None) == errno.EACCES:
-        return "ports below 1024 belong to the system: write a --port of 1024 or more"
     if isinstance(error, OverflowError):
         return "--port must be in the range 0..65535"
+    if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+        return "--host must be an address of this machine: 127.0.0.1, or 0.0.0.0 for every network"
     return "choose a free --port"
 
 

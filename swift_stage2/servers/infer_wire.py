@@ -127,26 +127,12 @@ class InferCall(ClosedMessage):
 
 
 def request_config(
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    repetition_penalty: float,
-    seed: int,
-    columns: Iterable[Column] = (),
+    *, max_new_tokens: int, seed: int, columns: Iterable[Column] = (), **sampling: float
 ) -> dict[str, Any]:
-    """ms-swift's ``RequestConfig`` as JSON; ``return_details`` asks for token ids and prompt ids."""
-    return {
-        "max_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "return_details": True,
-        **request_options(columns),
-    }
+    """``SamplingOptions`` as JSON that asks for token ids, prompt ids and ``columns``."""
+    asked = {"max_tokens": max_new_tokens, **sampling, "seed": seed, "return_details": True}
+    SamplingOptions.from_json(asked)
+    return {**asked, **request_options(columns)}
 
 
 def greedy_config(max_new_tokens: int) -> dict[str, Any]:
