@@ -65,9 +65,10 @@ def mergeable(record: Any) -> InferBody | None:
     """None when the body is not one that can share a POST; the server then judges it alone."""
     if not isinstance(record, dict):
         return None
-    requests, config = record.get("infer_requests"), record.get("request_config") or {}
-    if not isinstance(requests, list) or not requests or not isinstance(config, dict):
+    requests, config = record.get("infer_requests"), record.get("request_config")
+    if not isinstance(requests, list) or not requests or not isinstance(config, dict | None):
         return None
+    config = config or {}
     seed = config.get("seed")
     if seed is not None and type(seed) is not int:
         return None

@@ -160,12 +160,12 @@ _RESPONSE, _CHOICE, _STAMP = ("response",), ("response", "choices", 0), ("rollou
 
 def _log_probs(said: Any) -> Any:
     """The numbers in ms-swift's record of an answer's tokens; what this process gives are the numbers themselves."""
-    if not isinstance(said, dict):
+    if said is None or isinstance(said, tuple):
         return said
-    tokens = said.get("content")
-    if not isinstance(tokens, list):
-        raise ValueError("logprobs.content must be a list")
-    return tuple(token.get("logprob") if isinstance(token, dict) else token for token in tokens)
+    tokens = said.get("content") if isinstance(said, dict) else None
+    if not isinstance(tokens, list) or not all(isinstance(token, dict) for token in tokens):
+        raise ValueError("must hold a content of one record per token")
+    return tuple(token.get("logprob") for token in tokens)
 
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore", populate_by_name=True))
