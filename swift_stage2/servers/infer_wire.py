@@ -180,9 +180,9 @@ class Completion(Message):
     prompt_token_ids: Many[Int] = Field(validation_alias=AliasPath(*_RESPONSE, "prompt_token_ids"))
     finish_reason: Text | None = Field(default=None, validation_alias=AliasPath(*_CHOICE, "finish_reason"))
     """``stop``, ``length`` or ``abort``."""
-    images_size: Annotated[Many[tuple[Int, Int]], BeforeValidator(lambda sizes: sizes or ())] = Field(
-        default=(), validation_alias=AliasPath(*_RESPONSE, "images_size")
-    )
+    images_size: Annotated[
+        Many[tuple[Int, Int]], BeforeValidator(lambda sizes: () if sizes is None else sizes)
+    ] = Field(default=(), validation_alias=AliasPath(*_RESPONSE, "images_size"))
     """(width, height) of each image as the model saw it."""
     log_probs: Annotated[Many[Number] | None, BeforeValidator(_log_probs)] = Field(
         default=None, validation_alias=AliasPath(*_CHOICE, "logprobs")

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from swift_stage2 import wire
-from swift_stage2.errors import ProtocolError, ServerFault
+from swift_stage2.errors import ServerFault
 from swift_stage2.servers.call import ReplyT
 from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
-from swift_stage2.wire import OPEN, Many, Message, Sums, Text
+from swift_stage2.wire import OPEN, Int, Many, Message, Sums, Text, member
 
 _MOST_WORKERS = 2**16
 _TURNS_OPTIONS = ("enable_multi_turn", "use_gym_env")
@@ -32,9 +33,7 @@ def ask_world_size(session: ServerSession, deadline: Deadline) -> int:
 
 
 def _world_size(reply: Any) -> int:
-    size = reply.get("world_size") if isinstance(reply, dict) else None
-    if type(size) is not int or not 1 <= size <= _MOST_WORKERS:
-        raise ProtocolError(f"the reply is not one of a rollout server: {str(reply)[:80]!r}")
+    size: int = member(reply, "world_size", Annotated[Int, Field(ge=1, le=_MOST_WORKERS)])
     return size
 
 
@@ -50,10 +49,8 @@ def ask_state_keys(session: ServerSession, deadline: Deadline) -> tuple[str, ...
 
 
 def _state_keys(reply: Any) -> tuple[str, ...]:
-    keys = reply.get("keys") if isinstance(reply, dict) else None
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise ProtocolError(f"expected names of parameters, got {str(reply)[:80]!r}")
-    return tuple(keys)
+    keys: tuple[str, ...] = member(reply, "keys", Many[Text])
+    return keys
 
 
 def ask_sums_incarnation(session: ServerSession, deadline: Deadline) -> str | None:

@@ -174,21 +174,16 @@ def parse_weight_version(data: Any) -> str:
 
 
 @message(frozen=True, slots=True, config=OPEN)
-class ChatChoice(Message):
-    """One of OpenAI's choices, with the ids that vLLM adds."""
-
-    token_ids: Many[Int]
-    content: Text | None = Field(validation_alias=AliasPath("message", "content"))
-    finish_reason: Text | None = None
-
-
-@message(frozen=True, slots=True, config=OPEN)
 class ChatReply(Message):
-    """Answer of ``CHAT``."""
+    """Answer of ``CHAT``, which asks for one choice, with the ids that vLLM adds."""
 
     id: Text
-    choices: Annotated[Many[ChatChoice], Field(min_length=1, max_length=1)]
     prompt_token_ids: Many[Int]
+    token_ids: Many[Int] = Field(validation_alias=AliasPath("choices", 0, "token_ids"))
+    content: Text | None = Field(validation_alias=AliasPath("choices", 0, "message", "content"))
+    finish_reason: Text | None = Field(
+        default=None, validation_alias=AliasPath("choices", 0, "finish_reason")
+    )
 
 
 def chat_body(
@@ -217,8 +212,7 @@ def parse_chat_reply(data: Any, request_id: str) -> Completion:
         raise ProtocolError(
             f"an answer must be of its request, got id={reply.id} for request_id={request_id}"
         )
-    (choice,) = reply.choices
-    return Completion(choice.content or "", choice.token_ids, reply.prompt_token_ids, choice.finish_reason)
+    return Completion(reply.content or "", reply.token_ids, reply.prompt_token_ids, reply.finish_reason)
 
 
 def stamped(completion: Completion, said: str) -> Completion:
