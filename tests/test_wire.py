@@ -44,6 +44,14 @@ MESSAGES: list[wire.Message] = [
     FailedRequests((FailedRequest(3, "image"),), "refused"),
     SamplingOptions.from_json(greedy_config(8)),
 ]
+BAD_OPTIONS = (
+    ("top_p", 0),
+    ("stream", True),
+    ("temperature", -1),
+    ("max_tokens", 0),
+    ("seed", -3),
+    ("stop", [""]),
+)
 MANY_MEMBERS = {str(number): 0 for number in range(100_000)}
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -98,11 +106,12 @@ def test_any_json_is_read_or_refused_in_one_line(data: Any, key: str) -> None:
         (wire.InstallRequest, {"on_pending": "drop"}),
         (wire.FinishRequest, {"round_id": "r", "commit": "yes"}),
         (wire.FinishRequest, {"round_id": "r", "checksums": MANY_MEMBERS}),
+        (InferCall, {}),
         (InferCall, {"infer_requests": []}),
         (InferCall, {"infer_requests": [1], "adapter_request": {"path": "lora"}}),
         (InferCall, {"infer_requests": [1], "request_config": {"temprature": 1}}),
         (InferCall, {"infer_requests": [1], "request_config": {"n": 2}}),
-        (InferCall, {"infer_requests": [1], "request_config": {"top_p": 0}}),
+        *((InferCall, {"infer_requests": [1], "request_config": {key: value}}) for key, value in BAD_OPTIONS),
         (InferCall, {"infer_requests": [1], "request_config": MANY_MEMBERS}),
         (Conversation, {"messages": []}),
         (Conversation, {"messages": [{"role": "user", "content": "a"}], "videos": ["x"]}),
