@@ -7,9 +7,9 @@ from itertools import product
 from typing import Any
 
 import pytest
+from builders import ODD_VALUES
 from hypothesis import given
 from hypothesis import strategies as st
-from odd_values import ODD_VALUES
 
 from swift_stage2 import wire
 from swift_stage2.errors import ProtocolError, RequestTooLarge

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
 
-from annotated_types import MaxLen, MinLen
 from pydantic import AliasPath, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
@@ -84,8 +83,8 @@ class Conversation(ClosedMessage):
     uuid: Any = None
     data_dict: Any = None
     add_eos: Any = None  # does not change what is generated
-    audios: Annotated[list[Any], MaxLen(0)] | None = None
-    videos: Annotated[list[Any], MaxLen(0)] | None = None
+    audios: Annotated[list[Any], Field(max_length=0)] | None = None
+    videos: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -98,7 +97,9 @@ class SamplingOptions(ClosedMessage):
     top_k: Annotated[Int, Field(ge=-1, le=2**31)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0, le=1e6)] | None = None
     seed: Annotated[Int, Field(ge=0)] | None = None
-    stop: Annotated[Many[Annotated[Text, MinLen(1), MaxLen(256)]], MaxLen(16)] | None = None
+    stop: (
+        Annotated[Many[Annotated[Text, Field(min_length=1, max_length=256)]], Field(max_length=16)] | None
+    ) = None
     """Searched for after every token of every row."""
     logprobs: Flag | None = None
     return_details: Flag | None = None
@@ -119,7 +120,7 @@ class SamplingOptions(ClosedMessage):
 class InferCall(ClosedMessage):
     """Body of ``/infer/``. Each request is a ``Conversation``, or an error of its own."""
 
-    infer_requests: Annotated[list[Any], MinLen(1)]
+    infer_requests: Annotated[list[Any], Field(min_length=1)]
     request_config: SamplingOptions | None = None
     use_tqdm: Any = None
     metrics: None = None  # ms-swift's own client sends these two, and null

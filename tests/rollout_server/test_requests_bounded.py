@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from builders import ODD_VALUES
 from live_server import (
     CALL_TIMEOUT_S,
     RunningServer,
@@ -23,7 +24,6 @@ from live_server import (
     serve,
     text_request,
 )
-from odd_values import ODD_VALUES
 from PIL import Image
 from waiting import wait_for
 
