@@ -210,7 +210,7 @@ def parse_chat_reply(data: Any, request_id: str) -> Completion:
     reply = ChatReply.from_json(data)
     if reply.id != engine_name(request_id):
         raise ProtocolError(
-            f"an answer must be of its request, got id={reply.id} for request_id={request_id}"
+            f"an answer must be of its request, got id={reply.id[:80]!r} for request_id={request_id}"
         )
     return Completion(reply.content or "", reply.token_ids, reply.prompt_token_ids, reply.finish_reason)
 
