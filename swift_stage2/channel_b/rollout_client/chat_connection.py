@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from swift_stage2 import wire
 from swift_stage2.channel_b.rollout_client.connection import PostResult, ServerConnection
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.errors import ProtocolError, ServerFault
-from swift_stage2.servers import protocol, vllm_serve
+from swift_stage2.servers import infer_wire, vllm_serve
 
 _MOST_CALLS = 256  # at once; vLLM computes no more than that together unless it is told to
 _SHORTEST_TIMEOUT_S = 1e-3
@@ -49,11 +50,11 @@ class ChatConnection(ServerConnection):
         if faults:
             return self._judge_all(faults)
         try:
-            record = self._ask("GET", vllm_serve.WEIGHT_INFO, None, end, protocol.MOST_CONTROL_BYTES)
+            record = self._ask("GET", vllm_serve.WEIGHT_INFO, None, end, wire.MOST_CONTROL_BYTES)
             said = vllm_serve.parse_weight_version(record)
         except (ServerFault, ProtocolError) as error:
             return self._judge(vllm_serve.WEIGHT_INFO, error, 0)
-        completions = (answer for answer in answers if isinstance(answer, protocol.Completion))
+        completions = (answer for answer in answers if isinstance(answer, infer_wire.Completion))
         return PostResult(
             PostEnd.ANSWERED, completions=tuple(vllm_serve.stamped(each, said) for each in completions)
         )
@@ -65,7 +66,7 @@ class ChatConnection(ServerConnection):
         if body["request_ids"]:  # none would mean all that anybody has asked
             end = time.monotonic() + timeout_s
             try:
-                self._ask("POST", vllm_serve.ABORT_REQUESTS, body, end, protocol.MOST_CONTROL_BYTES)
+                self._ask("POST", vllm_serve.ABORT_REQUESTS, body, end, wire.MOST_CONTROL_BYTES)
             except (ServerFault, ProtocolError) as error:
                 return self._judge(vllm_serve.ABORT_REQUESTS, error, 0)
         self._unsettled.difference_update(unsettled)
@@ -73,9 +74,9 @@ class ChatConnection(ServerConnection):
 
     def _chat(
         self, request: Mapping[str, Any], config: Mapping[str, Any], end: float, is_wanted: Callable[[], bool]
-    ) -> protocol.Completion | _Fault:
+    ) -> infer_wire.Completion | _Fault:
         request_id = uuid.uuid4().hex
-        most_bytes = protocol.most_infer_bytes(1, config["max_tokens"])
+        most_bytes = infer_wire.most_infer_bytes(1, config["max_tokens"])
         try:
             body = vllm_serve.chat_body(self._model, request, config, request_id)
             reply = self._ask("POST", vllm_serve.CHAT, body, end, most_bytes, is_wanted)

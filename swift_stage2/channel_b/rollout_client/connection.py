@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+from swift_stage2 import wire
 from swift_stage2.channel_b.rollout_client.plan import PostEnd
 from swift_stage2.columns import asked_by
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
-from swift_stage2.servers import protocol
+from swift_stage2.servers import infer_wire
 from swift_stage2.servers.call import ServerCaller
 
 _REFUSALS = {
@@ -49,7 +50,7 @@ class PostResult:
 
     end: PostEnd
     reason: str = ""
-    completions: tuple[protocol.Completion, ...] = ()
+    completions: tuple[infer_wire.Completion, ...] = ()
     named: tuple[int, ...] = ()
 
 
@@ -87,28 +88,28 @@ class ServerConnection(ServerCaller):
         """Asks for one completion per request, in order; ``is_wanted`` as in ``ServerCaller.call``."""
         asked = _identified(requests)
         body = {"infer_requests": asked, "request_config": config}
-        most_bytes = protocol.most_infer_bytes(len(requests), config["max_tokens"])
+        most_bytes = infer_wire.most_infer_bytes(len(requests), config["max_tokens"])
         try:
             record = self.ask(
                 "POST",
-                protocol.INFER,
+                wire.INFER,
                 body,
                 timeout_s=timeout_s,
                 most_bytes=most_bytes,
                 is_wanted=is_wanted,
             )
-            completions = protocol.parse_infer_reply(record, len(requests), asked_by(config))
+            completions = infer_wire.parse_infer_reply(record, len(requests), asked_by(config))
             _require_own(asked, completions)
         except (ServerFault, ProtocolError) as error:
-            return self._judge(protocol.INFER, error, len(requests))
+            return self._judge(wire.INFER, error, len(requests))
         return PostResult(PostEnd.ANSWERED, completions=completions)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> PostResult:
         """An ordered call: ``ANSWERED`` means that what was sent before it is over."""
-        path, most_bytes = protocol.RESET_PREFIX_CACHE, protocol.MOST_CONTROL_BYTES
+        path, most_bytes = wire.RESET_PREFIX_CACHE, wire.MOST_CONTROL_BYTES
         try:
             record = self.ask("POST", path, {}, timeout_s=timeout_s, most_bytes=most_bytes)
-            if not protocol.parse_cache_reset(record):  # engines say so while something still runs
+            if not wire.parse_cache_reset(record):  # engines say so while something still runs
                 raise ProtocolError("an idle server resets its prefix cache, got status=False")
         except (ServerFault, ProtocolError) as error:
             return self._judge(path, error, 0)
@@ -122,17 +123,17 @@ class ServerConnection(ServerCaller):
             return PostResult(PostEnd.REFUSED, f"{_REFUSALS[error.status]}: {error}")
         if error.status in _STATUS_ENDS:
             return PostResult(_STATUS_ENDS[error.status], str(error))
-        places = protocol.parse_failed_places(error.record)
+        places = infer_wire.parse_failed_places(error.record)
         named = tuple(place for place in places if place < num_requests)
         return PostResult(PostEnd.LOST if error.kind is None else _ENDS[error.kind], str(error), named=named)
 
 
 def _identified(requests: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The same infer requests, each with an id that no other has."""
-    return [{**request, protocol.REQUEST_ID: uuid4().hex} for request in requests]
+    return [{**request, infer_wire.REQUEST_ID: uuid4().hex} for request in requests]
 
 
-def _require_own(requests: Iterable[Mapping[str, Any]], completions: Iterable[protocol.Completion]) -> None:
+def _require_own(requests: Iterable[Mapping[str, Any]], completions: Iterable[infer_wire.Completion]) -> None:
     """Refuses an answer of our server that names another request than the ``_identified`` one in its place.
 
     Prompt ids tell no two rows apart that have one prompt and images of one size. A stock server echoes nothing.
@@ -141,8 +142,8 @@ def _require_own(requests: Iterable[Mapping[str, Any]], completions: Iterable[pr
         ProtocolError: it names another request, or none.
     """
     for place, (request, completion) in enumerate(zip(requests, completions, strict=True)):
-        if completion.incarnation is not None and completion.request_id != request[protocol.REQUEST_ID]:
+        if completion.incarnation is not None and completion.request_id != request[infer_wire.REQUEST_ID]:
             raise ProtocolError(
                 f"an answer must be of the request in its place, got request_id={completion.request_id} for "
-                f"{protocol.REQUEST_ID}={request[protocol.REQUEST_ID]} at place {place}"
+                f"{infer_wire.REQUEST_ID}={request[infer_wire.REQUEST_ID]} at place {place}"
             )

@@ -27,7 +27,7 @@ from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import FenceShutDown, TicketTimeout
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.records import PostFailure, Rollout, Sample, SampleKey, VersionSpan
-from swift_stage2.servers.protocol import PREFIX, request_config
+from swift_stage2.servers.infer_wire import PREFIX, request_config
 
 logger = logging.getLogger(__name__)
 
