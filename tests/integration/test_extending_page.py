@@ -32,6 +32,7 @@ from swift.utils import import_external_file
 from torchrun_job import RECORDER, TEMPLATE, LearnerRun, Server, run_learner, write_config
 
 import swift_stage2
+from swift_stage2 import try_task
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.parsing import parse_rollout
 from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, make_target
@@ -43,7 +44,7 @@ from swift_stage2.columns import COLUMNS, LOG_PROBS
 from swift_stage2.config import load_config
 from swift_stage2.errors import ConfigError
 from swift_stage2.records import Sample, SampleKey
-from swift_stage2.servers import infer_wire, try_task
+from swift_stage2.servers import infer_wire
 from swift_stage2.telemetry.timing import Trace
 
 pytestmark = pytest.mark.timeout(1800)

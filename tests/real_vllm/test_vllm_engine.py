@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +28,10 @@ from waiting import wait_for
 
 from swift_stage2 import wire
 from swift_stage2.errors import RoundFailed
+from swift_stage2.rollout_server.checked_call import check_call
 from swift_stage2.rollout_server.engine import InstallFault, WeightStamp
 from swift_stage2.servers.infer_wire import Completion, protect_from_abort
+from swift_stage2.servers.request_checks import RequestLimits
 from swift_stage2.weights.disk_rounds import DiskRounds
 from swift_stage2.weights.transport import DiskTransport
 from swift_stage2.wire import AbortRequest
@@ -251,10 +254,8 @@ def test_a_completion_never_mixes_two_versions(server: RunningServer) -> None:
 
 
 def _greedy(request: dict[str, Any]) -> Any:
-    from swift_stage2.rollout_server.infer_wire import InferCall
-
     body = {"infer_requests": [request], "request_config": {"max_tokens": 8, "temperature": 0.0}}
-    (wanted,) = InferCall(body).requests
+    (wanted,) = check_call(json.dumps(body).encode(), RequestLimits()).requests
     return wanted
 
 
