@@ -31,6 +31,7 @@ import torch
 from fastapi import Request
 
 from benchmarks.crowds import Objects, half_right_answer
+from swift_stage2 import wire
 from swift_stage2.collectives import GlooCommunicator
 from swift_stage2.demo.grounding_dataset import answer_text
 from swift_stage2.demo.scenes import IMAGE_SIZE
@@ -43,7 +44,6 @@ from swift_stage2.rollout_server.open_round import RoundState
 from swift_stage2.rollout_server.routes import RolloutService
 from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow, RowEnd, SwiftGenerator
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
-from swift_stage2.servers import protocol
 from swift_stage2.servers.batching import ExclusiveTask
 from swift_stage2.servers.request_checks import RequestLimits
 
@@ -259,8 +259,8 @@ class StockRoutes(routes._ServerRoutes):
 
     def table(self) -> dict[tuple[str, str], Callable[..., Any]]:
         return super().table() | {
-            ("POST", protocol.UPDATE_FLATTENED_PARAMS): self.update_flattened_params,
-            ("POST", protocol.CLOSE_COMMUNICATOR): self.close_communicator,
+            ("POST", wire.UPDATE_FLATTENED_PARAMS): self.update_flattened_params,
+            ("POST", wire.CLOSE_COMMUNICATOR): self.close_communicator,
         }
 
     async def update_flattened_params(self, request: Request) -> dict[str, str]:

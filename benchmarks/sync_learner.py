@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.tiny_model import build_model, build_processor, build_tokenizer, save_model
-from swift_stage2.servers import protocol
+from swift_stage2.servers import infer_wire
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot import SnapshotFile
 
@@ -46,7 +46,7 @@ class TextCanary:
 
     def __init__(self, module: Any, tokenizer: Any) -> None:
         self.request: dict[str, Any] = {"messages": [{"role": "user", "content": "Detect all objects"}]}
-        self.config = protocol.greedy_config(_CANARY_TOKENS)
+        self.config = infer_wire.greedy_config(_CANARY_TOKENS)
         self._module = module
         text = tokenizer.apply_chat_template(
             self.request["messages"], tokenize=False, add_generation_prompt=True

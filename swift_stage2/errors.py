@@ -167,7 +167,7 @@ class ServerFault(Stage2Error):
 
     @property
     def reason(self) -> str | None:
-        """Our server's own word for a refusal (``servers.protocol.RefusalReason``), if it gave one."""
+        """Our server's own word for a refusal (``wire.RefusalReason``), if it gave one."""
         reason = self.record.get("reason") if isinstance(self.record, Mapping) else None
         return reason if isinstance(reason, str) else None
 

@@ -42,7 +42,7 @@ from swift_stage2.records import (
 )
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule
 from swift_stage2.scheduling.feasibility_gate import GateOutcome
-from swift_stage2.servers.protocol import protect_from_abort
+from swift_stage2.servers.infer_wire import protect_from_abort
 from swift_stage2.telemetry.events import Evaluation
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.telemetry.recorders import EvaluationRecorder

@@ -18,6 +18,10 @@ BASE: dict[str, Any] = {
     "stage2_ab": {"schedule": {"b_ratio": 0.25}},
     "rollout": {"servers": [{"base_url": "http://127.0.0.1:8000", "group_port": 51216}]},
 }
+ODD_VALUES: tuple[object, ...] = (
+    10**400, -1, 1.5, 2**63, True, "abc", None, [], {}, "\0", "a\nb", [[[]]], "x" * 10_000,
+)  # fmt: skip
+"""Values of JSON that no member of a message has, or only one of many."""
 
 
 def changed(*changes: Mapping[str, Any], base: Mapping[str, Any] = BASE) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
+from swift_stage2 import wire
 from swift_stage2.channel_b.rollouts import RolloutClient
-from swift_stage2.servers import protocol
+from swift_stage2.servers import infer_wire
 
 LONGEST_WAIT_S = 60.0
 
@@ -93,7 +94,7 @@ def _named(answer: Answer, call: Call) -> Answer:
         items = json.loads(answer.body)
         for item, asked in zip(items, call.requests, strict=True):
             if stamp := item.get("rollout_infos", {}).get("stage2"):
-                stamp.setdefault("request_id", asked.get(protocol.REQUEST_ID))
+                stamp.setdefault("request_id", asked.get(infer_wire.REQUEST_ID))
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return answer  # broken on purpose
     return replace(answer, body=json.dumps(items).encode())
@@ -120,7 +121,7 @@ class FakeRolloutServer:
         body=json.dumps({"message": "Request received, resetting prefix cache status: True"}).encode()
     )
     on_get: Behaviour = lambda call: (
-        Answer(body=b'{"world_size": 1}') if call.path == protocol.WORLD_SIZE else Answer(status=404)
+        Answer(body=b'{"world_size": 1}') if call.path == wire.WORLD_SIZE else Answer(status=404)
     )
     calls: list[Call] = field(default_factory=list)
     most_at_once: int = 0
@@ -156,11 +157,11 @@ class FakeRolloutServer:
 
     @property
     def infer_calls(self) -> list[Call]:
-        return [call for call in self.calls if call.path == protocol.INFER]
+        return [call for call in self.calls if call.path == wire.INFER]
 
     @property
     def reset_calls(self) -> list[Call]:
-        return [call for call in self.calls if call.path == protocol.RESET_PREFIX_CACHE]
+        return [call for call in self.calls if call.path == wire.RESET_PREFIX_CACHE]
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -197,7 +198,7 @@ class FakeRolloutServer:
         if handler.command == "GET":
             answer = self.on_get(call)
         else:
-            answer = _named(self.on_infer(call), call) if call.path == protocol.INFER else self.on_reset(call)
+            answer = _named(self.on_infer(call), call) if call.path == wire.INFER else self.on_reset(call)
         try:
             if answer.after is not None:
                 answer.after.wait(LONGEST_WAIT_S)

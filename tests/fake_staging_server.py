@@ -13,7 +13,7 @@ from typing import Any
 
 from fake_rollout_server import Answer, Call, FakeRolloutServer, output, outputs
 
-from swift_stage2.servers import protocol
+from swift_stage2 import wire
 
 INCARNATION = "one"
 Hook = Callable[[Call], Answer | None]
@@ -22,7 +22,7 @@ Hook = Callable[[Call], Answer | None]
 class FakeStagingServer(FakeRolloutServer):
     """Proves every round whose calls nobody breaks."""
 
-    def __init__(self, manifest: tuple[protocol.TensorSpec, ...]) -> None:
+    def __init__(self, manifest: tuple[wire.TensorSpec, ...]) -> None:
         super().__init__(on_get=self._tell, on_reset=self._obey, on_infer=self._answer)
         self.manifest = manifest
         self.hooks: dict[str, Hook] = {}
@@ -36,7 +36,7 @@ class FakeStagingServer(FakeRolloutServer):
         return str(self.proofs[-1]["round_id"]) if self.proofs else None
 
     def _tell(self, call: Call) -> Answer:
-        info = protocol.ServerInfo(False, INCARNATION, state="serving", manifest=self.manifest, staging=True)
+        info = wire.ServerInfo(False, INCARNATION, state="serving", manifest=self.manifest, staging=True)
         return self._hooked(call) or _says(info.to_json())
 
     def _answer(self, call: Call) -> Answer:
@@ -46,15 +46,15 @@ class FakeStagingServer(FakeRolloutServer):
     def _obey(self, call: Call) -> Answer:
         if (answer := self._hooked(call)) is not None:
             return answer
-        if call.path == protocol.BEGIN_ROUND:
+        if call.path == wire.BEGIN_ROUND:
             self.begun.append(call.body)
-        elif call.path == protocol.INIT_COMMUNICATOR:
+        elif call.path == wire.INIT_COMMUNICATOR:
             self.mapped.append(Path(call.body["path"]).read_bytes())
             return _says({"message": "mapped", "mapped": True})
-        elif call.path == protocol.FINISH_ROUND and call.body.get("commit", True):
+        elif call.path == wire.FINISH_ROUND and call.body.get("commit", True):
             sums = call.body["checksums"]
             version = self.begun[-1]["version"]
-            proof = protocol.RoundProof(
+            proof = wire.RoundProof(
                 call.body["round_id"], INCARNATION, version, sums, sums, tuple(sums)
             ).to_json()
             self.proofs.append(proof)

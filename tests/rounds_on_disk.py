@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from swift_stage2.servers.protocol import RoundRequest, TensorSpec
 from swift_stage2.servers.session import Deadline
 from swift_stage2.weights.disk_rounds import DiskRounds
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
+from swift_stage2.wire import RoundRequest, TensorSpec
 
 WAIT_S = 60.0
 SPECS = (

@@ -18,13 +18,13 @@ from typing import Any
 
 from fake_rollout_server import Answer, Call, FakeRolloutServer, output
 
-from swift_stage2.servers import protocol
+from swift_stage2 import wire
 
 _ROUTES = {
-    protocol.WORLD_SIZE: "get_world_size",
-    protocol.STATE_KEYS: "get_model_state_keys",
-    protocol.RESET_PREFIX_CACHE: "reset_prefix_cache",
-    protocol.INFER: "infer",
+    wire.WORLD_SIZE: "get_world_size",
+    wire.STATE_KEYS: "get_model_state_keys",
+    wire.RESET_PREFIX_CACHE: "reset_prefix_cache",
+    wire.INFER: "infer",
 }
 
 
@@ -76,9 +76,7 @@ def stock_server(*engines: StandInEngine, tensor_parallel_size: int = 1) -> Fake
     def answer(call: Call) -> Answer:
         if call.path not in _ROUTES:
             return Answer(status=404)
-        body = (
-            (call.body["infer_requests"], call.body["request_config"]) if call.path == protocol.INFER else ()
-        )
+        body = (call.body["infer_requests"], call.body["request_config"]) if call.path == wire.INFER else ()
         said = asyncio.run(methods[_ROUTES[call.path]](swift, *body))
         return Answer(body=json.dumps(said).encode())
 

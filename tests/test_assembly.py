@@ -16,7 +16,7 @@ from fake_rollout_server import Answer, FakeRolloutServer
 from free_port import free_port
 from real_model import make_encoder, make_task, make_template, sample_of, tiny_model
 
-from swift_stage2 import assembly
+from swift_stage2 import assembly, wire
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.checks import checks, servers
 from swift_stage2.checks.samples import check_samples, usable_samples
@@ -26,7 +26,7 @@ from swift_stage2.config import Stage2Config, load_config
 from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 from swift_stage2.learner import Learner
 from swift_stage2.run import Stage2Run
-from swift_stage2.servers import protocol, vllm_serve
+from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.probe import JoiningServer
 
 
@@ -159,7 +159,7 @@ def test_a_server_that_is_absent_is_told_of_once_and_the_others_are_found(
 
 
 def _ours(**facts: Any) -> Callable[[Any], Answer]:
-    info = protocol.ServerInfo(stock=False, **{"state": "serving", "incarnation": "one", **facts})
+    info = wire.ServerInfo(stock=False, **{"state": "serving", "incarnation": "one", **facts})
     return lambda call: Answer(body=json.dumps(info.to_json()).encode())
 
 

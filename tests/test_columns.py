@@ -18,7 +18,7 @@ from swift_stage2.config import Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError, ProtocolError, SampleError, TaskError
 from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, Target, VersionSpan
-from swift_stage2.servers import protocol
+from swift_stage2.servers import infer_wire
 
 DECODING = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1}
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -45,27 +45,27 @@ def test_an_answer_has_one_finite_value_up_to_0_for_every_token_or_is_refused(
     is_sound = len(values) == num_tokens and all(-FLOAT32_MAX <= value <= 0 for value in values)
     if not is_sound:
         with pytest.raises(ProtocolError, match=r"logprob|log_probs"):
-            protocol.parse_infer_reply(reply(num_tokens, entries(values)), 1, names)
+            infer_wire.parse_infer_reply(reply(num_tokens, entries(values)), 1, names)
         return
-    (completion,) = protocol.parse_infer_reply(reply(num_tokens, entries(values)), 1, names)
+    (completion,) = infer_wire.parse_infer_reply(reply(num_tokens, entries(values)), 1, names)
     assert completion.log_probs == tuple(values)
 
 
 def test_what_was_asked_for_must_come_and_what_was_not_need_not() -> None:
-    assert protocol.parse_infer_reply(reply(2, None), 1)[0].log_probs is None
+    assert infer_wire.parse_infer_reply(reply(2, None), 1)[0].log_probs is None
     with pytest.raises(ProtocolError, match="log_probs must have one value per token, got num_values=0"):
-        protocol.parse_infer_reply(reply(2, None), 1, ("log_probs",))
+        infer_wire.parse_infer_reply(reply(2, None), 1, ("log_probs",))
     # Of an answer that was aborted before its first token, servers say null.
-    assert protocol.parse_infer_reply(reply(0, None), 1, ("log_probs",))[0].log_probs == ()
+    assert infer_wire.parse_infer_reply(reply(0, None), 1, ("log_probs",))[0].log_probs == ()
 
 
 def test_a_request_asks_for_columns_in_ms_swifts_words_and_without_any_is_as_it_was() -> None:
-    plain = protocol.request_config(**DECODING, seed=3)
+    plain = infer_wire.request_config(**DECODING, seed=3)
     assert json.dumps(plain) == (
         '{"max_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1, "seed": 3, '
         '"return_details": true}'
     )
-    asking = protocol.request_config(**DECODING, seed=3, columns=[LOG_PROBS])
+    asking = infer_wire.request_config(**DECODING, seed=3, columns=[LOG_PROBS])
     assert asking == plain | {"logprobs": True}
     assert (asked_by(plain), asked_by(asking)) == (frozenset(), {"log_probs"})
 

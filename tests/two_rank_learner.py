@@ -20,6 +20,7 @@ import torch.distributed as dist
 from detection_task import make_task
 from stand_in_canary import StandInCanary
 
+from swift_stage2 import wire
 from swift_stage2.channel_b.ready_queue import ReadyQueue
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.collectives import join_control_group, together
@@ -32,7 +33,6 @@ from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
-from swift_stage2.servers import protocol
 from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import JoiningServer, SuspectProbe
 from swift_stage2.telemetry.event_log import EventLog
@@ -403,10 +403,10 @@ class StockSession(server_push.ServerSession):
     """A server that answers everything."""
 
     def info(self, deadline: Any) -> Any:
-        return protocol.ServerInfo(stock=True)
+        return wire.ServerInfo(stock=True)
 
     def get(self, path: str, deadline: Any, **_: Any) -> Any:
-        if path == protocol.WEIGHT_SUMS:
+        if path == wire.WEIGHT_SUMS:
             raise ServerFault("no such route", status=404)
         return {"keys": [], "world_size": 1}
 

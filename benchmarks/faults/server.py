@@ -16,11 +16,11 @@ import psutil
 from benchmarks.faults.leftovers import Held, kill_all, tree_of
 from benchmarks.processes import Processes
 from benchmarks.servers import ServerKind, server_arguments, server_environment
+from swift_stage2 import wire
 from swift_stage2.demo.demo_config import STAGE1, held_ports
 from swift_stage2.errors import ChildFailed
 from swift_stage2.runtime.network import is_quiet
 from swift_stage2.runtime.supervisor import ProcessTree
-from swift_stage2.servers import protocol
 
 _START_DEADLINE_S = 600.0
 _GRACE_S = 20.0
@@ -79,7 +79,7 @@ class TestedServer:
             if time.monotonic() - asked < _ASK_EVERY_S:
                 return False
             asked = time.monotonic()
-            url = f"http://127.0.0.1:{self.port}{protocol.HEALTH}"
+            url = f"http://127.0.0.1:{self.port}{wire.HEALTH}"
             with suppress(httpx.HTTPError):
                 return httpx.get(url, trust_env=False, timeout=_ASK_TIMEOUT_S).status_code == httpx.codes.OK
             return False

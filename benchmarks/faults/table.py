@@ -19,9 +19,9 @@ from benchmarks.faults.scene import Scene
 from benchmarks.faults.training_job import JobSettings, TrainingJob, Victim
 from benchmarks.results import ResultTable, say
 from benchmarks.servers import ServerKind
+from swift_stage2 import wire
 from swift_stage2.errors import ChildFailed
 from swift_stage2.rollout_server.open_round import RoundState
-from swift_stage2.servers import protocol
 
 if TYPE_CHECKING:
     from benchmarks.faults.bench import FaultBench
@@ -55,7 +55,7 @@ def _kill_server(scene: Scene) -> None:
 
 def _kill_in_round(scene: Scene) -> None:
     """The server has begun a round, and its weights are on their way."""
-    url = f"http://127.0.0.1:{scene.server.port}{protocol.HEALTH}"
+    url = f"http://127.0.0.1:{scene.server.port}{wire.HEALTH}"
 
     def is_open() -> bool:
         with suppress(httpx.HTTPError):

@@ -28,7 +28,7 @@ from swift_stage2.records import (
     VersionSpan,
 )
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
-from swift_stage2.servers.protocol import PREFIX, protect_from_abort
+from swift_stage2.servers.infer_wire import PREFIX, protect_from_abort
 from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.telemetry.events import Finished, Sent
 from swift_stage2.telemetry.recorders import PipelineRecorder

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from swift_stage2 import wire
 from swift_stage2.channel_b.rollouts.chat_route import RouteNow
 from swift_stage2.checks import feeding
 from swift_stage2.checks.checks import CheckResult, Verdict, failed, left_out, ok, warning
@@ -36,13 +37,12 @@ from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Fenced, Mode, Stage2Config
 from swift_stage2.errors import FaultKind, ServerFault
 from swift_stage2.records import ServerReport
-from swift_stage2.servers import protocol
-from swift_stage2.servers.protocol import INSTALLING_STATE, RefusalReason, ServerInfo
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.courier_process import process_courier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import GIVE_UP_TIMEOUT_S, give_up
 from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.wire import INSTALLING_STATE, RefusalReason, ServerInfo
 
 _NUM_PROMPTS = 3
 _LOOK_TIMEOUT_S = 10.0
@@ -228,7 +228,7 @@ def check_identity(session: ServerSession, config: Stage2Config) -> CheckResult[
     most_s, started = config.rollout.request_timeout_s, time.perf_counter()
     try:
         try:
-            session.get(protocol.HEALTH, Deadline(min(_LOOK_TIMEOUT_S, most_s)))
+            session.get(wire.HEALTH, Deadline(min(_LOOK_TIMEOUT_S, most_s)))
         except ServerFault as fault:  # any other is told better by what is asked below
             if fault.kind is FaultKind.LATE:
                 raise
@@ -264,7 +264,7 @@ def busy_with(session: ServerSession, info: ServerInfo) -> str:
     """
     if info.stock:
         return ""
-    health = session.get(protocol.HEALTH, Deadline(_LOOK_TIMEOUT_S))
+    health = session.get(wire.HEALTH, Deadline(_LOOK_TIMEOUT_S))
     counts = [health.get(name) for name in ("num_running", "num_waiting")] if isinstance(health, dict) else []
     number = sum(count for count in counts if isinstance(count, int))
     return f"it is making {number} completion(s) for somebody else" if number else ""

@@ -26,7 +26,7 @@ from swift_stage2.channel_b.encoding import Encoder  # noqa: E402
 from swift_stage2.checks.swift_parsing import SECTION, parse_swift_arguments  # noqa: E402
 from swift_stage2.config.swift_arguments import as_argv  # noqa: E402
 from swift_stage2.records import Sample  # noqa: E402
-from swift_stage2.servers import protocol  # noqa: E402
+from swift_stage2.servers import infer_wire  # noqa: E402
 from swift_stage2.weights.proof import HALF_PRECISION_TIE_NATS, CanaryAnswer  # noqa: E402
 
 # These need the ranks that torchrun starts; none of them changes what is loaded.
@@ -108,7 +108,7 @@ class EngineCanary:
         self._module = module
         self._template = template
         self.request: dict[str, Any] = encoder.request(sample)
-        self.config = protocol.greedy_config(_CANARY_TOKENS)
+        self.config = infer_wire.greedy_config(_CANARY_TOKENS)
         self._closing = encoder.closing_token_ids
         # Of its own: answers are compared while training tokenises, and a fast tokenizer is not for two threads.
         self._decode = copy.deepcopy(template.tokenizer).decode

@@ -19,8 +19,8 @@ from swift_stage2.config import DecodingConfig, Stage2Config
 from swift_stage2.config.stage2_ab import SHIPPED_TASKS
 from swift_stage2.errors import SampleError, ServerFault
 from swift_stage2.records import MatchQuality, Rollout, Sample, SampleKey, VersionSpan
-from swift_stage2.servers import protocol
-from swift_stage2.servers.protocol import Completion
+from swift_stage2.servers import infer_wire
+from swift_stage2.servers.infer_wire import Completion
 from swift_stage2.servers.session import Deadline, ServerSession
 
 _ONE_TOKEN = DecodingConfig(temperature=0.0, max_new_tokens=1)
@@ -138,11 +138,11 @@ def infer(
     columns: Iterable[Column] = (),
 ) -> PostResult:
     """One ``/infer/`` call with the run's own requests."""
-    config = protocol.request_config(**asdict(decoding), seed=_SEED, columns=columns)
+    config = infer_wire.request_config(**asdict(decoding), seed=_SEED, columns=columns)
     return route.generate([encoder.request(sample) for sample in samples], config, timeout_s=timeout_s)
 
 
-def _rollout(sample: Sample, completion: protocol.Completion) -> Rollout:
+def _rollout(sample: Sample, completion: infer_wire.Completion) -> Rollout:
     return Rollout(
         sample=sample,
         text=completion.text,

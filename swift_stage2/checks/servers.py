@@ -22,9 +22,9 @@ from swift_stage2.runtime.network import ANY_ADDRESS, addresses_of, is_here, ref
 from swift_stage2.runtime.output import going_on
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.probe import JoiningServer
-from swift_stage2.servers.protocol import ServerInfo
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_turns_option, ask_world_size
+from swift_stage2.wire import ServerInfo
 
 if TYPE_CHECKING:
     from swift_stage2.collectives import ControlGroup  # loads torch, which launch never does

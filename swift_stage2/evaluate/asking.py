@@ -31,7 +31,7 @@ from swift_stage2.errors import SampleError, ServerUnavailable, UserError
 from swift_stage2.evaluate.served_model import CONNECT_TIMEOUT_S, of_server_alone, require_answer
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.runtime.output import say
-from swift_stage2.servers import protocol
+from swift_stage2.servers import infer_wire
 from swift_stage2.servers.session import Deadline
 
 _SEED = 1
@@ -159,7 +159,7 @@ class _Asking:
     async def _post(self, route: InferRoute, question: _AskedRow) -> PostResult:
         """A server without room is asked again until the call's time is over."""
         decoding = DecodingConfig(temperature=0.0, max_new_tokens=self.questions.max_new_tokens)
-        config = protocol.request_config(**asdict(decoding), seed=_SEED)
+        config = infer_wire.request_config(**asdict(decoding), seed=_SEED)
         deadline = Deadline(self.questions.timeout_s)
         while True:
             result = await route.generate([question.request], config, timeout_s=deadline.remaining_s())
@@ -183,7 +183,7 @@ class _Asking:
             )
         self._fail(question.row, question.size, result.reason)
 
-    def _read(self, question: _AskedRow, completion: protocol.Completion) -> Prediction:
+    def _read(self, question: _AskedRow, completion: infer_wire.Completion) -> Prediction:
         prompt, (width, height) = question.prompt, question.size
         if completion.prompt_token_ids != prompt.token_ids:
             raise UserError(

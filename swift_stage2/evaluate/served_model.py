@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from swift_stage2 import wire
 from swift_stage2.checks.servers import foreign
 from swift_stage2.config import RolloutConfig, ServerConfig, ServerEngine
 from swift_stage2.config.swift_arguments import as_argv
@@ -28,7 +29,6 @@ from swift_stage2.rollout_server.command_line import require_vllm
 from swift_stage2.runtime.network import free_ports
 from swift_stage2.runtime.output import going_on, say
 from swift_stage2.runtime.supervisor import Command, ProcessTree, adopt_orphans, end_descendants
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
 
@@ -43,7 +43,7 @@ _FOR_BOTH = ("external_plugins", "model_type", "template", "max_pixels", "torch_
 _OF_VLLM = "vllm_"
 
 
-def require_answer(base_url: str) -> protocol.ServerInfo:
+def require_answer(base_url: str) -> wire.ServerInfo:
     """The server's word of itself.
 
     Raises:

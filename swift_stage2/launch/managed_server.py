@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from swift_stage2 import wire
 from swift_stage2.config import RestartConfig, RestartPolicy
 from swift_stage2.errors import ServerFault, ServerUnavailable
 from swift_stage2.launch.job import Job, last_cause
@@ -18,7 +19,6 @@ from swift_stage2.launch.plan import PlannedServer
 from swift_stage2.runtime.network import is_free, is_quiet
 from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.runtime.worker import describe_end
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 
 _LOOK_INTERVAL_S = 1.0
@@ -191,7 +191,7 @@ def why_not_ready(base_url: str) -> str:
     """Why the server does not say that it is healthy, as it does once it has loaded; empty if it does."""
     with ServerSession(base_url) as session:
         try:
-            session.get(protocol.HEALTH, Deadline(_ANSWER_S))
+            session.get(wire.HEALTH, Deadline(_ANSWER_S))
         except ServerFault as fault:
             return str(fault)
     return ""

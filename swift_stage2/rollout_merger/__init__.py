@@ -1,7 +1,6 @@
 """A process in front of one stock ``swift rollout``: the ``/infer/`` calls of all ranks leave as one POST.
 
-app            binds, serves, ends; warns while no server is there     main()
-routes         stock's paths; who has gone                             create_app()
-dispatcher     one thread: one call to the server at a time, in the order of arrival
+app            binds, serves, ends            main()
+merger         stock's paths; one call to the server at a time, in the order of arrival
 └── merged_post    several /infer/ bodies into one, one reply into several (pure)
 """

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from swift_stage2 import wire
 from swift_stage2.errors import ProtocolError
-from swift_stage2.servers import protocol
 
 _MOST_TOKENS = 1 << 16
 
@@ -45,43 +45,45 @@ class SeedLayout:
 class InferBody:
     """One call's body, ready to be joined with others of the same ``key``."""
 
-    requests: str  # JSON of the requests, without the list's brackets
-    num_requests: int
-    key: str  # JSON of everything else, without the seed
+    requests: list[Any]
+    rest: dict[str, Any]  # the body without requests and seed
     seed: int | None
-    max_tokens: int = _MOST_TOKENS  # of each answer; a caller that names none gets what a server may give
+
+    @property
+    def key(self) -> str:
+        """Requests without a seed share POSTs only among themselves."""
+        return json.dumps([self.rest, self.seed is None], sort_keys=True)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of each answer; a caller that names none gets what a server may give."""
+        wanted = self.rest["request_config"].get("max_tokens")
+        return wanted if type(wanted) is int and 0 < wanted <= _MOST_TOKENS else _MOST_TOKENS
 
 
 def mergeable(record: Any) -> InferBody | None:
-    """None when the body is not one that can share a POST; the server then judges it alone.
-
-    Requests without a seed share POSTs only among themselves.
-    """
+    """None when the body is not one that can share a POST; the server then judges it alone."""
     if not isinstance(record, dict):
         return None
-    record = dict(record)
-    requests, config = record.pop("infer_requests", None), record.pop("request_config", None)
+    requests, config = record.get("infer_requests"), record.get("request_config")
     if not isinstance(requests, list) or not requests or not isinstance(config, dict | None):
         return None
-    rest = dict(config or {})
-    seed = rest.pop("seed", None)
+    config = config or {}
+    seed = config.get("seed")
     if seed is not None and type(seed) is not int:
         return None
-    key = json.dumps([rest, record, seed is None], sort_keys=True)
-    max_tokens = rest.get("max_tokens")
-    if type(max_tokens) is not int or not 0 < max_tokens <= _MOST_TOKENS:
-        max_tokens = _MOST_TOKENS
-    return InferBody(json.dumps(requests)[1:-1], len(requests), key, seed, max_tokens)
+    settings = {key: value for key, value in config.items() if key != "seed"}
+    rest = {key: value for key, value in record.items() if key != "infer_requests"}
+    return InferBody(requests, {**rest, "request_config": settings}, seed)
 
 
 def merge(bodies: Sequence[InferBody]) -> bytes:
     """The body of one POST for all of them, in order; it carries the first one's seed."""
     first = bodies[0]
-    config, rest, _ = json.loads(first.key)
-    if first.seed is not None:
-        config["seed"] = first.seed
-    fields = json.dumps({**rest, "request_config": config})
-    return f'{{"infer_requests":[{",".join(body.requests for body in bodies)}],{fields[1:]}'.encode()
+    seed = {} if first.seed is None else {"seed": first.seed}
+    config = {**first.rest["request_config"], **seed}
+    requests = [request for body in bodies for request in body.requests]
+    return json.dumps({**first.rest, "infer_requests": requests, "request_config": config}).encode()
 
 
 def split(reply: bytes, bodies: Sequence[InferBody], layout: SeedLayout) -> list[bytes]:
@@ -90,8 +92,8 @@ def split(reply: bytes, bodies: Sequence[InferBody], layout: SeedLayout) -> list
     Raises:
         ProtocolError: the reply is not a list with one object per request.
     """
-    outputs = protocol.parse_json(reply)
-    num_requests = sum(body.num_requests for body in bodies)
+    outputs = wire.parse_json(reply)
+    num_requests = sum(len(body.requests) for body in bodies)
     if not isinstance(outputs, list) or len(outputs) != num_requests:
         got = len(outputs) if isinstance(outputs, list) else type(outputs).__name__
         raise ProtocolError(f"an /infer/ reply must hold {num_requests} outputs, got num_outputs={got}")
@@ -103,7 +105,7 @@ def split(reply: bytes, bodies: Sequence[InferBody], layout: SeedLayout) -> list
     rest = iter(outputs)
     try:
         return [
-            json.dumps(list(islice(rest, body.num_requests)), allow_nan=False).encode() for body in bodies
+            json.dumps(list(islice(rest, len(body.requests))), allow_nan=False).encode() for body in bodies
         ]
     except ValueError as error:  # 1e400 is JSON, but no number of this machine
         raise ProtocolError(f"an /infer/ reply must hold finite numbers: {error}") from error

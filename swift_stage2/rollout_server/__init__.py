@@ -2,7 +2,7 @@
 
 command_line  which engine, where; binds, loads, serves, ends              main(), serve()
 routes        paths, statuses; engine + rounds + who answers               create_app(), RolloutService
-├── infer_wire           /infer/ body in, RolloutOutput records out
+├── checked_call         /infer/ body in, requests of the engine out
 ├── weight_rounds        which step is allowed now; the door of /infer/
 │   └── weight_source    a learner's memory file, or one that a stream or a disk fills
 └── engine               the base of every engine: thread, state, requests that each end exactly once

@@ -98,15 +98,13 @@ def serve(command: ServerCommand) -> NoReturn:
     Raises:
         UserError: the address is taken or not this machine's.
     """
-    from swift_stage2.servers.http_app import bind, configure_logging, refuse_open, warn_when_open
+    from swift_stage2.servers.http_app import bind, configure_logging, require_key
 
     # Now: who connects must not wait for imports
     importlib.import_module("swift_stage2.rollout_server.routes")
     with bind(command.host, command.port) as listener:
-        if not command.is_insecure:
-            refuse_open(listener, command.api_key)
+        require_key(listener, command.api_key, is_insecure=command.is_insecure)
         configure_logging()
-        warn_when_open(command.host, command.api_key)
         if command.has_children:  # none of them may outlive a server that is killed
             os.environ[_START_METHOD] = "spawn"
             supervise_this_program(_GRACE_S)

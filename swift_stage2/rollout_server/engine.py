@@ -18,7 +18,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swift_stage2.errors import EngineUnavailable, UserError
-from swift_stage2.servers.protocol import Completion, TensorSpec
+from swift_stage2.servers.infer_wire import Completion
+from swift_stage2.wire import TensorSpec
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.swift_generator import EncodedRow

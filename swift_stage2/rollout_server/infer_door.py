@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import Future
 
 from swift_stage2.errors import RoundRefused
-from swift_stage2.servers.protocol import RefusalReason, RoundRequest
+from swift_stage2.wire import RefusalReason, RoundRequest
 
 
 class DoorShut(Exception):

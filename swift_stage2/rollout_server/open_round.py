@@ -9,7 +9,7 @@ from enum import StrEnum
 from swift_stage2.errors import RoundRefused
 from swift_stage2.rollout_server.engine import InstalledWeights, WeightStamp
 from swift_stage2.rollout_server.weight_source import WeightSource
-from swift_stage2.servers.protocol import (
+from swift_stage2.wire import (
     INSTALLING_STATE,
     FinishRequest,
     RefusalReason,

@@ -36,7 +36,7 @@ from swift_stage2.errors import SampleError, UserError
 from swift_stage2.rollout_server.answer_prefix import append_prefix
 from swift_stage2.rollout_server.engine import GenerationRequest, JobAborted, Sampling
 from swift_stage2.servers.image_opening import decode_image
-from swift_stage2.servers.protocol import TensorSpec
+from swift_stage2.wire import TensorSpec
 
 declare_operators()  # before the first import of ms-swift, which imports torchvision
 

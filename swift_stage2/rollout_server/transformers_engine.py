@@ -29,8 +29,8 @@ from swift_stage2.rollout_server.engine import (
     require_loaded,
 )
 from swift_stage2.servers.batching import BatchQueue, ExclusiveTask
-from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.tensors import checksum_tensor, checksums_by_name
+from swift_stage2.wire import TensorSpec
 
 if TYPE_CHECKING:  # ms-swift takes seconds to import; the engine's thread does it
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator

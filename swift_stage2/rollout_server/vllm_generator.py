@@ -18,7 +18,8 @@ from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.answer_prefix import append_prefix
 from swift_stage2.rollout_server.engine import CacheKind, GenerationRequest, JobAborted, WeightStamp
 from swift_stage2.rollout_server.swift_generator import checkpoint_manifest, decode_images, seal_template
-from swift_stage2.servers.protocol import Completion, TensorSpec
+from swift_stage2.servers.infer_wire import Completion
+from swift_stage2.wire import TensorSpec
 
 declare_operators()  # before the first import of ms-swift, which imports torchvision
 

@@ -30,14 +30,14 @@ from swift_stage2.rollout_server.weight_source import (
     require_size,
 )
 from swift_stage2.runtime.memory import MemoryFile
-from swift_stage2.servers.protocol import (
+from swift_stage2.weights.stream import WeightListener
+from swift_stage2.wire import (
     FinishRequest,
     MemoryAnswer,
     RefusalReason,
     RoundProof,
     RoundRequest,
 )
-from swift_stage2.weights.stream import WeightListener
 
 _log = logging.getLogger(__name__)
 _GIVEN_UP_POLL_S = 0.25

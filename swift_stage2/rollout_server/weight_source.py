@@ -24,11 +24,11 @@ import torch
 
 from swift_stage2.errors import ProtocolError, RoundFailed, RoundRefused
 from swift_stage2.runtime.memory import MEMORY_PREFIX, MemoryFile
-from swift_stage2.servers.protocol import RefusalReason, RoundRequest, TensorSpec
 from swift_stage2.weights.disk_rounds import SUFFIX
 from swift_stage2.weights.snapshot import ReadSnapshot
 from swift_stage2.weights.stream import WeightListener
 from swift_stage2.weights.tensors import snapshot_bytes
+from swift_stage2.wire import RefusalReason, RoundRequest, TensorSpec
 
 _PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)

@@ -3,7 +3,7 @@
 The only place that talks to rollout servers. One deadline holds for the whole call; every call has a connection of
 its own, so that an idle one that the server closed cannot be mistaken for a server that was lost. No cookie is kept,
 no redirect followed, no proxy of the environment used, and the key is never shown. Whatever a server says is data:
-the size limit holds for what arrives and for what it unfolds to, and the charset that it claims is ignored. Used by
+the size limit holds for what arrives, no encoding is unfolded, and the charset that it claims is ignored. Used by
 the rollout client, the control session and the merger.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -21,9 +20,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from swift_stage2 import wire
 from swift_stage2.errors import ConfigError, FaultKind, ProtocolError, ServerFault
 from swift_stage2.runtime.network import http_remedy
-from swift_stage2.servers import protocol
 
 _KEY_HINT = "; set the variable that rollout.api_key_env names to the server's key"
 _REFUSED_KEYS = (401, 403)
@@ -36,8 +35,6 @@ _STATUSES = range(200, 600)
 _OK = 200
 NOT_WAITED_FOR = "the answer is not waited for any more"
 _JSON = "application/json"
-# zlib's number for the window of each format; gzip is 16 more than zlib's own.
-_WINDOWS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 ReplyT = TypeVar("ReplyT")
 
@@ -57,7 +54,7 @@ class Answer:
 
     def record(self) -> Any:
         """The body as JSON. Raises ProtocolError: it is none."""
-        return protocol.parse_json(self.body)
+        return wire.parse_json(self.body)
 
     def quote(self, num_characters: int) -> str:
         """The body's beginning as one line that any log can hold."""
@@ -324,33 +321,23 @@ def read_answer(response: httpx.Response, chunks: Iterable[bytes], most_bytes: i
     """Reads ``chunks`` to their end, or to the first byte over ``most_bytes``.
 
     Raises:
-        ProtocolError: a status that says nothing, an encoding that was not asked for and cannot be limited, an
-            answer that is too long or whose encoding is broken.
+        ProtocolError: a status that says nothing, an encoding that was not asked for, or an answer that is too long.
     """
     status = response.status_code
     if status not in _STATUSES:
         raise ProtocolError(f"an answer must have a status from 200 to 599, got status={status}")
     encoding = response.headers.get("Content-Encoding", "")
-    name = encoding.strip().lower()
-    if name not in ("", "identity", *_WINDOWS):
+    if encoding.strip().lower() not in ("", "identity"):  # not asked for, and few bytes can become many
         raise ProtocolError(
-            f"an answer must be as it is, or gzip, got content_encoding={encoding[:40]!r}; is a proxy in between?"
+            f"an answer must be as it is, got content_encoding={encoding[:40]!r}; is a proxy in between?"
         )
-    # One layer only: several would multiply what little bytes can become.
-    unfold = zlib.decompressobj(_WINDOWS[name]) if name in _WINDOWS else None
-    body, num_arrived = bytearray(), 0
+    body = bytearray()
     for chunk in chunks:
-        num_arrived += len(chunk)
-        try:
-            body += chunk if unfold is None else unfold.decompress(chunk, most_bytes + 1 - len(body))
-        except zlib.error as error:
-            raise ProtocolError(f"an answer must be encoded as it says, got {error}") from error
-        if len(body) > most_bytes or num_arrived > most_bytes:
+        body += chunk
+        if len(body) > most_bytes:
             raise ProtocolError(
                 f"an answer must have at most {most_bytes} bytes for what was asked, got more; its rest was not read"
             )
-    if unfold is not None and not unfold.eof:
-        raise ProtocolError("an answer must be whole, got one whose encoding has no end")
     is_json = response.headers.get("Content-Type", "").partition(";")[0].strip().lower() == _JSON
     return Answer(status, bytes(body), _JSON if is_json else "text/plain")
 

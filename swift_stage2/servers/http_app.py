@@ -1,16 +1,14 @@
 """The HTTP side that rollout server and merger share: application, bodies, callers that leave, socket and process.
 
-A body is bounded before it is held and again before it is decoded; what is wrong with it is a ProtocolError in one
-line, whatever was sent. The port is bound exactly, and work ends before connections are waited for.
+A body is bounded before it is held; what is wrong with a call is one line, whatever was sent. The port is bound
+exactly, and work ends before connections are waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
-import re
 import secrets
 import signal
 import socket
@@ -25,10 +23,20 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Respons
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from swift_stage2.errors import EngineUnavailable, ProtocolError, RequestTooLarge, UserError
+from swift_stage2 import wire
+from swift_stage2.errors import (
+    EngineUnavailable,
+    ProtocolError,
+    RequestTooLarge,
+    RoundFailed,
+    RoundRefused,
+    Stage2Error,
+    UpstreamLost,
+    UpstreamTimeout,
+    UserError,
+)
 from swift_stage2.runtime.network import is_loopback
-from swift_stage2.servers import protocol
-from swift_stage2.servers.wire_record import LARGEST_INTEGER
+from swift_stage2.servers.infer_wire import FailedRequest, FailedRequests
 
 _log = logging.getLogger(__name__)
 _LISTEN_BACKLOG = 128
@@ -36,11 +44,19 @@ _KEEP_ALIVE_S = 120
 SHUTDOWN_GRACE_S = 5
 """For open calls, once the server was asked to end."""
 _LONGEST_DETAIL = 1000  # a message may quote what was sent
-_MAX_VALUES = (
-    1_000_000  # of one body; each costs a decoder about 100 bytes and 100 ns that nothing can interrupt
-)
-_DRAINED_IN_LIMITS = 8
-_LONG_INTEGER = re.compile(rb"\d{19}")
+_UPLOAD_TIMEOUT_S = 300.0
+_HELD_BODIES = 4  # of the largest size
+_DRAINED_BODIES = 8
+_NO_ROOM = "the bodies of other calls fill the room for them; ask again later"
+_STATUSES: Mapping[type[Exception], int] = {
+    RequestTooLarge: 413,
+    ProtocolError: 422,
+    RoundRefused: 409,
+    RoundFailed: 500,
+    UpstreamLost: 502,
+    EngineUnavailable: 503,
+    UpstreamTimeout: 504,
+}
 
 ResultT = TypeVar("ResultT")
 
@@ -49,43 +65,32 @@ def make_app(
     routes: Mapping[tuple[str, str], Callable[..., Any]],
     health: Callable[[], Awaitable[Response]],
     api_key: str | None,
-    statuses: Mapping[type[Exception], int],
 ) -> FastAPI:
-    """An application of ``routes``, by method and path, and ``/health/``, which alone wants no ``api_key``.
-
-    An error of ``statuses`` is answered with its message; so are bodies that are none (422) or too large (413).
-    """
+    """An application of ``routes``, by method and path, and ``/health/``, which alone wants no ``api_key``."""
     # A redirect to the path with its slash would name the host that the caller gave.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     router = APIRouter(dependencies=[Depends(bearer_check(api_key))] if api_key else [])
     for (method, path), handler in routes.items():
         router.add_api_route(path, handler, methods=[method], response_model=None)
     app.include_router(router)
-    for path in (protocol.HEALTH, protocol.HEALTH.rstrip("/")):
+    for path in (wire.HEALTH, wire.HEALTH.rstrip("/")):
         app.add_api_route(path, health, methods=["GET"], response_model=None)
-    of_bodies: dict[type[Exception], int] = {ProtocolError: 422, RequestTooLarge: 413}
-    for kind, status in {**of_bodies, **statuses}.items():
-        app.add_exception_handler(kind, _answer(status))
+    app.add_exception_handler(Stage2Error, _one_line)
     app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=408))  # nobody reads it
     return app
 
 
-def _answer(status: int) -> Callable[[Request, Exception], JSONResponse]:
-    def answer(_: Request, error: Exception) -> JSONResponse:
-        body = {"detail": " ".join(str(error)[:_LONGEST_DETAIL].splitlines())}
-        if reason := getattr(error, "reason", None):
-            body["reason"] = reason
-        return JSONResponse(body, status)
-
-    return answer
+def _one_line(_: Request, error: Exception) -> JSONResponse:
+    status = next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), 500)
+    reason = {"reason": error.reason} if isinstance(error, RoundRefused) else {}
+    return JSONResponse({"detail": " ".join(str(error)[:_LONGEST_DETAIL].splitlines()), **reason}, status)
 
 
 def failed_requests(causes: Mapping[int, BaseException], num_requests: int) -> JSONResponse:
     """The answer to an ``/infer/`` call that names the requests at fault by their places."""
-    failures = [{"index": place, "cause": _cause(error)} for place, error in sorted(causes.items())]
-    first = failures[0]
-    detail = f"request {first['index']} of {num_requests} cannot be answered: {first['cause']}"
-    return JSONResponse({"detail": detail, "failures": failures}, 500)
+    failures = tuple(FailedRequest(place, _cause(error)) for place, error in sorted(causes.items()))
+    detail = f"request {failures[0].index} of {num_requests} cannot be answered: {failures[0].cause}"
+    return JSONResponse(FailedRequests(failures, detail).to_json(), 500)
 
 
 def _cause(error: BaseException) -> str:
@@ -107,8 +112,22 @@ def bearer_check(api_key: str) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-async def until_gone(request: Request) -> None:
-    """Returns when the caller has closed its connection; its body must have been read."""
+async def attend(request: Request, work: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    """Returns once ``work`` has ended or the time is over; a call's body must have been read.
+
+    Raises:
+        ClientDisconnect: the caller who asked for it has gone before that.
+    """
+    gone = asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait({work, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done() and not work.done():
+            raise ClientDisconnect
+    finally:
+        gone.cancel()
+
+
+async def _until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         continue  # a body that nobody asked for
 
@@ -119,118 +138,79 @@ def retrieve(work: asyncio.Future[Any]) -> None:
         work.exception()
 
 
-async def while_attended(
+async def run_attended(
     request: Request, pool: Executor, call: Callable[[threading.Event], ResultT]
 ) -> ResultT:
     """The result of ``call``, on a thread of ``pool``, for as long as the caller who asked for it is there.
 
     A call that waits for its turn when its caller goes is never begun; one that has begun is told by the event that it
-    gets, and ends its waits.
-
-    Raises:
-        EngineUnavailable: the caller has gone.
+    gets, and ends its waits. Raises ClientDisconnect as ``attend`` does.
     """
     if await request.is_disconnected():  # while its body was read, or while it waited
-        raise EngineUnavailable("the caller has gone; nothing is begun")
+        raise ClientDisconnect
     given_up = threading.Event()
-    waiting = [call]  # taken out when its turn comes, or when nobody waits for it: it may hold a body
-    job = pool.submit(lambda: waiting.pop()(given_up))
-    work: asyncio.Future[Any] = asyncio.wrap_future(job)
+    work = asyncio.ensure_future(asyncio.get_running_loop().run_in_executor(pool, call, given_up))
     work.add_done_callback(retrieve)
-    gone: asyncio.Future[Any] = asyncio.create_task(until_gone(request))
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise EngineUnavailable("the caller has gone; nothing is waited for")
-        result: ResultT = work.result()  # deadline: it has ended
-        return result
+        await attend(request, work)
+        return work.result()  # deadline: it has ended
     finally:
         given_up.set()
-        if job.cancel():  # it has not begun; the pool forgets it at its turn only
-            waiting.clear()
-        work.cancel()
-        gone.cancel()
+        work.cancel()  # the pool leaves out what has not begun
 
 
-class BodyRoom:
-    """How many bytes of bodies are held at once, until their contexts end. Of the event loop alone."""
+class BodyLimit:
+    """How long a body may be, and how many bytes of bodies are held at once. Of the event loop alone."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._free_bytes = max_bytes
+        self._max_bytes = max_bytes
+        self._free_bytes = _HELD_BODIES * max_bytes
 
     @asynccontextmanager
-    async def body(self, request: Request, max_bytes: int, timeout_s: float) -> AsyncIterator[bytes]:
-        """The whole body; its room is free again at the end of the context.
+    async def body(self, request: Request) -> AsyncIterator[bytearray]:
+        """The whole body, which takes room until the end of the context.
 
         The rest of a refused body is read and forgotten, so that the caller hears of the refusal; it takes no room.
 
         Raises:
-            RequestTooLarge: more than ``max_bytes``.
-            HTTPException: 429, other bodies fill the room, which says nothing of this one; 408, it did not arrive
-                within ``timeout_s``.
+            RequestTooLarge: it is too long.
+            HTTPException: 429, other bodies fill the room, which says nothing of this one; 408, it came too late.
             ClientDisconnect: the caller has gone.
         """
-        held, num_bytes, num_taken, fits = bytearray(), 0, 0, True
+        held, num_bytes = bytearray(), 0
+        refusal: Exception | None = None
         try:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    async for chunk in request.stream():
-                        num_bytes += len(chunk)
-                        if fits := fits and num_bytes <= max_bytes and len(chunk) <= self._free_bytes:
-                            self._free_bytes -= len(chunk)
-                            num_taken += len(chunk)
-                            held += chunk
-                        elif num_bytes > _DRAINED_IN_LIMITS * max_bytes:
-                            break
-                        else:
-                            self._free_bytes += num_taken
-                            num_taken = 0
-                            held.clear()
-            except TimeoutError as error:
-                raise HTTPException(408, f"a body must arrive within {timeout_s:g} s") from error
-            if num_bytes > max_bytes:
-                raise RequestTooLarge(
-                    f"a body may have {max_bytes:,} bytes, got {num_bytes:,} or more; send fewer requests at once, or "
-                    "start the server with a higher --max-body-mib"
-                )
-            if not fits:
-                raise HTTPException(
-                    429,
-                    "the bodies of other calls fill the room for them; ask again later",
-                    {"Retry-After": "1"},
-                )
-            yield _moved(held)
+            async with self._in_time():
+                async for chunk in request.stream():
+                    num_bytes += len(chunk)
+                    if num_bytes > self._max_bytes:
+                        refusal = RequestTooLarge(
+                            f"a body may have {self._max_bytes:,} bytes, got more; send fewer requests at once, or "
+                            "start the server with a higher --max-body-mib"
+                        )
+                    elif len(chunk) > self._free_bytes:
+                        refusal = HTTPException(429, _NO_ROOM, {"Retry-After": "1"})
+                    if refusal is None:
+                        self._free_bytes -= len(chunk)
+                        held += chunk
+                        continue
+                    self._free_bytes += len(held)
+                    held.clear()
+                    if num_bytes > _DRAINED_BODIES * self._max_bytes:
+                        break
+            if refusal is not None:
+                raise refusal
+            yield held
         finally:
-            self._free_bytes += num_taken
+            self._free_bytes += len(held)
 
-
-def _moved(held: bytearray) -> bytes:
-    """The content, which nothing here holds any more."""
-    raw = bytes(held)
-    held.clear()
-    return raw
-
-
-def parse_json(raw: bytes) -> Any:
-    """The value of a body.
-
-    Raises:
-        ProtocolError: as ``protocol.parse_json`` does, or an integer that no field takes.
-        RequestTooLarge: more values than any call of the wire has.
-    """
-    if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
-        raise RequestTooLarge(
-            f"a body may hold {_MAX_VALUES:,} values, got more; send fewer requests at once"
-        )
-    value = protocol.parse_json(raw, "the body")
-    if _LONG_INTEGER.search(raw):  # most often in a picture's text
-        json.loads(raw, parse_int=_check_integer)
-    return value
-
-
-def _check_integer(text: str) -> None:
-    if len(text) > 20 or abs(int(text)) > LARGEST_INTEGER:
-        raise ProtocolError(f"a number of the body must be at most {LARGEST_INTEGER}, got {text[:40]}")
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(_UPLOAD_TIMEOUT_S):
+                yield
+        except TimeoutError as error:
+            raise HTTPException(408, f"a body must arrive within {_UPLOAD_TIMEOUT_S:g} s") from error
 
 
 class HttpServer(uvicorn.Server):
@@ -279,14 +259,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _remedy(error: Exception) -> str:
-    if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
-        return (
-            "--host must be an address of this machine: 127.0.0.1 for itself alone, 0.0.0.0 for every network"
-        )
-    if getattr(error, "errno", None) == errno.EACCES:
-        return "ports below 1024 belong to the system: write a --port of 1024 or more"
     if isinstance(error, OverflowError):
         return "--port must be in the range 0..65535"
+    if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+        return "--host must be an address of this machine: 127.0.0.1, or 0.0.0.0 for every network"
     return "choose a free --port"
 
 
@@ -301,21 +277,15 @@ def configure_logging() -> None:
         logger.propagate = False
 
 
-def refuse_open(listener: socket.socket, api_key: str | None) -> None:
-    """Raises UserError: others than this machine can reach ``listener``, and no key is wanted."""
-    if api_key is None and not is_loopback(host := listener.getsockname()[0]):
+def require_key(listener: socket.socket, api_key: str | None, *, is_insecure: bool) -> None:
+    """Raises UserError, or warns of it if that is wanted: others reach ``listener``, and no key is wanted of them."""
+    host = listener.getsockname()[0]
+    if api_key is not None or is_loopback(host):
+        return
+    if not is_insecure:
         raise UserError(
             "whoever reaches a server without a key can replace its weights",
             got=f"one that listens on {host}",
             remedy="set the variable named by --api-key-env, listen on 127.0.0.1, or add --insecure",
         )
-
-
-def warn_when_open(host: str, api_key: str | None) -> None:
-    """Logs a warning when others than this machine can reach ``host`` and no key is wanted."""
-    if api_key is None and not is_loopback(host):
-        _log.warning(
-            "listening on %s without a key: whoever reaches this port can replace the weights; set the "
-            "variable named by --api-key-env, or listen on 127.0.0.1",
-            host,
-        )
+    _log.warning("listening on %s without a key: whoever reaches this port can replace the weights", host)

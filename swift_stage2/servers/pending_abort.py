@@ -11,9 +11,9 @@ from collections.abc import Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from swift_stage2 import wire
 from swift_stage2.errors import ServerFault
 from swift_stage2.runtime.background import BackgroundFailures
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class PendingAbort:
             self.failures.note("pending-abort", error)
 
     def _ask_all(self, base_urls: Sequence[str], version: int) -> None:
-        body = protocol.AbortRequest(self.run_id, version).to_json()
+        body = wire.AbortRequest(self.run_id, version).to_json()
         for base_url in base_urls:
             if not self._active:
                 return
@@ -72,6 +72,6 @@ class PendingAbort:
                         self._cannot_abort.add(base_url)
                         logger.info("%s cannot abort; a pending round waits for its rollouts", base_url)
                         continue
-                    session.post(protocol.ABORT, body, deadline)
+                    session.post(wire.ABORT, body, deadline)
             except ServerFault as fault:
                 logger.warning("rollouts could not be aborted for a pending round: %s", fault)

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from swift_stage2 import wire
 from swift_stage2.errors import ServerFault, UserError
 from swift_stage2.runtime.background import BackgroundFailures
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import require_workers
 
@@ -218,7 +218,7 @@ class SuspectProbe:
                 if info.is_swift_rollout:
                     require_workers(session, deadline)
                 # A copy that hangs outlives its round; another round would bring its weights for nothing.
-                return info.state != protocol.INSTALLING_STATE
+                return info.state != wire.INSTALLING_STATE
         except ServerFault as fault:
             if fault.refuses_key:  # no waiting mends it
                 self.failures.tell(str(fault))

@@ -16,21 +16,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
-from swift_stage2.errors import RequestTooLarge, SampleError
+from swift_stage2.errors import ProtocolError, RequestTooLarge, SampleError
 from swift_stage2.servers.image_opening import decode_base64, open_image
-from swift_stage2.servers.protocol import PREFIX
+from swift_stage2.servers.infer_wire import Conversation
 
-CONVERSATION_KEYS = frozenset({"messages", "images", "tools", "objects", "chat_template_kwargs"})
-# Fields of ms-swift's RolloutInferRequest that do not change what is generated, or that must be empty here.
-_IGNORED_KEYS = frozenset({"data_dict", "uuid", "add_eos"})
-_EMPTY_KEYS = frozenset({"audios", "videos"})
-_MESSAGE_KEYS = frozenset({"role", "content", "name", "loss", "loss_scale", "tool_calls", "tool_call_id"})
-# All others reach a media loader or a chat template as arguments, under any name.
-_TEMPLATE_KEYS: Mapping[str, type] = {
-    "enable_thinking": bool,
-    "preserve_thinking": bool,
-    "response_prefix": str,
-}
 _MEDIA_TAG = re.compile(r"</?img>|</(?:audio|video)>", re.IGNORECASE)
 
 
@@ -116,23 +105,24 @@ def check_conversations(conversations: list[Any], limits: RequestLimits) -> dict
 
 def _check(record: Any, limits: RequestLimits) -> int:
     """The pixels of all its images, as their headers say."""
-    if not isinstance(record, Mapping):
-        raise SampleError("a request must be an object", got=type(record).__name__)
-    known = CONVERSATION_KEYS | _IGNORED_KEYS | _EMPTY_KEYS
-    _refuse_unknown(record, known | {PREFIX} if limits.takes_prefix else known, "a request")
-    for key in _EMPTY_KEYS:
-        if record.get(key):
-            raise SampleError("this server takes text and images only", got=key)
-    _check_messages(record.get("messages"), limits)
-    _check_template_arguments(record.get("chat_template_kwargs"))
+    try:
+        asked = Conversation.from_json(record)
+    except ProtocolError as error:
+        raise SampleError(str(error)) from None
+    if asked.prefix_token_ids and not limits.takes_prefix:
+        raise SampleError("this server begins every answer itself", remedy="leave prefix_token_ids out")
+    _at_most("max_messages", len(asked.messages), limits.max_messages, "messages")
     num_chars = 0
-    for text in _texts({key: record.get(key) for key in CONVERSATION_KEYS - {"images"}}):
+    for text in _texts({key: value for key, value in record.items() if key != "images"}):
         num_chars += len(text)
         _at_most("max_text_chars", num_chars, limits.max_text_chars, "characters")
-        _check_text(text)
-    images = record.get("images") or []
-    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
-        raise SampleError("images must be a list of base64 text")
+        if tag := _MEDIA_TAG.search(text):
+            raise SampleError(
+                "a text may not name media between tags",
+                got=tag.group(),
+                remedy="put <image> in it and the image into images",
+            )
+    images = asked.images or ()
     _at_most("max_images", len(images), limits.max_images, "images")
     if not limits.checks_images:
         return 0
@@ -140,32 +130,6 @@ def _check(record: Any, limits: RequestLimits) -> int:
     num_pixels = sum(width * height for width, height in sizes)
     _at_most("max_megapixels", num_pixels / 1e6, limits.max_megapixels, "megapixels")
     return num_pixels
-
-
-def _check_messages(messages: Any, limits: RequestLimits) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise SampleError("messages must be a list of at least one message")
-    _at_most("max_messages", len(messages), limits.max_messages, "messages")
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise SampleError("a message must be an object with a role")
-        _refuse_unknown(message, _MESSAGE_KEYS, "a message")
-        # Structured content could name files and addresses; media travels in `images` only.
-        if not isinstance(message.get("content"), str):
-            raise SampleError(
-                "a message's content must be text", remedy="put <image> in it and the image into images"
-            )
-
-
-def _check_template_arguments(arguments: Any) -> None:
-    given = {} if arguments is None else arguments
-    if not isinstance(given, Mapping):
-        raise SampleError("chat_template_kwargs must be an object", got=type(given).__name__)
-    _refuse_unknown(given, _TEMPLATE_KEYS.keys(), "chat_template_kwargs")
-    for key, value in given.items():
-        if value is not None and not isinstance(value, _TEMPLATE_KEYS[key]):
-            kind = _TEMPLATE_KEYS[key].__name__
-            raise SampleError(f"chat_template_kwargs takes {key} as {kind}", got=type(value).__name__)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -185,22 +149,6 @@ def _texts(value: Any) -> Iterator[str]:
                     waiting.append(json.loads(item))
                 except (ValueError, RecursionError):
                     continue  # nor can ms-swift read it as anything but text
-
-
-def _check_text(text: str) -> None:
-    if tag := _MEDIA_TAG.search(text):
-        raise SampleError(
-            "a text may not name media between tags",
-            got=tag.group(),
-            remedy="put <image> in it and the image into images",
-        )
-
-
-def _refuse_unknown(record: Mapping[Any, Any], known: frozenset[str] | Any, what: str) -> None:
-    if unknown := sorted(record.keys() - known):
-        raise SampleError(
-            f"{what} knows no field {unknown[0][:80]!r}", remedy=f"it takes {', '.join(sorted(known))}"
-        )
 
 
 def _at_most(option: str, number: float, limit: float, what: str) -> None:

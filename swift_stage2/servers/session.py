@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from swift_stage2 import wire
 from swift_stage2.errors import FaultKind, ServerFault
-from swift_stage2.servers import protocol, vllm_serve
+from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.call import ServerCaller
 
 _SHORTEST_TIMEOUT_S = 0.05
@@ -58,7 +59,7 @@ class ServerSession(ServerCaller):
         """Host name or address of the server, without brackets."""
         return urlsplit(self.base_url).hostname or ""
 
-    def info(self, deadline: Deadline) -> protocol.ServerInfo:
+    def info(self, deadline: Deadline) -> wire.ServerInfo:
         """The server's word of itself. A server that knows no ``/stage2/`` path is a plain vLLM or a stock one.
 
         Raises:
@@ -66,7 +67,7 @@ class ServerSession(ServerCaller):
                 be asked (still loading, broken or closed), or a stock answer of a server that must be ours.
         """
         try:
-            reply = self.get(protocol.SERVER_INFO, deadline)
+            reply = self.get(wire.SERVER_INFO, deadline)
         except ServerFault as fault:
             if fault.status != _NOT_FOUND:
                 raise
@@ -76,22 +77,22 @@ class ServerSession(ServerCaller):
                     kind=FaultKind.STATUS,
                 ) from fault
             return self._info_of_another(deadline)
-        info = self.read(protocol.SERVER_INFO, protocol.ServerInfo.from_json, reply)
+        info = self.read(wire.SERVER_INFO, wire.ServerInfo.from_json, reply)
         if info.state in _OUT_OF_SERVICE:
             raise ServerFault(
-                f"{self.base_url}{protocol.SERVER_INFO}: the server's engine must be ready, got state={info.state}"
+                f"{self.base_url}{wire.SERVER_INFO}: the server's engine must be ready, got state={info.state}"
             )
         return info
 
-    def _info_of_another(self, deadline: Deadline) -> protocol.ServerInfo:
+    def _info_of_another(self, deadline: Deadline) -> wire.ServerInfo:
         model = vllm_serve.find_model(self, deadline)
         if model is None:
-            return protocol.ServerInfo(stock=True)
-        return protocol.ServerInfo(stock=True, model=model.root, chat_model=model.name)
+            return wire.ServerInfo(stock=True)
+        return wire.ServerInfo(stock=True, model=model.root, chat_model=model.name)
 
     def get(self, path: str, deadline: Deadline) -> Any:
         """Body of a GET. Raises ServerFault as ``info`` does."""
-        return self.ask("GET", path, timeout_s=deadline.remaining_s(), most_bytes=protocol.MOST_CONTROL_BYTES)
+        return self.ask("GET", path, timeout_s=deadline.remaining_s(), most_bytes=wire.MOST_CONTROL_BYTES)
 
     def post(
         self, path: str, body: Any, deadline: Deadline, *, headers: Mapping[str, str] | None = None
@@ -102,11 +103,11 @@ class ServerSession(ServerCaller):
             path,
             body,
             timeout_s=deadline.remaining_s(),
-            most_bytes=protocol.MOST_CONTROL_BYTES,
-            headers=headers or ({protocol.ROUND_HEADER: self.round_id} if self.round_id else {}),
+            most_bytes=wire.MOST_CONTROL_BYTES,
+            headers=headers or ({wire.ROUND_HEADER: self.round_id} if self.round_id else {}),
         )
 
 
 def reset_cache(session: ServerSession, path: str, deadline: Deadline) -> bool:
     """Whether the server says that it emptied that cache. It answers once earlier commands have run."""
-    return session.read(path, protocol.parse_cache_reset, session.post(path, {}, deadline))
+    return session.read(path, wire.parse_cache_reset, session.post(path, {}, deadline))

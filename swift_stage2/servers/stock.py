@@ -7,13 +7,17 @@ order; it loads by the names of checkpoints, and transformers may give a module 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
 
-from swift_stage2.errors import ProtocolError, ServerFault
-from swift_stage2.servers import protocol
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from swift_stage2 import wire
+from swift_stage2.errors import ServerFault
 from swift_stage2.servers.call import ReplyT
 from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
+from swift_stage2.wire import OPEN, Int, Many, Message, Sums, Text, member
 
 _MOST_WORKERS = 2**16
 _TURNS_OPTIONS = ("enable_multi_turn", "use_gym_env")
@@ -25,13 +29,11 @@ def ask_world_size(session: ServerSession, deadline: Deadline) -> int:
     Raises:
         ServerFault: no answer, or not such a one; its ``is_foreign`` tells which.
     """
-    return session.read(protocol.WORLD_SIZE, _world_size, session.get(protocol.WORLD_SIZE, deadline))
+    return session.read(wire.WORLD_SIZE, _world_size, session.get(wire.WORLD_SIZE, deadline))
 
 
 def _world_size(reply: Any) -> int:
-    size = reply.get("world_size") if isinstance(reply, dict) else None
-    if type(size) is not int or not 1 <= size <= _MOST_WORKERS:
-        raise ProtocolError(f"the reply is not one of a rollout server: {str(reply)[:80]!r}")
+    size: int = member(reply, "world_size", Annotated[Int, Field(ge=1, le=_MOST_WORKERS)])
     return size
 
 
@@ -43,14 +45,12 @@ def ask_state_keys(session: ServerSession, deadline: Deadline) -> tuple[str, ...
     Raises:
         ServerFault: no answer, or not such a one.
     """
-    return _ask_if_known(session, protocol.STATE_KEYS, _state_keys, deadline)
+    return _ask_if_known(session, wire.STATE_KEYS, _state_keys, deadline)
 
 
 def _state_keys(reply: Any) -> tuple[str, ...]:
-    keys = reply.get("keys") if isinstance(reply, dict) else None
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise ProtocolError(f"expected names of parameters, got {str(reply)[:80]!r}")
-    return tuple(keys)
+    keys: tuple[str, ...] = member(reply, "keys", Many[Text])
+    return keys
 
 
 def ask_sums_incarnation(session: ServerSession, deadline: Deadline) -> str | None:
@@ -59,7 +59,7 @@ def ask_sums_incarnation(session: ServerSession, deadline: Deadline) -> str | No
     Raises:
         ServerFault: no answer, or not such a one.
     """
-    return _ask_if_known(session, protocol.WEIGHT_SUMS, protocol.parse_incarnation, deadline)
+    return _ask_if_known(session, wire.WEIGHT_SUMS, wire.parse_incarnation, deadline)
 
 
 def ask_turns_option(session: ServerSession, deadline: Deadline) -> str:
@@ -69,7 +69,7 @@ def ask_turns_option(session: ServerSession, deadline: Deadline) -> str:
         ServerFault: no answer.
     """
     try:
-        told = session.post(protocol.ENGINE_TYPE, {}, deadline)
+        told = session.post(wire.ENGINE_TYPE, {}, deadline)
     except ServerFault as fault:
         if fault.knows_no_such_call:
             return ""
@@ -97,10 +97,7 @@ def require_workers(session: ServerSession, deadline: Deadline) -> None:
     Raises:
         ServerFault: they do not.
     """
-    if (
-        not reset_cache(session, protocol.RESET_PREFIX_CACHE, deadline)
-        or ask_state_keys(session, deadline) == ()
-    ):
+    if not reset_cache(session, wire.RESET_PREFIX_CACHE, deadline) or ask_state_keys(session, deadline) == ():
         raise ServerFault(f"{session.base_url}: its engines or their workers have failed")
 
 
@@ -126,3 +123,51 @@ def _unwrapped(name: str) -> str:
     while name.startswith(_WRAPPERS):
         name = name.partition(".")[2]
     return name
+
+
+# --- with the plugin that shows checksums -----------------------------------------------------
+@dataclass(frozen=True, slots=True, config=OPEN)
+class WeightSums(Message):
+    """Answer of a stock server with our plugin about the last push: all its workers, in all its engines, agree on it.
+
+    ``resident`` lacks tensors of which no whole copy into the model was seen. ``left_out`` are the model's parameters
+    that nothing was copied into. Of an ``adapter`` only what arrived is known.
+    """
+
+    incarnation: Text
+    arrived: Sums
+    resident: Sums
+    left_out: Many[Text]
+    adapter: Sums
+    errors: Many[Text]  # of its workers; ms-swift itself only logs them
+
+    def problems(self, sent: Mapping[str, str]) -> list[str]:
+        """Why the server does not hold the weights whose checksums are ``sent``; empty if it does."""
+        if problems := [*self.errors, *sum_differences("arrived", sent, self.arrived)]:
+            return problems
+        if problems := sum_differences(
+            "resident", {name: sent[name] for name in self.resident}, self.resident
+        ):
+            return problems
+        if untraced := sorted(sent.keys() - self.resident.keys()):
+            return [
+                f"{_first_of(untraced)} arrived and was not seen whole in the model: it was dropped, or this model's "
+                "loader leaves no trace"
+            ]
+        if self.left_out:
+            return [f"nothing was loaded into the server's parameter {_first_of(self.left_out)}"]
+        return []
+
+    def adapter_problems(self, sent: Mapping[str, str]) -> list[str]:
+        """Why the last adapter did not arrive as ``sent``. Whether it is resident the server cannot tell."""
+        return [*self.errors, *sum_differences("arrived", sent, self.adapter)]
+
+
+def sum_differences(what: str, sent: Mapping[str, str], got: Mapping[str, str]) -> list[str]:
+    """One line that names the first tensor whose checksum is not as sent; none if all are."""
+    names = [name for name in sorted(sent.keys() | got.keys()) if sent.get(name) != got.get(name)]
+    return [f"{what} checksum of {names[0]} differs ({len(names)} in all)"] if names else []
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return f"{names[0]} ({len(names)} in all)"

@@ -13,11 +13,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import AliasPath, Field
+from pydantic.dataclasses import dataclass as message
 
 from swift_stage2.errors import ProtocolError, ServerFault
-from swift_stage2.servers.protocol import Completion, parse_json
-from swift_stage2.servers.wire_record import integer, integer_list, mapping, optional_text, text
+from swift_stage2.servers.infer_wire import Completion
+from swift_stage2.wire import OPEN, Int, Many, Message, Sums, Text, member, parse_json, read
 
 if TYPE_CHECKING:
     from swift_stage2.servers.session import Deadline, ServerSession
@@ -57,7 +60,7 @@ class WeightVersion:
         """None if the text is not a learner's."""
         with suppress(ProtocolError, TypeError, ValueError):
             run_id, round_id, version = parse_json(said.encode())
-            return cls(str(run_id), str(round_id), integer(version, "version"))
+            return cls(str(run_id), str(round_id), read(Int, version, "version"))
         return None
 
 
@@ -149,29 +152,38 @@ def ask_digests(session: ServerSession, deadline: Deadline, *, blank: bool = Fal
 
 
 def _parse_model(data: Any) -> PlainModel:
-    models = mapping(data, "list of models").get("data")
-    if not isinstance(models, list) or not models:
-        raise ProtocolError("a list of models must name one")
-    model = mapping(models[0], "model")
-    name = text(model, "id")
-    return PlainModel(name, optional_text(model, "root") or name)
+    model = member(data, "data", Annotated[Many[dict[str, Any]], Field(min_length=1)])[0]
+    name = member(model, "id", Text)
+    return PlainModel(name, member(model, "root", Text | None) or name)
 
 
 def _parse_world_size(data: Any) -> int:
-    size = integer(mapping(data, "world size").get("world_size"), "world_size")
-    if size < 1:
-        raise ProtocolError(f"world_size must be positive, got world_size={size}")
+    size: int = member(data, "world_size", Annotated[Int, Field(ge=1)])
     return size
 
 
 def _parse_digests(data: Any) -> dict[str, str]:
-    digests = mapping(mapping(data, "answer").get("checksums"), "checksums")
-    return {name: text(digests, name) for name in digests}
+    digests: dict[str, str] = member(data, "checksums", Sums)
+    return digests
 
 
 def parse_weight_version(data: Any) -> str:
     """The text of an answer to ``WEIGHT_INFO``. Raises ProtocolError."""
-    return text(mapping(data, "weight info"), "weight_version")
+    version: str = member(data, "weight_version", Text)
+    return version
+
+
+@message(frozen=True, slots=True, config=OPEN)
+class ChatReply(Message):
+    """Answer of ``CHAT``, which asks for one choice, with the ids that vLLM adds."""
+
+    id: Text
+    prompt_token_ids: Many[Int]
+    token_ids: Many[Int] = Field(validation_alias=AliasPath("choices", 0, "token_ids"))
+    content: Text | None = Field(validation_alias=AliasPath("choices", 0, "message", "content"))
+    finish_reason: Text | None = Field(
+        default=None, validation_alias=AliasPath("choices", 0, "finish_reason")
+    )
 
 
 def chat_body(
@@ -195,21 +207,12 @@ def engine_name(request_id: str) -> str:
 
 def parse_chat_reply(data: Any, request_id: str) -> Completion:
     """The completion of a ``CHAT`` answer; it names no weights. Raises ProtocolError: none, or another request's."""
-    reply = mapping(data, "chat completion")
-    if (answered := text(reply, "id")) != engine_name(request_id):
+    reply = ChatReply.from_json(data)
+    if reply.id != engine_name(request_id):
         raise ProtocolError(
-            f"an answer must be of its request, got id={answered} for request_id={request_id}"
+            f"an answer must be of its request, got id={reply.id[:80]!r} for request_id={request_id}"
         )
-    choices = reply.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1:
-        raise ProtocolError("a chat completion must hold exactly one choice")
-    choice = mapping(choices[0], "choice")
-    return Completion(
-        text=optional_text(mapping(choice.get("message"), "message"), "content") or "",
-        token_ids=tuple(integer_list(choice, "token_ids")),
-        finish_reason=optional_text(choice, "finish_reason"),
-        prompt_token_ids=tuple(integer_list(reply, "prompt_token_ids")),
-    )
+    return Completion(reply.content or "", reply.token_ids, reply.prompt_token_ids, reply.finish_reason)
 
 
 def stamped(completion: Completion, said: str) -> Completion:

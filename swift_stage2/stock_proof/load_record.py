@@ -22,7 +22,7 @@ from swift_stage2.rollout_server.vllm_weights import (
     resident_checksums,
     untouched,
 )
-from swift_stage2.servers.weight_sums import WeightSums
+from swift_stage2.servers.stock import WeightSums
 from swift_stage2.weights.tensors import checksums_by_name
 
 Report = dict[str, Any]

@@ -16,9 +16,9 @@ from swift.rlhf_trainers.vllm_client import VLLMClient
 from swift.utils import get_logger
 
 from swift_stage2.errors import ProtocolError, ServerFault, UserError
-from swift_stage2.servers.protocol import WEIGHT_SUMS, parse_json
-from swift_stage2.servers.weight_sums import WeightSums
+from swift_stage2.servers.stock import WeightSums
 from swift_stage2.weights.tensors import checksums_by_name
+from swift_stage2.wire import WEIGHT_SUMS, parse_json
 
 VARIABLE = "SWIFT_STAGE2_WEIGHT_PROOF"
 _MODES = ("raise", "warn")

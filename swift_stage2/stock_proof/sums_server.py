@@ -12,8 +12,8 @@ from typing import Any
 from fastapi import Depends
 from fastapi.responses import JSONResponse
 
-from swift_stage2.servers.protocol import WEIGHT_SUMS
 from swift_stage2.stock_proof.load_record import combine
+from swift_stage2.wire import WEIGHT_SUMS
 
 WORKER_EXTENSION = "swift_stage2.stock_proof.sums_worker.WeightSumsExtension"
 _WORKER_METHOD = "stage2_weight_sums"

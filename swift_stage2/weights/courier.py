@@ -16,9 +16,9 @@ from typing import Protocol
 
 import torch
 
+from swift_stage2 import wire as protocol
 from swift_stage2.config import RolloutConfig, Transport
 from swift_stage2.records import ServerReport
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline
 from swift_stage2.telemetry.timing import EnterSpan, Trace, untraced
 from swift_stage2.weights.disk_rounds import CLOSE_S, DiskRounds

@@ -22,11 +22,11 @@ if TYPE_CHECKING:  # what loads torch is imported once the rank's import path is
     import torch
 
     from swift_stage2.config import Transport
-    from swift_stage2.servers.protocol import ServerInfo
     from swift_stage2.weights.courier import PushEnd
     from swift_stage2.weights.proof import RoundOrder
     from swift_stage2.weights.snapshot import SnapshotFile
     from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
+    from swift_stage2.wire import ServerInfo
 
 _LOOK_FOR_LOST_S = 1.0
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from swift_stage2.errors import ConfigError
-from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.tensors import in_buckets
+from swift_stage2.wire import TensorSpec
 
 _ADAPTER_PREFIX = "base_model.model."
 _BASE_LAYER = ".base_layer"

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from swift_stage2 import wire as protocol
 from swift_stage2.config import OnPending, Proof
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import ServerFault
-from swift_stage2.servers import protocol, vllm_serve
-from swift_stage2.servers.protocol import TensorSpec
+from swift_stage2.servers import infer_wire, vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.servers.stock import ask_world_size
-from swift_stage2.servers.weight_sums import WeightSums, sum_differences
+from swift_stage2.servers.stock import WeightSums, ask_world_size, sum_differences
 from swift_stage2.weights.snapshot import WeightIdentity
+from swift_stage2.wire import TensorSpec
 
 GIVE_UP_TIMEOUT_S = 5.0
 
@@ -102,7 +102,7 @@ def _ask_canary(
     session: ServerSession, order: RoundOrder, info: protocol.ServerInfo, canary: Canary, *, must_agree: bool
 ) -> None:
     if info.chat_model is not None:
-        completions: Sequence[protocol.Completion] = vllm_serve.ask_canary(
+        completions: Sequence[infer_wire.Completion] = vllm_serve.ask_canary(
             session, info.chat_model, (canary.request, canary.config), order.round_id, order.deadline
         )
         num_copies = len(completions)
@@ -110,7 +110,7 @@ def _ask_canary(
         num_copies = _num_copies(session, order, info)
         body = {"infer_requests": [canary.request] * num_copies, "request_config": canary.config}
         reply = session.post(protocol.INFER, body, order.deadline)
-        parse = partial(protocol.parse_infer_reply, num_requests=num_copies)
+        parse = partial(infer_wire.parse_infer_reply, num_requests=num_copies)
         completions = session.read(protocol.INFER, parse, reply)
     wanted = (order.version, order.round_id, info.incarnation)
     for completion in completions if not info.stock else ():

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 
+from swift_stage2 import wire as protocol
 from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import ServerReport
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
 from swift_stage2.servers.stock import ask_sums_incarnation
 from swift_stage2.telemetry.timing import EnterSpan, untraced

@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 
 from swift_stage2.errors import ProtocolError, WeightSyncError
 from swift_stage2.runtime.memory import MemoryFile, available_memory_bytes
-from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.copy_stream import Copy
 from swift_stage2.weights.tensors import all_finite, checksums_by_name, in_buckets, num_bytes, snapshot_bytes
+from swift_stage2.wire import TensorSpec
 
 logger = logging.getLogger(__name__)
 

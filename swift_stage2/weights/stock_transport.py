@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from swift_stage2 import wire as protocol
 from swift_stage2.collectives import GlooCommunicator
 from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.runtime.background import BackgroundCall
 from swift_stage2.runtime.network import connection_error, group_remedy, local_address_towards
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
 from swift_stage2.weights.snapshot import SnapshotFile, WeightBucket

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from swift_stage2.errors import ProtocolError
-from swift_stage2.servers.protocol import TensorSpec
+from swift_stage2.wire import TensorSpec
 
 _WORD_BYTES = 4
 _ROW_WORDS = 1024

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from swift_stage2 import wire as protocol
 from swift_stage2.config import RolloutConfig
 from swift_stage2.errors import ServerFault
 from swift_stage2.runtime.network import group_remedy
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.disk_rounds import DiskRounds
 from swift_stage2.weights.proof import RoundOrder

@@ -14,8 +14,8 @@ from benchmarks import command
 from benchmarks.servers import BenchServer
 from benchmarks.sync import SYSTEMS, MeasuredSystem, SyncMeasurement, sync_table
 from benchmarks.sync_learner import MIB, SyncLearner, write_model
+from swift_stage2 import wire
 from swift_stage2.errors import ChildFailed
-from swift_stage2.servers import protocol
 
 SHARED = SYSTEMS[0]
 
@@ -71,7 +71,7 @@ def test_rounds_are_staged_and_mapped_and_those_of_the_warm_up_are_not_counted(
 def test_a_round_that_is_not_proven_is_no_measurement(
     learner: SyncLearner, server: FakeStagingServer
 ) -> None:
-    server.hooks[protocol.FINISH_ROUND] = lambda call: error()
+    server.hooks[wire.FINISH_ROUND] = lambda call: error()
     with closing(_measured(server, learner)) as measured, pytest.raises(ChildFailed, match="proven"):
         measured.repeat()
 

@@ -45,7 +45,7 @@ from swift_stage2.records import (
 from swift_stage2.scheduling.horizon import Pacer, PacerInputs, StepView
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
-from swift_stage2.servers.protocol import PREFIX, may_abort
+from swift_stage2.servers.infer_wire import PREFIX, may_abort
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import EventLog, read_events
 from swift_stage2.telemetry.events import Packed, Returned, Start, StreamState

@@ -31,7 +31,7 @@ from swift_stage2.records import (
     SampleKey,
     Target,
 )
-from swift_stage2.servers.protocol import may_abort
+from swift_stage2.servers.infer_wire import may_abort
 
 PATIENCE_S = 60.0
 NUM_SAMPLES = 9  # of the 12 rows

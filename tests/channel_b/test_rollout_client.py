@@ -34,7 +34,7 @@ from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
-from swift_stage2.servers import protocol
+from swift_stage2.servers import infer_wire
 from swift_stage2.telemetry.event_log import EventLog, read_events
 from swift_stage2.telemetry.events import Finished, Sent
 
@@ -356,7 +356,7 @@ def test_an_answer_to_another_row_is_no_answer_though_its_prompt_ids_are_the_sam
     server: FakeRolloutServer,
 ) -> None:
     def swapped(call: Call) -> Answer:
-        ids = [request[protocol.REQUEST_ID] for request in call.requests]
+        ids = [request[infer_wire.REQUEST_ID] for request in call.requests]
         return outputs(
             [
                 output(

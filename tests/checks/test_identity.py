@@ -12,14 +12,14 @@ import pytest
 from builders import config_of, servers_at
 from fake_rollout_server import Answer, Behaviour, Call, FakeRolloutServer, error
 
+from swift_stage2 import wire
 from swift_stage2.channel_b import detection as detection  # registers the task
 from swift_stage2.checks import live_servers, servers
 from swift_stage2.checks.checks import CheckResult, Verdict
 from swift_stage2.checks.examination import Examination
 from swift_stage2.checks.live_servers import check_identity
-from swift_stage2.servers import protocol
-from swift_stage2.servers.protocol import ServerInfo
 from swift_stage2.servers.session import ServerSession
+from swift_stage2.wire import ServerInfo
 
 CORRECT = "end what listens there, or correct rollout.servers"
 
@@ -29,7 +29,7 @@ def answers(body: object, status: int = 200) -> Behaviour:
 
 
 def stock(call: Call) -> Answer:
-    bodies = {protocol.WORLD_SIZE: b'{"world_size": 2}', protocol.HEALTH: b'{"status": "ok"}'}
+    bodies = {wire.WORLD_SIZE: b'{"world_size": 2}', wire.HEALTH: b'{"status": "ok"}'}
     return Answer(body=bodies[call.path]) if call.path in bodies else Answer(status=404)
 
 
@@ -130,7 +130,7 @@ def test_a_server_that_takes_connections_and_answers_late_fails(
     never = threading.Event()
     is_up = silent != "everything"
     server.on_get = lambda call: Answer(
-        status=404, after=None if is_up and call.path == protocol.HEALTH else never
+        status=404, after=None if is_up and call.path == wire.HEALTH else never
     )
     try:
         row = identify(request_timeout_s=0.3 if is_up else 240.0)
@@ -140,7 +140,7 @@ def test_a_server_that_takes_connections_and_answers_late_fails(
     assert server.url in row.found
     assert "no whole answer in time" in row.found
     if not is_up:
-        assert [call.path for call in server.calls] == [protocol.HEALTH], "nothing else is waited for"
+        assert [call.path for call in server.calls] == [wire.HEALTH], "nothing else is waited for"
 
 
 @pytest.mark.parametrize(

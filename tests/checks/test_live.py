@@ -14,10 +14,10 @@ from fake_rollout_server import Answer, Call, FakeRolloutServer
 from live_server import LearnerRound, RunningServer, free_port, load_learner
 from stopped_process import stop_process
 
+from swift_stage2 import wire
 from swift_stage2.checks import servers
 from swift_stage2.records import RoundOutcome
 from swift_stage2.rollout_server.engine import InstallFault
-from swift_stage2.servers import protocol
 from swift_stage2.weights.sync_round import WeightSync
 
 Configure = Callable[..., Path]
@@ -28,9 +28,9 @@ Doctor = Callable[..., Report]
 def fake_stock() -> Iterator[FakeRolloutServer]:
     def on_get(call: Call) -> Answer:
         bodies = {
-            protocol.HEALTH: {"status": "ok"},
-            protocol.WORLD_SIZE: {"world_size": 1},
-            protocol.STATE_KEYS: {"keys": []},
+            wire.HEALTH: {"status": "ok"},
+            wire.WORLD_SIZE: {"world_size": 1},
+            wire.STATE_KEYS: {"keys": []},
         }
         body = bodies.get(call.path)
         return Answer(status=404) if body is None else Answer(body=json.dumps(body).encode())
@@ -70,11 +70,11 @@ def test_a_good_server_is_green_keeps_its_weights_and_takes_a_later_run(
     }
     for check, text in texts.items():
         assert text in report.row(check)["found"]
-    info = server.http.get(protocol.SERVER_INFO).json()
+    info = server.http.get(wire.SERVER_INFO).json()
     assert info["run_id"].startswith("doctor-")
     assert info["state"] == "serving"
     assert LearnerRound(server, load_learner(seed=3), run_id="a-later-run").run().weight_version
-    assert server.http.get(protocol.SERVER_INFO).json()["run_id"] == "a-later-run"
+    assert server.http.get(wire.SERVER_INFO).json()["run_id"] == "a-later-run"
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_the_dry_round_can_be_left_out_and_touches_nothing(
     assert (row["verdict"], row["found"]) == ("not checked", "left out by --no-sync")
     assert not row["counts_as_failed"]
     assert report.verdict("timed rollouts") == "ok"
-    assert server.http.get(protocol.SERVER_INFO).json()["run_id"] == "mine"
+    assert server.http.get(wire.SERVER_INFO).json()["run_id"] == "mine"
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_prompts_that_differ_are_told_with_their_place(
     assert "different from place 1 on" in row["found"]
     assert row["fix"].startswith("give the server the learner's model, template and pixel limits")
     assert report.row("dry sync round")["found"] == "because of: prompts"
-    resets = [call for call in fake_stock.calls if call.path == protocol.INIT_COMMUNICATOR]
+    resets = [call for call in fake_stock.calls if call.path == wire.INIT_COMMUNICATOR]
     assert resets == [], "no weights are sent to a server that reads other prompts"
 
 

@@ -44,7 +44,7 @@ from swift_stage2.columns import COLUMNS, LOG_PROBS
 from swift_stage2.config import load_config
 from swift_stage2.errors import ConfigError
 from swift_stage2.records import Sample, SampleKey
-from swift_stage2.servers import protocol
+from swift_stage2.servers import infer_wire
 from swift_stage2.telemetry.timing import Trace
 
 pytestmark = pytest.mark.timeout(1800)
@@ -353,13 +353,13 @@ def _is_healthy(http: httpx.Client) -> bool:
 
 
 def _answer(http: httpx.Client, *, seed: int) -> tuple[int, ...]:
-    config = protocol.request_config(
+    config = infer_wire.request_config(
         max_new_tokens=12, temperature=2.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=seed
     )
     request = {"messages": [{"role": "user", "content": "What is there?"}]}
     reply = http.post("/infer/", json={"infer_requests": [request], "request_config": config})
     assert reply.status_code == 200, reply.text
-    (completion,) = protocol.parse_infer_reply(reply.json(), 1)
+    (completion,) = infer_wire.parse_infer_reply(reply.json(), 1)
     return completion.token_ids
 
 

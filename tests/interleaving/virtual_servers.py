@@ -15,9 +15,10 @@ import httpx
 from interleaving.scheduler import Strand
 from interleaving.virtual_threading import active
 
+from swift_stage2 import wire
 from swift_stage2.columns import LOG_PROBS
 from swift_stage2.errors import ServerFault
-from swift_stage2.servers import protocol, vllm_serve
+from swift_stage2.servers import infer_wire, vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.tensors import checksum_tensor
@@ -84,7 +85,7 @@ class VirtualServer:
     round_id: str | None = None  # of the weights
     running: list[Computation] = field(default_factory=list)
     changed: list[Strand] = field(default_factory=list)
-    round: protocol.RoundRequest | None = None
+    round: wire.RoundRequest | None = None
     round_ends: float = 0.0
     loaded: bool = False  # the open round's weights are in the model
     installing: bool = False  # from then on or a little before: the door of a staged round is shut
@@ -130,15 +131,15 @@ class VirtualServer:
         path = call.path
         if self.stock and (path.startswith("/stage2/") or path == vllm_serve.WEIGHT_INFO):
             return 404, {"detail": "Not Found"}
-        named = call.headers.get(protocol.ROUND_HEADER)
+        named = call.headers.get(wire.ROUND_HEADER)
         if named is not None and (self.round is None or self.round.round_id != named):
             return 409, {"detail": "another round", "reason": "no_round"}
         handler = getattr(self, _HANDLERS[path])
         return handler(call)  # type: ignore[no-any-return]
 
     def _info(self, call: VirtualCall) -> tuple[int, Any]:
-        specs = [protocol.TensorSpec(str(index), (1,), "float32") for index in range(len(BASE_WEIGHTS))]
-        info = protocol.ServerInfo(
+        specs = [wire.TensorSpec(str(index), (1,), "float32") for index in range(len(BASE_WEIGHTS))]
+        info = wire.ServerInfo(
             stock=False, incarnation=self.incarnation, weight_version=self.version, run_id=self.run_id,
             state="ready", can_abort=self.can_abort, manifest=tuple(specs), staging=self.staging,
             round_id=self.round_id, resume=True,
@@ -162,7 +163,7 @@ class VirtualServer:
             if not self.vouched:
                 return 409, {"detail": "unproven", "reason": "unproven"}
         fate = Fate() if in_round else self.watcher.fate_of_infer(self, call.body)
-        may_abort = all(protocol.may_abort(request) for request in requests)
+        may_abort = all(infer_wire.may_abort(request) for request in requests)
         computation = Computation(active().now, active().now + fate.latency_s, may_abort)
         stamp, weights = self._stamp(), self.weights
         self.running.append(computation)
@@ -175,10 +176,10 @@ class VirtualServer:
         asked = call.body["request_config"].get(LOG_PROBS.option)
         return 200, [
             self._completion(
-                {**stamp, "request_id": request.get(protocol.REQUEST_ID)},
+                {**stamp, "request_id": request.get(infer_wire.REQUEST_ID)},
                 weights,
                 computation,
-                len(request.get(protocol.PREFIX, [])),
+                len(request.get(infer_wire.PREFIX, [])),
                 asked,
             )
             for request in requests
@@ -226,7 +227,7 @@ class VirtualServer:
         return 200, {"message": "Request received, resetting status: True"}
 
     def _begin(self, call: VirtualCall) -> tuple[int, Any]:
-        request = protocol.RoundRequest.from_json(call.body)
+        request = wire.RoundRequest.from_json(call.body)
         if self.computing() and not request.staged:
             return 409, {"detail": "busy", "reason": "busy"}
         if self.round is not None and self.round.run_id != request.run_id:
@@ -268,7 +269,7 @@ class VirtualServer:
         if current is None or len(self.arrived) < len(self.weights):
             return 500, {"detail": "not all has arrived"}
         self.installing = current.staged
-        if current.staged and protocol.InstallRequest.from_json(call.body).aborts:
+        if current.staged and wire.InstallRequest.from_json(call.body).aborts:
             self._abort_pending()
         while current.staged and (pending := self.computing()):
             call.wait(self, until=min(self.round_ends, *(c.end for c in pending)))
@@ -285,7 +286,7 @@ class VirtualServer:
         return 200, {"message": "processed", "non_finite": []}
 
     def _finish(self, call: VirtualCall) -> tuple[int, Any]:
-        wanted = protocol.FinishRequest.from_json(call.body)
+        wanted = wire.FinishRequest.from_json(call.body)
         if self.round is None or self.round.round_id != wanted.round_id:
             return 409, {"detail": "no round", "reason": "no_round"}
         if not wanted.commit or not self.loaded:
@@ -298,7 +299,7 @@ class VirtualServer:
             name: checksum_tensor(torch.tensor([self.weights[int(name)]], dtype=torch.float32))
             for name in arrived
         }
-        proof = protocol.RoundProof(
+        proof = wire.RoundProof(
             self.round.round_id, self.incarnation, self.round.version, arrived, resident, tuple(arrived)
         )
         self.vouched, self.loaded = arrived == resident, False
@@ -317,7 +318,7 @@ class VirtualServer:
             call.wait(self, until=ends)
 
     def _abort(self, call: VirtualCall) -> tuple[int, Any]:
-        request = protocol.AbortRequest.from_json(call.body)
+        request = wire.AbortRequest.from_json(call.body)
         if request.version == self.version:
             self._abort_pending()
         return 200, {}
@@ -346,20 +347,20 @@ class VirtualServer:
 
 
 _HANDLERS = {
-    protocol.SERVER_INFO: "_info",
-    protocol.WORLD_SIZE: "_world_size",
-    protocol.STATE_KEYS: "_state_keys",
-    protocol.INFER: "_infer",
-    protocol.RESET_PREFIX_CACHE: "_reset",
-    protocol.RESET_ENCODER_CACHE: "_reset",
-    protocol.RESET_MM_CACHE: "_reset",
-    protocol.BEGIN_ROUND: "_begin",
-    protocol.FINISH_ROUND: "_finish",
-    protocol.UPDATE_FLATTENED_PARAMS: "_announce",
-    protocol.PROCESS_WEIGHTS: "_process",
-    protocol.INIT_COMMUNICATOR: "_open_stream",
-    protocol.CLOSE_COMMUNICATOR: "_nothing",
-    protocol.ABORT: "_abort",
+    wire.SERVER_INFO: "_info",
+    wire.WORLD_SIZE: "_world_size",
+    wire.STATE_KEYS: "_state_keys",
+    wire.INFER: "_infer",
+    wire.RESET_PREFIX_CACHE: "_reset",
+    wire.RESET_ENCODER_CACHE: "_reset",
+    wire.RESET_MM_CACHE: "_reset",
+    wire.BEGIN_ROUND: "_begin",
+    wire.FINISH_ROUND: "_finish",
+    wire.UPDATE_FLATTENED_PARAMS: "_announce",
+    wire.PROCESS_WEIGHTS: "_process",
+    wire.INIT_COMMUNICATOR: "_open_stream",
+    wire.CLOSE_COMMUNICATOR: "_nothing",
+    wire.ABORT: "_abort",
 }
 
 
@@ -455,9 +456,9 @@ class VirtualTransport(WeightTransport):
         if server.stock and self._server is not None and not self.is_lost():
             return "virtual"
         if server.stock:
-            session.get(protocol.WORLD_SIZE, deadline)
-            session.post(protocol.CLOSE_COMMUNICATOR, {}, deadline)
-        session.post(protocol.INIT_COMMUNICATOR, {}, deadline)
+            session.get(wire.WORLD_SIZE, deadline)
+            session.post(wire.CLOSE_COMMUNICATOR, {}, deadline)
+        session.post(wire.INIT_COMMUNICATOR, {}, deadline)
         self._server, self._joined, self._round_id = server, server.incarnation, session.round_id
         return "virtual"
 
@@ -470,7 +471,7 @@ class VirtualTransport(WeightTransport):
             return
         for bucket in snapshot.buckets:
             require_wanted()
-            session.post(protocol.UPDATE_FLATTENED_PARAMS, {"metadatas": bucket.metadata}, deadline)
+            session.post(wire.UPDATE_FLATTENED_PARAMS, {"metadatas": bucket.metadata}, deadline)
             self._send({spec.name: snapshot.tensors[spec.name] for spec in bucket.specs}, deadline)
 
     def _send(self, tensors: Mapping[str, Any], deadline: Deadline) -> None:
@@ -499,4 +500,4 @@ class VirtualTransport(WeightTransport):
         server, self._server = self._server, None
         if server is not None and server.stock:
             with ServerSession(server.url) as session:
-                session.post(protocol.CLOSE_COMMUNICATOR, {}, deadline)
+                session.post(wire.CLOSE_COMMUNICATOR, {}, deadline)

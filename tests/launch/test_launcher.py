@@ -21,7 +21,7 @@ import psutil
 import pytest
 from free_port import free_port
 
-from swift_stage2.servers import protocol
+from swift_stage2 import wire
 
 HERE = Path(__file__).parent
 SERVER = str(HERE / "stand_in_server.py")
@@ -416,7 +416,7 @@ def test_a_server_and_its_merger_start_answer_and_are_restarted_together(launch:
     running.wait_for("server0 listens again")
     assert running.output.count("started merger0") == 2
     url = f"http://127.0.0.1:{running.port}"
-    for path, status in ((protocol.INFER, 502), (protocol.PROCESS_WEIGHTS, 200), (protocol.INFER, 200)):
+    for path, status in ((wire.INFER, 502), (wire.PROCESS_WEIGHTS, 200), (wire.INFER, 200)):
         reply = httpx.post(url + path, json=asked, timeout=60, trust_env=False)
         assert reply.status_code == status  # nobody believes a new server before it has been given weights
     running.stop()

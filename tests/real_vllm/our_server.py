@@ -14,8 +14,8 @@ import pytest
 from live_server import RunningServer, serve
 from stock_server import ENVIRONMENT, MODEL, START_S, TEMPLATE, ServerProcess, start
 
+from swift_stage2 import wire
 from swift_stage2.rollout_server.command_line import parse_command
-from swift_stage2.servers import protocol as rollout_protocol
 
 
 def our_arguments(port: int, model: Path = MODEL, torch_dtype: str = "float32") -> list[str]:
@@ -42,7 +42,7 @@ def wait_until_healthy(server: ServerProcess) -> None:
         assert server.process.poll() is None, server.log.read_text(errors="replace")[-3000:]
         assert time.monotonic() < end, server.log.read_text(errors="replace")[-3000:]
         with contextlib.suppress(httpx.TransportError):
-            health = f"{server.base_url}{rollout_protocol.HEALTH}"
+            health = f"{server.base_url}{wire.HEALTH}"
             seen.add(httpx.get(health, trust_env=False, timeout=5.0).status_code)
         time.sleep(0.2)  # bounded polling of another process's start
     assert seen == {200, 503}

@@ -13,8 +13,8 @@ from live_merger import LiveMerger, live_merger
 from live_server import image_request, text_request
 from stock_server import ServerProcess
 
-from swift_stage2.servers import protocol
-from swift_stage2.servers.protocol import Completion, parse_infer_reply
+from swift_stage2 import wire
+from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
 
 _CALL_S = 120.0
 SAMPLED = {"max_tokens": 24, "temperature": 1.0, "return_details": True}
@@ -35,7 +35,7 @@ def merger(stock: ServerProcess) -> Iterator[LiveMerger]:
 
 def post(url: str, requests: list[dict[str, Any]], **config: Any) -> httpx.Response:
     body = {"infer_requests": requests, "request_config": {**SAMPLED, **config}}
-    return httpx.post(url + protocol.INFER, json=body, timeout=_CALL_S, trust_env=False)
+    return httpx.post(url + wire.INFER, json=body, timeout=_CALL_S, trust_env=False)
 
 
 def completions(reply: httpx.Response, num_requests: int) -> list[Completion]:

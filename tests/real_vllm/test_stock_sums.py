@@ -17,14 +17,14 @@ from test_stock_sync import Learner, _FlipsOneElement
 
 from benchmarks.clocks import DIRECTORY_VARIABLE
 from benchmarks.learner_job import Arm, grpo_arguments
+from swift_stage2 import wire
 from swift_stage2.config import Proof
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT
 from swift_stage2.demo.grounding_dataset import write_scenes
 from swift_stage2.demo.scenes import SceneKind
 from swift_stage2.records import RoundOutcome
-from swift_stage2.servers import protocol
-from swift_stage2.servers.weight_sums import WeightSums
+from swift_stage2.servers.stock import WeightSums
 from swift_stage2.stock_proof import PLUGIN
 
 VARIABLE = "STAGE2_TEST_FAULT_FILE"
@@ -70,7 +70,7 @@ def error_of(outcome: RoundOutcome) -> str:
 
 
 def sums_of(server: ServerProcess) -> WeightSums:
-    reply = httpx.post(f"{server.base_url}{protocol.WEIGHT_SUMS}", trust_env=False, timeout=60)
+    reply = httpx.post(f"{server.base_url}{wire.WEIGHT_SUMS}", trust_env=False, timeout=60)
     assert reply.status_code == 200, reply.text
     return WeightSums.from_json(reply.json())
 

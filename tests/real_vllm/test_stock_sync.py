@@ -21,7 +21,7 @@ from test_weight_sync import GenerateCanary
 from weight_rounds import make_sync
 
 from swift_stage2.records import RoundOutcome
-from swift_stage2.servers import protocol
+from swift_stage2.servers import infer_wire
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.stock_transport import StockTransport
@@ -50,7 +50,7 @@ class Learner:
         body = {"infer_requests": [self.canary.request], "request_config": self.canary.config}
         reply = httpx.post(f"{self.server.base_url}/infer/", json=body, trust_env=False, timeout=60)
         assert reply.status_code == 200, reply.text
-        (completion,) = protocol.parse_infer_reply(reply.json(), 1)
+        (completion,) = infer_wire.parse_infer_reply(reply.json(), 1)
         return completion.token_ids
 
 

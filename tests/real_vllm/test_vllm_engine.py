@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,14 +26,17 @@ from test_sync_round import own_checksums
 from test_weight_sync import Learner
 from waiting import wait_for
 
+from swift_stage2 import wire
 from swift_stage2.errors import RoundFailed
+from swift_stage2.rollout_server.checked_call import check_call
 from swift_stage2.rollout_server.engine import InstallFault, WeightStamp
 from swift_stage2.rollout_server.weight_source import RoundWeights, open_learner_memory
-from swift_stage2.servers import protocol as rollout_protocol
-from swift_stage2.servers.protocol import AbortRequest, Completion, RoundRequest, protect_from_abort
+from swift_stage2.servers.infer_wire import Completion, protect_from_abort
+from swift_stage2.servers.request_checks import RequestLimits
 from swift_stage2.weights.disk_rounds import DiskRounds
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.weights.transport import DiskTransport
+from swift_stage2.wire import AbortRequest, RoundRequest
 
 DEADLINE_S = 120.0
 # At this temperature the tiny model never ends its turn before the limit.
@@ -68,7 +72,7 @@ def learner(server: RunningServer) -> Iterator[Learner]:
 
 
 def health(server: RunningServer) -> dict[str, Any]:
-    reply = server.http.get(rollout_protocol.HEALTH)
+    reply = server.http.get(wire.HEALTH)
     assert reply.status_code == 200
     return dict(reply.json())
 
@@ -78,11 +82,11 @@ def health(server: RunningServer) -> dict[str, Any]:
 
 def test_the_manifest_is_the_checkpoints_own_and_tied_weights_are_in_it_once(server: RunningServer) -> None:
     learner = load_learner()
-    info = server.http.get(rollout_protocol.SERVER_INFO).json()
+    info = server.http.get(wire.SERVER_INFO).json()
     assert info["engine"] == "vllm"
     told = {spec["name"]: (tuple(spec["shape"]), spec["dtype"]) for spec in info["manifest"]}
     assert told == {name: (tuple(p.shape), "float32") for name, p in learner.named_parameters()}
-    assert server.http.get(rollout_protocol.STATE_KEYS).json() == {"keys": list(told)}
+    assert server.http.get(wire.STATE_KEYS).json() == {"keys": list(told)}
 
 
 def test_calls_of_several_callers_are_in_the_running_batch_together(server: RunningServer) -> None:
@@ -90,7 +94,7 @@ def test_calls_of_several_callers_are_in_the_running_batch_together(server: Runn
     with ThreadPoolExecutor(4) as pool:
         replies = [pool.submit(server.infer, call, **ENDLESS) for call in calls]
         wait_for(lambda: health(server)["num_running"] == 64, DEADLINE_S)
-        assert server.http.post(rollout_protocol.INFER, json={}).status_code == 422  # and others are heard
+        assert server.http.post(wire.INFER, json={}).status_code == 422  # and others are heard
         assert server.engine.abort() == 64
         answers = [reply.result(DEADLINE_S) for reply in replies]
     assert {len(answer) for answer in answers} == {16}
@@ -140,8 +144,8 @@ def test_abort_ends_what_is_in_flight_with_the_tokens_so_far_and_spares_the_prot
         ended = pool.submit(server.infer, [text_request("a"), image_request()], **ENDLESS)
         spared = pool.submit(server.infer, [protect_from_abort(text_request("b"))], **ENDLESS)
         wait_for(lambda: health(server)["num_running"] == 3)
-        assert server.post(rollout_protocol.ABORT, call | {"version": version + 1}).json() == {"aborted": 0}
-        assert server.post(rollout_protocol.ABORT, call).json() == {"aborted": 2}
+        assert server.post(wire.ABORT, call | {"version": version + 1}).json() == {"aborted": 0}
+        assert server.post(wire.ABORT, call).json() == {"aborted": 2}
         aborted: list[Completion] = ended.result(DEADLINE_S)
         (whole,) = spared.result(DEADLINE_S)
     assert [c.finish_reason for c in aborted] == ["abort", "abort"]
@@ -263,10 +267,8 @@ def test_a_completion_never_mixes_two_versions(server: RunningServer) -> None:
 
 
 def _greedy(request: dict[str, Any]) -> Any:
-    from swift_stage2.rollout_server.infer_wire import InferCall
-
     body = {"infer_requests": [request], "request_config": {"max_tokens": 8, "temperature": 0.0}}
-    (wanted,) = InferCall(body).requests
+    (wanted,) = check_call(json.dumps(body).encode(), RequestLimits()).requests
     return wanted
 
 

@@ -19,8 +19,9 @@ from live_server import free_port, image_request, text_request
 from our_server import is_vllm, start_ours, wait_until_healthy
 from stock_server import START_S, ServerProcess, start_stock
 
+from swift_stage2 import wire
 from swift_stage2.columns import asked_by
-from swift_stage2.servers import protocol as rollout_protocol
+from swift_stage2.servers import infer_wire
 
 CALL_S = 60.0
 GONE_S = 60.0
@@ -54,7 +55,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 def ask(server: ServerProcess, requests: Sequence[dict[str, Any]], options: dict[str, Any]) -> httpx.Response:
     body = {"infer_requests": list(requests), "request_config": {"return_details": True, **options}}
-    url = f"{server.base_url}{rollout_protocol.INFER}"
+    url = f"{server.base_url}{wire.INFER}"
     return httpx.post(url, json=body, trust_env=False, timeout=CALL_S)
 
 
@@ -134,7 +135,7 @@ def test_the_records_are_the_stock_servers_and_sigterm_leaves_nothing(
         for name, mine in records(server).items():
             asked = asked_by(CALLS[name])
             for reply in (mine, stock_records[name]):
-                completions = rollout_protocol.parse_infer_reply(reply, len(IMAGES), asked)
+                completions = infer_wire.parse_infer_reply(reply, len(IMAGES), asked)
                 assert all((each.log_probs is not None) == bool(asked) for each in completions)
             for got, wanted in zip(mine, stock_records[name], strict=True):
                 _assert_equal_record(name, got, wanted)
@@ -187,7 +188,7 @@ def test_when_vllm_dies_open_requests_fail_health_says_so_and_the_process_ends(
         while ours.process.poll() is None:
             assert time.monotonic() < end
             try:
-                seen.add(http.get(rollout_protocol.HEALTH, timeout=5.0).status_code)
+                seen.add(http.get(wire.HEALTH, timeout=5.0).status_code)
             except httpx.TransportError:
                 time.sleep(0.05)  # the port is closed; bounded polling of the process's end
         reply = running.result(CALL_S)
@@ -253,6 +254,6 @@ def _in_the_making(
 def _wait_until_running(server: ServerProcess, num_requests: int) -> None:
     end = time.monotonic() + CALL_S
     with httpx.Client(base_url=server.base_url, trust_env=False, timeout=5.0) as http:
-        while http.get(rollout_protocol.HEALTH).json()["num_running"] != num_requests:
+        while http.get(wire.HEALTH).json()["num_running"] != num_requests:
             assert time.monotonic() < end
             time.sleep(0.02)  # bounded polling of a state

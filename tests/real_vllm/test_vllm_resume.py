@@ -32,7 +32,7 @@ from test_vllm_engine import DEADLINE_S
 from waiting import wait_for
 
 from swift_stage2.rollout_server.engine import CacheKind
-from swift_stage2.servers.protocol import Completion
+from swift_stage2.servers.infer_wire import Completion
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from live_merger import infer_body
 
 from swift_stage2.errors import ProtocolError
 from swift_stage2.rollout_merger.merged_post import InferBody, SeedLayout, merge, mergeable, split
-from swift_stage2.servers.protocol import parse_infer_reply
+from swift_stage2.servers.infer_wire import parse_infer_reply
 
 
 def parsed(*texts: str, **config: Any) -> InferBody:

@@ -18,7 +18,7 @@ from live_merger import (
     texts_of,
 )
 
-from swift_stage2.servers import protocol
+from swift_stage2 import wire
 from swift_stage2.servers.request_checks import RequestLimits
 
 KEY = "sk-very-secret-0123456789"
@@ -57,7 +57,7 @@ def test_calls_that_arrive_while_the_server_is_busy_leave_as_one(
     all_seeds = sorted(seed for future in later for seed in seeds_of(future.result(0)))
     start = upstream.seeds[1]
     assert all_seeds == list(range(start, start + 8))
-    assert merger.get(protocol.HEALTH).json()["num_posts"] == 2
+    assert merger.get(wire.HEALTH).json()["num_posts"] == 2
 
 
 def test_a_post_holds_no_more_than_allowed_and_one_kind_only(
@@ -117,7 +117,7 @@ def test_calls_beyond_the_room_for_their_bodies_are_refused_until_others_are_ans
             merger.wait_until_queued(number)
         refused = merger.infer(text, text[:300])
         assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
-        reset = callers.submit(merger.post, protocol.RESET_PREFIX_CACHE, {})
+        reset = callers.submit(merger.post, wire.RESET_PREFIX_CACHE, {})
         merger.wait_until_queued(6, 1)  # control calls have room of their own
         gate.set()
         assert [each.result(LONGEST_WAIT_S).status_code for each in (*held, reset)] == [200] * 8
@@ -167,7 +167,7 @@ def test_a_lost_server_is_lost_for_all_that_waited_for_it_and_is_not_asked_again
     upstream.wait_until(lambda: len(upstream.infer_calls) == 2)
     queued = [callers.submit(merger.infer, text) for text in ("x", "y")]
     merger.wait_until_queued(2)
-    control = callers.submit(merger.get, protocol.WORLD_SIZE)
+    control = callers.submit(merger.get, wire.WORLD_SIZE)
     merger.wait_until_queued(2, 1)
     gate.set()
     for future in (running, *queued, control):
@@ -176,16 +176,16 @@ def test_a_lost_server_is_lost_for_all_that_waited_for_it_and_is_not_asked_again
 
     # Perhaps it was started again, with the weights of its checkpoint: nobody infers before a round.
     assert merger.infer("too early").status_code == 502
-    assert merger.get(protocol.HEALTH).json()["status"] == "lost"
-    assert merger.post(protocol.RESET_PREFIX_CACHE, {}).status_code == 200
-    health = merger.get(protocol.HEALTH)
+    assert merger.get(wire.HEALTH).json()["status"] == "lost"
+    assert merger.post(wire.RESET_PREFIX_CACHE, {}).status_code == 200
+    health = merger.get(wire.HEALTH)
     assert (health.status_code, health.json()["status"]) == (503, "needs_weights")
     assert merger.infer("still too early").status_code == 502
-    assert merger.post(protocol.INFER, {"infer_requests": []}).status_code == 502
+    assert merger.post(wire.INFER, {"infer_requests": []}).status_code == 502
     assert len(upstream.infer_calls) == 2
-    assert merger.post(protocol.PROCESS_WEIGHTS, {}).status_code == 200
+    assert merger.post(wire.PROCESS_WEIGHTS, {}).status_code == 200
     assert texts_of(merger.infer("after")) == ["echo after"]
-    assert merger.get(protocol.HEALTH).status_code == 200
+    assert merger.get(wire.HEALTH).status_code == 200
 
 
 def test_a_server_that_is_not_there_yet_is_asked_again_when_it_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -194,7 +194,7 @@ def test_a_server_that_is_not_there_yet_is_asked_again_when_it_is(caplog: pytest
         assert merger.infer("a").status_code == 502
         assert merger.infer("a").status_code == 502
         assert caplog.text.count("the server is lost") == 1
-        health = merger.get(protocol.HEALTH)
+        health = merger.get(wire.HEALTH)
         assert (health.status_code, health.json()["status"]) == (503, "lost")
         with FakeRolloutServer(port=port):
             assert texts_of(merger.infer("a")) == ["echo a"]
@@ -211,6 +211,19 @@ def test_a_server_that_does_not_answer_in_time_is_a_504_and_the_next_call_is_mad
         assert texts_of(merger.infer("next")) == ["echo next"]
 
 
+def test_a_server_that_was_started_again_is_not_asked_before_it_has_weights(
+    upstream: FakeRolloutServer,
+) -> None:
+    with live_merger(upstream, needs_weights=True) as merger:
+        assert merger.get(wire.HEALTH).json()["status"] == "needs_weights"
+        assert merger.get(wire.WORLD_SIZE).status_code == 200
+        assert "after a round" in merger.infer("a").text
+        assert upstream.infer_calls == []
+        assert merger.post(wire.PROCESS_WEIGHTS, {}).status_code == 200
+        assert merger.get(wire.HEALTH).json()["status"] == "ok"
+        assert texts_of(merger.infer("a")) == ["echo a"]
+
+
 # --- order ---------------------------------------------------------------------------------------
 
 
@@ -219,10 +232,10 @@ def test_what_an_abandoned_caller_left_never_starts_after_an_ordered_call_answer
 ) -> None:
     hold_first(upstream, gate)
     running = occupy(upstream, merger, callers)
-    abandoned = merger.abandoned_call(protocol.INFER, infer_body("abandoned"))
+    abandoned = merger.abandoned_call(wire.INFER, infer_body("abandoned"))
     merger.wait_until_queued(1)
     abandoned.close()
-    reset = callers.submit(merger.post, protocol.RESET_PREFIX_CACHE, {})
+    reset = callers.submit(merger.post, wire.RESET_PREFIX_CACHE, {})
     merger.wait_until_queued(0, 1)
     later = callers.submit(merger.infer, "later")
     merger.wait_until_queued(1, 1)
@@ -232,9 +245,9 @@ def test_what_an_abandoned_caller_left_never_starts_after_an_ordered_call_answer
     assert texts_of(running.result(LONGEST_WAIT_S)) == ["echo first"]
     assert texts_of(later.result(LONGEST_WAIT_S)) == ["echo later"]
     assert [call.path for call in upstream.calls] == [
-        protocol.INFER,
-        protocol.RESET_PREFIX_CACHE,
-        protocol.INFER,
+        wire.INFER,
+        wire.RESET_PREFIX_CACHE,
+        wire.INFER,
     ]
     assert [call.texts for call in upstream.infer_calls] == [["first"], ["later"]]
 
@@ -244,18 +257,18 @@ def test_what_an_abandoned_caller_left_never_starts_after_an_ordered_call_answer
 
 def test_it_is_a_stock_server_to_its_callers(upstream: FakeRolloutServer, merger: LiveMerger) -> None:
     upstream.on_get = lambda call: Answer(body=b'{"world_size": 1}')
-    assert merger.get(protocol.SERVER_INFO).status_code == 404
-    assert merger.post(protocol.ABORT, {}).status_code == 404
-    assert merger.get(protocol.WORLD_SIZE).json() == {"world_size": 1}
+    assert merger.get(wire.SERVER_INFO).status_code == 404
+    assert merger.post(wire.ABORT, {}).status_code == 404
+    assert merger.get(wire.WORLD_SIZE).json() == {"world_size": 1}
     update = {"metadatas": [{"name": "a"}]}
-    assert merger.post(protocol.UPDATE_FLATTENED_PARAMS, update).status_code == 200
+    assert merger.post(wire.UPDATE_FLATTENED_PARAMS, update).status_code == 200
     upstream.on_infer = lambda call: error(422, '{"detail": "stock says so"}')
-    refused = merger.post(protocol.INFER, {"infer_requests": "nonsense"})
+    refused = merger.post(wire.INFER, {"infer_requests": "nonsense"})
     assert (refused.status_code, refused.json()) == (422, {"detail": "stock says so"})
     assert [(call.path, call.body) for call in upstream.calls] == [
-        (protocol.WORLD_SIZE, None),
-        (protocol.UPDATE_FLATTENED_PARAMS, update),
-        (protocol.INFER, {"infer_requests": "nonsense"}),
+        (wire.WORLD_SIZE, None),
+        (wire.UPDATE_FLATTENED_PARAMS, update),
+        (wire.INFER, {"infer_requests": "nonsense"}),
     ]
 
 
@@ -266,13 +279,13 @@ def test_health_answers_while_the_server_is_busy_and_tells_what_waits(
     occupy(upstream, merger, callers)
     callers.submit(merger.infer, "a", "b")
     merger.wait_until_queued(1)
-    body = merger.get(protocol.HEALTH).json()
-    assert body["running"] == {"path": protocol.INFER, "num_requests": 1}
+    body = merger.get(wire.HEALTH).json()
+    assert body["running"] == {"path": wire.INFER, "num_requests": 1}
     assert (body["num_waiting"], body["last_call"]) == (1, None)
     gate.set()
     merger.wait_until(lambda state: state["num_requests"] == 3 and state["running"] is None)
-    last = merger.get(protocol.HEALTH).json()["last_call"]
-    assert (last["path"], last["answered"], last["detail"]) == (protocol.INFER, True, "status 200")
+    last = merger.get(wire.HEALTH).json()["last_call"]
+    assert (last["path"], last["answered"], last["detail"]) == (wire.INFER, True, "status 200")
 
 
 def test_it_wants_the_key_and_sends_it_on(
@@ -280,13 +293,13 @@ def test_it_wants_the_key_and_sends_it_on(
 ) -> None:
     with live_merger(upstream, api_key=KEY) as merger:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
-            assert merger.post(protocol.INFER, infer_body("a"), headers=headers).status_code == 401
-            assert merger.get(protocol.WORLD_SIZE, headers=headers).status_code == 401
+            assert merger.post(wire.INFER, infer_body("a"), headers=headers).status_code == 401
+            assert merger.get(wire.WORLD_SIZE, headers=headers).status_code == 401
         assert upstream.calls == []
         right = {"Authorization": f"Bearer {KEY}"}
-        assert merger.post(protocol.INFER, infer_body("a"), headers=right).status_code == 200
+        assert merger.post(wire.INFER, infer_body("a"), headers=right).status_code == 200
         assert upstream.calls[0].headers["Authorization"] == f"Bearer {KEY}"
         upstream.on_infer = lambda call: Answer(drop=True)
-        lost = merger.post(protocol.INFER, infer_body("a"), headers=right)
-        assert KEY not in lost.text + merger.get(protocol.HEALTH).text
+        lost = merger.post(wire.INFER, infer_body("a"), headers=right)
+        assert KEY not in lost.text + merger.get(wire.HEALTH).text
     assert KEY not in caplog.text

@@ -12,8 +12,9 @@ import torch
 from live_server import MODEL, LearnerRound, RunningServer, base64_png, load_learner, text_request
 from PIL import Image, ImageDraw
 
-from swift_stage2.servers import protocol
-from swift_stage2.servers.protocol import PREFIX, AbortRequest, Completion
+from swift_stage2 import wire
+from swift_stage2.servers.infer_wire import PREFIX, Completion
+from swift_stage2.wire import AbortRequest
 
 # Every side is a multiple of 28, so that nothing is resized on any side.
 _SIZES = ((112, 112), (56, 84), (140, 56), (168, 168), (196, 28))
@@ -33,11 +34,11 @@ REFUSED = [
     ([270, 6, 270], {}, r"stands for an image.*prefix_token_ids\[1\]=6;"),
     ([270] * 8, {}, "shorter than max_tokens.*num_prefix=8 max_tokens=8"),
     ([270], {"stop": ["x"]}, "stop word"),
-    ([-1], {}, "list of token ids"),
-    ([True], {}, "list of token ids"),
-    ([2**31], {}, "list of token ids"),
-    ("270", {}, "list of token ids"),
-    (0, {}, "list of token ids"),
+    ([-1], {}, "prefix_token_ids"),
+    ([True], {}, "prefix_token_ids"),
+    ([2**31], {}, "prefix_token_ids"),
+    ("270", {}, "prefix_token_ids"),
+    (0, {}, "prefix_token_ids"),
 ]
 GREEDY_LIVELY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.2, "max_tokens": 64}
 
@@ -180,7 +181,7 @@ def abort(server: RunningServer) -> int:
     """Asks the server to abort all that its weights are asked for; returns how many that were."""
     stamp = server.engine.stamp
     call = AbortRequest(stamp.run_id, stamp.version).to_json()
-    return int(server.post(protocol.ABORT, call).json()["aborted"])
+    return int(server.post(wire.ABORT, call).json()["aborted"])
 
 
 def compare_many(

@@ -20,24 +20,19 @@ import torch
 from free_port import free_port as free_port
 from PIL import Image, ImageDraw
 
-from swift_stage2 import demo
+from swift_stage2 import demo, wire
 from swift_stage2.compat import declare_operators
 from swift_stage2.errors import WeightSyncError
 from swift_stage2.rollout_server.routes import RolloutService, create_app
 from swift_stage2.runtime.memory import MemoryFile
-from swift_stage2.servers import protocol as rollout_protocol
 from swift_stage2.servers.http_app import HttpServer, bind
-from swift_stage2.servers.protocol import (
-    Completion,
-    RoundProof,
-    RoundRequest,
-    parse_infer_reply,
-)
+from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
 from swift_stage2.servers.request_checks import RequestLimits
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.weights.stream import WeightStream, connect_stream
 from swift_stage2.weights.tensors import checksums_by_name
+from swift_stage2.wire import RoundProof, RoundRequest
 
 MODEL = Path(demo.__file__).parent / "stage1"
 CALL_TIMEOUT_S = 60.0
@@ -102,16 +97,16 @@ class RunningServer:
     def post_infer(
         self, requests: Sequence[dict[str, Any]], *, round_id: str | None = None, **options: Any
     ) -> httpx.Response:
-        headers = {rollout_protocol.ROUND_HEADER: round_id} if round_id else {}
+        headers = {wire.ROUND_HEADER: round_id} if round_id else {}
         body = {"infer_requests": list(requests), "request_config": {**GREEDY, **options}}
-        return self.http.post(rollout_protocol.INFER, json=body, headers=headers)
+        return self.http.post(wire.INFER, json=body, headers=headers)
 
     def post(self, path: str, body: Any = None, round_id: str | None = None) -> httpx.Response:
-        headers = {rollout_protocol.ROUND_HEADER: round_id} if round_id else {}
+        headers = {wire.ROUND_HEADER: round_id} if round_id else {}
         return self.http.post(path, json={} if body is None else body, headers=headers)
 
     def state(self) -> str:
-        return str(self.http.get(rollout_protocol.SERVER_INFO).json()["state"])
+        return str(self.http.get(wire.SERVER_INFO).json()["state"])
 
 
 @contextmanager
@@ -186,12 +181,12 @@ class LearnerRound:
         request = RoundRequest(
             self.round_id, self.run_id, self.version, self.export.manifest(), timeout_s, self.staged
         )
-        return self.server.post(rollout_protocol.BEGIN_ROUND, request.to_json())
+        return self.server.post(wire.BEGIN_ROUND, request.to_json())
 
     def connect(self, timeout_s: float = 20.0) -> None:
         port, num_bytes = free_port(), self.snapshot.file.num_bytes
-        body = {"port": port, "backend": rollout_protocol.WEIGHT_STREAM, "num_bytes": num_bytes}
-        reply = self.post(rollout_protocol.INIT_COMMUNICATOR, body)
+        body = {"port": port, "backend": wire.WEIGHT_STREAM, "num_bytes": num_bytes}
+        reply = self.post(wire.INIT_COMMUNICATOR, body)
         assert reply.status_code == 200, reply.text
         with socket.create_connection(("127.0.0.1", port), 1.0):
             pass  # the reply means that it listens, also to strangers
@@ -206,8 +201,8 @@ class LearnerRound:
         self.send()
 
     def share(self, path: str | None = None) -> httpx.Response:
-        body = {"backend": rollout_protocol.SHARED_MEMORY, "path": path or self.snapshot.file.path}
-        return self.post(rollout_protocol.INIT_COMMUNICATOR, body)
+        body = {"backend": wire.SHARED_MEMORY, "path": path or self.snapshot.file.path}
+        return self.post(wire.INIT_COMMUNICATOR, body)
 
     def push_shared(self) -> SharedFile:
         """From a copy that the learner does not map."""
@@ -217,7 +212,7 @@ class LearnerRound:
         return file
 
     def load(self, **options: Any) -> httpx.Response:
-        return self.post(rollout_protocol.PROCESS_WEIGHTS, options)
+        return self.post(wire.PROCESS_WEIGHTS, options)
 
     def close(self) -> None:
         if self.stream is not None:
@@ -226,9 +221,7 @@ class LearnerRound:
 
     def finish(self, **options: Any) -> httpx.Response:
         sums = checksums_by_name(self.snapshot.tensors)
-        return self.post(
-            rollout_protocol.FINISH_ROUND, {"round_id": self.round_id, "checksums": sums, **options}
-        )
+        return self.post(wire.FINISH_ROUND, {"round_id": self.round_id, "checksums": sums, **options})
 
     def run(self) -> RoundProof:
         """The whole round."""

@@ -17,7 +17,7 @@ from swift_stage2.columns import LOG_PROBS
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
 from swift_stage2.records import Rollout, Segment
-from swift_stage2.servers.protocol import RoundProof
+from swift_stage2.wire import RoundProof
 
 TOLERANCE = 1e-4  # nats, float32
 MEDIA_IDS = {6, 7}  # the learner would look for their pixels

@@ -40,11 +40,12 @@ from live_server import (
 )
 from test_infer import HOT, block_engine, wait_until_queued
 
+from swift_stage2 import wire
 from swift_stage2.rollout_server.engine import GenerationRequest, Sampling
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
-from swift_stage2.servers import protocol
-from swift_stage2.servers.protocol import PREFIX, Completion, ServerInfo
+from swift_stage2.servers.infer_wire import PREFIX, Completion
 from swift_stage2.servers.request_checks import RequestLimits, check_conversations
+from swift_stage2.wire import ServerInfo
 
 
 @contextmanager
@@ -207,15 +208,15 @@ def test_a_prefix_that_no_answer_has_is_refused_with_its_index(
 
 def test_a_prefix_has_one_continuation(server: RunningServer) -> None:
     reply = server.post_infer([{**text_request(), PREFIX: [270]}], n=2)
-    assert (reply.status_code, "n=2" in reply.json()["detail"]) == (422, True)
+    assert (reply.status_code, "request_config.n" in reply.json()["detail"]) == (422, True)
 
 
 def test_servers_say_whether_they_resume_and_others_refuse_a_prefix(server: RunningServer) -> None:
-    info = server.http.get(protocol.SERVER_INFO).json()
+    info = server.http.get(wire.SERVER_INFO).json()
     assert ServerInfo.from_json(info).resume
     del info["resume"]  # a server of an older release
     assert not ServerInfo.from_json(info).resume
     assert not ServerInfo(stock=True).resume
     # What stands in front of a server that would ignore it: the merger, and an engine that cannot.
     (fault,) = check_conversations([{**text_request(), PREFIX: [270]}], RequestLimits()).values()
-    assert f"a request knows no field '{PREFIX}'" in str(fault)
+    assert f"leave {PREFIX} out" in str(fault)

@@ -21,16 +21,15 @@ import pytest
 from live_server import CALL_TIMEOUT_S, MODEL, free_port, serve, text_request
 from stopped_process import stop_process
 
-from swift_stage2 import demo
+from swift_stage2 import demo, wire
 from swift_stage2.cli import main
 from swift_stage2.errors import UserError
 from swift_stage2.rollout_server.command_line import parse_command
 from swift_stage2.rollout_server.routes import RolloutService
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
-from swift_stage2.servers import protocol as rollout_protocol
-from swift_stage2.servers.http_app import bind, refuse_open
-from swift_stage2.servers.protocol import TensorSpec
+from swift_stage2.servers.http_app import bind, require_key
 from swift_stage2.weights.tensors import snapshot_bytes
+from swift_stage2.wire import TensorSpec
 
 KEY = "a key of this test"
 START_TIMEOUT_S = 240.0
@@ -49,7 +48,7 @@ def test_a_listener_that_others_reach_without_a_key_is_refused(
 ) -> None:
     for host, key, refused in [("0.0.0.0", None, True), ("0.0.0.0", KEY, False), ("127.0.0.1", None, False)]:
         with bind(host, 0) as listener, pytest.raises(UserError) if refused else nullcontext():
-            refuse_open(listener, key)
+            require_key(listener, key, is_insecure=False)
     monkeypatch.delenv("SWIFT_ROLLOUT_API_KEY", raising=False)
     assert main(["rollout", str(MODEL), "--host", "0.0.0.0", "--port", "0"]) == 2
     assert "--insecure" in capsys.readouterr().err
@@ -68,27 +67,27 @@ def guarded(loaded_engine: TransformersRolloutEngine) -> Iterator[httpx.Client]:
 
 
 def test_every_route_but_health_wants_the_key(guarded: httpx.Client) -> None:
-    gets = [rollout_protocol.SERVER_INFO, rollout_protocol.WORLD_SIZE, rollout_protocol.STATE_KEYS]
+    gets = [wire.SERVER_INFO, wire.WORLD_SIZE, wire.STATE_KEYS]
     posts = [
-        rollout_protocol.INFER,
-        rollout_protocol.ENGINE_TYPE,
-        rollout_protocol.INIT_COMMUNICATOR,
-        rollout_protocol.PROCESS_WEIGHTS,
-        rollout_protocol.RESET_PREFIX_CACHE,
-        rollout_protocol.RESET_ENCODER_CACHE,
-        rollout_protocol.RESET_MM_CACHE,
-        rollout_protocol.BEGIN_ROUND,
-        rollout_protocol.FINISH_ROUND,
-        rollout_protocol.ABORT,
+        wire.INFER,
+        wire.ENGINE_TYPE,
+        wire.INIT_COMMUNICATOR,
+        wire.PROCESS_WEIGHTS,
+        wire.RESET_PREFIX_CACHE,
+        wire.RESET_ENCODER_CACHE,
+        wire.RESET_MM_CACHE,
+        wire.BEGIN_ROUND,
+        wire.FINISH_ROUND,
+        wire.ABORT,
     ]
     for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
         assert {guarded.get(path, headers=wrong).status_code for path in gets} == {401}
         assert {guarded.post(path, json={}, headers=wrong).status_code for path in posts} == {401}
-    assert guarded.get(rollout_protocol.HEALTH).status_code == 200
+    assert guarded.get(wire.HEALTH).status_code == 200
     right = {"Authorization": f"Bearer {KEY}"}
-    assert guarded.get(rollout_protocol.SERVER_INFO, headers=right).status_code == 200
+    assert guarded.get(wire.SERVER_INFO, headers=right).status_code == 200
     body = {"infer_requests": [text_request()], "request_config": {"max_tokens": 1}}
-    assert guarded.post(rollout_protocol.INFER, json=body, headers=right).status_code == 200
+    assert guarded.post(wire.INFER, json=body, headers=right).status_code == 200
 
 
 def test_an_engine_that_cannot_load_is_unhealthy_and_answers_503() -> None:
@@ -142,7 +141,7 @@ def test_the_process_serves_and_ends_soon_after_sigterm_in_the_middle_of_a_rollo
                     "return_details": True,
                 },
             }
-            with http.stream("POST", rollout_protocol.INFER, json=body, timeout=60.0) as reply:
+            with http.stream("POST", wire.INFER, json=body, timeout=60.0) as reply:
                 process.send_signal(signal.SIGTERM)
                 answer = json.loads(reply.read())
             assert reply.status_code == 200
@@ -169,16 +168,16 @@ def test_sigterm_ends_a_server_whose_load_waits_for_a_frozen_learner_and_its_por
         server_process(tmp_path, host="127.0.0.2") as (process, base_url),
         httpx.Client(base_url=base_url, timeout=CALL_TIMEOUT_S, trust_env=False) as http,
     ):
-        manifest = http.get(rollout_protocol.SERVER_INFO).json()["manifest"]
+        manifest = http.get(wire.SERVER_INFO).json()["manifest"]
         port = free_port()
         size = snapshot_bytes([TensorSpec.from_json(spec) for spec in manifest])
         steps: list[tuple[str, dict[str, Any]]] = [
             (
-                rollout_protocol.BEGIN_ROUND,
+                wire.BEGIN_ROUND,
                 {"round_id": "r", "run_id": "a", "version": 1, "timeout_s": 600.0, "manifest": manifest},
             ),
             (
-                rollout_protocol.INIT_COMMUNICATOR,
+                wire.INIT_COMMUNICATOR,
                 {"port": port, "host": "0.0.0.0", "num_bytes": size},
             ),
         ]
@@ -199,8 +198,7 @@ def test_sigterm_ends_a_server_whose_load_waits_for_a_frozen_learner_and_its_por
             stop_process(learner.pid)
             with ThreadPoolExecutor(2) as callers:
                 loads = {
-                    callers.submit(http.post, rollout_protocol.PROCESS_WEIGHTS, json={}, timeout=600.0)
-                    for _ in range(2)
+                    callers.submit(http.post, wire.PROCESS_WEIGHTS, json={}, timeout=600.0) for _ in range(2)
                 }
                 ended, waiting = wait(loads, CALL_TIMEOUT_S, FIRST_COMPLETED)
                 assert [each.result(0).status_code for each in ended] == [409]  # because the other one waits
@@ -219,7 +217,7 @@ def wait_until_healthy(http: httpx.Client, process: subprocess.Popen[bytes], log
     for _ in range(int(START_TIMEOUT_S / 0.2)):
         assert process.poll() is None, log.read_text()
         try:
-            if http.get(rollout_protocol.HEALTH).status_code == 200:
+            if http.get(wire.HEALTH).status_code == 200:
                 return
         except httpx.TransportError:
             pass  # not listening yet

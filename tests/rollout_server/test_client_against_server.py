@@ -26,7 +26,7 @@ from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Sample, SampleKey
-from swift_stage2.servers.protocol import RoundProof
+from swift_stage2.wire import RoundProof
 
 
 @pytest.fixture

@@ -1,16 +1,32 @@
-"""Control calls that wait: they fill no threads, end with their callers, and nothing is done behind a caller's back."""
+"""Calls that wait: they fill no threads, end with their callers, pass large bodies, and none is forgotten."""
 
 from __future__ import annotations
 
+import json
 import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from typing import Any
 
+import httpx
 import pytest
-from live_server import CALL_TIMEOUT_S, LearnerRound, RunningServer, load_learner
+from live_server import (
+    CALL_TIMEOUT_S,
+    GREEDY,
+    LearnerRound,
+    RunningServer,
+    load_learner,
+    serve,
+    text_request,
+)
 from waiting import wait_for
 
+from swift_stage2 import wire
+from swift_stage2.rollout_server import routes
 from swift_stage2.rollout_server.routes import _CONTROL_THREADS
-from swift_stage2.servers import protocol
+from swift_stage2.servers.request_checks import RequestLimits
 
 MANY = 2 * _CONTROL_THREADS + 2
 pytestmark = pytest.mark.usefixtures("checkpoints_weights_again")
@@ -42,7 +58,7 @@ def test_one_load_waits_and_all_others_are_refused_at_once(
 ) -> None:
     with ExitStack() as stack:
         loads = [
-            stack.enter_context(closing(call_and_wait(server, protocol.PROCESS_WEIGHTS))) for _ in range(MANY)
+            stack.enter_context(closing(call_and_wait(server, wire.PROCESS_WEIGHTS))) for _ in range(MANY)
         ]
         wait_for(lambda: server.service.rounds._round is not None and server.service.rounds._round.is_loading)
         next_round = LearnerRound(server, load_learner(seed=31))
@@ -59,9 +75,81 @@ def test_a_load_whose_caller_has_gone_ends_and_loads_nothing(
     server: RunningServer, half_pushed: LearnerRound
 ) -> None:
     before = server.engine.stamp
-    load = call_and_wait(server, protocol.PROCESS_WEIGHTS)
+    load = call_and_wait(server, wire.PROCESS_WEIGHTS)
     wait_for(lambda: server.service.rounds._round is not None and server.service.rounds._round.is_loading)
     load.close()
     wait_for(lambda: server.state() == "serving")
     assert server.engine.stamp == before
     half_pushed.close()
+
+
+def infer_body(text: str = "large", num_bytes: int = 3 * 2**19) -> bytes:
+    """White space makes it large and costs the decoder nothing."""
+    body = {"infer_requests": [text_request(text)], "request_config": GREEDY}
+    return json.dumps(body).encode() + b" " * num_bytes
+
+
+class Decoding:
+    """``/infer/`` bodies as they are decoded; those that say ``held`` stay there until ``go_on``."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.go_on = threading.Event()
+
+    def check(self, raw: bytes, limits: RequestLimits) -> Any:
+        text = json.loads(raw)["infer_requests"][0]["messages"][0]["content"]
+        self.begun.append(text)
+        if text == "held":
+            assert self.go_on.wait(CALL_TIMEOUT_S)
+        return check_call(raw, limits)
+
+
+check_call = routes.check_call
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoding]:
+    held = Decoding()
+    monkeypatch.setattr(routes, "check_call", held.check)
+    yield held
+    held.go_on.set()
+
+
+def abort(server: RunningServer) -> int:
+    stamp = server.engine.stamp
+    reply = server.post(wire.ABORT, wire.AbortRequest(stamp.run_id, stamp.version).to_json())
+    return int(reply.json()["aborted"])
+
+
+def test_an_abort_meets_what_arrived_before_it_and_is_decoded_after_it(
+    server: RunningServer, decoding: Decoding
+) -> None:
+    LearnerRound(server, load_learner()).run()  # aborts name the weights
+    with ThreadPoolExecutor(1) as caller:
+        rollout = caller.submit(server.infer, [text_request("held")])
+        wait_for(lambda: decoding.begun == ["held"])
+        assert abort(server) == 0  # nothing that runs
+        decoding.go_on.set()
+        (completion,) = rollout.result(CALL_TIMEOUT_S)
+    assert completion.finish_reason == "abort"
+
+
+def test_bodies_beyond_the_room_for_them_are_refused_with_429(loaded_engine: Any, decoding: Decoding) -> None:
+    limits = RequestLimits(max_body_mib=2)  # in all 8 MiB
+    with serve(loaded_engine, limits=limits) as server:
+
+        def ask() -> httpx.Response:
+            return server.http.post(wire.INFER, content=infer_body())
+
+        with ExitStack() as stack:
+            callers = [
+                stack.enter_context(closing(call_and_wait(server, wire.INFER, infer_body("held"))))
+                for _ in range(5)
+            ]
+            wait_for(lambda: len(decoding.begun) == len(callers))
+            refused = ask()
+            assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+            assert server.infer([text_request("small")])
+            decoding.go_on.set()
+            assert [status_of(caller) for caller in callers] == [200] * len(callers)
+        assert ask().status_code == 200  # there is room again

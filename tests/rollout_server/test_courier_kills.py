@@ -20,9 +20,10 @@ from waiting import wait_for
 from weight_rounds import courier_setup, make_sync_by_checksums
 
 from swift_stage2.records import RoundOutcome
-from swift_stage2.servers.protocol import Completion, FinishRequest, RoundProof, parse_infer_reply
+from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
 from swift_stage2.weights.courier_process import ProcessCourier
 from swift_stage2.weights.transport import ServerEndpoint
+from swift_stage2.wire import FinishRequest, RoundProof
 
 RUN = "killed-run"
 PATIENCE_S = 60.0

@@ -22,10 +22,10 @@ from weight_rounds import courier_setup, make_sync_by_checksums
 from swift_stage2.config import Transport
 from swift_stage2.records import RoundOutcome
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
-from swift_stage2.servers.protocol import RefusalReason
 from swift_stage2.weights.courier_process import ProcessCourier
 from swift_stage2.weights.snapshot import ReadSnapshot
 from swift_stage2.weights.transport import ServerEndpoint
+from swift_stage2.wire import RefusalReason
 
 RUN = "diskrun"
 

@@ -24,9 +24,10 @@ from live_server import (
 )
 from waiting import wait_for
 
-from swift_stage2.servers import protocol as rollout_protocol
+from swift_stage2 import wire
 from swift_stage2.servers.batching import ExclusiveTask
-from swift_stage2.servers.protocol import AbortRequest, protect_from_abort
+from swift_stage2.servers.infer_wire import protect_from_abort
+from swift_stage2.wire import AbortRequest
 
 BROKEN = {**image_request(), "images": [base64.b64encode(b"no picture").decode()]}
 
@@ -171,7 +172,10 @@ def test_one_poisonous_image_fails_its_own_call_and_no_other(server: RunningServ
         ({"messages": []}, "messages"),
         ({**image_request(), "images": ["/etc/hostname"]}, "base64"),
         ({**image_request(), "images": ["http://127.0.0.1:9/x.png"]}, "base64"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "image": "/etc/hostname"}]}]}, "text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "image": "/etc/hostname"}]}]},
+            "messages.0.content",
+        ),
         ({**text_request(), "videos": ["x"]}, "videos"),
         (text_request("word " * 5000), "4096"),
     ],
@@ -190,23 +194,15 @@ def test_a_bad_request_is_named_with_its_index_and_cause(
 @pytest.mark.parametrize(
     ("body", "word"),
     [
-        ({}, "infer_requests"),
-        ({"infer_requests": []}, "infer_requests"),
         ({"infer_requests": [text_request()], "config": {}}, "config"),
         ({"infer_requests": [text_request()], "adapter_request": {"path": "lora"}}, "adapter_request"),
         ({"infer_requests": [text_request()], "request_config": {"temprature": 1}}, "temprature"),
-        ({"infer_requests": [text_request()], "request_config": {"n": 2}}, "n=2"),
-        ({"infer_requests": [text_request()], "request_config": {"stream": True}}, "stream"),
-        ({"infer_requests": [text_request()], "request_config": {"temperature": -1}}, "temperature=-1"),
-        ({"infer_requests": [text_request()], "request_config": {"top_p": 0}}, "top_p=0"),
-        ({"infer_requests": [text_request()], "request_config": {"max_tokens": 0}}, "max_tokens=0"),
-        ({"infer_requests": [text_request()], "request_config": {"seed": -3}}, "seed=-3"),
     ],
 )
 def test_a_call_that_makes_no_sense_is_refused_in_one_line(
     server: RunningServer, body: dict[str, Any], word: str
 ) -> None:
-    reply = server.post(rollout_protocol.INFER, body)
+    reply = server.post(wire.INFER, body)
     assert reply.status_code == 422
     assert word in reply.json()["detail"]
     assert "\n" not in reply.json()["detail"]
@@ -217,7 +213,7 @@ def test_health_answers_while_the_engine_is_busy(server: RunningServer) -> None:
     with ThreadPoolExecutor(1) as caller:
         running = caller.submit(server.infer, [text_request()])
         wait_until_queued(server, 1)
-        reply = server.http.get(rollout_protocol.HEALTH)
+        reply = server.http.get(wire.HEALTH)
         assert not running.done()
         release.set()
         running.result(CALL_TIMEOUT_S)
@@ -259,9 +255,9 @@ def test_abort_ends_waiting_and_running_requests_with_what_they_have(
         assert version is not None
         for run_id, other in (("run-1", version - 1), ("run-2", version)):
             call = AbortRequest(run_id, other).to_json()
-            assert server.post(rollout_protocol.ABORT, call).json() == {"aborted": 0}
+            assert server.post(wire.ABORT, call).json() == {"aborted": 0}
         call = AbortRequest("run-1", version).to_json()
-        assert server.post(rollout_protocol.ABORT, call).json() == {"aborted": 2}
+        assert server.post(wire.ABORT, call).json() == {"aborted": 2}
         (waiting_answer,) = waiting.result(CALL_TIMEOUT_S)  # at once, although the engine is still busy
         assert not running.done()
         assert not kept.done()
@@ -282,7 +278,7 @@ def test_a_caller_that_goes_away_does_not_keep_the_server_busy(
 ) -> None:
     stopped, go_on = paused_after_first_token
     body = json.dumps({"infer_requests": [text_request()], "request_config": {"max_tokens": 4000, **HOT}})
-    head = f"POST {rollout_protocol.INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {wire.INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     address = httpx.URL(server.base_url)
     with socket.create_connection((address.host, address.port), CALL_TIMEOUT_S) as caller:
         caller.sendall((head + body).encode())

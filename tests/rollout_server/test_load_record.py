@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_vllm_weights import FusedModel, arrived, make_weights
 
-from swift_stage2.servers.weight_sums import WeightSums
+from swift_stage2.servers.stock import WeightSums
 from swift_stage2.stock_proof.load_record import LoadRecord, combine
 
 

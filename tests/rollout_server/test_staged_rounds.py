@@ -24,8 +24,8 @@ from swift_stage2.rollout_server.engine import WeightStamp
 from swift_stage2.rollout_server.infer_door import DoorShut
 from swift_stage2.rollout_server.open_round import RoundState
 from swift_stage2.rollout_server.weight_rounds import WeightRounds
-from swift_stage2.servers.protocol import FinishRequest, RefusalReason, RoundRequest
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
+from swift_stage2.wire import FinishRequest, RefusalReason, RoundRequest
 
 WAIT_S = 60.0
 

@@ -25,9 +25,10 @@ from test_infer import block_engine, hugging_face_answer, wait_until_queued
 from test_sync_round import own_checksums
 from waiting import wait_for
 
+from swift_stage2 import wire
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
-from swift_stage2.servers import protocol
-from swift_stage2.servers.protocol import Completion, RoundProof, parse_infer_reply, protect_from_abort
+from swift_stage2.servers.infer_wire import Completion, parse_infer_reply, protect_from_abort
+from swift_stage2.wire import RoundProof
 
 MANY = 40  # more than all threads of the server's pools
 pytestmark = pytest.mark.usefixtures("checkpoints_weights_again")
@@ -84,8 +85,8 @@ def test_old_weights_answer_until_the_install_and_new_ones_after_the_proof(
         (answer,) = early.result(CALL_TIMEOUT_S)
         assert (answer.weight_version, answer.round_id) == (before.version, before.round_id)
         assert loading.result(CALL_TIMEOUT_S).status_code == 200
-        for path in (protocol.RESET_PREFIX_CACHE, protocol.RESET_ENCODER_CACHE, protocol.RESET_MM_CACHE):
-            assert protocol.parse_cache_reset(round_.post(path).json())
+        for path in (wire.RESET_PREFIX_CACHE, wire.RESET_ENCODER_CACHE, wire.RESET_MM_CACHE):
+            assert wire.parse_cache_reset(round_.post(path).json())
         canary = server.post_infer([text_request()], round_id=round_.round_id).json()
         stamp = canary[0]["rollout_infos"]["stage2"]
         assert (stamp["round_id"], stamp["proven"]) == (round_.round_id, False)
@@ -97,7 +98,7 @@ def test_old_weights_answer_until_the_install_and_new_ones_after_the_proof(
         (answer,) = late.result(CALL_TIMEOUT_S)
     assert (answer.weight_version, answer.round_id) == (round_.version, round_.round_id)
     assert list(answer.token_ids) == hugging_face_answer(learner, answer.prompt_token_ids, 12)
-    info = protocol.ServerInfo.from_json(server.http.get(protocol.SERVER_INFO).json())
+    info = wire.ServerInfo.from_json(server.http.get(wire.SERVER_INFO).json())
     assert (info.staging, info.round_id, info.state) == (True, round_.round_id, "serving")
     if file is not None:
         file.close()
@@ -114,7 +115,7 @@ def test_a_completion_never_mixes_two_rounds(server: RunningServer) -> None:
     def ask() -> None:
         with httpx.Client(base_url=server.base_url, timeout=CALL_TIMEOUT_S, trust_env=False) as http:
             while not stop.is_set():
-                reply = http.post(protocol.INFER, content=QUESTION)
+                reply = http.post(wire.INFER, content=QUESTION)
                 assert reply.status_code == 200, reply.text
                 answers.extend(parse_infer_reply(reply.json(), 1))
 
@@ -168,10 +169,10 @@ def test_calls_that_wait_hold_no_threads_and_are_all_answered(server: RunningSer
     assert round_.load().status_code == 200
     with ExitStack() as stack:
         waiting = [
-            stack.enter_context(closing(call_and_wait(server, protocol.INFER, QUESTION))) for _ in range(MANY)
+            stack.enter_context(closing(call_and_wait(server, wire.INFER, QUESTION))) for _ in range(MANY)
         ]
         wait_for(lambda: num_waiting(server) == MANY)
-        assert server.http.get(protocol.HEALTH).status_code == 200
+        assert server.http.get(wire.HEALTH).status_code == 200
         assert server.post_infer([text_request()], round_id=round_.round_id).status_code == 200
         finish(round_)
         assert {status_of(each) for each in waiting} == {200}
@@ -221,17 +222,13 @@ def test_two_learners_of_a_run_that_was_frozen_do_not_mix(server: RunningServer)
     late = [
         first.share(),
         first.load(on_pending="abort"),
-        first.post(protocol.RESET_PREFIX_CACHE),
-        first.post(protocol.RESET_ENCODER_CACHE),
-        first.post(protocol.RESET_MM_CACHE),
-        first.post(
-            protocol.INIT_COMMUNICATOR, {"port": 1, "backend": protocol.WEIGHT_STREAM, "num_bytes": 1}
-        ),
-        first.post(protocol.INIT_COMMUNICATOR, {"backend": protocol.DISK}),
+        first.post(wire.RESET_PREFIX_CACHE),
+        first.post(wire.RESET_ENCODER_CACHE),
+        first.post(wire.RESET_MM_CACHE),
+        first.post(wire.INIT_COMMUNICATOR, {"port": 1, "backend": wire.WEIGHT_STREAM, "num_bytes": 1}),
+        first.post(wire.INIT_COMMUNICATOR, {"backend": wire.DISK}),
         first.finish(commit=False),
-        first.server.post(
-            protocol.FINISH_ROUND, {"round_id": second.round_id, "commit": False}, first.round_id
-        ),
+        first.server.post(wire.FINISH_ROUND, {"round_id": second.round_id, "commit": False}, first.round_id),
     ]
     assert {(reply.status_code, reply.json().get("reason")) for reply in late} == {(409, "no_round")}
     first.close()

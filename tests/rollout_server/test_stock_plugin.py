@@ -16,12 +16,11 @@ from starlette.testclient import TestClient
 from test_load_record import Worker
 from test_vllm_weights import arrived, make_weights
 
+from swift_stage2 import wire
 from swift_stage2.config import Proof
 from swift_stage2.errors import ServerFault
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.servers.stock import ask_sums_incarnation
-from swift_stage2.servers.weight_sums import WeightSums
+from swift_stage2.servers.stock import WeightSums, ask_sums_incarnation
 from swift_stage2.stock_proof.load_record import combine
 from swift_stage2.stock_proof.sums_server import register_server
 from swift_stage2.weights.proof import RoundOrder, prove_server
@@ -99,8 +98,8 @@ def test_the_route_asks_every_engine_and_leaves_the_others_alone() -> None:
     pipes = [Pipe(make_engine(program, worker)) for worker in workers]
     with TestClient(program.SwiftRolloutDeploy(pipes, 2).app) as http:
         assert http.get("/health/").json() == {"status": "ok"}
-        about = http.get(protocol.WEIGHT_SUMS).json()
-        told = WeightSums.from_json(http.post(protocol.WEIGHT_SUMS).json())
+        about = http.get(wire.WEIGHT_SUMS).json()
+        told = WeightSums.from_json(http.post(wire.WEIGHT_SUMS).json())
         assert about == {"incarnation": told.incarnation}
         assert told.problems(arrived(weights)) == []
 
@@ -111,7 +110,7 @@ def test_an_engine_that_never_answers_ends_the_call_by_a_deadline(monkeypatch: p
     register_server(program)
     pipes = [Pipe(make_engine(program, Worker())), StuckPipe(None)]
     with TestClient(program.SwiftRolloutDeploy(pipes, 2).app) as http:
-        reply = http.post(protocol.WEIGHT_SUMS)
+        reply = http.post(wire.WEIGHT_SUMS)
     assert (reply.status_code, reply.json()["detail"]) == (
         503,
         "an engine does not answer; start the server again",
@@ -122,12 +121,12 @@ def stock_with_sums(
     worker: Worker, *, incarnations: tuple[str, str] = ("process", "process")
 ) -> FakeRolloutServer:
     def about(call: Call) -> Answer:
-        if call.path != protocol.WEIGHT_SUMS:
+        if call.path != wire.WEIGHT_SUMS:
             return Answer(404)
         return Answer(body=json.dumps({"incarnation": incarnations[0]}).encode())
 
     def sums(call: Call) -> Answer:
-        assert call.path == protocol.WEIGHT_SUMS
+        assert call.path == wire.WEIGHT_SUMS
         return Answer(
             body=json.dumps(combine(incarnations[1], "?", [[worker.report()]], 1).to_json()).encode()
         )
@@ -145,7 +144,7 @@ def proven_by(server: FakeRolloutServer, sent: dict[str, str]) -> str:
         proof=Proof.CHECKSUM,
         deadline=Deadline(20.0),
     )
-    stock = protocol.ServerInfo(stock=True)
+    stock = wire.ServerInfo(stock=True)
     with ServerSession(server.url) as session:
         sums_of = ask_sums_incarnation(session, order.deadline)
         return prove_server(session, order, stock, sent, same_dtypes=True, sums_of=sums_of)

@@ -18,8 +18,8 @@ from swift_stage2.errors import RoundFailed
 from swift_stage2.rollout_server.engine import CacheKind, WeightStamp
 from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
 from swift_stage2.rollout_server.weight_source import RoundWeights, WeightSource, open_learner_memory
-from swift_stage2.servers.protocol import RoundRequest, TensorSpec
 from swift_stage2.weights.snapshot import ReadSnapshot, SnapshotFile, WeightIdentity
+from swift_stage2.wire import RoundRequest, TensorSpec
 
 WAIT_S = 60.0
 NOBODY_LEAVES = threading.Event()

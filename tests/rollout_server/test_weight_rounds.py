@@ -14,8 +14,8 @@ from swift_stage2.rollout_server.engine import InstalledWeights, WeightStamp
 from swift_stage2.rollout_server.open_round import RoundState
 from swift_stage2.rollout_server.weight_rounds import WeightRounds
 from swift_stage2.rollout_server.weight_source import RoundWeights
-from swift_stage2.servers.protocol import FinishRequest, RefusalReason, RoundRequest, TensorSpec
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
+from swift_stage2.wire import FinishRequest, RefusalReason, RoundRequest, TensorSpec
 
 MANIFEST = (TensorSpec("a", (2,), "float32"), TensorSpec("b", (3, 4), "float32"))
 NOBODY_LEAVES = threading.Event()

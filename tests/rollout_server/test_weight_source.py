@@ -27,11 +27,11 @@ from swift_stage2.rollout_server.weight_source import (
     require_size,
 )
 from swift_stage2.runtime.memory import MemoryFile
-from swift_stage2.servers.protocol import RoundRequest, TensorSpec
 from swift_stage2.weights.disk_rounds import DiskRounds
 from swift_stage2.weights.snapshot import ReadSnapshot, SnapshotFile
 from swift_stage2.weights.stream import WeightListener, connect_stream
 from swift_stage2.weights.tensors import checksums_by_name
+from swift_stage2.wire import RoundRequest, TensorSpec
 
 WAIT_S = 60.0
 NOBODY_LEAVES = threading.Event()

@@ -13,7 +13,7 @@ from weight_rounds import make_sync
 from swift_stage2.config import Proof
 from swift_stage2.rollout_server.engine import InstallFault
 from swift_stage2.runtime.memory import MemoryFile
-from swift_stage2.servers import protocol as rollout_protocol
+from swift_stage2.servers import infer_wire
 from swift_stage2.weights.courier import ThreadCourier, transport_for
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, StreamTransport
@@ -26,7 +26,7 @@ class GenerateCanary:
         from swift_stage2.demo.tiny_template import load_tiny_model, tiny_template
 
         self.request = image_request(shade=120)
-        self.config = rollout_protocol.request_config(
+        self.config = infer_wire.request_config(
             max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
         )
         self._module = module

@@ -12,9 +12,9 @@ import pytest
 
 from swift_stage2.errors import WeightSyncError
 from swift_stage2.runtime.memory import HeapTrim, available_memory_bytes
-from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.tensors import snapshot_bytes
+from swift_stage2.wire import TensorSpec
 
 
 def cgroup(directory: Path, limit: str, used: int, caches: int) -> Path:

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 
-from swift_stage2.servers import protocol, vllm_serve
+from swift_stage2 import wire
+from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.pending_abort import PendingAbort
 
 _INFO = {"incarnation": "a", "state": "serving", "can_abort": True}
 
 
 def _aborts(server: FakeRolloutServer) -> list[Any]:
-    return [call.body for call in server.calls if call.path == protocol.ABORT]
+    return [call.body for call in server.calls if call.path == wire.ABORT]
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_a_stock_server_is_not_asked_and_a_dead_one_is_no_error(
             assert abort._asking is not None
             abort._asking.result(20)
         assert _aborts(stock) == []
-    assert [call.path for call in stock_calls] == [protocol.SERVER_INFO, vllm_serve.WEIGHT_INFO]
+    assert [call.path for call in stock_calls] == [wire.SERVER_INFO, vllm_serve.WEIGHT_INFO]
     assert len(_aborts(server)) == 2
 
 

@@ -27,7 +27,7 @@ from swift_stage2.errors import ProtocolError, ServerFault
 from swift_stage2.fence import InferFence
 from swift_stage2.records import Sample, SampleKey
 from swift_stage2.servers import vllm_serve
-from swift_stage2.servers.protocol import greedy_config
+from swift_stage2.servers.infer_wire import greedy_config
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.vllm_serve import WeightVersion, chat_body
 from swift_stage2.weights.snapshot import SnapshotFile

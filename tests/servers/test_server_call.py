@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from typing import Any
@@ -11,8 +9,7 @@ from typing import Any
 import pytest
 from hostile_server import HostileServer
 
-from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
-from swift_stage2.servers import protocol
+from swift_stage2.errors import FaultKind, ServerFault
 from swift_stage2.servers.call import ServerCaller
 from swift_stage2.servers.session import Deadline, ServerSession
 
@@ -50,29 +47,12 @@ def fault_of(caller: ServerCaller, timeout_s: float = AMPLE_S) -> ServerFault:
     return caught.value
 
 
-@pytest.mark.parametrize("window", [31, 15])
-def test_an_encoded_answer_is_unfolded(server: HostileServer, caller: ServerCaller, window: int) -> None:
-    packer = zlib.compressobj(wbits=window)
-    body = packer.compress(b'{"a": 1}') + packer.flush()
-    server.answer = answer(body, f"Content-Encoding: {'gzip' if window == 31 else 'deflate'}")
-    assert ask(caller) == {"a": 1}
-
-
-# mtime=0: the bytes are a part of the test's name, which must be the same in every process that collects it.
 @pytest.mark.parametrize(
     ("body", "headers", "message"),
     [
         (b" " * (LIMIT + 1), [], f"at most {LIMIT} bytes"),
-        (gzip.compress(b" " * (LIMIT + 1), mtime=0), ["Content-Encoding: gzip"], f"at most {LIMIT} bytes"),
-        (gzip.compress(b"{}", mtime=0) + b" " * LIMIT, ["Content-Encoding: gzip"], f"at most {LIMIT} bytes"),
-        (
-            gzip.compress(gzip.compress(b"{}", mtime=0), mtime=0),
-            ["Content-Encoding: gzip, gzip"],
-            "content_encoding='gzip, gzip'",
-        ),
+        (b"{}", ["Content-Encoding: gzip"], "content_encoding='gzip'"),
         (b"{}", ["Content-Encoding: br"], "content_encoding='br'"),
-        (gzip.compress(b"{}", mtime=0)[:-4], ["Content-Encoding: gzip"], "whose encoding has no end"),
-        (b"{}", ["Content-Encoding: gzip"], "encoded as it says"),
         ("{}".encode("utf-16"), ["Content-Type: application/json; charset=utf-16"], "is not JSON"),
         (b'"\\ud800"', [], "is not JSON"),
         (b"[" * 5000 + b"]" * 5000, [], "recursion limit exceeded"),
@@ -146,18 +126,3 @@ def test_a_server_that_was_ours_is_no_stock_one_for_an_answer_of_404(server: Hos
         pytest.raises(ServerFault, match="was ours in this run must stay ours"),
     ):
         session.info(Deadline(AMPLE_S))
-
-
-def infer_reply(token: str = "1", logprob: str = "-1") -> Any:
-    """One completion, with JSON of any kind in two of its places."""
-    text = (
-        '[{"response": {"choices": [{"message": {"content": "x"}, "token_ids": [TOKEN], '
-        '"logprobs": {"content": [{"logprob": LOGPROB}]}}], "prompt_token_ids": [1]}}]'
-    )
-    return protocol.parse_json(text.replace("TOKEN", token).replace("LOGPROB", logprob).encode())
-
-
-@pytest.mark.parametrize("token", ["1" + "0" * 400, "9223372036854775808", "1.0", "true"])
-def test_a_token_id_of_more_than_64_bits_is_refused(token: str) -> None:
-    with pytest.raises(ProtocolError, match="token_ids must be a list of integers of 64 bits"):
-        protocol.parse_infer_reply(infer_reply(token=token), 1)

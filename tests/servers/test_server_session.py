@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 
+from swift_stage2 import wire
 from swift_stage2.errors import ConfigError, ServerFault
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 
 KEY = "sk-very-secret-0123456789"
 AMPLE_S = 60.0
 SHORT_S = 0.2
-INFO = protocol.ServerInfo(
+INFO = wire.ServerInfo(
     stock=False,
     incarnation="one",
     engine="transformers",
@@ -27,7 +27,7 @@ INFO = protocol.ServerInfo(
     run_id="run",
     state="ready",
     can_abort=True,
-    manifest=(protocol.TensorSpec("w", (2, 3), "float32"),),
+    manifest=(wire.TensorSpec("w", (2, 3), "float32"),),
 )
 
 
@@ -51,8 +51,8 @@ def _calls(session: ServerSession, deadline_s: float = AMPLE_S) -> list[Callable
     """The three kinds of call."""
     return [
         lambda: session.info(Deadline(deadline_s)),
-        lambda: session.get(protocol.WORLD_SIZE, Deadline(deadline_s)),
-        lambda: session.post(protocol.BEGIN_ROUND, {"a": 1}, Deadline(deadline_s)),
+        lambda: session.get(wire.WORLD_SIZE, Deadline(deadline_s)),
+        lambda: session.post(wire.BEGIN_ROUND, {"a": 1}, Deadline(deadline_s)),
     ]
 
 
@@ -66,20 +66,20 @@ def _set(server: FakeRolloutServer, behaviour: Callable[[Call], Answer]) -> None
 def test_info_of_our_own_server(server: FakeRolloutServer, session: ServerSession) -> None:
     server.on_get = _says(INFO.to_json())
     assert session.info(Deadline(AMPLE_S)) == INFO
-    assert [call.path for call in server.calls] == [protocol.SERVER_INFO]
+    assert [call.path for call in server.calls] == [wire.SERVER_INFO]
 
 
 def test_a_post_carries_body_key_and_round(server: FakeRolloutServer, session: ServerSession) -> None:
     server.on_reset = _says({"fine": True})
-    reply = session.post(protocol.BEGIN_ROUND, {"a": [1]}, Deadline(AMPLE_S))
+    reply = session.post(wire.BEGIN_ROUND, {"a": [1]}, Deadline(AMPLE_S))
     session.round_id = "r7"
-    session.post(protocol.FINISH_ROUND, {}, Deadline(AMPLE_S))
+    session.post(wire.FINISH_ROUND, {}, Deadline(AMPLE_S))
     assert reply == {"fine": True}
     call, later = server.calls
-    assert (call.path, call.body) == (protocol.BEGIN_ROUND, {"a": [1]})
+    assert (call.path, call.body) == (wire.BEGIN_ROUND, {"a": [1]})
     assert call.headers["Authorization"] == f"Bearer {KEY}"
-    assert protocol.ROUND_HEADER not in call.headers
-    assert later.headers[protocol.ROUND_HEADER] == "r7"
+    assert wire.ROUND_HEADER not in call.headers
+    assert later.headers[wire.ROUND_HEADER] == "r7"
 
 
 def test_proxies_of_the_environment_are_ignored(
@@ -89,7 +89,7 @@ def test_proxies_of_the_environment_are_ignored(
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with ServerSession(server.url) as session:
-        assert session.get(protocol.WORLD_SIZE, Deadline(AMPLE_S)) == {}
+        assert session.get(wire.WORLD_SIZE, Deadline(AMPLE_S)) == {}
 
 
 # --- faults ------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_whatever_is_wrong_with_a_reply_is_the_servers_fault(
     server: FakeRolloutServer, session: ServerSession, behaviour: Callable[[Call], Answer], message: str
 ) -> None:
     _set(server, behaviour)
-    paths = (protocol.SERVER_INFO, protocol.WORLD_SIZE, protocol.BEGIN_ROUND)
+    paths = (wire.SERVER_INFO, wire.WORLD_SIZE, wire.BEGIN_ROUND)
     for call, path in zip(_calls(session), paths, strict=True):
         with pytest.raises(ServerFault) as caught:
             call()

@@ -25,8 +25,8 @@ from torch.distributed import TCPStore
 from torchrun_job import free_port
 from weight_rounds import make_sync
 
+from swift_stage2 import wire
 from swift_stage2.errors import ServerFault
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights import stock_transport
 from swift_stage2.weights.courier import ThreadCourier
@@ -62,8 +62,8 @@ def peer(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.stdout.close()
 
 
-def answering_as_ours(manifest: tuple[protocol.TensorSpec, ...]) -> FakeRolloutServer:
-    info = protocol.ServerInfo(stock=False, incarnation="one", state="serving", manifest=manifest)
+def answering_as_ours(manifest: tuple[wire.TensorSpec, ...]) -> FakeRolloutServer:
+    info = wire.ServerInfo(stock=False, incarnation="one", state="serving", manifest=manifest)
     return FakeRolloutServer(
         on_get=lambda call: Answer(body=json.dumps(info.to_json()).encode()),
         on_reset=lambda call: Answer(body=json.dumps({"secret": SECRET}).encode()),
@@ -199,8 +199,8 @@ def test_a_round_over_a_group_that_lost_its_server_connects_anew(
             assert len(communicators) == expected
             dropped = [one.is_destroyed for one in communicators]
             assert dropped == [True] * (expected - 1) + [False]
-        joins = [call.path for call in server.calls if call.path == protocol.INIT_COMMUNICATOR]
-        closes = [call.path for call in server.calls if call.path == protocol.CLOSE_COMMUNICATOR]
+        joins = [call.path for call in server.calls if call.path == wire.INIT_COMMUNICATOR]
+        closes = [call.path for call in server.calls if call.path == wire.CLOSE_COMMUNICATOR]
         assert (len(joins), len(closes)) == (3, 3)
         transport.close(Deadline(5.0))
     never.set()
@@ -215,7 +215,7 @@ def test_a_group_that_never_forms_at_a_server_that_answers_no_more_ends_with_the
     monkeypatch.setattr(group, "create", lambda **_: never.wait(KILLED_BY_S))
 
     def joined_and_deaf(call: Call) -> Answer:
-        asked_to_join = protocol.INIT_COMMUNICATOR in [earlier.path for earlier in fake.calls[:-1]]
+        asked_to_join = wire.INIT_COMMUNICATOR in [earlier.path for earlier in fake.calls[:-1]]
         body = b'{"message": "status: True"}'
         return Answer(body=body, after=never if asked_to_join else None)
 

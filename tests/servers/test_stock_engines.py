@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from stock_engines import StandInEngine, stock_server
 
+from swift_stage2 import wire
 from swift_stage2.config import Proof
 from swift_stage2.errors import ServerFault
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import require_workers
 from swift_stage2.weights.proof import RoundOrder, prove_server
@@ -47,7 +47,7 @@ def prove(*engines: StandInEngine, tensor_parallel_size: int = 1) -> str:
         stock_server(*engines, tensor_parallel_size=tensor_parallel_size) as server,
         ServerSession(server.url) as session,
     ):
-        return prove_server(session, order(), protocol.ServerInfo(stock=True), {}, same_dtypes=True)
+        return prove_server(session, order(), wire.ServerInfo(stock=True), {}, same_dtypes=True)
 
 
 @pytest.mark.parametrize(("num_engines", "tensor_parallel_size"), [(1, 1), (1, 4), (2, 1), (3, 2)])

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from fake_rollout_server import Answer, Behaviour, FakeRolloutServer
 
+from swift_stage2 import wire
 from swift_stage2.errors import ServerFault
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
 
@@ -20,7 +20,7 @@ def server() -> Iterator[FakeRolloutServer]:
 
 
 def world_size(body: bytes, status: int = 200) -> Behaviour:
-    return lambda call: Answer(status, body) if call.path == protocol.WORLD_SIZE else Answer(404)
+    return lambda call: Answer(status, body) if call.path == wire.WORLD_SIZE else Answer(404)
 
 
 def test_a_stock_server_tells_its_workers(server: FakeRolloutServer) -> None:

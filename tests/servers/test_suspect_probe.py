@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from fake_rollout_server import LONGEST_WAIT_S, Answer, Call, FakeRolloutServer
 
+from swift_stage2 import wire
 from swift_stage2.errors import ConfigError
 from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.servers import probe as suspect_probe
-from swift_stage2.servers import protocol
 from swift_stage2.servers.probe import JoiningServer, SuspectProbe
 
 INTERVAL_S = 0.01
@@ -48,13 +48,13 @@ def _json(body: Any, **answer: Any) -> Answer:
 
 
 def _ours(state: str) -> Any:
-    info = protocol.ServerInfo(stock=False, incarnation="one", state=state)
+    info = wire.ServerInfo(stock=False, incarnation="one", state=state)
     return lambda call: _json(info.to_json())
 
 
 def _silent(call: Call) -> Answer:
     """As a stock server whose workers are gone."""
-    return Answer(status=500 if call.path == protocol.STATE_KEYS else 404)
+    return Answer(status=500 if call.path == wire.STATE_KEYS else 404)
 
 
 def _wait_until(holds: Callable[[], bool]) -> None:
@@ -144,9 +144,9 @@ def test_a_stock_server_whose_worker_is_wedged_does_not_answer_again(probe: Susp
     keys: list[str] = []
 
     def stock(call: Call) -> Answer:
-        if call.path == protocol.STATE_KEYS:
+        if call.path == wire.STATE_KEYS:
             return _json({"keys": keys})
-        return _json({"world_size": 1}) if call.path == protocol.WORLD_SIZE else Answer(status=404)
+        return _json({"world_size": 1}) if call.path == wire.WORLD_SIZE else Answer(status=404)
 
     with FakeRolloutServer(on_get=stock) as server:
         probe.watch([server.url])

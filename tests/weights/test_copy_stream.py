@@ -23,7 +23,6 @@ from swift_stage2.collectives import SingleRank
 from swift_stage2.compat import declare_operators
 from swift_stage2.errors import WeightSyncError
 from swift_stage2.records import ServerReport
-from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.servers.session import Deadline
 from swift_stage2.weights import copy_stream
 from swift_stage2.weights.copy_stream import Copy, CudaCopyStream
@@ -32,6 +31,7 @@ from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import RoundOrder
 from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.tensors import snapshot_bytes
+from swift_stage2.wire import TensorSpec
 
 Weights = dict[str, torch.Tensor]
 Step = Callable[[], object]

@@ -22,9 +22,9 @@ from stopped_process import stop_process
 from waiting import wait_for
 from weight_rounds import courier_setup, make_sync
 
+from swift_stage2 import wire
 from swift_stage2.config import Transport
 from swift_stage2.records import RoundOutcome
-from swift_stage2.servers import protocol
 from swift_stage2.weights.courier_process import ProcessCourier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.tensors import checksum_tensor
@@ -198,7 +198,7 @@ def test_a_process_that_is_killed_before_it_reads_its_errand_fails_every_target(
     learner.require_another_process_and_a_proof(pid)
 
 
-@pytest.mark.parametrize("path", [protocol.INIT_COMMUNICATOR, protocol.PROCESS_WEIGHTS])
+@pytest.mark.parametrize("path", [wire.INIT_COMMUNICATOR, wire.PROCESS_WEIGHTS])
 def test_a_process_that_is_killed_in_a_push_or_an_install_fails_what_was_not_proven(
     learner: Learner, path: str
 ) -> None:
@@ -215,7 +215,7 @@ def test_a_process_that_is_killed_in_a_push_or_an_install_fails_what_was_not_pro
 
 def test_a_server_that_was_proven_before_the_process_was_killed_stays_proven(learner: Learner) -> None:
     pid, let_go = learner.courier.pid, threading.Event()
-    learner.servers[1].hooks[protocol.INIT_COMMUNICATOR] = lambda call: Answer(after=let_go)
+    learner.servers[1].hooks[wire.INIT_COMMUNICATOR] = lambda call: Answer(after=let_go)
     learner.begin()
     wait_for(lambda: learner.sync.has_news)
     first = learner.sync.hear()
@@ -261,7 +261,7 @@ def test_a_process_that_stands_still_is_killed_and_reaped_before_anything_else_b
 ) -> None:
     pid = learner.courier.pid
     learner.sync._timeout_s = 1.5
-    learner.servers[0].hooks[protocol.PROCESS_WEIGHTS] = once(lambda: stop_process(pid))
+    learner.servers[0].hooks[wire.PROCESS_WEIGHTS] = once(lambda: stop_process(pid))
     outcome = learner.round()
     assert 0 in outcome.failed
     assert {outcome.reports[server].error for server in outcome.failed} == {LATE.format(1.5)}
@@ -296,11 +296,11 @@ def test_no_log_and_no_command_line_has_the_key(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     words = psutil.Process(learner.courier.pid).cmdline()
-    learner.servers[0].hooks[protocol.BEGIN_ROUND] = lambda call: Answer(
+    learner.servers[0].hooks[wire.BEGIN_ROUND] = lambda call: Answer(
         500, call.headers["Authorization"].encode()
     )
     pid = learner.courier.pid
-    learner.servers[1].hooks[protocol.PROCESS_WEIGHTS] = once(lambda: kill(pid), Answer(drop=True))
+    learner.servers[1].hooks[wire.PROCESS_WEIGHTS] = once(lambda: kill(pid), Answer(drop=True))
     outcome = learner.round()
     assert outcome.failed == (0, 1)
     told = [*words, caplog.text, *capfd.readouterr(), *(str(each.error) for each in outcome.reports.values())]

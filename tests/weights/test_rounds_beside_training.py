@@ -16,9 +16,9 @@ from fake_staging_server import FakeStagingServer
 from torch import nn
 from weight_rounds import make_sync
 
+from swift_stage2 import wire
 from swift_stage2.errors import ServerFault, WeightSyncError
 from swift_stage2.records import RoundOutcome
-from swift_stage2.servers import protocol
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.telemetry.timing import EnterSpan, untraced
 from swift_stage2.weights import sync_round as weight_sync
@@ -186,7 +186,7 @@ def test_weights_that_are_not_finite_end_every_push_and_are_named(
         round_.run()
     for server, transport in zip(servers, round_.transports, strict=True):
         assert transport.sent == [], "no server gets a part of them"
-        assert protocol.PROCESS_WEIGHTS not in [call.path for call in server.calls]
+        assert wire.PROCESS_WEIGHTS not in [call.path for call in server.calls]
 
 
 def test_an_export_that_fails_is_told_when_the_round_finishes_and_no_server_is_asked(
@@ -326,7 +326,7 @@ def test_servers_install_a_staged_round_one_after_another(staging: list[FakeStag
         assert both_ask.wait(LIMIT_S)
 
     for server in staging:
-        server.hooks[protocol.PROCESS_WEIGHTS] = partial(install, server)
+        server.hooks[wire.PROCESS_WEIGHTS] = partial(install, server)
     sync = Round(staging, at_once, at_once).sync(span=span)
     begin_staged(sync)
     hear_all(sync)
@@ -345,7 +345,7 @@ def test_a_server_that_hangs_in_its_install_takes_no_other_one_with_it(
         has_turn.set()
         return Answer(500, b"{}", after=let_go)
 
-    staging[hangs].hooks[protocol.PROCESS_WEIGHTS] = hang
+    staging[hangs].hooks[wire.PROCESS_WEIGHTS] = hang
     sends = [at_once, at_once]
     sends[1 - hangs] = lambda number: has_turn.wait(LIMIT_S)
     sync = Round(staging, *sends).sync(straggler_s=0.4)
@@ -370,4 +370,4 @@ def test_a_hold_ends_with_the_rounds_time_or_with_the_round(
     sync._courier.give_up("enough")
     assert sync._courier.wait(0.4 * LIMIT_S), "nobody waits any more"
     assert hear_all(sync).failed == (0, 1)
-    assert not any(paths_of(server).count(protocol.PROCESS_WEIGHTS) > 1 for server in staging)
+    assert not any(paths_of(server).count(wire.PROCESS_WEIGHTS) > 1 for server in staging)

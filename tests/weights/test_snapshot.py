@@ -18,14 +18,14 @@ from safetensors.torch import load as load_bytes
 
 from swift_stage2.errors import ProtocolError, WeightSyncError
 from swift_stage2.runtime.memory import MEMORY_PREFIX, MemoryFile
-from swift_stage2.servers.protocol import TensorSpec
 from swift_stage2.weights import snapshot as snapshot_module
 from swift_stage2.weights.snapshot import ReadSnapshot, SnapshotFile, WeightIdentity
 from swift_stage2.weights.tensors import checksum_tensor
+from swift_stage2.wire import TensorSpec
 
 _OTHER_PROCESS = """
 import json, sys
-from swift_stage2.servers.protocol import TensorSpec
+from swift_stage2.wire import TensorSpec
 from swift_stage2.weights.snapshot import ReadSnapshot, SnapshotFile, WeightIdentity
 
 manifest = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in json.loads(sys.argv[1])]

@@ -13,8 +13,9 @@ import torch
 from fake_rollout_server import LONGEST_WAIT_S, Answer, FakeRolloutServer, outputs
 from weight_rounds import make_sync
 
+from swift_stage2 import wire
 from swift_stage2.errors import ServerFault
-from swift_stage2.servers import protocol, vllm_serve
+from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights import courier as weight_courier
 from swift_stage2.weights import stock_transport
@@ -63,7 +64,7 @@ def server() -> Iterator[FakeRolloutServer]:
 
 
 def _sync(server: FakeRolloutServer, made: list[Any], make: Any, timeout_s: float = 20.0) -> WeightSync:
-    def make_transport(info: protocol.ServerInfo) -> Any:
+    def make_transport(info: wire.ServerInfo) -> Any:
         made.append(make())
         return made[-1]
 
@@ -92,10 +93,10 @@ def test_a_stock_server_answers_an_ordered_call_before_anything_is_pushed(server
     made: list[RecordedTransport] = []
     _sync(server, made, lambda: RecordedTransport(server)).run(1, [0])
     assert made[0].asked_before == [
-        protocol.SERVER_INFO,
+        wire.SERVER_INFO,
         vllm_serve.WEIGHT_INFO,
-        protocol.RESET_PREFIX_CACHE,
-        protocol.WEIGHT_SUMS,
+        wire.RESET_PREFIX_CACHE,
+        wire.WEIGHT_SUMS,
     ]
 
 
@@ -177,7 +178,7 @@ def test_a_world_size_that_is_none_is_the_servers_fault(server: FakeRolloutServe
         StockTransport(torch.device("cpu")).open(
             session, endpoint, SnapshotFile((), bucket_bytes=1), Deadline(5.0)
         )
-    assert [call.path for call in server.calls] == [protocol.WORLD_SIZE]
+    assert [call.path for call in server.calls] == [wire.WORLD_SIZE]
 
 
 def test_a_stock_server_is_not_asked_to_join_where_the_learner_cannot_come(server: FakeRolloutServer) -> None:

@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from swift_stage2 import wire
 from swift_stage2.channel_b.rollouts.infer_route import InferRoute
 from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult
 from swift_stage2.errors import ProtocolError, ServerFault
-from swift_stage2.servers import protocol, vllm_serve
+from swift_stage2.servers import infer_wire, vllm_serve
 
 _MOST_CALLS = 256  # at once; vLLM computes no more than that together unless it is told to
 _SHORTEST_TIMEOUT_S = 1e-3
@@ -50,11 +51,11 @@ class ChatRoute(InferRoute):
             late = [end for end in ends if end.end is PostEnd.TIMED_OUT]
             return next(iter(late + ends), PostResult(PostEnd.ERROR_ANSWER, str(faults[0])))
         try:
-            record = await self._ask("GET", vllm_serve.WEIGHT_INFO, None, end, protocol.MOST_CONTROL_BYTES)
+            record = await self._ask("GET", vllm_serve.WEIGHT_INFO, None, end, wire.MOST_CONTROL_BYTES)
             said = vllm_serve.parse_weight_version(record)
         except (ServerFault, ProtocolError) as error:
             return self.end_of(vllm_serve.WEIGHT_INFO, error)
-        completions = (answer for answer in answers if isinstance(answer, protocol.Completion))
+        completions = (answer for answer in answers if isinstance(answer, infer_wire.Completion))
         return PostResult(
             PostEnd.ANSWERED, completions=tuple(vllm_serve.stamped(each, said) for each in completions)
         )
@@ -66,7 +67,7 @@ class ChatRoute(InferRoute):
         if body["request_ids"]:  # none would mean all that anybody has asked
             end = time.monotonic() + timeout_s
             try:
-                await self._ask("POST", vllm_serve.ABORT_REQUESTS, body, end, protocol.MOST_CONTROL_BYTES)
+                await self._ask("POST", vllm_serve.ABORT_REQUESTS, body, end, wire.MOST_CONTROL_BYTES)
             except (ServerFault, ProtocolError) as error:
                 return self.end_of(vllm_serve.ABORT_REQUESTS, error)
         self._unsettled.difference_update(unsettled)
@@ -74,9 +75,9 @@ class ChatRoute(InferRoute):
 
     async def _chat(
         self, request: Mapping[str, Any], config: Mapping[str, Any], end: float
-    ) -> protocol.Completion | _Fault:
+    ) -> infer_wire.Completion | _Fault:
         request_id = uuid.uuid4().hex
-        most_bytes = protocol.most_infer_bytes(1, config["max_tokens"])
+        most_bytes = infer_wire.most_infer_bytes(1, config["max_tokens"])
         try:
             body = vllm_serve.chat_body(self._model, request, config, request_id)
             async with self._room:

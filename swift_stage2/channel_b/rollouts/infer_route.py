@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
+from swift_stage2 import wire
 from swift_stage2.channel_b.rollouts.http import ServerHttp
 from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult
 from swift_stage2.columns import asked_by
 from swift_stage2.errors import FaultKind, ProtocolError, ServerFault
-from swift_stage2.servers import protocol
+from swift_stage2.servers import infer_wire
 
 _REFUSALS = {
     401: "the server refuses the API key; set the variable that rollout.api_key_env names",
@@ -43,23 +44,23 @@ class InferRoute(ServerHttp):
         self, requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, timeout_s: float
     ) -> PostResult:
         """Asks for one completion per request, in order."""
-        asked = [{**request, protocol.REQUEST_ID: uuid4().hex} for request in requests]
+        asked = [{**request, infer_wire.REQUEST_ID: uuid4().hex} for request in requests]
         body = {"infer_requests": asked, "request_config": config}
-        most_bytes = protocol.most_infer_bytes(len(requests), config["max_tokens"])
+        most_bytes = infer_wire.most_infer_bytes(len(requests), config["max_tokens"])
         try:
-            record = await self.ask("POST", protocol.INFER, body, timeout_s=timeout_s, most_bytes=most_bytes)
-            completions = protocol.parse_infer_reply(record, len(requests), asked_by(config))
+            record = await self.ask("POST", wire.INFER, body, timeout_s=timeout_s, most_bytes=most_bytes)
+            completions = infer_wire.parse_infer_reply(record, len(requests), asked_by(config))
             _require_own(asked, completions)
         except (ServerFault, ProtocolError) as error:
-            return self.end_of(protocol.INFER, error)
+            return self.end_of(wire.INFER, error)
         return PostResult(PostEnd.ANSWERED, completions=completions)
 
     async def settle(self, *, timeout_s: float) -> PostResult:
         """An ordered call: ``ANSWERED`` means that what was sent before it is over."""
-        path, most_bytes = protocol.RESET_PREFIX_CACHE, protocol.MOST_CONTROL_BYTES
+        path, most_bytes = wire.RESET_PREFIX_CACHE, wire.MOST_CONTROL_BYTES
         try:
             record = await self.ask("POST", path, {}, timeout_s=timeout_s, most_bytes=most_bytes)
-            if not protocol.parse_cache_reset(record):  # engines say so while something still runs
+            if not wire.parse_cache_reset(record):  # engines say so while something still runs
                 raise ProtocolError("an idle server resets its prefix cache, got status=False")
         except (ServerFault, ProtocolError) as error:
             return self.end_of(path, error)
@@ -77,7 +78,7 @@ class InferRoute(ServerHttp):
         return PostResult(PostEnd.LOST if error.kind is None else _ENDS[error.kind], str(error))
 
 
-def _require_own(requests: Iterable[Mapping[str, Any]], completions: Iterable[protocol.Completion]) -> None:
+def _require_own(requests: Iterable[Mapping[str, Any]], completions: Iterable[infer_wire.Completion]) -> None:
     """Refuses an answer of our server that names another request than the one in its place.
 
     Prompt ids tell no two rows apart that have one prompt and images of one size. A stock server echoes nothing.
@@ -86,8 +87,8 @@ def _require_own(requests: Iterable[Mapping[str, Any]], completions: Iterable[pr
         ProtocolError: it names another request, or none.
     """
     for place, (request, completion) in enumerate(zip(requests, completions, strict=True)):
-        if completion.incarnation is not None and completion.request_id != request[protocol.REQUEST_ID]:
+        if completion.incarnation is not None and completion.request_id != request[infer_wire.REQUEST_ID]:
             raise ProtocolError(
                 f"an answer must be of the request in its place, got request_id={completion.request_id} for "
-                f"{protocol.REQUEST_ID}={request[protocol.REQUEST_ID]} at place {place}"
+                f"{infer_wire.REQUEST_ID}={request[infer_wire.REQUEST_ID]} at place {place}"
             )

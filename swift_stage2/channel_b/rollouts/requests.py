@@ -10,7 +10,7 @@ from typing import Protocol
 from swift_stage2.columns import Column
 from swift_stage2.config import DecodingConfig
 from swift_stage2.records import SampleKey
-from swift_stage2.servers.protocol import Completion
+from swift_stage2.servers.infer_wire import Completion
 
 
 class PostEnd(StrEnum):

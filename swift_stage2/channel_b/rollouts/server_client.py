@@ -27,7 +27,7 @@ from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import FenceShutDown
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.records import BatchOutcome, Sample
-from swift_stage2.servers.protocol import request_config
+from swift_stage2.servers.infer_wire import request_config
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from swift_stage2.errors import PromptMismatch
 from swift_stage2.records import Rollout
-from swift_stage2.servers.protocol import Completion
+from swift_stage2.servers.infer_wire import Completion
 
 
 @dataclass(frozen=True, slots=True)

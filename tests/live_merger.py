@@ -9,18 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import httpx
 from fake_rollout_server import FakeRolloutServer, request
 from free_port import free_port as free_port
 
-from swift_stage2.rollout_merger.dispatcher import Dispatcher, Upstream
+from swift_stage2 import wire
 from swift_stage2.rollout_merger.merged_post import SeedLayout
-from swift_stage2.rollout_merger.routes import create_app
-from swift_stage2.servers import protocol
-from swift_stage2.servers.http_app import SHUTDOWN_GRACE_S, HttpServer, bind
+from swift_stage2.rollout_merger.merger import Merger
+from swift_stage2.servers.call import ServerCaller
+from swift_stage2.servers.http_app import HttpServer, bind
 from swift_stage2.servers.request_checks import RequestLimits
 
 LONGEST_WAIT_S = 60.0
@@ -29,10 +28,10 @@ LONGEST_WAIT_S = 60.0
 @dataclass(frozen=True)
 class LiveMerger:
     url: str
-    dispatcher: Dispatcher
+    merger: Merger
 
     def infer(self, *texts: str, seed: int | None = 7, **config: Any) -> httpx.Response:
-        return self.post(protocol.INFER, infer_body(*texts, seed=seed, **config))
+        return self.post(wire.INFER, infer_body(*texts, seed=seed, **config))
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=LONGEST_WAIT_S, trust_env=False, **more)
@@ -44,7 +43,7 @@ class LiveMerger:
         """Waits until what ``/health/`` says makes ``holds`` true."""
         end = time.monotonic() + LONGEST_WAIT_S
         pause = threading.Event()
-        while not holds(state := self.dispatcher.health()):
+        while not holds(state := self.merger.health()):
             assert time.monotonic() < end, state
             pause.wait(0.005)
 
@@ -92,25 +91,26 @@ def live_merger(
     api_key: str | None = None,
     layout: SeedLayout | None = None,
     limits: RequestLimits | None = None,
+    needs_weights: bool = False,
     **patience: float,
 ) -> Iterator[LiveMerger]:
     url = upstream if isinstance(upstream, str) else upstream.url
-    dispatcher = Dispatcher(
-        Upstream(url, api_key=api_key, timeout_s=timeout_s),
+    merger = Merger(
+        upstream=ServerCaller(url, api_key=api_key),
         max_batch_size=max_batch_size,
         layout=layout or SeedLayout(),
+        timeout_s=timeout_s,
+        limits=limits or RequestLimits(),
+        needs_weights=needs_weights,
         **patience,
     )
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    server = HttpServer(
-        create_app(dispatcher, api_key, limits=limits), partial(dispatcher.close, SHUTDOWN_GRACE_S)
-    )
-    dispatcher.start()
+    server = HttpServer(merger.app(api_key), merger.close)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
-        yield LiveMerger(f"http://127.0.0.1:{port}", dispatcher)
+        yield LiveMerger(f"http://127.0.0.1:{port}", merger)
     finally:
         server.should_exit = True
         thread.join(LONGEST_WAIT_S)

@@ -1,0 +1,295 @@
+"""The wire of ``/infer/``: what a learner asks, and how ms-swift's records and ours answer; for both sides.
+
+A call of rollouts is closed, because what a server does not understand it must not do; an answer may say more.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import AliasPath, BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from swift_stage2.columns import LOG_PROBS, Column, request_options
+from swift_stage2.errors import ProtocolError
+from swift_stage2.wire import (
+    CLOSED,
+    OPEN,
+    ClosedMessage,
+    Flag,
+    Int,
+    Many,
+    Message,
+    Number,
+    Text,
+    TokenId,
+    read,
+)
+
+_Zero: TypeAlias = Annotated[Number, Field(ge=0, le=0)]
+_One: TypeAlias = Annotated[Number, Field(ge=1, le=1)]
+
+# JSON spells an id in at most 8 bytes, a token's text and its log-probability in some more; a prompt's ids come back as
+# well, some ten thousands where images are large, and stock servers echo messages.
+_BYTES_OF_A_PROMPT = 512 << 10
+_BYTES_OF_A_TOKEN = 512
+
+REQUEST_ID = "uuid"  # of an infer request, as ms-swift calls it: our server stamps its answer with it
+PREFIX = "prefix_token_ids"  # of an infer request: the first ids of its answer, where ``ServerInfo.resume``
+_MAY_ABORT = "may_abort"
+
+
+def most_infer_bytes(num_requests: int, max_new_tokens: int) -> int:
+    """How long the answer to an ``/infer/`` call may be, beyond the bytes that were sent."""
+    return (1 << 20) + num_requests * (_BYTES_OF_A_PROMPT + max_new_tokens * _BYTES_OF_A_TOKEN)
+
+
+@dataclass(frozen=True, slots=True, config=CLOSED)
+class ChatMessage(ClosedMessage):
+    """One turn. Structured content could name files and addresses; media travels in ``images`` only."""
+
+    role: Text
+    content: Text
+    name: Text | None = None
+    loss: Flag | None = None
+    loss_scale: Number | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: Text | None = None
+
+
+@dataclass(frozen=True, slots=True, config=CLOSED)
+class TemplateArguments(ClosedMessage):
+    """All others reach a media loader or a chat template as arguments, under any name."""
+
+    enable_thinking: Flag | None = None
+    preserve_thinking: Flag | None = None
+    response_prefix: Text | None = None
+
+
+@dataclass(frozen=True, slots=True, config=CLOSED)
+class Conversation(ClosedMessage):
+    """One of ms-swift's infer requests, as far as it says what is generated; media as base64."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    images: Many[Text] | None = None
+    tools: Any = None
+    objects: Any = None
+    chat_template_kwargs: TemplateArguments | None = None
+    prefix_token_ids: Many[TokenId] | None = None
+    uuid: Any = None
+    data_dict: Any = None
+    add_eos: Any = None  # does not change what is generated
+    audios: Annotated[list[Any], Field(max_length=0)] | None = None
+    videos: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
+class SamplingOptions(ClosedMessage):
+    """ms-swift's ``RequestConfig``: what our server does, and the one value that it takes of the rest."""
+
+    max_tokens: Annotated[Int, Field(ge=1, le=2**31)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=1e6)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Int, Field(ge=-1, le=2**31)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0, le=1e6)] | None = None
+    seed: Annotated[Int, Field(ge=0)] | None = None
+    stop: (
+        Annotated[Many[Annotated[Text, Field(min_length=1, max_length=256)]], Field(max_length=16)] | None
+    ) = None
+    """Searched for after every token of every row."""
+    logprobs: Flag | None = None
+    return_details: Flag | None = None
+    stream: Literal[False] = False
+    n: _One = 1
+    best_of: _One | None = None
+    num_beams: _One = 1
+    min_p: _Zero | None = None
+    presence_penalty: _Zero = 0
+    frequency_penalty: _Zero = 0
+    length_penalty: _One = 1
+    prompt_logprobs: None = None
+    structured_outputs_regex: None = None
+    top_logprobs: None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
+class InferCall(ClosedMessage):
+    """Body of ``/infer/``. Each request is a ``Conversation``, or an error of its own."""
+
+    infer_requests: Annotated[list[Any], Field(min_length=1)]
+    request_config: SamplingOptions | None = None
+    use_tqdm: Any = None
+    metrics: None = None  # ms-swift's own client sends these two, and null
+    adapter_request: None = None
+
+
+def request_config(
+    *, max_new_tokens: int, seed: int, columns: Iterable[Column] = (), **sampling: float
+) -> dict[str, Any]:
+    """``SamplingOptions`` as JSON that asks for token ids, prompt ids and ``columns``."""
+    asked = {"max_tokens": max_new_tokens, **sampling, "seed": seed, "return_details": True}
+    SamplingOptions.from_json(asked)
+    return {**asked, **request_options(columns)}
+
+
+def greedy_config(max_new_tokens: int) -> dict[str, Any]:
+    """A ``request_config`` under which equal weights give equal answers."""
+    return request_config(
+        max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, seed=1
+    )
+
+
+def protect_from_abort(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The same infer request, which ``/stage2/abort/`` leaves alone. Stock servers take the field and ignore it."""
+    return {**request, "data_dict": {**request.get("data_dict", {}), "stage2": {_MAY_ABORT: False}}}
+
+
+def may_abort(request: Mapping[str, Any]) -> bool:
+    """Whether an infer request may be ended by ``/stage2/abort/``: yes unless it is protected."""
+    extra = request.get("data_dict")
+    ours = extra.get("stage2") if isinstance(extra, Mapping) else None
+    return not (isinstance(ours, Mapping) and ours.get(_MAY_ABORT) is False)
+
+
+# --- /infer/, answered --------------------------------------------------------------------------
+_RESPONSE, _CHOICE, _STAMP = ("response",), ("response", "choices", 0), ("rollout_infos", "stage2")
+
+
+def _log_probs(said: Any) -> Any:
+    """The numbers in ms-swift's record of an answer's tokens; what this process gives are the numbers themselves."""
+    if said is None or isinstance(said, tuple):
+        return said
+    tokens = said.get("content") if isinstance(said, dict) else None
+    if not isinstance(tokens, list) or not all(isinstance(token, dict) for token in tokens):
+        raise ValueError("must hold a content of one record per token")
+    return tuple(token.get("logprob") for token in tokens)
+
+
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="ignore", populate_by_name=True))
+class Completion(Message):
+    """One answer of ``/infer/``: what the model sampled, verbatim, and what the server adds to it.
+
+    Read from ms-swift's ``RolloutOutput``, in which each field has the place that stands beside it.
+    """
+
+    text: Text = Field(validation_alias=AliasPath(*_CHOICE, "message", "content"))
+    token_ids: Many[Int] = Field(validation_alias=AliasPath(*_CHOICE, "token_ids"))
+    prompt_token_ids: Many[Int] = Field(validation_alias=AliasPath(*_RESPONSE, "prompt_token_ids"))
+    finish_reason: Text | None = Field(default=None, validation_alias=AliasPath(*_CHOICE, "finish_reason"))
+    """``stop``, ``length`` or ``abort``."""
+    images_size: Annotated[
+        Many[tuple[Int, Int]], BeforeValidator(lambda sizes: () if sizes is None else sizes)
+    ] = Field(default=(), validation_alias=AliasPath(*_RESPONSE, "images_size"))
+    """(width, height) of each image as the model saw it."""
+    log_probs: Annotated[Many[Number] | None, BeforeValidator(_log_probs)] = Field(
+        default=None, validation_alias=AliasPath(*_CHOICE, "logprobs")
+    )
+    weight_version: Int | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "weight_version"))
+    """Stamped by our server, as is the rest; ``seed`` by a merger that shared a POST among callers."""
+    run_id: Text | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "run_id"))
+    incarnation: Text | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "incarnation"))
+    round_id: Text | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "round_id"))
+    seed: Int | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "seed"))
+    request_id: Text | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "request_id"))
+    """Of the request that it answers; a stock server names none."""
+
+
+def parse_infer_reply(data: Any, num_requests: int, asked: Collection[str] = ()) -> tuple[Completion, ...]:
+    """The completions of an ``/infer/`` reply, one per request, in order.
+
+    Raises:
+        ProtocolError: not a list, another number of outputs than requests, a field of a wrong type, or one of the
+            columns ``asked`` for is missing or is none.
+    """
+    completions = read(Many[Completion], data, "an /infer/ reply")
+    if len(completions) != num_requests:
+        raise ProtocolError(
+            f"an /infer/ reply must hold one output per request, got num_outputs={len(completions)} "
+            f"num_requests={num_requests}"
+        )
+    return tuple(
+        replace(
+            each,
+            log_probs=LOG_PROBS.check(each.log_probs, len(each.token_ids), asked=LOG_PROBS.name in asked),
+        )
+        for each in completions
+    )
+
+
+def output_json(
+    completion: Completion,
+    *,
+    request_id: str | None,
+    model: str,
+    incarnation: str,
+    is_proven: bool,
+    return_details: bool,
+) -> dict[str, Any]:
+    """ms-swift's ``RolloutOutput``, stamped with the weights that made the answer."""
+    num_prompt, num_new = len(completion.prompt_token_ids), len(completion.token_ids)
+    log_probs = None
+    if completion.log_probs is not None:
+        pairs = zip(completion.token_ids, completion.log_probs, strict=True)
+        log_probs = {"content": [{"token_id": token, "logprob": log_prob} for token, log_prob in pairs]}
+    message = {"role": "assistant", "content": completion.text, "tool_calls": None, "reasoning_content": None}
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": completion.finish_reason,
+        "logprobs": log_probs,
+        "token_ids": completion.token_ids if return_details else None,
+        "routed_experts": None,
+    }
+    response = {
+        "model": model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+        },
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "prompt_token_ids": completion.prompt_token_ids if return_details else None,
+        "prompt_logprobs": None,
+        "images_size": completion.images_size if return_details else None,
+    }
+    stamp = {
+        "weight_version": completion.weight_version,
+        "run_id": completion.run_id,
+        "round_id": completion.round_id,
+        "incarnation": incarnation,
+        "proven": is_proven,
+        "request_id": request_id,
+    }
+    lists: dict[str, Any] = {
+        key: [] for key in ("response_token_ids", "response_loss_mask", "rollout_logprobs")
+    }
+    return {
+        "response": response,
+        "messages": None,
+        "rollout_infos": {"stage2": stamp},
+        "prompt_logprobs": None,
+        **lists,
+    }
+
+
+@dataclass(frozen=True, slots=True, config=OPEN)
+class FailedRequest(Message):
+    """One request of an ``/infer/`` call that cannot be answered."""
+
+    index: Annotated[Int, Field(ge=0)]
+    cause: Text = ""
+
+
+@dataclass(frozen=True, slots=True, config=OPEN)
+class FailedRequests(Message):
+    """Our server's answer of status 500 to ``/infer/``; calls that share a batch with these are answered."""
+
+    failures: Many[FailedRequest]
+    detail: Text = ""
