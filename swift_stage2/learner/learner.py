@@ -1,4 +1,4 @@
-"""Decides every optimizer step on the main thread: round if due, reserve, agree, then channel A or B packs.
+"""Decides every optimizer step on the main thread: new weights if due, reserve, agree, then channel A or B packs.
 
 All ranks call ``begin_step`` at the same step and reach the same decision, because every rank-local fact
 travels in one vector and nothing else is consulted. Knows no ms-swift; called by the trainer.
@@ -17,8 +17,8 @@ from swift_stage2.collectives import ControlGroup
 from swift_stage2.errors import ChannelBStarved, PipelineFailed, Stage2Error
 from swift_stage2.evaluation import PinnedEvaluation
 from swift_stage2.learner.parts import ChannelB
-from swift_stage2.learner.rounds import LearnerRounds
-from swift_stage2.records import Pack, RoundOutcome
+from swift_stage2.learner.versions import LearnerVersions
+from swift_stage2.records import Pack
 from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd
@@ -36,6 +36,7 @@ from swift_stage2.scheduling.watches import StarvationWatch
 from swift_stage2.telemetry.event_log import unwritten
 from swift_stage2.telemetry.events import Checkpoint, Step
 from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.weights.updates import UpdateNews
 
 logger = logging.getLogger(__name__)
 
@@ -74,17 +75,20 @@ class Learner:
         self._missed_in_a_row = 0
         self._paused = False
         self._has_trained = False
-        self._rounds = (
-            LearnerRounds(self.channel_b, self.control, self.events) if self.channel_b is not None else None
+        self._versions = (
+            LearnerVersions(self.channel_b, self.control, self.events, self._agree_outside)
+            if self.channel_b is not None
+            else None
         )
         self._last_begin_s: float | None = None
         self._step_seconds: float | None = None
 
     def start(self) -> None:
-        """Starts the background threads. The fence stays closed until the first round has proven a server."""
+        """Starts the background threads. Nothing is asked before a server has proven a version."""
         self.failures.watch()
         if self.channel_b is not None:
-            self.channel_b.probe.start()
+            if self.channel_b.updates is not None:
+                self.channel_b.updates.start()
             self.channel_b.pipeline.start()
 
     def request_stop(self) -> None:
@@ -92,13 +96,13 @@ class Learner:
         self._stop_requested = True
 
     def begin_step(self, step: int, num_packs: int) -> StepDecision:
-        """Begins a due round, agrees with all ranks on this step's channel, and takes in what is news of a round.
+        """Begins a due version, agrees with all ranks on this step's channel, and applies what else they agreed on.
 
         ``num_packs`` is the number of micro_steps of the window, the same on all ranks.
 
         Raises:
             WeightSyncError: the learner's weights cannot be exported.
-            WeightSyncHang: another rank has ended because of a round.
+            WeightSyncHang: another rank has ended because of a snapshot.
             StaleSample: a bug let one come so far.
             StorageFull: some rank's event log cannot be written; nothing of this step is trained.
             PipelineFailed: a pipeline died somewhere and the configuration asks to fail.
@@ -107,26 +111,17 @@ class Learner:
         self._measure_step()
         for failure in self.failures.take():
             self.events.record_warning(failure)
-        if self._rounds is not None:
-            self._rounds.begin_if_due(step)
+        if self._versions is not None:
+            self._versions.begin_if_due(step)
         started = time.perf_counter()
         wants_b = self.channel_b is not None and wants_channel_b(step, self.b_ratio)
         reservation = self._reserve(step, num_packs) if wants_b else None
-        outcome = self._agree(reservation)
-        if outcome.log_failed:
-            if reservation is not None:
-                reservation.release()
-            self._raise_log_failures()
-        heard = self._hear_of_round(reservation) if outcome.round_news else None
+        outcome, news = self._agree(step, reservation)
         plan = outcome.plan(wants_b=wants_b)
         packs = self._spend(step, reservation, plan)
         told = self._told(step, plan, packs, time.perf_counter() - started)
-        if self._rounds is not None:
-            self._rounds.take_in_suspects(step, outcome.servers_suspect, outcome.servers_answer_again)
-            if heard is not None:  # after this step's packs were taken, so that none ages between the two
-                self._rounds.take_in(step, heard)
-            if outcome.server_joins:
-                self._rounds.take_in_joining()
+        if self._versions is not None:  # after this step's packs were taken, so that none ages between the two
+            self._versions.apply(step, outcome, news)
         self._publish(step, outcome, wants_b=wants_b, reserved=reservation is not None)
         self.events.record_step(told)
         self._raise_failures(outcome)
@@ -155,7 +150,7 @@ class Learner:
             return
         self._has_trained = True
         b.evaluation.schedule.ask_for_final(step)
-        b.rounds.is_asked_for = True
+        b.schedule.is_asked_for = True
         end = time.monotonic() + b.final_evaluation_s
         with self.events.activity("evaluating"):
             while not self._has_evaluated(b, b.evaluation, step, end):
@@ -164,9 +159,11 @@ class Learner:
         why = latest.end if latest is not None and latest.due_step == step else "none began"
         if why is not EvaluationEnd.COMPLETE and not self._stop_requested:
             within = f" within {b.final_evaluation_s:g} s" if time.monotonic() >= end else ""
+            assert self._versions is not None
+            num_proven = sum(version > 0 for version in self._versions.asked)
             self.events.record_warning(
                 f"the final weights must be evaluated by a proven server, got {why}{within} and "
-                f"{len(b.rounds.proven)} proven; swift-stage2 evaluate does it with the last checkpoint"
+                f"{num_proven} proven; swift-stage2 evaluate does it with the last checkpoint"
             )
 
     def checkpoint(self, *, step: int, save_id: str) -> dict[str, Any]:
@@ -194,87 +191,104 @@ class Learner:
             return
         b.pipeline.stop(0.0)  # first, so that what the others refuse it from now on is no failure
         b.client.request_stop()
-        b.fence.shutdown()
         b.queue.close()
         b.client.close()
         if not b.pipeline.stop(_STOP_TIMEOUT_S):
             self.events.record_warning(f"the pipeline's thread did not end within {_STOP_TIMEOUT_S:.0f} s")
-        b.probe.stop()
-        b.abort.stop()
-        b.sync.close()
+        if b.updates is not None:
+            b.updates.close()
+        b.snapshots.close()
         if b.evaluation is not None:
             b.evaluation.close()
 
     def _has_evaluated(self, b: ChannelB, evaluation: PinnedEvaluation, step: int, end: float) -> bool:
-        """One agreement after training: the final round and evaluation go on. True when nothing more can come."""
-        assert self._rounds is not None
-        outcome = self._agree(None, stops=time.monotonic() >= end)
-        if outcome.log_failed:
-            self._raise_log_failures()
+        """One agreement after training: the final weights and evaluation go on. True when nothing more can come."""
+        assert self._versions is not None
+        outcome, news = self._agree(step, None, stops=time.monotonic() >= end)
         # Else a rank has found the time to be over, a moment before this one.
         self._stop_requested |= outcome.stop_requested and time.monotonic() < end - _CLOCKS_APART_S
-        heard = self._rounds.hear() if outcome.round_news else None
-        self._rounds.take_in_suspects(step, outcome.servers_suspect, outcome.servers_answer_again)
-        if heard is not None:
-            self._rounds.take_in(step, heard)
-        if outcome.server_joins:
-            self._rounds.take_in_joining()
+        self._versions.apply(step, outcome, news)
         if evaluation.schedule.running is None and not outcome.stop_requested:
-            self._rounds.begin_if_due(step)
+            self._versions.begin_if_due(step)
         self._publish(step, outcome, wants_b=False, reserved=False)
-        is_lost = not (b.rounds.proven or b.rounds.pending or b.rounds.in_transfer)
         return (
             evaluation.schedule.unfinished is None
             or outcome.stop_requested
             or outcome.pipeline_failed
-            or is_lost
+            or not (any(self._versions.asked) or self._versions.is_publishing)
         )
-
-    def _hear_of_round(self, reservation: Reservation | None) -> RoundOutcome:
-        """Called while packs are reserved and not yet spent: it may raise, and then they were not trained."""
-        assert self._rounds is not None
-        try:
-            return self._rounds.hear()
-        except Stage2Error:
-            if reservation is not None:
-                reservation.release()
-            raise
 
     def _reserve(self, step: int, num_packs: int) -> Reservation | None:
         b = self.channel_b
         assert b is not None
-        assert self._rounds is not None
-        if b.longest_fill_s is not None and not self._rounds.holds_production:
+        assert self._versions is not None
+        if b.longest_fill_s is not None and not self._versions.holds_production:
             b.pipeline.fill(self._view(b, step, num_packs), b.longest_fill_s, lambda: self._stop_requested)
         return b.queue.reserve(num_packs, current_version=b.clock.current, min_tokens=b.min_ready_tokens)
 
-    def _agree(self, reservation: Reservation | None, *, stops: bool = False) -> GateOutcome:
+    def _agree(
+        self, step: int, reservation: Reservation | None, *, stops: bool = False
+    ) -> tuple[GateOutcome, UpdateNews | None]:
+        """One agreement of all ranks, with what rank 0 tells beside it. If it raises, nothing reserved was trained."""
         facts = RankFacts(
             not_reserved=reservation is None,
             stop_requested=self._stop_requested or stops,
             log_failed=bool(self.events.log.failure),
         )
         num_servers = 0
-        if self.channel_b is not None:
-            b, num_servers = self.channel_b, len(self.channel_b.base_urls)
-            # Before it is asked who joins: of one that answers all ranks must know who it is.
-            answering, suspects, lost = b.probe.answering(), b.client.suspects, b.probe.lost()
-            facts = replace(
-                facts,
-                pipeline_failed=b.pipeline.failure is not None,
-                truncation_guard=b.guard.paused,
-                evaluation_wanted=b.evaluation is not None and b.evaluation.wanted,
-                round_news=b.sync.has_news,
-                server_joins=b.probe.has_joining,
-                pace=b.pipeline.production_pace or INSTANT,
-                # A server that a round or the probe lost is suspect as well, though no rollout client may know.
-                servers_suspect=tuple(
-                    url in suspects or index in lost or index not in b.rounds.proven
-                    for index, url in enumerate(b.base_urls)
-                ),
-                servers_answer_again=tuple(url in answering for url in b.base_urls),
-            )
-        return decide(self.control.reduce_max(facts.encode()), num_servers=num_servers)
+        try:
+            if self.channel_b is not None:
+                facts = self._with_channel_b(facts, self.channel_b, step)
+                num_servers = len(self.channel_b.base_urls)
+                with self.channel_b.snapshots.explained():
+                    vector = self.control.reduce_max(facts.encode())
+            else:
+                vector = self.control.reduce_max(facts.encode())
+            outcome = decide(vector, num_servers=num_servers)
+            if outcome.log_failed:
+                self._raise_log_failures()
+            news = None
+            if outcome.update_news and self._versions is not None:
+                news = self._versions.tell_news()
+        except Stage2Error:
+            if reservation is not None:
+                reservation.release()
+            raise
+        return outcome, news
+
+    def _agree_outside(self, step: int) -> GateOutcome:
+        """An agreement while training waits for a version."""
+        assert self._versions is not None
+        outcome, news = self._agree(step, None)
+        self._versions.apply(step, outcome, news)
+        return outcome
+
+    def _with_channel_b(self, facts: RankFacts, b: ChannelB, step: int) -> RankFacts:
+        # In this order: who gives up an abandoned POST makes its server suspect in the same moment.
+        busy = b.client.busy()
+        suspicions = b.client.take_suspicions()
+        facts = replace(
+            facts,
+            pipeline_failed=b.pipeline.failure is not None,
+            truncation_guard=b.guard.paused,
+            evaluation_wanted=b.evaluation is not None and b.evaluation.wanted,
+            pace=b.pipeline.production_pace or INSTANT,
+            servers_proven=(0,) * len(b.base_urls),
+            servers_suspect=tuple(url in suspicions for url in b.base_urls),
+            servers_closed=(False,) * len(b.base_urls),
+            servers_busy=tuple(url in busy for url in b.base_urls),
+        )
+        if b.updates is None:
+            return facts
+        own = b.updates.facts(step)
+        return replace(
+            facts,
+            update_news=own.has_news,
+            publishing=own.publishing,
+            server_waits=own.server_waits,
+            servers_proven=own.proven,
+            servers_closed=own.closed,
+        )
 
     def _spend(self, step: int, reservation: Reservation | None, plan: StepPlan) -> tuple[Pack, ...]:
         if reservation is None or self.channel_b is None:
@@ -290,7 +304,7 @@ class Learner:
         return packs
 
     def _publish(self, step: int, outcome: GateOutcome, *, wants_b: bool, reserved: bool) -> None:
-        if self.channel_b is None or self._rounds is None:
+        if self.channel_b is None or self._versions is None:
             return
         b = self.channel_b
         if wants_b:
@@ -307,26 +321,26 @@ class Learner:
                 step,
                 outcome,
                 version=b.clock.current,
-                has_server=bool(b.rounds.proven),
-                pending=b.rounds.pending or b.rounds.in_transfer or b.rounds.is_asked_for,
+                has_server=any(self._versions.asked),
+                pending=self._versions.is_changing,
             )
-            if b.rounds.in_transfer and not b.evaluation.holds_round(step):
-                b.sync.let_install()
         num_demanded = 0 if self._has_trained or b.longest_fill_s is not None else None
         b.pipeline.observe(self._view(b, step, num_demanded, slowest_pace=outcome.pace))
 
     def _view(
         self, b: ChannelB, step: int, num_demanded: int | None, slowest_pace: ProductionPace = INSTANT
     ) -> StepView:
-        assert self._rounds is not None
-        num_proven, world_size = len(b.rounds.proven), self.control.world_size
+        versions, world_size = self._versions, self.control.world_size
+        assert versions is not None
+        num_proven = sum(version > 0 for version in versions.asked)
+        begun_step = b.schedule.begun_step
         pacing = PacerInputs(
             step=step,
             current_version=b.clock.current,
-            last_commit_step=b.rounds.last_commit_step if b.rounds.last_commit_step is not None else step,
-            round_pending=self._rounds.holds_production,
-            round_in_transfer=self._rounds.awaits_version,
-            rounds_are_staged=self._rounds.are_staged,
+            last_commit_step=begun_step if begun_step is not None else step,
+            round_pending=versions.holds_production,
+            round_in_transfer=versions.awaits_version,
+            rounds_are_staged=versions.are_staged,
             slowest_pace=slowest_pace,
             missed_in_a_row=self._missed_in_a_row,
         )
@@ -350,9 +364,9 @@ class Learner:
             b.clock.current if b else 0,
             plan_seconds=plan_seconds,
             queue_depth=b.queue.depth if b else 0,
-            infer_in_flight=b.fence.in_flight if b else 0,
-            round_pending=b.rounds.pending if b else False,
-            round_in_transfer=b.rounds.in_transfer if b else False,
+            infer_in_flight=b.client.in_flight if b else 0,
+            round_pending=self._versions.is_pending if self._versions else False,
+            round_in_transfer=self._versions.is_publishing if self._versions else False,
         )
 
     def _raise_failures(self, outcome: GateOutcome) -> None:

@@ -16,21 +16,21 @@ from swift_stage2.channel_b.rollouts import RolloutClient
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import needed_columns
 from swift_stage2.collectives import ControlGroup
-from swift_stage2.config import Fenced, Mode, Objective, OnPending, OnPipelineFailure, Stage2Config
+from swift_stage2.config import Mode, Objective, OnPending, OnPipelineFailure, Stage2Config
 from swift_stage2.evaluation import PinnedEvaluation, pinned_evaluation
-from swift_stage2.fence import InferFence
 from swift_stage2.runtime.background import BackgroundFailures
 from swift_stage2.scheduling.horizon import Pacer
-from swift_stage2.scheduling.round_schedule import RoundSchedule
+from swift_stage2.scheduling.server_life import LifeState, ServerLife
 from swift_stage2.scheduling.version_clock import VersionClock
+from swift_stage2.scheduling.version_schedule import VersionSchedule
 from swift_stage2.scheduling.watches import TruncationGuard
-from swift_stage2.servers.pending_abort import PendingAbort
-from swift_stage2.servers.probe import JoiningServer, SuspectProbe
+from swift_stage2.servers.health_check import HealthCheck, ServerKind
 from swift_stage2.telemetry.facade import Telemetry
-from swift_stage2.weights.courier import Courier, thread_courier
-from swift_stage2.weights.courier_process import process_courier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.publisher import Publisher, thread_publisher
+from swift_stage2.weights.publisher_process import process_publisher
+from swift_stage2.weights.snapshots import Snapshots
+from swift_stage2.weights.updates import Updates
 
 if TYPE_CHECKING:
     from swift_stage2.assembly import RunInputs
@@ -46,14 +46,12 @@ class ChannelB:
     client: RolloutClient
     queue: ReadyQueue
     pipeline: Pipeline
-    fence: InferFence
     clock: VersionClock
     guard: TruncationGuard
-    rounds: RoundSchedule
-    sync: WeightSync
-    probe: SuspectProbe
-    abort: PendingAbort
-    run_id: str
+    schedule: VersionSchedule
+    snapshots: Snapshots
+    updates: Updates | None
+    """Rank 0's."""
     base_urls: list[str]
     """Of the servers, in the order of the configuration."""
     max_inflight_per_server: int
@@ -61,7 +59,7 @@ class ChannelB:
     continue_on_failure: bool
     evaluation: PinnedEvaluation | None = None
     final_evaluation_s: float = 0.0
-    """How long the round and the evaluation of the final weights may take; 0: there are none."""
+    """How long the update and the evaluation of the final weights may take; 0: there are none."""
     answer_fingerprint: Sequence[str] = ()
     """The writing of targets: code fence, separators, escapes. A resumed run must have the same."""
     objective: Objective = Objective.CORRECTED_TARGET
@@ -78,18 +76,17 @@ def make_channel_b(
     telemetry: Telemetry,
     run_id: str,
     servers: FoundServers,
-    examine: Callable[..., JoiningServer | None],
+    examine: Callable[[str], ServerKind | None],
     failures: BackgroundFailures,
 ) -> ChannelB:
     """This rank's part, of which nothing runs yet. ``examine`` says who a server is that comes late."""
-    ours, channel = servers.ours, config.stage2_ab.channel_b
+    channel = config.stage2_ab.channel_b
     prefetch, sync = channel.prefetch, config.rollout.sync
     rollout, b_ratio = config.rollout, config.stage2_ab.schedule.exact_b_ratio
     base_urls = [server.base_url for server in rollout.servers]
     is_inline = config.stage2_ab.mode is Mode.INLINE
-    may_stage = sync.fenced is Fenced.WHEN_NEEDED and not is_inline
     api_key = rollout.api_key()
-    clock, fence = VersionClock(), InferFence(start_closed=True)
+    clock = VersionClock()
     guard = TruncationGuard(channel.max_truncated_ratio)
     pacer = Pacer(
         b_ratio=config.stage2_ab.schedule.b_ratio,
@@ -101,7 +98,6 @@ def make_channel_b(
     attempts = Attempts(telemetry.log)
     client = RolloutClient(
         base_urls,
-        fence=fence,
         decoding=rollout.decoding,
         request_timeout_s=rollout.request_timeout_s,
         run_seed=given.seed,
@@ -113,7 +109,7 @@ def make_channel_b(
         is_lost=lambda url, version: control.notes.has(_note_of_loss(url, version), otherwise=True),
         observer=attempts,
         watch_post=telemetry.pipeline.post,
-        chat_models=servers.chat_models,
+        kinds=servers.kinds,
         columns=needed_columns(config),
     )
     evaluation = pinned_evaluation(
@@ -128,12 +124,16 @@ def make_channel_b(
         run_directory=Path(given.run_directory),
         total_steps=given.total_steps,
     )
-    device = next(given.module.parameters()).device
-    courier: Courier  # first, because its process starts meanwhile
-    if given.wrap_transport is None and control.rank == 0:
-        courier = process_courier(rollout, device, ours=ours, trace=telemetry.trace)
-    else:
-        courier = thread_courier(rollout, device, given.wrap_transport, ours=ours, trace=telemetry.trace)
+    snapshots = Snapshots(
+        control=control,
+        export=WeightExport(given.module),
+        canary=given.make_canary(parts.encoder, parts.samples[0]),
+        run_id=run_id,
+        timeout_s=sync.timeout_s,
+        bucket_mib=sync.bucket_mib,
+        stages=not config.launch.share_devices,  # a server that starts again takes its part of the device anew
+        span=telemetry.trace.span,
+    )
     queue = ReadyQueue(
         prefetch.limit(given.packs_per_step, b_ratio),
         prefetch.version_window,
@@ -167,63 +167,18 @@ def make_channel_b(
         ask_evaluation=evaluation.part.ask if evaluation is not None else None,
         take_evaluated=evaluation.part.take if evaluation is not None else None,
     )
-    weight_sync = WeightSync(
-        control=control,
-        export=WeightExport(given.module),
-        canary=given.make_canary(parts.encoder, parts.samples[0]),
-        courier=courier,
-        stages=not config.launch.share_devices,  # a server that starts again takes its part of the device anew
-        on_pending=sync.on_pending,
-        rolling=sync.rolling,
-        run_id=run_id,
-        timeout_s=sync.timeout_s,
-        bucket_mib=sync.bucket_mib,
-        proof=sync.proof,
-        canary_every_rounds=sync.canary_every_rounds,
-        # A server may have to wait for rollouts of another rank before it installs, or for those resumed often enough.
-        straggler_s=sync.straggler_s
-        + (rollout.request_timeout_s if sync.on_pending is not OnPending.ABORT else 0.0),
-        span=telemetry.trace.span,
-    )
     return ChannelB(
         source=parts.source,
         client=client,
         queue=queue,
         pipeline=pipeline,
-        fence=fence,
         clock=clock,
         guard=guard,
-        rounds=RoundSchedule(
-            len(base_urls),
-            prefetch.sync_every_steps,
-            backoff_steps=sync.backoff_steps,
-            max_backoff_steps=sync.max_backoff_steps,
-            staging=(index for index, url in enumerate(base_urls) if url in ours and may_stage),
-            absent=(index for index, url in enumerate(base_urls) if url in servers.absent),
-        ),
-        sync=weight_sync,
-        probe=SuspectProbe(
-            rank=control.rank,
-            api_key=api_key,
-            find_lost=weight_sync.lost_servers,
-            # Told at once: the step's vector carries it as well, but until then other ranks would believe its answers.
-            on_lost=lambda server: control.notes.write(
-                _note_of_loss(base_urls[server], clock.current), "lost"
-            ),
-            ours=ours,
-            absent=servers.absent,
-            examine=partial(examine, may_stage=may_stage),
-            failures=failures,
-        ),
-        abort=PendingAbort(
-            enabled=sync.on_pending is not OnPending.WAIT,
-            rank=control.rank,
-            api_key=api_key,
-            run_id=run_id,
-            ours=ours,
-            failures=failures,
-        ),
-        run_id=run_id,
+        schedule=VersionSchedule(prefetch.sync_every_steps),
+        snapshots=snapshots,
+        updates=_make_updates(config, given, control, telemetry, servers, examine, failures, snapshots, clock)
+        if control.rank == 0
+        else None,
         base_urls=base_urls,
         max_inflight_per_server=rollout.max_inflight_per_server,
         min_ready_tokens=prefetch.min_ready_tokens,
@@ -233,6 +188,56 @@ def make_channel_b(
         answer_fingerprint=parts.task.fingerprint,
         objective=config.stage2_ab.objective,
         longest_fill_s=config.control_timeout_s - sync.timeout_s if is_inline else None,
+    )
+
+
+def _make_updates(
+    config: Stage2Config,
+    given: RunInputs,
+    control: ControlGroup,
+    telemetry: Telemetry,
+    servers: FoundServers,
+    examine: Callable[[str], ServerKind | None],
+    failures: BackgroundFailures,
+    snapshots: Snapshots,
+    clock: VersionClock,
+) -> Updates:
+    rollout, sync = config.rollout, config.rollout.sync
+    base_urls = [server.base_url for server in rollout.servers]
+    ours = {url for url, kind in servers.kinds.items() if kind.stamps}
+    device = next(given.module.parameters()).device
+    publisher: Publisher
+    if given.wrap_transport is None:
+        publisher = process_publisher(rollout, device, ours=ours, trace=telemetry.trace)
+    else:
+        publisher = thread_publisher(rollout, device, given.wrap_transport, ours=ours, trace=telemetry.trace)
+    return Updates(
+        [
+            ServerLife(
+                sync.backoff_steps,
+                sync.max_backoff_steps,
+                stages=url in ours,
+                state=LifeState.AWAY if url in servers.absent else LifeState.READY,
+            )
+            for url in base_urls
+        ],
+        snapshots=snapshots,
+        publisher=publisher,
+        health=HealthCheck(
+            base_urls=base_urls,
+            api_key=rollout.api_key(),
+            ours=ours,
+            absent=[server for server, url in enumerate(base_urls) if url in servers.absent],
+            examine=examine,
+            failures=failures,
+        ),
+        sync=sync,
+        # A server may have to wait for rollouts of a rank before it installs, or for those resumed often enough.
+        straggler_s=sync.straggler_s
+        + (rollout.request_timeout_s if sync.on_pending is not OnPending.ABORT else 0.0),
+        sync_every_steps=config.stage2_ab.channel_b.prefetch.sync_every_steps,
+        # Told at once: the step's vector carries it as well, but until then other ranks would believe its answers.
+        on_lost=lambda server: control.notes.write(_note_of_loss(base_urls[server], clock.current), "lost"),
     )
 
 

@@ -14,9 +14,10 @@ from swift_stage2.scheduling.horizon import INSTANT, ProductionPace
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 
 _FLAGS = (
-    "not_reserved", "pipeline_failed", "stop_requested", "truncation_guard", "evaluation_wanted", "round_news",
-    "server_joins", "log_failed",
+    "not_reserved", "pipeline_failed", "stop_requested", "truncation_guard", "evaluation_wanted", "update_news",
+    "publishing", "server_waits", "log_failed",
 )  # fmt: skip
+_PER_SERVER = ("servers_proven", "servers_suspect", "servers_closed", "servers_busy")
 _NUM_COMMON_ENTRIES = len(_FLAGS) + 2
 _MILLI = 1000  # durations travel as whole thousandths of a step
 
@@ -32,25 +33,29 @@ class RankFacts:
     truncation_guard: bool = False
     """This rank's `TruncationGuard` pauses channel B."""
     evaluation_wanted: bool = False
-    round_news: bool = False
-    """Rank 0's: of the round in transfer there is something to hear."""
-    server_joins: bool = False
-    """Rank 0's: a server that was absent at the start has answered, and passed the checks of a start."""
+    update_news: bool = False
+    """Rank 0's: all ranks should be told how pushes have ended, or who a server is that joins."""
+    publishing: bool = False
+    """Rank 0's: the copy of the weights is being made or pushed, and must not be changed."""
+    server_waits: bool = False
+    """Rank 0's: a server could take weights, and no version that is kept would do."""
     log_failed: bool = False
     """This rank's event log cannot be written any more."""
     pace: ProductionPace = INSTANT
     """Of this rank's productions; in the outcome the slowest rank's, which paces all."""
+    servers_proven: tuple[int, ...] = ()
+    """Rank 0's, per server in the order of the configuration: the version that it has proven and is asked under; 0 if
+    nobody may ask it."""
     servers_suspect: tuple[bool, ...] = ()
-    """Per server, in the order of the configuration."""
-    servers_answer_again: tuple[bool, ...] = ()
-    """Per suspect server, what rank 0's probe found; same order and length."""
+    """Per server: this rank has found a fault since it said so last."""
+    servers_closed: tuple[bool, ...] = ()
+    """Rank 0's, per server: nothing new may be asked, because other weights are about to come or coming."""
+    servers_busy: tuple[bool, ...] = ()
+    """Per server: this rank may still have something in flight there, or may still ask."""
 
     def __post_init__(self) -> None:
-        if len(self.servers_suspect) != len(self.servers_answer_again):
-            raise ValueError(
-                "both server tuples have one entry per server, "
-                f"got servers_suspect={self.servers_suspect} servers_answer_again={self.servers_answer_again}"
-            )
+        if len({len(getattr(self, name)) for name in _PER_SERVER}) > 1:
+            raise ValueError(f"every tuple of servers has one entry per server, got {self}")
 
     def encode(self) -> tuple[int, ...]:
         """Return the vector, `vector_length` integers >= 0, ready for an element-wise MAX."""
@@ -58,8 +63,7 @@ class RankFacts:
             *(int(getattr(self, flag)) for flag in _FLAGS),
             round(self.pace.typical_steps * _MILLI),
             round(self.pace.quick_steps * _MILLI),
-            *map(int, self.servers_suspect),
-            *map(int, self.servers_answer_again),
+            *(int(each) for name in _PER_SERVER for each in getattr(self, name)),
         )
 
 
@@ -68,11 +72,17 @@ class GateOutcome(RankFacts):
     """The worst of every rank's facts at this step; equal on every rank."""
 
     @property
+    def servers_asked(self) -> tuple[int, ...]:
+        """Versions of the servers that may be asked, by number: proven, and suspected by no rank."""
+        pairs = zip(self.servers_proven, self.servers_suspect, strict=True)
+        return tuple(0 if is_suspect else version for version, is_suspect in pairs)
+
+    @property
     def skip_reason(self) -> SkipReason:
         """The cause that binds if a wanted B cannot run now: the one whose cure comes first."""
         if self.pipeline_failed:
             return SkipReason.PIPELINE_FAILED
-        if self.servers_suspect and all(self.servers_suspect):
+        if self.servers_proven and not any(self.servers_asked):
             return SkipReason.SERVERS_SUSPECT
         if self.truncation_guard:
             return SkipReason.TRUNCATION_GUARD
@@ -81,7 +91,7 @@ class GateOutcome(RankFacts):
     def plan(self, *, wants_b: bool) -> StepPlan:
         """B iff it is wanted, reserved everywhere, and neither a failed pipeline nor a truncation guard forbids it.
 
-        Suspect servers alone stop nothing: packs that are ready stay valid.
+        Servers that nobody may ask stop nothing: packs that are ready stay valid.
         """
         if not wants_b:
             return StepPlan(Channel.A)
@@ -91,7 +101,7 @@ class GateOutcome(RankFacts):
 
 
 def vector_length(num_servers: int) -> int:
-    return _NUM_COMMON_ENTRIES + 2 * num_servers
+    return _NUM_COMMON_ENTRIES + len(_PER_SERVER) * num_servers
 
 
 def decide(vector: Sequence[int], *, num_servers: int) -> GateOutcome:
@@ -108,7 +118,14 @@ def decide(vector: Sequence[int], *, num_servers: int) -> GateOutcome:
     entries = iter(vector)
     flags = {flag: next(entries) > 0 for flag in _FLAGS}
     pace = ProductionPace(next(entries) / _MILLI, next(entries) / _MILLI)
-    servers = tuple(entry > 0 for entry in entries)
-    return GateOutcome(
-        **flags, pace=pace, servers_suspect=servers[:num_servers], servers_answer_again=servers[num_servers:]
-    )
+    rest = tuple(entries)
+    by_server = {
+        name: rest[number * num_servers : (number + 1) * num_servers]
+        for number, name in enumerate(_PER_SERVER)
+    }
+    as_flags = {
+        name: tuple(entry > 0 for entry in each)
+        for name, each in by_server.items()
+        if name != "servers_proven"
+    }
+    return GateOutcome(**flags, pace=pace, servers_proven=by_server["servers_proven"], **as_flags)

@@ -1,7 +1,7 @@
-"""The process that carries weights: ``python -m swift_stage2.weights.courier_worker FD PARENT``.
+"""The process that publishes weights: ``python -m swift_stage2.weights.publisher_worker FD PARENT``.
 
 Serves rank 0 over a socket that only these two hold, and ends with it. It maps the rank's snapshot, and owns every
-connection to a server that a round needs, so that neither a hang nor a crash in one of them reaches the learner.
+connection to a server that a push needs, so that neither a hang nor a crash in one of them reaches the learner.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ if TYPE_CHECKING:  # what loads torch is imported once the rank's import path is
     import torch
 
     from swift_stage2.config import Transport
-    from swift_stage2.weights.courier import PushEnd
-    from swift_stage2.weights.proof import RoundOrder
+    from swift_stage2.servers.session import Deadline
+    from swift_stage2.weights.proof import UpdateSpec
+    from swift_stage2.weights.publisher import PushResult
     from swift_stage2.weights.snapshot import SnapshotFile
     from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
     from swift_stage2.wire import ServerInfo
@@ -35,8 +36,8 @@ Interval = tuple[str, str, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CourierSetup:
-    """The first message: what all rounds have in common."""
+class PublisherSetup:
+    """The first message: what all pushes have in common."""
 
     endpoints: tuple[ServerEndpoint, ...]
     api_key: str | None = field(repr=False)
@@ -52,28 +53,29 @@ class CourierSetup:
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
-    """One round; of the order's canary only the question goes along."""
+class PushCommand:
+    """Starts one push; of the spec's canary only the question goes along."""
 
-    order: RoundOrder
+    server: int
+    spec: UpdateSpec
     question: tuple[Mapping[str, Any], Mapping[str, Any]] | None
-    targets: tuple[int, ...]
     snapshot: str
     """Path of the rank's ``SnapshotFile``."""
     bucket_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """Asks the learner whether these tokens are its own answer to the canary."""
+class CanaryQuery:
+    """Asks the learner whether these tokens of ``server`` are its own answer to the canary."""
 
     number: int
+    server: int
     token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """The learner's answer to the ``Question`` of that number."""
+class CanaryResult:
+    """The learner's answer to the ``CanaryQuery`` of that number."""
 
     number: int
     agrees: bool
@@ -81,11 +83,10 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The push to ``server`` in that round has ended so; ``intervals`` are what was not told before."""
+    """The push to ``server`` has ended so; ``intervals`` are what was not told before."""
 
-    round_id: str
     server: int
-    end: PushEnd
+    result: PushResult
     is_ours: bool
     """Whether the server has shown itself as ours."""
     intervals: tuple[Interval, ...]
@@ -93,18 +94,17 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Tells that what is kept since that round has lost these servers, and no others."""
+    """Tells that what is kept between pushes has lost these servers, and no others."""
 
-    round_id: str
     servers: tuple[int, ...]
 
 
-class CourierWorker:
+class PublisherWorker:
     """Does what rank 0 says, one message after another; its pushes answer from their own threads."""
 
-    def __init__(self, connection: Connection, setup: CourierSetup) -> None:
+    def __init__(self, connection: Connection, setup: PublisherSetup) -> None:
         from swift_stage2.telemetry.timing import untraced
-        from swift_stage2.weights.courier import ThreadCourier, disk_rounds
+        from swift_stage2.weights.publisher import ThreadPublisher, disk_versions
 
         self._connection = connection
         self._setup = setup
@@ -113,11 +113,10 @@ class CourierWorker:
         self._judgements: dict[int, bool] = {}
         self._num_questions = 0
         self._intervals: list[Interval] = []
-        self._order: RoundOrder | None = None
         self._snapshot: SnapshotFile | None = None
         self._lost: tuple[int, ...] = ()
-        self._disk = disk_rounds(setup.disk_directory, setup.disk_keep)
-        self._courier = ThreadCourier(
+        self._disk = disk_versions(setup.disk_directory, setup.disk_keep)
+        self._publisher = ThreadPublisher(
             setup.endpoints,
             self._make_transport,
             api_key=setup.api_key,
@@ -133,55 +132,51 @@ class CourierWorker:
             while True:
                 if self._connection.poll(_LOOK_FOR_LOST_S):
                     self._take(self._connection.recv())  # deadline: the rank's life, once a message has begun
-                elif self._courier.wait(0.0):
+                else:
                     self._look_for_lost()
         except EOFError:
-            self._courier.close()
+            self._publisher.close()
 
-    def judge(self, token_ids: tuple[int, ...]) -> bool:
+    def judge(self, server: int, token_ids: tuple[int, ...], deadline: Deadline) -> bool:
         """Whether the learner agrees with that answer to its canary; on a push's thread.
 
         Raises:
-            ServerFault: it did not say so in the round's time.
+            ServerFault: it did not say so in the push's time.
         """
         from swift_stage2.errors import ServerFault
 
-        assert self._order is not None
         with self._changed:
             self._num_questions += 1
             number = self._num_questions
-            self._connection.send(Question(number, token_ids))
-            if not self._changed.wait_for(
-                lambda: number in self._judgements, self._order.deadline.remaining_s()
-            ):
-                raise ServerFault("the learner did not judge the canary's answer in the round's time")
+            self._connection.send(CanaryQuery(number, server, token_ids))
+            if not self._changed.wait_for(lambda: number in self._judgements, deadline.remaining_s()):
+                raise ServerFault("the learner did not judge the canary's answer in the push's time")
             return self._judgements.pop(number)
 
-    def _take(self, message: Errand | Judgement | methodcaller) -> None:
-        """A ``methodcaller`` is a call of the courier that goes along as it is."""
-        if isinstance(message, Errand):
-            self._begin(message)
+    def _take(self, message: PushCommand | CanaryResult | methodcaller) -> None:
+        """A ``methodcaller`` is a call of the publisher that goes along as it is."""
+        if isinstance(message, PushCommand):
+            self._push(message)
         elif isinstance(message, methodcaller):
-            message(self._courier)
+            message(self._publisher)
         else:
             with self._changed:
                 self._judgements[message.number] = message.agrees
                 self._changed.notify_all()
 
-    def _begin(self, errand: Errand) -> None:
+    def _push(self, command: PushCommand) -> None:
         from swift_stage2.weights.snapshot import SnapshotFile
 
+        spec = command.spec
         if self._snapshot is None:
             self._snapshot = SnapshotFile(
-                errand.order.manifest, bucket_bytes=errand.bucket_bytes, path=errand.snapshot
+                spec.manifest, bucket_bytes=command.bucket_bytes, path=command.snapshot
             )
-        canary = _RemoteCanary(*errand.question, self) if errand.question else None
-        with self._looking:
-            self._order, self._lost = replace(errand.order, canary=canary), ()
-        self._courier.begin(self._order, errand.targets, self._snapshot)
+        canary = _RemoteCanary(*command.question, self, command.server, spec.deadline) if command.question else None
+        self._publisher.push(command.server, replace(spec, canary=canary), self._snapshot)
 
     def _make_transport(self, info: ServerInfo) -> WeightTransport:
-        from swift_stage2.weights.courier import transport_for
+        from swift_stage2.weights.publisher import transport_for
 
         return transport_for(
             info,
@@ -191,21 +186,17 @@ class CourierWorker:
             disk=self._disk,
         )
 
-    def _tell_end(self, server: int, end: PushEnd) -> None:
-        assert self._order is not None
-        if self._courier.wait(0.0):  # the last: before rank 0 believes proofs that are older than this one
-            self._look_for_lost()
+    def _tell_end(self, server: int, result: PushResult) -> None:
+        self._look_for_lost()  # before rank 0 believes proofs that are older than this one
         with self._changed:
             intervals, self._intervals = tuple(self._intervals), []
-            is_ours = self._courier.is_ours(server)
-            self._connection.send(Ended(self._order.round_id, server, end, is_ours, intervals))
+            self._connection.send(Ended(server, result, self._publisher.is_ours(server), intervals))
 
     def _look_for_lost(self) -> None:
         with self._looking:
-            if (lost := self._courier.lost_servers()) != self._lost:
-                assert self._order is not None
+            if (lost := self._publisher.lost_servers()) != self._lost:
                 with self._changed:
-                    self._connection.send(Lost(self._order.round_id, lost))
+                    self._connection.send(Lost(lost))
                 self._lost = lost
 
     @contextmanager
@@ -222,16 +213,23 @@ class CourierWorker:
 class _RemoteCanary:
     """The learner's canary, which the learner has answered and alone can judge."""
 
-    def __init__(self, request: Mapping[str, Any], config: Mapping[str, Any], worker: CourierWorker) -> None:
+    def __init__(
+        self,
+        request: Mapping[str, Any],
+        config: Mapping[str, Any],
+        worker: PublisherWorker,
+        server: int,
+        deadline: Deadline,
+    ) -> None:
         self.request, self.config = dict(request), dict(config)
-        self._worker = worker
+        self._worker, self._server, self._deadline = worker, server, deadline
 
     def answer(self) -> None:
-        """Nothing: it is answered before a round."""
+        """Nothing: it is answered before a push."""
 
     def agrees(self, token_ids: Sequence[int]) -> bool:
-        """As ``Canary.agrees``. Raises as ``CourierWorker.judge``."""
-        return self._worker.judge(tuple(token_ids))
+        """As ``Canary.agrees``. Raises as ``PublisherWorker.judge``."""
+        return self._worker.judge(self._server, tuple(token_ids), self._deadline)
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -245,11 +243,11 @@ def main(descriptor: int, parent: int) -> None:
             setup = connection.recv()  # deadline: the rank's life
         except EOFError:
             return
-        CourierWorker(connection, setup).serve()
+        PublisherWorker(connection, setup).serve()
 
 
 if __name__ == "__main__":
     # Not as __main__: messages must be of the same classes on both sides.
-    from swift_stage2.weights import courier_worker
+    from swift_stage2.weights import publisher_worker
 
-    courier_worker.main(int(sys.argv[1]), int(sys.argv[2]))
+    publisher_worker.main(int(sys.argv[1]), int(sys.argv[2]))

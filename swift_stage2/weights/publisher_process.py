@@ -1,4 +1,4 @@
-"""Has weights carried by a process beside rank 0 (``courier_worker``), which may hang, crash or be killed.
+"""Has weights published by a process beside rank 0 (``publisher_worker``), which may hang, crash or be killed.
 
 One that is late is killed and reaped before anything else begins, so that it cannot wake and push; what it carried has
 failed, and another one takes its place at the next step. Training notices nothing of it.
@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -25,9 +25,16 @@ import torch
 from swift_stage2.config import RolloutConfig
 from swift_stage2.runtime.worker import describe_end, start_worker
 from swift_stage2.telemetry.timing import Trace
-from swift_stage2.weights.courier import PushEnd, longest_close_s
-from swift_stage2.weights.courier_worker import CourierSetup, Ended, Errand, Judgement, Lost, Question
-from swift_stage2.weights.proof import Canary, RoundOrder
+from swift_stage2.weights.proof import Canary, UpdateSpec
+from swift_stage2.weights.publisher import PushResult, longest_close_s
+from swift_stage2.weights.publisher_worker import (
+    CanaryQuery,
+    CanaryResult,
+    Ended,
+    Lost,
+    PublisherSetup,
+    PushCommand,
+)
 from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.transport import endpoints_of
 
@@ -39,19 +46,19 @@ RecordInterval = Callable[[str, int, int, str], None]
 """Takes a phase's name, its start and end in ns of ``time.perf_counter_ns``, and the thread that went through it."""
 
 
-def process_courier(
+def process_publisher(
     rollout: RolloutConfig,
     device: torch.device,
     *,
     ours: set[str] | None = None,
     trace: Trace | None = None,
     disk_keep: int | None = None,
-) -> ProcessCourier:
-    """Carries weights that lie on ``device`` from a process of its own. Called on the main thread.
+) -> ProcessPublisher:
+    """Publishes weights that lie on ``device`` from a process of its own. Called on the main thread.
 
     ``disk_keep``: 0 for a run that leaves no version behind.
     """
-    setup = CourierSetup(
+    setup = PublisherSetup(
         endpoints=endpoints_of(rollout),
         api_key=rollout.api_key(),
         ours=frozenset(ours or ()),
@@ -61,18 +68,18 @@ def process_courier(
         disk_directory=rollout.sync.disk_directory,
         disk_keep=rollout.sync.disk_keep if disk_keep is None else disk_keep,
     )
-    return ProcessCourier(setup, ours=ours, record=trace.record if trace is not None else _unrecorded)
+    return ProcessPublisher(setup, ours=ours, record=trace.record if trace is not None else _unrecorded)
 
 
 def _unrecorded(name: str, start_ns: int, end_ns: int, track: str) -> None: ...
 
 
-class ProcessCourier:
-    """A ``Courier`` in a process of its own. Made, and asked to begin, on the main thread, with which it ends."""
+class ProcessPublisher:
+    """A ``Publisher`` in a process of its own. Made, and asked to push, on the main thread, with which it ends."""
 
     def __init__(
         self,
-        setup: CourierSetup,
+        setup: PublisherSetup,
         *,
         ours: set[str] | None = None,
         record: RecordInterval = _unrecorded,
@@ -82,71 +89,67 @@ class ProcessCourier:
         self._ours = set() if ours is None else ours
         self._record = record
         self._changed = threading.Condition()
-        self._round_id = ""
-        self._targets: tuple[int, ...] = ()
-        self._canary: Canary | None = None
-        self._ends: dict[int, PushEnd] = {}
+        self._running: dict[int, Canary | None] = {}  # by server, the canary of its push
+        self._results: list[tuple[int, PushResult]] = []
         self._lost: tuple[int, ...] = ()
         self._worker = self._start()
 
     @property
     def pid(self) -> int:
-        """Of the process that carries now."""
+        """Of the process that publishes now."""
         return self._worker.process.pid
 
-    def begin(self, order: RoundOrder, targets: Sequence[int], snapshot: SnapshotFile) -> None:
-        if self._worker.has_ended:  # first: its end must not become that of this round's pushes
+    def push(self, server: int, spec: UpdateSpec, snapshot: SnapshotFile) -> None:
+        if self._worker.has_ended:  # first: its end must not become that of this push
             self._replace()
         self._worker.has_carried = True
-        canary = order.canary
+        canary = spec.canary
         with self._changed:
-            self._round_id, self._targets, self._canary = order.round_id, tuple(targets), canary
-            self._ends, self._lost = {}, ()
+            self._running[server] = canary
+            self._lost = tuple(each for each in self._lost if each != server)
         question = (canary.request, canary.config) if canary is not None else None
-        plain = replace(order, canary=None)
-        self._worker.send(Errand(plain, question, self._targets, snapshot.file.path, snapshot.bucket_bytes))
-        if self._worker.has_ended:  # meanwhile: its end may have been told of the last round's servers
-            self._fail("the process that carries weights has ended; another one takes its place")
+        plain = replace(spec, canary=None)
+        self._worker.send(PushCommand(server, plain, question, snapshot.file.path, snapshot.bucket_bytes))
+        if self._worker.has_ended:  # meanwhile: its end may have been told of earlier pushes
+            self._fail("the process that publishes weights has ended; another one takes its place")
 
-    def let_install(self) -> None:
-        self._worker.send(methodcaller("let_install"))
-
-    def revive(self) -> None:
-        """As ``Courier.revive``. One that dies before it has carried anything is left to the next round."""
-        if self._worker.is_mourned and self._worker.has_carried:
-            try:
-                self._replace()
-            except OSError as error:  # the next step tries again, and ``begin`` tells all ranks
-                logger.warning("no process can be started to carry weights: %s", error)
-
-    def ends(self) -> Mapping[int, PushEnd]:
+    def take_results(self) -> Sequence[tuple[int, PushResult]]:
         with self._changed:
-            return dict(self._ends)
-
-    def wait(self, timeout_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: len(self._ends) == len(self._targets), max(0.0, timeout_s))
+            results, self._results = self._results, []
+        return results
 
     def give_up(self, error: str) -> None:
-        """As ``Courier.give_up``: the process is killed."""
+        """As ``Publisher.give_up``: the process is killed."""
         self._worker.end(0.0)  # first: what it still says must not undo what its end means
         self._fail(error)
 
-    def confirm(self, round_id: str) -> None:
-        self._worker.send(methodcaller("confirm", round_id))
+    def confirm(self, version: int) -> None:
+        self._worker.send(methodcaller("confirm", version))
 
-    def distrust(self, servers: Iterable[int]) -> None:
-        self._worker.send(methodcaller("distrust", tuple(servers)))
+    def distrust(self, server: int) -> None:
+        self._worker.send(methodcaller("distrust", server))
 
     def is_lost(self, server: int) -> bool:
-        """As ``Courier.is_lost``, as far as the process has found it out; it looks every second."""
+        """As ``Publisher.is_lost``, as far as the process has found it out; it looks every second."""
         return server in self._lost
 
     def lost_servers(self) -> tuple[int, ...]:
         return self._lost
 
+    def revive(self) -> None:
+        """As ``Publisher.revive``. One that dies before it has carried anything is left to the next push."""
+        if self._worker.exit_reported and self._worker.has_carried:
+            try:
+                self._replace()
+            except OSError as error:  # the next step tries again, and ``push`` fails
+                logger.warning("no process can be started to publish weights: %s", error)
+
+    def wait(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._running, max(0.0, timeout_s))
+
     def close(self) -> None:
-        """As ``Courier.close``. What the process closes has limits of its own, which it may use up."""
+        """As ``Publisher.close``. What the process closes has limits of its own, which it may use up."""
         self._worker.end(longest_close_s(len(self._setup.endpoints)))
 
     def _start(self) -> _Worker:
@@ -156,28 +159,25 @@ class ProcessCourier:
         self._worker.end(0.0)
         self._worker = self._start()
 
-    def _take(self, message: Question | Ended | Lost) -> Judgement | None:
+    def _take(self, message: CanaryQuery | Ended | Lost) -> CanaryResult | None:
         """On the thread that hears the worker."""
-        if isinstance(message, Question):
-            agrees = self._canary is not None and self._canary.agrees(message.token_ids)
-            return Judgement(message.number, agrees)
+        if isinstance(message, CanaryQuery):
+            canary = self._running.get(message.server)
+            return CanaryResult(message.number, canary is not None and canary.agrees(message.token_ids))
         if isinstance(message, Lost):
             with self._changed:
-                if message.round_id == self._round_id:
-                    self._lost = message.servers
+                self._lost = tuple(server for server in message.servers if server not in self._running)
             return None
         for name, track, start_ns, end_ns in message.intervals:
             self._record(name, start_ns, end_ns, track)
         with self._changed:
-            if message.round_id == self._round_id:
-                if message.is_ours:
-                    self._ours.add(self._setup.endpoints[message.server].base_url)
-                self._ends.setdefault(message.server, message.end)
-                self._changed.notify_all()
+            if message.is_ours:
+                self._ours.add(self._setup.endpoints[message.server].base_url)
+            self._end(message.server, message.result)
         return None
 
     def _on_end(self, how: str) -> None:
-        self._fail(f"the process that carries weights {how}; another one takes its place")
+        self._fail(f"the process that publishes weights {how}; another one takes its place")
 
     def _fail(self, error: str) -> None:
         """The process is over, and with it the groups that tell when a stock server is another process."""
@@ -187,8 +187,14 @@ class ProcessCourier:
                 for server, endpoint in enumerate(self._setup.endpoints)
                 if endpoint.base_url not in self._ours
             )
-            for server in self._targets:
-                self._ends.setdefault(server, PushEnd.failed(error))
+            for server in tuple(self._running):
+                self._end(server, PushResult.failed(error))
+
+    def _end(self, server: int, result: PushResult) -> None:
+        """Under the lock."""
+        if server in self._running:
+            del self._running[server]
+            self._results.append((server, result))
             self._changed.notify_all()
 
 
@@ -197,8 +203,8 @@ class _Worker:
 
     def __init__(
         self,
-        setup: CourierSetup,
-        take: Callable[[Question | Ended | Lost], Judgement | None],
+        setup: PublisherSetup,
+        take: Callable[[CanaryQuery | Ended | Lost], CanaryResult | None],
         on_end: Callable[[str], None],
     ) -> None:
         self._take = take
@@ -208,17 +214,17 @@ class _Worker:
         self.has_ended = False
         """Whether nothing can be sent to it any more."""
         self.has_carried = False
-        self.process, self._socket = start_worker("swift_stage2.weights.courier_worker", {})
+        self.process, self._socket = start_worker("swift_stage2.weights.publisher_worker", {})
         self._connection = Connection(os.dup(self._socket.fileno()))
         self.send(tuple(sys.path))
         self.send(setup)
-        self._thread = threading.Thread(target=self._hear, name="courier", daemon=True)
-        self._sender = threading.Thread(target=self._send_all, name="courier-errands", daemon=True)
+        self._thread = threading.Thread(target=self._hear, name="publisher", daemon=True)
+        self._sender = threading.Thread(target=self._send_all, name="publisher-commands", daemon=True)
         self._thread.start()
         self._sender.start()
 
     @property
-    def is_mourned(self) -> bool:
+    def exit_reported(self) -> bool:
         """Whether it has ended, and ``on_end`` has been told so if it was not asked to."""
         return not self._thread.is_alive()
 
@@ -243,7 +249,7 @@ class _Worker:
                 self.process.wait(_END_S)
         if self.process.returncode is None:
             logger.warning(
-                "the process that carries weights, pid=%d, was killed and lives on", self.process.pid
+                "the process that publishes weights, pid=%d, was killed and lives on", self.process.pid
             )
         self._thread.join(_END_S)
         self._sender.join(_END_S)
@@ -267,7 +273,7 @@ class _Worker:
         except (EOFError, OSError):
             pass  # it has ended, or is told to
         except Exception:  # top of the thread: nobody hears the process any more
-            logger.exception("the process that carries weights cannot be understood, and is killed")
+            logger.exception("the process that publishes weights cannot be understood, and is killed")
             self.process.kill()
         self.has_ended = True
         if self._is_closing:
@@ -276,5 +282,5 @@ class _Worker:
             how = describe_end(self.process.wait(_END_S))
         except subprocess.TimeoutExpired:
             how = "has closed its connection to the learner"
-        logger.warning("the process that carries weights %s", how)
+        logger.warning("the process that publishes weights %s", how)
         self._on_end(how)

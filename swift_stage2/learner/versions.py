@@ -1,0 +1,173 @@
+"""The versions of one rank's learner: begins a due one, and moves clock and rollout client by what ranks agreed on.
+
+A version is begun by all ranks at the same step, with one copy of the weights; rank 0's ``Updates`` brings it to the
+servers while training goes on. What they have proven travels in every step's vector. Every decision comes from agreed
+facts, so all ranks take the same at the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from swift_stage2.collectives import ControlGroup
+from swift_stage2.learner.parts import ChannelB
+from swift_stage2.scheduling.feasibility_gate import GateOutcome
+from swift_stage2.telemetry.facade import Telemetry
+from swift_stage2.weights.updates import UpdateNews
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.1  # between two agreements while training waits
+
+
+class LearnerVersions:
+    def __init__(
+        self, parts: ChannelB, control: ControlGroup, events: Telemetry, agree: Callable[[int], GateOutcome]
+    ) -> None:
+        """``agree`` makes one agreement of all ranks outside of a step, and has it applied."""
+        self._b = parts
+        self._control = control
+        self._events = events
+        self._agree = agree
+        self._is_first = True
+        self._is_publishing = False
+        self._server_waits = True  # those that have answered before the start
+        self._closed: tuple[bool, ...] = (False,) * len(parts.base_urls)
+        self._due_s: float | None = None  # moment at which the pending version fell due
+        self._pending_seconds = 0.0  # of the version that began last
+        self.asked: tuple[int, ...] = (0,) * len(parts.base_urls)
+        """By server, the version that it is asked under; 0 if it is not asked."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a version is due and has not begun."""
+        return self._b.schedule.pending_step is not None
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a version is due or on its way."""
+        return self.is_pending or self.is_publishing or self._b.schedule.is_asked_for
+
+    @property
+    def is_publishing(self) -> bool:
+        """Whether weights are on their way to a server, or wait until it is drained."""
+        return self._is_publishing or any(self._closed)
+
+    @property
+    def holds_production(self) -> bool:
+        """Whether a rollout that is asked for now waits for new weights."""
+        open_servers = [
+            not closed for version, closed in zip(self.asked, self._closed, strict=True) if version
+        ]
+        return bool(open_servers) and not any(open_servers)
+
+    @property
+    def awaits_version(self) -> bool:
+        """Whether a version is on its way that no server has proven: it may come at any step."""
+        return self.is_publishing and self._b.schedule.begun > self._b.clock.current
+
+    @property
+    def are_staged(self) -> bool:
+        """Whether every server that is asked takes new weights beside the old ones."""
+        b = self._b
+        asked = [url for url, version in zip(b.base_urls, self.asked, strict=True) if version]
+        return all(b.client.stamps(url) for url in asked)
+
+    def begin_if_due(self, step: int) -> None:
+        """Begins a version at the start of ``step`` if one is due and the snapshot is free.
+
+        An evaluation holds it back. Training waits for the first one, and for each in mode inline.
+
+        Raises:
+            WeightSyncHang: another rank has ended because of it.
+            WeightSyncError: the learner's weights cannot be exported.
+        """
+        b = self._b
+        if not b.schedule.is_due(step, any_proven=any(self.asked), server_waits=self._server_waits):
+            self._due_s = None
+            return
+        if self._due_s is None:
+            self._due_s = time.monotonic()
+        if b.evaluation is not None and b.evaluation.holds_version(step):
+            return
+        if self._is_publishing:
+            if b.updates is not None:
+                b.updates.hurry()
+            return
+        self._pending_seconds, self._due_s = time.monotonic() - self._due_s, None
+        version = b.schedule.begin(step)
+        with self._events.activity("syncing"):
+            canary_due = b.updates is not None and b.updates.canary_due
+            taken = b.snapshots.take(version, step=step, canary_due=canary_due)
+            if b.updates is not None and taken is not None:
+                b.updates.begin(taken, step)
+            self._is_publishing, self._server_waits = True, False
+            if self._is_first or b.longest_fill_s is not None:
+                self._is_first = False
+                self._await_version(step)
+
+    def tell_news(self) -> UpdateNews:
+        """Tells all ranks what rank 0 has heard; a collective.
+
+        Raises:
+            WeightSyncError: the learner's weights cannot be pushed; on every rank.
+        """
+        updates = self._b.updates
+        told = updates.take_news().to_json() if updates is not None else None
+        with self._b.snapshots.explained():
+            news = UpdateNews.from_json(self._control.broadcast(told))
+        news.require_no_fault()
+        return news
+
+    def apply(self, step: int, outcome: GateOutcome, news: UpdateNews | None) -> None:
+        """Moves clock, client and, on rank 0, updates by what all ranks agreed on at ``step``."""
+        b = self._b
+        if news is not None:
+            self._take_news(step, news)
+        asked, closed = outcome.servers_asked, outcome.servers_closed
+        lost = [
+            url for url, before, now in zip(b.base_urls, self.asked, asked, strict=True) if before and not now
+        ]
+        self.asked, self._closed = asked, closed
+        self._is_publishing, self._server_waits = outcome.publishing, outcome.server_waits
+        if (newest := max(asked, default=0)) > b.clock.current:
+            b.clock.advance(newest)
+        for url, version, is_closed in zip(b.base_urls, asked, closed, strict=True):
+            b.client.update(url, version, closed=is_closed)
+        if not outcome.publishing:
+            # Long before it begins: rank 0 may begin it, and a server install it, while others still train.
+            b.client.expect(b.schedule.next_version)
+        if b.updates is not None:
+            b.updates.take_in(
+                asked,
+                suspect=[server for server, flag in enumerate(outcome.servers_suspect) if flag],
+                drained=[
+                    server
+                    for server, (is_closed, busy) in enumerate(zip(closed, outcome.servers_busy, strict=True))
+                    if is_closed and not busy
+                ],
+            )
+        if lost:
+            self._events.record_warning(f"suspect until new weights prove it again: {', '.join(lost)}")
+
+    def _take_news(self, step: int, news: UpdateNews) -> None:
+        b = self._b
+        for joining in news.joining:
+            b.client.learn_kind(b.base_urls[joining.server], joining.kind)
+            if self._control.rank == 0:
+                logger.info("%s answers; weights are brought to it", b.base_urls[joining.server])
+        if news.outcome is not None:
+            self._events.record_version(step, news.outcome, self._pending_seconds)
+            self._pending_seconds = 0.0
+
+    def _await_version(self, step: int) -> None:
+        """Returns when all pushes have ended; the first proof shortens their time. Bounded by the pushes' deadlines."""
+        while True:
+            outcome = self._agree(step)
+            if outcome.stop_requested or not self.is_publishing:
+                return
+            if any(self.asked) and self._b.updates is not None:
+                self._b.updates.hurry()
+            time.sleep(_LOOK_S)

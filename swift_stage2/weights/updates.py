@@ -1,0 +1,322 @@
+"""Updates of the servers' weights, on rank 0's main thread: brings every server that can take it the newest version.
+
+One rule for all: a server that stands ready, or has proven an older version, gets the newest one as soon as its life
+allows it. First weights, a retry, a server that joins late and one that was restarted are that rule. What must agree
+with the other ranks leaves by ``facts`` and comes back by ``take_in``; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from swift_stage2.config import Proof
+from swift_stage2.config.rollout import SyncConfig
+from swift_stage2.errors import WeightSyncError
+from swift_stage2.records import ServerReport, VersionOutcome
+from swift_stage2.runtime.memory import HeapTrim
+from swift_stage2.scheduling.server_life import LifeState, ServerLife
+from swift_stage2.servers.health_check import HealthCheck, JoiningServer, ServerKind
+from swift_stage2.servers.session import Deadline
+from swift_stage2.weights.proof import CanarySchedule, UpdateSpec
+from swift_stage2.weights.publisher import Publisher, PushResult
+from swift_stage2.weights.push import describe_fault
+from swift_stage2.weights.snapshots import Snapshots, TakenSnapshot
+
+_SHARE_FOR_CALLS = 0.8  # of a push's time: only what hangs has to be given up at the whole of it
+_SHARE_FOR_TURN = 0.5  # of what a server has for its install, which then takes as long as the first one's
+_LAST_PUSH_S = 10.0  # for one that has not ended when training has
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateFacts:
+    """Rank 0's part of the step's vector."""
+
+    proven: tuple[int, ...]
+    closed: tuple[bool, ...]
+    publishing: bool
+    has_news: bool
+    server_waits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateNews:
+    """What all ranks are told, as JSON, once there is news."""
+
+    outcome: VersionOutcome | None = None
+    """Of a version whose pushes have all ended."""
+    joining: tuple[JoiningServer, ...] = ()
+    learner_fault: str = ""
+
+    def require_no_fault(self) -> None:
+        """Raises WeightSyncError: the learner's weights cannot be pushed."""
+        if self.learner_fault:
+            raise WeightSyncError(self.learner_fault)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> UpdateNews:
+        outcome = data["outcome"]
+        return cls(
+            outcome=VersionOutcome.from_json(outcome) if outcome is not None else None,
+            joining=tuple(
+                JoiningServer(each["server"], ServerKind(**each["kind"])) for each in data["joining"]
+            ),
+            learner_fault=data["learner_fault"],
+        )
+
+
+@dataclass(slots=True)
+class _Version:
+    """The newest version: its snapshot, and how its pushes have gone since all ranks were told."""
+
+    taken: TakenSnapshot
+    step: int
+    began_s: float = field(default_factory=time.monotonic)
+    is_handed_over: bool = False
+    is_confirmed: bool = False
+    was_told: bool = False
+    were_asked: bool = True
+    """Whether every server that took it since then was asked meanwhile."""
+    reports: dict[int, ServerReport] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        return self.taken.identity.version
+
+
+class Updates:
+    """All servers of a run. ``facts``, ``take_in``, ``begin`` and ``take_news`` belong to rank 0's main thread."""
+
+    def __init__(
+        self,
+        lives: Sequence[ServerLife],
+        *,
+        snapshots: Snapshots,
+        publisher: Publisher,
+        health: HealthCheck,
+        sync: SyncConfig,
+        straggler_s: float,
+        sync_every_steps: int,
+        on_lost: Callable[[int], object] = lambda server: None,
+    ) -> None:
+        """``straggler_s``: what pushes have once another version is due. ``on_lost`` is told of a server whose process
+        has gone, as soon as that shows."""
+        self.lives = list(lives)
+        self._snapshots = snapshots
+        self._publisher = publisher
+        self._health = health
+        self._sync = sync
+        self._straggler_s = straggler_s
+        self._sync_every_steps = sync_every_steps
+        self._on_lost = on_lost
+        self._canaries = CanarySchedule(sync.canary_every_rounds)
+        self._heap = HeapTrim()
+        self._newest: _Version | None = None
+        self._ends: dict[int, tuple[float, str]] = {}  # of running pushes: moment and limit
+        self._joining: list[JoiningServer] = []
+        self._drained: frozenset[int] = frozenset()  # by the last agreement
+        self._fault = ""
+        self._step = 0
+        snapshots.on_copied = self._push_where_possible
+
+    @property
+    def canary_due(self) -> bool:
+        """Whether the learner has to answer the canary under the next version's weights."""
+        takers = [server for server, life in enumerate(self.lives) if life.state is not LifeState.AWAY]
+        return self._sync.proof is not Proof.CHECKSUM and self._canaries.is_due(takers)
+
+    def start(self) -> None:
+        """Starts the health check."""
+        self._health.start()
+
+    def begin(self, taken: TakenSnapshot, step: int) -> None:
+        """``taken`` is the newest version, of the weights at the start of ``step``. No push runs."""
+        self._step = step
+        self._newest = _Version(taken, step)
+        self._fault = taken.fault
+        self._push_where_possible()
+
+    def facts(self, step: int) -> UpdateFacts:
+        """Takes in what has come of pushes and health checks, and says what all ranks must agree on."""
+        self._step = step
+        self._publisher.revive()
+        for server, result in self._publisher.take_results():
+            self._take_result(server, result)
+        self._give_up_late()
+        for joining in self._health.take_joining():
+            self.lives[joining.server].stages = joining.kind.stamps
+            self._joining.append(joining)
+        for server in self._health.take_answering():
+            self.lives[server].answered()
+        for server in self._publisher.lost_servers():
+            if self.lives[server].version:
+                self._on_lost(server)
+                self._fail(server)
+        self._watch_away()
+        self._push_where_possible()  # here, where the other ranks learn at once that the snapshot is in use
+        return UpdateFacts(
+            proven=tuple(life.version for life in self.lives),
+            closed=tuple(life.is_closed for life in self.lives),
+            publishing=self._is_publishing,
+            has_news=bool(self._joining or self._fault) or self._has_outcome,
+            server_waits=any(
+                life.state is LifeState.READY and life.wants(0, step) and not self._serves(server)
+                for server, life in enumerate(self.lives)
+            ),
+        )
+
+    def take_in(self, asked: Sequence[int], suspect: Iterable[int], drained: Collection[int]) -> None:
+        """Takes what all ranks have agreed on: versions ``asked`` of, who is ``suspect``, where nothing is in flight."""
+        for server in suspect:
+            self._fail(server)
+        newest = self._newest
+        if newest is not None and not newest.is_confirmed and newest.number in asked:
+            newest.is_confirmed = True
+            self._publisher.confirm(newest.number)
+        self._drained = frozenset(drained)
+        self._watch_away()
+
+    def hurry(self) -> None:
+        """Another version is due: pushes that run have ``straggler_s`` from now on."""
+        end = time.monotonic() + self._straggler_s
+        for server, (moment, _) in self._ends.items():
+            if end < moment:
+                self._ends[server] = end, f"{self._straggler_s:g} s of the moment at which other weights were due"
+
+    def take_news(self) -> UpdateNews:
+        """What all ranks are to be told; told once."""
+        outcome = self._take_outcome() if self._has_outcome else None
+        joining, self._joining = tuple(self._joining), []
+        return UpdateNews(outcome=outcome, joining=joining, learner_fault=self._fault)
+
+    def close(self) -> None:
+        """Ends pushes that run, after some time for them, and closes what is kept."""
+        self._health.stop()
+        end = min((moment for moment, _ in self._ends.values()), default=0.0)
+        self._publisher.wait(min(end - time.monotonic(), _LAST_PUSH_S))
+        self._publisher.close()
+
+    @property
+    def _is_publishing(self) -> bool:
+        newest = self._newest
+        is_copying = newest is not None and not newest.is_handed_over and not newest.taken.fault
+        return is_copying or bool(self._ends)  # also by a push that does not count any more
+
+    @property
+    def _has_outcome(self) -> bool:
+        return self._newest is not None and bool(self._newest.reports) and not self._is_publishing
+
+    def _take_outcome(self) -> VersionOutcome:
+        newest = self._newest
+        assert newest is not None
+        taken, now = newest.taken, time.monotonic()
+        first = not newest.was_told
+        outcome = VersionOutcome(
+            version=newest.number,
+            reports=newest.reports,
+            staged=newest.were_asked,
+            is_catch_up=not first,
+            seconds=now - newest.began_s,
+            canary_seconds=taken.canary_seconds if first else 0.0,
+            snapshot_seconds=taken.seconds if first else 0.0,
+        )
+        newest.reports, newest.was_told, newest.were_asked = {}, True, True
+        self._heap.after_round()
+        return outcome
+
+    def _serves(self, server: int) -> bool:
+        """Whether the version that is kept would do for this server: it is young, and shows all that must be shown."""
+        newest = self._newest
+        if newest is None or newest.taken.fault or self._step - newest.step >= self._sync_every_steps:
+            return False
+        needs_canary = self._sync.proof is not Proof.CHECKSUM and self._canaries.is_due([server])
+        return newest.taken.canary is not None or not needs_canary
+
+    def _push_where_possible(self) -> None:
+        newest = self._newest
+        if newest is None or newest.taken.fault or not self._hand_over(newest):
+            return
+        for server, life in enumerate(self.lives):
+            is_drained = life.state is LifeState.DRAINING and server in self._drained
+            wants = server not in self._ends and life.wants(newest.number, self._step)
+            if wants and life.state is LifeState.READY:
+                wants = self._serves(server)
+            if wants and not life.stages:
+                life.drain()
+            elif wants or is_drained:
+                self._push(server, life, newest)
+
+    def _hand_over(self, newest: _Version) -> bool:
+        """Whether the copies into the snapshot are done, so that it may be pushed."""
+        if not newest.is_handed_over and self._snapshots.is_copied:
+            try:
+                self._snapshots.wait_copied()
+                newest.is_handed_over = True
+            except RuntimeError as error:
+                self._fault = describe_fault("the copy of the weights", error)
+        return newest.is_handed_over
+
+    def _push(self, server: int, life: ServerLife, newest: _Version) -> None:
+        if not self._ends and newest.was_told:
+            newest.began_s = time.monotonic()
+        life.push()
+        newest.were_asked &= life.state is LifeState.UPDATING
+        sync = self._sync
+        least_s = min(self._straggler_s, sync.timeout_s * _SHARE_FOR_CALLS)
+        spec = UpdateSpec(
+            identity=newest.taken.identity,
+            manifest=self._snapshots.export.manifest(),
+            canary=newest.taken.canary,
+            proof=sync.proof,
+            deadline=Deadline(sync.timeout_s * _SHARE_FOR_CALLS),
+            on_pending=sync.on_pending,
+            turn_s=least_s * _SHARE_FOR_TURN if sync.rolling and life.state is LifeState.UPDATING else 0.0,
+        )
+        self._ends[server] = time.monotonic() + sync.timeout_s, f"{sync.timeout_s:g} s"
+        assert newest.taken.file is not None
+        try:
+            self._publisher.push(server, spec, newest.taken.file)
+        except Exception as error:  # rank 0 must reach the next agreement
+            self._take_result(server, PushResult.failed(describe_fault("the push", error)))
+
+    def _take_result(self, server: int, result: PushResult) -> None:
+        self._ends.pop(server, None)
+        life, newest = self.lives[server], self._newest
+        assert newest is not None
+        self._fault = self._fault or result.learner_fault or ""
+        if not life.is_pushing:
+            return  # it was suspected meanwhile: the newest word counts
+        report = result.report or ServerReport.failed("the learner's weights cannot be pushed")
+        if report.proven and self._publisher.is_lost(server):
+            report = report.lost()
+        newest.reports[server] = report
+        by_checksums = report.proven and "checksums" in report.proof
+        self._canaries.record(server, asked=newest.taken.canary is not None, by_checksums=by_checksums)
+        if report.proven:
+            life.proved(newest.number)
+        else:
+            self._fail(server)
+
+    def _fail(self, server: int) -> None:
+        if self.lives[server].failed(self._step):
+            self._canaries.forget(server)
+            self._publisher.distrust(server)
+
+    def _give_up_late(self) -> None:
+        now = time.monotonic()
+        late = {server: limit for server, (moment, limit) in self._ends.items() if now > moment}
+        if late:
+            limit = next(iter(late.values()))
+            self._publisher.give_up(f"the server did not take and prove the weights within {limit}")
+            for server, result in self._publisher.take_results():
+                self._take_result(server, result)
+
+    def _watch_away(self) -> None:
+        self._health.watch(
+            [server for server, life in enumerate(self.lives) if life.state is LifeState.AWAY]
+        )
