@@ -126,7 +126,6 @@ class Rollout:
     log_probs: tuple[float, ...] | None = None
     advantages: tuple[float, ...] | None = None  # of its tokens; of its corrected answer, if that is trained
     seconds: float = 0.0
-    round_id: str | None = None  # that brought those weights; None where the server does not tell
 
     @property
     def version(self) -> int:
@@ -263,7 +262,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """How one server fared in one round.
+    """How one server's push ended.
 
     ``seconds`` by phase: begin, pack (checksums), connect, push, turn (until other servers had installed), acknowledge,
     prove.
@@ -274,24 +273,24 @@ class ServerReport:
     proof: str  # "checksums+canary", "checksums" or "canary"
     num_bytes: int
     seconds: dict[str, float]
-    incarnation: str | None = None
     transport: str = ""
     """The weights' way: "shared_memory", "tcp" ("tcp (REASON)" if nothing was mapped), "disk", "gloo" or "nccl"."""
+
+    @classmethod
+    def failed(cls, error: str) -> ServerReport:
+        """Of a push that nobody can ask any more."""
+        return cls(proven=False, error=error, proof="", num_bytes=0, seconds={})
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """One round, as every rank learns of it: once, or of a staged one as its servers prove the weights."""
+    """All pushes of one version that ended together, as every rank learns of them."""
 
-    round_id: str
     version: int
     reports: dict[int, ServerReport] = field(default_factory=dict)
-    news: tuple[int, ...] = ()  # servers of whose report nobody had heard before
-    ended: bool = True
     staged: bool = False  # servers answered with their old weights until they installed these
-    is_catch_up: bool = False  # the last round's weights, brought to servers that came late
-    learner_fault: str | None = None
-    seconds: float = 0.0  # from its beginning until all ranks heard of its end
+    is_catch_up: bool = False  # the version was brought to others before
+    seconds: float = 0.0  # from its beginning until the last push had ended
     canary_seconds: float = 0.0
     snapshot_seconds: float = 0.0  # of the main thread: gathering, merging, copying; once for all servers
 
@@ -303,13 +302,10 @@ class RoundOutcome:
     def failed(self) -> tuple[int, ...]:
         return tuple(server for server, report in self.reports.items() if not report.proven)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RoundOutcome:
         reports = {int(server): ServerReport(**report) for server, report in data["reports"].items()}
-        return cls(**{**data, "reports": reports, "news": tuple(data["news"])})
+        return cls(**{**data, "reports": reports})
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,22 +33,18 @@ from swift_stage2.checks.rollouts import (
 )
 from swift_stage2.checks.samples import CheckedRows
 from swift_stage2.checks.servers import explain, identify
-from swift_stage2.collectives import SingleRank
-from swift_stage2.config import Fenced, Mode, Stage2Config
+from swift_stage2.config import Mode, Stage2Config
 from swift_stage2.errors import FaultKind, ServerFault
 from swift_stage2.records import ServerReport
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weights.courier_process import process_courier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.proof import GIVE_UP_TIMEOUT_S, give_up
-from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.publisher_process import process_publisher
+from swift_stage2.weights.waited_updates import WaitedUpdates
 from swift_stage2.wire import INSTALLING_STATE, RefusalReason, ServerInfo
 
 _NUM_PROMPTS = 3
 _LOOK_TIMEOUT_S = 10.0
-_VERSION = 1  # of this doctor's own run
 _MIB = 1 << 20
-_IN_A_ROUND = (str(RefusalReason.ROUND_OPEN), INSTALLING_STATE)
 
 
 @dataclass
@@ -111,7 +107,7 @@ class LiveServers:
         index: int,
         session: ServerSession,
         route: RouteNow,
-        sync: CheckResult[WeightSync],
+        sync: CheckResult[WaitedUpdates],
     ) -> None:
         check, samples, config = self.exam.check, self.samples, self.config
         timeout_s, key = config.rollout.request_timeout_s, f"rollout.servers[{index}]"
@@ -151,7 +147,7 @@ class LiveServers:
         index: int,
         session: ServerSession,
         info: CheckResult[ServerInfo],
-        sync: CheckResult[WeightSync],
+        sync: CheckResult[WaitedUpdates],
         *needs: CheckResult[Any],
     ) -> CheckResult[Any]:
         if not self.with_round:
@@ -187,9 +183,8 @@ class LiveServers:
             samples_per_pack=self.samples.result.lengths.samples_per_pack(channel_b.packing.packing_length),
             batch_s=max(call.seconds for call in full),
             rollouts_per_s=sum(call.rollouts_per_s for call in full),
-            rounds_are_staged=config.rollout.sync.fenced is not Fenced.ALWAYS
-            and config.stage2_ab.mode is Mode.ASYNC
-            and all(info.result.staging for info in self.infos),
+            rounds_are_staged=config.stage2_ab.mode is Mode.ASYNC
+            and not any(info.result.stock for info in self.infos),
         )
 
     def _load(self) -> CheckResult[nn.Module]:
@@ -201,21 +196,17 @@ class LiveServers:
         device = next(module.parameters()).device
         return ok(f"{len(manifest)} tensors to push, {dtypes}, loaded on {device}", module)
 
-    def _make_sync(self, module: nn.Module) -> CheckResult[WeightSync]:
+    def _make_sync(self, module: nn.Module) -> CheckResult[WaitedUpdates]:
         """The doctor's own run, whose rounds go to one server at a time."""
         rollout, samples = self.config.rollout, self.samples.result
         canary = self._learner.canary(module, samples.encoder, samples.samples[0])
-        canary.answer()
-        courier = process_courier(rollout, next(module.parameters()).device, disk_keep=0)
-        sync = WeightSync(
-            control=SingleRank(),
+        sync = WaitedUpdates(
+            len(rollout.servers),
             export=WeightExport(module),
             canary=canary,
-            courier=courier,
+            publisher=process_publisher(rollout, next(module.parameters()).device, disk_keep=0),
             run_id=f"doctor-{uuid.uuid4().hex[:12]}",
-            timeout_s=rollout.sync.timeout_s,
-            bucket_mib=rollout.sync.bucket_mib,
-            proof=rollout.sync.proof,
+            sync=rollout.sync,
         )
         return ok("the learner answers a greedy question about a sample", sync)
 
@@ -244,10 +235,10 @@ def check_identity(session: ServerSession, config: Stage2Config) -> CheckResult[
         f"version {info.weight_version} of run {info.run_id}" if info.run_id else "those of its checkpoint"
     )
     found = f"swift-stage2 rollout ({info.engine}), {info.state}, weights: {weights}, {answered}"
-    if info.state in _IN_A_ROUND:
+    if info.state == INSTALLING_STATE:
         return failed(
-            f"{found}: a sync round of another run is open",
-            "end that run, or wait until its round is over, and run the doctor again: runs cannot share a server",
+            f"{found}: it takes the weights of another run",
+            "end that run, and run the doctor again: runs cannot share a server",
         )
     if info.state == RefusalReason.UNPROVEN:
         return warning(
@@ -271,7 +262,7 @@ def busy_with(session: ServerSession, info: ServerInfo) -> str:
 
 
 def check_round(
-    sync: WeightSync, server: int, session: ServerSession, info: ServerInfo
+    sync: WaitedUpdates, server: int, session: ServerSession, info: ServerInfo
 ) -> CheckResult[ServerReport]:
     """One round to one server, refused while it works for somebody else.
 
@@ -284,11 +275,9 @@ def check_round(
             "end that run, or wait until it is over, and run the doctor again; --no-sync leaves the round out",
         )
     try:
-        outcome = sync.run(_VERSION, [server])
+        outcome = sync.run([server])
     finally:
         sync.close()  # a stock server keeps a communicator until it is told to let it go
-    if outcome.failed and not info.stock:  # else it would hold the round open against the learner's first one
-        give_up(session, outcome.round_id, Deadline(GIVE_UP_TIMEOUT_S))
     report = outcome.reports[server]
     if report.error is not None:
         return failed(

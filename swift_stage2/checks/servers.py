@@ -21,7 +21,7 @@ from swift_stage2.errors import ConfigError, FaultKind, ServerFault, ServerUnava
 from swift_stage2.runtime.network import ANY_ADDRESS, addresses_of, is_here, refuse_busy
 from swift_stage2.runtime.output import going_on
 from swift_stage2.servers import vllm_serve
-from swift_stage2.servers.probe import JoiningServer
+from swift_stage2.servers.health_check import ServerKind
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_turns_option, ask_world_size
 from swift_stage2.wire import ServerInfo
@@ -124,8 +124,7 @@ _JOIN_S = 2.0  # for an absent server, which has just answered the probe
 class FoundServers:
     """The kinds of a run's servers, by base URL; a stock one is in neither of the first two."""
 
-    ours: set[str] = field(default_factory=set)
-    chat_models: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, ServerKind] = field(default_factory=dict)
     """Names of the models of plain ``vllm serve``s."""
     absent: dict[str, str] = field(default_factory=dict)
     """Servers that did not answer, and how that showed."""
@@ -148,9 +147,7 @@ class FoundServers:
                     got=f"base_url={base_url!r}, which is {name} by another name",
                     remedy="remove one of them from rollout.servers",
                 )
-            self.ours.add(base_url)
-        if told["chat_model"]:
-            self.chat_models[base_url] = told["chat_model"]
+        self.kinds[base_url] = ServerKind(told["ours"], told["chat_model"])
 
 
 def wait_for_servers(
@@ -220,9 +217,7 @@ def _find_servers(
     return found
 
 
-def examine(
-    config: Stage2Config, found: FoundServers, base_url: str, *, may_stage: bool
-) -> JoiningServer | None:
+def examine(config: Stage2Config, found: FoundServers, base_url: str) -> ServerKind | None:
     """Who a server that was absent at the start is, by the checks of a start; None while it does not answer in full.
 
     Raises:
@@ -232,7 +227,7 @@ def examine(
     if not (told["answers"] or told["refused"]):
         return None
     found.take(base_url, told)
-    return JoiningServer(base_url, told["ours"] and may_stage, told["chat_model"])
+    return found.kinds[base_url]
 
 
 def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:

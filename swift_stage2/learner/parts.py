@@ -176,7 +176,7 @@ def make_channel_b(
         guard=guard,
         schedule=VersionSchedule(prefetch.sync_every_steps),
         snapshots=snapshots,
-        updates=_make_updates(config, given, control, telemetry, servers, examine, failures, snapshots, clock)
+        updates=_make_updates(config, given, control, telemetry, servers, examine, failures, snapshots)
         if control.rank == 0
         else None,
         base_urls=base_urls,
@@ -200,11 +200,10 @@ def _make_updates(
     examine: Callable[[str], ServerKind | None],
     failures: BackgroundFailures,
     snapshots: Snapshots,
-    clock: VersionClock,
 ) -> Updates:
     rollout, sync = config.rollout, config.rollout.sync
     base_urls = [server.base_url for server in rollout.servers]
-    ours = {url for url, kind in servers.kinds.items() if kind.stamps}
+    ours = {url for url, kind in servers.kinds.items() if kind.is_ours}
     device = next(given.module.parameters()).device
     publisher: Publisher
     if given.wrap_transport is None:
@@ -237,7 +236,9 @@ def _make_updates(
         + (rollout.request_timeout_s if sync.on_pending is not OnPending.ABORT else 0.0),
         sync_every_steps=config.stage2_ab.channel_b.prefetch.sync_every_steps,
         # Told at once: the step's vector carries it as well, but until then other ranks would believe its answers.
-        on_lost=lambda server: control.notes.write(_note_of_loss(base_urls[server], clock.current), "lost"),
+        on_lost=lambda server, version: control.notes.write(
+            _note_of_loss(base_urls[server], version), "lost"
+        ),
     )
 
 

@@ -73,7 +73,7 @@ class LearnerVersions:
         """Whether every server that is asked takes new weights beside the old ones."""
         b = self._b
         asked = [url for url, version in zip(b.base_urls, self.asked, strict=True) if version]
-        return all(b.client.stamps(url) for url in asked)
+        return all(b.client.stages(url) for url in asked)
 
     def begin_if_due(self, step: int) -> None:
         """Begins a version at the start of ``step`` if one is due and the snapshot is free.
@@ -90,7 +90,7 @@ class LearnerVersions:
             return
         if self._due_s is None:
             self._due_s = time.monotonic()
-        if b.evaluation is not None and b.evaluation.holds_version(step):
+        if b.evaluation is not None and b.evaluation.holds_round(step):
             return
         if self._is_publishing:
             if b.updates is not None:
@@ -159,7 +159,7 @@ class LearnerVersions:
             if self._control.rank == 0:
                 logger.info("%s answers; weights are brought to it", b.base_urls[joining.server])
         if news.outcome is not None:
-            self._events.record_version(step, news.outcome, self._pending_seconds)
+            self._events.record_round(step, news.outcome, self._pending_seconds)
             self._pending_seconds = 0.0
 
     def _await_version(self, step: int) -> None:

@@ -24,10 +24,15 @@ _STOP_TIMEOUT_S = 5.0
 class ServerKind:
     """What a server is, as far as it matters to who asks it."""
 
-    stamps: bool
-    """Whether it is ours: it stamps its answers, and takes new weights beside the old ones."""
+    is_ours: bool = False
+    """Only then it takes new weights beside the old ones."""
     chat_model: str | None = None
     """The name that a plain ``vllm serve`` answers to."""
+
+    @property
+    def stamps(self) -> bool:
+        """Whether its answers say which weights made them."""
+        return self.is_ours or self.chat_model is not None
 
 
 @dataclass(frozen=True, slots=True)

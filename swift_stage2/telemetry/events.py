@@ -140,14 +140,13 @@ class Loss(Event):
 
 
 class Round(Event):
-    """A sync round ended: per server proof, error and seconds by phase. It is committed iff it proved a server.
+    """A version's pushes ended: per server proof, error and seconds by phase. It is committed iff a server proved it.
 
-    ``catch_up`` in place of ``round``: servers that came late took the last round's weights.
+    ``catch_up`` in place of ``round``: servers that came late took a version that others had been brought before.
     """
 
     kind: Literal["round", "catch_up"] = "round"
     step: int
-    round_id: str
     version: int
     committed: bool
     staged: bool = False

@@ -1,16 +1,14 @@
 """Shows that one server holds the weights it was sent: by checksums, by the canary's answer, or by both.
 
 Our server has checksums, and a stock one that runs with the plugin ``stock_proof``; any other stock server's canary
-shows no more than that nothing is grossly wrong, and every round asks it. Where checksums prove the bytes, the canary
-shows the wiring, which changes with a process and not with a round: ``CanarySchedule`` says when it is due. Called by a
-push inside its round; the trainer makes the learner's own ``CanaryAnswer``.
+shows no more than that nothing is grossly wrong, and every push asks it. Where checksums prove the bytes, the canary
+shows the wiring, which changes with a process and not with a version: ``CanarySchedule`` says when it is due. Called by
+a push; the trainer makes the learner's own ``CanaryAnswer``.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -25,98 +23,89 @@ from swift_stage2.servers.stock import WeightSums, ask_world_size, sum_differenc
 from swift_stage2.weights.snapshot import WeightIdentity
 from swift_stage2.wire import TensorSpec
 
-GIVE_UP_TIMEOUT_S = 5.0
-
 
 def prove_server(
     session: ServerSession,
-    order: RoundOrder,
+    spec: UpdateSpec,
     info: protocol.ServerInfo,
     sent: Mapping[str, str],
     *,
-    same_dtypes: bool,
     sums_of: str | None = None,
 ) -> str:
     """Proves the weights whose checksums are ``sent`` and returns how: ``ServerReport.proof``.
 
-    ``same_dtypes``: learner and server hold the same dtypes as far as can be told; only then must the
-    canary's answers agree. ``sums_of``: the incarnation of a stock server that can show checksums.
+    Ours has shown its checksums when it installed them. ``sums_of``: the incarnation of a stock server that can show
+    checksums. Answers of a canary must agree only where learner and server hold the same dtypes, as far as can be told.
 
     Raises:
         ServerFault: the proof is wrong, missing, or cannot be had from this server.
     """
-    if info.stock and order.proof is Proof.CHECKSUM and sums_of is None:
+    shown = [] if info.stock else ["checksums"]
+    if info.stock and spec.proof is Proof.CHECKSUM and sums_of is None:
         raise ServerFault(
             f"{session.base_url} is a stock server and has no checksums; write rollout.sync.proof: auto, or start it "
             "with the plugin stock_proof"
         )
-    shown = []
-    if sums_of is not None and order.proof is not Proof.CANARY:  # before the canary: they name the tensor
-        _check_stock_sums(session, order, sums_of, sent)
+    if sums_of is not None and spec.proof is not Proof.CANARY:  # before the canary: they name the tensor
+        _check_stock_sums(session, spec, sums_of, sent)
         shown.append("checksums")
-    if order.canary is not None:
-        _ask_canary(session, order, info, order.canary, must_agree=same_dtypes)
+    if spec.canary is not None:
+        same_dtypes = info.stock or spec.manifest == info.manifest
+        _ask_canary(session, spec, info, spec.canary, must_agree=same_dtypes)
         shown += ["canary"] if same_dtypes else []
-    if not info.stock:
-        by_sums = order.proof is not Proof.CANARY
-        finish = protocol.FinishRequest(order.round_id, checksums=sent)
-        body = session.post(protocol.FINISH_ROUND, finish.to_json(), order.deadline)
-        if by_sums:
-            _check_sums(session, order, info, sent, body)
-            shown.insert(0, "checksums")
-    if not shown and order.canary is None:
-        raise ServerFault(
-            f"{session.base_url} shows no checksums any more, and no canary was due; the next round with it asks one"
-        )
     if not shown:
         raise ServerFault(
-            f"{session.base_url} holds other dtypes than the learner, so that a canary alone shows nothing; "
-            "write rollout.sync.proof: auto"
+            f"{session.base_url} shows no checksums any more, and no canary was due; the next push asks one"
         )
     return "+".join(shown)
 
 
-def give_up(session: ServerSession, round_id: str, deadline: Deadline) -> None:
-    """Ends the round at a server of ours at once; a server that does not hear of it ends it at the round's time."""
-    if deadline.expired:  # nothing answered in time, and the push must end in it
-        return
-    wanted = protocol.FinishRequest(round_id, commit=False).to_json()
-    with suppress(ServerFault):
-        session.post(protocol.FINISH_ROUND, wanted, Deadline(min(GIVE_UP_TIMEOUT_S, deadline.remaining_s())))
+def check_proof(session: ServerSession, spec: UpdateSpec, sent: Mapping[str, str], body: Any) -> None:
+    """Looks at what a server of ours shows after an install. Raises ServerFault: it does not hold what was sent."""
+    proof = session.read(protocol.INSTALL, protocol.WeightProof.from_json, body)
+    loaded = set(proof.loaded)
+    problems = [
+        *sum_differences("arrived", sent, proof.arrived),
+        *sum_differences("resident", sent, proof.resident),
+        *(f"not loaded: {name}" for name in sent if name not in loaded),
+    ]
+    if (proof.run_id, proof.version) != (spec.identity.run_id, spec.identity.version):
+        problems.append(f"proof of run {proof.run_id}, version {proof.version}")
+    _require_none(session, problems)
 
 
-def _num_copies(session: ServerSession, order: RoundOrder, info: protocol.ServerInfo) -> int:
+def _num_copies(session: ServerSession, spec: UpdateSpec, info: protocol.ServerInfo) -> int:
     """A stock server splits a call evenly among its data-parallel engines; a shorter one leaves the last of them out.
 
     How many it has it does not tell: at most as many as workers.
     """
     if not info.stock:
         return 1
-    num_workers = ask_world_size(session, order.deadline)
+    num_workers = ask_world_size(session, spec.deadline)
     if not 1 <= num_workers <= MAX_REQUESTS_PER_POST:
         raise ServerFault(f"{session.base_url}{protocol.WORLD_SIZE}: cannot be, got world_size={num_workers}")
     return num_workers
 
 
 def _ask_canary(
-    session: ServerSession, order: RoundOrder, info: protocol.ServerInfo, canary: Canary, *, must_agree: bool
+    session: ServerSession, spec: UpdateSpec, info: protocol.ServerInfo, canary: Canary, *, must_agree: bool
 ) -> None:
     if info.chat_model is not None:
         completions: Sequence[infer_wire.Completion] = vllm_serve.ask_canary(
-            session, info.chat_model, (canary.request, canary.config), order.round_id, order.deadline
+            session, info.chat_model, (canary.request, canary.config), spec.identity, spec.deadline
         )
         num_copies = len(completions)
     else:
         num_copies = _num_copies(session, order, info)
         body = {"infer_requests": [canary.request] * num_copies, "request_config": canary.config}
-        reply = session.post(protocol.INFER, body, order.deadline)
+        reply = session.post(protocol.INFER, body, spec.deadline)
         parse = partial(infer_wire.parse_infer_reply, num_requests=num_copies)
         completions = session.read(protocol.INFER, parse, reply)
-    wanted = (order.version, order.round_id, info.incarnation)
+    wanted = (spec.identity.run_id, spec.identity.version)
     for completion in completions if not info.stock else ():
-        if (stamp := (completion.weight_version, completion.round_id, completion.incarnation)) != wanted:
+        if (stamp := (completion.run_id, completion.weight_version)) != wanted:
             raise ServerFault(
-                f"{session.base_url} answers the canary as (version, round, incarnation) {stamp}, expected {wanted}"
+                f"{session.base_url} answers the canary as (run, version) {stamp}, expected {wanted}"
             )
     num_wrong = sum(not canary.agrees(completion.token_ids) for completion in completions)
     if must_agree and num_wrong:
@@ -127,33 +116,12 @@ def _ask_canary(
         )
 
 
-def _check_sums(
-    session: ServerSession,
-    order: RoundOrder,
-    info: protocol.ServerInfo,
-    sent: Mapping[str, str],
-    body: Any,
-) -> None:
-    proof = session.read(protocol.FINISH_ROUND, protocol.RoundProof.from_json, body)
-    loaded = set(proof.loaded)
-    problems = [
-        *sum_differences("arrived", sent, proof.arrived),
-        *sum_differences("resident", sent, proof.resident),
-        *(f"not loaded: {name}" for name in sent if name not in loaded),
-    ]
-    if proof.round_id != order.round_id or proof.weight_version != order.version:
-        problems.append(f"proof of another round, version {proof.weight_version}")
-    if proof.incarnation != info.incarnation:
-        problems.append("the server was restarted during the round")
-    _require_none(session, problems)
-
-
 def _check_stock_sums(
-    session: ServerSession, order: RoundOrder, incarnation: str, sent: Mapping[str, str]
+    session: ServerSession, spec: UpdateSpec, incarnation: str, sent: Mapping[str, str]
 ) -> None:
-    body = session.post(protocol.WEIGHT_SUMS, {}, order.deadline)
+    body = session.post(protocol.WEIGHT_SUMS, {}, spec.deadline)
     sums = session.read(protocol.WEIGHT_SUMS, WeightSums.from_json, body)
-    restarted = ["the server was restarted during the round"] if sums.incarnation != incarnation else []
+    restarted = ["the server was restarted during the push"] if sums.incarnation != incarnation else []
     _require_none(session, restarted + sums.problems(sent))
 
 
@@ -182,56 +150,24 @@ class Canary(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundOrder:
-    """Terms of one round, the same for every server that takes part."""
+class UpdateSpec:
+    """What one push brings, and on what terms."""
 
-    round_id: str
-    run_id: str
-    version: int
+    identity: WeightIdentity
+    """As the snapshot's header says it."""
     manifest: tuple[TensorSpec, ...]  # the learner's own
     canary: Canary | None  # None: none is due, checksums must prove
     proof: Proof
     deadline: Deadline  # of every call
-    staged: bool = False
-    on_pending: OnPending = OnPending.WAIT  # when a server installs a staged round
-    hold: Deadline | None = None  # until then a server waits for leave to install
+    on_pending: OnPending = OnPending.WAIT  # when a server of ours installs
     turn_s: float = 0.0  # how long a server waits until those before it have installed
-    step: int | None = None  # after which the weights were copied
-
-    @property
-    def identity(self) -> WeightIdentity:
-        """As the snapshot's header says it."""
-        return WeightIdentity(self.run_id, self.round_id, self.version, self.step)
-
-
-class InstallTurns:
-    """Lets the servers of a staged round install one after another, so that the others answer meanwhile.
-
-    That is worth no server: who holds the turn may hang, or wait for long answers. Before that, all may have to wait
-    for leave.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.has_leave = threading.Event()
-        """Set once nobody needs to wait for leave any more; who waits goes on without it after a time."""
-
-    @contextmanager
-    def take(self, timeout_s: float) -> Iterator[None]:
-        """Waits for a turn and holds it; goes without one after ``timeout_s``."""
-        has_turn = self._lock.acquire(timeout=timeout_s)
-        try:
-            yield
-        finally:
-            if has_turn:
-                self._lock.release()
 
 
 class CanarySchedule:
-    """In which rounds the canary is asked, by what the rounds before showed of each server. Pure.
+    """Decides which versions are asked a canary, by what the pushes before showed of each server. Pure.
 
-    A server whose last round was proven by checksums is asked again in the ``every_rounds``-th round after the last one
-    that asked. Any other is asked: a new one, one that failed or was lost, one whose checksums are not shown.
+    A server whose last push was proven by checksums is asked again in the ``every_rounds``-th one after the last that
+    asked. Any other is asked: a new one, one that failed or was lost, one whose checksums are not shown.
     """
 
     def __init__(self, every_rounds: int) -> None:
@@ -239,11 +175,11 @@ class CanarySchedule:
         self._rounds_since: dict[int, int] = {}
 
     def is_due(self, servers: Iterable[int]) -> bool:
-        """Whether a round with these servers asks; all of them, because the learner's own answer is the cost."""
+        """Whether a version for these servers asks; all of them, because the learner's own answer is the cost."""
         return any(self._rounds_of(server) + 1 >= self._every_rounds for server in servers)
 
     def record(self, server: int, *, asked: bool, by_checksums: bool) -> None:
-        """``by_checksums``: the round with this server has ended in a proof, and checksums are part of it."""
+        """``by_checksums``: the push to this server has ended in a proof, and checksums are part of it."""
         if by_checksums:
             self._rounds_since[server] = 0 if asked else self._rounds_of(server) + 1
         else:

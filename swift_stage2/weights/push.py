@@ -1,7 +1,7 @@
-"""One server's part of one sync round: begin, connect, push, acknowledge, prove.
+"""The push: brings one server to one version. Asks who it is, connects, carries, installs, proves.
 
-Each push is a daemon thread, because a transfer that hangs cannot be joined, and reads the round's snapshot at its own
-pace. It ends in a report or, when the learner's weights cannot be pushed, without one.
+Each push is a daemon thread, because a transfer that hangs cannot be joined, and reads the snapshot at its own pace. It
+ends in a report or, when the learner's weights cannot be pushed, without one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 
@@ -19,31 +19,49 @@ from swift_stage2.records import ServerReport
 from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
 from swift_stage2.servers.stock import ask_sums_incarnation
 from swift_stage2.telemetry.timing import EnterSpan, untraced
-from swift_stage2.weights.proof import InstallTurns, RoundOrder, give_up, prove_server
+from swift_stage2.weights.proof import UpdateSpec, prove_server
 from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 logger = logging.getLogger(__name__)
 
-_SHARE_FOR_PATIENCE = 0.25  # of the calls' time, with a server that is still busy
-_BUSY_POLL_S = 0.05
 _SHARE_FOR_TURN = 0.5  # of what is left of the calls' time
 
 MakeTransport = Callable[[protocol.ServerInfo], WeightTransport]
 
 
+class InstallTurns:
+    """Lets servers that are asked install one after another, so that the others answer meanwhile.
+
+    That is worth no server: who holds the turn may hang, or wait for long answers.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def take(self, timeout_s: float) -> Iterator[None]:
+        """Waits for a turn and holds it; goes without one after ``timeout_s``."""
+        has_turn = self._lock.acquire(timeout=timeout_s)
+        try:
+            yield
+        finally:
+            if has_turn:
+                self._lock.release()
+
+
 @dataclass(eq=False, repr=False)
 class ServerPush(threading.Thread):
-    """Brings one server to one version. Once ``finished`` is set ``report`` or ``learner_fault`` is there.
+    """Brings one server to one version. At its end ``report`` or ``learner_fault`` is there.
 
-    ``transports`` keeps, by server, what outlives a round; a ``distrusted`` one is replaced. ``ours`` are base URLs of
+    ``transports`` keeps, by server, what outlives a push; a ``distrusted`` one is replaced. ``ours`` are base URLs of
     servers that must not answer as stock ones do. Once ``given_up`` is set nothing more is sent. ``span`` is entered
     with the name of every phase. ``on_end`` is called last, on this thread.
     """
 
     server: int
     endpoint: ServerEndpoint
-    order: RoundOrder
+    spec: UpdateSpec
     snapshot: SnapshotFile
     transports: MutableMapping[int, WeightTransport]
     make_transport: MakeTransport
@@ -62,21 +80,14 @@ class ServerPush(threading.Thread):
         self._seconds: dict[str, float] = {}
         self._num_bytes = 0
         self._proof = self._carried_by = ""
-        self._incarnation: str | None = None
         self.report: ServerReport | None = None
         self.learner_fault: str | None = None
-        self.finished = threading.Event()
 
     def run(self) -> None:
         try:
             base_url = self.endpoint.base_url
             with ServerSession(base_url, self.api_key, must_be_ours=base_url in self.ours) as session:
-                try:
-                    self._transfer(session)
-                except ServerFault:
-                    if session.round_id and not self.given_up.is_set():  # it began a round there
-                        give_up(session, self.order.round_id, self.order.deadline)
-                    raise
+                self._update(session)
             self.report = self._make_report(None)
         except ServerFault as error:
             self._drop_transport()
@@ -85,107 +96,65 @@ class ServerPush(threading.Thread):
             self._drop_transport()
             self.learner_fault = describe_fault("the push of the learner's weights", error)
         finally:
-            self.finished.set()
             self.on_end(self)
 
-    def _transfer(self, session: ServerSession) -> None:
-        order = self.order
+    def _update(self, session: ServerSession) -> None:
+        spec = self.spec
         if self.distrusted:
             self._drop_transport()
         with self._phase("begin"):
-            info = session.info(order.deadline)
-            self._incarnation = info.incarnation
-            if not info.stock:
-                self.ours.add(session.base_url)
+            info = session.info(spec.deadline)
             sums_of = None
             if not info.stock:
-                self._begin(session)
+                self.ours.add(session.base_url)
             elif info.is_swift_rollout:
                 # Ordered: it answers once nothing runs any more that a lost caller has asked.
                 self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
-                sums_of = ask_sums_incarnation(session, order.deadline)
+                sums_of = ask_sums_incarnation(session, spec.deadline)
                 if self.server not in self.transports:
                     shown = "can show every tensor's checksum" if sums_of else "shows no checksums"
                     logger.info("%s is a stock server and %s", session.base_url, shown)
         with self._phase("pack"):
-            sent = self.snapshot.describe(order.identity)
+            sent = self.snapshot.describe(spec.identity)
         with self._phase("connect"):
             if self.server not in self.transports:
                 self.transports[self.server] = self.make_transport(info)
             transport = self._transport = self.transports[self.server]
-            self._carried_by = transport.open(session, self.endpoint, self.snapshot, order.deadline)
+            self._carried_by = transport.open(session, self.endpoint, self.snapshot, spec)
         with self._phase("push"):
-            transport.carry(session, self.snapshot, order.deadline, self._require_wanted)
+            transport.carry(session, self.snapshot, spec.deadline, self._require_wanted)
         self._num_bytes = self.snapshot.num_bytes
-        if order.hold is not None:
-            with self._phase("hold"):
-                self.turns.has_leave.wait(order.hold.remaining_s())
         with ExitStack() as turn:
-            if order.turn_s:
+            if spec.turn_s:
                 with self._phase("turn"):
-                    # The install needs time as well, also behind a long transfer or hold.
-                    turn_s = min(order.turn_s, order.deadline.remaining_s() * _SHARE_FOR_TURN)
+                    # The install needs time as well, also behind a long transfer.
+                    turn_s = min(spec.turn_s, spec.deadline.remaining_s() * _SHARE_FOR_TURN)
                     turn.enter_context(self.turns.take(turn_s))
-            self._install(session, info, transport, sent, sums_of)
+            with self._phase("acknowledge"):
+                transport.install(session, spec, sent)
+                if info.is_swift_rollout:
+                    self._reset_caches(session)
+                if not info.stock:
+                    self._drop_transport()
+            with self._phase("prove"):
+                self._proof = prove_server(session, spec, info, sent, sums_of=sums_of)
 
-    def _install(
-        self,
-        session: ServerSession,
-        info: protocol.ServerInfo,
-        transport: WeightTransport,
-        sent: Mapping[str, str],
-        sums_of: str | None,
-    ) -> None:
-        order = self.order
-        with self._phase("acknowledge"):
-            transport.finish(session, order, sent)
-            if info.chat_model is None:
-                self._acknowledge(session, is_stock=info.stock)
-            if not info.stock:
-                self._drop_transport()
-        with self._phase("prove"):
-            same_dtypes = info.stock or order.manifest == info.manifest
-            self._proof = prove_server(session, order, info, sent, same_dtypes=same_dtypes, sums_of=sums_of)
-        if info.chat_model is not None:
-            self._incarnation = order.round_id  # the round's name becomes that of the process
-
-    def _acknowledge(self, session: ServerSession, *, is_stock: bool) -> None:
-        install = {} if is_stock else protocol.InstallRequest(self.order.on_pending).to_json()
-        session.post(protocol.PROCESS_WEIGHTS, install, self.order.deadline)
+    def _reset_caches(self, session: ServerSession) -> None:
         # The prefix cache last: vLLM's engine returns nothing from the other two, so that a stock server
         # reports False for them also when they worked; they are ordered before the one that can tell.
         for path in (protocol.RESET_ENCODER_CACHE, protocol.RESET_MM_CACHE):
-            self._reset_cache(session, path, must_succeed=not is_stock)
+            self._reset_cache(session, path, must_succeed=False)
         self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
 
-    def _begin(self, session: ServerSession) -> None:
-        """Opens the round; a server that still ends what an abandoned caller asked is asked again."""
-        order = self.order
-        timeout_s = order.deadline.remaining_s()
-        request = protocol.RoundRequest(
-            order.round_id, order.run_id, order.version, order.manifest, timeout_s, staged=order.staged
-        )
-        patience = Deadline(timeout_s * _SHARE_FOR_PATIENCE)
-        while True:
-            try:
-                session.post(protocol.BEGIN_ROUND, request.to_json(), order.deadline)
-                session.round_id = order.round_id
-                return
-            except ServerFault as fault:
-                if fault.reason != protocol.RefusalReason.BUSY or patience.expired:
-                    raise
-            time.sleep(_BUSY_POLL_S)
-            self._require_wanted()
-
     def _reset_cache(self, session: ServerSession, path: str, *, must_succeed: bool = True) -> None:
-        if not reset_cache(session, path, self.order.deadline) and must_succeed:
+        if not reset_cache(session, path, self.spec.deadline) and must_succeed:
             raise ServerFault(
                 f"{session.base_url}{path} reports status: False: an earlier command failed; read its log"
             )
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Adds the seconds spent inside to one phase. Raises ServerFault: the round was given up."""
+        """Adds the seconds spent inside to one phase. Raises ServerFault: the push was given up."""
         self._require_wanted()
         started = time.perf_counter()
         try:
@@ -196,14 +165,14 @@ class ServerPush(threading.Thread):
 
     def _require_wanted(self) -> None:
         if self.given_up.is_set():
-            raise ServerFault(f"{self.endpoint.base_url}: the round was given up before it was proven")
+            raise ServerFault(f"{self.endpoint.base_url}: the push was given up before the weights were proven")
 
     def _drop_transport(self) -> None:
-        """Not that of a later round, which is in its place if this push was given up."""
+        """Not that of a later push, which is in its place if this one was given up."""
         transport = self._transport
         if transport is not None and self.transports.get(self.server) is transport:
             del self.transports[self.server]
-            close_quietly(transport, self.order.deadline)
+            close_quietly(transport, self.spec.deadline)
 
     def _make_report(self, error: str | None) -> ServerReport:
         return ServerReport(
@@ -212,7 +181,6 @@ class ServerPush(threading.Thread):
             proof=self._proof,
             num_bytes=self._num_bytes,
             seconds=self._seconds,
-            incarnation=self._incarnation,
             transport=self._carried_by,
         )
 

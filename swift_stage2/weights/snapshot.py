@@ -1,6 +1,6 @@
 """A snapshot: the learner's weights of one step as a safetensors file in memory, so that training goes on meanwhile.
 
-Rank 0's memory is the file, laid out once and filled anew for each round. Whose weights it holds, and the checksum of
+Rank 0's memory is the file, laid out once and filled anew for each version. Whose weights it holds, and the checksum of
 each, stand in its header, so that a server may take it by its path, by a stream or from a disk, and know it again.
 """
 
@@ -44,21 +44,25 @@ class WeightIdentity:
     """Whose weights lie in a snapshot; ``version`` is what the run calls them once they are proven."""
 
     run_id: str
-    round_id: str
     version: int
     step: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Of a file on a disk, without its suffix."""
+        return f"{self.run_id}-{self.version}"
 
     def to_metadata(self) -> dict[str, str]:
         """As a safetensors file says it of itself, and that torch can read it."""
         step = "" if self.step is None else str(self.step)
-        names = {"run_id": self.run_id, "round_id": self.round_id, "version": str(self.version), "step": step}
+        names = {"run_id": self.run_id, "version": str(self.version), "step": step}
         return {"format": "pt"} | names
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str]) -> WeightIdentity:
         """Raises KeyError, ValueError: it says so of no snapshot."""
         step = int(metadata["step"]) if metadata["step"] else None
-        return cls(metadata["run_id"], metadata["round_id"], int(metadata["version"]), step)
+        return cls(metadata["run_id"], int(metadata["version"]), step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +163,15 @@ class SnapshotFile:
         except torch.OutOfMemoryError as error:
             if at_once or len(names) == 1:
                 raise
-            logger.warning("%d tensors of a round are copied one at a time: %s", len(names), error)
+            logger.warning("%d weights are copied one at a time: %s", len(names), error)
         for name in names:  # here, where the error holds none of those that were read
             self.put(read([name]), copy)
 
     def describe(self, identity: WeightIdentity) -> Mapping[str, str]:
-        """Writes the round's header, and returns every tensor's checksum; who comes second waits for them.
+        """Writes the version's header, and returns every tensor's checksum; who comes second waits for them.
 
         Raises:
-            WeightSyncError: a tensor is not finite, or the round's name has no room in the header.
+            WeightSyncError: a tensor is not finite, or the run's name has no room in the header.
         """
         with self._lock:
             if identity != self._identity:
@@ -176,7 +180,7 @@ class SnapshotFile:
                 header, room = self._header(identity, checksums), self._header_bytes - _LENGTH_BYTES
                 if len(header) > room:
                     raise WeightSyncError(
-                        f"a round's name must fit into {_ROOM_FOR_IDENTITY} bytes, got {identity}"
+                        f"a run's name must fit into {_ROOM_FOR_IDENTITY} bytes, got {identity}"
                     )
                 self.header[:] = room.to_bytes(_LENGTH_BYTES, "little") + header.ljust(room)
                 self._identity, self._checksums = identity, checksums

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ from swift_stage2.runtime.background import BackgroundCall
 from swift_stage2.runtime.network import connection_error, group_remedy, local_address_towards
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
+from swift_stage2.weights.proof import UpdateSpec
 from swift_stage2.weights.snapshot import SnapshotFile, WeightBucket
 from swift_stage2.weights.transport import JOIN_TIMEOUT_S, ServerEndpoint, WeightTransport, not_formed
 
@@ -30,13 +31,13 @@ _ANY_KEY = "stage2"  # no member sets it; what counts is that the store answers
 
 
 class StockTransport(WeightTransport):
-    """vLLM's stateless group, as stock ``swift rollout`` joins it; kept from round to round.
+    """vLLM's stateless group, as stock ``swift rollout`` joins it; kept from push to push.
 
     The members are the server's workers and, as the highest rank, the learner. On a GPU the bytes travel over
     NCCL, which may not report a lost peer; without one over gloo, which does (``GlooCommunicator``). A stock
     worker keeps the first communicator it made, without a word, so a new one starts with an ordered close: also
     the one of an earlier run whose learner was killed. vLLM's group exchanges its metadata with pickle over its
-    own TCP store: whoever can reach ``group_port`` during a round is trusted, as NCCL trusts its peers.
+    own TCP store: whoever can reach ``group_port`` during a push is trusted, as NCCL trusts its peers.
 
     The store lives in the server's first worker, so its connection breaks with that process: the only word there is
     of a stock server that is restarted between two calls. A store in a frozen process never answers, whatever its
@@ -52,8 +53,9 @@ class StockTransport(WeightTransport):
         self._joined: str | None = None  # base URL of the server that was asked to join
 
     def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, spec: UpdateSpec
     ) -> str:
+        deadline = spec.deadline
         kind = "gloo" if self._device.type == "cpu" else "nccl"
         if self._communicator is not None and not self.is_lost() and self._question is None:
             return kind
@@ -99,6 +101,9 @@ class StockTransport(WeightTransport):
         for bucket in snapshot.buckets:
             require_wanted()
             self.carry_bucket(session, snapshot, bucket, deadline)
+
+    def install(self, session: ServerSession, spec: UpdateSpec, sent: Mapping[str, str]) -> None:
+        session.post(protocol.PROCESS_WEIGHTS, {}, spec.deadline)
 
     def carry_bucket(
         self, session: ServerSession, snapshot: SnapshotFile, bucket: WeightBucket, deadline: Deadline
@@ -149,7 +154,7 @@ class StockTransport(WeightTransport):
         self._drop_communicator()
         if self._joined is not None:
             base_url, self._joined = self._joined, None
-            with ServerSession(base_url, self._api_key) as session:  # that of ``open`` ended with its round
+            with ServerSession(base_url, self._api_key) as session:  # that of ``open`` ended with its push
                 session.post(
                     protocol.CLOSE_COMMUNICATOR, {}, Deadline(min(_CLOSE_TIMEOUT_S, deadline.remaining_s()))
                 )
@@ -197,7 +202,7 @@ class StockTransport(WeightTransport):
         """On the stream that ``flat`` was copied on, because what else uses the device would wait for a lost server.
 
         Returns or raises only when the transfer has left the device. One that also survives the end of its group is
-        waited for, until the round gives its courier up.
+        waited for, until the push is given up.
         """
         stream = self._own_stream()
         self._communicator.broadcast(flat, src=self._communicator.rank, stream=stream)

@@ -1,8 +1,8 @@
-"""Carries a snapshot from learner rank 0 to one server of ours; what every transport has to do.
+"""Carries a snapshot from rank 0 to one server of ours; what every transport has to do.
 
-A transport is used from the push thread only. ``open`` asks the server to listen, map or join, and connects, ``carry``
-returns when the server has all of the weights, ``close`` may be called at any time. Between rounds the probe's thread
-asks ``is_lost``.
+A transport is used from the push's thread only. ``open`` asks the server to map, listen or read, and connects,
+``carry`` returns when the server has all of the weights, ``install`` when it holds them; ``close`` may be called at any
+time. Between pushes another thread asks ``is_lost``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from swift_stage2.config import RolloutConfig
 from swift_stage2.errors import ServerFault
 from swift_stage2.runtime.network import group_remedy
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weights.disk_rounds import DiskRounds
-from swift_stage2.weights.proof import RoundOrder
+from swift_stage2.weights.disk_versions import DiskVersions
+from swift_stage2.weights.proof import UpdateSpec, check_proof
 from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.stream import WeightStream, connect_stream
 
-# For a connection or group to form, whatever the round's time: packets that a firewall drops are no refusal.
+# For a connection or group to form, whatever the push's time: packets that a firewall drops are no refusal.
 JOIN_TIMEOUT_S = 60.0
 
 
@@ -56,7 +56,7 @@ class WeightTransport(Protocol):
     """One way to bring a snapshot, whose header is written, to one server."""
 
     def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, spec: UpdateSpec
     ) -> str:
         """Returns how the bytes travel, in a word for reports, with the reason where another way was to be had."""
         ...
@@ -72,47 +72,85 @@ class WeightTransport(Protocol):
         raises. Raises ServerFault: it was lost.
         """
 
-    def finish(self, session: ServerSession, order: RoundOrder, sent: Mapping[str, str]) -> None:
-        """With the checksums of all tensors: ends what ``open`` began, where a server must be told.
+    def install(self, session: ServerSession, spec: UpdateSpec, sent: Mapping[str, str]) -> None:
+        """Returns when the server computes with the weights, whose checksums are ``sent``, in full.
 
-        Raises ServerFault: it does not hold the weights.
+        Raises ServerFault: it does not.
         """
-        return
+        ...
 
     def is_lost(self) -> bool:
-        """True if the connection that the transport keeps between rounds has broken; False where it keeps none.
+        """True if the connection that the transport keeps between pushes has broken; False where it keeps none.
 
         Callable from any thread; returns within about a second.
         """
         return False
 
     def close(self, deadline: Deadline) -> None:
-        """Ends what ``open`` began and ``finish`` has not."""
+        """Ends what ``open`` began and ``install`` has not."""
         return
 
 
 WrapTransport = Callable[[WeightTransport], WeightTransport]
 
 
-class StreamTransport(WeightTransport):
-    """A fresh connection to our server for every round, so that nothing of a failed round survives it."""
+class OurTransport(WeightTransport):
+    """Offers the weights to a server of ours, which takes them beside its generation, and has it install them."""
+
+    def open(
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, spec: UpdateSpec
+    ) -> str:
+        raise NotImplementedError
+
+    def carry(self, *_: object) -> None:
+        """Nothing: the bytes are there already."""
+
+    def install(self, session: ServerSession, spec: UpdateSpec, sent: Mapping[str, str]) -> None:
+        request = protocol.InstallRequest(
+            run_id=spec.identity.run_id,
+            version=spec.identity.version,
+            checksums=sent,
+            on_pending=spec.on_pending,
+            timeout_s=spec.deadline.remaining_s(),
+        )
+        body = session.post(protocol.INSTALL, request.to_json(), spec.deadline)
+        check_proof(session, spec, sent, body)
+
+    def _offer(
+        self, session: ServerSession, spec: UpdateSpec, way: protocol.WeightWay, **how: object
+    ) -> protocol.OfferAnswer:
+        offer = protocol.WeightOffer(
+            run_id=spec.identity.run_id,
+            version=spec.identity.version,
+            manifest=spec.manifest,
+            way=way,
+            timeout_s=spec.deadline.remaining_s(),
+            **how,  # type: ignore[arg-type]
+        )
+        body = session.post(protocol.WEIGHTS, offer.to_json(), spec.deadline)
+        return session.read(protocol.WEIGHTS, protocol.OfferAnswer.from_json, body)
+
+
+class StreamTransport(OurTransport):
+    """A fresh connection for every push, so that nothing of a failed one survives it."""
 
     def __init__(self) -> None:
         self._stream: WeightStream | None = None
 
     def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, spec: UpdateSpec
     ) -> str:
         host, port = endpoint.group_host or session.host, endpoint.group_port
-        body = {"port": port, "backend": protocol.WEIGHT_STREAM, "num_bytes": snapshot.file.num_bytes}
-        answer = session.post(protocol.INIT_COMMUNICATOR, body, deadline)
-        secret = session.read(protocol.INIT_COMMUNICATOR, protocol.parse_stream_secret, answer)
-        join_s = min(JOIN_TIMEOUT_S, deadline.remaining_s())
+        way = protocol.WeightWay.STREAM
+        answer = self._offer(session, spec, way, port=port, num_bytes=snapshot.file.num_bytes)
+        if not answer.taken or answer.secret is None:
+            raise ServerFault(f"{session.base_url} takes no weights by a stream: {answer.message}")
+        join_s = min(JOIN_TIMEOUT_S, spec.deadline.remaining_s())
         try:
-            self._stream = connect_stream(host, port, secret, join_s)
+            self._stream = connect_stream(host, port, answer.secret, join_s)
         except OSError as error:
             raise not_formed(session, host, port, error, group_remedy(error)) from error
-        return protocol.WEIGHT_STREAM
+        return way
 
     def carry(self, session: ServerSession, snapshot: SnapshotFile, deadline: Deadline, *_: object) -> None:
         if self._stream is None:
@@ -129,57 +167,51 @@ class StreamTransport(WeightTransport):
 
 
 class MappedTransport(StreamTransport):
-    """Lets a server of ours map the snapshot where it can, on one host and in one container; elsewhere a stream."""
+    """Lets a server map the snapshot where it can, on one host and in one container; elsewhere a stream."""
 
-    def __init__(self, info: protocol.ServerInfo, *, required: bool = False) -> None:
+    def __init__(self, *, required: bool = False) -> None:
         """``required``: a server that cannot map the memory is at fault."""
         super().__init__()
-        self._why_not = "" if info.staging else "it cannot map memory"
         self._required = required
         self._is_mapped = False
 
     def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, spec: UpdateSpec
     ) -> str:
-        reason, remedy = self._why_not, "give it the learner's version of swift_stage2"
-        if not reason:
-            body = {"backend": protocol.SHARED_MEMORY, "path": snapshot.file.path}
-            reply = session.post(protocol.INIT_COMMUNICATOR, body, deadline)
-            answer = session.read(protocol.INIT_COMMUNICATOR, protocol.MemoryAnswer.from_json, reply)
-            self._is_mapped, reason = answer.mapped, answer.message
-            remedy = "start it on the learner's host, in its container and as its user"
+        way = protocol.WeightWay.SHARED_MEMORY
+        answer = self._offer(session, spec, way, path=snapshot.file.path)
+        self._is_mapped = answer.taken
         if self._is_mapped:
-            return protocol.SHARED_MEMORY
+            return way
         if self._required:
             raise ServerFault(
-                f"{session.base_url} must map the learner's memory, got: {reason}; write rollout.sync.transport: auto, "
-                f"or {remedy}"
+                f"{session.base_url} must map the learner's memory, got: {answer.message}; write "
+                "rollout.sync.transport: auto, or start it on the learner's host, in its container and as its user"
             )
-        return f"{super().open(session, endpoint, snapshot, deadline)} ({reason})"
+        return f"{super().open(session, endpoint, snapshot, spec)} ({answer.message})"
 
     def carry(self, session: ServerSession, snapshot: SnapshotFile, deadline: Deadline, *_: object) -> None:
         if not self._is_mapped:  # else the bytes are there already
             super().carry(session, snapshot, deadline)
 
 
-class DiskTransport(WeightTransport):
-    """Has a server of ours read the round's file, which is written once for all of them."""
+class DiskTransport(OurTransport):
+    """Has a server read the version's file, which is written once for all of them."""
 
-    def __init__(self, disk: DiskRounds, info: protocol.ServerInfo) -> None:
+    def __init__(self, disk: DiskVersions, info: protocol.ServerInfo) -> None:
         self._disk = disk
         self._reads_disk = info.reads_disk
 
     def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, spec: UpdateSpec
     ) -> str:
         if not self._reads_disk:
             raise ServerFault(
                 f"{session.base_url} must read weights from a directory, got a server without --weights-root; start it "
                 f"with --weights-root {self._disk.directory}, or write rollout.sync.transport: auto"
             )
-        self._disk.store(snapshot, deadline)
-        session.post(protocol.INIT_COMMUNICATOR, {"backend": protocol.DISK}, deadline)
-        return protocol.DISK
-
-    def carry(self, *_: object) -> None:
-        """Nothing: the bytes are there already."""
+        self._disk.store(snapshot, spec.deadline)
+        answer = self._offer(session, spec, protocol.WeightWay.DISK)
+        if not answer.taken:
+            raise ServerFault(f"{session.base_url} takes no weights from its disk: {answer.message}")
+        return protocol.WeightWay.DISK

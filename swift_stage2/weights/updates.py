@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from swift_stage2.config import Proof
 from swift_stage2.config.rollout import SyncConfig
 from swift_stage2.errors import WeightSyncError
-from swift_stage2.records import ServerReport, VersionOutcome
+from swift_stage2.records import ServerReport, RoundOutcome
 from swift_stage2.runtime.memory import HeapTrim
 from swift_stage2.scheduling.server_life import LifeState, ServerLife
 from swift_stage2.servers.health_check import HealthCheck, JoiningServer, ServerKind
@@ -45,7 +45,7 @@ class UpdateFacts:
 class UpdateNews:
     """What all ranks are told, as JSON, once there is news."""
 
-    outcome: VersionOutcome | None = None
+    outcome: RoundOutcome | None = None
     """Of a version whose pushes have all ended."""
     joining: tuple[JoiningServer, ...] = ()
     learner_fault: str = ""
@@ -62,7 +62,7 @@ class UpdateNews:
     def from_json(cls, data: dict[str, Any]) -> UpdateNews:
         outcome = data["outcome"]
         return cls(
-            outcome=VersionOutcome.from_json(outcome) if outcome is not None else None,
+            outcome=RoundOutcome.from_json(outcome) if outcome is not None else None,
             joining=tuple(
                 JoiningServer(each["server"], ServerKind(**each["kind"])) for each in data["joining"]
             ),
@@ -102,10 +102,10 @@ class Updates:
         sync: SyncConfig,
         straggler_s: float,
         sync_every_steps: int,
-        on_lost: Callable[[int], object] = lambda server: None,
+        on_lost: Callable[[int, int], object] = lambda server, version: None,
     ) -> None:
         """``straggler_s``: what pushes have once another version is due. ``on_lost`` is told of a server whose process
-        has gone, as soon as that shows."""
+        has gone, and of the version that it had proven, as soon as that shows."""
         self.lives = list(lives)
         self._snapshots = snapshots
         self._publisher = publisher
@@ -149,13 +149,13 @@ class Updates:
             self._take_result(server, result)
         self._give_up_late()
         for joining in self._health.take_joining():
-            self.lives[joining.server].stages = joining.kind.stamps
+            self.lives[joining.server].stages = joining.kind.is_ours
             self._joining.append(joining)
         for server in self._health.take_answering():
             self.lives[server].answered()
         for server in self._publisher.lost_servers():
-            if self.lives[server].version:
-                self._on_lost(server)
+            if version := self.lives[server].version:
+                self._on_lost(server, version)
                 self._fail(server)
         self._watch_away()
         self._push_where_possible()  # here, where the other ranks learn at once that the snapshot is in use
@@ -211,12 +211,12 @@ class Updates:
     def _has_outcome(self) -> bool:
         return self._newest is not None and bool(self._newest.reports) and not self._is_publishing
 
-    def _take_outcome(self) -> VersionOutcome:
+    def _take_outcome(self) -> RoundOutcome:
         newest = self._newest
         assert newest is not None
         taken, now = newest.taken, time.monotonic()
         first = not newest.was_told
-        outcome = VersionOutcome(
+        outcome = RoundOutcome(
             version=newest.number,
             reports=newest.reports,
             staged=newest.were_asked,
@@ -293,7 +293,7 @@ class Updates:
             return  # it was suspected meanwhile: the newest word counts
         report = result.report or ServerReport.failed("the learner's weights cannot be pushed")
         if report.proven and self._publisher.is_lost(server):
-            report = report.lost()
+            report = replace(report, proven=False, error="the server was lost after it had proven the weights")
         newest.reports[server] = report
         by_checksums = report.proven and "checksums" in report.proof
         self._canaries.record(server, asked=newest.taken.canary is not None, by_checksums=by_checksums)

@@ -2,7 +2,7 @@
 
 Backend ``nccl`` of ``--weight-transfer-config``, not packed: the learner is member 0 and so listens at ``group_port``
 of *its own* host, where the workers come. Without a GPU the same calls run over gloo (``cpu_support``); they were not
-run over NCCL. A server whose round fails stays paused, because its model may lie in pieces; the next round mends it.
+run over NCCL. A server whose push fails stays paused, because its model may lie in pieces; the next push mends it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from swift_stage2.runtime.network import local_address_towards
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import vllm_name
-from swift_stage2.weights.proof import RoundOrder
+from swift_stage2.weights.proof import UpdateSpec
 from swift_stage2.weights.snapshot import SnapshotFile, WeightBucket
 from swift_stage2.weights.stock_transport import StockTransport
 from swift_stage2.weights.transport import JOIN_TIMEOUT_S, ServerEndpoint
@@ -33,17 +33,18 @@ _NUM_SHOWN = 3
 
 
 class VllmTransport(StockTransport):
-    """A group that is kept from round to round with the workers of one ``vllm serve``."""
+    """A group that is kept from push to push with the workers of one ``vllm serve``."""
 
     def __init__(self, device: torch.device, api_key: str | None = None) -> None:
         super().__init__(device, api_key)
-        self._holds: str | None = None  # weight version of the last round, once it has ended
-        self._blank: Mapping[str, str] = {}  # digests of zeros, in the first round after a join
+        self._holds: str | None = None  # weight version of the last push, once it has ended
+        self._blank: Mapping[str, str] = {}  # digests of zeros, in the first push after a join
 
     def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, spec: UpdateSpec
     ) -> str:
         """Pauses the server, joins its workers, unless they have been joined, and has them take buckets."""
+        deadline = spec.deadline
         self._holds, holds = None, self._holds
         is_kept = self._communicator is not None and holds == vllm_serve.ask_weight_version(session, deadline)
         session.post(vllm_serve.PAUSE, {}, deadline)
@@ -79,14 +80,14 @@ class VllmTransport(StockTransport):
         except RuntimeError as error:
             raise ServerFault(f"{session.base_url}: {error}") from error
 
-    def finish(self, session: ServerSession, order: RoundOrder, sent: Mapping[str, str]) -> None:
-        """The server holds the weights under the round's version, and answers again.
+    def install(self, session: ServerSession, spec: UpdateSpec, sent: Mapping[str, str]) -> None:
+        """The server holds the weights under its version, and answers again.
 
         Raises:
-            ServerFault: it does not, or the first round after a join has not reached every parameter.
+            ServerFault: it does not, or the first push after a join has not reached every parameter.
         """
-        deadline = order.deadline
-        version = str(vllm_serve.WeightVersion(order.run_id, order.round_id, order.version))
+        deadline = spec.deadline
+        version = str(vllm_serve.WeightVersion(spec.identity.run_id, spec.identity.version))
         session.post(vllm_serve.FINISH_UPDATE, {"weight_version": version}, deadline)
         if self._blank:
             self._require_reached(session, sent, deadline)
@@ -107,7 +108,7 @@ class VllmTransport(StockTransport):
             return fault.kind is not FaultKind.LATE
 
     def close(self, deadline: Deadline) -> None:
-        """Has the workers leave the group after a whole round; after another one an update may be open, and they would
+        """Has the workers leave the group after a whole push; after another one an update may be open, and they would
         fail: the next join comes first."""
         self._drop_communicator()
         holds, self._holds = self._holds, None
@@ -187,7 +188,7 @@ def unreached(blank: Mapping[str, str], now: Mapping[str, str], sent: Mapping[st
 
 def _end_leftovers(session: ServerSession, deadline: Deadline) -> None:
     """Ends an update that another learner began, and forgets what it left half loaded: its tensors would be counted
-    among those of this round, and a layer be put together of both."""
+    among those of this push, and a layer be put together of both."""
     num_workers = vllm_serve.ask_num_workers(session, deadline)
     try:
         session.post(vllm_serve.START_UPDATE, {}, deadline)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult, RequestSettings
-from swift_stage2.channel_b.rollouts.server_state import ServedWeights
 from swift_stage2.columns import given_by
 from swift_stage2.records import BatchOutcome, PostFailure, Rollout, Sample, VersionSpan
 
@@ -37,10 +36,10 @@ class Unasked(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PostReport:
-    """One POST that has ended. ``weights`` made each completion of ``result``."""
+    """One POST that has ended. ``versions`` made each completion of ``result``."""
 
     result: PostResult
-    weights: Sequence[ServedWeights]
+    versions: Sequence[int]
     seed: int
     seconds: float
     is_meant: bool
@@ -153,8 +152,8 @@ class Batch:
 
     def _deliver(self, numbers: tuple[int, ...], report: PostReport) -> None:
         rollouts, aborted = list[Rollout](), list[Rollout]()
-        answers = zip(report.result.completions, report.weights, strict=True)
-        for number, (completion, made_by) in zip(numbers, answers, strict=True):
+        answers = zip(report.result.completions, report.versions, strict=True)
+        for number, (completion, version) in zip(numbers, answers, strict=True):
             rollout = Rollout(
                 sample=self._left.pop(number).sample,
                 text=completion.text,
@@ -163,9 +162,8 @@ class Batch:
                 truncated=completion.finish_reason == "length",
                 seed=report.seed if completion.seed is None else completion.seed,
                 server=self._server.base_url,
-                spans=(VersionSpan(made_by.version, 0, len(completion.token_ids)),),
+                spans=(VersionSpan(version, 0, len(completion.token_ids)),),
                 seconds=report.seconds,
-                round_id=made_by.round_id,
                 **given_by(completion),
             )
             # An aborted one leaves its sample to return.

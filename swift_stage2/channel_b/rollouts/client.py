@@ -3,7 +3,7 @@
 Every sample submitted comes out exactly once: as a rollout, as poisonous, or to be asked again. Servers' faults cost a
 server its trust, never a sample an attempt. What is submitted goes to the server where it would end first; what ended
 waits in one outbox. ``submit`` and ``next_finished`` belong to one thread (the pipeline's); what the learner tells of
-rounds, ``wake``, ``request_stop`` and the properties may be used from any. Calls run on one event loop, on a thread.
+versions, ``wake``, ``request_stop`` and the properties may be used from any. Calls run on one event loop, on a thread.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from swift_stage2.channel_b.rollouts.placement import ServerPace, choose
 from swift_stage2.channel_b.rollouts.requests import RequestObserver, RequestSettings
 from swift_stage2.channel_b.rollouts.seeds import SeedLedger
 from swift_stage2.channel_b.rollouts.server_client import ClientSettings, ServerClient, backlog
-from swift_stage2.channel_b.rollouts.server_state import ServedWeights
 from swift_stage2.columns import Column
 from swift_stage2.config import DecodingConfig
 from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, Rollout, Sample
 from swift_stage2.scheduling.horizon import max_prompts_in_flight
+from swift_stage2.servers.health_check import ServerKind
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,12 @@ _CLOSING_S = 5.0
 class RolloutClient:
     """A context manager; it owns one thread, with an event loop, once anything is submitted."""
 
+    make_fence = InferFence
+
     def __init__(
         self,
         servers: Sequence[str],
         *,
-        fence: InferFence,
         decoding: DecodingConfig,
         request_timeout_s: float,
         run_seed: int,
@@ -54,7 +55,7 @@ class RolloutClient:
         is_lost: Callable[[str, int], bool] = lambda url, version: False,
         observer: RequestObserver | None = None,
         watch_post: Callable[[], AbstractContextManager[None]] = nullcontext,
-        chat_models: Mapping[str, str] | None = None,
+        kinds: Mapping[str, ServerKind] | None = None,
         columns: tuple[Column, ...] = (),
     ) -> None:
         """No server is proven at first.
@@ -62,8 +63,8 @@ class RolloutClient:
         ``run_id`` is what our server stamps. ``max_inflight_per_server`` prompts of all ranks fill a server.
         ``is_lost`` says of a base URL whether what was proven there for a version is known to have ended: a stock
         server's answers do not tell who gives them. ``observer`` is told of every POST that brings no settings of its
-        own, on the loop's thread; ``watch_post`` is entered there for the time that any POST is out. ``chat_models``,
-        by base URL, are the names that plain ``vllm serve``s answer to. ``columns`` are asked for with whatever brings
+        own, on the loop's thread; ``watch_post`` is entered there for the time that any POST is out. ``kinds``,
+        by base URL, say what servers are; any other is a stock ``swift rollout``. ``columns`` are asked for with whatever brings
         no settings of its own.
         """
         self._rank = rank
@@ -75,9 +76,7 @@ class RolloutClient:
         self._failure: Exception | None = None
         self._is_woken = False
         self._stopping = threading.Event()
-        self._fence = fence
         self._settings = ClientSettings(
-            fence=fence,
             seeds=SeedLedger(run_seed=run_seed, rank=rank, world_size=world_size),
             request_timeout_s=request_timeout_s,
             api_key=api_key,
@@ -91,24 +90,25 @@ class RolloutClient:
         )
         self._default = RequestSettings(decoding, observer, columns)
         self._loop, self._told = asyncio.new_event_loop(), asyncio.Event()
-        models = chat_models or {}
-        self._servers = {
-            url: self._new_server(url, number, models.get(url)) for number, url in enumerate(servers)
-        }
+        self._kinds = dict(kinds or {})
+        self._servers = {url: self._new_server(url, number) for number, url in enumerate(servers)}
         self._paces = dict.fromkeys(servers, ServerPace())
-        fence.on_change = self._tell_servers
         self._thread = threading.Thread(target=self._run_loop, name="rollouts", daemon=True)
 
-    def _new_server(self, base_url: str, number: int, chat_model: str | None) -> ServerClient:
+    def _new_server(self, base_url: str, number: int) -> ServerClient:
         # Where the places do not divide by the ranks, which ranks get one more rotates from server to server.
         share = (self._max_inflight + (self._rank + number) % self._world_size) // self._world_size
+        fence = self.make_fence(start_closed=True)
+        fence.on_change = self._tell_servers
+        kind = self._kinds.get(base_url, ServerKind())
         return ServerClient(
-            base_url, self._settings, self._loop, num_places=max(1, share), chat_model=chat_model
+            base_url, self._settings, self._loop, fence=fence, num_places=max(1, share), kind=kind
         )
 
-    def learn_chat_model(self, base_url: str, chat_model: str) -> None:
-        """A server that nobody has asked yet is a plain ``vllm serve``; called on the thread that tells of rounds."""
-        server = self._new_server(base_url, list(self._servers).index(base_url), chat_model)
+    def learn_kind(self, base_url: str, kind: ServerKind) -> None:
+        """What a server is that nobody has asked yet; called on the thread that tells of versions."""
+        self._kinds[base_url] = kind
+        server = self._new_server(base_url, list(self._servers).index(base_url))
         self._servers = {**self._servers, base_url: server}  # in one move: other threads go through them
 
     def __enter__(self) -> RolloutClient:
@@ -124,63 +124,49 @@ class RolloutClient:
 
     @property
     def is_open(self) -> bool:
-        """False while no server is asked: a round has closed the fence, or none is proven."""
-        return self._fence.is_open and bool(self.proven)
+        """True if a request would leave at once for some server."""
+        return any(server.is_open for server in tuple(self._servers.values()))
+
+    @property
+    def in_flight(self) -> int:
+        """POSTs that are out."""
+        return sum(server.fence.in_flight for server in tuple(self._servers.values()))
 
     @property
     def suspects(self) -> dict[str, str]:
-        """Base URL → why that server gets no request before a round proves it."""
+        """Base URL → why that server gets no request before it has proven weights anew."""
         doubts = {url: server.state.suspicion for url, server in self._servers.items()}
         return {url: reason for url, reason in doubts.items() if reason is not None}
 
-    @property
-    def num_unsettled(self) -> int:
-        """Servers that may still be computing abandoned POSTs. Drained means: 0, and nothing in the fence.
+    def stages(self, base_url: str) -> bool:
+        """Whether that server takes new weights beside the old ones."""
+        return self._kinds.get(base_url, ServerKind()).is_ours
 
-        After a stop it can stay above 0, because nothing is settled any more: no round may follow.
-        """
-        return sum(server.is_settling for server in self._servers.values())
+    # --- what the learner tells at every step ---------------------------------------------------
+    def busy(self) -> frozenset[str]:
+        """Servers that this rank may ask, or where something of it may be in flight."""
+        return frozenset(url for url, server in self._servers.items() if server.is_busy)
 
-    def expect_round(self, round_id: str, version: int) -> None:
-        """The next round, if it is staged, may be answered with before the learner hears of it.
+    def take_suspicions(self) -> frozenset[str]:
+        """Servers that became suspect since the last call; all ranks are told, and agree, before any is asked again."""
+        return frozenset(url for url, server in self._servers.items() if server.state.take_suspicion())
 
-        Called once the round before has ended: what that one did not prove is not going to be.
-        """
+    def update(self, server: str, version: int, *, closed: bool) -> None:
+        """All ranks agree that ``server`` has proven ``version``, 0 if nobody may ask it. ``closed``: nothing new is
+        asked, because other weights come."""
+        client = self._servers[server]
+        if version and not client.state.is_proven:  # it returns, perhaps as another process
+            self._paces[server] = ServerPace(last_share=self._num_submissions)
+        client.update(version, is_closed=closed)
+
+    def expect(self, version: int) -> None:
+        """The next version: a server may answer with it before the learner hears of its proof."""
         for server in self._servers.values():
-            server.state.expect(round_id, version)
-
-    def clear_suspicion(self, servers: Collection[str]) -> None:
-        """A staged round or catch-up of ``servers``, which are not asked, begins: later suspicions are newer."""
-        for url in servers:
-            self._servers[url].state.clear_suspicion()
-
-    def set_proven(self, served: Mapping[str, ServedWeights], *, drained: bool = True) -> None:
-        """Exactly these base URLs are asked from now on, each with what it serves. Call it before the fence reopens.
-
-        ``drained``: nothing was in flight during the round, so that its proof lifts any suspicion. Otherwise a server
-        that is suspect stays so. A staged round calls this whenever another of its servers is proven.
-
-        Raises:
-            ValueError: a server that this client was not made with.
-        """
-        if unknown := served.keys() - self._servers.keys():
-            raise ValueError(f"only servers of this client can be proven, got {sorted(unknown)}")
-        for url, server in self._servers.items():
-            if (weights := served.get(url)) is None:
-                server.stop_requests()
-                continue
-            if not server.state.is_proven:  # it returns, perhaps as another process
-                self._paces[url] = ServerPace(last_share=self._num_submissions)
-            server.state.prove(weights, drained=drained)
+            server.state.expect(version)
 
     def confirms(self, rollout: Rollout) -> bool | None:
-        """True if a round proved, on its server, the weights of ``rollout``; False if none will; None until then."""
-        return self._servers[rollout.server].state.confirms(rollout.round_id)
-
-    def stop_requests(self, servers: Collection[str]) -> None:
-        """``servers`` are asked no more before a round proves them, and what they were asked is not waited for."""
-        for url in servers:
-            self._servers[url].stop_requests()
+        """True if its server has proven the weights of ``rollout``; False if it never will; None until then."""
+        return self._servers[rollout.server].state.confirms(max(span.version for span in rollout.spans))
 
     def mark_suspect(self, server: str, reason: str) -> None:
         """``server`` is suspect: what it answered showed so later than the client could see."""
@@ -195,7 +181,9 @@ class RolloutClient:
     @property
     def free_places(self) -> int:
         """Prompts that may be submitted now: by the servers' room and by this rank's share of all that may be asked."""
-        servers = [server for server in self._proven_servers() if not server.is_settling]
+        servers = [
+            server for server in self._proven_servers() if server.fence.is_open and not server.is_settling
+        ]
         if not servers or self._stopping.is_set():
             return 0
         most = max_prompts_in_flight(self._max_inflight, len(servers), self._world_size)
@@ -263,6 +251,8 @@ class RolloutClient:
     def request_stop(self) -> None:
         """Ends everything that is asked soon, now and for ever; POSTs in flight are cut. Does not wait."""
         self._stopping.set()
+        for server in tuple(self._servers.values()):
+            server.fence.shutdown()
         self._tell_servers()
 
     def close(self) -> None:
@@ -297,7 +287,7 @@ class RolloutClient:
         await asyncio.gather(*closing, return_exceptions=True)
 
     def _tell_servers(self) -> None:
-        """The fence has changed, or the client stops; from any thread."""
+        """A fence has changed, or the client stops; from any thread."""
         with suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._look_again)
 
@@ -313,6 +303,7 @@ class RolloutClient:
 
     def _choose_server(self, num_prompts: int) -> ServerClient | None:
         servers = self._proven_servers()
+        servers = [server for server in servers if server.fence.is_open] or servers
         servers = [server for server in servers if not server.is_settling] or servers
         servers = [server for server in servers if server.room > 0] or servers
         if not servers:

@@ -87,7 +87,7 @@ def _require_own(requests: Iterable[Mapping[str, Any]], completions: Iterable[in
         ProtocolError: it names another request, or none.
     """
     for place, (request, completion) in enumerate(zip(requests, completions, strict=True)):
-        if completion.incarnation is not None and completion.request_id != request[infer_wire.REQUEST_ID]:
+        if completion.request_id not in (None, request[infer_wire.REQUEST_ID]):
             raise ProtocolError(
                 f"an answer must be of the request in its place, got request_id={completion.request_id} for "
                 f"{infer_wire.REQUEST_ID}={request[infer_wire.REQUEST_ID]} at place {place}"

@@ -1,4 +1,4 @@
-"""One server as one rank asks it: a task per POST, each under one fence ticket.
+"""One server as one rank asks it: a task per POST, each under one ticket of the server's fence.
 
 A server of ours gets a POST per request. Another one, and ours until a prompt of it was the learner's, gets one POST at
 a time, with what has gathered while the one before was out. A POST that was abandoned is settled (the server answered a
@@ -22,11 +22,12 @@ from swift_stage2.channel_b.rollouts.chat_route import route_to
 from swift_stage2.channel_b.rollouts.placement import PlaceLimit
 from swift_stage2.channel_b.rollouts.requests import PostEnd, PostResult
 from swift_stage2.channel_b.rollouts.seeds import SeedLedger
-from swift_stage2.channel_b.rollouts.server_state import InFlightRequest, ServedWeights, ServerState
+from swift_stage2.channel_b.rollouts.server_state import InFlightRequest, ServerState
 from swift_stage2.config.rollout import MAX_REQUESTS_PER_POST
 from swift_stage2.errors import FenceShutDown
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.records import BatchOutcome, Sample
+from swift_stage2.servers.health_check import ServerKind
 from swift_stage2.servers.infer_wire import request_config
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,6 @@ def _row(sample: Sample) -> Hashable:
 class ClientSettings:
     """Settings that all servers of a client share."""
 
-    fence: InferFence
     seeds: SeedLedger
     request_timeout_s: float
     api_key: str | None = field(repr=False)
@@ -77,17 +77,19 @@ class ServerClient:
         settings: ClientSettings,
         loop: asyncio.AbstractEventLoop,
         *,
+        fence: InferFence,
         num_places: int,
-        chat_model: str | None,
+        kind: ServerKind,
     ) -> None:
-        """``num_places``: this rank's share of what the server may be asked at once."""
+        """``num_places``: this rank's share of what the server may be asked at once. ``fence`` is closed."""
         self.base_url = base_url
-        self.state = ServerState()
+        self.fence = fence
+        self.state = ServerState(stamps=kind.stamps)
         self._settings = settings
         self._loop = loop
         self._num_places = num_places
         self._route = route_to(
-            base_url, chat_model, api_key=settings.api_key, connect_timeout_s=_CONNECT_TIMEOUT_S
+            base_url, kind.chat_model, api_key=settings.api_key, connect_timeout_s=_CONNECT_TIMEOUT_S
         )
         self._lock = threading.Lock()
         self._waiting: deque[Ask] = deque()
@@ -133,6 +135,28 @@ class ServerClient:
         return 0 if self.in_hand else self.post_size
 
     @property
+    def is_open(self) -> bool:
+        """True if the server is asked, and a request given to it now would leave at once."""
+        return self.state.is_proven and self.fence.is_open
+
+    @property
+    def is_busy(self) -> bool:
+        """True while this rank may ask the server, or may have something in flight there."""
+        return self.fence.is_open or self.fence.in_flight > 0 or self.is_settling
+
+    def update(self, version: int, *, is_closed: bool) -> None:
+        """Takes what all ranks have agreed on: the ``version`` that the server has proven, 0 if nobody may ask it."""
+        if version:
+            self.state.prove(version)
+        elif self.state.is_proven or self.fence.is_open:
+            self.state.withdraw()
+            self._cut_soon()
+        if is_closed or not version:
+            self.fence.close()
+        elif not self.is_stopping and (version != self.fence.version or not self.fence.is_open):
+            self.fence.reopen(version)
+
+    @property
     def is_settling(self) -> bool:
         """True while the server may still compute a request that this rank has abandoned."""
         return self.state.settle_by is not None
@@ -149,13 +173,8 @@ class ServerClient:
 
     def mark_suspect(self, reason: str) -> None:
         """Nothing is asked of the server, and no answer that is still to come is waited for."""
-        logger.warning("%s is suspect, no request before a round proves it: %s", self.base_url, reason)
+        logger.warning("%s is suspect, no request before it has proven weights anew: %s", self.base_url, reason)
         self.state.mark_suspect(reason)
-        self._cut_soon()
-
-    def stop_requests(self) -> None:
-        """A round did not prove the server: nothing is asked of it, and nobody waits for what it was asked."""
-        self.state.stop_requests()
         self._cut_soon()
 
     def _cut_soon(self) -> None:
@@ -221,20 +240,20 @@ class ServerClient:
             self._settings.failed(error)
 
     async def enter(self) -> InferTicket:
-        """A ticket of the fence, to be left again. Raises Unasked: the client stops."""
+        """A ticket of the server's fence, to be left again. Raises Unasked: it must not be asked, or the client stops."""
         try:
-            while not self.is_stopping:
+            while self.state.is_proven and not self.is_stopping:
                 self._opened.clear()
-                if (ticket := self._settings.fence.enter()) is not None:
+                if (ticket := self.fence.enter()) is not None:
                     return ticket
-                await self._opened.wait()  # deadline: the fence reopens, or the client stops
+                await self._opened.wait()  # deadline: the fence reopens, the server is withdrawn, or the client stops
         except FenceShutDown as end:  # only at the end of a run, which stops the client as well
             raise Unasked from end
         raise Unasked
 
     def leave(self) -> None:
         """A ticket is given back."""
-        self._settings.fence.leave()
+        self.fence.leave()
 
     async def pause(self, seconds: float) -> None:
         """Sleeps for so long, or until the client stops."""
@@ -257,8 +276,7 @@ class ServerClient:
     async def post(self, asks: Sequence[Ask], ticket: InferTicket, remaining_s: float) -> PostReport:
         """One POST under a ticket. Raises Unasked: the server must not be asked."""
         settings = asks[0].settings
-        version = self.state.version_under(ticket.version)
-        # A round may have come and gone during the wait for a ticket, and have left this server out.
+        version = ticket.version
         if settings.only_version not in (None, version) or (post := self.state.begin_post()) is None:
             raise Unasked
         keys = [ask.sample.key for ask in asks]
@@ -273,7 +291,7 @@ class ServerClient:
         with self._settings.watch_post():
             result = await self._call(post, requests, config, timeout_s)
         ended_s = time.monotonic()
-        result, weights = await self._believed(post, result, ticket.version)
+        result, versions = await self._believed(post, result, version)
         most = self._num_places if self.state.streams else self._settings.most_per_post
         self._limit.observe(result.end, began_s=began_s, ended_s=ended_s, most=most, num_requests=len(asks))
         # While the ticket is held: a drained fence with nothing unsettled must mean an idle server.
@@ -289,7 +307,7 @@ class ServerClient:
             self._failed_since.clear()
         else:
             logger.info("no rollout for %d requests: %s", len(asks), result.reason)
-        return PostReport(result, weights, seed, ended_s - began_s, is_meant=is_known and post.is_wanted)
+        return PostReport(result, versions, seed, ended_s - began_s, is_meant=is_known and post.is_wanted)
 
     def finish(self, outcome: BatchOutcome, answered_s: float = 0.0) -> None:
         """Hands ``outcome`` to the client. ``answered_s``: seconds of the POST that answered all of it."""
@@ -319,21 +337,18 @@ class ServerClient:
 
     async def _believed(
         self, post: InFlightRequest, result: PostResult, version: int
-    ) -> tuple[PostResult, tuple[ServedWeights, ...]]:
-        """The result, and the weights that made each completion; ``DISTRUSTED`` if they cannot be the server's."""
-        weights = self.state.weights_of(
+    ) -> tuple[PostResult, tuple[int, ...]]:
+        """The result, and the version that made each completion; ``DISTRUSTED`` if they cannot be the server's."""
+        versions = self.state.versions_of(
             post, result.completions, version=version, run_id=self._settings.run_id
         )
-        is_stamped = all(completion.incarnation is not None for completion in result.completions)
         # Asked after the answer: a process that has replaced the proven one cannot have answered before the loss.
-        is_believed = isinstance(weights, str) or is_stamped
-        if not is_believed and await asyncio.to_thread(self._settings.is_lost, self.base_url, version):
-            weights = (
-                f"the process that the round of version {version} proved was lost; who answers is another"
-            )
-        if isinstance(weights, str):
-            return PostResult(PostEnd.DISTRUSTED, f"{self.base_url}: {weights}"), ()
-        return result, weights
+        asks = result.end is PostEnd.ANSWERED and not self.state.stamps
+        if asks and await asyncio.to_thread(self._settings.is_lost, self.base_url, version):
+            versions = f"the process that proved version {version} was lost; who answers is another"
+        if isinstance(versions, str):
+            return PostResult(PostEnd.DISTRUSTED, f"{self.base_url}: {versions}"), ()
+        return result, versions
 
     async def settle(self, patience_s: float) -> None:
         """Asks the ordered call until it answers, ``patience_s`` pass, or the server becomes suspect.

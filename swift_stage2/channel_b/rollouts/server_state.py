@@ -1,12 +1,11 @@
-"""A rank's knowledge of one server: whether it may be asked for rollouts, and which round's weights it answers with.
+"""A rank's knowledge of one server: whether it may be asked for rollouts, and which versions it answers with.
 
-A server is proven by a round, suspect, or busy with abandoned POSTs. Invariant: a suspect server stays unproven until
-``prove``. Its places and the learner write, so every change of more than one attribute holds a lock; any thread may
-read one.
+A server is proven, suspect, or busy with abandoned POSTs. Invariant: a suspect server stays unproven until ``prove``.
+Its places and the learner write, so every change of more than one attribute holds a lock; any thread may read one.
 
-In a staged round nobody drains: a server answers with the weights of the round before, or *ahead* with those in
-transfer, and its stamp tells which. So a POST may be answered with whatever the server served since the POST left, and
-a rollout that is ahead counts once its round has proven this server. An ``InFlightRequest`` keeps what that is.
+A server that is asked while new weights come answers with the version before or *ahead* with the new one, and its stamp
+tells which. So a POST may be answered with whatever the server served since the POST left, and a rollout that is ahead
+counts once this server has proven it. An ``InFlightRequest`` keeps what that is.
 
 The prompt ids that every answer carries show whose fault a wrong prompt is. A server with another processor or template
 differs on every sample, a bad sample differs alone: so a sample is given up only where its server agreed with the
@@ -26,22 +25,12 @@ from swift_stage2.records import Rollout
 from swift_stage2.servers.infer_wire import Completion
 
 
-@dataclass(frozen=True, slots=True)
-class ServedWeights:
-    """The weights that a server holds. One without an ``incarnation`` does not stamp: the ticket tells its version."""
-
-    round_id: str | None
-    version: int
-    incarnation: str | None
-    heard_step: int = 0  # of the proof: a catch-up may prove what a server was proven with before
-
-
 @dataclass(eq=False, slots=True)
 class InFlightRequest:
     """One POST that is out, or abandoned: its server may still be computing it."""
 
-    may_answer: list[ServedWeights]
-    """Served there when it left, or come since."""
+    may_answer: set[int]
+    """Versions that the server had proven when it left, or may have taken since."""
     settle_by: float | None = None
     """Moment by which it has to be settled, once it is abandoned."""
     is_wanted: bool = True
@@ -49,15 +38,18 @@ class InFlightRequest:
 
 
 class ServerState:
-    def __init__(self) -> None:
+    def __init__(self, *, stamps: bool) -> None:
+        """``stamps``: the server's answers say which weights made them."""
+        self.stamps = stamps
         self._lock = threading.Lock()
-        self._served: ServedWeights | None = None
-        self._ahead: ServedWeights | None = None  # of a staged round that is in transfer
+        self._version = 0
+        self._ahead: int | None = None  # may be answered with before the learner has heard its proof
         self._out: set[InFlightRequest] = set()
         self._abandoned: set[InFlightRequest] = set()
-        self._proven_rounds: set[str] = set()  # all of them, some dozen bytes each
+        self._proven_versions: set[int] = set()
+        self._is_reported = True
         self.is_proven = False
-        """Whether a round has proven the server's weights and no fault was found since."""
+        """Whether the server has proven a version, and no fault was found since."""
         self.suspicion: str | None = None
         """Why the server is suspect; None if it is not."""
         self.has_agreed = False
@@ -73,71 +65,66 @@ class ServerState:
     def streams(self) -> bool:
         """True if the client asks the server request by request, not in batches.
 
-        Ours is, which stamps: its engine takes requests one by one. But as long as none of its prompts was the
-        learner's, several go together, so that a prompt that differs is not taken for the server's fault alone.
+        One that stamps is: its engine takes requests one by one. But as long as none of its prompts was the learner's,
+        several go together, so that a prompt that differs is not taken for the server's fault alone.
         """
-        served = self._served
-        return served is not None and served.incarnation is not None and self.has_agreed
+        return self.stamps and self.has_agreed
 
     def agree(self) -> None:
-        """Its prompt for a sample is the learner's."""
+        """A prompt of the server was the learner's."""
         with self._lock:
             self.has_agreed = True
 
-    def expect(self, round_id: str, version: int) -> None:
-        """The next round, should it be staged: its weights may answer as soon as the server has installed them."""
+    def expect(self, version: int) -> None:
+        """The next version, which may answer as soon as the server has installed it."""
         with self._lock:
-            incarnation = self._served.incarnation if self._served is not None else None
-            self._ahead = ServedWeights(round_id, version, incarnation)
-            for post in self._out:
-                post.may_answer.append(self._ahead)
+            if version != self._ahead:
+                self._ahead = version
+                for post in self._out:
+                    post.may_answer.add(version)
 
-    def clear_suspicion(self) -> None:
-        """A staged round or catch-up of the server, which is not asked, begins: a later suspicion is newer than it."""
-        with self._lock:
-            self.suspicion = None
+    def prove(self, version: int) -> None:
+        """All ranks agree that the server has proven ``version``, and suspect it no more.
 
-    def prove(self, served: ServedWeights, *, drained: bool) -> None:
-        """A round proved that the server holds ``served``.
-
-        Unless all was ``drained`` before, a suspicion may be newer than the proof and lasts, as does an abandoned POST;
-        and only a new proof brings a server back.
+        A suspicion that this rank has not reported is newer, and lasts.
         """
         with self._lock:
-            returns = drained or served != self._served
-            self._served = served
-            if served.round_id is not None:
-                self._proven_rounds.add(served.round_id)
-                if self._ahead is not None and self._ahead.round_id == served.round_id:
-                    self._ahead = None
-            if drained:
-                self.suspicion = None
-                self._abandoned.clear()  # the round's ordered calls came after them
-            if returns and self.suspicion is None:
-                self.has_agreed &= self.is_proven  # one that returns may be another process
+            if not self._is_reported:
+                return
+            self.suspicion = None
+            self._version = version
+            self._proven_versions.add(version)
+            if not self.is_proven:
+                self.has_agreed = False  # one that returns may be another process
                 self.is_proven = True
 
-    def confirms(self, round_id: str | None) -> bool | None:
-        """True if that round has proven the server, or none is named; False if it never will; None while it may."""
+    def confirms(self, version: int) -> bool | None:
+        """True if the server has proven it; False if it never will; None while it may."""
         with self._lock:
-            if round_id is None or round_id in self._proven_rounds:
+            if version in self._proven_versions:
                 return True
-            return None if self._ahead is not None and self._ahead.round_id == round_id else False
+            return None if version == self._ahead else False
 
-    def stop_requests(self) -> None:
-        """A round did not prove the server; nothing is inferred from it, and it delays no round."""
+    def withdraw(self) -> None:
+        """All ranks agree that nothing is asked of the server."""
         with self._lock:
             self._stop_asking()
 
     def mark_suspect(self, reason: str) -> None:
-        """Nothing is inferred from the server before a later ``prove``, and it delays no round.
+        """Nothing is asked of the server before all ranks have heard of this and it is proven anew.
 
         What POSTs that are out bring is not believed.
         """
         with self._lock:
             self._stop_asking()
-            self.suspicion = reason
+            self.suspicion, self._is_reported = reason, False
             self._out.clear()
+
+    def take_suspicion(self) -> bool:
+        """True if the server became suspect since the last call, which all ranks are now told."""
+        with self._lock:
+            is_new, self._is_reported = not self._is_reported, True
+            return is_new
 
     def _stop_asking(self) -> None:
         self.is_proven = False
@@ -145,19 +132,12 @@ class ServerState:
         for post in self._out:
             post.is_wanted = False
 
-    def version_under(self, version: int) -> int:
-        """The version that the server answers with under a ticket of ``version``, as far as a round has proven it."""
-        served = self._served
-        return version if served is None or served.incarnation is None else served.version
-
     def begin_post(self) -> InFlightRequest | None:
         """A POST is about to leave; None if the server must not be asked."""
         with self._lock:
             if not self.is_proven:
                 return None
-            post = InFlightRequest(
-                [weights for weights in (self._served, self._ahead) if weights is not None]
-            )
+            post = InFlightRequest({self._version} | ({self._ahead} if self._ahead is not None else set()))
             self._out.add(post)
             return post
 
@@ -185,43 +165,30 @@ class ServerState:
         with self._lock:
             self._abandoned = {post for post in self._abandoned if post not in posts}
 
-    def weights_of(
+    def versions_of(
         self, post: InFlightRequest, completions: Sequence[Completion], *, version: int, run_id: str | None
-    ) -> tuple[ServedWeights, ...] | str:
-        """The weights that made each of a POST's answers, or why these cannot be of this run.
+    ) -> tuple[int, ...] | str:
+        """The version that made each of a POST's answers, or why these cannot be of this run.
 
-        Only our server stamps its completions, and it stamps all of them in full: what a round proved as ours never
-        answers without a stamp. A stock server's are taken as they are, of the ticket's ``version``.
+        A server that stamps does so always. Another one's are taken as they are, of the ticket's ``version``.
         """
-        found = []
         with self._lock:
+            expected = post.may_answer
             for completion in completions:
-                weights = self._weights_of(post, completion, version, run_id)
-                if isinstance(weights, str):
-                    return weights
-                found.append(weights)
-        return tuple(found)
-
-    def _weights_of(
-        self, post: InFlightRequest, completion: Completion, version: int, run_id: str | None
-    ) -> ServedWeights | str:
-        incarnation = self._served.incarnation if self._served is not None else None
-        if completion.incarnation != incarnation:
-            return (
-                "the server must be the process that the last round proved, got "
-                f"incarnation={completion.incarnation!r} instead of {incarnation!r}"
-            )
-        if incarnation is None:  # a stock server stamps nothing
-            return ServedWeights(None, version, None)
-        if run_id not in (None, completion.run_id):
-            return f"completions must be of this run's weights, got run_id={completion.run_id!r}"
-        for weights in post.may_answer:
-            if (completion.round_id, completion.weight_version) == (weights.round_id, weights.version):
-                return weights
-        return (
-            "completions must be of weights that a round has proven here or brings, got "
-            f"weight_version={completion.weight_version} round_id={completion.round_id!r} instead of "
-            + " or ".join(f"{weights.version} {weights.round_id!r}" for weights in post.may_answer)
+                stamp = completion.run_id, completion.weight_version
+                if not self.stamps and stamp != (None, None):
+                    return "the server must be of the kind that it was, got answers that name their weights"
+                if not self.stamps:
+                    continue
+                if completion.weight_version not in expected or run_id not in (None, completion.run_id):
+                    return (
+                        "answers must be of weights that the server has proven in this run or takes now, got "
+                        f"weight_version={stamp[1]} run_id={stamp[0]!r} instead of "
+                        f"{' or '.join(map(str, sorted(expected)))}"
+                    )
+        return tuple(
+            version if completion.weight_version is None else completion.weight_version
+            for completion in completions
         )
 
 

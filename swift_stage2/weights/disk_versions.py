@@ -1,8 +1,8 @@
-"""Writes rounds' snapshots into a directory that learner and servers see: once for all servers of a round.
+"""Writes versions into a directory that learner and servers see: each once for all servers.
 
-A file is hidden, ``.ROUND.safetensors``, until all ranks have heard of a proof; then it becomes ``ROUND.safetensors``,
-a version of the run that anybody may load. Whatever was never proven, also of a killed process of the run, is removed
-before the next round is written. Used by a courier's pushes, on their threads.
+A file is hidden, ``.RUN-VERSION.safetensors``, until all ranks have heard of a proof; then it loses its dot, and
+anybody may load it. Whatever was never proven, also of a killed process of the run, is removed before the next version
+is written. Used by a publisher's pushes, on their threads.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ SUFFIX = ".safetensors"
 _PATIENCE_S = 5.0
 """For what still works in the directory when a process ends."""
 CLOSE_S = 2 * _PATIENCE_S
-"""``DiskRounds.close`` waits for so long at most, besides its removal."""
+"""``DiskVersions.close`` waits for so long at most, besides its removal."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _WRITE_BYTES = 64 << 20  # between two looks at the deadline
 
 
-class DiskRounds:
-    """The rounds of one run, one at a time, and the proven versions that stay."""
+class DiskVersions:
+    """The versions of one run, one at a time, and the proven ones that stay."""
 
     def __init__(self, directory: Path, keep: int) -> None:
         """``keep``: proven versions that stay; with 0 none does."""
@@ -46,11 +46,12 @@ class DiskRounds:
         self._keeper: threading.Thread | None = None
 
     def begin(self, identity: WeightIdentity) -> None:
-        """The round that pushes ask for from now on, or once more, in a catch-up; the first one that does writes it."""
-        self._identity, self._fault = identity, None
+        """The version that pushes ask for from now on; the first one that does writes it."""
+        if identity != self._identity:
+            self._identity, self._fault = identity, None
 
     def store(self, snapshot: SnapshotFile, deadline: Deadline) -> None:
-        """Has the snapshot, whose header is written, lie in the directory as the round that has begun last.
+        """Has the snapshot, whose header is written, lie in the directory as the version that has begun last.
 
         Raises:
             ServerFault: the disk does not take it in time; nothing of it is left, as far as that can be removed.
@@ -60,17 +61,17 @@ class DiskRounds:
         with self._held(deadline.remaining_s()) as is_held:
             if not is_held:
                 raise ServerFault(
-                    f"rollout.sync.disk_directory must take the weights in the round's time, got {self.directory}, "
+                    f"rollout.sync.disk_directory must take the weights in the push's time, got {self.directory}, "
                     "which does not; write a longer rollout.sync.timeout_s, or another directory"
                 )
             if identity is not self._identity:
-                raise ServerFault("the round was given up before its weights were written")
+                raise ServerFault("another version took its place before it was written")
             if self._fault is not None:  # of an attempt that another push has made
                 raise ServerFault(str(self._fault))
             hidden, version = self._paths(identity)
             if _holds(hidden, snapshot) or _holds(version, snapshot):
                 return
-            for path in self._rounds(identity, hidden=True):  # half written, or never proven
+            for path in self._files_of(identity, hidden=True):  # half written, or never proven
                 _remove(path)
             try:
                 _write(hidden, snapshot, deadline)
@@ -79,10 +80,10 @@ class DiskRounds:
                 _remove(hidden)
                 raise self._fault from error
 
-    def confirm(self, round_id: str) -> None:
+    def confirm(self, version: int) -> None:
         """All ranks have heard of a proof: from now on its weights are a version of the run. Waits for no disk."""
         identity = self._identity
-        if self._keep and identity is not None and round_id == identity.round_id:
+        if self._keep and identity is not None and version == identity.version:
             self._keeper = threading.Thread(
                 target=self._keep_version, args=(identity,), name="disk-keeper", daemon=True
             )
@@ -109,7 +110,7 @@ class DiskRounds:
                 ):  # told before, or all of its servers had their weights otherwise
                     os.rename(hidden, version)
                     flush_directory(self.directory)
-                versions = self._rounds(identity, hidden=False)
+                versions = self._files_of(identity, hidden=False)
                 for old in sorted(versions, key=_number, reverse=True)[self._keep :]:
                     _remove(old)
             except OSError as error:
@@ -117,10 +118,10 @@ class DiskRounds:
 
     def _paths(self, identity: WeightIdentity) -> tuple[Path, Path]:
         """Before its proof, and after it."""
-        name = f"{identity.round_id}{SUFFIX}"
+        name = f"{identity.name}{SUFFIX}"
         return self.directory / f".{name}", self.directory / name
 
-    def _rounds(self, identity: WeightIdentity, *, hidden: bool) -> list[Path]:
+    def _files_of(self, identity: WeightIdentity, *, hidden: bool) -> list[Path]:
         """All that lie there of its run."""
         run_id = re.escape(identity.run_id)
         pattern = re.compile(rf"{'[.]' if hidden else ''}{run_id}-[^-]+{re.escape(SUFFIX)}")
@@ -172,7 +173,7 @@ def _write(path: Path, snapshot: SnapshotFile, deadline: Deadline) -> None:
         written = 0
         while written < snapshot.file.num_bytes:
             if deadline.expired:
-                raise TimeoutError(errno.ETIMEDOUT, "the round's time is over")
+                raise TimeoutError(errno.ETIMEDOUT, "the push's time is over")
             written += os.sendfile(file.fileno(), memory.fileno(), written, _WRITE_BYTES)
         os.fsync(file.fileno())
     flush_directory(path.parent)
