@@ -126,7 +126,6 @@ class Rollout:
     log_probs: tuple[float, ...] | None = None
     advantages: tuple[float, ...] | None = None  # of its tokens; of its corrected answer, if that is trained
     seconds: float = 0.0
-    round_id: str | None = None  # that brought those weights; None where the server does not tell
 
     @property
     def version(self) -> int:
@@ -274,7 +273,7 @@ class ServerReport:
     proof: str  # "checksums+canary", "checksums" or "canary"
     num_bytes: int
     seconds: dict[str, float]
-    incarnation: str | None = None
+    stamps: bool = False  # whether it says of every completion whose weights made it
     transport: str = ""
     """The weights' way: "shared_memory", "tcp" ("tcp (REASON)" if nothing was mapped), "disk", "gloo" or "nccl"."""
 
@@ -283,7 +282,6 @@ class ServerReport:
 class RoundOutcome:
     """One round, as every rank learns of it: once, or of a staged one as its servers prove the weights."""
 
-    round_id: str
     version: int
     reports: dict[int, ServerReport] = field(default_factory=dict)
     news: tuple[int, ...] = ()  # servers of whose report nobody had heard before

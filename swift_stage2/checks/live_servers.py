@@ -40,7 +40,6 @@ from swift_stage2.records import ServerReport
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights.courier_process import process_courier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.proof import GIVE_UP_TIMEOUT_S, give_up
 from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.wire import INSTALLING_STATE, RefusalReason, ServerInfo
 
@@ -48,7 +47,6 @@ _NUM_PROMPTS = 3
 _LOOK_TIMEOUT_S = 10.0
 _VERSION = 1  # of this doctor's own run
 _MIB = 1 << 20
-_IN_A_ROUND = (str(RefusalReason.ROUND_OPEN), INSTALLING_STATE)
 
 
 @dataclass
@@ -189,7 +187,7 @@ class LiveServers:
             rollouts_per_s=sum(call.rollouts_per_s for call in full),
             rounds_are_staged=config.rollout.sync.fenced is not Fenced.ALWAYS
             and config.stage2_ab.mode is Mode.ASYNC
-            and all(info.result.staging for info in self.infos),
+            and not any(info.result.stock for info in self.infos),
         )
 
     def _load(self) -> CheckResult[nn.Module]:
@@ -244,10 +242,10 @@ def check_identity(session: ServerSession, config: Stage2Config) -> CheckResult[
         f"version {info.weight_version} of run {info.run_id}" if info.run_id else "those of its checkpoint"
     )
     found = f"swift-stage2 rollout ({info.engine}), {info.state}, weights: {weights}, {answered}"
-    if info.state in _IN_A_ROUND:
+    if info.state == INSTALLING_STATE:
         return failed(
-            f"{found}: a sync round of another run is open",
-            "end that run, or wait until its round is over, and run the doctor again: runs cannot share a server",
+            f"{found}: another run has it install weights",
+            "end that run, or wait until the install is over, and run the doctor again: runs cannot share a server",
         )
     if info.state == RefusalReason.UNPROVEN:
         return warning(
@@ -287,8 +285,6 @@ def check_round(
         outcome = sync.run(_VERSION, [server])
     finally:
         sync.close()  # a stock server keeps a communicator until it is told to let it go
-    if outcome.failed and not info.stock:  # else it would hold the round open against the learner's first one
-        give_up(session, outcome.round_id, Deadline(GIVE_UP_TIMEOUT_S))
     report = outcome.reports[server]
     if report.error is not None:
         return failed(

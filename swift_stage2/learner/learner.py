@@ -200,7 +200,6 @@ class Learner:
         if not b.pipeline.stop(_STOP_TIMEOUT_S):
             self.events.record_warning(f"the pipeline's thread did not end within {_STOP_TIMEOUT_S:.0f} s")
         b.probe.stop()
-        b.abort.stop()
         b.sync.close()
         if b.evaluation is not None:
             b.evaluation.close()

@@ -24,7 +24,6 @@ from swift_stage2.scheduling.horizon import Pacer
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
-from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import JoiningServer, SuspectProbe
 from swift_stage2.telemetry.facade import Telemetry
 from swift_stage2.weights.courier import Courier, thread_courier
@@ -52,8 +51,6 @@ class ChannelB:
     rounds: RoundSchedule
     sync: WeightSync
     probe: SuspectProbe
-    abort: PendingAbort
-    run_id: str
     base_urls: list[str]
     """Of the servers, in the order of the configuration."""
     max_inflight_per_server: int
@@ -215,15 +212,6 @@ def make_channel_b(
             examine=partial(examine, may_stage=may_stage),
             failures=failures,
         ),
-        abort=PendingAbort(
-            enabled=sync.on_pending is not OnPending.WAIT,
-            rank=control.rank,
-            api_key=api_key,
-            run_id=run_id,
-            ours=ours,
-            failures=failures,
-        ),
-        run_id=run_id,
         base_urls=base_urls,
         max_inflight_per_server=rollout.max_inflight_per_server,
         min_ready_tokens=prefetch.min_ready_tokens,

@@ -90,10 +90,7 @@ class LearnerRounds:
                 b.fence.reopen(b.clock.current)
         b.probe.pause()
         with self._events.activity("syncing"):
-            round_id = b.rounds.round_id(b.run_id)
-            version = b.clock.current + 1
-            staged = self._is_staged
-            b.sync.begin(version, targets, round_id=round_id, staged=staged, held=is_held, step=step)
+            b.sync.begin(b.rounds.version, targets, staged=self._is_staged, held=is_held, step=step)
         if b.rounds.is_first or b.longest_fill_s is not None:
             self.take_in(step, self.hear())
 
@@ -113,10 +110,9 @@ class LearnerRounds:
         )
         self._is_proven |= bool(proven)
         if proven and b.clock.current < outcome.version:
-            b.clock.advance()
+            b.clock.advance(outcome.version)
         for server in proven:
-            incarnation = outcome.reports[server].incarnation
-            self._served[server] = ServedWeights(outcome.round_id, outcome.version, incarnation, step)
+            self._served[server] = ServedWeights(outcome.version, outcome.reports[server].stamps, step)
         served = {b.base_urls[index]: self._served[index] for index in b.rounds.proven}
         b.client.set_proven(served, drained=not self._is_staged)
         b.probe.watch([b.base_urls[index] for index in b.rounds.suspects])
@@ -166,7 +162,7 @@ class LearnerRounds:
         if targets := b.rounds.begin_catch_up(step):
             self._is_staged = True
             b.client.clear_suspicion([b.base_urls[index] for index in targets])
-            b.sync.catch_up(targets, round_id=b.rounds.kept_round_id(b.run_id))
+            b.sync.catch_up(targets, version=b.rounds.version)
 
     def _may_be_staged(self, step: int) -> bool:
         rounds = self._b.rounds
@@ -183,12 +179,8 @@ class LearnerRounds:
         any_busy, *suspect = self._control.reduce_max(vector)
         # Such a server may still compute: it must be out of this very round, not of the next.
         self.take_in_suspects(step, [flag > 0 for flag in suspect], [False] * len(suspect))
-        if any_busy:
-            # Every rank's fence is closed by now, so that nothing enters behind an abort.
-            b.abort.ask([b.base_urls[index] for index in b.rounds.proven], b.clock.current)
         return not any_busy
 
     def _expect_next(self) -> None:
         """Long before it begins: rank 0 may begin a staged round, and a server install it, while others still train."""
-        b = self._b
-        b.client.expect_round(b.rounds.round_id(b.run_id), b.clock.current + 1)
+        self._b.client.expect(self._b.rounds.version + 1)

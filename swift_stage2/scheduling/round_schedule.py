@@ -36,8 +36,9 @@ class RoundSchedule:
     ``pending`` means due but not yet begun, because some rank is not drained; ``in_transfer``, begun and not yet
     finished, while training goes on. A *staged* round is not drained: its servers are asked on while it runs.
 
-    A catch-up is a transfer without a round: it has the name and the version of the last one, if that has proven a
-    server. It goes to suspects that answer again, and is staged, so that it needs every server that is asked to stage.
+    Every round that begins has a version of its own; one that fails leaves a gap. A catch-up is a transfer without a
+    round: it brings the last one's version once more, if that has proven a server. It goes to suspects that answer
+    again, and is staged, so that it needs every server that is asked to stage.
     """
 
     def __init__(
@@ -66,10 +67,11 @@ class RoundSchedule:
         self._staging = frozenset(staging)
         self._has_finished_one = False
         self._transfer: _Underway | None = None
-        self._number = 0
+        self.version = 0
+        """Of the round that began last, or that a resumed run begins after."""
         self.is_asked_for = False
         """Whether one is wanted out of turn, and has not begun."""
-        self._is_kept = False  # the round before ``_number`` proved a server, and its weights are still there
+        self._is_kept = False  # the last round proved a server, and its weights are still there
         self.pending = False
         self.last_commit_step: int | None = None
         """The step from which the next round is counted: a staged round's snapshot, a fenced round's end."""
@@ -139,17 +141,10 @@ class RoundSchedule:
             if state is not AgreedState.SUSPECT or self._may_retry(server, step)
         )
 
-    def round_id(self, run_id: str) -> str:
-        """Names the round in transfer or, between two rounds, the next one; the same on every rank."""
-        return f"{run_id}-{self._number}"
-
-    def kept_round_id(self, run_id: str) -> str:
-        """Names the round whose weights a catch-up brings."""
-        return f"{run_id}-{self._number - 1}"
-
     def begin(self, step: int, *, staged: bool = False) -> None:
         """A round begins at the start of ``step``, with the weights of this moment."""
         self.pending = self._is_kept = self.is_asked_for = False
+        self.version += 1
         self._transfer = _Underway(step, staged)
 
     def begin_catch_up(self, step: int) -> tuple[int, ...]:
@@ -188,7 +183,6 @@ class RoundSchedule:
             self._transfer = None
             if not transfer.is_catch_up:
                 self._has_finished_one = True
-                self._number += 1
         return proven
 
     def _is_wanted(self, step: int) -> bool:

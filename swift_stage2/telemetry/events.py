@@ -147,7 +147,6 @@ class Round(Event):
 
     kind: Literal["round", "catch_up"] = "round"
     step: int
-    round_id: str
     version: int
     committed: bool
     staged: bool = False

@@ -58,7 +58,7 @@ def transport_for(
         return DiskTransport(disk, info)
     if wanted is Transport.TCP:
         return StreamTransport()
-    return MappedTransport(info, required=wanted is Transport.SHARED_MEMORY)
+    return MappedTransport(required=wanted is Transport.SHARED_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class Courier(Protocol):
     def give_up(self, error: str) -> None:
         """Ends what has not ended, with ``error``; nothing more of it reaches a server of ours."""
 
-    def confirm(self, round_id: str) -> None:
-        """All ranks have heard of a proof of that round: what lies of it on a disk is a version of the run."""
+    def confirm(self, version: int) -> None:
+        """All ranks have heard of its proof: what lies of it on a disk is a version of the run."""
 
     def distrust(self, servers: Iterable[int]) -> None:
         """Connections to these servers are not used again: they may come back as other processes."""
@@ -220,9 +220,9 @@ class ThreadCourier:
                 self._transports.pop(server, None)
                 self._given_up_with[server] = PushEnd.failed(error)
 
-    def confirm(self, round_id: str) -> None:
+    def confirm(self, version: int) -> None:
         if self.disk is not None:
-            self.disk.confirm(round_id)
+            self.disk.confirm(version)
 
     def distrust(self, servers: Iterable[int]) -> None:
         self._distrusted.update(servers)

@@ -82,7 +82,7 @@ class ProcessCourier:
         self._ours = set() if ours is None else ours
         self._record = record
         self._changed = threading.Condition()
-        self._round_id = ""
+        self._version: int | None = None
         self._targets: tuple[int, ...] = ()
         self._canary: Canary | None = None
         self._ends: dict[int, PushEnd] = {}
@@ -100,7 +100,7 @@ class ProcessCourier:
         self._worker.has_carried = True
         canary = order.canary
         with self._changed:
-            self._round_id, self._targets, self._canary = order.round_id, tuple(targets), canary
+            self._version, self._targets, self._canary = order.version, tuple(targets), canary
             self._ends, self._lost = {}, ()
         question = (canary.request, canary.config) if canary is not None else None
         plain = replace(order, canary=None)
@@ -132,8 +132,8 @@ class ProcessCourier:
         self._worker.end(0.0)  # first: what it still says must not undo what its end means
         self._fail(error)
 
-    def confirm(self, round_id: str) -> None:
-        self._worker.send(methodcaller("confirm", round_id))
+    def confirm(self, version: int) -> None:
+        self._worker.send(methodcaller("confirm", version))
 
     def distrust(self, servers: Iterable[int]) -> None:
         self._worker.send(methodcaller("distrust", tuple(servers)))
@@ -163,13 +163,13 @@ class ProcessCourier:
             return Judgement(message.number, agrees)
         if isinstance(message, Lost):
             with self._changed:
-                if message.round_id == self._round_id:
+                if message.version == self._version:
                     self._lost = message.servers
             return None
         for name, track, start_ns, end_ns in message.intervals:
             self._record(name, start_ns, end_ns, track)
         with self._changed:
-            if message.round_id == self._round_id:
+            if message.version == self._version:
                 if message.is_ours:
                     self._ours.add(self._setup.endpoints[message.server].base_url)
                 self._ends.setdefault(message.server, message.end)

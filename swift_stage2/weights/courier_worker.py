@@ -81,9 +81,9 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The push to ``server`` in that round has ended so; ``intervals`` are what was not told before."""
+    """The push of that version to ``server`` has ended so; ``intervals`` are what was not told before."""
 
-    round_id: str
+    version: int
     server: int
     end: PushEnd
     is_ours: bool
@@ -93,9 +93,9 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Tells that what is kept since that round has lost these servers, and no others."""
+    """Tells that what is kept since the push of that version has lost these servers, and no others."""
 
-    round_id: str
+    version: int
     servers: tuple[int, ...]
 
 
@@ -198,14 +198,14 @@ class CourierWorker:
         with self._changed:
             intervals, self._intervals = tuple(self._intervals), []
             is_ours = self._courier.is_ours(server)
-            self._connection.send(Ended(self._order.round_id, server, end, is_ours, intervals))
+            self._connection.send(Ended(self._order.version, server, end, is_ours, intervals))
 
     def _look_for_lost(self) -> None:
         with self._looking:
             if (lost := self._courier.lost_servers()) != self._lost:
                 assert self._order is not None
                 with self._changed:
-                    self._connection.send(Lost(self._order.round_id, lost))
+                    self._connection.send(Lost(self._order.version, lost))
                 self._lost = lost
 
     @contextmanager

@@ -1,7 +1,7 @@
 """Writes rounds' snapshots into a directory that learner and servers see: once for all servers of a round.
 
-A file is hidden, ``.ROUND.safetensors``, until all ranks have heard of a proof; then it becomes ``ROUND.safetensors``,
-a version of the run that anybody may load. Whatever was never proven, also of a killed process of the run, is removed
+A file is hidden, ``.RUN-VERSION.safetensors``, until all ranks have heard of a proof; then it loses its dot and is a
+version of the run that anybody may load. Whatever was never proven, also of a killed process of the run, is removed
 before the next round is written. Used by a courier's pushes, on their threads.
 """
 
@@ -31,6 +31,11 @@ CLOSE_S = 2 * _PATIENCE_S
 """``DiskRounds.close`` waits for so long at most, besides its removal."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _WRITE_BYTES = 64 << 20  # between two looks at the deadline
+
+
+def version_name(run_id: str, version: int) -> str:
+    """Of a version's file, without its suffix."""
+    return f"{run_id}-{version}"
 
 
 class DiskRounds:
@@ -79,10 +84,10 @@ class DiskRounds:
                 _remove(hidden)
                 raise self._fault from error
 
-    def confirm(self, round_id: str) -> None:
-        """All ranks have heard of a proof: from now on its weights are a version of the run. Waits for no disk."""
+    def confirm(self, version: int) -> None:
+        """All ranks have heard of its proof: its file loses the dot. Waits for no disk."""
         identity = self._identity
-        if self._keep and identity is not None and round_id == identity.round_id:
+        if self._keep and identity is not None and version == identity.version:
             self._keeper = threading.Thread(
                 target=self._keep_version, args=(identity,), name="disk-keeper", daemon=True
             )
@@ -117,7 +122,7 @@ class DiskRounds:
 
     def _paths(self, identity: WeightIdentity) -> tuple[Path, Path]:
         """Before its proof, and after it."""
-        name = f"{identity.round_id}{SUFFIX}"
+        name = f"{version_name(identity.run_id, identity.version)}{SUFFIX}"
         return self.directory / f".{name}", self.directory / name
 
     def _rounds(self, identity: WeightIdentity, *, hidden: bool) -> list[Path]:

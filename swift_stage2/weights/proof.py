@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -25,8 +25,6 @@ from swift_stage2.servers.stock import WeightSums, ask_world_size, sum_differenc
 from swift_stage2.weights.snapshot import WeightIdentity
 from swift_stage2.wire import TensorSpec
 
-GIVE_UP_TIMEOUT_S = 5.0
-
 
 def prove_server(
     session: ServerSession,
@@ -36,11 +34,13 @@ def prove_server(
     *,
     same_dtypes: bool,
     sums_of: str | None = None,
+    proof: protocol.WeightProof | None = None,
 ) -> str:
     """Proves the weights whose checksums are ``sent`` and returns how: ``ServerReport.proof``.
 
     ``same_dtypes``: learner and server hold the same dtypes as far as can be told; only then must the
-    canary's answers agree. ``sums_of``: the incarnation of a stock server that can show checksums.
+    canary's answers agree. ``sums_of``: the incarnation of a stock server that can show checksums. ``proof``: what a
+    server of ours has shown, which serves the weights only if their sums agree.
 
     Raises:
         ServerFault: the proof is wrong, missing, or cannot be had from this server.
@@ -51,19 +51,15 @@ def prove_server(
             "with the plugin stock_proof"
         )
     shown = []
-    if sums_of is not None and order.proof is not Proof.CANARY:  # before the canary: they name the tensor
-        _check_stock_sums(session, order, sums_of, sent)
-        shown.append("checksums")
+    if order.proof is not Proof.CANARY:  # before the canary: they name the tensor
+        if proof is not None:
+            _check_proof(session, order, info, sent, proof)
+        elif sums_of is not None:
+            _check_stock_sums(session, order, sums_of, sent)
+        shown += ["checksums"] if proof is not None or sums_of is not None else []
     if order.canary is not None:
         _ask_canary(session, order, info, order.canary, must_agree=same_dtypes)
         shown += ["canary"] if same_dtypes else []
-    if not info.stock:
-        by_sums = order.proof is not Proof.CANARY
-        finish = protocol.FinishRequest(order.round_id, checksums=sent)
-        body = session.post(protocol.FINISH_ROUND, finish.to_json(), order.deadline)
-        if by_sums:
-            _check_sums(session, order, info, sent, body)
-            shown.insert(0, "checksums")
     if not shown and order.canary is None:
         raise ServerFault(
             f"{session.base_url} shows no checksums any more, and no canary was due; the next round with it asks one"
@@ -74,15 +70,6 @@ def prove_server(
             "write rollout.sync.proof: auto"
         )
     return "+".join(shown)
-
-
-def give_up(session: ServerSession, round_id: str, deadline: Deadline) -> None:
-    """Ends the round at a server of ours at once; a server that does not hear of it ends it at the round's time."""
-    if deadline.expired:  # nothing answered in time, and the push must end in it
-        return
-    wanted = protocol.FinishRequest(round_id, commit=False).to_json()
-    with suppress(ServerFault):
-        session.post(protocol.FINISH_ROUND, wanted, Deadline(min(GIVE_UP_TIMEOUT_S, deadline.remaining_s())))
 
 
 def _num_copies(session: ServerSession, order: RoundOrder, info: protocol.ServerInfo) -> int:
@@ -103,7 +90,7 @@ def _ask_canary(
 ) -> None:
     if info.chat_model is not None:
         completions: Sequence[infer_wire.Completion] = vllm_serve.ask_canary(
-            session, info.chat_model, (canary.request, canary.config), order.round_id, order.deadline
+            session, info.chat_model, (canary.request, canary.config), order.deadline
         )
         num_copies = len(completions)
     else:
@@ -112,11 +99,11 @@ def _ask_canary(
         reply = session.post(protocol.INFER, body, order.deadline)
         parse = partial(infer_wire.parse_infer_reply, num_requests=num_copies)
         completions = session.read(protocol.INFER, parse, reply)
-    wanted = (order.version, order.round_id, info.incarnation)
+    wanted = (order.run_id, order.version)
     for completion in completions if not info.stock else ():
-        if (stamp := (completion.weight_version, completion.round_id, completion.incarnation)) != wanted:
+        if (stamp := (completion.run_id, completion.weight_version)) != wanted:
             raise ServerFault(
-                f"{session.base_url} answers the canary as (version, round, incarnation) {stamp}, expected {wanted}"
+                f"{session.base_url} answers the canary as (run, version) {stamp}, expected {wanted}"
             )
     num_wrong = sum(not canary.agrees(completion.token_ids) for completion in completions)
     if must_agree and num_wrong:
@@ -127,22 +114,21 @@ def _ask_canary(
         )
 
 
-def _check_sums(
+def _check_proof(
     session: ServerSession,
     order: RoundOrder,
     info: protocol.ServerInfo,
     sent: Mapping[str, str],
-    body: Any,
+    proof: protocol.WeightProof,
 ) -> None:
-    proof = session.read(protocol.FINISH_ROUND, protocol.RoundProof.from_json, body)
-    loaded = set(proof.loaded)
-    problems = [
-        *sum_differences("arrived", sent, proof.arrived),
-        *sum_differences("resident", sent, proof.resident),
-        *(f"not loaded: {name}" for name in sent if name not in loaded),
-    ]
-    if proof.round_id != order.round_id or proof.weight_version != order.version:
-        problems.append(f"proof of another round, version {proof.weight_version}")
+    problems = []
+    if not proof.vouches_for(sent):
+        loaded = set(proof.loaded)
+        problems += sum_differences("arrived", sent, proof.arrived)
+        problems += sum_differences("resident", sent, proof.resident)
+        problems += [f"not loaded: {name}" for name in sent if name not in loaded]
+    if (proof.run_id, proof.version) != (order.run_id, order.version):
+        problems.append(f"proof of version {proof.version} of run {proof.run_id}")
     if proof.incarnation != info.incarnation:
         problems.append("the server was restarted during the round")
     _require_none(session, problems)
@@ -185,15 +171,13 @@ class Canary(Protocol):
 class RoundOrder:
     """Terms of one round, the same for every server that takes part."""
 
-    round_id: str
     run_id: str
     version: int
     manifest: tuple[TensorSpec, ...]  # the learner's own
     canary: Canary | None  # None: none is due, checksums must prove
     proof: Proof
     deadline: Deadline  # of every call
-    staged: bool = False
-    on_pending: OnPending = OnPending.WAIT  # when a server installs a staged round
+    on_pending: OnPending = OnPending.WAIT  # when a server of ours installs
     hold: Deadline | None = None  # until then a server waits for leave to install
     turn_s: float = 0.0  # how long a server waits until those before it have installed
     step: int | None = None  # after which the weights were copied
@@ -201,7 +185,7 @@ class RoundOrder:
     @property
     def identity(self) -> WeightIdentity:
         """As the snapshot's header says it."""
-        return WeightIdentity(self.run_id, self.round_id, self.version, self.step)
+        return WeightIdentity(self.run_id, self.version, self.step)
 
 
 class InstallTurns:

@@ -1,4 +1,4 @@
-"""One server's part of one sync round: begin, connect, push, acknowledge, prove.
+"""One server's part of one sync round: offer or connect, push, install or acknowledge, prove.
 
 Each push is a daemon thread, because a transfer that hangs cannot be joined, and reads the round's snapshot at its own
 pace. It ends in a report or, when the learner's weights cannot be pushed, without one.
@@ -19,14 +19,12 @@ from swift_stage2.records import ServerReport
 from swift_stage2.servers.session import Deadline, ServerSession, reset_cache
 from swift_stage2.servers.stock import ask_sums_incarnation
 from swift_stage2.telemetry.timing import EnterSpan, untraced
-from swift_stage2.weights.proof import InstallTurns, RoundOrder, give_up, prove_server
+from swift_stage2.weights.proof import InstallTurns, RoundOrder, prove_server
 from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 logger = logging.getLogger(__name__)
 
-_SHARE_FOR_PATIENCE = 0.25  # of the calls' time, with a server that is still busy
-_BUSY_POLL_S = 0.05
 _SHARE_FOR_TURN = 0.5  # of what is left of the calls' time
 
 MakeTransport = Callable[[protocol.ServerInfo], WeightTransport]
@@ -62,7 +60,7 @@ class ServerPush(threading.Thread):
         self._seconds: dict[str, float] = {}
         self._num_bytes = 0
         self._proof = self._carried_by = ""
-        self._incarnation: str | None = None
+        self._stamps = False
         self.report: ServerReport | None = None
         self.learner_fault: str | None = None
         self.finished = threading.Event()
@@ -71,12 +69,7 @@ class ServerPush(threading.Thread):
         try:
             base_url = self.endpoint.base_url
             with ServerSession(base_url, self.api_key, must_be_ours=base_url in self.ours) as session:
-                try:
-                    self._transfer(session)
-                except ServerFault:
-                    if session.round_id and not self.given_up.is_set():  # it began a round there
-                        give_up(session, self.order.round_id, self.order.deadline)
-                    raise
+                self._transfer(session)
             self.report = self._make_report(None)
         except ServerFault as error:
             self._drop_transport()
@@ -94,13 +87,11 @@ class ServerPush(threading.Thread):
             self._drop_transport()
         with self._phase("begin"):
             info = session.info(order.deadline)
-            self._incarnation = info.incarnation
+            self._stamps = not info.is_swift_rollout
             if not info.stock:
                 self.ours.add(session.base_url)
             sums_of = None
-            if not info.stock:
-                self._begin(session)
-            elif info.is_swift_rollout:
+            if info.is_swift_rollout:
                 # Ordered: it answers once nothing runs any more that a lost caller has asked.
                 self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
                 sums_of = ask_sums_incarnation(session, order.deadline)
@@ -113,7 +104,7 @@ class ServerPush(threading.Thread):
             if self.server not in self.transports:
                 self.transports[self.server] = self.make_transport(info)
             transport = self._transport = self.transports[self.server]
-            self._carried_by = transport.open(session, self.endpoint, self.snapshot, order.deadline)
+            self._carried_by = transport.open(session, self.endpoint, self.snapshot, order)
         with self._phase("push"):
             transport.carry(session, self.snapshot, order.deadline, self._require_wanted)
         self._num_bytes = self.snapshot.num_bytes
@@ -136,49 +127,38 @@ class ServerPush(threading.Thread):
         sent: Mapping[str, str],
         sums_of: str | None,
     ) -> None:
-        order = self.order
+        order, proof = self.order, None
         with self._phase("acknowledge"):
             transport.finish(session, order, sent)
-            if info.chat_model is None:
-                self._acknowledge(session, is_stock=info.stock)
             if not info.stock:
+                proof = self._ask_to_install(session, sent)
                 self._drop_transport()
+            elif info.chat_model is None:
+                self._acknowledge(session)
         with self._phase("prove"):
             same_dtypes = info.stock or order.manifest == info.manifest
-            self._proof = prove_server(session, order, info, sent, same_dtypes=same_dtypes, sums_of=sums_of)
-        if info.chat_model is not None:
-            self._incarnation = order.round_id  # the round's name becomes that of the process
+            self._proof = prove_server(
+                session, order, info, sent, same_dtypes=same_dtypes, sums_of=sums_of, proof=proof
+            )
 
-    def _acknowledge(self, session: ServerSession, *, is_stock: bool) -> None:
-        install = {} if is_stock else protocol.InstallRequest(self.order.on_pending).to_json()
-        session.post(protocol.PROCESS_WEIGHTS, install, self.order.deadline)
+    def _ask_to_install(self, session: ServerSession, sent: Mapping[str, str]) -> protocol.WeightProof:
+        order = self.order
+        wanted = protocol.InstallRequest(
+            order.run_id, order.version, sent, order.on_pending, order.deadline.remaining_s()
+        )
+        reply = session.post(protocol.INSTALL, wanted.to_json(), order.deadline)
+        return session.read(protocol.INSTALL, protocol.WeightProof.from_json, reply)
+
+    def _acknowledge(self, session: ServerSession) -> None:
+        session.post(protocol.PROCESS_WEIGHTS, {}, self.order.deadline)
         # The prefix cache last: vLLM's engine returns nothing from the other two, so that a stock server
         # reports False for them also when they worked; they are ordered before the one that can tell.
         for path in (protocol.RESET_ENCODER_CACHE, protocol.RESET_MM_CACHE):
-            self._reset_cache(session, path, must_succeed=not is_stock)
+            reset_cache(session, path, self.order.deadline)
         self._reset_cache(session, protocol.RESET_PREFIX_CACHE)
 
-    def _begin(self, session: ServerSession) -> None:
-        """Opens the round; a server that still ends what an abandoned caller asked is asked again."""
-        order = self.order
-        timeout_s = order.deadline.remaining_s()
-        request = protocol.RoundRequest(
-            order.round_id, order.run_id, order.version, order.manifest, timeout_s, staged=order.staged
-        )
-        patience = Deadline(timeout_s * _SHARE_FOR_PATIENCE)
-        while True:
-            try:
-                session.post(protocol.BEGIN_ROUND, request.to_json(), order.deadline)
-                session.round_id = order.round_id
-                return
-            except ServerFault as fault:
-                if fault.reason != protocol.RefusalReason.BUSY or patience.expired:
-                    raise
-            time.sleep(_BUSY_POLL_S)
-            self._require_wanted()
-
-    def _reset_cache(self, session: ServerSession, path: str, *, must_succeed: bool = True) -> None:
-        if not reset_cache(session, path, self.order.deadline) and must_succeed:
+    def _reset_cache(self, session: ServerSession, path: str) -> None:
+        if not reset_cache(session, path, self.order.deadline):
             raise ServerFault(
                 f"{session.base_url}{path} reports status: False: an earlier command failed; read its log"
             )
@@ -212,7 +192,7 @@ class ServerPush(threading.Thread):
             proof=self._proof,
             num_bytes=self._num_bytes,
             seconds=self._seconds,
-            incarnation=self._incarnation,
+            stamps=self._stamps,
             transport=self._carried_by,
         )
 

@@ -44,21 +44,19 @@ class WeightIdentity:
     """Whose weights lie in a snapshot; ``version`` is what the run calls them once they are proven."""
 
     run_id: str
-    round_id: str
     version: int
     step: int | None = None
 
     def to_metadata(self) -> dict[str, str]:
         """As a safetensors file says it of itself, and that torch can read it."""
         step = "" if self.step is None else str(self.step)
-        names = {"run_id": self.run_id, "round_id": self.round_id, "version": str(self.version), "step": step}
-        return {"format": "pt"} | names
+        return {"format": "pt", "run_id": self.run_id, "version": str(self.version), "step": step}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str]) -> WeightIdentity:
         """Raises KeyError, ValueError: it says so of no snapshot."""
         step = int(metadata["step"]) if metadata["step"] else None
-        return cls(metadata["run_id"], metadata["round_id"], int(metadata["version"]), step)
+        return cls(metadata["run_id"], int(metadata["version"]), step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ class SnapshotFile:
             spec.name: f"{spec.dtype}:{size}:{0:016x}:{0:016x}"
             for spec, size in zip(self._specs, sizes, strict=True)
         }
-        room = _LENGTH_BYTES + len(self._header(WeightIdentity("", "", 0), blank)) + _ROOM_FOR_IDENTITY
+        room = _LENGTH_BYTES + len(self._header(WeightIdentity("", 0), blank)) + _ROOM_FOR_IDENTITY
         self._header_bytes = -(-room // _PAGE_BYTES) * _PAGE_BYTES
         self.file = _allocate(self._header_bytes + self.num_bytes) if path is None else MemoryFile.open(path)
         whole = torch.frombuffer(self.file.memory, dtype=torch.uint8)
@@ -167,7 +165,7 @@ class SnapshotFile:
         """Writes the round's header, and returns every tensor's checksum; who comes second waits for them.
 
         Raises:
-            WeightSyncError: a tensor is not finite, or the round's name has no room in the header.
+            WeightSyncError: a tensor is not finite, or the run's name has no room in the header.
         """
         with self._lock:
             if identity != self._identity:
@@ -176,7 +174,7 @@ class SnapshotFile:
                 header, room = self._header(identity, checksums), self._header_bytes - _LENGTH_BYTES
                 if len(header) > room:
                     raise WeightSyncError(
-                        f"a round's name must fit into {_ROOM_FOR_IDENTITY} bytes, got {identity}"
+                        f"a run's name must fit into {_ROOM_FOR_IDENTITY} bytes, got {identity}"
                     )
                 self.header[:] = room.to_bytes(_LENGTH_BYTES, "little") + header.ljust(room)
                 self._identity, self._checksums = identity, checksums

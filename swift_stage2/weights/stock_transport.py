@@ -17,6 +17,7 @@ from swift_stage2.runtime.background import BackgroundCall
 from swift_stage2.runtime.network import connection_error, group_remedy, local_address_towards
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.servers.stock import ask_world_size
+from swift_stage2.weights.proof import RoundOrder
 from swift_stage2.weights.snapshot import SnapshotFile, WeightBucket
 from swift_stage2.weights.transport import JOIN_TIMEOUT_S, ServerEndpoint, WeightTransport, not_formed
 
@@ -52,8 +53,9 @@ class StockTransport(WeightTransport):
         self._joined: str | None = None  # base URL of the server that was asked to join
 
     def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, order: RoundOrder
     ) -> str:
+        deadline = order.deadline
         kind = "gloo" if self._device.type == "cpu" else "nccl"
         if self._communicator is not None and not self.is_lost() and self._question is None:
             return kind

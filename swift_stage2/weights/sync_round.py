@@ -10,7 +10,6 @@ next one: ``catch_up`` has it pushed to servers that come late. A watch ends the
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -105,7 +104,6 @@ class WeightSync:
         version: int,
         targets: Sequence[int],
         *,
-        round_id: str | None = None,
         staged: bool = False,
         held: bool = False,
         step: int | None = None,
@@ -123,8 +121,7 @@ class WeightSync:
             if self._control.rank > 0:
                 self._help()
                 return
-            round_id = round_id or f"{self._run_id}-{uuid.uuid4().hex}"
-            round_ = self._transfer(version, round_id, staged, targets, step)
+            round_ = self._transfer(version, staged, targets, step)
             self._round, self._kept, round_.held = round_, None, held
             self._distrusted.clear()
             try:
@@ -136,22 +133,20 @@ class WeightSync:
         if not self._copies.is_done():
             self._watch.begin("the copy of the weights", self._copies.is_done)
 
-    def catch_up(self, targets: Sequence[int], *, round_id: str) -> None:
+    def catch_up(self, targets: Sequence[int], *, version: int) -> None:
         """Starts a push of the last round's weights to ``targets``, servers of ours; ``hear`` tells of it, too.
 
         Its canary is that round's: where none was due checksums prove, and the next round asks one. Nothing waits.
 
         Raises:
-            RuntimeError: the weights of ``round_id`` are not kept, or no server has proven them.
+            RuntimeError: the weights of ``version`` are not kept, or no server has proven them.
         """
         if self._control.rank > 0:
             return
-        if (kept := self._kept) is None or kept.round_id != round_id:
-            raise RuntimeError(
-                f"only weights that are kept and proven can be brought, got round_id={round_id}"
-            )
+        if (kept := self._kept) is None or kept.version != version:
+            raise RuntimeError(f"only weights that are kept and proven can be brought, got version={version}")
         self._round = replace(
-            self._transfer(kept.version, round_id, True, targets, kept.step),
+            self._transfer(version, True, targets, kept.step),
             canary=kept.canary,
             is_catch_up=True,
         )
@@ -196,7 +191,7 @@ class WeightSync:
             told = {"outcome": self._outcome().to_json()} if self._control.rank == 0 else None
             outcome = RoundOutcome.from_json(self._control.broadcast(told)["outcome"])
             if self._control.rank == 0 and outcome.proven:
-                self._courier.confirm(outcome.round_id)
+                self._courier.confirm(outcome.version)
             if self._control.rank == 0 and outcome.ended:
                 self._heap.after_round()
         if outcome.learner_fault:
@@ -276,14 +271,12 @@ class WeightSync:
             self._copies.wait()  # deadline: the watch of ``begin`` and ``hear``
             round_.start_time()
             order = RoundOrder(
-                round_id=round_.round_id,
                 run_id=self._run_id,
                 version=round_.version,
                 manifest=self._export.manifest(),
                 canary=round_.canary,
                 proof=self._proof,
                 deadline=Deadline(self._timeout_s * _SHARE_FOR_CALLS),
-                staged=round_.staged,
                 on_pending=self._on_pending,
                 hold=Deadline(self._timeout_s * _SHARE_FOR_HOLD) if round_.held else None,
                 turn_s=self._turn_s if round_.staged else 0.0,
@@ -328,10 +321,8 @@ class WeightSync:
             if fault := self._take_part("copying the weights", partial(take, names)):
                 raise WeightSyncError(fault)
 
-    def _transfer(
-        self, version: int, round_id: str, staged: bool, targets: Sequence[int], step: int | None
-    ) -> Transfer:
-        return Transfer(version, round_id, staged, targets, self._timeout_s, self._straggler_s, step)
+    def _transfer(self, version: int, staged: bool, targets: Sequence[int], step: int | None) -> Transfer:
+        return Transfer(version, staged, targets, self._timeout_s, self._straggler_s, step)
 
     def _ends(self, round_: Transfer) -> Mapping[int, PushEnd]:
         return self._courier.ends() if round_.pushed else {}

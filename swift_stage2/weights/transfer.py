@@ -19,7 +19,6 @@ class Transfer:
     """Weights on their way to ``targets``; what has not ended by ``end`` is given up."""
 
     version: int
-    round_id: str
     staged: bool
     targets: Sequence[int]
     timeout_s: float
@@ -64,7 +63,6 @@ class Transfer:
     ) -> RoundOutcome:
         """As all ranks are told; ``fault``: the learner's, of a push."""
         return RoundOutcome(
-            self.round_id,
             self.version,
             reports=reports,
             news=news,

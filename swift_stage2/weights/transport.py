@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from swift_stage2 import wire as protocol
 from swift_stage2.config import RolloutConfig
@@ -56,7 +56,7 @@ class WeightTransport(Protocol):
     """One way to bring a snapshot, whose header is written, to one server."""
 
     def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, order: RoundOrder
     ) -> str:
         """Returns how the bytes travel, in a word for reports, with the reason where another way was to be had."""
         ...
@@ -95,24 +95,23 @@ WrapTransport = Callable[[WeightTransport], WeightTransport]
 
 
 class StreamTransport(WeightTransport):
-    """A fresh connection to our server for every round, so that nothing of a failed round survives it."""
+    """Offers the weights to our server by a fresh connection, so that nothing of a failed round survives it."""
 
     def __init__(self) -> None:
         self._stream: WeightStream | None = None
 
     def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, order: RoundOrder
     ) -> str:
         host, port = endpoint.group_host or session.host, endpoint.group_port
-        body = {"port": port, "backend": protocol.WEIGHT_STREAM, "num_bytes": snapshot.file.num_bytes}
-        answer = session.post(protocol.INIT_COMMUNICATOR, body, deadline)
-        secret = session.read(protocol.INIT_COMMUNICATOR, protocol.parse_stream_secret, answer)
-        join_s = min(JOIN_TIMEOUT_S, deadline.remaining_s())
+        way, num_bytes = protocol.WeightWay.STREAM, snapshot.file.num_bytes
+        answer = _offer(session, order, way, port=port, num_bytes=num_bytes)
+        join_s = min(JOIN_TIMEOUT_S, order.deadline.remaining_s())
         try:
-            self._stream = connect_stream(host, port, secret, join_s)
+            self._stream = connect_stream(host, port, answer.secret or "", join_s)
         except OSError as error:
             raise not_formed(session, host, port, error, group_remedy(error)) from error
-        return protocol.WEIGHT_STREAM
+        return way
 
     def carry(self, session: ServerSession, snapshot: SnapshotFile, deadline: Deadline, *_: object) -> None:
         if self._stream is None:
@@ -131,31 +130,26 @@ class StreamTransport(WeightTransport):
 class MappedTransport(StreamTransport):
     """Lets a server of ours map the snapshot where it can, on one host and in one container; elsewhere a stream."""
 
-    def __init__(self, info: protocol.ServerInfo, *, required: bool = False) -> None:
+    def __init__(self, *, required: bool = False) -> None:
         """``required``: a server that cannot map the memory is at fault."""
         super().__init__()
-        self._why_not = "" if info.staging else "it cannot map memory"
         self._required = required
         self._is_mapped = False
 
     def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, order: RoundOrder
     ) -> str:
-        reason, remedy = self._why_not, "give it the learner's version of swift_stage2"
-        if not reason:
-            body = {"backend": protocol.SHARED_MEMORY, "path": snapshot.file.path}
-            reply = session.post(protocol.INIT_COMMUNICATOR, body, deadline)
-            answer = session.read(protocol.INIT_COMMUNICATOR, protocol.MemoryAnswer.from_json, reply)
-            self._is_mapped, reason = answer.mapped, answer.message
-            remedy = "start it on the learner's host, in its container and as its user"
+        way = protocol.WeightWay.SHARED_MEMORY
+        answer = _offer(session, order, way, path=snapshot.file.path)
+        self._is_mapped = answer.taken
         if self._is_mapped:
-            return protocol.SHARED_MEMORY
+            return way
         if self._required:
             raise ServerFault(
-                f"{session.base_url} must map the learner's memory, got: {reason}; write rollout.sync.transport: auto, "
-                f"or {remedy}"
+                f"{session.base_url} must map the learner's memory, got: {answer.message}; write "
+                "rollout.sync.transport: auto, or start it on the learner's host, in its container and as its user"
             )
-        return f"{super().open(session, endpoint, snapshot, deadline)} ({reason})"
+        return f"{super().open(session, endpoint, snapshot, order)} ({answer.message})"
 
     def carry(self, session: ServerSession, snapshot: SnapshotFile, deadline: Deadline, *_: object) -> None:
         if not self._is_mapped:  # else the bytes are there already
@@ -170,16 +164,26 @@ class DiskTransport(WeightTransport):
         self._reads_disk = info.reads_disk
 
     def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, order: RoundOrder
     ) -> str:
         if not self._reads_disk:
             raise ServerFault(
                 f"{session.base_url} must read weights from a directory, got a server without --weights-root; start it "
                 f"with --weights-root {self._disk.directory}, or write rollout.sync.transport: auto"
             )
-        self._disk.store(snapshot, deadline)
-        session.post(protocol.INIT_COMMUNICATOR, {"backend": protocol.DISK}, deadline)
-        return protocol.DISK
+        self._disk.store(snapshot, order.deadline)
+        _offer(session, order, protocol.WeightWay.DISK)
+        return protocol.WeightWay.DISK
 
     def carry(self, *_: object) -> None:
         """Nothing: the bytes are there already."""
+
+
+def _offer(
+    session: ServerSession, order: RoundOrder, way: protocol.WeightWay, **place: Any
+) -> protocol.OfferAnswer:
+    offer = protocol.WeightOffer(
+        order.run_id, order.version, order.manifest, way, **place, timeout_s=order.deadline.remaining_s()
+    )
+    reply = session.post(protocol.WEIGHTS, offer.to_json(), order.deadline)
+    return session.read(protocol.WEIGHTS, protocol.OfferAnswer.from_json, reply)

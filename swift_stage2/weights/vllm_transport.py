@@ -41,9 +41,10 @@ class VllmTransport(StockTransport):
         self._blank: Mapping[str, str] = {}  # digests of zeros, in the first round after a join
 
     def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, deadline: Deadline
+        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, order: RoundOrder
     ) -> str:
         """Pauses the server, joins its workers, unless they have been joined, and has them take buckets."""
+        deadline = order.deadline
         self._holds, holds = None, self._holds
         is_kept = self._communicator is not None and holds == vllm_serve.ask_weight_version(session, deadline)
         session.post(vllm_serve.PAUSE, {}, deadline)
@@ -86,7 +87,7 @@ class VllmTransport(StockTransport):
             ServerFault: it does not, or the first round after a join has not reached every parameter.
         """
         deadline = order.deadline
-        version = str(vllm_serve.WeightVersion(order.run_id, order.round_id, order.version))
+        version = str(vllm_serve.WeightVersion(order.run_id, order.version))
         session.post(vllm_serve.FINISH_UPDATE, {"weight_version": version}, deadline)
         if self._blank:
             self._require_reached(session, sent, deadline)

@@ -165,7 +165,6 @@ class Batch:
                 server=self._server.base_url,
                 spans=(VersionSpan(made_by.version, 0, len(completion.token_ids)),),
                 seconds=report.seconds,
-                round_id=made_by.round_id,
                 **given_by(completion),
             )
             # An aborted one leaves its sample to return.

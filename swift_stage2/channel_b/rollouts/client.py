@@ -141,13 +141,13 @@ class RolloutClient:
         """
         return sum(server.is_settling for server in self._servers.values())
 
-    def expect_round(self, round_id: str, version: int) -> None:
-        """The next round, if it is staged, may be answered with before the learner hears of it.
+    def expect(self, version: int) -> None:
+        """The next round's, if it is staged, may be answered with before the learner hears of it.
 
         Called once the round before has ended: what that one did not prove is not going to be.
         """
         for server in self._servers.values():
-            server.state.expect(round_id, version)
+            server.state.expect(version)
 
     def clear_suspicion(self, servers: Collection[str]) -> None:
         """A staged round or catch-up of ``servers``, which are not asked, begins: later suspicions are newer."""
@@ -174,8 +174,8 @@ class RolloutClient:
             server.state.prove(weights, drained=drained)
 
     def confirms(self, rollout: Rollout) -> bool | None:
-        """True if a round proved, on its server, the weights of ``rollout``; False if none will; None until then."""
-        return self._servers[rollout.server].state.confirms(rollout.round_id)
+        """True if a round proved, on its server, what made its last part; False if none will; None until then."""
+        return self._servers[rollout.server].state.confirms(rollout.spans[-1].version)
 
     def stop_requests(self, servers: Collection[str]) -> None:
         """``servers`` are asked no more before a round proves them, and what they were asked is not waited for."""

@@ -324,9 +324,8 @@ class ServerClient:
         weights = self.state.weights_of(
             post, result.completions, version=version, run_id=self._settings.run_id
         )
-        is_stamped = all(completion.incarnation is not None for completion in result.completions)
         # Asked after the answer: a process that has replaced the proven one cannot have answered before the loss.
-        is_believed = isinstance(weights, str) or is_stamped
+        is_believed = isinstance(weights, str) or self.state.stamps or not weights
         if not is_believed and await asyncio.to_thread(self._settings.is_lost, self.base_url, version):
             weights = (
                 f"the process that the round of version {version} proved was lost; who answers is another"

@@ -1,4 +1,4 @@
-"""A rank's knowledge of one server: whether it may be asked for rollouts, and which round's weights it answers with.
+"""A rank's knowledge of one server: whether it may be asked for rollouts, and which weights it answers with.
 
 A server is proven by a round, suspect, or busy with abandoned POSTs. Invariant: a suspect server stays unproven until
 ``prove``. Its places and the learner write, so every change of more than one attribute holds a lock; any thread may
@@ -28,11 +28,10 @@ from swift_stage2.servers.infer_wire import Completion
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """The weights that a server holds. One without an ``incarnation`` does not stamp: the ticket tells its version."""
+    """The weights that a server holds. Of one that does not stamp its completions, the ticket tells their version."""
 
-    round_id: str | None
     version: int
-    incarnation: str | None
+    stamps: bool
     heard_step: int = 0  # of the proof: a catch-up may prove what a server was proven with before
 
 
@@ -55,7 +54,7 @@ class ServerState:
         self._ahead: ServedWeights | None = None  # of a staged round that is in transfer
         self._out: set[InFlightRequest] = set()
         self._abandoned: set[InFlightRequest] = set()
-        self._proven_rounds: set[str] = set()  # all of them, some dozen bytes each
+        self._proven_versions: set[int] = set()  # all of them, some dozen bytes each
         self.is_proven = False
         """Whether a round has proven the server's weights and no fault was found since."""
         self.suspicion: str | None = None
@@ -76,19 +75,23 @@ class ServerState:
         Ours is, which stamps: its engine takes requests one by one. But as long as none of its prompts was the
         learner's, several go together, so that a prompt that differs is not taken for the server's fault alone.
         """
+        return self.stamps and self.has_agreed
+
+    @property
+    def stamps(self) -> bool:
+        """True if the server says of every completion whose weights made it."""
         served = self._served
-        return served is not None and served.incarnation is not None and self.has_agreed
+        return served is not None and served.stamps
 
     def agree(self) -> None:
         """Its prompt for a sample is the learner's."""
         with self._lock:
             self.has_agreed = True
 
-    def expect(self, round_id: str, version: int) -> None:
-        """The next round, should it be staged: its weights may answer as soon as the server has installed them."""
+    def expect(self, version: int) -> None:
+        """Of the next round, should it be staged: it may answer as soon as the server has installed it."""
         with self._lock:
-            incarnation = self._served.incarnation if self._served is not None else None
-            self._ahead = ServedWeights(round_id, version, incarnation)
+            self._ahead = ServedWeights(version, self.stamps)
             for post in self._out:
                 post.may_answer.append(self._ahead)
 
@@ -106,10 +109,9 @@ class ServerState:
         with self._lock:
             returns = drained or served != self._served
             self._served = served
-            if served.round_id is not None:
-                self._proven_rounds.add(served.round_id)
-                if self._ahead is not None and self._ahead.round_id == served.round_id:
-                    self._ahead = None
+            self._proven_versions.add(served.version)
+            if self._ahead is not None and self._ahead.version == served.version:
+                self._ahead = None
             if drained:
                 self.suspicion = None
                 self._abandoned.clear()  # the round's ordered calls came after them
@@ -117,12 +119,12 @@ class ServerState:
                 self.has_agreed &= self.is_proven  # one that returns may be another process
                 self.is_proven = True
 
-    def confirms(self, round_id: str | None) -> bool | None:
-        """True if that round has proven the server, or none is named; False if it never will; None while it may."""
+    def confirms(self, version: int) -> bool | None:
+        """True if a round has proven it here, or the server does not stamp; False if none will; None until then."""
         with self._lock:
-            if round_id is None or round_id in self._proven_rounds:
+            if version in self._proven_versions or not self.stamps:
                 return True
-            return None if self._ahead is not None and self._ahead.round_id == round_id else False
+            return None if self._ahead is not None and self._ahead.version == version else False
 
     def stop_requests(self) -> None:
         """A round did not prove the server; nothing is inferred from it, and it delays no round."""
@@ -148,7 +150,7 @@ class ServerState:
     def version_under(self, version: int) -> int:
         """The version that the server answers with under a ticket of ``version``, as far as a round has proven it."""
         served = self._served
-        return version if served is None or served.incarnation is None else served.version
+        return served.version if served is not None and served.stamps else version
 
     def begin_post(self) -> InFlightRequest | None:
         """A POST is about to leave; None if the server must not be asked."""
@@ -190,8 +192,8 @@ class ServerState:
     ) -> tuple[ServedWeights, ...] | str:
         """The weights that made each of a POST's answers, or why these cannot be of this run.
 
-        Only our server stamps its completions, and it stamps all of them in full: what a round proved as ours never
-        answers without a stamp. A stock server's are taken as they are, of the ticket's ``version``.
+        A server that stamps does so in full: what a round proved answers without this run's stamp only when it was
+        started again. Another server's are taken as they are, of the ticket's ``version``.
         """
         found = []
         with self._lock:
@@ -205,23 +207,24 @@ class ServerState:
     def _weights_of(
         self, post: InFlightRequest, completion: Completion, version: int, run_id: str | None
     ) -> ServedWeights | str:
-        incarnation = self._served.incarnation if self._served is not None else None
-        if completion.incarnation != incarnation:
-            return (
-                "the server must be the process that the last round proved, got "
-                f"incarnation={completion.incarnation!r} instead of {incarnation!r}"
-            )
-        if incarnation is None:  # a stock server stamps nothing
-            return ServedWeights(None, version, None)
+        if not self.stamps:
+            if completion.run_id is not None:
+                return (
+                    f"a server that a round proved as stock must not stamp, got run_id={completion.run_id!r}"
+                )
+            return ServedWeights(version, stamps=False)
         if run_id not in (None, completion.run_id):
-            return f"completions must be of this run's weights, got run_id={completion.run_id!r}"
+            return (
+                "completions must be of this run's weights, else the server was started again, got "
+                f"run_id={completion.run_id!r}"
+            )
         for weights in post.may_answer:
-            if (completion.round_id, completion.weight_version) == (weights.round_id, weights.version):
+            if completion.weight_version == weights.version:
                 return weights
         return (
             "completions must be of weights that a round has proven here or brings, got "
-            f"weight_version={completion.weight_version} round_id={completion.round_id!r} instead of "
-            + " or ".join(f"{weights.version} {weights.round_id!r}" for weights in post.may_answer)
+            f"weight_version={completion.weight_version} instead of "
+            + " or ".join(str(weights.version) for weights in post.may_answer)
         )
 
 
