@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from fastapi import Request
@@ -36,14 +36,14 @@ from swift_stage2.collectives import GlooCommunicator
 from swift_stage2.demo.grounding_dataset import answer_text
 from swift_stage2.demo.scenes import IMAGE_SIZE
 from swift_stage2.demo.tiny_template import TINY_VL
-from swift_stage2.errors import RoundFailed
+from swift_stage2.errors import InstallFailed
 from swift_stage2.rollout_server import routes
 from swift_stage2.rollout_server.command_line import ServerCommand, serve
 from swift_stage2.rollout_server.engine import Engine, GenerationJob, GenerationRequest, Sampling, WeightStamp
-from swift_stage2.rollout_server.open_round import RoundState
 from swift_stage2.rollout_server.routes import RolloutService
 from swift_stage2.rollout_server.swift_generator import EncodedRow, GeneratedRow, RowEnd, SwiftGenerator
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
+from swift_stage2.rollout_server.weight_slot import SlotState
 from swift_stage2.servers.batching import ExclusiveTask
 from swift_stage2.servers.request_checks import RequestLimits
 
@@ -190,10 +190,10 @@ class StockWeights:
     """Takes weights as a stock ``swift rollout`` takes them from ms-swift's own client, and loads them nowhere.
 
     One communicator for a whole run, each bucket announced by HTTP before its broadcast over gloo, no rounds and no
-    proof. Stands behind the routes in the place of ``WeightRounds``. Its thread joins communicators and receives.
+    proof. Stands behind the routes in the place of ``WeightSlot``. Its thread joins communicators and receives.
     """
 
-    state = RoundState.SERVING
+    state = SlotState.SERVING
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stock-weights")
@@ -202,28 +202,27 @@ class StockWeights:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @contextmanager
-    def admission(self, round_id: str | None) -> Iterator[bool]:
+    def admission(self) -> Iterator[None]:
         """A stock server answers always, proven or not; it is for the client not to ask while it pushes."""
-        yield False
+        yield
 
-    def open_stream(self, port: int, num_bytes: int, round_id: str | None = None) -> str:
-        """Returns before anybody can connect, as stock does, and has no secret. Listens on loopback only."""
+    def join(self, port: int) -> None:
+        """Returns before anybody can connect, as stock does. Listens on loopback only."""
         self.leave()
         self._under_way = [self._thread.submit(self._join, port)]
-        return ""
 
     def expect(self, metadatas: Sequence[dict[str, Any]]) -> None:
         """The next bucket, of these tensors."""
         self._under_way.append(self._thread.submit(self._receive, max(each["end_idx"] for each in metadatas)))
 
-    def load(self, given_up: threading.Event, *_: object) -> None:
-        """Waits until all that was announced has arrived. Raises RoundFailed: it did not."""
+    def load(self) -> None:
+        """Waits until all that was announced has arrived. Raises InstallFailed: it did not."""
         under_way, self._under_way = self._under_way, []
         try:
             for each in under_way:
                 each.result(timeout=_TIMEOUT_S)
         except (RuntimeError, TimeoutError) as error:
-            raise RoundFailed(f"weights must arrive within {_TIMEOUT_S:.0f} s: {error!r}") from error
+            raise InstallFailed(f"weights must arrive within {_TIMEOUT_S:.0f} s: {error!r}") from error
 
     def leave(self) -> None:
         """Lets the communicator go, and its port with it."""
@@ -255,28 +254,44 @@ class StockWeights:
 
 
 class StockRoutes(routes._ServerRoutes):
-    """Ours, and the one by which ms-swift's client announces a bucket."""
+    """Ours, and those by which ms-swift's client brings weights."""
 
     def table(self) -> dict[tuple[str, str], Callable[..., Any]]:
         return super().table() | {
+            ("POST", wire.INIT_COMMUNICATOR): self.init_communicator,
             ("POST", wire.UPDATE_FLATTENED_PARAMS): self.update_flattened_params,
+            ("POST", wire.PROCESS_WEIGHTS): self.process_weights,
             ("POST", wire.CLOSE_COMMUNICATOR): self.close_communicator,
         }
 
+    @property
+    def _stock(self) -> StockWeights:
+        weights: Any = self._slot
+        return cast(StockWeights, weights)
+
+    async def init_communicator(self, request: Request) -> dict[str, str]:
+        port = (await self._json(request))["port"]
+        await self._off_loop(request, lambda _: self._stock.join(port))
+        return {"message": "joining"}
+
     async def update_flattened_params(self, request: Request) -> dict[str, str]:
         metadatas = (await self._json(request))["metadatas"]
-        self._rounds.expect(metadatas)  # type: ignore[attr-defined]
+        self._stock.expect(metadatas)
         return {"message": "ready for the bucket"}
 
+    async def process_weights(self, request: Request) -> dict[str, str]:
+        await self._off_loop(request, lambda _: self._stock.load())
+        return {"message": "all weights arrived"}
+
     async def close_communicator(self, request: Request) -> dict[str, str]:
-        await self._off_loop(request, lambda _: self._rounds.leave())  # type: ignore[attr-defined]
+        await self._off_loop(request, lambda _: self._stock.leave())
         return {"message": "Request received, closing communicator"}
 
 
 class StockService(RolloutService):
     def __init__(self, engine: Engine, host: str = "127.0.0.1", weights_root: Path | None = None) -> None:
         super().__init__(engine, host, weights_root)
-        self.rounds = StockWeights()  # type: ignore[assignment]
+        self.slot = StockWeights()  # type: ignore[assignment]
 
 
 def drawn_latency(mean_s: float, slow_share: float, answer: int | None) -> float:

@@ -183,7 +183,7 @@ class WeightSyncHang(Stage2Error):
     """
 
 
-class RoundRefused(Stage2Error):
+class WeightsRefused(Stage2Error):
     """Our server will not do this in its present state; ``reason`` is the wire's ``RefusalReason``."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -191,8 +191,8 @@ class RoundRefused(Stage2Error):
         self.reason = reason
 
 
-class RoundFailed(Stage2Error):
-    """A round's weights did not all arrive, or could not be loaded; the message names the cause.
+class InstallFailed(Stage2Error):
+    """Offered weights did not all arrive, or could not be installed; the message names the cause.
 
     ``torn``: the model may hold a part of them.
     """

@@ -149,8 +149,8 @@ class Stage2Run:
             _check_fingerprint(state["learner"].get("answer_fingerprint"), self.channel_b.answer_fingerprint)
             self.channel_b.source.load_state_dict(state["learner"]["source"])
             self._tell_objective(state["learner"].get("objective"), self.channel_b.objective)
-            while self.channel_b.clock.current < state["learner"]["version"]:
-                self.channel_b.clock.advance()
+            if (version := state["learner"]["version"]) > self.channel_b.clock.current:
+                self.channel_b.rounds.version = self.channel_b.clock.advance(version)
             if self.channel_b.evaluation is not None:
                 self.channel_b.evaluation.schedule.resume(state["learner"].get("unfinished_evaluation"))
 

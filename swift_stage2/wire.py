@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import cache
 from reprlib import repr as shown
-from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Self, TypeAlias, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -45,21 +45,12 @@ CLOSE_COMMUNICATOR = "/close_communicator/"
 
 # --- paths that only our server answers (stock: 404) --------------------------------------------
 SERVER_INFO = "/stage2/info/"
-BEGIN_ROUND = "/stage2/begin_round/"
-FINISH_ROUND = "/stage2/finish_round/"
-ABORT = "/stage2/abort/"
+WEIGHTS = "/stage2/weights/"
+INSTALL = "/stage2/install/"
 WEIGHT_SUMS = "/stage2/weight_sums/"
 """A stock server with the plugin ``stock_proof`` answers it: GET with its incarnation, POST with ``WeightSums``."""
 
-INSTALLING_STATE = "installing"  # of a server that copies weights in, also of a round that has ended
-ROUND_HEADER = "X-Stage2-Round"
-"""On a round's own requests, with its id: one that names another round than the open one changes nothing."""
-
-# How our server takes a round's snapshot: the ``backend`` of INIT_COMMUNICATOR. A stream, the memory file of a learner
-# beside it, or the round's file below the server's --weights-root.
-WEIGHT_STREAM = "tcp"
-SHARED_MEMORY = "shared_memory"
-DISK = "disk"
+INSTALLING_STATE = "installing"  # of a server that waits for what it computes, or copies weights in
 
 MOST_CONTROL_BYTES = 32 << 20  # of an answer: a manifest and two checksums for each of 70,000 tensors
 _MOST_VALUES = (
@@ -191,10 +182,7 @@ class ServerInfo(Message):
     weight_version: Int | None = None
     run_id: Text | None = None
     state: Text | None = None
-    can_abort: Flag = False
     manifest: Many[TensorSpec] = ()
-    staging: Flag = False  # whether it answers with its old weights while a staged round brings new ones
-    round_id: Text | None = None  # that brought the resident weights
     reads_disk: Flag = False  # whether it was started with --weights-root
     resume: Flag = False  # whether a request may bring the first ids of its answer
     chat_model: Text | None = None
@@ -216,60 +204,67 @@ class ServerInfo(Message):
         return read(cls, {**said, "incarnation": member(said, "incarnation", Text)})
 
 
-# --- the calls of a weight round ----------------------------------------------------------------
+# --- new weights: two calls ---------------------------------------------------------------------
 class RefusalReason(StrEnum):
     """Why our server answers 409: the ``reason`` beside ``detail`` in the body. Nothing was changed."""
 
-    BUSY = "busy"  # completions are in the making; ask again when they have ended
-    ROUND_OPEN = "round_open"  # another round holds the server, or /infer/ came without its id
-    NO_ROUND = "no_round"  # the round named is not the open one, or none is open
+    NO_WEIGHTS = "no_weights"  # these were never offered, or a newer offer has replaced them
     MANIFEST_DIFFERS = "manifest_differs"  # names, shapes or dtypes are not the model's own
-    WRONG_ORDER = "wrong_order"  # the step belongs elsewhere in a round
-    UNPROVEN = "unproven"  # the model holds weights that nobody vouches for; only a round helps
+    NO_ROOT = "no_root"  # weights on a disk, of a server that was started without --weights-root
+    UNPROVEN = "unproven"  # the model holds weights that nobody vouches for; only an install helps
+
+
+class WeightWay(StrEnum):
+    """How weights come: in the memory file of a learner beside the server, by a stream, or in a file below
+    ``--weights-root``."""
+
+    SHARED_MEMORY = "shared_memory"
+    STREAM = "tcp"
+    DISK = "disk"
 
 
 @dataclass(frozen=True, slots=True, config=OPEN)
-class RoundRequest(Message):
-    """Opens one sync round on our server; the manifest is compared before any downtime."""
+class WeightOffer(Message):
+    """Body of WEIGHTS: a version that the server may take. ``/infer/`` goes on; an offer before it is forgotten."""
 
-    round_id: Text
     run_id: Text
-    version: Int  # the version that the server will hold once the round is proven
+    version: Int
     manifest: Many[TensorSpec]
-    timeout_s: Seconds = 300.0  # the server forgets the round this long after it began
-    staged: Flag = False  # /infer/ is answered until the install; else the round must find the server idle
+    way: WeightWay
+    path: Text | None = None  # of the memory file: /proc/<pid>/fd/<n>
+    port: Annotated[Int, Field(ge=1, le=65535)] | None = None
+    """The server listens there for a stream, at its own machine whatever host a caller names."""
+    num_bytes: Int = 0  # of a stream
+    timeout_s: Seconds = 300.0  # within which all must have arrived
+
+    @model_validator(mode="after")
+    def _require_place(self) -> Self:
+        wanted = {WeightWay.SHARED_MEMORY: ("path", self.path), WeightWay.STREAM: ("port", self.port)}
+        name, value = wanted.get(self.way, ("", ""))
+        if value is None:
+            raise ValueError(f"an offer by {self.way} must name its {name}")
+        return self
 
 
 @dataclass(frozen=True, slots=True, config=OPEN)
-class StreamOffer(Message):
-    """Body of INIT_COMMUNICATOR: the server listens at ``port`` of its own machine, whatever host a caller names."""
+class OfferAnswer(Message):
+    """Whether the server takes an offer, or why it cannot map the learner's memory; then a stream is left."""
 
-    port: Annotated[Int, Field(ge=1, le=65535)]
-    num_bytes: Int = 0  # of the snapshot
-    backend: Literal["tcp"] = "tcp"
-
-
-@dataclass(frozen=True, slots=True, config=OPEN)
-class MemoryOffer(Message):
-    """Body of INIT_COMMUNICATOR beside ``backend``: a memory file of a learner on the server's machine."""
-
-    path: Text  # /proc/<pid>/fd/<n>
-
-
-@dataclass(frozen=True, slots=True, config=OPEN)
-class MemoryAnswer(Message):
-    """Whether the server has mapped a ``MemoryOffer``, and why not; then a stream is left."""
-
+    taken: Flag
     message: Text
-    mapped: Flag
+    secret: Text | None = None  # to be presented where it listens for a stream
 
 
 @dataclass(frozen=True, slots=True, config=OPEN)
 class InstallRequest(Message):
-    """Body of PROCESS_WEIGHTS: what a staged round does with completions in the making."""
+    """Body of INSTALL. The server serves the weights that were offered iff their sums are these, as they were sent."""
 
+    run_id: Text
+    version: Int
+    checksums: Sums
     on_pending: Annotated[Text, Field(pattern="^(wait|abort|resume)$")] = "wait"
-    """``resume``: ended, too; their caller asks for the rest."""
+    """What becomes of completions in the making. ``resume``: ended, too; their caller asks for the rest."""
+    timeout_s: Seconds = 300.0
 
     @property
     def aborts(self) -> bool:
@@ -278,35 +273,19 @@ class InstallRequest(Message):
 
 
 @dataclass(frozen=True, slots=True, config=OPEN)
-class FinishRequest(Message):
-    """Ends a round. Without ``checksums`` of all tensors as they were sent the server serves none of them."""
+class WeightProof(Message):
+    """Answer of INSTALL: everything that our server can show of the weights that it holds."""
 
-    round_id: Text
-    commit: Flag = True  # False gives the round up
-    checksums: Sums | None = None
-
-
-@dataclass(frozen=True, slots=True, config=OPEN)
-class RoundProof(Message):
-    """The proof that our server can show after a round."""
-
-    round_id: Text
+    run_id: Text
+    version: Int
     incarnation: Text
-    weight_version: Int
     arrived: Sums  # as each tensor came off the wire
     resident: Sums  # as the engine now holds it
     loaded: Many[Text]  # names that the engine reports as loaded
 
-
-@dataclass(frozen=True, slots=True, config=OPEN)
-class AbortRequest(Message):
-    """Asks our server to end what is in flight under these weights, apart from requests that must not be aborted.
-
-    A call that arrives late, when a round has brought other weights, ends nothing.
-    """
-
-    run_id: Text
-    version: Int
+    def vouches_for(self, checksums: Mapping[str, str]) -> bool:
+        """True if every tensor arrived, and is resident, with these sums."""
+        return self.resident == self.arrived == checksums and checksums.keys() <= set(self.loaded)
 
 
 # --- other answers ------------------------------------------------------------------------------
@@ -325,12 +304,6 @@ def parse_incarnation(data: Any) -> str:
     """Which process answers, of a stock server with our plugin."""
     incarnation: str = member(data, "incarnation", Text)
     return incarnation
-
-
-def parse_stream_secret(data: Any) -> str:
-    """The secret of our server's answer to INIT_COMMUNICATOR, to be presented where it listens for weights."""
-    secret: str = member(data, "secret", Text)
-    return secret
 
 
 def mapping(value: Any, what: str) -> dict[str, Any]:

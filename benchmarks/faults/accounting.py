@@ -20,10 +20,10 @@ Record = dict[str, Any]
 
 
 class Taken(Event):
-    """The plugin of the bench's jobs writes it of rollouts, by round, as they go on to be trained."""
+    """The plugin of the bench's jobs writes it of rollouts, by version, as they go on to be trained."""
 
     kind: Literal["taken"] = "taken"
-    round_id: str | None
+    version: int
     num_rollouts: int
 
 
@@ -160,17 +160,15 @@ def account_sentence(account: RunAccount) -> str:
 
 
 def _num_unproven(records: Sequence[Sequence[Record]], moments: Moments, end: float) -> int:
-    """Stock servers do not stamp: their rollouts have no round. The last round of a run may have no record."""
+    """The last round of a run may have no record."""
     rounds = of_kind(records[0], "round")
-    committed = {each["round_id"]: each["committed"] for each in rounds}
+    committed = {each["version"]: each["committed"] for each in rounds}
     last = max((each["time"] for each in rounds), default=0.0)
     taken = [
         record for part in records for record in of_kind(part, "taken") if record["time"] >= moments.fault
     ]
     of_failed: int = sum(
-        each["num_rollouts"]
-        for each in taken
-        if each["round_id"] is not None and not committed.get(each["round_id"], each["time"] > last)
+        each["num_rollouts"] for each in taken if not committed.get(each["version"], each["time"] > last)
     )
     begin = float("inf") if moments.restarted is None else moments.restarted
     early: int = sum(each["num_rollouts"] for each in taken if begin <= each["time"] < end)

@@ -21,7 +21,6 @@ from benchmarks.results import ResultTable, say
 from benchmarks.servers import ServerKind
 from swift_stage2 import wire
 from swift_stage2.errors import ChildFailed
-from swift_stage2.rollout_server.open_round import RoundState
 
 if TYPE_CHECKING:
     from benchmarks.faults.bench import FaultBench
@@ -54,15 +53,15 @@ def _kill_server(scene: Scene) -> None:
 
 
 def _kill_in_round(scene: Scene) -> None:
-    """The server has begun a round, and its weights are on their way."""
+    """The server installs a round's weights."""
     url = f"http://127.0.0.1:{scene.server.port}{wire.HEALTH}"
 
-    def is_open() -> bool:
+    def installs() -> bool:
         with suppress(httpx.HTTPError):
-            return bool(httpx.get(url, trust_env=False, timeout=1.0).json()["state"] == RoundState.ROUND_OPEN)
+            return bool(httpx.get(url, trust_env=False, timeout=1.0).json()["state"] == wire.INSTALLING_STATE)
         return False
 
-    scene.job.wait_for(is_open, "a round is open")
+    scene.job.wait_for(installs, "the server installs weights")
     _kill_server(scene)
 
 

@@ -27,8 +27,8 @@ _match = Pipeline._match
 
 
 def _note_and_match(pipeline: Pipeline, rollouts: Sequence[Rollout]) -> None:
-    for round_id, number in Counter(rollout.round_id for rollout in rollouts).items():
-        pipeline.events.log.write(Taken(round_id=round_id, num_rollouts=number))
+    for version, number in Counter(rollout.version for rollout in rollouts).items():
+        pipeline.events.log.write(Taken(version=version, num_rollouts=number))
     _match(pipeline, rollouts)
 
 

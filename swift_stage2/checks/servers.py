@@ -200,7 +200,7 @@ def _find_servers(
         if told["answers"] or told["refused"]:
             found.take(base_url, told)
             wants_abort = control.rank == 0 and config.rollout.sync.on_pending is OnPending.ABORT
-            if wants_abort and not told["can_abort"]:
+            if wants_abort and not told["ours"]:
                 warn(
                     f"{base_url} cannot abort rollouts, so that a pending round waits for those in flight there; "
                     "rollout.sync.on_pending: abort needs swift-stage2 rollout"
@@ -232,13 +232,7 @@ def examine(config: Stage2Config, found: FoundServers, base_url: str) -> ServerK
 
 def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
     """One slice of the wait for one server, at most until ``end``, a moment of ``time.monotonic``."""
-    told: dict[str, Any] = {
-        "answers": False,
-        "ours": False,
-        "can_abort": False,
-        "missing": "",
-        "refused": None,
-    }
+    told: dict[str, Any] = {"answers": False, "ours": False, "missing": "", "refused": None}
     told |= {"chat_model": None, "incarnation": None, "refuses_key": False, "is_over": False}
     # One that is absent leaves each of the others time to answer.
     slice_s = min(_WAIT_SLICE_S, config.rollout.start_timeout_s / max(1, len(config.rollout.servers)))
@@ -260,7 +254,7 @@ def look_for(config: Stage2Config, base_url: str, end: float) -> dict[str, Any]:
                     told["refused"] = foreign(session, said).fields if said.is_foreign else None
                     return told
             else:
-                told |= {"answers": True, "ours": not info.stock, "can_abort": info.can_abort}
+                told |= {"answers": True, "ours": not info.stock}
                 return told | {"chat_model": info.chat_model, "incarnation": info.incarnation}
             time.sleep(_POLL_S)
 

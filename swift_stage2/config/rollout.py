@@ -32,7 +32,7 @@ class SyncMode(StrEnum):
 
 
 class OnPending(StrEnum):
-    """A pending round waits for rollouts that still run, or aborts them: to begin anew, or to go on where they were."""
+    """An install waits for rollouts that still run, or aborts them: to begin anew, or to go on where they were."""
 
     WAIT = "wait"
     ABORT = "abort"
@@ -132,8 +132,8 @@ class SyncConfig:
     timeout_s: float = 300.0
     """Deadline of a whole round on one server; calls and transfers in it end at 80 % of that."""
     on_pending: OnPending = OnPending.WAIT
-    """Before new weights: wait for running rollouts, or abort them where the server can (ours, not stock). resume asks
-    for the rest of what was aborted, and every server must be able to give it."""
+    """When a server of ours installs new weights: wait for running rollouts, or abort them. resume asks for the rest of
+    what was aborted, and every server must be able to give it."""
     fenced: Fenced = Fenced.WHEN_NEEDED
     """when_needed: servers of ours are asked on while weights arrive; always: nothing is asked during any round."""
     rolling: bool = True

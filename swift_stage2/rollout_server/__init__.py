@@ -1,9 +1,9 @@
-"""Our rollout server: stock ``swift rollout``'s routes, truthful, with rounds that prove what was loaded.
+"""Our rollout server: stock ``swift rollout``'s routes, truthful, with installs that prove what was loaded.
 
 command_line  which engine, where; binds, loads, serves, ends              main(), serve()
-routes        paths, statuses; engine + rounds + who answers               create_app(), RolloutService
+routes        paths, statuses; engine + weights + who answers              create_app(), RolloutService
 ├── checked_call         /infer/ body in, requests of the engine out
-├── weight_rounds        which step is allowed now; the door of /infer/
+├── weight_slot          weights that are offered, installed, proven; the gate of /infer/
 │   └── weight_source    a learner's memory file, or one that a stream or a disk fills
 └── engine               the base of every engine: thread, state, requests that each end exactly once
     ├── transformers_engine  one thread, shared batches

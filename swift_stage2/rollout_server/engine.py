@@ -23,7 +23,7 @@ from swift_stage2.wire import TensorSpec
 
 if TYPE_CHECKING:
     from swift_stage2.rollout_server.swift_generator import EncodedRow
-    from swift_stage2.rollout_server.weight_source import RoundWeights
+    from swift_stage2.rollout_server.weight_source import OfferedWeights
 
 _log = logging.getLogger(__name__)
 _GIVEN_UP_POLL_S = 0.25
@@ -52,7 +52,7 @@ class GenerationRequest:
     seed: int | None = None  # None: another one at every call
     prefix: tuple[int, ...] = ()  # first ids of the answer; in ``max_new_tokens``, not in the completion
     with_log_probs: bool = False
-    may_abort: bool = True  # whether /stage2/abort/ may end it
+    may_abort: bool = True  # whether an install may end it
     request_id: str | None = None  # its caller's, which the answer names
 
 
@@ -62,7 +62,6 @@ class WeightStamp:
 
     version: int | None = None
     run_id: str | None = None
-    round_id: str | None = None  # a version's number may come again after a round that failed
 
 
 class JobAborted(Exception):
@@ -110,7 +109,6 @@ class GenerationJob:
             log_probs=log_probs,
             weight_version=stamp.version,
             run_id=stamp.run_id,
-            round_id=stamp.round_id,
         )
 
 
@@ -282,11 +280,11 @@ class Engine(ABC):
         Ends soon after ``given_up`` is set, too: its caller has gone.
         """
 
-    def sum_arrived(self, weights: RoundWeights) -> Mapping[str, str] | None:
+    def sum_arrived(self, weights: OfferedWeights) -> Mapping[str, str] | None:
         """Checksums of what arrived, while requests still run; None where the install reads the weights itself.
 
         Raises:
-            RoundFailed: they cannot be summed, or are not those that the file says.
+            InstallFailed: they cannot be summed, or are not those that the file says.
         """
         return None
 
@@ -303,7 +301,7 @@ class Engine(ABC):
     @abstractmethod
     def install(
         self,
-        weights: RoundWeights,
+        weights: OfferedWeights,
         stamp: WeightStamp,
         timeout_s: float,
         arrived: Mapping[str, str] | None = None,
@@ -312,7 +310,7 @@ class Engine(ABC):
         ``stamp``. ``arrived`` is what ``sum_arrived`` has returned.
 
         Raises:
-            RoundFailed: not loaded; ``torn`` says whether the model may hold a part of the weights.
+            InstallFailed: not loaded; ``torn`` says whether the model may hold a part of the weights.
         """
 
     def close(self, timeout_s: float) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swift_stage2.errors import EngineUnavailable, RoundFailed
+from swift_stage2.errors import EngineUnavailable, InstallFailed
 from swift_stage2.rollout_server.engine import (
     CacheKind,
     Engine,
@@ -34,7 +34,7 @@ from swift_stage2.wire import TensorSpec
 
 if TYPE_CHECKING:  # ms-swift takes seconds to import; the engine's thread does it
     from swift_stage2.rollout_server.swift_generator import SwiftGenerator
-    from swift_stage2.rollout_server.weight_source import RoundWeights
+    from swift_stage2.rollout_server.weight_source import OfferedWeights
 
 _log = logging.getLogger(__name__)
 _ENCODER_THREADS = 4
@@ -87,11 +87,11 @@ class TransformersRolloutEngine(Engine):
         """As ``Engine.reset_cache``. Nothing is kept from one batch to the next."""
         return kind is not CacheKind.PREFIX or self._book.settle(timeout_s, given_up)
 
-    def sum_arrived(self, weights: RoundWeights) -> Mapping[str, str]:
+    def sum_arrived(self, weights: OfferedWeights) -> Mapping[str, str]:
         try:
             sums = checksums_by_name(weights.tensors)
         except RuntimeError as error:
-            raise RoundFailed(f"the weights that arrived could not be summed: {error}") from error
+            raise InstallFailed(f"the weights that arrived could not be summed: {error}") from error
         weights.require(sums)
         return sums
 
@@ -101,7 +101,7 @@ class TransformersRolloutEngine(Engine):
 
     def install(
         self,
-        weights: RoundWeights,
+        weights: OfferedWeights,
         stamp: WeightStamp,
         timeout_s: float,
         arrived: Mapping[str, str] | None = None,
@@ -114,14 +114,14 @@ class TransformersRolloutEngine(Engine):
         except FutureTimeout as error:
             if has_begun := not future.cancel():
                 self._late_copy = future
-            raise RoundFailed(
+            raise InstallFailed(
                 f"the engine did not load within timeout_s={timeout_s:.1f}", torn=has_begun
             ) from error
         except (CancelledError, EngineUnavailable) as error:
-            raise RoundFailed("the engine was shut down before it loaded") from error
+            raise InstallFailed("the engine was shut down before it loaded") from error
         except (RuntimeError, KeyError) as error:
             reason = f"the weights could not be loaded: {type(error).__name__}: {error}"
-            raise RoundFailed(reason, torn=True) from error
+            raise InstallFailed(reason, torn=True) from error
         return installed
 
     # --- encoder threads ------------------------------------------------------------------------

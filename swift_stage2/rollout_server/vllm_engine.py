@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from swift_stage2.errors import EngineUnavailable, RoundFailed
+from swift_stage2.errors import EngineUnavailable, InstallFailed
 from swift_stage2.rollout_server.engine import (
     CacheKind,
     Engine,
@@ -33,7 +33,7 @@ from swift_stage2.rollout_server.vllm_weights import installed_weights
 
 if TYPE_CHECKING:  # ms-swift and vLLM take many seconds to import; the engine's thread does it
     from swift_stage2.rollout_server.vllm_generator import VllmGenerator
-    from swift_stage2.rollout_server.weight_source import RoundWeights
+    from swift_stage2.rollout_server.weight_source import OfferedWeights
 
 _LIVENESS_POLL_S = 0.1
 _ABORT_POLL_S = 0.02
@@ -105,7 +105,7 @@ class VllmRolloutEngine(Engine):
 
     def install(
         self,
-        weights: RoundWeights,
+        weights: OfferedWeights,
         stamp: WeightStamp,
         timeout_s: float,
         arrived: Mapping[str, str] | None = None,
@@ -116,13 +116,13 @@ class VllmRolloutEngine(Engine):
         """
         generator = self._generator
         if generator is None:
-            raise RoundFailed("the model is not loaded yet")
+            raise InstallFailed("the model is not loaded yet")
         work = self._install(generator, weights, stamp, timeout_s)
         try:
             installed: InstalledWeights = self._call(work, timeout_s + _RPC_MARGIN_S)
             return installed
         except EngineUnavailable as error:
-            raise RoundFailed(f"the weights were not loaded: {error}", torn=True) from error
+            raise InstallFailed(f"the weights were not loaded: {error}", torn=True) from error
 
     # --- engine thread --------------------------------------------------------------------------
     def _run(self) -> None:
@@ -194,7 +194,7 @@ class VllmRolloutEngine(Engine):
     async def _install(
         self,
         generator: VllmGenerator,
-        weights: RoundWeights,
+        weights: OfferedWeights,
         stamp: WeightStamp,
         timeout_s: float,
     ) -> InstalledWeights:
@@ -203,7 +203,7 @@ class VllmRolloutEngine(Engine):
             async with asyncio.timeout_at(end):
                 await self._door.shut()
         except TimeoutError as error:
-            raise RoundFailed(f"completions in the making did not end within {timeout_s:.1f} s") from error
+            raise InstallFailed(f"completions in the making did not end within {timeout_s:.1f} s") from error
         try:
             path, file = weights.lend()
             self._lent.append(file)
@@ -212,17 +212,17 @@ class VllmRolloutEngine(Engine):
                 self._close_lent()  # workers do one thing after another: earlier loads are over
                 for kind in CacheKind:
                     if not await generator.reset_cache(kind):
-                        raise RoundFailed(f"vLLM did not reset its {kind} cache", torn=True)
+                        raise InstallFailed(f"vLLM did not reset its {kind} cache", torn=True)
             installed = installed_weights(weights.tensors, reports)
             self.stamp = stamp
             return installed
         except TimeoutError as error:
-            raise RoundFailed(f"vLLM did not load within {timeout_s:.1f} s", torn=True) from error
-        except RoundFailed:
+            raise InstallFailed(f"vLLM did not load within {timeout_s:.1f} s", torn=True) from error
+        except InstallFailed:
             raise
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise RoundFailed(f"the weights could not be loaded: {reason[-1]}", torn=True) from error
+            raise InstallFailed(f"the weights could not be loaded: {reason[-1]}", torn=True) from error
         finally:
             await self._door.open()
 

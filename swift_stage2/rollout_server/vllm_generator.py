@@ -157,7 +157,6 @@ class VllmGenerator(GRPOVllmEngine):  # type: ignore[misc]
             log_probs=_log_probs(choice.logprobs) if request.with_log_probs else None,
             weight_version=stamp.version,
             run_id=stamp.run_id,
-            round_id=stamp.round_id,
         )
 
     def _with_prefix(self, inputs: dict[str, Any], prefix: tuple[int, ...], sampling: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swift_stage2.errors import RoundFailed
+from swift_stage2.errors import InstallFailed
 from swift_stage2.rollout_server.engine import InstalledWeights
 from swift_stage2.weights.tensors import checksum_tensor, checksum_tensors
 
@@ -210,16 +210,16 @@ def _resident(shape: Sequence[int], given: str, pieces: Sequence[TensorPiece]) -
 def installed_weights(
     weights: Mapping[str, torch.Tensor], reports: Sequence[Mapping[str, Any]]
 ) -> InstalledWeights:
-    """One answer of the reports of all workers. Raises RoundFailed when they did not read the same bytes, or none."""
+    """One answer of the reports of all workers. Raises InstallFailed when they did not read the same bytes, or none."""
     unreadable = [report["unreadable"] for report in reports if "unreadable" in report]
     if unreadable:
-        raise RoundFailed(
+        raise InstallFailed(
             f"vLLM's workers must read the weights, got in {len(unreadable)} of {len(reports)}: {unreadable[0]}",
             torn=len(unreadable) < len(reports),
         )
     read = dict(reports[0]["read"])
     if any(dict(report["read"]) != read for report in reports):
-        raise RoundFailed("vLLM's workers read different weights", torn=True)
+        raise InstallFailed("vLLM's workers read different weights", torn=True)
     pieces = reported_pieces(reports)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     traced = {piece.name for piece in pieces}

@@ -1,4 +1,4 @@
-"""How one round's weights come: in a learner's memory file, by a stream, or in a file below ``--weights-root``.
+"""How offered weights come: in a learner's memory file, by a stream, or in a file below ``--weights-root``.
 
 However they come, they then lie in one memory file that nobody can cut, a snapshot that this process and vLLM's workers
 open alike. Whoever may call the server names the learner's file, so it is looked at before it is opened. A disk's file
@@ -22,13 +22,13 @@ from typing import BinaryIO
 
 import torch
 
-from swift_stage2.errors import ProtocolError, RoundFailed, RoundRefused
+from swift_stage2.errors import InstallFailed, ProtocolError, WeightsRefused
 from swift_stage2.runtime.memory import MEMORY_PREFIX, MemoryFile
 from swift_stage2.weights.disk_rounds import SUFFIX
 from swift_stage2.weights.snapshot import ReadSnapshot
 from swift_stage2.weights.stream import WeightListener
 from swift_stage2.weights.tensors import snapshot_bytes
-from swift_stage2.wire import RefusalReason, RoundRequest, TensorSpec
+from swift_stage2.wire import RefusalReason, TensorSpec, WeightOffer
 
 _PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
@@ -36,31 +36,31 @@ _MOST_HEADER_BYTES = 100_000_000  # safetensors takes no more
 _READ_BYTES = 64 << 20  # between two looks at whether anybody still wants it
 _GIVEN_UP_POLL_S = 0.25
 _MAX_SHOWN = 5
-ENDED = "the round has ended"
+ENDED = "the offer has ended"
 
 
-class RoundWeights:
-    """A round's tensors, as views of a memory file."""
+class OfferedWeights:
+    """The tensors of an offer, as views of a memory file."""
 
-    def __init__(self, file: BinaryIO, request: RoundRequest, memory: memoryview | None = None) -> None:
+    def __init__(self, file: BinaryIO, offer: WeightOffer, memory: memoryview | None = None) -> None:
         """Takes the file over; ``memory`` is all of it, if this process has it mapped already.
 
-        Raises ProtocolError: it is no snapshot of that round, or of other tensors.
+        Raises ProtocolError: it is no snapshot of that version, or of other tensors.
         """
         self._file = file
         self._lock = threading.Lock()  # else a lent descriptor could be another file's, behind a close
         try:
             self._snapshot = ReadSnapshot.open(f"/proc/self/fd/{file.fileno()}")
             found = self._snapshot.identity
-            if (found.run_id, found.round_id) != (request.run_id, request.round_id):
+            if (found.run_id, found.version) != (offer.run_id, offer.version):
                 raise ProtocolError(
-                    f"weights must be of run {request.run_id}, round {request.round_id}, got run_id="
-                    f"{shown(found.run_id)} round_id={shown(found.round_id)}"
+                    f"weights must be version {offer.version} of run {offer.run_id}, got version={found.version} "
+                    f"run_id={shown(found.run_id)}"
                 )
             if differences := _differences(
-                self._snapshot.specs(), {spec.name: spec for spec in request.manifest}
+                self._snapshot.specs(), {spec.name: spec for spec in offer.manifest}
             ):
-                raise ProtocolError(f"weights must be the round's tensors, got {_told(differences)}")
+                raise ProtocolError(f"weights must be the offered tensors, got {_told(differences)}")
             self.tensors: Mapping[str, torch.Tensor] = self._snapshot.tensors
             """In the learner's dtypes, in the file's order."""
             if memory is not None:  # a quarter of a second for each GiB of new pages less
@@ -70,21 +70,21 @@ class RoundWeights:
             raise
 
     def require(self, checksums: Mapping[str, str]) -> None:
-        """Raises RoundFailed unless these tensors have the checksums that the file says."""
+        """Raises InstallFailed unless these tensors have the checksums that the file says."""
         if wrong := self._snapshot.differing(checksums):
-            raise RoundFailed(
+            raise InstallFailed(
                 f"weights must arrive as they were sent, got {_told(wrong)} with other checksums"
             )
 
     def lend(self) -> tuple[str, BinaryIO]:
         """A path for processes that may read this one's memory, and the descriptor that it names.
 
-        It is the very file that was looked at for as long as they may come, whatever becomes of learner and round.
-        Raises RoundFailed when the round has ended.
+        It is the very file that was looked at for as long as they may come, whatever becomes of learner and offer.
+        Raises InstallFailed when the offer has ended.
         """
         with self._lock:
             if self._file.closed:
-                raise RoundFailed(ENDED)
+                raise InstallFailed(ENDED)
             file = os.fdopen(os.dup(self._file.fileno()), "rb", buffering=0)
         return f"/proc/{os.getpid()}/fd/{file.fileno()}", file
 
@@ -95,22 +95,21 @@ class RoundWeights:
 
 
 class WeightSource:
-    """Weights of a round that have arrived, as those in a learner's memory have, or are on their way."""
+    """Weights of an offer that have arrived, as those in a learner's memory have, or are on their way."""
 
-    failed = False  # the learner did not come or was lost, or the disk has failed
-
-    def __init__(self, weights: RoundWeights | None = None) -> None:
+    def __init__(self, offer: WeightOffer, weights: OfferedWeights | None = None) -> None:
+        self.offer = offer
         self._weights = weights
         self._is_closed = False
 
-    def collect(self, timeout_s: float, given_up: threading.Event) -> RoundWeights:
+    def collect(self, timeout_s: float, given_up: threading.Event) -> OfferedWeights:
         """The weights once all have arrived.
 
         Raises:
-            RoundFailed: they do not come or are no snapshot of the round, the time ran out or ``given_up`` was set.
+            InstallFailed: they do not come or are not of that version, the time ran out or ``given_up`` was set.
         """
         if self._is_closed or self._weights is None:
-            raise RoundFailed(ENDED)
+            raise InstallFailed(ENDED)
         return self._weights
 
     def close(self) -> None:
@@ -128,18 +127,16 @@ class WeightSource:
 class FilledSource(WeightSource):
     """Weights that a thread of its own puts into ``memory``, from a stream or a disk."""
 
-    def __init__(
-        self, memory: MemoryFile, request: RoundRequest, origin: WeightListener | DiskFile, timeout_s: float
-    ) -> None:
-        super().__init__()
-        self._memory, self._request, self._origin = memory, request, origin
-        self._end = time.monotonic() + timeout_s
+    def __init__(self, memory: MemoryFile, offer: WeightOffer, origin: WeightListener | DiskFile) -> None:
+        super().__init__(offer)
+        self._memory, self._origin = memory, origin
+        self._end = time.monotonic() + offer.timeout_s
         self._has_ended = threading.Event()
         self._failure = ""
         self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
         self._thread.start()
 
-    def collect(self, timeout_s: float, given_up: threading.Event) -> RoundWeights:
+    def collect(self, timeout_s: float, given_up: threading.Event) -> OfferedWeights:
         end = time.monotonic() + timeout_s
         while (left_s := end - time.monotonic()) > 0 and not given_up.is_set():
             if self._has_ended.wait(min(left_s, _GIVEN_UP_POLL_S)):
@@ -148,7 +145,7 @@ class FilledSource(WeightSource):
             return super().collect(timeout_s, given_up)
         cause = "the caller has gone" if given_up.is_set() else self._failure
         why = ENDED if self._is_closed else cause or f"timeout_s={timeout_s:.1f} is over"
-        raise RoundFailed(f"the weights did not arrive: {why}")
+        raise InstallFailed(f"the weights did not arrive: {why}")
 
     def close(self) -> None:
         super().close()
@@ -164,43 +161,41 @@ class FilledSource(WeightSource):
     def _run(self) -> None:
         try:
             self._origin.receive(self._memory.memory, self._end - time.monotonic())
-            weights = self._weights = RoundWeights(
-                self._memory.reopened(), self._request, self._memory.memory
-            )
+            weights = self._weights = OfferedWeights(self._memory.reopened(), self.offer, self._memory.memory)
             if self._is_closed:
                 weights.close()
         except Exception as error:  # top of the thread; told by collect
             lines = str(error).splitlines() or [""]
-            self._failure, self.failed = f"{type(error).__name__}: {lines[0]}", True
+            self._failure = f"{type(error).__name__}: {lines[0]}"
         finally:
             self._has_ended.set()
             self._origin.close()
 
 
 def listen(host: str, port: int) -> WeightListener:
-    """For one learner. Raises RoundFailed: the address cannot be listened on."""
+    """For one learner. Raises InstallFailed: the address cannot be listened on."""
     try:
         return WeightListener(host, port)
     except (OSError, OverflowError) as error:
         remedy = "choose a free group_port"
         if isinstance(error, socket.gaierror) or getattr(error, "errno", 0) == errno.EADDRNOTAVAIL:
             remedy = "start the server with a --group-bind that is an address of its machine"
-        raise RoundFailed(
+        raise InstallFailed(
             f"the server cannot listen for weights on {host}:{port}: {type(error).__name__}: {error}; {remedy}"
         ) from error
 
 
 class DiskFile:
-    """A round's file on a disk: one name in the root, which no link is followed to."""
+    """A version's file on a disk: one name in the root, which no link is followed to."""
 
-    def __init__(self, root: Path, round_id: str) -> None:
-        """Raises RoundFailed: it is not there, or is no regular file."""
-        self.where = f"{shown(round_id)} in --weights-root {root}"
+    def __init__(self, root: Path, name: str) -> None:
+        """``name``: without its suffix. Raises InstallFailed: it is not there, or is no regular file."""
+        self.where = f"{shown(name)} in --weights-root {root}"
         self._is_closed = threading.Event()
         try:
-            self._file = _open_in(root, round_id)
+            self._file = _open_in(root, name)
         except OSError as error:
-            raise RoundFailed(f"weights cannot be read: {self.where}: {error}") from error
+            raise InstallFailed(f"weights cannot be read: {self.where}: {error}") from error
         self.num_bytes = os.fstat(self._file.fileno()).st_size
 
     def receive(self, memory: memoryview, timeout_s: float) -> None:
@@ -253,14 +248,14 @@ def open_learner_memory(path: str) -> BinaryIO:
 
 
 def compare_manifests(own: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> None:
-    """Raises RoundRefused unless both hold the same tensors in any order; dtypes are cast."""
+    """Raises WeightsRefused unless both hold the same tensors in any order; dtypes are cast."""
     differences = _differences(
         *({spec.name: TensorSpec(spec.name, spec.shape, "") for spec in specs} for specs in (own, theirs))
     )
     if differences:
-        raise RoundRefused(
+        raise WeightsRefused(
             RefusalReason.MANIFEST_DIFFERS,
-            f"a round must bring the model's own tensors, got {_told(differences)}; serve the model that is trained",
+            f"new weights must be the model's own tensors, got {_told(differences)}; serve the model that is trained",
         )
 
 
@@ -290,18 +285,18 @@ def _shown(spec: TensorSpec | None) -> str:
     return "nothing" if spec is None else f"{spec.dtype}{list(spec.shape)}"
 
 
-def _open_in(root: Path, round_id: str) -> BinaryIO:
+def _open_in(root: Path, name: str) -> BinaryIO:
     """That regular file in it, before its proof or after. Raises OSError, also for a link."""
-    if not _NAME.fullmatch(round_id):
-        raise OSError("a round on a disk must be named by letters, digits, '_', '-' and '.'")
+    if not _NAME.fullmatch(name):
+        raise OSError("a version on a disk must be named by letters, digits, '_', '-' and '.'")
     above = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # Not blocking: the opening of a pipe would wait for a writer.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            descriptor = os.open(f".{round_id}{SUFFIX}", flags, dir_fd=above)
+            descriptor = os.open(f".{name}{SUFFIX}", flags, dir_fd=above)
         except FileNotFoundError:  # proven meanwhile, or before a catch-up
-            descriptor = os.open(f"{round_id}{SUFFIX}", flags, dir_fd=above)
+            descriptor = os.open(f"{name}{SUFFIX}", flags, dir_fd=above)
     finally:
         os.close(above)
     file = os.fdopen(descriptor, "rb", buffering=0)

@@ -1,7 +1,7 @@
 """The rank's idea of the current weight version, and the one rule that says what is fresh.
 
-The version only grows, by one per committed sync round, on every rank in the same step. The main
-thread advances it inside the closed fence; pipeline threads read it.
+The version only grows, with every committed sync round, on every rank in the same step; one that failed leaves a
+gap. The main thread advances it; pipeline threads read it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,14 @@ class VersionClock:
     def current(self) -> int:
         return self._current
 
-    def advance(self) -> int:
-        """Move to the next version and return it. Call it on every rank, after the proof of a round."""
+    def advance(self, version: int | None = None) -> int:
+        """Move to ``version``, by default the next one, and return it; called on every rank after its proof.
+
+        Raises ValueError: the version is not greater than the current one.
+        """
         with self._lock:
-            self._current += 1
-            return self._current
+            version = self._current + 1 if version is None else version
+            if version <= self._current:
+                raise ValueError(f"a version only grows, got version={version} current={self._current}")
+            self._current = version
+            return version

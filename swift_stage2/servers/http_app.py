@@ -26,14 +26,14 @@ from starlette.requests import ClientDisconnect
 from swift_stage2 import wire
 from swift_stage2.errors import (
     EngineUnavailable,
+    InstallFailed,
     ProtocolError,
     RequestTooLarge,
-    RoundFailed,
-    RoundRefused,
     Stage2Error,
     UpstreamLost,
     UpstreamTimeout,
     UserError,
+    WeightsRefused,
 )
 from swift_stage2.runtime.network import is_loopback
 from swift_stage2.servers.infer_wire import FailedRequest, FailedRequests
@@ -51,8 +51,8 @@ _NO_ROOM = "the bodies of other calls fill the room for them; ask again later"
 _STATUSES: Mapping[type[Exception], int] = {
     RequestTooLarge: 413,
     ProtocolError: 422,
-    RoundRefused: 409,
-    RoundFailed: 500,
+    WeightsRefused: 409,
+    InstallFailed: 500,
     UpstreamLost: 502,
     EngineUnavailable: 503,
     UpstreamTimeout: 504,
@@ -82,7 +82,7 @@ def make_app(
 
 def _one_line(_: Request, error: Exception) -> JSONResponse:
     status = next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), 500)
-    reason = {"reason": error.reason} if isinstance(error, RoundRefused) else {}
+    reason = {"reason": error.reason} if isinstance(error, WeightsRefused) else {}
     return JSONResponse({"detail": " ".join(str(error)[:_LONGEST_DETAIL].splitlines()), **reason}, status)
 
 
@@ -112,15 +112,15 @@ def bearer_check(api_key: str) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-async def attend(request: Request, work: asyncio.Future[Any], timeout_s: float | None = None) -> None:
-    """Returns once ``work`` has ended or the time is over; a call's body must have been read.
+async def attend(request: Request, work: asyncio.Future[Any]) -> None:
+    """Returns once ``work`` has ended; a call's body must have been read.
 
     Raises:
         ClientDisconnect: the caller who asked for it has gone before that.
     """
     gone = asyncio.ensure_future(_until_gone(request))
     try:
-        await asyncio.wait({work, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)  # deadline: the work's own
         if gone.done() and not work.done():
             raise ClientDisconnect
     finally:

@@ -144,7 +144,7 @@ def greedy_config(max_new_tokens: int) -> dict[str, Any]:
 
 
 def protect_from_abort(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The same infer request, which ``/stage2/abort/`` leaves alone. Stock servers take the field and ignore it."""
+    """The same infer request, which an install waits for and never ends. Stock servers take the field and ignore it."""
     return {**request, "data_dict": {**request.get("data_dict", {}), "stage2": {_MAY_ABORT: False}}}
 
 
@@ -191,8 +191,6 @@ class Completion(Message):
     weight_version: Int | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "weight_version"))
     """Stamped by our server, as is the rest; ``seed`` by a merger that shared a POST among callers."""
     run_id: Text | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "run_id"))
-    incarnation: Text | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "incarnation"))
-    round_id: Text | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "round_id"))
     seed: Int | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "seed"))
     request_id: Text | None = Field(default=None, validation_alias=AliasPath(*_STAMP, "request_id"))
     """Of the request that it answers; a stock server names none."""
@@ -225,8 +223,6 @@ def output_json(
     *,
     request_id: str | None,
     model: str,
-    incarnation: str,
-    is_proven: bool,
     return_details: bool,
 ) -> dict[str, Any]:
     """ms-swift's ``RolloutOutput``, stamped with the weights that made the answer."""
@@ -262,9 +258,6 @@ def output_json(
     stamp = {
         "weight_version": completion.weight_version,
         "run_id": completion.run_id,
-        "round_id": completion.round_id,
-        "incarnation": incarnation,
-        "proven": is_proven,
         "request_id": request_id,
     }
     lists: dict[str, Any] = {

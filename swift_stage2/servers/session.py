@@ -18,7 +18,7 @@ from swift_stage2.servers.call import ServerCaller
 
 _SHORTEST_TIMEOUT_S = 0.05
 _NOT_FOUND = 404
-# States of our server's engine; others are a round's
+# States of our server's engine; others are its weights'
 _OUT_OF_SERVICE = frozenset({"loading", "broken", "closed"})
 
 
@@ -45,8 +45,6 @@ class ServerSession(ServerCaller):
         """``must_be_ours``: the server was ours before, so that an answer as a stock one gives it is a fault."""
         super().__init__(base_url, api_key=api_key)
         self._must_be_ours = must_be_ours
-        self.round_id: str | None = None
-        """Of the round that every POST from now on belongs to: a server of ours refuses those of another one."""
 
     def __enter__(self) -> ServerSession:
         return self
@@ -104,7 +102,7 @@ class ServerSession(ServerCaller):
             body,
             timeout_s=deadline.remaining_s(),
             most_bytes=wire.MOST_CONTROL_BYTES,
-            headers=headers or ({wire.ROUND_HEADER: self.round_id} if self.round_id else {}),
+            headers=headers,
         )
 
 

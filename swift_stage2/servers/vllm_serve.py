@@ -2,13 +2,14 @@
 
 Rollouts are asked by its OpenAI route, one request a call. A round needs routes that only ``VLLM_SERVER_DEV_MODE=1``
 opens: pause, weight transfer, weight checker, weight version. The version is a text of the learner's choice that vLLM
-keeps until its process ends, so one with the round's names tells whose weights answer, and that no other process does.
+keeps until its process ends, so one with run and version tells whose weights answer, and that no other process does.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -49,18 +50,17 @@ class WeightVersion:
     """The text that a proven server answers to ``WEIGHT_INFO``. One that was started anew says ``default``."""
 
     run_id: str
-    round_id: str
     version: int
 
     def __str__(self) -> str:
-        return json.dumps([self.run_id, self.round_id, self.version])
+        return json.dumps([self.run_id, self.version])
 
     @classmethod
     def parse(cls, said: str) -> WeightVersion | None:
         """None if the text is not a learner's."""
         with suppress(ProtocolError, TypeError, ValueError):
-            run_id, round_id, version = parse_json(said.encode())
-            return cls(str(run_id), str(round_id), read(Int, version, "version"))
+            run_id, version = parse_json(said.encode())
+            return cls(str(run_id), read(Int, version, "version"))
         return None
 
 
@@ -125,14 +125,13 @@ def ask_canary(
     session: ServerSession,
     model: str,
     question: tuple[Mapping[str, Any], Mapping[str, Any]],
-    request_id: str,
     deadline: Deadline,
 ) -> list[Completion]:
     """Every data-parallel engine's own answer to a request under a config. Raises ServerFault."""
     each = ask_num_workers(session, deadline, of_one_engine=True)
     answers = []
     for engine in range(ask_num_workers(session, deadline) // each):
-        name = f"{request_id}-{engine}"
+        name = uuid.uuid4().hex
         body = chat_body(model, *question, name)
         reply = session.post(CHAT, body, deadline, headers={_ENGINE_HEADER: str(engine)})
         answers.append(session.read(CHAT, partial(parse_chat_reply, request_id=name), reply))
@@ -216,17 +215,11 @@ def parse_chat_reply(data: Any, request_id: str) -> Completion:
 
 
 def stamped(completion: Completion, said: str) -> Completion:
-    """With the weights that the server says it holds; a process is told by the round that it took."""
+    """With the weights that the server says it holds."""
     weights = WeightVersion.parse(said)
     if weights is None:
         return completion
-    return replace(
-        completion,
-        weight_version=weights.version,
-        run_id=weights.run_id,
-        incarnation=weights.round_id,
-        round_id=weights.round_id,
-    )
+    return replace(completion, weight_version=weights.version, run_id=weights.run_id)
 
 
 def _chat_messages(request: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Carries a snapshot over one TCP connection, from the learner to one server that listens for it.
 
-Whoever connects must at once present the secret that the server made for this round and gave out in an answer to an
+Whoever connects must at once present the secret that the server made for this offer and gave out in an answer to an
 HTTP call. Until then 32 bytes of a peer are read and nothing else; afterwards exactly the bytes that a caller asks
 for, into memory of its own. ``close`` may come from any thread and ends every call at once.
 """
@@ -67,7 +67,7 @@ class WeightListener:
             with peer:
                 self._socket = peer
                 if self._is_closed:
-                    raise ConnectionAbortedError("the round has ended")
+                    raise ConnectionAbortedError("the offer has ended")
                 peer.settimeout(max(_RETRY_S, end - time.monotonic()))
                 peer.sendall(answer)
                 _fill(peer, memory, end)

@@ -22,13 +22,13 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from swift_stage2.rollout_server.open_round import RoundState
 
 from benchmarks.faults.bench import FaultBench
 from benchmarks.processes import torchrun
 from benchmarks.servers import ServerKind, write_job
 from swift_stage2.demo.demo_config import CHILD_ENVIRONMENT, DemoJob
 from swift_stage2.errors import ChildFailed
-from swift_stage2.rollout_server.open_round import RoundState
 from swift_stage2.runtime.checkpoints import checkpoints_in, why_not_whole
 from swift_stage2.runtime.network import free_ports
 from swift_stage2.telemetry.account import account_of

@@ -34,6 +34,7 @@ from interleaving.virtual_servers import (
     log_prob_of,
 )
 from interleaving.virtual_threading import TimeNames, active, installed, running
+from swift_stage2.servers.pending_abort import PendingAbort
 
 from swift_stage2.channel_b import groups
 from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
@@ -67,7 +68,6 @@ from swift_stage2.scheduling.horizon import Pacer
 from swift_stage2.scheduling.round_schedule import AgreedState, RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
-from swift_stage2.servers.pending_abort import PendingAbort
 from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import EventLog

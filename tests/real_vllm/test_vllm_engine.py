@@ -27,10 +27,10 @@ from test_weight_sync import Learner
 from waiting import wait_for
 
 from swift_stage2 import wire
-from swift_stage2.errors import RoundFailed
+from swift_stage2.errors import InstallFailed
 from swift_stage2.rollout_server.checked_call import check_call
 from swift_stage2.rollout_server.engine import InstallFault, WeightStamp
-from swift_stage2.rollout_server.weight_source import RoundWeights, open_learner_memory
+from swift_stage2.rollout_server.weight_source import OfferedWeights, open_learner_memory
 from swift_stage2.servers.infer_wire import Completion, protect_from_abort
 from swift_stage2.servers.request_checks import RequestLimits
 from swift_stage2.weights.disk_rounds import DiskRounds
@@ -202,7 +202,7 @@ def test_unchanged_and_wrong_weights_are_caught_by_checksums(
     assert learner.round().proven == (0,)
 
 
-def _round_weights(server: RunningServer, module: torch.nn.Module, version: int) -> RoundWeights:
+def _round_weights(server: RunningServer, module: torch.nn.Module, version: int) -> OfferedWeights:
     """What a learner on this host lends for a round."""
     manifest, round_id = server.engine.manifest(), f"run-1-{version}"
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
@@ -210,7 +210,7 @@ def _round_weights(server: RunningServer, module: torch.nn.Module, version: int)
     snapshot.put((spec.name, parameters[spec.name]) for spec in manifest)
     snapshot.describe(WeightIdentity("run-1", round_id, version))
     request = RoundRequest(round_id, "run-1", version, manifest)
-    return RoundWeights(open_learner_memory(snapshot.file.path), request)
+    return OfferedWeights(open_learner_memory(snapshot.file.path), request)
 
 
 def test_weights_wait_for_the_completions_in_the_making_and_give_up_in_time(server: RunningServer) -> None:
@@ -219,7 +219,7 @@ def test_weights_wait_for_the_completions_in_the_making_and_give_up_in_time(serv
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.infer, [text_request()], **ENDLESS)
         wait_for(lambda: health(server)["num_running"] == 1)
-        with pytest.raises(RoundFailed, match="did not end within") as caught:
+        with pytest.raises(InstallFailed, match="did not end within") as caught:
             server.engine.install(weights, WeightStamp(8, "run-1"), 0.2)
         assert not caught.value.torn
         (old,) = running.result(DEADLINE_S)

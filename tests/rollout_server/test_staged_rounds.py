@@ -8,6 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from live_server import SharedFile
+from swift_stage2.rollout_server.infer_door import DoorShut
+from swift_stage2.rollout_server.open_round import RoundState
+from swift_stage2.rollout_server.weight_rounds import WeightRounds
 from test_weight_rounds import (
     MANIFEST,
     NOBODY_LEAVES,
@@ -19,11 +22,8 @@ from test_weight_rounds import (
 )
 from waiting import wait_for
 
-from swift_stage2.errors import EngineUnavailable, RoundFailed
+from swift_stage2.errors import EngineUnavailable, InstallFailed
 from swift_stage2.rollout_server.engine import WeightStamp
-from swift_stage2.rollout_server.infer_door import DoorShut
-from swift_stage2.rollout_server.open_round import RoundState
-from swift_stage2.rollout_server.weight_rounds import WeightRounds
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.wire import FinishRequest, RefusalReason, RoundRequest
 
@@ -127,7 +127,7 @@ def test_a_round_that_ends_before_its_copy_leaves_the_old_weights_serving(
             wait_for(lambda: is_shut(rounds))
             opened = shut_door(rounds)
             cut_short(rounds, clock, given_up, how)
-            with pytest.raises(RoundFailed, match=cause):
+            with pytest.raises(InstallFailed, match=cause):
                 loading.result(WAIT_S)
             assert opened.done()
     assert engine.stamp == WeightStamp(6, "run", "r0")
@@ -157,8 +157,8 @@ def test_a_copy_that_broke_off_is_served_to_nobody(
     rounds: WeightRounds, engine: EngineStandIn, file: SharedFile
 ) -> None:
     bring(rounds, file)
-    engine.error = RoundFailed("in the middle", torn=True)
-    with pytest.raises(RoundFailed):
+    engine.error = InstallFailed("in the middle", torn=True)
+    with pytest.raises(InstallFailed):
         rounds.load(NOBODY_LEAVES)
     assert refusal(enter, rounds) is RefusalReason.UNPROVEN
 

@@ -14,10 +14,10 @@ import torch
 from live_server import SharedFile
 from waiting import wait_for
 
-from swift_stage2.errors import RoundFailed
+from swift_stage2.errors import InstallFailed
 from swift_stage2.rollout_server.engine import CacheKind, WeightStamp
 from swift_stage2.rollout_server.vllm_engine import VllmRolloutEngine
-from swift_stage2.rollout_server.weight_source import RoundWeights, WeightSource, open_learner_memory
+from swift_stage2.rollout_server.weight_source import OfferedWeights, WeightSource, open_learner_memory
 from swift_stage2.weights.snapshot import ReadSnapshot, SnapshotFile, WeightIdentity
 from swift_stage2.wire import RoundRequest, TensorSpec
 
@@ -87,7 +87,7 @@ def arrived(number: int = 1) -> WeightSource:
     snapshot.describe(identity)
     file = SharedFile(bytes(snapshot.file.memory), LENT)
     source = WeightSource(
-        RoundWeights(
+        OfferedWeights(
             open_learner_memory(file.file.path), RoundRequest(identity.round_id, "run", number, MANIFEST)
         )
     )
@@ -121,7 +121,7 @@ def test_memory_of_loads_that_timed_out_outlives_its_round_until_one_succeeds(
 ) -> None:
     generator.stuck = True
     for number in range(3):
-        with pytest.raises(RoundFailed, match="did not load within"):
+        with pytest.raises(InstallFailed, match="did not load within"):
             install(engine, arrived(number), WeightStamp(1, "run"), 0.1)
     generator.stuck = False
     assert num_memory_files() == 3, "a worker may still open each of them"
@@ -136,7 +136,7 @@ def test_workers_that_cannot_open_it_are_told_and_the_old_weights_are_whole_if_n
     engine: VllmRolloutEngine, generator: SlowGenerator, num_readers: int
 ) -> None:
     generator.unreadable = ["[Errno 13] Permission denied", *[None] * num_readers]
-    with pytest.raises(RoundFailed, match=r"in 1 of .*Permission denied") as caught:
+    with pytest.raises(InstallFailed, match=r"in 1 of .*Permission denied") as caught:
         install(engine, arrived(), WeightStamp(1, "run"))
     assert caught.value.torn == bool(num_readers)
     assert engine.stamp == WeightStamp()

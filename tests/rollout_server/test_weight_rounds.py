@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from live_server import free_port
-
-from swift_stage2.errors import RoundFailed, RoundRefused
-from swift_stage2.rollout_server.engine import InstalledWeights, WeightStamp
 from swift_stage2.rollout_server.open_round import RoundState
 from swift_stage2.rollout_server.weight_rounds import WeightRounds
-from swift_stage2.rollout_server.weight_source import RoundWeights
+
+from swift_stage2.errors import InstallFailed, WeightsRefused
+from swift_stage2.rollout_server.engine import InstalledWeights, WeightStamp
+from swift_stage2.rollout_server.weight_source import OfferedWeights
 from swift_stage2.weights.snapshot import SnapshotFile, WeightIdentity
 from swift_stage2.wire import FinishRequest, RefusalReason, RoundRequest, TensorSpec
 
@@ -28,15 +28,15 @@ class EngineStandIn:
 
     def __init__(self) -> None:
         self.stamp = WeightStamp()
-        self.error: RoundFailed | None = None
+        self.error: InstallFailed | None = None
 
-    def sum_arrived(self, weights: RoundWeights) -> None: ...
+    def sum_arrived(self, weights: OfferedWeights) -> None: ...
 
     def manifest(self) -> tuple[TensorSpec, ...]:
         return MANIFEST
 
     def install(
-        self, weights: RoundWeights, stamp: WeightStamp, timeout_s: float, *_: Any
+        self, weights: OfferedWeights, stamp: WeightStamp, timeout_s: float, *_: Any
     ) -> InstalledWeights:
         if self.error is not None:
             raise self.error
@@ -66,7 +66,7 @@ def request(round_id: str = "r1", run_id: str = "run", timeout_s: float = 100.0)
 
 
 def refusal(call: Any, *arguments: Any, **options: Any) -> RefusalReason:
-    with pytest.raises(RoundRefused) as caught:
+    with pytest.raises(WeightsRefused) as caught:
         call(*arguments, **options)
     return RefusalReason(caught.value.reason)
 
@@ -122,7 +122,7 @@ class SlowLoad(EngineStandIn):
         self.loads, self.go_on = threading.Event(), threading.Event()
 
     def install(
-        self, weights: RoundWeights, stamp: WeightStamp, timeout_s: float, *_: Any
+        self, weights: OfferedWeights, stamp: WeightStamp, timeout_s: float, *_: Any
     ) -> InstalledWeights:
         self.loads.set()
         assert self.go_on.wait(20.0)
@@ -141,14 +141,14 @@ def share(rounds: WeightRounds, wanted: RoundRequest) -> None:
 @pytest.mark.parametrize(
     ("error", "afterwards"),
     [
-        (RoundFailed("late", torn=True), RoundState.UNPROVEN),
-        (RoundFailed("never begun"), RoundState.SERVING),
+        (InstallFailed("late", torn=True), RoundState.UNPROVEN),
+        (InstallFailed("never begun"), RoundState.SERVING),
         (None, RoundState.UNPROVEN),
     ],
     ids=["torn", "untouched", "loaded"],
 )
 def test_a_round_that_runs_out_of_time_while_it_loads_lets_nobody_in(
-    clock: Clock, error: RoundFailed | None, afterwards: RoundState
+    clock: Clock, error: InstallFailed | None, afterwards: RoundState
 ) -> None:
     engine = SlowLoad()
     engine.error = error
@@ -161,6 +161,6 @@ def test_a_round_that_runs_out_of_time_while_it_loads_lets_nobody_in(
         during = rounds.state
         reason = refusal(rounds.admission(None).__enter__)
         engine.go_on.set()
-        assert isinstance(loading.exception(20.0), RoundFailed if error else type(None))
+        assert isinstance(loading.exception(20.0), InstallFailed if error else type(None))
     assert (during, reason) == (RoundState.INSTALLING, RefusalReason.UNPROVEN)
     assert rounds.state is afterwards

@@ -16,11 +16,11 @@ import torch
 from live_server import SharedFile, free_port
 from rounds_on_disk import SPECS, prove, request, snapshot, weights
 
-from swift_stage2.errors import ProtocolError, RoundFailed
+from swift_stage2.errors import InstallFailed, ProtocolError
 from swift_stage2.rollout_server.weight_source import (
     DiskFile,
     FilledSource,
-    RoundWeights,
+    OfferedWeights,
     WeightSource,
     listen,
     open_learner_memory,
@@ -67,10 +67,10 @@ def root(tmp_path: Path) -> Path:
 
 
 def mapped(path: str, wanted: RoundRequest) -> WeightSource:
-    return WeightSource(RoundWeights(open_learner_memory(path), wanted))
+    return WeightSource(OfferedWeights(open_learner_memory(path), wanted))
 
 
-def require_whole(arrived: RoundWeights) -> None:
+def require_whole(arrived: OfferedWeights) -> None:
     assert list(arrived.tensors) != list(weights()), "they come in the file's order"
     assert arrived.tensors.keys() == weights().keys()
     assert all(torch.equal(arrived.tensors[name], tensor) for name, tensor in weights().items())
@@ -90,12 +90,12 @@ def test_memory_is_read_where_it_lies_and_the_mapping_ends_with_the_round(file: 
     assert file.num_mapped == 1
     source.close()
     source.close()
-    with pytest.raises(RoundFailed, match="has ended"):
+    with pytest.raises(InstallFailed, match="has ended"):
         arrived.lend()
     del arrived
     assert source.join(0.0)
     assert file.num_mapped == 0
-    with pytest.raises(RoundFailed, match="has ended"):
+    with pytest.raises(InstallFailed, match="has ended"):
         source.collect(0.0, NOBODY_LEAVES)
 
 
@@ -212,7 +212,7 @@ def test_weights_of_anything_but_the_round_are_refused(
 def test_a_flipped_bit_is_told_with_the_tensors_name(learner: SnapshotFile) -> None:
     learner.tensors["wide"].view(torch.uint8)[3, 4] ^= 1
     arrived = mapped(learner.file.path, request()).collect(0.0, NOBODY_LEAVES)
-    with pytest.raises(RoundFailed, match="num_differences=1: wide with other checksums"):
+    with pytest.raises(InstallFailed, match="num_differences=1: wide with other checksums"):
         arrived.require(checksums_by_name(arrived.tensors))
 
 
@@ -245,18 +245,18 @@ def test_what_does_not_come_by_a_stream_is_told(learner: SnapshotFile) -> None:
     gone = threading.Event()
     gone.set()
     with receiving(learner.file.num_bytes) as (source, end, port, _):
-        with pytest.raises(RoundFailed, match=r"did not arrive: timeout_s=0\.1 is over"):
+        with pytest.raises(InstallFailed, match=r"did not arrive: timeout_s=0\.1 is over"):
             source.collect(0.05, NOBODY_LEAVES)
-        with pytest.raises(RoundFailed, match="the caller has gone"):
+        with pytest.raises(InstallFailed, match="the caller has gone"):
             source.collect(WAIT_S, gone)
         with closing(connect_stream("127.0.0.1", port, end.secret, WAIT_S)) as stream:
             stream._connection.sendall(learner.file.memory[:5000])
-        with pytest.raises(RoundFailed, match="ConnectionResetError: the peer has closed"):
+        with pytest.raises(InstallFailed, match="ConnectionResetError: the peer has closed"):
             source.collect(WAIT_S, NOBODY_LEAVES)
         assert source.failed
     with receiving(learner.file.num_bytes) as (source, *_):
         source.close()
-        with pytest.raises(RoundFailed, match="the round has ended"):
+        with pytest.raises(InstallFailed, match="the round has ended"):
             source.collect(WAIT_S, NOBODY_LEAVES)
 
 
@@ -267,7 +267,7 @@ def test_no_memory_is_taken_for_what_cannot_be_the_rounds_snapshot(learner: Snap
         require_size(learner.num_bytes + spare, SPECS)
 
 
-def read(root: Path, round_id: str = "run-1") -> RoundWeights:
+def read(root: Path, round_id: str = "run-1") -> OfferedWeights:
     file = DiskFile(root, round_id)
     source = FilledSource(MemoryFile("weights", file.num_bytes), request(), file, WAIT_S)
     return source.collect(WAIT_S, NOBODY_LEAVES)
@@ -323,7 +323,7 @@ def test_a_fault_of_the_file_is_told(root: Path, name: str) -> None:
     fault, told = FAULTS[name]
     fault(root / "run-1.safetensors")
     num_open = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(RoundFailed, match=told):
+    with pytest.raises(InstallFailed, match=told):
         read(root)
     assert len(os.listdir("/proc/self/fd")) <= num_open
 
@@ -333,7 +333,7 @@ def test_a_fault_of_the_file_is_told(root: Path, name: str) -> None:
 )
 def test_no_other_name_is_looked_at(root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", lambda *_, **__: pytest.fail("nothing may be opened"))
-    with pytest.raises(RoundFailed, match="must be named by letters"):
+    with pytest.raises(InstallFailed, match="must be named by letters"):
         DiskFile(root, name)
 
 

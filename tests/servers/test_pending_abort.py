@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from fake_rollout_server import Answer, Call, FakeRolloutServer
+from swift_stage2.servers.pending_abort import PendingAbort
 
 from swift_stage2 import wire
 from swift_stage2.servers import vllm_serve
-from swift_stage2.servers.pending_abort import PendingAbort
 
 _INFO = {"incarnation": "a", "state": "serving", "can_abort": True}
 

@@ -79,12 +79,12 @@ class InferRoute(ServerHttp):
 
 
 def _require_own(requests: Iterable[Mapping[str, Any]], completions: Iterable[infer_wire.Completion]) -> None:
-    """Refuses an answer of our server that names another request than the one in its place.
+    """Refuses an answer that names another request than the one in its place, as our server's do.
 
     Prompt ids tell no two rows apart that have one prompt and images of one size. A stock server echoes nothing.
 
     Raises:
-        ProtocolError: it names another request, or none.
+        ProtocolError: it names another request.
     """
     for place, (request, completion) in enumerate(zip(requests, completions, strict=True)):
         if completion.request_id not in (None, request[infer_wire.REQUEST_ID]):

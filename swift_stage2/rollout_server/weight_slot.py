@@ -1,0 +1,358 @@
+"""Where new weights lie until they are installed, and the gate of ``/infer/``, which is shut meanwhile.
+
+``offer`` takes at most one set of weights, beside those that serve; ``install`` shuts the gate, has the engine copy
+them and compares sums. The server serves iff the sums agree. An install that fails before the copy, or whose caller has
+gone, leaves the old weights serving under their old stamp. Called by the routes from any thread; the lock is held for
+decisions only, never while anything is waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+
+from swift_stage2.errors import EngineUnavailable, InstallFailed, ProtocolError, WeightsRefused
+from swift_stage2.rollout_server.engine import Engine, WeightStamp, let_go_of_frames
+from swift_stage2.rollout_server.weight_source import (
+    DiskFile,
+    FilledSource,
+    OfferedWeights,
+    WeightSource,
+    compare_manifests,
+    listen,
+    open_learner_memory,
+    require_size,
+)
+from swift_stage2.runtime.memory import MemoryFile
+from swift_stage2.weights.disk_rounds import version_name
+from swift_stage2.weights.stream import WeightListener
+from swift_stage2.wire import (
+    INSTALLING_STATE,
+    InstallRequest,
+    OfferAnswer,
+    RefusalReason,
+    WeightOffer,
+    WeightProof,
+    WeightWay,
+)
+
+_log = logging.getLogger(__name__)
+_GIVEN_UP_POLL_S = 0.25
+_JOIN_TIMEOUT_S = 2.0
+_LEAST_INSTALL_S = 0.1
+
+
+class SlotState(StrEnum):
+    """Decides over ``/infer/``: calls are answered, wait at the gate, or are refused until a later install."""
+
+    SERVING = "serving"
+    INSTALLING = INSTALLING_STATE
+    UNPROVEN = "unproven"
+
+
+class GateShut(Exception):
+    """Weights are being installed. ``opened`` ends when their install does; then the caller may try again."""
+
+    def __init__(self, opened: Future[None]) -> None:
+        super().__init__("weights are being installed")
+        self.opened = opened
+
+
+class WeightSlot:
+    """The weights of one server: what is offered, what is being installed, what is proven."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        incarnation: str,
+        *,
+        host: str = "127.0.0.1",
+        weights_root: Path | None = None,
+    ) -> None:
+        """``host``: the address of this machine to listen on for weights; ``weights_root``: where to read them."""
+        self._engine = engine
+        self._incarnation = incarnation
+        self._host = host
+        self._weights_root = weights_root
+        self._offering = threading.Lock()  # one offer at a time, each within seconds
+        self._memory: MemoryFile | None = None
+        """For weights that must be copied, kept so that its pages stay mapped."""
+        self._writer: FilledSource | None = None  # that fills it, or did
+        self._changed = threading.Condition()  # its lock guards all below
+        self._offered: WeightSource | None = None
+        self._installing: WeightSource | None = None
+        self._proof: WeightProof | None = None
+        self._num_inside = 0
+        self._gate: Future[None] | None = None  # while it is shut
+        self._unproven = False
+        self._closed = False
+
+    @property
+    def state(self) -> SlotState:
+        with self._changed:
+            if self._gate is not None or self._engine.is_copying:
+                return SlotState.INSTALLING
+            return SlotState.UNPROVEN if self._unproven else SlotState.SERVING
+
+    @contextmanager
+    def admission(self) -> Iterator[None]:
+        """One ``/infer/``, counted while it lasts.
+
+        Raises:
+            GateShut: weights are being installed.
+            WeightsRefused: the model holds weights that nobody vouches for.
+            EngineUnavailable: the server is shutting down.
+        """
+        with self._changed:
+            self._require_running()
+            if self._gate is not None:
+                raise GateShut(self._gate)
+            if self._unproven or self._engine.is_copying:
+                raise WeightsRefused(
+                    RefusalReason.UNPROVEN,
+                    "the model holds weights that nobody vouches for; install others",
+                )
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_inside -= 1
+                self._changed.notify_all()
+
+    def offer(self, offer: WeightOffer) -> OfferAnswer:
+        """Has weights lie here, or come, in the place of those that were offered before.
+
+        Raises:
+            WeightsRefused: other tensors than the model's, or weights on a disk without a ``weights_root``.
+            InstallFailed: the address cannot be listened on, the file is not there, or there is no memory.
+            ProtocolError: a snapshot of these tensors has not so many bytes.
+            EngineUnavailable: the server is shutting down.
+        """
+        compare_manifests(self._engine.manifest(), offer.manifest)
+        with self._offering:
+            self._put(None)
+            match offer.way:
+                case WeightWay.SHARED_MEMORY:
+                    source, answer = self._map(offer)
+                case WeightWay.DISK:
+                    source, answer = self._read_disk(offer)
+                case WeightWay.STREAM:
+                    source, answer = self._open_stream(offer)
+            if source is not None:
+                self._put(source)
+            return answer
+
+    def install(
+        self,
+        wanted: InstallRequest,
+        given_up: threading.Event,
+        abort_pending: Callable[[], object] | None = None,
+    ) -> WeightProof:
+        """Installs the offered weights once they have arrived; the proof of those that are installed returns again.
+
+        With the gate shut, ``abort_pending`` ends those calls inside that may be ended, and all are waited for. Once
+        ``given_up`` is set, its caller has gone: nothing is waited for or copied any more, and what is being copied
+        stays unproven.
+
+        Raises:
+            WeightsRefused: these weights were not offered, or others since.
+            InstallFailed: not everything arrived or calls did not end (the old weights serve on), or the copy failed.
+            EngineUnavailable: the server is shutting down.
+        """
+        end = time.monotonic() + wanted.timeout_s
+        with self._changed:
+            self._wait_until(
+                lambda: self._installing is None and not self._engine.is_copying,
+                end,
+                given_up,
+                "the install before this one must end within its time",
+            )
+            offered, name = self._offered, (wanted.run_id, wanted.version)
+            if offered is None or (offered.offer.run_id, offered.offer.version) != name:
+                if self._proof is not None and (self._proof.run_id, self._proof.version) == name:
+                    return self._proof
+                raise WeightsRefused(
+                    RefusalReason.NO_WEIGHTS,
+                    f"weights must be offered before they are installed, got version={wanted.version} of run "
+                    f"{wanted.run_id}, and they were not, or others were since",
+                )
+            self._installing, self._offered = offered, None
+        try:
+            return self._install(offered, wanted, end, given_up, abort_pending)
+        except InstallFailed as error:
+            _log.warning("version %d of run %s: %s", wanted.version, wanted.run_id, error)
+            let_go_of_frames(error)  # they hold a learner's memory
+            raise
+        finally:
+            with self._changed:
+                self._installing = None
+                self._changed.notify_all()
+            _let_go(offered)
+
+    def close(self) -> None:
+        """Ends offer and install, and whatever waits for them; nothing is taken any more."""
+        with self._changed:
+            self._closed = True
+            sources = [source for source in (self._offered, self._installing) if source is not None]
+            self._changed.notify_all()
+        self._open_gate()
+        for source in sources:
+            source.close()
+
+    # --- offers, one at a time ------------------------------------------------------------------
+    def _put(self, source: WeightSource | None) -> None:
+        with self._changed:
+            is_closed = self._closed
+            if not is_closed:
+                source, self._offered = self._offered, source
+        if source is not None:
+            _let_go(source)
+        if is_closed:
+            self._require_running()
+
+    def _map(self, offer: WeightOffer) -> tuple[WeightSource | None, OfferAnswer]:
+        assert offer.path is not None
+        try:
+            source = WeightSource(offer, OfferedWeights(open_learner_memory(offer.path), offer))
+        except (OSError, ProtocolError) as error:
+            # Without the path, which differs from run to run.
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            return None, OfferAnswer(False, f"the learner's memory cannot be read here: {why}")
+        return source, OfferAnswer(True, "the learner's memory is mapped")
+
+    def _read_disk(self, offer: WeightOffer) -> tuple[WeightSource, OfferAnswer]:
+        if self._weights_root is None:
+            raise WeightsRefused(
+                RefusalReason.NO_ROOT,
+                "the server must be told where to read weights, got no --weights-root; start it with one",
+            )
+        file = DiskFile(self._weights_root, version_name(offer.run_id, offer.version))
+        require_size(file.num_bytes, offer.manifest)
+        return self._filled(offer, file.num_bytes, file), OfferAnswer(True, "the version's file is read")
+
+    def _open_stream(self, offer: WeightOffer) -> tuple[WeightSource, OfferAnswer]:
+        assert offer.port is not None
+        require_size(offer.num_bytes, offer.manifest)
+        stream = listen(self._host, offer.port)
+        answer = OfferAnswer(True, f"listening for weights on port {offer.port}", stream.secret)
+        return self._filled(offer, offer.num_bytes, stream), answer
+
+    def _filled(self, offer: WeightOffer, num_bytes: int, origin: WeightListener | DiskFile) -> FilledSource:
+        """Has a thread fill memory of our own: that of the offer before, unless somebody may still write or read it."""
+        is_used = self._installing is not None or self._engine.may_read
+        if self._writer is not None and (is_used or not self._writer.join(0)):
+            self._memory = None
+        try:
+            if self._memory is None or self._memory.num_bytes != num_bytes:
+                self._memory = None  # before there is another one
+                self._memory = MemoryFile("weights", num_bytes)
+        except OSError as error:
+            origin.close()
+            raise InstallFailed(f"the server has no memory to receive weights into: {error}") from error
+        self._writer = FilledSource(self._memory, offer, origin)
+        return self._writer
+
+    # --- installs, one at a time ----------------------------------------------------------------
+    def _install(
+        self,
+        offered: WeightSource,
+        wanted: InstallRequest,
+        end: float,
+        given_up: threading.Event,
+        abort_pending: Callable[[], object] | None,
+    ) -> WeightProof:
+        weights = offered.collect(end - time.monotonic(), given_up)
+        arrived = self._engine.sum_arrived(weights)
+        with self._shut_gate():
+            if abort_pending is not None:
+                abort_pending()
+            with self._changed:
+                self._wait_until(
+                    lambda: not self._num_inside,
+                    end,
+                    given_up,
+                    "completions in the making must end within the install's time",
+                )
+            stamp, left_s = WeightStamp(wanted.version, wanted.run_id), end - time.monotonic()
+            try:
+                installed = self._engine.install(weights, stamp, max(_LEAST_INSTALL_S, left_s), arrived)
+            except BaseException as error:
+                if not isinstance(error, InstallFailed) or error.torn:
+                    self._conclude(None)
+                raise
+            proof = WeightProof(
+                wanted.run_id,
+                wanted.version,
+                self._incarnation,
+                installed.arrived,
+                installed.resident,
+                installed.loaded,
+            )
+            has_gone, is_vouched_for = given_up.is_set(), proof.vouches_for(wanted.checksums)
+            self._conclude(proof if is_vouched_for and not has_gone else None)
+        if has_gone:
+            raise InstallFailed("the caller has gone while its weights were copied; nothing is served")
+        if not is_vouched_for:
+            _log.warning(
+                "version %d of run %s differs from what was sent; nothing is served",
+                wanted.version,
+                wanted.run_id,
+            )
+        return proof
+
+    def _conclude(self, proof: WeightProof | None) -> None:
+        """The model has changed; without a proof nobody vouches for what it holds."""
+        with self._changed:
+            self._proof, self._unproven = proof, proof is None
+
+    @contextmanager
+    def _shut_gate(self) -> Iterator[None]:
+        """Lets nobody in meanwhile; who is inside may stay."""
+        with self._changed:
+            self._require_running()
+            self._gate = Future()
+            self._gate.set_running_or_notify_cancel()  # no caller that goes ends it for the others
+        try:
+            yield
+        finally:
+            self._open_gate()
+
+    def _open_gate(self) -> None:
+        with self._changed:
+            gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.set_result(None)
+
+    def _wait_until(
+        self, is_true: Callable[[], bool], end: float, given_up: threading.Event, otherwise: str
+    ) -> None:
+        """Lets go of the lock meanwhile. Raises as ``install`` does, with ``otherwise`` at ``end``."""
+        while True:
+            self._require_running()
+            if given_up.is_set():
+                raise InstallFailed("the caller has gone before its weights were installed")
+            if is_true():
+                return
+            if (left_s := end - time.monotonic()) <= 0:
+                raise InstallFailed(
+                    f"{otherwise}, got num_running={self._num_inside} /infer/ calls; write rollout.sync.on_pending: "
+                    "abort, or a longer rollout.sync.timeout_s"
+                )
+            self._changed.wait(min(left_s, _GIVEN_UP_POLL_S))
+
+    def _require_running(self) -> None:
+        if self._closed:
+            raise EngineUnavailable("the server is shutting down")
+
+
+def _let_go(source: WeightSource) -> None:
+    """Frees its port and ends what is on its way; waits, not for long, until its memory is written no more."""
+    source.close()
+    source.join(_JOIN_TIMEOUT_S)
