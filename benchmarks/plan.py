@@ -105,8 +105,10 @@ def plan_step(queue: ReadyQueue, control: GlooControlGroup) -> None:
     facts = RankFacts(
         not_reserved=reservation is None,
         pace=ProductionPace(1.5, 1.5),
+        servers_proven=(_VERSION,) * _NUM_SERVERS,
         servers_suspect=(False,) * _NUM_SERVERS,
-        servers_answer_again=(False,) * _NUM_SERVERS,
+        servers_closed=(False,) * _NUM_SERVERS,
+        servers_busy=(False,) * _NUM_SERVERS,
     )
     agreed = control.reduce_max(facts.encode())
     plan = decide(agreed, num_servers=_NUM_SERVERS).plan(wants_b=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -22,14 +21,13 @@ from benchmarks.estimates import Spread, pair_ratios, verdict
 from benchmarks.results import ResultTable, in_turns, publish, say
 from benchmarks.servers import BenchServer, BenchServers, ServerKind
 from benchmarks.sync_learner import BUCKET_MIB, MIB, SyncLearner, write_model
-from swift_stage2.collectives import SingleRank
 from swift_stage2.config import RolloutConfig, ServerConfig, Transport
 from swift_stage2.config.rollout import SyncConfig
 from swift_stage2.errors import ChildFailed
 from swift_stage2.records import RoundOutcome
 from swift_stage2.stock_proof import PLUGIN
-from swift_stage2.weights.courier_process import process_courier
-from swift_stage2.weights.sync_round import WeightSync
+from swift_stage2.weights.publisher_process import process_publisher
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 PAUSE_BUDGET = 1.5
 PAUSE_BUDGET_FROM_MIB = 100
@@ -128,19 +126,18 @@ class MeasuredSystem:
 
     def __init__(self, system: System, server: BenchServer, learner: SyncLearner) -> None:
         self._learner = learner
-        self._is_staged = system.kind is not ServerKind.STOCK  # ours keep new weights beside old ones
         rollout = RolloutConfig(
             servers=(ServerConfig(base_url=server.base_url, group_port=server.group_port),),
-            sync=SyncConfig(transport=system.transport),
+            sync=SyncConfig(transport=system.transport, timeout_s=_TIMEOUT_S),
         )
-        self._sync = WeightSync(
-            control=SingleRank(),
+        self._sync = WaitedUpdates(
+            1,
             export=learner.export,
             canary=learner.canary,
-            courier=process_courier(rollout, torch.device("cpu")),
-            snapshot=learner.snapshot,
+            publisher=process_publisher(rollout, torch.device("cpu")),
+            file=learner.snapshot,
             run_id="bench",
-            timeout_s=_TIMEOUT_S,
+            sync=rollout.sync,
             bucket_mib=BUCKET_MIB,
         )
         self.found = SyncMeasurement(system=system.name, num_bytes=learner.num_bytes)
@@ -150,13 +147,10 @@ class MeasuredSystem:
 
     def repeat(self, *, counted: bool = True) -> None:
         bare = self._learner.seconds_to_copy()
-        began = time.perf_counter()
-        self._sync.begin(next(self._versions), [0], staged=self._is_staged)
-        begun = time.perf_counter() - began
-        phases = phases_of(self._sync.hear())
+        phases = phases_of(self._sync.run([0], version=next(self._versions)))
         if counted:
             self.found.bare.append(bare)
-            self.found.pause.append(begun - phases["canary"])
+            self.found.pause.append(phases["snapshot"])
             self.found.rounds.append(phases)
 
     def close(self) -> None:

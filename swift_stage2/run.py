@@ -150,7 +150,8 @@ class Stage2Run:
             self.channel_b.source.load_state_dict(state["learner"]["source"])
             self._tell_objective(state["learner"].get("objective"), self.channel_b.objective)
             if (version := state["learner"]["version"]) > self.channel_b.clock.current:
-                self.channel_b.rounds.version = self.channel_b.clock.advance(version)
+                self.channel_b.clock.advance(version)
+                self.channel_b.schedule.begun = version
             if self.channel_b.evaluation is not None:
                 self.channel_b.evaluation.schedule.resume(state["learner"].get("unfinished_evaluation"))
 

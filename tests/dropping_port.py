@@ -10,11 +10,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from fake_rollout_server import FakeRolloutServer
+from swift_stage2.weights.courier import ThreadCourier
 from weight_rounds import make_sync
 
 from swift_stage2.weights import stock_transport
 from swift_stage2.weights import transport as weight_transport
-from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 LINEAR = torch.nn.Linear(2, 2)

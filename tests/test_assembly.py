@@ -15,6 +15,7 @@ import yaml
 from fake_rollout_server import Answer, FakeRolloutServer
 from free_port import free_port
 from real_model import make_encoder, make_task, make_template, sample_of, tiny_model
+from swift_stage2.servers.probe import JoiningServer
 
 from swift_stage2 import assembly, wire
 from swift_stage2.channel_b.encoding import Encoder
@@ -27,7 +28,6 @@ from swift_stage2.errors import ConfigError, DatasetError, ServerUnavailable
 from swift_stage2.learner import Learner
 from swift_stage2.run import Stage2Run
 from swift_stage2.servers import vllm_serve
-from swift_stage2.servers.probe import JoiningServer
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from swift_stage2.learner.rounds import LearnerRounds
+from swift_stage2.scheduling.round_schedule import RoundSchedule
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.fence import InferFence
 from swift_stage2.learner import Learner
-from swift_stage2.learner.rounds import LearnerRounds
 from swift_stage2.records import RoundOutcome, ServerReport
 from swift_stage2.runtime.watches import Standing
-from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import StarvationWatch

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from stand_in_canary import StandInCanary
+from swift_stage2.weights.courier import ThreadCourier
 from two_rank_learner import RANK, URL, GatheredExport, OpenTransport, StockSession
 from weight_rounds import make_sync
 
@@ -23,7 +24,6 @@ from swift_stage2.errors import WeightSyncError, WeightSyncHang
 from swift_stage2.runtime.watches import EXIT_HANG
 from swift_stage2.weights import push as server_push
 from swift_stage2.weights import sync_round as weight_sync
-from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.transport import ServerEndpoint
 

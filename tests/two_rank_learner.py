@@ -19,7 +19,11 @@ import torch
 import torch.distributed as dist
 from detection_task import make_task
 from stand_in_canary import StandInCanary
+from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.servers.pending_abort import PendingAbort
+from swift_stage2.servers.probe import JoiningServer, SuspectProbe
+from swift_stage2.weights.courier import ThreadCourier
+from swift_stage2.weights.sync_round import WeightSync
 
 from swift_stage2 import wire
 from swift_stage2.channel_b.ready_queue import ReadyQueue
@@ -31,15 +35,11 @@ from swift_stage2.fence import InferFence
 from swift_stage2.learner import ChannelB, Learner
 from swift_stage2.records import EvaluationCounts, ServerReport
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
-from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
-from swift_stage2.servers.probe import JoiningServer, SuspectProbe
 from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.weights import push as server_push
-from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 URL = "http://127.0.0.1:9"  # nothing listens on the discard port

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from stand_in_canary import StandInCanary, UnaskedCanary
+from swift_stage2.weights.courier_worker import CourierSetup
+from swift_stage2.weights.sync_round import WeightSync
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Proof, Transport
-from swift_stage2.weights.courier_worker import CourierSetup
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint
 
 

@@ -11,7 +11,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import psutil
@@ -21,19 +20,19 @@ from benchmarks.gpu_check.stage import CheckFailed, CheckSkipped, Context
 from benchmarks.gpu_check.training import vllm_options
 from benchmarks.servers import BenchServer, BenchServers
 from benchmarks.sync_learner import TextCanary
-from swift_stage2.collectives import SingleRank
 from swift_stage2.config import ServerEngine
+from swift_stage2.config.rollout import SyncConfig
 from swift_stage2.config.swift_arguments import as_argv
 from swift_stage2.demo.demo_config import STAGE1, server_entry
 from swift_stage2.records import RoundOutcome
 from swift_stage2.runtime.network import free_ports
 from swift_stage2.runtime.supervisor import ProcessTree
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.publisher import ThreadPublisher
 from swift_stage2.weights.stock_transport import StockTransport
-from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint
+from swift_stage2.weights.waited_updates import WaitedUpdates
 
 _NUM_ROUNDS = 3
 _ROUND_TIMEOUT_S = 40.0
@@ -84,19 +83,18 @@ def _rounds_at(context: Context, processes: BenchServers, tensor_parallel: int) 
 
     server = _start(context, processes, ports, tensor_parallel)
     endpoints = [ServerEndpoint(server.base_url, server.group_port)]
-    sync = WeightSync(
-        control=SingleRank(),
+    sync = WaitedUpdates(
+        1,
         export=WeightExport(module),
         canary=TextCanary(module, AutoTokenizer.from_pretrained(STAGE1)),
-        courier=ThreadCourier(endpoints, make_transport),
+        publisher=ThreadPublisher(endpoints, make_transport),
         run_id="gpu-check",
-        timeout_s=_ROUND_TIMEOUT_S,
+        sync=SyncConfig(timeout_s=_ROUND_TIMEOUT_S),
         bucket_mib=_BUCKET_MIB,
     )
-    versions = count(1)
     note = context.note
     for _ in range(_NUM_ROUNDS):
-        outcome = sync.run(next(versions), [0])
+        outcome = sync.run([0])
         _require_proven(outcome)
         note(f"tp{tensor_parallel}_round_s", outcome.seconds)
     note(f"tp{tensor_parallel}_free_before_mib", _free_mib(context))
@@ -104,15 +102,14 @@ def _rounds_at(context: Context, processes: BenchServers, tensor_parallel: int) 
         tree = server.tree
         transports[-1].before_send = lambda tree=tree, number=number: _signal_below(tree, number)
         started = time.monotonic()
-        report = sync.run(next(versions), [0]).reports[0]
+        report = sync.run([0]).reports[0]
         note(f"tp{tensor_parallel}_{number.name}_round_s", time.monotonic() - started)
         if report.proven:
             raise CheckFailed(f"a round whose server got {number.name} must fail, it was proven")
         _signal_below(tree, signal.SIGKILL)
         processes.end(server)
-        sync.distrust([0])
         server = _start(context, processes, ports, tensor_parallel)
-        _require_proven(sync.run(next(versions), [0]))
+        _require_proven(sync.run([0]))
         note(f"tp{tensor_parallel}_free_after_{number.name}_mib", _free_mib(context))
     sync.close()
     processes.end(server)

@@ -122,10 +122,10 @@ _JOIN_S = 2.0  # for an absent server, which has just answered the probe
 
 @dataclass(frozen=True, slots=True)
 class FoundServers:
-    """The kinds of a run's servers, by base URL; a stock one is in neither of the first two."""
+    """The servers of a run, by base URL."""
 
     kinds: dict[str, ServerKind] = field(default_factory=dict)
-    """Names of the models of plain ``vllm serve``s."""
+    """Of those that have answered."""
     absent: dict[str, str] = field(default_factory=dict)
     """Servers that did not answer, and how that showed."""
     names: dict[str, str] = field(default_factory=dict)
@@ -139,14 +139,13 @@ class FoundServers:
         """
         if told["refused"]:
             raise ConfigError(**told["refused"])
-        if told["ours"]:
-            # Two pushes of a round to one process end each other.
-            if (name := self.names.setdefault(told["incarnation"], base_url)) != base_url:
-                raise ConfigError(
-                    "every server must be named once",
-                    got=f"base_url={base_url!r}, which is {name} by another name",
-                    remedy="remove one of them from rollout.servers",
-                )
+        # Two pushes to one process end each other.
+        if told["ours"] and (name := self.names.setdefault(told["incarnation"], base_url)) != base_url:
+            raise ConfigError(
+                "every server must be named once",
+                got=f"base_url={base_url!r}, which is {name} by another name",
+                remedy="remove one of them from rollout.servers",
+            )
         self.kinds[base_url] = ServerKind(told["ours"], told["chat_model"])
 
 

@@ -120,7 +120,9 @@ class Learner:
         plan = outcome.plan(wants_b=wants_b)
         packs = self._spend(step, reservation, plan)
         told = self._told(step, plan, packs, time.perf_counter() - started)
-        if self._versions is not None:  # after this step's packs were taken, so that none ages between the two
+        if (
+            self._versions is not None
+        ):  # after this step's packs were taken, so that none ages between the two
             self._versions.apply(step, outcome, news)
         self._publish(step, outcome, wants_b=wants_b, reserved=reservation is not None)
         self.events.record_step(told)

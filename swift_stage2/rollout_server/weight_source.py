@@ -24,7 +24,7 @@ import torch
 
 from swift_stage2.errors import InstallFailed, ProtocolError, WeightsRefused
 from swift_stage2.runtime.memory import MEMORY_PREFIX, MemoryFile
-from swift_stage2.weights.disk_rounds import SUFFIX
+from swift_stage2.weights.disk_versions import SUFFIX
 from swift_stage2.weights.snapshot import ReadSnapshot
 from swift_stage2.weights.stream import WeightListener
 from swift_stage2.weights.tensors import snapshot_bytes

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 from swift_stage2.scheduling.horizon import INSTANT, ProductionPace
 from swift_stage2.scheduling.step_plan import Channel, SkipReason, StepPlan
@@ -116,16 +118,15 @@ def decide(vector: Sequence[int], *, num_servers: int) -> GateOutcome:
             f"got {len(vector)}; all ranks must read the same list of servers"
         )
     entries = iter(vector)
-    flags = {flag: next(entries) > 0 for flag in _FLAGS}
+    flags: dict[str, Any] = {flag: next(entries) > 0 for flag in _FLAGS}
     pace = ProductionPace(next(entries) / _MILLI, next(entries) / _MILLI)
-    rest = tuple(entries)
-    by_server = {
-        name: rest[number * num_servers : (number + 1) * num_servers]
-        for number, name in enumerate(_PER_SERVER)
-    }
-    as_flags = {
-        name: tuple(entry > 0 for entry in each)
-        for name, each in by_server.items()
-        if name != "servers_proven"
-    }
-    return GateOutcome(**flags, pace=pace, servers_proven=by_server["servers_proven"], **as_flags)
+    proven, *others = (tuple(islice(entries, num_servers)) for _ in _PER_SERVER)
+    suspect, closed, busy = (tuple(entry > 0 for entry in each) for each in others)
+    return GateOutcome(
+        **flags,
+        pace=pace,
+        servers_proven=proven,
+        servers_suspect=suspect,
+        servers_closed=closed,
+        servers_busy=busy,
+    )

@@ -17,7 +17,7 @@ class LifeState(StrEnum):
     AWAY = "away"
     """Nobody asks it: it failed, was lost, or has never answered. Ends when the health check hears it."""
     READY = "ready"
-    """It answers and holds no weights of this run that count. Ends by a push, after the back-off of its last failure."""
+    """It answers and holds no weights of this run that count. Ends by a push, after a back-off."""
     DRAINING = "draining"
     """No rank asks it anything new. Ends once every rank has said that nothing is in flight there, each by its own
     deadlines."""

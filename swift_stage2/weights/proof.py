@@ -92,11 +92,11 @@ def _ask_canary(
 ) -> None:
     if info.chat_model is not None:
         completions: Sequence[infer_wire.Completion] = vllm_serve.ask_canary(
-            session, info.chat_model, (canary.request, canary.config), spec.identity, spec.deadline
+            session, info.chat_model, (canary.request, canary.config), spec.deadline
         )
         num_copies = len(completions)
     else:
-        num_copies = _num_copies(session, order, info)
+        num_copies = _num_copies(session, spec, info)
         body = {"infer_requests": [canary.request] * num_copies, "request_config": canary.config}
         reply = session.post(protocol.INFER, body, spec.deadline)
         parse = partial(infer_wire.parse_infer_reply, num_requests=num_copies)

@@ -8,7 +8,6 @@ its own.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -223,7 +222,9 @@ class ThreadPublisher:
         return self.endpoints[server].base_url in self.ours
 
     def lost_servers(self) -> tuple[int, ...]:
-        kept = [(server, each) for server, each in list(self._transports.items()) if server not in self._pushes]
+        kept = [
+            (server, each) for server, each in list(self._transports.items()) if server not in self._pushes
+        ]
         return tuple(server for server, each in kept if server not in self._distrusted and each.is_lost())
 
     def revive(self) -> None:

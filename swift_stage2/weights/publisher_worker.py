@@ -172,7 +172,11 @@ class PublisherWorker:
             self._snapshot = SnapshotFile(
                 spec.manifest, bucket_bytes=command.bucket_bytes, path=command.snapshot
             )
-        canary = _RemoteCanary(*command.question, self, command.server, spec.deadline) if command.question else None
+        canary = (
+            _RemoteCanary(*command.question, self, command.server, spec.deadline)
+            if command.question
+            else None
+        )
         self._publisher.push(command.server, replace(spec, canary=canary), self._snapshot)
 
     def _make_transport(self, info: ServerInfo) -> WeightTransport:

@@ -165,7 +165,9 @@ class ServerPush(threading.Thread):
 
     def _require_wanted(self) -> None:
         if self.given_up.is_set():
-            raise ServerFault(f"{self.endpoint.base_url}: the push was given up before the weights were proven")
+            raise ServerFault(
+                f"{self.endpoint.base_url}: the push was given up before the weights were proven"
+            )
 
     def _drop_transport(self) -> None:
         """Not that of a later push, which is in its place if this one was given up."""

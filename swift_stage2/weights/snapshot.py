@@ -89,7 +89,7 @@ class WeightBucket:
 
 
 class SnapshotFile:
-    """The file of one manifest, in the learner's own dtypes; its owner fills it, its courier says what it holds."""
+    """The file of one manifest, in the learner's own dtypes; its owner fills it, its publisher says what it holds."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class SnapshotFile:
             spec.name: f"{spec.dtype}:{size}:{0:016x}:{0:016x}"
             for spec, size in zip(self._specs, sizes, strict=True)
         }
-        room = _LENGTH_BYTES + len(self._header(WeightIdentity("", "", 0), blank)) + _ROOM_FOR_IDENTITY
+        room = _LENGTH_BYTES + len(self._header(WeightIdentity("", 0), blank)) + _ROOM_FOR_IDENTITY
         self._header_bytes = -(-room // _PAGE_BYTES) * _PAGE_BYTES
         self.file = _allocate(self._header_bytes + self.num_bytes) if path is None else MemoryFile.open(path)
         whole = torch.frombuffer(self.file.memory, dtype=torch.uint8)

@@ -76,7 +76,9 @@ class Snapshots:
         self._last_words = LastWords(control)
         self._watch = RoundWatch(timeout_s + ROUND_MARGIN_S, self._last_words.leave_if_none)
 
-    def take(self, version: int, *, step: int | None = None, canary_due: bool = False) -> TakenSnapshot | None:
+    def take(
+        self, version: int, *, step: int | None = None, canary_due: bool = False
+    ) -> TakenSnapshot | None:
         """Copies the weights of this moment, which must not be read from the copy any more; None on other ranks.
 
         ``canary_due`` is rank 0's to say.

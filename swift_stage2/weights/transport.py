@@ -97,13 +97,14 @@ WrapTransport = Callable[[WeightTransport], WeightTransport]
 class OurTransport(WeightTransport):
     """Offers the weights to a server of ours, which takes them beside its generation, and has it install them."""
 
-    def open(
-        self, session: ServerSession, endpoint: ServerEndpoint, snapshot: SnapshotFile, spec: UpdateSpec
-    ) -> str:
-        raise NotImplementedError
-
-    def carry(self, *_: object) -> None:
-        """Nothing: the bytes are there already."""
+    def carry(
+        self,
+        session: ServerSession,
+        snapshot: SnapshotFile,
+        deadline: Deadline,
+        require_wanted: Callable[[], None],
+    ) -> None:
+        """Nothing, unless a stream carries them: the bytes are there already."""
 
     def install(self, session: ServerSession, spec: UpdateSpec, sent: Mapping[str, str]) -> None:
         request = protocol.InstallRequest(
@@ -152,7 +153,13 @@ class StreamTransport(OurTransport):
             raise not_formed(session, host, port, error, group_remedy(error)) from error
         return way
 
-    def carry(self, session: ServerSession, snapshot: SnapshotFile, deadline: Deadline, *_: object) -> None:
+    def carry(
+        self,
+        session: ServerSession,
+        snapshot: SnapshotFile,
+        deadline: Deadline,
+        require_wanted: Callable[[], None],
+    ) -> None:
         if self._stream is None:
             raise ServerFault("the weight stream is not open")
         try:
@@ -190,9 +197,15 @@ class MappedTransport(StreamTransport):
             )
         return f"{super().open(session, endpoint, snapshot, spec)} ({answer.message})"
 
-    def carry(self, session: ServerSession, snapshot: SnapshotFile, deadline: Deadline, *_: object) -> None:
+    def carry(
+        self,
+        session: ServerSession,
+        snapshot: SnapshotFile,
+        deadline: Deadline,
+        require_wanted: Callable[[], None],
+    ) -> None:
         if not self._is_mapped:  # else the bytes are there already
-            super().carry(session, snapshot, deadline)
+            super().carry(session, snapshot, deadline, require_wanted)
 
 
 class DiskTransport(OurTransport):

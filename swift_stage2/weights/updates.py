@@ -15,7 +15,7 @@ from typing import Any
 from swift_stage2.config import Proof
 from swift_stage2.config.rollout import SyncConfig
 from swift_stage2.errors import WeightSyncError
-from swift_stage2.records import ServerReport, RoundOutcome
+from swift_stage2.records import RoundOutcome, ServerReport
 from swift_stage2.runtime.memory import HeapTrim
 from swift_stage2.scheduling.server_life import LifeState, ServerLife
 from swift_stage2.servers.health_check import HealthCheck, JoiningServer, ServerKind
@@ -171,7 +171,7 @@ class Updates:
         )
 
     def take_in(self, asked: Sequence[int], suspect: Iterable[int], drained: Collection[int]) -> None:
-        """Takes what all ranks have agreed on: versions ``asked`` of, who is ``suspect``, where nothing is in flight."""
+        """Takes what all ranks have agreed on: versions that are asked, who is suspect, where nothing is in flight."""
         for server in suspect:
             self._fail(server)
         newest = self._newest
@@ -186,7 +186,10 @@ class Updates:
         end = time.monotonic() + self._straggler_s
         for server, (moment, _) in self._ends.items():
             if end < moment:
-                self._ends[server] = end, f"{self._straggler_s:g} s of the moment at which other weights were due"
+                self._ends[server] = (
+                    end,
+                    f"{self._straggler_s:g} s of the moment at which other weights were due",
+                )
 
     def take_news(self) -> UpdateNews:
         """What all ranks are to be told; told once."""
@@ -293,7 +296,9 @@ class Updates:
             return  # it was suspected meanwhile: the newest word counts
         report = result.report or ServerReport.failed("the learner's weights cannot be pushed")
         if report.proven and self._publisher.is_lost(server):
-            report = replace(report, proven=False, error="the server was lost after it had proven the weights")
+            report = replace(
+                report, proven=False, error="the server was lost after it had proven the weights"
+            )
         newest.reports[server] = report
         by_checksums = report.proven and "checksums" in report.proof
         self._canaries.record(server, asked=newest.taken.canary is not None, by_checksums=by_checksums)
@@ -317,6 +322,4 @@ class Updates:
                 self._take_result(server, result)
 
     def _watch_away(self) -> None:
-        self._health.watch(
-            [server for server, life in enumerate(self.lives) if life.state is LifeState.AWAY]
-        )
+        self._health.watch([server for server, life in enumerate(self.lives) if life.state is LifeState.AWAY])

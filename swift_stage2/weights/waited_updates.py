@@ -51,13 +51,15 @@ class WaitedUpdates:
             sync_every_steps=1,
         )
 
-    def run(self, targets: Collection[int]) -> RoundOutcome:
-        """The next version for ``targets``, by number; returns when every push has ended, by its deadline at the latest.
+    def run(self, targets: Collection[int], *, version: int | None = None) -> RoundOutcome:
+        """The next version for ``targets``, by number; returns when every push has ended, in its time.
+
+        ``version``: greater than those before; by default by one.
 
         Raises:
             WeightSyncError: the learner's weights cannot be pushed.
         """
-        self.version += 1
+        self.version = self.version + 1 if version is None else version
         for server in targets:
             self._lives[server].answered()
         taken = self.snapshots.take(self.version, canary_due=self.updates.canary_due)

@@ -14,6 +14,7 @@ from typing import Any
 
 from interleaving.scene import Parts
 from interleaving.virtual_threading import TimeNames
+from swift_stage2.scheduling.round_schedule import RoundSchedule
 
 from swift_stage2.channel_b.groups import Groups
 from swift_stage2.channel_b.pipeline import Pipeline
@@ -33,7 +34,6 @@ from swift_stage2.records import (
     SampleKey,
     UnusedReason,
 )
-from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.telemetry.events import Drawn
 
 

@@ -34,7 +34,11 @@ from interleaving.virtual_servers import (
     log_prob_of,
 )
 from interleaving.virtual_threading import TimeNames, active, installed, running
+from swift_stage2.scheduling.round_schedule import AgreedState, RoundSchedule
 from swift_stage2.servers.pending_abort import PendingAbort
+from swift_stage2.servers.probe import SuspectProbe
+from swift_stage2.weights.courier import ThreadCourier
+from swift_stage2.weights.sync_round import WeightSync
 
 from swift_stage2.channel_b import groups
 from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
@@ -65,17 +69,13 @@ from swift_stage2.records import (
 )
 from swift_stage2.scheduling.evaluation_schedule import EvaluationSchedule
 from swift_stage2.scheduling.horizon import Pacer
-from swift_stage2.scheduling.round_schedule import AgreedState, RoundSchedule
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
-from swift_stage2.servers.probe import SuspectProbe
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.telemetry.events import AnyEvent, Packed, Start, StreamState
 from swift_stage2.telemetry.timing import PipelineActivity
-from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
-from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint
 
 _HORIZON_S = 150.0

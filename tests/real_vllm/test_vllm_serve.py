@@ -17,6 +17,7 @@ from packaging.version import Version
 from plain_vllm import is_paused, start_plain, wait_until_it_serves, weight_version
 from rollout_batch import generate
 from stock_server import ServerProcess
+from swift_stage2.weights.courier import ThreadCourier
 from test_weight_sync import GenerateCanary
 from torchrun_job import run_learner, write_config
 from weight_rounds import make_sync
@@ -30,7 +31,6 @@ from swift_stage2.fence import InferFence
 from swift_stage2.records import BatchOutcome, RoundOutcome, Sample, SampleKey
 from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
-from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.weights.vllm_transport import VllmTransport
 

@@ -16,12 +16,12 @@ from contextlib import closing
 import pytest
 import torch
 from live_server import LearnerRound, RunningServer, free_port, load_learner, text_request
+from swift_stage2.weights.courier_process import ProcessCourier
 from waiting import wait_for
 from weight_rounds import courier_setup, make_sync_by_checksums
 
 from swift_stage2.records import RoundOutcome
 from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
-from swift_stage2.weights.courier_process import ProcessCourier
 from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.wire import FinishRequest, RoundProof
 

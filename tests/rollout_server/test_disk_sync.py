@@ -14,6 +14,7 @@ import pytest
 import torch
 from live_server import MODEL, LearnerRound, RunningServer, free_port, load_learner, serve, text_request
 from small_disk import SmallDisk
+from swift_stage2.weights.courier_process import ProcessCourier
 from test_courier_kills import KILLED
 from test_weight_source import cut, flip
 from waiting import wait_for
@@ -22,7 +23,6 @@ from weight_rounds import courier_setup, make_sync_by_checksums
 from swift_stage2.config import Transport
 from swift_stage2.records import RoundOutcome
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
-from swift_stage2.weights.courier_process import ProcessCourier
 from swift_stage2.weights.snapshot import ReadSnapshot
 from swift_stage2.weights.transport import ServerEndpoint
 from swift_stage2.wire import RefusalReason

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from swift_stage2.servers.pending_abort import PendingAbort
+from swift_stage2.servers.probe import SuspectProbe
 from waiting import wait_for
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.learner import Learner
 from swift_stage2.runtime.background import BackgroundCall, BackgroundFailures
-from swift_stage2.servers.probe import SuspectProbe
 
 LONGEST_WAIT_S = 60.0
 

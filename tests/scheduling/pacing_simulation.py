@@ -14,12 +14,13 @@ import math
 import random
 from dataclasses import dataclass, replace
 
+from swift_stage2.scheduling.round_schedule import RoundSchedule
+
 from swift_stage2.channel_b.ready_queue import ReadyQueue, Reservation
 from swift_stage2.fence import InferFence, InferTicket
 from swift_stage2.scheduling.bresenham import wants_channel_b
 from swift_stage2.scheduling.feasibility_gate import GateOutcome, RankFacts, decide
 from swift_stage2.scheduling.horizon import INSTANT, Pacer, PacerInputs, ProductionMeter, packs_of
-from swift_stage2.scheduling.round_schedule import RoundSchedule
 from swift_stage2.scheduling.step_plan import Channel
 from swift_stage2.scheduling.version_clock import VersionClock, is_fresh
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
 from swift_stage2.scheduling.round_schedule import RoundSchedule
 
 NUM_SERVERS = 3

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from swift_stage2.scheduling.round_schedule import RoundSchedule
 
 from swift_stage2.scheduling.evaluation_schedule import EvaluationEnd, EvaluationSchedule, RunningEvaluation
-from swift_stage2.scheduling.round_schedule import RoundSchedule
 
 WELL: dict[str, Any] = {
     "wanted": True,

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
 from swift_stage2.scheduling.round_schedule import AgreedState, RoundSchedule
 
 NONE = (False, False)

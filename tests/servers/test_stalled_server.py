@@ -21,6 +21,8 @@ from dropping_port import LINEAR, a_round_at_a_dropping_port, dropping_port
 from fake_rollout_server import Answer, Call, FakeRolloutServer
 from stalled_peer import PART_BYTES, SECRET
 from stopped_process import stop_process
+from swift_stage2.weights.courier import ThreadCourier
+from swift_stage2.weights.sync_round import WeightSync
 from torch.distributed import TCPStore
 from torchrun_job import free_port
 from weight_rounds import make_sync
@@ -29,11 +31,9 @@ from swift_stage2 import wire
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights import stock_transport
-from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.stock_transport import StockTransport
-from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, StreamTransport
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]

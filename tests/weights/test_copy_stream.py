@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from swift_stage2.weights.courier import PushEnd
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from weight_rounds import make_sync
@@ -26,7 +27,6 @@ from swift_stage2.records import ServerReport
 from swift_stage2.servers.session import Deadline
 from swift_stage2.weights import copy_stream
 from swift_stage2.weights.copy_stream import Copy, CudaCopyStream
-from swift_stage2.weights.courier import PushEnd
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.proof import RoundOrder
 from swift_stage2.weights.snapshot import SnapshotFile

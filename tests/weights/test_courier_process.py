@@ -19,13 +19,13 @@ from fake_staging_server import FakeStagingServer
 from safetensors.torch import load
 from stand_in_canary import StandInCanary
 from stopped_process import stop_process
+from swift_stage2.weights.courier_process import ProcessCourier
 from waiting import wait_for
 from weight_rounds import courier_setup, make_sync
 
 from swift_stage2 import wire
 from swift_stage2.config import Transport
 from swift_stage2.records import RoundOutcome
-from swift_stage2.weights.courier_process import ProcessCourier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.tensors import checksum_tensor
 from swift_stage2.weights.transport import ServerEndpoint

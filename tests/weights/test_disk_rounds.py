@@ -11,10 +11,10 @@ import torch
 from rounds_on_disk import WAIT_S, identity, prove, snapshot, store, weights
 from safetensors.torch import load_file
 from small_disk import SmallDisk
+from swift_stage2.weights.disk_rounds import DiskRounds
 
 from swift_stage2.errors import ServerFault
 from swift_stage2.servers.session import Deadline
-from swift_stage2.weights.disk_rounds import DiskRounds
 from swift_stage2.weights.snapshot import ReadSnapshot
 
 

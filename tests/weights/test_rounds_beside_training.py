@@ -13,6 +13,8 @@ import pytest
 import torch
 from fake_rollout_server import Answer, Call, FakeRolloutServer, outputs
 from fake_staging_server import FakeStagingServer
+from swift_stage2.weights.courier import ThreadCourier
+from swift_stage2.weights.sync_round import WeightSync
 from torch import nn
 from weight_rounds import make_sync
 
@@ -22,10 +24,8 @@ from swift_stage2.records import RoundOutcome
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.telemetry.timing import EnterSpan, untraced
 from swift_stage2.weights import sync_round as weight_sync
-from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.export import WeightExport
 from swift_stage2.weights.snapshot import SnapshotFile
-from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 LIMIT_S = 60.0

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from fake_rollout_server import LONGEST_WAIT_S, Answer, FakeRolloutServer, outputs
+from swift_stage2.weights.courier import ThreadCourier
+from swift_stage2.weights.sync_round import WeightSync
 from weight_rounds import make_sync
 
 from swift_stage2 import wire
@@ -19,10 +21,8 @@ from swift_stage2.servers import vllm_serve
 from swift_stage2.servers.session import Deadline, ServerSession
 from swift_stage2.weights import courier as weight_courier
 from swift_stage2.weights import stock_transport
-from swift_stage2.weights.courier import ThreadCourier
 from swift_stage2.weights.snapshot import SnapshotFile
 from swift_stage2.weights.stock_transport import StockTransport
-from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint, WeightTransport
 
 

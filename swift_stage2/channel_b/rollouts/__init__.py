@@ -1,7 +1,7 @@
 """Turns samples into rollouts: asks proven rollout servers, and says what became of every sample.
 
 client         all servers: takes samples from the pipeline, gives their ends back, and owns the event loop
-server_client  one server: a task per POST, each under a ticket of its fence; whose fault an end is, the request's or its own
+server_client  one server: a task per POST, each under a ticket of its fence; whose fault an end is
 server_state   whether a server may be asked (proven, suspect, busy with an abandoned POST), and which versions answered
 placement      which server gets the next requests, and how many at once (pure)
 seeds          no two POSTs of a run have one seed (pure)

@@ -64,8 +64,8 @@ class RolloutClient:
         ``is_lost`` says of a base URL whether what was proven there for a version is known to have ended: a stock
         server's answers do not tell who gives them. ``observer`` is told of every POST that brings no settings of its
         own, on the loop's thread; ``watch_post`` is entered there for the time that any POST is out. ``kinds``,
-        by base URL, say what servers are; any other is a stock ``swift rollout``. ``columns`` are asked for with whatever brings
-        no settings of its own.
+        by base URL, say what servers are; any other is a stock ``swift rollout``. ``columns`` are asked for with
+        whatever brings no settings of its own.
         """
         self._rank = rank
         self._world_size = world_size

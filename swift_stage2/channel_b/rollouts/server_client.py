@@ -173,7 +173,9 @@ class ServerClient:
 
     def mark_suspect(self, reason: str) -> None:
         """Nothing is asked of the server, and no answer that is still to come is waited for."""
-        logger.warning("%s is suspect, no request before it has proven weights anew: %s", self.base_url, reason)
+        logger.warning(
+            "%s is suspect, no request before it has proven weights anew: %s", self.base_url, reason
+        )
         self.state.mark_suspect(reason)
         self._cut_soon()
 
@@ -240,13 +242,15 @@ class ServerClient:
             self._settings.failed(error)
 
     async def enter(self) -> InferTicket:
-        """A ticket of the server's fence, to be left again. Raises Unasked: it must not be asked, or the client stops."""
+        """A ticket of the fence, to be left again. Raises Unasked: the server is not asked, or the client stops."""
         try:
             while self.state.is_proven and not self.is_stopping:
                 self._opened.clear()
                 if (ticket := self.fence.enter()) is not None:
                     return ticket
-                await self._opened.wait()  # deadline: the fence reopens, the server is withdrawn, or the client stops
+                await (
+                    self._opened.wait()
+                )  # deadline: the fence reopens, the server is withdrawn, or the client stops
         except FenceShutDown as end:  # only at the end of a run, which stops the client as well
             raise Unasked from end
         raise Unasked
