@@ -375,8 +375,17 @@ class GuardAroundPreparation(Parts):
     pipeline = GuardedPipeline
 
 
+class DawdlingFence(LateFence):
+    """The same, with time for a request that waited."""
+
+    def reopen(self, version: int) -> None:
+        InferFence.reopen(self, self._version)
+        TimeNames.sleep(0.1)
+        InferFence.reopen(self, version)
+
+
 class VersionAfterDoor(Parts):
-    fence = LateFence
+    fence = DawdlingFence
 
 
 class CountedPacks(Parts):
