@@ -186,7 +186,7 @@ class WeightSlot:
             self._installing, self._offered = offered, None
         try:
             return self._install(offered, wanted, end, given_up, abort_pending)
-        except InstallFailed as error:
+        except Exception as error:
             _log.warning("version %d of run %s: %s", wanted.version, wanted.run_id, error)
             let_go_of_frames(error)  # they hold a learner's memory
             raise
