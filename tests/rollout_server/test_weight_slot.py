@@ -193,7 +193,7 @@ def test_weights_whose_sums_agree_are_served_and_asked_again_their_proof_returns
 ) -> None:
     file = share(slot)
     proof = install(slot)
-    assert proof == WeightProof("run", 7, "incarnation", SUMS, SUMS, ("b", "a"))
+    assert proof == WeightProof("run", 7, "incarnation", SUMS, SUMS, ("a", "b"))
     assert (engine.stamp, file.num_mapped) == (WeightStamp(7, "run"), 0)
     require_serving(slot)
     engine.error = AssertionError("nothing is copied once more")
