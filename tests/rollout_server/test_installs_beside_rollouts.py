@@ -27,7 +27,7 @@ from waiting import wait_for
 
 from swift_stage2 import wire
 from swift_stage2.rollout_server.transformers_engine import TransformersRolloutEngine
-from swift_stage2.servers.infer_wire import Completion, parse_infer_reply, protect_from_abort
+from swift_stage2.servers.infer_wire import Completion, parse_infer_reply
 from swift_stage2.wire import WeightProof
 
 MANY = 40  # more than all threads of the server's pools
@@ -127,25 +127,6 @@ def test_a_completion_never_mixes_two_versions(server: RunningServer) -> None:
         whole = expected[answer.weight_version]
         assert list(answer.token_ids) == whole[: len(answer.token_ids)]
         assert answer.finish_reason == "abort" or list(answer.token_ids) == whole
-
-
-def test_an_install_may_abort_what_runs_but_not_what_must_not_be_aborted(server: RunningServer) -> None:
-    LearnerRound(server, load_learner(seed=45)).run()
-    round_ = offered(server, 46)
-    _, release = block_engine(server)
-    with ThreadPoolExecutor(3) as callers:
-        plain = callers.submit(server.infer, [text_request("plain")])
-        evaluation = callers.submit(server.infer, [protect_from_abort(text_request("evaluation"))])
-        wait_until_queued(server, 2)
-        installing = callers.submit(round_.install, on_pending="abort")
-        (aborted,) = plain.result(CALL_TIMEOUT_S)  # although the engine is held up
-        assert (aborted.finish_reason, aborted.weight_version) == ("abort", round_.version - 1)
-        assert is_shut(server)
-        assert not installing.done()
-        release.set()
-        (whole,) = evaluation.result(CALL_TIMEOUT_S)
-        assert (whole.finish_reason != "abort", whole.weight_version) == (True, round_.version - 1)
-        assert installing.result(CALL_TIMEOUT_S).status_code == 200
 
 
 @pytest.mark.parametrize("sums", ["as sent", "others"])
