@@ -22,7 +22,7 @@ from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import StarvationWatch
 
 OURS, STOCK = 0, 1
-PROOF = ServerReport(proven=True, error=None, proof="checksums", num_bytes=0, seconds={}, incarnation="one")
+PROOF = ServerReport(proven=True, error=None, proof="checksums", num_bytes=0, seconds={}, stamps=True)
 
 
 class ProvingSync:
@@ -33,12 +33,12 @@ class ProvingSync:
         self.caught_up: list[tuple[int, ...]] = []
         self.num_hurried = 0
 
-    def catch_up(self, targets: Any, *, round_id: str) -> None:
-        assert round_id == self.outcome.round_id
+    def catch_up(self, targets: Any, *, version: int) -> None:
+        assert version == self.outcome.version
         self.caught_up.append(tuple(targets))
         self.outcome = replace(
             self.outcome,
-            reports={server: replace(PROOF, incarnation="two") for server in targets},
+            reports=dict.fromkeys(targets, PROOF),
             news=tuple(targets),
             staged=True,
             is_catch_up=True,
@@ -47,13 +47,11 @@ class ProvingSync:
     def hurry(self) -> None:
         self.num_hurried += 1
 
-    def begin(
-        self, version: int, targets: Any, *, round_id: str, staged: bool, held: bool, step: int
-    ) -> None:
+    def begin(self, version: int, targets: Any, *, staged: bool, held: bool, step: int) -> None:
         self.begun.append((tuple(targets), staged))
         self.is_held = held
         self.outcome = RoundOutcome(
-            round_id, version, reports=dict.fromkeys(targets, PROOF), news=tuple(targets), staged=staged
+            version, reports=dict.fromkeys(targets, PROOF), news=tuple(targets), staged=staged
         )
 
     def hear(self) -> RoundOutcome:
@@ -71,21 +69,19 @@ def parts() -> Any:
     return SimpleNamespace(
         rounds=RoundSchedule(2, 4, backoff_steps=1, max_backoff_steps=8, staging=[OURS]),
         base_urls=("http://ours", "http://stock"),
-        run_id="run",
         evaluation=None,
         longest_fill_s=None,
         clock=VersionClock(),
         fence=InferFence(start_closed=True),
         sync=ProvingSync(),
         probe=SimpleNamespace(pause=ignore, go_on=ignore, watch=ignore),
-        abort=SimpleNamespace(ask=ignore),
         client=SimpleNamespace(
             num_unsettled=0,
             suspects={},
             clear_suspicion=ignore,
             set_proven=ignore,
             stop_requests=ignore,
-            expect_round=ignore,
+            expect=ignore,
         ),
     )
 
