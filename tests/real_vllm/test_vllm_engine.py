@@ -21,9 +21,9 @@ from live_server import (
     train_a_little,
 )
 from our_server import engine_here
-from swift_stage2.weights.disk_rounds import DiskRounds
+from swift_stage2.weights.disk_versions import DiskVersions
 from test_infer import hugging_face_answer
-from test_sync_round import own_checksums
+from test_installs import own_checksums
 from test_weight_sync import Learner
 from waiting import wait_for
 
@@ -297,7 +297,7 @@ def test_workers_read_a_learners_memory_in_a_staged_round(server: RunningServer)
 def test_workers_load_what_the_server_has_read_from_a_directory(
     server: RunningServer, learner: Learner, weights_root: Path
 ) -> None:
-    disk = DiskRounds(weights_root, keep=1)
+    disk = DiskVersions(weights_root, keep=1)
     learner.courier.disk = disk
     learner.courier.make_transport = lambda info: DiskTransport(disk, info)
     outcome = learner.round()
