@@ -38,7 +38,6 @@ class Round:
     """A round as it began."""
 
     number: int
-    round_id: str
     version: int
     weights: Weights
     is_staged: bool
@@ -71,7 +70,9 @@ class RankLedger:
         self.producing = False
         # The yield point at which the last of the pipeline's turns began that has ended
         self.looked_from = -1
-        self.heard_at: dict[str, int] = {}  # yield points at which its learner had heard all of these rounds
+        self.heard_at: dict[
+            int, int
+        ] = {}  # yield points at which its learner had heard all of these versions' rounds
         self.proven: frozenset[int] = frozenset()  # servers, after the last step
         self.began_s = 0.0  # the moment at which its last step had been planned
         self.pending_since: float | None = None
@@ -93,10 +94,10 @@ class Ledger:
         self._sources: list[SampleSource] = []
         self._round: Round | None = None
         self._targets: dict[int, tuple[VirtualServer, int]] = {}
-        self._proven: set[tuple[str, str]] = set()  # base URL and round
+        self._proven: set[tuple[str, int]] = set()  # base URL and version
         self._last_proof: dict[str, Round] = {}
-        self._rounds: dict[str, Round] = {}  # by name
-        self._ended: set[str] = set()
+        self._rounds: dict[int, Round] = {}  # by version
+        self._ended: set[int] = set()
         self._agreed: dict[tuple[int, str], Any] = {}
         self._slowest_step_s = 0.0
 
@@ -151,29 +152,28 @@ class Ledger:
         weights: Weights,
         targets: Mapping[int, tuple[VirtualServer, bool]],
         *,
-        round_id: str = "",
         is_staged: bool = False,
     ) -> None:
         """``targets``: each server of the round by index, and whether it was proven until now."""
+        if version in self._rounds:
+            _fail(f"version {version} is brought by two rounds")
         self.num_rounds += 1
         self.counts["rounds staged" if is_staged else "rounds"] += 1
-        self._round = self._rounds[round_id] = Round(
-            self.num_rounds, round_id, version, weights, is_staged, active().now
+        self._round = self._rounds[version] = Round(
+            self.num_rounds, version, weights, is_staged, active().now
         )
         self._targets = {index: (server, server.num_starts) for index, (server, _) in targets.items()}
         for server, was_proven in targets.values():
             if was_proven and server.computing() and not is_staged:
                 _fail(f"a round begins while {server.url} computes an /infer/")
 
-    def catch_up_begins(self, round_id: str, targets: Mapping[int, VirtualServer]) -> None:
-        """The weights of that round are on their way to servers that come late."""
-        if not any(proven == round_id for _, proven in self._proven):
-            _fail(f"a catch-up brings the weights of round {round_id}, which nobody has heard proven")
+    def catch_up_begins(self, version: int, targets: Mapping[int, VirtualServer]) -> None:
+        """That version is on its way to servers that come late."""
+        if not any(proven == version for _, proven in self._proven):
+            _fail(f"a catch-up brings version {version}, which nobody has heard proven")
         self.num_rounds += 1
         self.counts["catch-ups"] += 1
-        self._round = replace(
-            self._rounds[round_id], number=self.num_rounds, is_staged=True, is_catch_up=True
-        )
+        self._round = replace(self._rounds[version], number=self.num_rounds, is_staged=True, is_catch_up=True)
         self._targets = {index: (server, server.num_starts) for index, server in targets.items()}
 
     def round_is_heard(self, outcome: dict[str, Any]) -> None:
@@ -199,17 +199,12 @@ class Ledger:
             version, weights = round_.version, round_.weights
             if server.weights != weights and server.num_starts == num_starts:
                 _fail(f"{server.url} is proven to hold version {version} but computes with {server.weights}")
-            is_committed = any(clock.current >= version for clock in self._clocks)
-            if is_committed and self.committed.get(version) != weights:
-                _fail(f"version {version} is committed twice, with different weights")
-            self.committed[version] = (
-                weights  # unless every server that proved it is doubted: then it comes again
-            )
-            self._proven.add((server.url, round_.round_id))
+            self.committed[version] = weights
+            self._proven.add((server.url, version))
             self._last_proof[server.url] = round_
         if outcome["ended"]:
             self._round = None
-            self._ended.add(round_.round_id)
+            self._ended.add(round_.version)
 
     def rollout(self, rank: int, rollout: Rollout, server: VirtualServer) -> None:
         """The version that a rollout carries is that of the weights that computed it, and a proven one."""
@@ -217,11 +212,9 @@ class Ledger:
         newest = max(span.version for span in rollout.spans)
         if newest > self._clocks[rank].current:
             _fail(f"rank {rank} uses a rollout of version {newest} at {self._clocks[rank].current}")
-        if rollout.round_id is not None and (server.url, rollout.round_id) not in self._proven:
-            _fail(
-                f"a rollout of {server.url} is used, whose round {rollout.round_id} nobody heard proven there"
-            )
         last = rollout.spans[-1].version
+        if not server.stock and (server.url, last) not in self._proven:
+            _fail(f"a rollout of {server.url} is used, whose version {last} nobody heard proven there")
         if rollout.text != repr(self.committed.get(last)):
             _fail(f"a rollout says version {last}, but was computed with {rollout.text}")
 
@@ -433,7 +426,7 @@ class Ledger:
             b.rounds.pending,
             b.rounds.in_transfer,
             b.rounds.catching_up,
-            b.rounds.round_id("run"),
+            b.rounds.version,
         )
         self.agree(rank, step, "the plan", facts)
         self.counts[f"steps {decision.plan.channel}"] += 1
@@ -548,8 +541,9 @@ class Ledger:
             _fail(f"rank {rank}: partial rollouts wait twice, or have no attempt: {waiting}")
         self.counts["steps with rollouts held"] += bool(pipeline._awaiting_confirmation)
         for rollout in pipeline._awaiting_confirmation:
-            if mine.heard_at.get(rollout.round_id or "", math.inf) < mine.looked_from:
-                _fail(f"rank {rank} holds a rollout of round {rollout.round_id}, which has ended")
+            version = rollout.spans[-1].version
+            if mine.heard_at.get(version, math.inf) < mine.looked_from:
+                _fail(f"rank {rank} holds a rollout of version {version}, whose round has ended")
         if len(held) != len(set(held)):
             _fail(f"rank {rank}: samples are in two places: {[k for k, n in Counter(held).items() if n > 1]}")
         if set(held) != outstanding:

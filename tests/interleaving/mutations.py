@@ -219,12 +219,24 @@ class ForgivingSchedule(RoundSchedule):
         return super().finish(step, proven=proven, failed=failed, ended=ended)
 
 
-class VersionReadingClient(RolloutClient):
-    """A rollout of a round that failed is taken, because the version that the next round proves is the same."""
+class LaterProofClient(RolloutClient):
+    """A rollout of a round that failed is taken, because the next round has proven a later version."""
 
     def confirms(self, rollout: Rollout) -> bool | None:
         served = self._servers[rollout.server].state._served
         return True if served is not None and served.version >= rollout.version else None
+
+
+class ReusingSchedule(RoundSchedule):
+    """A round that proves nobody leaves its version to the next one."""
+
+    def finish(
+        self, step: int, *, proven: Iterable[int], failed: Iterable[int], ended: bool = True
+    ) -> tuple[int, ...]:
+        proven = tuple(proven)
+        if ended and not proven and not self.catching_up and not self._is_kept:
+            self.version -= 1
+        return super().finish(step, proven=proven, failed=failed, ended=ended)
 
 
 class HastyLearner(Learner):
@@ -313,8 +325,12 @@ class ProofLiftsAgreedSuspicion(Parts):
     rounds = ForgivingSchedule
 
 
-class VersionForRound(Parts):
-    client = VersionReadingClient
+class LaterProofCounts(Parts):
+    client = LaterProofClient
+
+
+class VersionUsedAgain(Parts):
+    rounds = ReusingSchedule
 
 
 class ClockBeforePacks(Parts):
@@ -393,10 +409,11 @@ OTHERS: tuple[tuple[type[Parts], str], ...] = (
     (InstallsUnderEvaluations, "under the evaluation of version"),
     (RoundsAfterEvaluations, "a round is held back"),
     (AheadUsedAtOnce, "uses a rollout of version"),
-    (UnconfirmedKept, "which has ended"),
+    (UnconfirmedKept, "whose round has ended"),
     (ProofLiftsOwnSuspicion, "suspected since, or in, the round that proved it"),
     (ProofLiftsAgreedSuspicion, "suspected since, or in, the round that proved it"),
-    (VersionForRound, "whose round|which has ended"),
+    (LaterProofCounts, "whose version|whose round has ended"),
+    (VersionUsedAgain, "is brought by two rounds"),
     (ClockBeforePacks, "raised StaleSample"),
     (ComparedTooEarly, "more may still come"),
     (NobodyAsksForTheRest, "groups wait for samples that nobody asks for"),

@@ -34,7 +34,6 @@ from interleaving.virtual_servers import (
     log_prob_of,
 )
 from interleaving.virtual_threading import TimeNames, active, installed, running
-from swift_stage2.servers.pending_abort import PendingAbort
 
 from swift_stage2.channel_b import groups
 from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
@@ -48,7 +47,7 @@ from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.channel_b.task import Convert, Task
 from swift_stage2.columns import LOG_PROBS
-from swift_stage2.config import DecodingConfig, GrpoConfig, OnPending, PackingConfig
+from swift_stage2.config import DecodingConfig, GrpoConfig, PackingConfig
 from swift_stage2.errors import PipelineFailed, WeightSyncError
 from swift_stage2.evaluation import PinnedEvaluation, RankEvaluation
 from swift_stage2.fence import InferFence
@@ -290,14 +289,14 @@ class RoundSync(WeightSync):
 
     def begin(self, version: int, targets: Sequence[int], **terms: Any) -> None:
         if self._control.rank == 0:
-            self.scene.begin_round(version, targets, self.rounds, terms["round_id"], terms["staged"])
+            self.scene.begin_round(version, targets, self.rounds, terms["staged"])
         super().begin(version, targets, **terms)
 
-    def catch_up(self, targets: Sequence[int], *, round_id: str) -> None:
+    def catch_up(self, targets: Sequence[int], *, version: int) -> None:
         if self._control.rank == 0:
             servers = self.scene.servers
-            self.scene.ledger.catch_up_begins(round_id, {index: servers[index] for index in targets})
-        super().catch_up(targets, round_id=round_id)
+            self.scene.ledger.catch_up_begins(version, {index: servers[index] for index in targets})
+        super().catch_up(targets, version=version)
 
 
 class Parts:
@@ -333,8 +332,8 @@ class Scene:
             delay_of_round=lambda: rng.choice(setting.round_delays_s),
         )
         self.servers = [
-            VirtualServer(f"http://s{index}", stock, self._watcher, can_abort=not stock, staging=staging)
-            for index, (stock, staging) in enumerate(zip(setting.stock, setting.staging, strict=True))
+            VirtualServer(f"http://s{index}", stock, self._watcher)
+            for index, stock in enumerate(setting.stock)
         ]
         _NETWORK.servers = {server.url: server for server in self.servers}
         self._room = MeetingRoom(setting.num_ranks, _CONTROL_TIMEOUT_S)
@@ -357,11 +356,11 @@ class Scene:
             run.spawn(partial(self._train, rank, learner, b), "learner", f"rank {rank}")
 
     def begin_round(
-        self, version: int, targets: Sequence[int], rounds: RoundSchedule, round_id: str, is_staged: bool
+        self, version: int, targets: Sequence[int], rounds: RoundSchedule, is_staged: bool
     ) -> None:
         states = rounds.states()
         of_round = {index: (self.servers[index], states[index] is AgreedState.PROVEN) for index in targets}
-        self.ledger.round_begins(version, self.weights, of_round, round_id=round_id, is_staged=is_staged)
+        self.ledger.round_begins(version, self.weights, of_round, is_staged=is_staged)
         if self.ledger.num_rounds == self.setting.bad_weights_at_round:
             self._set_weights((float("nan"), float("nan")))
 
@@ -585,10 +584,6 @@ class Scene:
                 find_lost=sync.lost_servers,
                 on_lost=lambda server: control.notes.write(_lost(urls[server], clock.current), "lost"),
             ),
-            abort=PendingAbort(
-                enabled=setting.on_pending is not OnPending.WAIT, rank=rank, api_key=None, run_id="run"
-            ),
-            run_id="run",
             base_urls=list(urls),
             max_inflight_per_server=setting.max_inflight,
             min_ready_tokens=0,

@@ -33,7 +33,7 @@ TRIED_FIRST = {
     "ProofLiftsAgreedSuspicion": 26,
     "LostSamples": 35,
     "ClockBeforePacks": 31,
-    "VersionForRound": 18,
+    "LaterProofCounts": 18,
     "NobodyAsksForTheRest": 16,
     "UnconfirmedKept": 26,
     FAILURES[2].__name__: 28,

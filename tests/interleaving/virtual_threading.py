@@ -24,7 +24,6 @@ from swift_stage2.learner import learner
 from swift_stage2.learner import rounds as learner_rounds
 from swift_stage2.scheduling import horizon, version_clock
 from swift_stage2.servers import call as server_call
-from swift_stage2.servers import pending_abort
 from swift_stage2.servers import probe as suspect_probe
 from swift_stage2.servers import session as server_session
 from swift_stage2.weights import courier, proof, snapshot, transfer
@@ -356,7 +355,6 @@ def installed(
     changes: list[tuple[Any, str, Any]] = [
         *((module, "threading", ThreadingNames) for module in _WITH_THREADING),
         *((module, "time", TimeNames) for module in _WITH_TIME),
-        (pending_abort, "ThreadPoolExecutor", Executor),
         (httpx, "HTTPTransport", make_http_transport),
         (httpx, "AsyncHTTPTransport", make_async_transport),
         (asyncio, "new_event_loop", make_loop),
