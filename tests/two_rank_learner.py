@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from detection_task import make_task
 from stand_in_canary import StandInCanary
-from swift_stage2.servers.pending_abort import PendingAbort
 
 from swift_stage2 import wire
 from swift_stage2.channel_b.ready_queue import ReadyQueue
@@ -84,7 +83,7 @@ class StandInClient:
         self.proven = list(servers)
         self.suspects = {}
 
-    def expect_round(self, round_id: str, version: int) -> None: ...
+    def expect(self, version: int) -> None: ...
 
     def clear_suspicion(self, servers: Any) -> None: ...
 
@@ -173,7 +172,7 @@ class ProvingSync(WeightSync):
         if self.num_rounds in self.dead_rounds or outcome.learner_fault:
             return outcome
         self._kept = round_ if outcome.ended and not outcome.is_catch_up else self._kept
-        proven = ServerReport(True, None, "checksums", 0, {}, "incarnation")
+        proven = ServerReport(True, None, "checksums", 0, {}, stamps=True)
         return replace(outcome, reports=dict.fromkeys(outcome.reports, proven))
 
 
@@ -233,8 +232,6 @@ def build(
         ),
         sync=sync,
         probe=SuspectProbe(rank=RANK, api_key=None),
-        abort=PendingAbort(enabled=False, rank=RANK, api_key=None, run_id="run"),
-        run_id="run",
         base_urls=[URL, *absent],
         max_inflight_per_server=8,
         min_ready_tokens=0,

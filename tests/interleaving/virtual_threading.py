@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading as real_threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import FIRST_EXCEPTION, CancelledError
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 from interleaving.scheduler import Scheduler, Strand
@@ -227,103 +225,6 @@ class TimeNames:
     @staticmethod
     def sleep(seconds: float) -> None:
         active().block("sleep", active().now + max(0.0, seconds))
-
-
-class Future:
-    def __init__(self) -> None:
-        self._done = False
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._waiters: list[Strand] = []
-
-    def done(self) -> bool:
-        active().point("done")
-        return self._done
-
-    def result(self, timeout: float | None = None) -> Any:
-        if not self._done:
-            wait([self], timeout=timeout)
-        if not self._done:
-            raise TimeoutError
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def finish(self, result: Any, error: BaseException | None) -> None:
-        self._result, self._error, self._done = result, error, True
-        _wake_all(self._waiters)
-        active().point("future done")
-
-
-class Waited(NamedTuple):
-    done: set[Future]
-    not_done: set[Future]
-
-
-def wait(
-    futures: Collection[Future], timeout: float | None = None, return_when: str = "ALL_COMPLETED"
-) -> Waited:
-    run = active()
-    run.point("wait futures")
-    until = None if timeout is None else run.now + timeout
-    while True:
-        pending = {future for future in futures if not future._done}
-        raised = return_when == FIRST_EXCEPTION and any(f._done and f._error for f in futures)
-        if not pending or raised or (until is not None and run.now >= until):
-            return Waited(set(futures) - pending, pending)
-        for future in pending:
-            future._waiters.append(run.current)  # type: ignore[arg-type]
-        run.block("wait futures", until)
-        for future in pending:
-            if run.current in future._waiters:
-                future._waiters.remove(run.current)  # type: ignore[arg-type]
-
-
-class Executor:
-    """``ThreadPoolExecutor`` with one worker, the only number the package uses."""
-
-    def __init__(self, max_workers: int = 1, thread_name_prefix: str = "worker") -> None:
-        assert max_workers == 1
-        self._name = thread_name_prefix
-        self._jobs: deque[tuple[Future, Callable[..., Any], tuple[Any, ...]]] = deque()
-        self._worker: Strand | None = None
-        self._shut_down = False
-
-    def submit(self, work: Callable[..., Any], *args: Any) -> Future:
-        if self._shut_down:
-            raise RuntimeError("cannot schedule new futures after shutdown")
-        future = Future()
-        self._jobs.append((future, work, args))
-        if self._worker is None:
-            self._worker = active().spawn(self._run, self._name)
-        else:
-            active().wake(self._worker)
-        active().point("submit")
-        return future
-
-    def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
-        assert not wait
-        self._shut_down = True
-        while cancel_futures and self._jobs:
-            self._jobs.popleft()[0].finish(None, CancelledError())
-        if self._worker is not None:
-            active().wake(self._worker)
-        active().point("shutdown")
-
-    def _run(self) -> None:
-        while True:
-            if not self._jobs:
-                if self._shut_down:
-                    return
-                active().block("idle worker")
-                continue
-            future, work, args = self._jobs.popleft()
-            try:
-                result = work(*args)
-            except Exception as error:
-                future.finish(None, error)
-            else:
-                future.finish(result, None)
 
 
 _WITH_THREADING = (

@@ -57,7 +57,7 @@ def test_only_what_all_ranks_have_heard_of_is_a_version_and_the_last_ones_stay(
     assert names(tmp_path) == {".run-1"}
     for number in (2, 3, 4, 10):
         prove(disk, number)
-    disk.confirm("run-10")  # heard of once more, of another server
+    disk.confirm(10)  # heard of once more, of another server
     disk.close()
     assert names(tmp_path) == {"run-4", "run-10"}, (
         "the first one was not confirmed, and the next round removed it"
@@ -72,7 +72,7 @@ def test_a_round_without_a_proof_goes_before_the_next_one_is_written_or_with_the
     assert names(tmp_path) == {"run-1", ".run-2"}
     store(disk, 3)
     assert names(tmp_path) == {"run-1", ".run-3"}
-    disk.confirm("run-2")
+    disk.confirm(2)
     disk.close()
     assert names(tmp_path) == {"run-1"}
 
@@ -80,7 +80,7 @@ def test_a_round_without_a_proof_goes_before_the_next_one_is_written_or_with_the
 def test_a_run_that_keeps_nothing_leaves_nothing(tmp_path: Path) -> None:
     disk = DiskRounds(tmp_path, keep=0)
     store(disk, 1)
-    disk.confirm("run-1")
+    disk.confirm(1)
     disk.close()
     assert names(tmp_path) == set()
 
@@ -97,18 +97,6 @@ def test_a_catch_up_of_the_next_process_that_fails_leaves_the_version(
         successor.close()
         assert names(tmp_path) == {"run-1"}
         assert (tmp_path / "run-1.safetensors").stat().st_ino == written
-
-
-def test_a_version_of_other_weights_is_replaced_when_its_round_is_proven_again(
-    disk: DiskRounds, tmp_path: Path
-) -> None:
-    path = tmp_path / "run-1.safetensors"
-    path.write_bytes(snapshot(1, seed=2).file.memory)
-    store(disk, 1)
-    assert names(tmp_path) == {"run-1", ".run-1"}
-    disk.confirm("run-1")
-    disk.close()
-    assert path.read_bytes() == bytes(snapshot(1).file.memory)
 
 
 def test_what_a_killed_process_has_left_is_removed_and_that_of_another_run_is_not(
