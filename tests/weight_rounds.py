@@ -6,13 +6,28 @@ from typing import Any
 
 import torch
 from stand_in_canary import StandInCanary, UnaskedCanary
-from swift_stage2.weights.courier_worker import CourierSetup
-from swift_stage2.weights.sync_round import WeightSync
 
 from swift_stage2.collectives import SingleRank
 from swift_stage2.config import Proof, Transport
+from swift_stage2.servers.session import Deadline
+from swift_stage2.weights.courier_worker import CourierSetup
 from swift_stage2.weights.export import WeightExport
+from swift_stage2.weights.proof import RoundOrder
+from swift_stage2.weights.sync_round import WeightSync
 from swift_stage2.weights.transport import ServerEndpoint
+
+
+def make_order(seconds: float, **terms: Any) -> RoundOrder:
+    """Terms of a round without a canary, whose calls end after so many seconds."""
+    settings: dict[str, Any] = {
+        "run_id": "run",
+        "version": 1,
+        "manifest": (),
+        "canary": None,
+        "proof": Proof.AUTO,
+        "deadline": Deadline(seconds),
+    }
+    return RoundOrder(**settings | terms)
 
 
 def make_sync(weights: torch.nn.Module | WeightExport, courier: Any, **options: Any) -> WeightSync:

@@ -135,7 +135,7 @@ def test_a_doubt_ends_all_that_is_out_and_nothing_of_it_is_believed(
         server.wait_until(lambda: len(server.infer_calls) == PLACES - 1)
         samples += submit(client, 1, first=3)
         outcome = collect(client, samples)
-        assert "run-9" in client.suspects[server.url], "the first reason stays"
+        assert "weight_version=9" in client.suspects[server.url], "the first reason stays"
         assert server._num_running == PLACES - 1, "nobody waited for those"
         assert (fence.in_flight, client.num_unsettled, client.free_places) == (0, 0, 0)
     assert (outcome.rollouts, len(outcome.returned)) == ((), PLACES)

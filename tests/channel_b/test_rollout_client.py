@@ -318,7 +318,7 @@ def test_a_server_that_takes_batches_gets_one_post_at_a_time(
 
 
 @pytest.mark.parametrize(
-    ("stamp", "named"),
+    ("other", "named"),
     [
         ({"weight_version": 2, "run_id": "run"}, "weight_version=2 instead of 3"),
         ({"weight_version": 3, "run_id": "old"}, "run_id='old'"),
@@ -328,13 +328,13 @@ def test_a_server_that_takes_batches_gets_one_post_at_a_time(
     ],
 )
 def test_an_answer_of_other_weights_is_discarded_and_its_server_suspect(
-    server: FakeRolloutServer, stamp: dict[str, Any], named: str
+    server: FakeRolloutServer, other: dict[str, Any], named: str
 ) -> None:
     with make_client(server, run_id="run") as client:
         client.set_proven({server.url: STAMPED})
         server.on_infer = stamp(3)
         assert len(ask(client, 2).rollouts) == 2
-        server.on_infer = stamped(**stamp)
+        server.on_infer = stamped(**other)
         outcome = ask(client, 2, first=2)
         assert named in client.suspects[server.url]
     assert positions(outcome.returned) == [2, 3]

@@ -260,7 +260,7 @@ def test_a_process_that_stands_still_is_killed_and_reaped_before_anything_else_b
 ) -> None:
     pid = learner.courier.pid
     learner.sync._timeout_s = 1.5
-    learner.servers[0].hooks[wire.INSTALL] = once(lambda: stop_process(pid))
+    learner.servers[0].hooks[wire.INSTALL] = once(lambda: stop_process(pid), Answer(drop=True))
     outcome = learner.round()
     assert 0 in outcome.failed
     assert {outcome.reports[server].error for server in outcome.failed} == {LATE.format(1.5)}
