@@ -221,7 +221,7 @@ def _template(
         coordinate=coordinate,
         coordinate_separator=f",{space.coordinate}",
         middle=f"{before[1]},{space.member}{after[0]}",
-        closer=f"{after[1]}{space.outside}}}",
+        closer=f"{after[1]}{space.outside}",
         tail=f"{space.end}{dialect.closer}{end_of_fence}",
         first_number=first_number,
         separator=f",{space.between}",

@@ -33,7 +33,6 @@ from swift_stage2.channel_b.targets import (
     TokenGroup,
     order_ground_truth,
     order_missed,
-    render_target,
     weigh_tokens,
 )
 from swift_stage2.channel_b.task import Convert, Rows, Task, Tokenise, register_task
@@ -232,8 +231,9 @@ class DetectionTask(Task):
             [truth[number] for number in order[num_found:]], self._missed_order, rollout.sample.key
         )
         is_found = [True] * num_found + [False] * len(missed)
-        rendered = render_target([*found, *missed], is_found, self.template)
-        token_ids, offsets = tokenise(rendered.text)
+        pieces = list(self.template.pieces([*found, *missed], is_found))
+        text = "".join(piece for piece, _ in pieces)
+        token_ids, offsets = tokenise(text)
         instead = AlternativeTokens([*found, *missed], self.template, offsets, tokenise)
         alternatives: Continuations = ()
         duplicates: Continuations = ()
@@ -243,9 +243,9 @@ class DetectionTask(Task):
             duplicates = instead.duplicates(map(order.index, listed_twice), alternatives)
         judged = match if parsed.is_whole else MatchResult((), 0)
         return Target(
-            text=rendered.text,
+            text=text,
             token_ids=token_ids,
-            weights=weigh_tokens(offsets, rendered.spans, self._weights),
+            weights=weigh_tokens(offsets, pieces, self._weights),
             alternatives=alternatives,
             duplicates=duplicates,
             quality=MatchQuality(
