@@ -148,22 +148,6 @@ def test_a_row_without_an_image_has_no_diagonal() -> None:
         try_task(make_task(), row(TRUE), "[]")
 
 
-@pytest.mark.parametrize(
-    ("point", "wanted"),
-    [
-        ([1, 2, 3, 4], "a point must be two numbers x, y, got bbox="),
-        ([1], "two numbers"),
-        (["1", 2], "two numbers"),
-        ([True, 2], "two numbers"),
-        ([-1, 2], "0 <= x and 0 <= y"),
-        ([1, float("nan")], "0 <= x and 0 <= y"),
-    ],
-)
-def test_what_is_no_true_point_is_refused(point: list[Any], wanted: str) -> None:
-    with pytest.raises(SampleError, match=wanted):
-        make_task().read_truth({"objects": {"ref": ["a"], "bbox": [point]}})
-
-
 def test_channel_as_answer_is_taken_as_it_is_written_and_no_other() -> None:
     task = make_task()
     truth = task.to_space(
