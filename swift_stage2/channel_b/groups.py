@@ -162,12 +162,13 @@ class Groups:
         self._compared = {group: keys for group, keys in self._compared.items() if of_source(group)}
 
     def drop(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
-        """Their segments were dropped: drawn again are those of a group that has enough of them. From any thread."""
+        """Their segments were dropped. Drawn again are those of a group of which enough come. From any thread."""
         by_group: dict[GroupId, list[SampleKey]] = {}
         for key in keys:
             by_group.setdefault(self.source.group_of(key), []).append(key)
         for group, dropped in by_group.items():
-            if len(dropped) >= self.settings.grpo.min_group:
+            others = set(self.source.members_of(group)).difference(self._compared[group], dropped)
+            if len(dropped) + len(others) >= self.settings.grpo.min_group:
                 if not reason.counts_attempt:  # the same ones come again; such a drop is the pipeline's own
                     self._compared[group].difference_update(dropped)
                 self.ends.dropped(dropped, reason)

@@ -330,12 +330,15 @@ class Lives(RuleBasedStateMachine):
         reason=st.sampled_from([ReturnReason.STALE, ReturnReason.OVERFLOW, ReturnReason.FAILED]),
     )
     def drop(self, data: st.DataObject, reason: ReturnReason) -> None:
-        """A pack, of several groups perhaps: asked again are those that are enough to be compared."""
+        """A pack, of several groups perhaps: asked again are those that, with what comes, are enough to be compared."""
+        passed_on = {key[:2] for key in self.passed_on}
         keys = self.choose(data, self.passed_on)
-        num_in_pack = Counter(map(self.group_of, keys))
+        num_to_compare = Counter(map(self.group_of, keys))
+        for place, key in self.source._outstanding.items():
+            num_to_compare[self.group_of(key)] += place not in passed_on
         self.groups.drop(keys, reason)
         for key in keys:
-            is_enough = num_in_pack[self.group_of(key)] >= self.min_group
+            is_enough = num_to_compare[self.group_of(key)] >= self.min_group
             counts = reason is not ReturnReason.FAILED  # its process was lost, which is nobody's fault
             returns = is_enough and (not counts or (self.redraw and key.attempt + 1 < MAX_ATTEMPTS))
             assert (key._replace(attempt=key.attempt + counts) in self.source._again) == returns

@@ -256,17 +256,15 @@ def test_of_a_dropped_pack_come_again_those_that_can_be_compared(make_bench: Mak
     assert bench.queue.reserve(1, current_version=bench.clock.current) is None
     bench.observe(max_prompts=0)
     bench.work()
-    assert num_unused(bench) == {"dropped": 1}, "the one that is left"
     if not redraw:
         assert [key for key, _, _ in bench.events.quarantines] == list(pair)
+        assert num_unused(bench) == {"dropped": 1}, "the one that is left"
         return
-    assert bench.events.quarantines == []
-    scene.is_good = lambda sample: sample.key == again[0]
-    again = [key._replace(attempt=1) for key in pair]
+    assert (bench.events.quarantines, num_unused(bench)) == ([], {})
     bench.observe(step=1, max_prompts=1)
     scene.work_until(lambda: len(bench.events.compared_groups) > 1)
     compared = [rollout.sample.key for rollout in bench.events.compared_groups[1]]
-    assert compared == again, "with each other, and not with the one that was given up"
+    assert sorted((key.position, key.attempt) for key in compared) == [(0, 1), (1, 1), (2, 1)]
 
 
 # --- servers -----------------------------------------------------------------------------------------
@@ -338,6 +336,3 @@ def test_a_resumed_process_compares_what_is_left_of_a_group(make_bench: MakeBenc
         assert after.bench.work()
     (group,) = after.bench.events.compared_groups
     assert [rollout.sample.key.position for rollout in group] == [1, 2, 3]
-
-
-# --- room in the queue -------------------------------------------------------------------------------
