@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,6 @@ from swift_stage2.scheduling.horizon import Pacer, PacerInputs, StepView
 from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
 from swift_stage2.servers.infer_wire import PREFIX, may_abort
-from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import EventLog, read_events
 from swift_stage2.telemetry.events import Packed, Returned, Start, StreamState
 from swift_stage2.telemetry.timing import PipelineActivity
@@ -279,6 +279,11 @@ class Bench:
         self.pipeline.fill(view, PATIENCE_S)
         assert time.monotonic() - began < PATIENCE_S
 
+    def begin_log(self) -> None:
+        """As a run does, so that its account can be taken."""
+        state = StreamState(**self.source.state_dict())
+        self.events.log.write(Start(run_id="run", step=0, world_size=1, version_window=WINDOW, state=state))
+
     def work(self) -> bool:
         """Asks, and goes on with what came of it, asking no more meanwhile; False when nothing came."""
         before = self.client.num_fruitful
@@ -299,10 +304,11 @@ class Bench:
         return packs
 
 
+MakeBench = Callable[..., Bench]
+
+
 @pytest.fixture
-def make_bench(
-    encoder: Encoder, server_encoder: Encoder, rows: list[dict[str, Any]]
-) -> Iterator[Callable[..., Bench]]:
+def make_bench(encoder: Encoder, server_encoder: Encoder, rows: list[dict[str, Any]]) -> Iterator[MakeBench]:
     benches: list[Bench] = []
 
     def make(
@@ -387,7 +393,7 @@ def make_bench(
 # --- the way of a good sample ------------------------------------------------------------------------
 
 
-def test_rollouts_become_packs(make_bench: Callable[..., Bench], encoder: Encoder) -> None:
+def test_rollouts_become_packs(make_bench: MakeBench, encoder: Encoder) -> None:
     bench = make_bench()
     bench.pipeline.start()
     bench.clock.advance()
@@ -408,7 +414,7 @@ def test_rollouts_become_packs(make_bench: Callable[..., Bench], encoder: Encode
     assert bench.pipeline.production_pace.typical_steps > 0
 
 
-def test_a_pack_is_as_old_as_its_oldest_segment(make_bench: Callable[..., Bench]) -> None:
+def test_a_pack_is_as_old_as_its_oldest_segment(make_bench: MakeBench) -> None:
     bench = make_bench()
 
     def answer_in_the_middle_of_a_round(samples: Sequence[Sample]) -> BatchOutcome:
@@ -426,7 +432,7 @@ def test_a_pack_is_as_old_as_its_oldest_segment(make_bench: Callable[..., Bench]
     assert (len(pack.keys), pack.version) == (2, 1)
 
 
-def test_the_target_ends_production_and_training_renews_it(make_bench: Callable[..., Bench]) -> None:
+def test_the_target_ends_production_and_training_renews_it(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.observe()
     while bench.work():
@@ -440,24 +446,11 @@ def test_the_target_ends_production_and_training_renews_it(make_bench: Callable[
     assert len(bench.client.calls) == count + 1
 
 
-# --- run-ahead -------------------------------------------------------------------------------------------
-
-
-def ask_until_nothing_more_is_asked(bench: Bench) -> int:
-    """How many samples were asked in all."""
-    while bench.work():
-        assert len(bench.client.calls) < 50
-    return sum(map(len, bench.client.calls))
-
-
-# --- one by one ------------------------------------------------------------------------------------------
-
-
 # --- what comes back ---------------------------------------------------------------------------------
 
 
 def test_an_aborted_sample_is_asked_again_first_and_is_not_aborted_twice(
-    make_bench: Callable[..., Bench],
+    make_bench: MakeBench,
 ) -> None:
     bench = make_bench(target_packs=4)
 
@@ -482,7 +475,7 @@ def test_an_aborted_sample_is_asked_again_first_and_is_not_aborted_twice(
 
 
 def test_a_sample_that_never_answers_in_time_is_quarantined_after_its_attempts(
-    make_bench: Callable[..., Bench],
+    make_bench: MakeBench,
 ) -> None:
     bench = make_bench(redraw_dropped=False)
     slow: list[int] = []
@@ -507,7 +500,7 @@ def test_a_sample_that_never_answers_in_time_is_quarantined_after_its_attempts(
 
 
 def test_a_segment_that_went_stale_is_asked_again_and_its_attempt_counts(
-    make_bench: Callable[..., Bench],
+    make_bench: MakeBench,
 ) -> None:
     bench = make_bench()
     made_stale: list[int] = []
@@ -555,7 +548,7 @@ class LosingPreprocessor(Preprocessor):
 
 
 def test_segments_that_went_with_their_process_are_asked_again_and_their_attempts_do_not_count(
-    make_bench: Callable[..., Bench], encoder: Encoder
+    make_bench: MakeBench, encoder: Encoder
 ) -> None:
     preprocessor = LosingPreprocessor(encoder, make_task())
     bench = make_bench(preprocessor=preprocessor, redraw_dropped=False)
@@ -571,9 +564,7 @@ def test_segments_that_went_with_their_process_are_asked_again_and_their_attempt
 
 
 @pytest.mark.parametrize("redraw", [True, False])
-def test_the_samples_of_a_dropped_pack_return_or_are_quarantined(
-    make_bench: Callable[..., Bench], redraw: bool
-) -> None:
+def test_the_samples_of_a_dropped_pack_return_or_are_quarantined(make_bench: MakeBench, redraw: bool) -> None:
     bench = make_bench(redraw_dropped=redraw)
     bench.observe()
     while not bench.queue.depth:
@@ -599,7 +590,7 @@ def test_the_samples_of_a_dropped_pack_return_or_are_quarantined(
 
 
 def test_a_bad_picture_met_while_running_is_quarantined_and_the_run_goes_on(
-    make_bench: Callable[..., Bench], rows: list[dict[str, Any]], tmp_path: Path
+    make_bench: MakeBench, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken.png"
     broken.write_bytes(Path(rows[0]["images"][0]).read_bytes()[:-100])
@@ -646,24 +637,37 @@ def _misread(samples: Sequence[Sample]) -> BatchOutcome:
     return BatchOutcome(rollouts=tuple(rollout_of(sample, "[]", (1, 2, 3)) for sample in samples))
 
 
+def _permuted(samples: Sequence[Sample], answer: Answer) -> BatchOutcome:
+    """As a server answers that mixes its requests up."""
+    answers = answer(samples).rollouts
+    pairs = zip(samples, answers[1:] + answers[:1], strict=True)
+    return BatchOutcome(rollouts=tuple(replace(rollout, sample=sample) for sample, rollout in pairs))
+
+
+@pytest.mark.parametrize("is_permuted", [False, True])
 def test_a_server_that_agrees_on_no_prompt_is_at_fault_and_no_sample(
-    make_bench: Callable[..., Bench],
+    make_bench: MakeBench, rows: list[dict[str, Any]], is_permuted: bool
 ) -> None:
-    bench = make_bench()
-    bench.client.answer = _misread
+    """Any four rows ask several questions; answers to equal prompts may have been mixed up as well."""
+    bench = make_bench(
+        [
+            {**row, "messages": [{"role": "user", "content": f"<image>{number % 5}"}, *row["messages"][1:]]}
+            for number, row in enumerate(rows)
+        ]
+    )
+    good = bench.client.answer_all
+    bench.client.answer = partial(_permuted, answer=good) if is_permuted else _misread
     bench.observe()
     assert bench.work()
-    assert bench.events.quarantines == []
     assert bench.client.distrusted == ["http://127.0.0.1:1"]
-    bench.client.answer = bench.client.answer_all  # the server has the learner's processor now
+    assert (bench.events.quarantines, bench.events.segments, bench.queue.depth) == ([], [], 0)
+    bench.client.answer = good  # the server has the learner's processor now
     bench.work()
     assert set(bench.client.calls[0]) < set(bench.client.calls[1]), "asked again first, no attempt counted"
     assert {segment.key for segment in bench.events.segments} == set(bench.client.calls[1])
 
 
-def test_one_prompt_that_differs_where_others_agree_is_the_samples_fault(
-    make_bench: Callable[..., Bench],
-) -> None:
+def test_one_prompt_that_differs_where_others_agree_is_the_samples_fault(make_bench: MakeBench) -> None:
     bench = make_bench()
 
     def first_is_misread(samples: Sequence[Sample]) -> BatchOutcome:
@@ -681,7 +685,7 @@ def test_one_prompt_that_differs_where_others_agree_is_the_samples_fault(
 
 @pytest.mark.parametrize("num_bad", [1, 2, 3])
 def test_samples_that_alone_condemned_their_server_are_asked_with_another_one(
-    make_bench: Callable[..., Bench], num_bad: int
+    make_bench: MakeBench, num_bad: int
 ) -> None:
     """Otherwise they would come back first, alone, and condemn a sound server for ever."""
     bench = make_bench()
@@ -706,42 +710,12 @@ def test_samples_that_alone_condemned_their_server_are_asked_with_another_one(
     assert len(bench.events.segments) == 1
 
 
-def test_answers_permuted_among_requests_are_the_servers_fault_and_no_samples(
-    make_bench: Callable[..., Bench], rows: list[dict[str, Any]]
-) -> None:
-    """Any four rows ask several questions; answers to equal prompts may have been mixed up as well."""
-    asked = [
-        {**row, "messages": [{"role": "user", "content": f"<image>{number % 5}"}, *row["messages"][1:]]}
-        for number, row in enumerate(rows)
-    ]
-    bench = make_bench(asked)
-
-    def permuted(samples: Sequence[Sample]) -> BatchOutcome:
-        answers = [bench.client.rollout(sample) for sample in samples]
-        return BatchOutcome(
-            rollouts=tuple(
-                replace(rollout, sample=sample)
-                for sample, rollout in zip(samples, answers[1:] + answers[:1], strict=True)
-            )
-        )
-
-    bench.client.answer = permuted
-    bench.observe()
-    assert bench.work()
-    (server,) = bench.client.distrusted
-    assert server == "http://127.0.0.1:1"
-    assert (bench.events.quarantines, bench.events.segments, bench.queue.depth) == ([], [], 0)
-    bench.client.answer = bench.client.answer_all
-    bench.work()
-    assert set(bench.client.calls[0]) <= set(bench.client.calls[1]), "asked again first, no attempt counted"
-
-
 # --- rollouts that are ahead -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("server_first", [True, False])
 def test_a_rollout_that_is_ahead_waits_for_its_servers_proof_and_for_the_clock(
-    make_bench: Callable[..., Bench], server_first: bool
+    make_bench: MakeBench, server_first: bool
 ) -> None:
     """In a rolling round another server's proof may move the clock first."""
     bench = make_bench()
@@ -769,7 +743,7 @@ def test_a_rollout_that_is_ahead_waits_for_its_servers_proof_and_for_the_clock(
 
 @pytest.mark.parametrize("clock_moves", [True, False])
 def test_a_rollout_whose_round_does_not_prove_its_server_is_asked_again(
-    make_bench: Callable[..., Bench], clock_moves: bool
+    make_bench: MakeBench, clock_moves: bool
 ) -> None:
     bench = make_bench()
     bench.client.answer = bench.client.answer_ahead
@@ -789,7 +763,7 @@ def test_a_rollout_whose_round_does_not_prove_its_server_is_asked_again(
 
 
 def test_a_stop_gives_back_what_is_held_and_a_checkpoint_has_it(
-    make_bench: Callable[..., Bench], tmp_path: Path
+    make_bench: MakeBench, tmp_path: Path
 ) -> None:
     bench = make_bench(log_path=tmp_path / "rank0.jsonl")
     bench.client.answer = bench.client.answer_ahead
@@ -805,7 +779,7 @@ def test_a_stop_gives_back_what_is_held_and_a_checkpoint_has_it(
 
 
 def test_rollouts_whose_preparation_a_stop_interrupts_return(
-    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench()
     prepares, is_interrupted = threading.Event(), threading.Event()
@@ -828,7 +802,7 @@ def test_rollouts_whose_preparation_a_stop_interrupts_return(
 # --- evaluation --------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_has_only_what_production_leaves(make_bench: Callable[..., Bench]) -> None:
+def test_an_evaluation_has_only_what_production_leaves(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.evaluation.begin(0)
     bench.observe(max_prompts=2)
@@ -850,7 +824,7 @@ def test_an_evaluation_has_only_what_production_leaves(make_bench: Callable[...,
     assert bench.evaluation.end().num_answered == 5
 
 
-def test_nothing_of_an_evaluation_reaches_what_trains(make_bench: Callable[..., Bench]) -> None:
+def test_nothing_of_an_evaluation_reaches_what_trains(make_bench: MakeBench) -> None:
     guard = TruncationGuard(0.0)
     bench = make_bench(guard=guard)
     bench.observe()
@@ -872,7 +846,7 @@ def test_nothing_of_an_evaluation_reaches_what_trains(make_bench: Callable[..., 
 # --- pausing and ending ------------------------------------------------------------------------------
 
 
-def test_while_paused_each_version_is_asked_once(make_bench: Callable[..., Bench]) -> None:
+def test_while_paused_each_version_is_asked_once(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.client.answer = lambda samples: BatchOutcome(
         rollouts=tuple(replace(bench.client.rollout(sample), truncated=True) for sample in samples[:1]),
@@ -889,7 +863,7 @@ def test_while_paused_each_version_is_asked_once(make_bench: Callable[..., Bench
         bench.clock.advance()
 
 
-def test_an_exception_in_the_source_becomes_the_pipelines_failure(make_bench: Callable[..., Bench]) -> None:
+def test_an_exception_in_the_source_becomes_the_pipelines_failure(make_bench: MakeBench) -> None:
     class Torn(list[dict[str, Any]]):
         def __getitem__(self, index: Any) -> Any:
             raise RuntimeError("the data set's file is torn")
@@ -903,7 +877,7 @@ def test_an_exception_in_the_source_becomes_the_pipelines_failure(make_bench: Ca
     assert "torn" in str(bench.pipeline.failure)
 
 
-def test_a_step_that_waits_gets_its_packs_and_leaves_nothing_out(make_bench: Callable[..., Bench]) -> None:
+def test_a_step_that_waits_gets_its_packs_and_leaves_nothing_out(make_bench: MakeBench) -> None:
     bench = make_bench(target_packs=1)
     bench.pipeline.start()
     bench.fill(3)
@@ -916,7 +890,7 @@ def test_a_step_that_waits_gets_its_packs_and_leaves_nothing_out(make_bench: Cal
     assert bench.client.num_fruitful == num_asked, "nothing is made that no step demands"
 
 
-def test_a_step_that_waits_trains_a_pack_that_expires_after_it(make_bench: Callable[..., Bench]) -> None:
+def test_a_step_that_waits_trains_a_pack_that_expires_after_it(make_bench: MakeBench) -> None:
     """A round is due before the next step. What is made beyond this step's need pushes out nothing that it trains."""
     bench = make_bench(
         limit=3, packing=PackingConfig(packing_length=80, packing_min_fill_ratio=0.1)
@@ -932,7 +906,7 @@ def test_a_step_that_waits_trains_a_pack_that_expires_after_it(make_bench: Calla
     assert [pack.version for pack in bench.train(3)] == [0, WINDOW, WINDOW]
 
 
-def test_stopping_waits_for_the_client_only_as_long_as_told(make_bench: Callable[..., Bench]) -> None:
+def test_stopping_waits_for_the_client_only_as_long_as_told(make_bench: MakeBench) -> None:
     bench = make_bench()
     asked, answer_now = threading.Event(), threading.Event()
 
@@ -950,99 +924,3 @@ def test_stopping_waits_for_the_client_only_as_long_as_told(make_bench: Callable
     assert bench.pipeline.stop(PATIENCE_S)
     assert len(bench.client.calls) == 1
     assert bench.pipeline.stop(0.0), "it may be asked again"
-
-
-# --- nothing is lost ---------------------------------------------------------------------------------
-
-
-def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
-    make_bench: Callable[..., Bench], tmp_path: Path
-) -> None:
-    """Faults of every kind in turn, versions that pass, packs that expire, a stop in the middle.
-
-    A checkpoint is taken at every step, while the thread draws: the log must agree with each.
-    """
-    bench = make_bench(target_packs=3, limit=3, log_path=tmp_path / "rank0.jsonl")
-    bench.events.log.write(
-        Start(
-            run_id="run",
-            step=0,
-            world_size=1,
-            version_window=WINDOW,
-            state=StreamState(**bench.source.state_dict()),
-        )
-    )
-
-    def misbehave(samples: Sequence[Sample]) -> BatchOutcome:
-        turn = len(bench.client.calls) % 7
-        if turn >= 5:  # of a staged round, whose end the next step brings
-            bench.client.round_id = f"run-{len(bench.client.calls)}"
-            return bench.client.answer_ahead(samples)
-        if turn == 0:
-            return BatchOutcome(returned=tuple(samples))
-        bad, rest = samples[:1], samples[1:]
-        good = bench.client.answer_all(rest)
-        if turn == 1:
-            return replace(good, quarantined=((bad[0], "poison"),))
-        if turn == 2:
-            return replace(good, returned=tuple(bad), timed_out=tuple(bad))
-        if turn == 3:
-            return replace(good, rollouts=(*good.rollouts, rollout_of(bad[0], "[]", (7,))))
-        everything = bench.client.answer_all(samples)
-        for _ in range(WINDOW + 1):  # what is in the making ages
-            bench.clock.advance()
-        return everything
-
-    bench.client.answer = misbehave
-    drawn: dict[tuple[int, int], SampleKey] = {}
-    draw = bench.source.draw
-
-    def remember(count: int, **terms: Any) -> Any:
-        keys = draw(count, **terms)
-        drawn.update({(key.epoch, key.position): key for key in keys})
-        return keys
-
-    bench.source.draw = remember  # type: ignore[method-assign]
-    bench.pipeline.start()
-    for step in range(200):
-        for place, (round_id, verdict) in enumerate(list(bench.client.verdicts.items())):
-            if verdict is None:
-                bench.client.verdicts[round_id] = place % 2 == 0
-                bench.clock.advance()
-        bench.observe(step=step, last_commit_step=step)
-        num_batches = bench.events.num_batches
-        bench.events.wait_until(
-            lambda n=num_batches: (
-                bench.events.num_batches > n
-                or bench.queue.depth >= 3
-                or None in bench.client.verdicts.values()
-            )
-        )
-        if step % 4 == 3:
-            bench.clock.advance()
-        if bench.queue.depth and step % 2:
-            reservation = bench.queue.reserve(1, current_version=bench.clock.current)
-            if reservation is not None:
-                for pack in reservation.take():
-                    bench.source.settle_trained(
-                        pack.keys, pack_id=pack.pack_id, step=step, version=bench.clock.current
-                    )
-                    bench.trained += pack.keys
-        bench.source.checkpoint(step=step + 1, save_id=f"save {step}")
-        if bench.trained and step > 10:
-            break
-    assert bench.pipeline.stop(PATIENCE_S)
-    assert bench.pipeline.failure is None
-    ends = Counter((key.epoch, key.position) for key in bench.trained)
-    ends.update((key.epoch, key.position) for key, _, _ in bench.events.quarantines)
-    ends.update((epoch, position) for epoch, position, *_ in bench.source.state_dict()["outstanding"])
-    assert bench.trained
-    assert bench.events.quarantines
-    assert set(ends) == set(drawn)
-    assert all(count == 1 for count in ends.values()), [place for place, count in ends.items() if count > 1]
-    account = account_of({0: read_events(tmp_path / "rank0.jsonl")})
-    assert account.is_balanced, account
-    (rank,) = account.ranks
-    assert (rank.drawn, rank.trained) == (len(drawn), len(bench.trained))
-    assert sum(rank.quarantined.values()) == len(bench.events.quarantines)
-    assert {"stale", "failed", "timed_out"} <= rank.returned.keys()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from channel_b.test_pipeline import PATIENCE_S, WINDOW, Bench, encoder, make_bench, server_encoder
+from channel_b.test_pipeline import PATIENCE_S, WINDOW, Bench, MakeBench, encoder, make_bench, server_encoder
 from real_model import rollout_of
 
 from swift_stage2.channel_b.groups import GroupSettings
@@ -16,13 +16,11 @@ from swift_stage2.config import GrpoConfig, Objective, PackingConfig
 from swift_stage2.records import BatchOutcome, ReturnReason, Rollout, Sample, SampleKey, VersionSpan
 from swift_stage2.telemetry.account import account_of
 from swift_stage2.telemetry.event_log import read_events
-from swift_stage2.telemetry.events import Returned, Start, StreamState
+from swift_stage2.telemetry.events import Returned
 
 __all__ = ["encoder", "make_bench", "server_encoder"]  # fixtures
 
 STRAGGLER_S = 30.0
-
-MakeBench = Callable[..., Bench]
 
 
 def is_good(sample: Sample) -> bool:
@@ -300,15 +298,7 @@ def test_a_stop_gives_back_what_waits_and_the_ledger_balances(make_bench: MakeBe
     log = tmp_path / "rank0.jsonl"
     scene = GroupBench(make_bench, 4, log_path=log, target_packs=1)
     bench = scene.bench
-    bench.events.log.write(
-        Start(
-            run_id="run",
-            step=0,
-            world_size=1,
-            version_window=WINDOW,
-            state=StreamState(**bench.source.state_dict()),
-        )
-    )
+    bench.begin_log()
     bench.client.answer = scene.all_but(1)
     bench.pipeline.start()
     bench.observe(max_prompts=6)

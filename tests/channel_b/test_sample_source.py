@@ -106,19 +106,6 @@ def test_epochs_differ_in_order_and_runs_with_one_seed_do_not() -> None:
     assert _epoch(other, 0) != first
 
 
-def test_what_comes_back_is_drawn_first_and_in_order() -> None:
-    source = _source()
-    keys = source.draw(4)
-    source.give_back([keys[2], keys[0]], ReturnReason.FAILED)
-    source.give_back([keys[1]], ReturnReason.STALE)
-    assert source.draw(4) == [
-        keys[2],
-        keys[0],
-        keys[1]._replace(attempt=1),
-        SampleKey(0, 4, source._shard_of(0)[4]),
-    ]
-
-
 def test_a_settled_sample_cannot_come_back() -> None:
     source = _source()
     keys = source.draw(2)
