@@ -175,31 +175,16 @@ def test_a_segment_longer_than_a_pack_is_refused_and_never_cut(rows: list[dict[s
 # --- coordinates ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", range(6))
-def test_ground_truth_is_converted_to_pixels_of_the_resized_image(
-    encoder: Encoder, rows: list[dict[str, Any]], number: int
-) -> None:
-    boxes = boxes_of(encoder, sample_of(rows[number]))
-    assert boxes == _converted(rows[number], RESIZED)
-    assert boxes != tuple(map(tuple, rows[number]["objects"]["bbox"])), "the image must really be resized"
-
-
-@pytest.mark.parametrize("number", range(6))
-def test_ground_truth_is_converted_to_thousandths_for_a_template_that_speaks_them(
-    thousandth_encoder: Encoder, rows: list[dict[str, Any]], number: int
-) -> None:
-    boxes = boxes_of(thousandth_encoder, sample_of(rows[number]))
-    assert boxes == _converted(rows[number], (1000, 1000))
-
-
 @pytest.mark.parametrize(("space", "fixture"), [(RESIZED, "encoder"), ((1000, 1000), "thousandth_encoder")])
 def test_matching_and_target_happen_in_the_templates_space(
     request: pytest.FixtureRequest, rows: list[dict[str, Any]], space: tuple[int, int], fixture: str
 ) -> None:
     """An answer that names the last object first is matched, and the target repeats it in that space."""
     encoder: Encoder = request.getfixturevalue(fixture)
-    sample, row = sample_of(rows[0]), rows[0]
-    boxes = _converted(row, space)
+    for row in rows[:6]:
+        assert boxes_of(encoder, sample_of(row)) == _converted(row, space)
+        assert _converted(row, space) != tuple(map(tuple, row["objects"]["bbox"])), "it is really resized"
+    sample, boxes = sample_of(rows[0]), _converted(rows[0], space)
     last = len(boxes) - 1
     answer = f'[{{"bbox_2d": {list(boxes[last])}, "label": "{sample.truth.labels[last]}"}}]'
     prompt = encoder.encode_prompt(sample)
@@ -249,26 +234,23 @@ def test_images_in_any_form_of_the_data_set_are_sent(
     assert base64.b64decode(sent).startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("content", ["find the <bbox>", "find a <ref-object>"])
-def test_placeholders_in_a_prompt_are_refused(
-    encoder: Encoder, rows: list[dict[str, Any]], content: str
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"messages": [{"role": "user", "content": "find the <bbox>"}]}, "a prompt must not hold"),
+        ({"messages": [{"role": "user", "content": "find a <ref-object>"}]}, "a prompt must not hold"),
+        ({"messages": [{"role": "assistant", "content": "[]"}]}, "a row must end in a user message"),
+        ({"videos": ["a.mp4"]}, "about images alone, got a row with videos; .*channel_a_only"),
+        ({"audios": ["a.mp3"]}, "about images alone, got a row with audios; .*channel_a_only"),
+    ],
+)
+def test_a_row_that_nobody_can_be_asked_about_is_refused(
+    encoder: Encoder, rows: list[dict[str, Any]], changes: dict[str, Any], message: str
 ) -> None:
-    row = {**rows[0], "messages": [{"role": "user", "content": content}]}
-    with pytest.raises(SampleError, match="a prompt must not hold"):
-        encoder.request(sample_of(row))
-
-
-def test_a_row_without_a_question_is_refused(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
-    row = {**rows[0], "messages": rows[0]["messages"][1:]}
-    with pytest.raises(SampleError, match="a row must end in a user message"):
-        encoder.encode_prompt(sample_of(row))
-
-
-@pytest.mark.parametrize("key", ["videos", "audios"])
-def test_other_media_than_images_are_refused(encoder: Encoder, rows: list[dict[str, Any]], key: str) -> None:
-    row = {**rows[0], key: ["a.mp4"]}
-    with pytest.raises(SampleError, match=f"about images alone, got a row with {key}; .*channel_a_only"):
-        encoder.encode_prompt(sample_of(row))
+    sample = sample_of({**rows[0], **changes})
+    for ask in (encoder.request, encoder.encode_prompt):
+        with pytest.raises(SampleError, match=message):
+            ask(sample)
 
 
 # --- channel A's answer --------------------------------------------------------------------------

@@ -121,8 +121,10 @@ def check_against_all_matches(rng: random.Random, *counts: int) -> None:
     mask = None if allowed is None else np.array(allowed, dtype=bool).reshape(len(predicted), len(true))
     match = best_match(predicted, true, allowed=mask, **settings)
     note = (predicted, true, settings, allowed)
-    best, gated = best_of_all(predicted, true, allowed, **settings)
+    best, gated, feasible = best_of_all(predicted, true, allowed, **settings)
     assert (len(match.pairs), match.gated) == (len(best), gated), note
+    alone = set(range(len(predicted))).difference(prediction for prediction, _ in match.pairs)
+    assert match.duplicates == sum(bool(feasible[prediction]) for prediction in alone), note
     assert match.ious == pytest.approx([iou(predicted[p], true[t]) for p, t in match.pairs])
     assert sum(match.ious) == pytest.approx(sum(iou(predicted[p], true[t]) for p, t in best), abs=1e-9), note
 
@@ -136,8 +138,8 @@ def best_of_all(
     top_k: int,
     unmatched_prediction_cost: float,
     unmatched_ground_truth_cost: float,
-) -> tuple[tuple[tuple[int, int], ...], int]:
-    """The winner among all matches, and how many candidates are gated, straight from the rules."""
+) -> tuple[tuple[tuple[int, int], ...], int, list[dict[int, float]]]:
+    """The winner among all matches, how many candidates are gated, what each may have: straight from the rules."""
     feasible: list[dict[int, float]] = []
     gated = 0
     for p, box in enumerate(predicted):
@@ -162,7 +164,8 @@ def best_of_all(
 
     extend(0, (), 0.0)
     least = min(total for total, _, _ in matches)
-    return min((count, pairs) for total, count, pairs in matches if total <= least + 1e-9)[1], gated
+    winner = min((count, pairs) for total, count, pairs in matches if total <= least + 1e-9)[1]
+    return winner, gated, feasible
 
 
 def iou(left: Sequence[float], right: Sequence[float]) -> float:
