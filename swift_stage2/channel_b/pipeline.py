@@ -292,7 +292,7 @@ class Pipeline:
             return
         work: _Work = self.preprocessor.encode
         if self.groups is not None:
-            work = partial(self.preprocessor.score_in_group, with_target=self.groups.with_target)
+            work = partial(self.preprocessor.score, in_group=True, with_target=self.groups.with_target)
         matched = self._preprocessed(rollouts, work)
         pairs = list(zip(rollouts, matched, strict=True))
         agreed = {

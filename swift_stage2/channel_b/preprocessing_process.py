@@ -76,13 +76,10 @@ class ProcessPreprocessor(Preprocessor):
     def encode(self, rollouts: Sequence[Rollout]) -> list[EncodedRollout | Refusal]:
         return self._ask_for_each("encode", rollouts)
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout | Refusal]:
-        return self._ask_for_each("score", rollouts)
-
-    def score_in_group(
-        self, rollouts: Sequence[Rollout], *, with_target: bool
+    def score(
+        self, rollouts: Sequence[Rollout], *, in_group: bool = False, with_target: bool = False
     ) -> list[ScoredRollout | Refusal]:
-        return self._ask_for_each("score_in_group", rollouts, with_target=with_target)
+        return self._ask_for_each("score", rollouts, in_group=in_group, with_target=with_target)
 
     def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack | None:
         keys = tuple(segment.key for segment in segments)
@@ -235,7 +232,6 @@ class _Holder:
 
     def __init__(self, preprocessor: Preprocessor, trace: Trace) -> None:
         self.score = preprocessor.score
-        self.score_in_group = preprocessor.score_in_group
         self.trace = trace
         self._preprocessor = preprocessor
         self._segments: dict[SampleKey, Segment] = {}
