@@ -96,7 +96,7 @@ class Task(ABC):
     """Loss weight of the template's end-of-turn tokens."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of metrics of its own, which evaluations report beside the shipped ones. See ``Target.metrics``."""
-    likeness: ClassVar[str] = "IoU"
+    similarity: ClassVar[str] = "IoU"
     """The doctor's word for what ``MatchQuality.sum_iou`` adds up over pairs."""
     columns: ClassVar[tuple[str, ...]] = ()
     """Names of the columns that it needs. Of those that servers give it finds the values in a rollout's field of that
