@@ -24,7 +24,7 @@ from swift_stage2.channel_b.preprocessing import make_pack
 from swift_stage2.channel_b.targets import AlternativeTokens, order_missed
 from swift_stage2.config import MissedOrder
 from swift_stage2.records import MatchQuality, SampleKey, Target
-from swift_stage2.training.beside_labels import cut_beside_labels, loss_beside_labels
+from swift_stage2.training.aux_targets import cut_aux_targets, loss_with_aux_targets
 
 Object = tuple[str, tuple[int, int, int, int]]
 KEY = SampleKey(epoch=0, position=3, index=7)
@@ -109,7 +109,7 @@ def losses_of_answer(ids: Sequence[int], alternatives: Sequence[tuple[int, int]]
     following = torch.tensor([*ids[1:], 0])
     scale = torch.tensor([1.0] * (len(ids) - 1) + [0.0], dtype=torch.float64)
     plain = torch.nn.functional.cross_entropy(logits, following, reduction="none") * scale
-    loss = loss_beside_labels(
+    loss = loss_with_aux_targets(
         SimpleNamespace(loss=plain, logits=logits[None]),
         labels,
         alternatives=torch.tensor(alternatives).reshape(-1, 2),
@@ -153,7 +153,7 @@ def test_the_gradient_is_that_of_the_summed_probability() -> None:
     pairs = torch.tensor([(1, 5), (1, 8), (3, 0)])
     following = torch.tensor([3, 1, 4, 0])
     plain = torch.nn.functional.cross_entropy(logits[0], following, reduction="none") * scale
-    loss = loss_beside_labels(
+    loss = loss_with_aux_targets(
         SimpleNamespace(loss=plain, logits=logits),
         labels,
         alternatives=pairs,
@@ -198,7 +198,7 @@ def test_alternatives_follow_their_labels_when_unsupervised_places_are_cut() -> 
         both["labels"] = torch.nn.functional.pad(both["labels"][:, mask], (1, 0), value=-100)
         both["loss_scale"] = torch.nn.functional.pad(both["loss_scale"][:, mask], (1, 0), value=0)
 
-    cut_beside_labels(inputs, cut)
+    cut_aux_targets(inputs, cut)
     places = inputs["alternatives"][:, 0].tolist()
     kept = [-100, 7, 8, 9, 5]
     assert [kept[place] for place in places] == [int(labels[0, place]) for place, _ in pairs]
@@ -240,7 +240,7 @@ def test_a_duplicate_costs_the_log_of_what_is_left_beside_it() -> None:
     labels, scale = torch.tensor([[-100, 3, 1]]), torch.tensor([2.0, 0.5, 0.0], dtype=torch.float64)
     plain = torch.nn.functional.cross_entropy(logits[0], torch.tensor([3, 1, 0]), reduction="none") * scale
     probabilities = logits[0].softmax(-1)
-    loss = loss_beside_labels(
+    loss = loss_with_aux_targets(
         SimpleNamespace(loss=plain, logits=logits),
         labels,
         loss_scale=scale,
