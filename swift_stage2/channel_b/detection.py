@@ -133,7 +133,7 @@ class DetectionTask(Task):
         """The ground truth in the order in which the model found it, then what it missed.
 
         A rollout with no usable object gives the ground truth in its own order. One that was not read whole still gives
-        the order of what it names, and is judged as if it had named nothing.
+        the order of what it names, and is scored as if it had named nothing.
         """
         with self.span("parse"):
             parsed = parse_rollout(rollout.text, self._dialect)
@@ -241,7 +241,7 @@ class DetectionTask(Task):
             alternatives = instead.alternatives(num_found)
         if listed_twice:
             duplicates = instead.duplicates(map(order.index, listed_twice), alternatives)
-        judged = match if parsed.is_whole else MatchResult((), 0)
+        scored = match if parsed.is_whole else MatchResult((), 0)
         return Target(
             text=text,
             token_ids=token_ids,
@@ -251,18 +251,18 @@ class DetectionTask(Task):
             quality=MatchQuality(
                 num_predictions=len(parsed.counted),
                 num_ground_truth=len(truth),
-                num_pairs=len(judged.pairs),
-                sum_iou=float(sum(judged.ious)),
-                num_gated=judged.gated,
+                num_pairs=len(scored.pairs),
+                sum_iou=float(sum(scored.ious)),
+                num_gated=scored.gated,
                 num_truncated=int(rollout.truncated),
                 dropped={str(reason): count for reason, count in parsed.dropped.items()},
                 num_unclosed=int(not parsed.is_whole),
-                num_duplicates=judged.duplicates,
+                num_duplicates=scored.duplicates,
             ),
             match=ObjectMatch(
                 predicted=tuple((found.label, found.box) for found in parsed.counted),
                 truth=tuple(truth),
-                pairs=tuple((*pair, iou) for pair, iou in zip(judged.pairs, judged.ious, strict=True)),
+                pairs=tuple((*pair, iou) for pair, iou in zip(scored.pairs, scored.ious, strict=True)),
             ),
         )
 

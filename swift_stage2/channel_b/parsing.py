@@ -136,7 +136,7 @@ class ParsedRollout:
 
     @property
     def counted(self) -> tuple[PredictedObject, ...]:
-        """The objects by which the answer is judged: none of one that was not read whole."""
+        """The objects that count: none of one that was not read whole."""
         return self.objects if self.is_whole else ()
 
 
@@ -165,7 +165,7 @@ def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
         begin, position = position, _end_of_element(answer, position, dialect.closer)
         if position is None:
             break
-        outcome = _judge_element(name, answer[begin:position], names, dialect)
+        outcome = _read_element(name, answer[begin:position], names, dialect)
         if isinstance(outcome, PredictedObject):
             objects.append(outcome)
         else:
@@ -173,7 +173,7 @@ def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
     return ParsedRollout(tuple(objects), dict(dropped), unclosed=True, is_whole=False)
 
 
-def _judge_element(
+def _read_element(
     name: str | None, element: str, names: set[str], dialect: Dialect
 ) -> PredictedObject | ObjectDropReason:
     """The object, or the first reason against it; remembers the element's name."""

@@ -201,7 +201,7 @@ class Pipeline:
         for _, seconds in sorted({(rollout.server, rollout.seconds) for rollout in confirmed}):
             self._production.measured(self._view, seconds + time.monotonic() - began)
         for outcome in evaluated:
-            self._go_on_to(PipelineActivity.EVALUATING, "judges an evaluation's answers")
+            self._go_on_to(PipelineActivity.EVALUATING, "scores an evaluation's answers")
             self._num_evaluating -= len(outcome.samples)
             assert self.take_evaluated is not None
             self.take_evaluated(outcome)

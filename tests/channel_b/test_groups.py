@@ -235,8 +235,8 @@ class Lives(RuleBasedStateMachine):
 
     def add(self, key: SampleKey, reward: float, version: int) -> None:
         quality = SimpleNamespace(reward={"total": reward})
-        judged: Any = SimpleNamespace(target=SimpleNamespace(quality=quality), target_reward=None)
-        self.groups.add(rollout_of(key, version), judged)
+        scored: Any = SimpleNamespace(target=SimpleNamespace(quality=quality), target_reward=None)
+        self.groups.add(rollout_of(key, version), scored)
         self.since_s[self.group_of(key)] = self.now_s
 
     @rule(data=st.data(), one_is_late=st.booleans())
