@@ -19,7 +19,6 @@ from swift_stage2.channel_b.attempts import AttemptOutcomes
 from swift_stage2.channel_b.groups import ComparedGroup, Groups, GroupSettings, Member, compare
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import GrpoConfig, Objective
-from swift_stage2.errors import DatasetError
 from swift_stage2.records import ReturnReason, Rollout, Sample, SampleKey, UnusedReason, VersionSpan
 from swift_stage2.scheduling.version_clock import VersionClock
 
@@ -141,16 +140,6 @@ def test_every_row_has_its_positions_one_after_another_in_the_order_of_the_plain
         assert [source.group_of(key) for key in drawn] == [
             (epoch, number) for epoch in range(2) for number in range(share) for _ in range(3)
         ]
-
-
-def test_a_checkpoint_of_other_groups_is_refused() -> None:
-    state = source_of(3).state_dict()
-    with pytest.raises(DatasetError, match="num_generations=2, checkpoint num_generations=3"):
-        source_of(2).load_state_dict(state)
-    del state["num_generations"]  # as it was before there were groups
-    with pytest.raises(DatasetError, match="num_generations=3, checkpoint num_generations=1"):
-        source_of(3).load_state_dict(state)
-    source_of(1).load_state_dict(state)
 
 
 # --- whatever befalls them ---------------------------------------------------------------------------

@@ -83,8 +83,6 @@ class Recorder:
     origins: list[RowOrigin] = field(default_factory=list)
     num_batches: int = 0
     rollouts: list[Rollout] = field(default_factory=list)  # that were matched
-    activities: list[PipelineActivity] = field(default_factory=list)
-    matches: list[tuple[SampleKey, Target, tuple[int, int] | None]] = field(default_factory=list)
     log: EventLog = field(default_factory=lambda: EventLog(None))
 
     def __post_init__(self) -> None:
@@ -101,10 +99,9 @@ class Recorder:
         self._tell()
 
     def enter(self, activity: PipelineActivity) -> None:
-        self.activities.append(activity)
+        """What the thread does is for the telemetry's tests."""
 
     def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
-        self.matches.append((rollout.sample.key, target, space))
         self.rollouts.append(rollout)
         self.log.write(matched_of(rollout, target.quality))
         self._tell()
