@@ -17,7 +17,7 @@ from swift_stage2.channel_b.encoding import Encoder, PromptEncoding, require_sam
 from swift_stage2.channel_b.task import TOTAL, Task, correct_by
 from swift_stage2.columns import ADVANTAGES, BEHAVIOUR, COLUMNS, stand_ins
 from swift_stage2.errors import MatchingError, SampleError
-from swift_stage2.records import MatchQuality, Pack, Rollout, Segment, Target
+from swift_stage2.records import MatchQuality, Pack, Rollout, SampleKey, Segment, Target
 
 Refusal = SampleError | MatchingError
 _FoundT = TypeVar("_FoundT")
@@ -130,9 +130,10 @@ class Preprocessor:
         self._task = task
         self._packing_length = packing_length
         self._last_prompt: tuple[int, PromptEncoding] | None = None
+        self._held: dict[SampleKey, Segment] = {}
 
     def encode(self, rollouts: Sequence[Rollout]) -> list[EncodedRollout | Refusal]:
-        """Each rollout as a segment, in their order. Segments wait here until ``pack`` or ``forget``."""
+        """Each rollout as a segment, in their order. Its encodings, which are large, wait here for ``pack``."""
         return _each(rollouts, self._encode)
 
     def score(
@@ -147,15 +148,20 @@ class Preprocessor:
 
     def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack | None:
         """Encoded segments as one batch, in the order given; None if some are not held any more."""
-        return make_pack(pack_id, segments, self._encoder, self._packing_length)
+        if not all(map(self.holds, segments)):
+            return None
+        whole = [self._held[segment.key] for segment in segments]
+        self.forget(segments)
+        return make_pack(pack_id, whole, self._encoder, self._packing_length)
 
     def holds(self, segment: Segment) -> bool:
         """True if ``pack`` can still pack it."""
-        return True
+        return segment.key in self._held
 
     def forget(self, segments: Sequence[Segment]) -> None:
         """These will not be packed."""
-        return
+        for segment in segments:
+            self._held.pop(segment.key, None)
 
     def interrupt(self) -> None:
         """Whatever is asked now, or later, need not be answered; from any thread."""
@@ -169,7 +175,10 @@ class Preprocessor:
         started = time.monotonic()
         prompt = self._prompt_of(rollout)
         segment, target = make_segment(rollout, prompt, self._encoder, self._task)
-        return EncodedRollout(segment, target, prompt.space, time.monotonic() - started)
+        self._held[segment.key] = segment
+        return EncodedRollout(
+            replace(segment, encodings=()), target, prompt.space, time.monotonic() - started
+        )
 
     def _score(self, rollout: Rollout, *, in_group: bool, with_target: bool) -> ScoredRollout:
         if in_group:

@@ -25,7 +25,7 @@ from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.groups import Groups, GroupSettings
 from swift_stage2.channel_b.pipeline import Pipeline
-from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, Refusal
+from swift_stage2.channel_b.preprocessing import Preprocessor, make_segment
 from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
 from swift_stage2.channel_b.rollouts import RequestSettings
 from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
@@ -404,11 +404,16 @@ def test_rollouts_become_packs(make_bench: MakeBench, encoder: Encoder) -> None:
     assert pack.capacity_tokens == PACKING_LENGTH
     assert pack.num_supervised_tokens == sum(segment.num_supervised_tokens for segment in segments)
     assert pack.quality == tuple(segment.quality for segment in segments)
-    expected = encoder.collate(segments)
+    rollouts = [rollout for rollout in bench.events.rollouts if rollout.sample.key in pack.keys]
+    expected = encoder.collate([_segment(encoder, rollout) for rollout in rollouts])
     assert torch.equal(pack.batch["input_ids"], expected["input_ids"])
     assert torch.equal(pack.batch["position_ids"], expected["position_ids"])
     assert bench.pipeline.production_pace is not None
     assert bench.pipeline.production_pace.typical_steps > 0
+
+
+def _segment(encoder: Encoder, rollout: Rollout) -> Segment:
+    return make_segment(rollout, encoder.encode_prompt(rollout.sample), encoder, make_task())[0]
 
 
 def test_a_pack_is_as_old_as_its_oldest_segment(make_bench: MakeBench) -> None:
@@ -524,17 +529,7 @@ def test_a_segment_that_went_stale_is_asked_again_and_its_attempt_counts(
 class LosingPreprocessor(Preprocessor):
     """The first pack ends the process that holds all segments."""
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts, packing_length=PACKING_LENGTH)
-        self._held: set[SampleKey] = set()
-        self.num_lost = 0
-
-    def encode(self, rollouts: Sequence[Rollout]) -> list[EncodedRollout | Refusal]:
-        self._held |= {rollout.sample.key for rollout in rollouts}
-        return super().encode(rollouts)
-
-    def holds(self, segment: Segment) -> bool:
-        return segment.key in self._held
+    num_lost = 0
 
     def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack | None:
         if not self.num_lost:
@@ -547,7 +542,7 @@ class LosingPreprocessor(Preprocessor):
 def test_segments_that_went_with_their_process_are_asked_again_and_their_attempts_do_not_count(
     make_bench: MakeBench, encoder: Encoder
 ) -> None:
-    preprocessor = LosingPreprocessor(encoder, make_task())
+    preprocessor = LosingPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH)
     bench = make_bench(preprocessor=preprocessor, redraw_dropped=False)
     bench.observe()
     bench.work()
