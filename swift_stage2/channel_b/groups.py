@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean, stdev
 
 from swift_stage2.channel_b.attempts import AttemptOutcomes
@@ -176,16 +177,12 @@ class Groups:
                 self.ends.unused(dropped, UnusedReason.DROPPED)
 
     def _drop_stale(self) -> None:
-        current = self.clock.current
+        is_still = partial(is_fresh, current=self.clock.current, window=self.version_window)
         for group, members in list(self._waiting.items()):
-            fresh: list[Member] = []
-            stale: list[Member] = []
-            for member in members:
-                is_still = is_fresh(member.rollout.version, current=current, window=self.version_window)
-                (fresh if is_still else stale).append(member)
-            self.ends.stale_in_group([member.rollout.sample.key for member in stale])
-            self._waiting[group] = fresh
-            if not fresh:
+            stale = [each.rollout.sample.key for each in members if not is_still(each.rollout.version)]
+            self.ends.stale_in_group(stale)
+            self._waiting[group] = [each for each in members if each.rollout.sample.key not in stale]
+            if not self._waiting[group]:
                 del self._waiting[group], self._since_s[group]
 
     def _is_ready(self, group: GroupId) -> bool:
