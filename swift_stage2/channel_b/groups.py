@@ -158,9 +158,9 @@ class Groups:
             if compared.reason is not None:
                 self.ends.unused(compared.unused, compared.reason)
             yield replace(compared, is_rest=is_rest)
-        # What has ended is forgotten.
-        of_source = self.source.members_of
-        self._compared = {group: keys for group, keys in self._compared.items() if of_source(group)}
+        for group in list(self._compared):
+            if self.source.is_drawn(group) and not self.source.members_of(group):
+                del self._compared[group]
 
     def drop(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
         """Their segments were dropped. Drawn again are those of a group of which enough come. From any thread."""
