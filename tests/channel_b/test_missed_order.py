@@ -11,7 +11,7 @@ import torch
 from detection_task import make_task
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from real_model import make_encoder, rollout_of, sample_of
+from real_model import Rows, make_encoder, rollout_of, sample_of
 
 from swift_stage2.channel_b.answer_templates import standard_template
 from swift_stage2.channel_b.dialects import DIALECTS
@@ -85,7 +85,7 @@ def characters(text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
     return tuple(map(ord, text)), tuple((i, i + 1) for i in range(len(text)))
 
 
-def test_alternatives_stay_with_their_tokens_in_a_pack(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
+def test_alternatives_stay_with_their_tokens_in_a_pack(encoder: Encoder, rows: Rows) -> None:
     drawn = random.Random(0)
     segments, expected, start = [], [], 0
     for number, row in enumerate(rows[:3]):

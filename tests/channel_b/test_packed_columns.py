@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from real_model import make_encoder, rollout_of, sample_of
+from real_model import Rows, make_encoder, rollout_of, sample_of
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
 from swift_stage2.channel_b.packing import select_pack
@@ -38,7 +37,7 @@ def sizes() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def prompts(encoder: Encoder, rows: list[dict[str, Any]]) -> list[tuple[Sample, PromptEncoding]]:
+def prompts(encoder: Encoder, rows: Rows) -> list[tuple[Sample, PromptEncoding]]:
     samples = [sample_of(row, number) for number, row in enumerate(rows[:3])]
     return [(sample, encoder.encode_prompt(sample)) for sample in samples]
 

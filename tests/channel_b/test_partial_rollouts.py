@@ -1,4 +1,4 @@
-"""Rollouts that servers abort and that go on: the pipeline of ``test_pipeline``, whose servers can resume.
+"""Rollouts that servers abort and that go on: the pipeline of ``pipeline_bench``, whose servers can resume.
 
 A sample stays drawn while its rollout is partial; it is asked again first, with the ids that it has; and every token
 keeps the version that sampled it.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from channel_b.test_pipeline import PATIENCE_S, WINDOW, Bench, MakeBench, encoder, make_bench, server_encoder
+from channel_b.pipeline_bench import PATIENCE_S, WINDOW, Bench, MakeBench, encoder, make_bench, server_encoder
 from hypothesis import given
 from hypothesis import strategies as st
 

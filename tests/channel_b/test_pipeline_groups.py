@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from channel_b.test_pipeline import PATIENCE_S, WINDOW, Bench, MakeBench, encoder, make_bench, server_encoder
+from channel_b.pipeline_bench import PATIENCE_S, WINDOW, Bench, MakeBench, encoder, make_bench, server_encoder
 from real_model import rollout_of
 
 from swift_stage2.channel_b.groups import GroupSettings

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
-from real_model import answer_and_objects, make_encoder, make_task, make_template, sample_of
+from real_model import Rows, answer_and_objects, make_encoder, make_task, make_template, sample_of
 
 from swift_stage2.channel_b.detection import DetectionTask
 from swift_stage2.channel_b.dialects import DIALECTS
@@ -89,9 +88,7 @@ def test_each_token_has_the_weight_of_its_group() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"norm_bbox": "norm1000"}])
-def test_channel_as_real_answers_pass_in_their_own_dialect_only(
-    rows: list[dict[str, Any]], options: dict[str, str]
-) -> None:
+def test_channel_as_real_answers_pass_in_their_own_dialect_only(rows: Rows, options: dict[str, str]) -> None:
     encoder = make_encoder(make_template(**options))
     answer, objects = answer_and_objects(encoder, sample_of(rows[0]))
     make_task("object_list").check_answer(answer, objects)
@@ -100,7 +97,7 @@ def test_channel_as_real_answers_pass_in_their_own_dialect_only(
     assert answer[:40] in str(caught.value)
 
 
-def test_real_answers_in_the_map_dialect_pass_there_only(rows: list[dict[str, Any]]) -> None:
+def test_real_answers_in_the_map_dialect_pass_there_only(rows: Rows) -> None:
     count = len(rows[0]["objects"]["ref"])
     entries = ", ".join(
         f'"object_{n}": {{"desc": "<ref-object>", "bbox_2d": <bbox>}}' for n in range(1, count + 1)
@@ -113,7 +110,7 @@ def test_real_answers_in_the_map_dialect_pass_there_only(rows: list[dict[str, An
         make_task("object_list").check_answer(answer, objects)
 
 
-def test_the_box_format_between_special_tokens_is_refused_with_its_remedy(rows: list[dict[str, Any]]) -> None:
+def test_the_box_format_between_special_tokens_is_refused_with_its_remedy(rows: Rows) -> None:
     template = make_template()
     template.bbox_format = "legacy"
     answer, objects = answer_and_objects(make_encoder(template), sample_of(rows[0]))
@@ -122,7 +119,7 @@ def test_the_box_format_between_special_tokens_is_refused_with_its_remedy(rows: 
         make_task().check_answer(answer, objects)
 
 
-def test_an_answer_in_another_coordinate_space_is_refused(rows: list[dict[str, Any]]) -> None:
+def test_an_answer_in_another_coordinate_space_is_refused(rows: Rows) -> None:
     """Boxes that are written out in original pixels pass through the template unconverted."""
     written = _answer(*zip(rows[0]["objects"]["ref"], rows[0]["objects"]["bbox"], strict=True))
     messages = [rows[0]["messages"][0], {"role": "assistant", "content": written}]
