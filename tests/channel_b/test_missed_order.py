@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +10,14 @@ import torch
 from detection_task import make_task
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from real_model import Rows, make_encoder, rollout_of, sample_of
+from real_model import make_encoder, rollout_of, sample_of
 
 from swift_stage2.channel_b.answer_templates import standard_template
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.preprocessing import make_pack
 from swift_stage2.channel_b.targets import AlternativeTokens, order_missed
 from swift_stage2.config import MissedOrder
-from swift_stage2.records import MatchQuality, SampleKey, Target
+from swift_stage2.records import SampleKey
 from swift_stage2.training.aux_targets import cut_aux_targets, loss_with_aux_targets
 
 Object = tuple[str, tuple[int, int, int, int]]
@@ -83,25 +81,6 @@ def test_alternatives_are_the_first_tokens_that_differ_when_another_missed_objec
 
 def characters(text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
     return tuple(map(ord, text)), tuple((i, i + 1) for i in range(len(text)))
-
-
-def test_alternatives_stay_with_their_tokens_in_a_pack(encoder: Encoder, rows: Rows) -> None:
-    drawn = random.Random(0)
-    segments, expected, start = [], [], 0
-    for number, row in enumerate(rows[:3]):
-        prompt = encoder.encode_prompt(sample := sample_of(row, number))
-        ids, weights = tuple(drawn.choices(range(270, 400), k=9)), (0.0, *[1.0] * 8)
-        pairs = () if number == 1 else ((0, 401), (2, 402 + number), (7, 410))
-        target = Target("", ids, weights, MatchQuality(0, 0, 0, 0.0, 0, 0), alternatives=pairs)
-        rollout = rollout_of(sample, "", prompt.token_ids)
-        segments.append(encoder.encode_segment(rollout, prompt, [(target, 1.0)]))
-        begin = start + len(prompt.token_ids)
-        expected += [[begin + place, token] for place, token in pairs if weights[place]]
-        start += segments[-1].num_tokens
-    batch = make_pack("p", segments, encoder, 600).batch
-    assert batch["alternatives"].tolist() == expected
-    assert all(batch["labels"][0, place] != -100 for place, _ in expected)
-    assert "alternatives" not in make_pack("q", segments[1:2], encoder, 600).batch
 
 
 def test_alternatives_follow_their_labels_when_unsupervised_places_are_cut() -> None:

@@ -44,12 +44,13 @@ def prompts(encoder: Encoder, rows: Rows) -> list[tuple[Sample, PromptEncoding]]
 
 @dataclass(frozen=True)
 class Answer:
-    """One target to be: which prompt it answers, its ids, which of them are supervised, which columns it has."""
+    """One target to be: which prompt it answers, its ids, which of them are supervised, what stands beside them."""
 
     prompt: int
     token_ids: tuple[int, ...]
     weights: tuple[float, ...]
     columns: Mapping[str, tuple[float, ...]]
+    alternatives: tuple[tuple[int, int], ...]
 
 
 # In float32 exactly; so is what a server sends.
@@ -67,16 +68,19 @@ def answers(draw: st.DrawFn) -> Answer:
         "reward": (draw(st.floats(-1, 1)),),
         "group": (draw(st.integers(0, 9)),),
     }
+    places = draw(st.sets(st.integers(0, len(ids) - 1))) if ids else ()
+    alternatives = tuple((place, 401 + place) for place in sorted(places))
     missing = draw(st.sets(st.sampled_from(sorted(columns))))
-    return Answer(
-        draw(st.integers(0, 2)), ids, weights, {k: v for k, v in columns.items() if k not in missing}
-    )
+    kept = {name: value for name, value in columns.items() if name not in missing}
+    return Answer(draw(st.integers(0, 2)), ids, weights, kept, alternatives)
 
 
 def segment_of(answer: Answer, prompts: Sequence[tuple[Sample, PromptEncoding]], encoder: Encoder) -> Segment:
     sample, prompt = prompts[answer.prompt]
     rollout = rollout_of(sample, "", prompt.token_ids)
-    target = Target("", answer.token_ids, answer.weights, MATCH, columns=answer.columns)
+    target = Target(
+        "", answer.token_ids, answer.weights, MATCH, columns=answer.columns, alternatives=answer.alternatives
+    )
     return encoder.encode_segment(rollout, prompt, [(target, 1.0)])
 
 
@@ -91,12 +95,13 @@ def test_every_value_stays_with_its_token(
     present = {name for answer in packed for name in answer.columns}
     assert present == COLUMNS.keys() & batch.keys()
     labels, tokens = batch["labels"][0].tolist(), batch["input_ids"][0].tolist()
-    end = 0
+    end, alternatives = 0, []
     for number, answer in enumerate(packed):
         segment = segments[chosen[number]]
         start, end = end, end + segment.num_tokens
         begin = start + len(prompts[answer.prompt][1].token_ids)
         behind = begin + len(answer.token_ids)
+        alternatives += [[begin + at, token] for at, token in answer.alternatives if answer.weights[at]]
         assert tokens[begin:behind] == list(answer.token_ids)
         expected = [t if w else -100 for t, w in zip(answer.token_ids, answer.weights, strict=True)]
         assert labels[begin:behind] == expected
@@ -111,6 +116,7 @@ def test_every_value_stays_with_its_token(
             (value,) = answer.columns.get(name, (COLUMNS[name].filler,))
             assert batch[name][number].item() == value
     assert end == len(labels)
+    assert (batch["alternatives"].tolist() if "alternatives" in batch else []) == alternatives
     assert {name: batch[name].shape for name in present} == {
         name: (1, end) if name == "log_probs" else (len(packed),) for name in present
     }
