@@ -150,7 +150,7 @@ def start_run(config: Stage2Config, given: RunInputs) -> Stage2Run:
         config=settings,
         surroundings=surroundings(next(given.module.parameters()).device),
         version_window=channel.prefetch.version_window,
-        likeness=task.likeness,
+        similarity=task.similarity,
     )
     watch = progress_watch(config, telemetry, channel_b)
     return Stage2Run(

@@ -18,6 +18,7 @@ from swift_stage2.channel_b.task import Task
 from swift_stage2.demo.tiny_template import TINY_VL, load_tiny_model, tiny_template
 from swift_stage2.records import Rollout, Sample, SampleKey, Segment, VersionSpan
 
+Rows = list[dict[str, Any]]
 IntegerBox = tuple[int, int, int, int]
 
 STAGE1 = Path(swift_stage2.demo.__file__).parent / "stage1"
@@ -59,7 +60,7 @@ def make_encoder(template: Any = None, *, packing_length: int = PACKING_LENGTH) 
     return Encoder(make_template() if template is None else template, packing_length=packing_length)
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
+def read_rows(file: Path) -> Rows:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 

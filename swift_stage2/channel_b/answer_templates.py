@@ -44,9 +44,15 @@ class PossibleTemplates:
     @property
     def likeliest(self) -> AnswerTemplate:
         """The first of those that differ least from the dialect's standard: what no answer shows is as that has it."""
-        return _likeliest(
-            [template for n, template in enumerate(templates_of(self.dialect)) if self.bits >> n & 1]
-        )
+        standard = standard_template(self.dialect)
+
+        def num_different(template: AnswerTemplate) -> int:
+            # An answer without objects stands in the fence of the others.
+            alike = replace(template, empty=standard.empty)
+            return sum(one != other for one, other in zip(astuple(alike), astuple(standard), strict=True))
+
+        possible = [own for n, own in enumerate(templates_of(self.dialect)) if self.bits >> n & 1]
+        return min(possible, key=num_different)
 
 
 @cache
@@ -59,7 +65,7 @@ def templates_of(dialect: Dialect) -> tuple[AnswerTemplate, ...]:
         (True, False),
         _COORDINATES,
         (False, True),
-        _first_numbers(dialect),
+        (1, 0) if dialect.named else (1,),
     )
     written = (_template(dialect, *chosen) for chosen in options)
     return tuple(
@@ -69,6 +75,10 @@ def templates_of(dialect: Dialect) -> tuple[AnswerTemplate, ...]:
             for empty in (template.empty, dialect.opener + dialect.closer)
         )
     )
+
+
+def _all(dialect: Dialect) -> PossibleTemplates:
+    return PossibleTemplates(dialect, (1 << len(templates_of(dialect))) - 1)
 
 
 @cache
@@ -82,16 +92,16 @@ def standard_template(dialect: Dialect) -> AnswerTemplate:
     return templates_of(dialect)[(shown & -shown).bit_length() - 1]
 
 
-def possible_templates(text: str, dialect: Dialect) -> PossibleTemplates:
-    """The templates that write ``text``, channel A's answer without the end of turn."""
-    bits = 0
+def possible_templates(text: str, dialect: Dialect, among: int | None = None) -> PossibleTemplates:
+    """The templates, of the bits ``among``, that write ``text``: channel A's answer without the end of turn."""
+    bits, among = 0, _all(dialect).bits if among is None else among
     if objects := _objects(text, dialect):
         for beginning, templates in _by_beginning(dialect).items():
             if text.startswith(beginning):
-                bits |= sum(own for template, own in templates if _writes(template, objects, text))
+                bits |= sum(own for each, own in templates if own & among and _writes(each, objects, text))
     elif objects is not None:
         bits = sum(1 << n for n, template in enumerate(templates_of(dialect)) if template.empty == text)
-    return PossibleTemplates(dialect, bits)
+    return PossibleTemplates(dialect, bits & among)
 
 
 def require_templates(text: str, dialect: Dialect) -> PossibleTemplates:
@@ -112,7 +122,7 @@ def common_templates(
         counts: of how many answers ``possible_templates`` gave the same; among equals the first counts more.
         dialect: where there are no answers all of its templates are possible.
     """
-    common = PossibleTemplates(dialect, (1 << len(templates_of(dialect))) - 1)
+    common = _all(dialect)
     others: list[PossibleTemplates] = []
     for shown, _ in Counter(counts).most_common():
         if both := common & shown:
@@ -129,19 +139,19 @@ def learn_template(texts: Iterable[str], dialect: Dialect) -> AnswerTemplate:
         ConfigError: as ``require_templates`` does.
         DatasetError: an answer is written otherwise than those before it; shows both texts.
     """
-    possible: Sequence[AnswerTemplate] = templates_of(dialect)
+    common = _all(dialect)
     for text in texts:
-        objects = _objects(text, dialect)
-        alike = [each for each in possible if objects is not None and each.write(objects) == text]
+        alike = possible_templates(text, dialect, among=common.bits)
         if not alike:
             require_templates(text, dialect)
+            own = common.likeliest.write(_objects(text, dialect) or ())
             raise DatasetError(
                 "all answers must be written alike",
-                got=f"{_both_texts(text, _likeliest(possible).write(objects or ()))} as the rows before it are",
+                got=f"{_both_texts(text, own)} as the rows before it are",
                 remedy="write the answers of all rows in one way (code fence, key order, white space, escapes)",
             )
-        possible = alike
-    return _likeliest(possible)
+        common = alike
+    return common.likeliest
 
 
 def fill_placeholders(content: str, objects: Sequence[tuple[str, Sequence[float]]]) -> str:
@@ -195,10 +205,6 @@ def _white_spaces() -> Iterator[_WhiteSpace]:
             yield _WhiteSpace(one, one, "\n", two, two, one, *of_box)
 
 
-def _first_numbers(dialect: Dialect) -> tuple[int, ...]:
-    return (1, 0) if dialect.named else (1,)
-
-
 def _template(
     dialect: Dialect,
     fence: str,
@@ -221,7 +227,7 @@ def _template(
         coordinate=coordinate,
         coordinate_separator=f",{space.coordinate}",
         middle=f"{before[1]},{space.member}{after[0]}",
-        closer=f"{after[1]}{space.outside}}}",
+        closer=f"{after[1]}{space.outside}",
         tail=f"{space.end}{dialect.closer}{end_of_fence}",
         first_number=first_number,
         separator=f",{space.between}",
@@ -254,18 +260,6 @@ def _writes(template: AnswerTemplate, objects: Objects, text: str) -> bool:
     """True if ``text`` is what the template writes; a look at the first object spares writing most that are not."""
     first = template.head + template.object_at(0, objects[0]) + template.behind(0, len(objects))
     return text.startswith(first) and template.write(objects) == text
-
-
-def _likeliest(possible: Sequence[AnswerTemplate]) -> AnswerTemplate:
-    standard = standard_template(possible[0].dialect)
-
-    def num_different(template: AnswerTemplate) -> int:
-        alike = replace(
-            template, empty=standard.empty
-        )  # an answer without objects stands in the fence of the others
-        return sum(one != other for one, other in zip(astuple(alike), astuple(standard), strict=True))
-
-    return min(possible, key=num_different)
 
 
 def _both_texts(text: str, own: str) -> str:

@@ -7,10 +7,9 @@ client tell of POSTs, and the pacer is told what is in the making.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,10 +31,6 @@ from swift_stage2.servers.infer_wire import PREFIX, protect_from_abort
 from swift_stage2.telemetry.event_log import EventLog
 from swift_stage2.telemetry.events import Finished, Sent
 from swift_stage2.telemetry.recorders import PipelineRecorder
-
-logger = logging.getLogger(__name__)
-
-MANY_GIVEN_UP = 8  # samples, because one server was asked another prompt; then that is told, once
 
 _END_S = 10.0  # places end within their calls' cut
 _WORDS = {
@@ -86,12 +81,9 @@ class Attempts:
         return self._open.get(key, Attempt())
 
     def begin(self, keys: Sequence[SampleKey]) -> None:
-        """They were drawn and are about to be submitted. Raises ValueError: one of them is open already."""
+        """They were drawn, so that none of them is open, and are about to be submitted."""
         with self._lock:
-            if twice := self._open.keys() & set(keys):
-                raise ValueError(
-                    f"a sample has one attempt at a time, got {sorted(list(key) for key in twice)}"
-                )
+            assert not self._open.keys() & set(keys), "a sample has one attempt at a time"
             self._open.update(dict.fromkeys(keys, Attempt()))
 
     def close(self, keys: Sequence[SampleKey]) -> None:
@@ -129,9 +121,6 @@ class AttemptOutcomes:
     events: PipelineRecorder
     redraw_dropped: bool
     max_attempts: int
-
-    def __post_init__(self) -> None:
-        self._num_given_up: Counter[str] = Counter()  # by server, because it was asked another prompt
 
     def take_back(self, outcome: BatchOutcome, *, is_stopped: bool) -> None:
         """Those that a share did not answer and that are not resumed."""
@@ -176,19 +165,8 @@ class AttemptOutcomes:
 
     def refused(self, rollout: Rollout, refusal: SampleError | MatchingError) -> None:
         """Its sample cannot be used, or its server was asked another prompt than the learner's."""
-        reason = QuarantineReason.SAMPLE
-        if isinstance(refusal, PromptMismatch):
-            reason = QuarantineReason.PROMPT
-            self._num_given_up[rollout.server] += 1
-            if self._num_given_up[rollout.server] == MANY_GIVEN_UP:
-                logger.warning(
-                    "%s: its prompts agree with the learner's for some samples and differed for %d, which were given "
-                    "up; where only large images differ, pixel limits do: compare max_pixels and template of server "
-                    "and learner; the last one: %s",
-                    rollout.server,
-                    MANY_GIVEN_UP,
-                    refusal,
-                )
+        is_of_prompt = isinstance(refusal, PromptMismatch)
+        reason = QuarantineReason.PROMPT if is_of_prompt else QuarantineReason.SAMPLE
         self.quarantine(rollout.sample.key, reason, str(refusal))
 
     def quarantine(self, key: SampleKey, reason: str, message: str) -> None:

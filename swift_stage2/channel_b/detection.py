@@ -33,7 +33,6 @@ from swift_stage2.channel_b.targets import (
     TokenGroup,
     order_ground_truth,
     order_missed,
-    render_target,
     weigh_tokens,
 )
 from swift_stage2.channel_b.task import Convert, Rows, Task, Tokenise, register_task
@@ -134,7 +133,7 @@ class DetectionTask(Task):
         """The ground truth in the order in which the model found it, then what it missed.
 
         A rollout with no usable object gives the ground truth in its own order. One that was not read whole still gives
-        the order of what it names, and is judged as if it had named nothing.
+        the order of what it names, and is scored as if it had named nothing.
         """
         with self.span("parse"):
             parsed = parse_rollout(rollout.text, self._dialect)
@@ -232,8 +231,9 @@ class DetectionTask(Task):
             [truth[number] for number in order[num_found:]], self._missed_order, rollout.sample.key
         )
         is_found = [True] * num_found + [False] * len(missed)
-        rendered = render_target([*found, *missed], is_found, self.template)
-        token_ids, offsets = tokenise(rendered.text)
+        pieces = list(self.template.pieces([*found, *missed], is_found))
+        text = "".join(piece for piece, _ in pieces)
+        token_ids, offsets = tokenise(text)
         instead = AlternativeTokens([*found, *missed], self.template, offsets, tokenise)
         alternatives: Continuations = ()
         duplicates: Continuations = ()
@@ -241,28 +241,28 @@ class DetectionTask(Task):
             alternatives = instead.alternatives(num_found)
         if listed_twice:
             duplicates = instead.duplicates(map(order.index, listed_twice), alternatives)
-        judged = match if parsed.is_whole else MatchResult((), 0)
+        scored = match if parsed.is_whole else MatchResult((), 0)
         return Target(
-            text=rendered.text,
+            text=text,
             token_ids=token_ids,
-            weights=weigh_tokens(offsets, rendered.spans, self._weights),
+            weights=weigh_tokens(offsets, pieces, self._weights),
             alternatives=alternatives,
             duplicates=duplicates,
             quality=MatchQuality(
                 num_predictions=len(parsed.counted),
                 num_ground_truth=len(truth),
-                num_pairs=len(judged.pairs),
-                sum_iou=float(sum(judged.ious)),
-                num_gated=judged.gated,
+                num_pairs=len(scored.pairs),
+                sum_iou=float(sum(scored.ious)),
+                num_gated=scored.gated,
                 num_truncated=int(rollout.truncated),
                 dropped={str(reason): count for reason, count in parsed.dropped.items()},
                 num_unclosed=int(not parsed.is_whole),
-                num_duplicates=judged.duplicates,
+                num_duplicates=scored.duplicates,
             ),
             match=ObjectMatch(
                 predicted=tuple((found.label, found.box) for found in parsed.counted),
                 truth=tuple(truth),
-                pairs=tuple((*pair, iou) for pair, iou in zip(judged.pairs, judged.ious, strict=True)),
+                pairs=tuple((*pair, iou) for pair, iou in zip(scored.pairs, scored.ious, strict=True)),
             ),
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean, stdev
 
 from swift_stage2.channel_b.attempts import AttemptOutcomes
@@ -157,17 +158,18 @@ class Groups:
             if compared.reason is not None:
                 self.ends.unused(compared.unused, compared.reason)
             yield replace(compared, is_rest=is_rest)
-        # What has ended is forgotten.
-        of_source = self.source.members_of
-        self._compared = {group: keys for group, keys in self._compared.items() if of_source(group)}
+        for group in list(self._compared):
+            if self.source.is_drawn(group) and not self.source.members_of(group):
+                del self._compared[group]
 
     def drop(self, keys: Sequence[SampleKey], reason: ReturnReason) -> None:
-        """Their segments were dropped: drawn again are those of a group that has enough of them. From any thread."""
+        """Their segments were dropped. Drawn again are those of a group of which enough come. From any thread."""
         by_group: dict[GroupId, list[SampleKey]] = {}
         for key in keys:
             by_group.setdefault(self.source.group_of(key), []).append(key)
         for group, dropped in by_group.items():
-            if len(dropped) >= self.settings.grpo.min_group:
+            others = set(self.source.members_of(group)).difference(self._compared[group], dropped)
+            if len(dropped) + len(others) >= self.settings.grpo.min_group:
                 if not reason.counts_attempt:  # the same ones come again; such a drop is the pipeline's own
                     self._compared[group].difference_update(dropped)
                 self.ends.dropped(dropped, reason)
@@ -175,16 +177,12 @@ class Groups:
                 self.ends.unused(dropped, UnusedReason.DROPPED)
 
     def _drop_stale(self) -> None:
-        current = self.clock.current
+        is_still = partial(is_fresh, current=self.clock.current, window=self.version_window)
         for group, members in list(self._waiting.items()):
-            fresh: list[Member] = []
-            stale: list[Member] = []
-            for member in members:
-                is_still = is_fresh(member.rollout.version, current=current, window=self.version_window)
-                (fresh if is_still else stale).append(member)
-            self.ends.stale_in_group([member.rollout.sample.key for member in stale])
-            self._waiting[group] = fresh
-            if not fresh:
+            stale = [each.rollout.sample.key for each in members if not is_still(each.rollout.version)]
+            self.ends.stale_in_group(stale)
+            self._waiting[group] = [each for each in members if each.rollout.sample.key not in stale]
+            if not self._waiting[group]:
                 del self._waiting[group], self._since_s[group]
 
     def _is_ready(self, group: GroupId) -> bool:

@@ -57,7 +57,8 @@ def match_objects(
         The match of least total cost, as ``assign`` has it among equals.
 
     Raises:
-        MatchingError: boxes that are not (n, 4), not finite or not in order.
+        ValueError: boxes that are not of shape (n, 4).
+        MatchingError: boxes that are not finite or not in order.
     """
     return match_by_similarity(
         iou_matrix(predicted_boxes, true_boxes),
@@ -138,7 +139,8 @@ def iou_matrix(predicted_boxes: ArrayLike, true_boxes: ArrayLike) -> NDArray[np.
     """Intersection over union, shape (num_predictions, num_truths); 0 where both areas are 0.
 
     Raises:
-        MatchingError: boxes that are not (n, 4), not finite or not in order.
+        ValueError: boxes that are not of shape (n, 4).
+        MatchingError: boxes that are not finite or not in order.
     """
     predicted = _check_boxes("predicted_boxes", predicted_boxes).T[:, :, None]
     true = _check_boxes("true_boxes", true_boxes).T[:, None, :]
@@ -169,34 +171,18 @@ def _areas(boxes: NDArray[np.float64]) -> NDArray[np.float64]:
 def _keep_best(chosen: NDArray[np.bool_], ious: NDArray[np.float64], top_k: int) -> None:
     """Leaves each row of ``chosen``, in place, its ``top_k`` largest IoUs; ties go to the lower index."""
     crowded = np.flatnonzero(chosen.sum(axis=1) > top_k)
-    if not len(crowded):
-        return
-    values = np.where(chosen[crowded], ious[crowded], -1.0)
-    last = -np.partition(-values, top_k - 1, axis=1)[:, top_k - 1, None]
-    kept = values >= last
-    overfull = np.flatnonzero(kept.sum(axis=1) > top_k)
-    above, tied = values[overfull] > last[overfull], values[overfull] == last[overfull]
-    kept[overfull] = above | (tied & (np.cumsum(tied, axis=1) <= top_k - above.sum(axis=1, keepdims=True)))
-    chosen[crowded] = kept
+    costs = np.where(chosen[crowded], -ious[crowded], np.inf)
+    best = np.argsort(costs, axis=1, kind="stable")[:, :top_k]
+    chosen[crowded] = False
+    chosen[crowded[:, None], best] = True
 
 
 def _check_boxes(name: str, boxes: ArrayLike) -> NDArray[np.float64]:
-    try:
-        array = np.asarray(boxes, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise MatchingError(
-            f"{name} must be numbers of shape (n, 4): {error}; give x1, y1, x2, y2 per box"
-        ) from error
-    if array.shape in ((0,), (0, 4)):
-        return np.zeros((0, 4))
-    if array.ndim != 2 or array.shape[1] != 4:
-        raise MatchingError(
-            f"{name} must have shape (n, 4), got shape={array.shape}; give x1, y1, x2, y2 per box"
-        )
-    sane = (np.abs(array) <= MAX_COORDINATE).all(axis=1)
-    sane &= (array[:, 0] <= array[:, 2]) & (array[:, 1] <= array[:, 3])
-    if not sane.all():
-        index = int(np.argmin(sane))
+    array = np.asarray(boxes, dtype=np.float64)
+    array = array.reshape(len(array), 4)
+    is_sane = (np.abs(array) <= MAX_COORDINATE).all(axis=1) & (array[:, :2] <= array[:, 2:]).all(axis=1)
+    if not is_sane.all():
+        index = int(np.argmin(is_sane))
         raise MatchingError(
             f"boxes must be finite with x1 <= x2 and y1 <= y2, got {name}[{index}]={array[index].tolist()}; "
             "drop or reorder it before matching"

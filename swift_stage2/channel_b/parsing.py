@@ -93,42 +93,26 @@ def read_ground_truth(row: Mapping[str, Any], num_coordinates: int = 4) -> TrueO
             got=f"image_id={image_ids[0]!r}",
             remedy="put that image first in images, and write 0",
         )
-    read = _read_true_point if num_coordinates == 2 else _read_true_box
-    return TrueObjects(tuple(label.strip() for label in labels), tuple(map(read, boxes)))
+    read = (_read_coordinates(box, num_coordinates) for box in boxes)
+    return TrueObjects(tuple(label.strip() for label in labels), tuple(read))
 
 
-def _read_true_box(box: Any) -> tuple[float, ...]:
-    numbers = _numbers_of(box)
-    if len(numbers) != 4:
-        raise SampleError("a box must be four numbers x1, y1, x2, y2", got=f"bbox={box}")
-    x1, y1, x2, y2 = numbers
-    if not (0 <= x1 <= x2 <= _MOST_PIXELS and 0 <= y1 <= y2 <= _MOST_PIXELS):
+def _read_coordinates(box: Any, count: int) -> tuple[float, ...]:
+    numbers = box if isinstance(box, Sequence) and not isinstance(box, str) else ()
+    if len(numbers) != count or not all(type(number) in (int, float) for number in numbers):
+        wanted = (
+            "a box must be four numbers x1, y1, x2, y2" if count == 4 else "a point must be two numbers x, y"
+        )
+        raise SampleError(wanted, got=f"bbox={box}")
+    if not (is_in_order(numbers) and max(numbers) <= _MOST_PIXELS):
+        if count == 2:
+            raise SampleError("a point must have 0 <= x and 0 <= y", got=f"bbox={box}")
         raise SampleError(
             "a box must have 0 <= x1 <= x2 and 0 <= y1 <= y2",
             got=f"bbox={box}",
-            remedy="write x + width and y + height for x2 "
-            "and y2 if these are its size, or mend or remove the row",
+            remedy="write x + width and y + height for x2 and y2 if these are its size, or mend or remove the row",
         )
-    return float(x1), float(y1), float(x2), float(y2)
-
-
-def _read_true_point(point: Any) -> tuple[float, ...]:
-    numbers = _numbers_of(point)
-    if len(numbers) != 2:
-        raise SampleError("a point must be two numbers x, y", got=f"bbox={point}")
-    if not all(0 <= number <= _MOST_PIXELS for number in numbers):
-        raise SampleError("a point must have 0 <= x and 0 <= y", got=f"bbox={point}")
-    return float(numbers[0]), float(numbers[1])
-
-
-def _numbers_of(coordinates: Any) -> Sequence[float]:
-    """None at all where any of them is no number."""
-    numbers = coordinates if isinstance(coordinates, Sequence) and not isinstance(coordinates, str) else ()
-    return numbers if all(_is_number(number) for number in numbers) else ()
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return tuple(map(float, numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +136,7 @@ class ParsedRollout:
 
     @property
     def counted(self) -> tuple[PredictedObject, ...]:
-        """The objects by which the answer is judged: none of one that was not read whole."""
+        """The objects that count: none of one that was not read whole."""
         return self.objects if self.is_whole else ()
 
 
@@ -181,7 +165,7 @@ def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
         begin, position = position, _end_of_element(answer, position, dialect.closer)
         if position is None:
             break
-        outcome = _judge_element(name, answer[begin:position], names, dialect)
+        outcome = _read_element(name, answer[begin:position], names, dialect)
         if isinstance(outcome, PredictedObject):
             objects.append(outcome)
         else:
@@ -189,7 +173,7 @@ def parse_rollout(text: str, dialect: Dialect = OBJECT_LIST) -> ParsedRollout:
     return ParsedRollout(tuple(objects), dict(dropped), unclosed=True, is_whole=False)
 
 
-def _judge_element(
+def _read_element(
     name: str | None, element: str, names: set[str], dialect: Dialect
 ) -> PredictedObject | ObjectDropReason:
     """The object, or the first reason against it; remembers the element's name."""

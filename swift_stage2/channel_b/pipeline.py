@@ -201,7 +201,7 @@ class Pipeline:
         for _, seconds in sorted({(rollout.server, rollout.seconds) for rollout in confirmed}):
             self._production.measured(self._view, seconds + time.monotonic() - began)
         for outcome in evaluated:
-            self._go_on_to(PipelineActivity.EVALUATING, "judges an evaluation's answers")
+            self._go_on_to(PipelineActivity.EVALUATING, "scores an evaluation's answers")
             self._num_evaluating -= len(outcome.samples)
             assert self.take_evaluated is not None
             self.take_evaluated(outcome)
@@ -292,7 +292,7 @@ class Pipeline:
             return
         work: _Work = self.preprocessor.encode
         if self.groups is not None:
-            work = partial(self.preprocessor.score_in_group, with_target=self.groups.with_target)
+            work = partial(self.preprocessor.score, in_group=True, with_target=self.groups.with_target)
         matched = self._preprocessed(rollouts, work)
         pairs = list(zip(rollouts, matched, strict=True))
         agreed = {

@@ -40,7 +40,7 @@ class PointTask(DetectionTask):
     """
 
     metrics = ("mean_distance",)
-    likeness = "closeness"
+    similarity = "closeness"
     default_dialect: ClassVar[str] = POINT_LIST.name
     num_coordinates: ClassVar[int] = 2
 

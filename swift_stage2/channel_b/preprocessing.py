@@ -17,7 +17,7 @@ from swift_stage2.channel_b.encoding import Encoder, PromptEncoding, require_sam
 from swift_stage2.channel_b.task import TOTAL, Task, correct_by
 from swift_stage2.columns import ADVANTAGES, BEHAVIOUR, COLUMNS, stand_ins
 from swift_stage2.errors import MatchingError, SampleError
-from swift_stage2.records import MatchQuality, Pack, Rollout, Segment, Target
+from swift_stage2.records import MatchQuality, Pack, Rollout, SampleKey, Segment, Target
 
 Refusal = SampleError | MatchingError
 _FoundT = TypeVar("_FoundT")
@@ -41,7 +41,7 @@ class ScoredRollout:
     target: Target
     space: tuple[int, int] | None
     target_reward: float | None = None
-    """The reward of the corrected answer; None unless ``score_in_group`` was asked for it."""
+    """The reward of the corrected answer; None unless ``score`` was asked for it."""
 
 
 def make_target(rollout: Rollout, prompt: PromptEncoding, encoder: Encoder, task: Task) -> Target:
@@ -130,35 +130,38 @@ class Preprocessor:
         self._task = task
         self._packing_length = packing_length
         self._last_prompt: tuple[int, PromptEncoding] | None = None
+        self._held: dict[SampleKey, Segment] = {}
 
     def encode(self, rollouts: Sequence[Rollout]) -> list[EncodedRollout | Refusal]:
-        """Each rollout as a segment, in their order. Segments wait here until ``pack`` or ``forget``."""
+        """Each rollout as a segment, in their order. Its encodings, which are large, wait here for ``pack``."""
         return _each(rollouts, self._encode)
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout | Refusal]:
-        """Each rollout against its ground truth, in their order; nothing is kept."""
-        return _each(rollouts, lambda each: self._score(each, self._encoder.encode_prompt(each.sample)))
-
-    def score_in_group(
-        self, rollouts: Sequence[Rollout], *, with_target: bool
+    def score(
+        self, rollouts: Sequence[Rollout], *, in_group: bool = False, with_target: bool = False
     ) -> list[ScoredRollout | Refusal]:
-        """As ``score``, of rollouts that are going to be trained as they were sampled, by their rewards.
+        """Each rollout against its ground truth, in their order; nothing is kept.
 
-        ``with_target``: the reward of each corrected answer as well.
+        ``in_group``: they are going to be trained as they were sampled, by their rewards. ``with_target``: the reward
+        of each corrected answer as well.
         """
-        return _each(rollouts, partial(self._score_in_group, with_target=with_target))
+        return _each(rollouts, partial(self._score, in_group=in_group, with_target=with_target))
 
     def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack | None:
         """Encoded segments as one batch, in the order given; None if some are not held any more."""
-        return make_pack(pack_id, segments, self._encoder, self._packing_length)
+        if not all(map(self.holds, segments)):
+            return None
+        whole = [self._held[segment.key] for segment in segments]
+        self.forget(segments)
+        return make_pack(pack_id, whole, self._encoder, self._packing_length)
 
     def holds(self, segment: Segment) -> bool:
         """True if ``pack`` can still pack it."""
-        return True
+        return segment.key in self._held
 
     def forget(self, segments: Sequence[Segment]) -> None:
         """These will not be packed."""
-        return
+        for segment in segments:
+            self._held.pop(segment.key, None)
 
     def interrupt(self) -> None:
         """Whatever is asked now, or later, need not be answered; from any thread."""
@@ -172,29 +175,29 @@ class Preprocessor:
         started = time.monotonic()
         prompt = self._prompt_of(rollout)
         segment, target = make_segment(rollout, prompt, self._encoder, self._task)
-        return EncodedRollout(segment, target, prompt.space, time.monotonic() - started)
+        self._held[segment.key] = segment
+        return EncodedRollout(
+            replace(segment, encodings=()), target, prompt.space, time.monotonic() - started
+        )
 
-    def _score_in_group(self, rollout: Rollout, *, with_target: bool) -> ScoredRollout:
-        self._encoder.require_trainable(rollout)
-        prompt = self._prompt_of(rollout)
-        scored = self._score(rollout, prompt)
+    def _score(self, rollout: Rollout, *, in_group: bool, with_target: bool) -> ScoredRollout:
+        if in_group:
+            self._encoder.require_trainable(rollout)
+        prompt = self._prompt_of(rollout) if in_group else self._encoder.encode_prompt(rollout.sample)
+        require_same_prompt(rollout, prompt)
+        target = make_target(rollout, prompt, self._encoder, self._task)
         if not with_target:
-            return scored
-        target = scored.target
+            return ScoredRollout(target, prompt.space)
         answer = replace(rollout, text=target.text, token_ids=target.token_ids, truncated=False)
         said = replace(answer, **stand_ins(len(target.token_ids)))
         right = make_target(said, prompt, self._encoder, self._task)
-        return replace(scored, target_reward=right.quality.reward[TOTAL])
-
-    def _score(self, rollout: Rollout, prompt: PromptEncoding) -> ScoredRollout:
-        require_same_prompt(rollout, prompt)
-        return ScoredRollout(make_target(rollout, prompt, self._encoder, self._task), prompt.space)
+        return ScoredRollout(target, prompt.space, right.quality.reward[TOTAL])
 
     def _prompt_of(self, rollout: Rollout) -> PromptEncoding:
         """The last one is kept: rollouts of one row of the training data come one after another.
 
-        The number of a row is enough: a prompt depends on nothing else, and of no other data than the training rows is
-        anything asked here (``score`` is for those).
+        The number of a row is enough: a prompt depends on nothing else, and evaluations, which have rows of their own,
+        do not ask here.
         """
         row = rollout.sample.key.index
         if self._last_prompt is None or self._last_prompt[0] != row:

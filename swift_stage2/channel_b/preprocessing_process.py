@@ -33,7 +33,7 @@ from swift_stage2.channel_b.task import Task
 from swift_stage2.compat import declare_operators
 from swift_stage2.config.swift_arguments import PLUGIN_PREFIX
 from swift_stage2.errors import ConfigError, PreprocessorLost, SampleError
-from swift_stage2.records import Pack, Rollout, SampleKey, Segment
+from swift_stage2.records import Pack, Rollout, Segment
 from swift_stage2.runtime.worker import begin_worker, describe_end, heed_no_stop
 from swift_stage2.telemetry.timing import Span, Trace, untraced
 
@@ -57,7 +57,7 @@ class ProcessPreprocessor(Preprocessor):
         """Raises ConfigError: the template or the task cannot be sent to another process."""
         self._parts = _pickled((encoder.with_span(untraced), task.with_span(untraced), packing_length))
         self._trace = trace
-        self._held: set[SampleKey] = set()
+        self._held = {}  # segments whose encodings are there
         self._num_lost = 0
         self._is_over = False
         self._changing = threading.Lock()
@@ -76,21 +76,17 @@ class ProcessPreprocessor(Preprocessor):
     def encode(self, rollouts: Sequence[Rollout]) -> list[EncodedRollout | Refusal]:
         return self._ask_for_each("encode", rollouts)
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout | Refusal]:
-        return self._ask_for_each("score", rollouts)
-
-    def score_in_group(
-        self, rollouts: Sequence[Rollout], *, with_target: bool
+    def score(
+        self, rollouts: Sequence[Rollout], *, in_group: bool = False, with_target: bool = False
     ) -> list[ScoredRollout | Refusal]:
-        return self._ask_for_each("score_in_group", rollouts, with_target=with_target)
+        return self._ask_for_each("score", rollouts, in_group=in_group, with_target=with_target)
 
     def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack | None:
-        keys = tuple(segment.key for segment in segments)
-        if not self._held.issuperset(keys):
+        if not all(map(self.holds, segments)):
             return None
-        self._held.difference_update(keys)
+        super().forget(segments)
         try:
-            pack, path = self._ask(f"pack {len(keys)} segments", "pack", pack_id, keys)
+            pack, path = self._ask(f"pack {len(segments)} segments", "pack", pack_id, tuple(segments))
             # Of this rank's own process: a user's collator may put any object beside the tensors.
             whole: Pack = replace(pack, batch=torch.load(path, mmap=True, weights_only=False))
         except (PreprocessorLost, FileNotFoundError):  # the file goes with its process
@@ -99,14 +95,10 @@ class ProcessPreprocessor(Preprocessor):
             return None
         return whole
 
-    def holds(self, segment: Segment) -> bool:
-        return segment.key in self._held
-
     def forget(self, segments: Sequence[Segment]) -> None:
-        keys = self._held.intersection(segment.key for segment in segments)
-        self._held -= keys
+        super().forget(segments)
         with suppress(BrokenProcessPool, RuntimeError):  # it has gone, and they with it
-            self._pool.submit(_work, _pickled(("forget", (keys,), {})))
+            self._pool.submit(_work, _pickled(("forget", (tuple(segments),), {})))
 
     def interrupt(self) -> None:
         with self._changing:
@@ -164,7 +156,8 @@ class ProcessPreprocessor(Preprocessor):
         for span in spans:
             self._trace.record(span.name, span.start_ns, span.end_ns, _TRACK)
         if name == "encode":
-            self._held.update(each.segment.key for each in found if isinstance(each, EncodedRollout))
+            segments = [each.segment for each in found if isinstance(each, EncodedRollout)]
+            self._held |= {segment.key: segment for segment in segments}
         return found
 
     def _result(self, what: str, future: Future[Any]) -> Any:
@@ -230,67 +223,39 @@ def _plugins() -> dict[str, str]:
 # --- in the process --------------------------------------------------------------------------------------------------
 
 
-class _Holder:
-    """The preprocessor there, with the encodings that wait for ``pack``: they are large."""
-
-    def __init__(self, preprocessor: Preprocessor, trace: Trace) -> None:
-        self.score = preprocessor.score
-        self.score_in_group = preprocessor.score_in_group
-        self.trace = trace
-        self._preprocessor = preprocessor
-        self._segments: dict[SampleKey, Segment] = {}
-        self._file = -1  # of the latest pack; its reader has opened it when something else is asked
-
-    def encode(self, rollouts: Sequence[Rollout]) -> list[EncodedRollout | Refusal]:
-        found = self._preprocessor.encode(rollouts)
-        segments = [each.segment for each in found if isinstance(each, EncodedRollout)]
-        self._segments.update((segment.key, segment) for segment in segments)
-        return [
-            replace(each, segment=replace(each.segment, encodings=()))
-            if isinstance(each, EncodedRollout)
-            else each
-            for each in found
-        ]
-
-    def pack(self, pack_id: str, keys: Sequence[SampleKey]) -> tuple[Pack, str]:
-        """A pack without its batch, and the path of the memory file with that."""
-        pack = self._preprocessor.pack(pack_id, [self._segments.pop(key) for key in keys])
-        assert pack is not None
-        self._file = os.memfd_create("swift_stage2-batch", os.MFD_CLOEXEC)
-        with os.fdopen(os.dup(self._file), "wb") as file:
-            torch.save(pack.batch, file)
-        return replace(pack, batch={}), f"/proc/{os.getpid()}/fd/{self._file}"
-
-    def forget(self, keys: Sequence[SampleKey]) -> None:
-        for key in keys:
-            del self._segments[key]
-
-    def close_file(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-
-_holder: _Holder
+_preprocessor: Preprocessor
+_trace: Trace
+_file = -1  # of the latest pack; its reader has opened it when something else is asked
 
 
 def _set_up(parts: bytes, plugins: Mapping[str, str], is_traced: bool) -> None:
-    global _holder
+    global _preprocessor, _trace
     declare_operators()  # before the template imports torchvision
     torch.serialization.set_crc32_options(False)
     encoder, task, packing_length = _PartsUnpickler(parts, plugins).load()
     encoder.attach_model()
-    trace = Trace(is_traced)
-    encoder, task = encoder.with_span(trace.span), task.with_span(trace.span)
-    _holder = _Holder(Preprocessor(encoder, task, packing_length=packing_length), trace)
+    _trace = Trace(is_traced)
+    encoder, task = encoder.with_span(_trace.span), task.with_span(_trace.span)
+    _preprocessor = Preprocessor(encoder, task, packing_length=packing_length)
 
 
 def _work(message: bytes) -> tuple[Any, tuple[Span, ...]]:
-    """Calls a method of the holder; returns what it gave, and the spans of that."""
+    """Calls a method of the preprocessor; returns what it gave, and the spans of that.
+
+    A pack comes without its batch, and with the path of the memory file that has it.
+    """
+    global _file
     name, arguments, settings = pickle.loads(message)
-    _holder.close_file()
-    found = getattr(_holder, name)(*arguments, **settings)
-    return found, _holder.trace.take()
+    if _file >= 0:
+        os.close(_file)
+        _file = -1
+    found = getattr(_preprocessor, name)(*arguments, **settings)
+    if name == "pack":
+        _file = os.memfd_create("swift_stage2-batch", os.MFD_CLOEXEC)
+        with os.fdopen(os.dup(_file), "wb") as file:
+            torch.save(found.batch, file)
+        found = replace(found, batch={}), f"/proc/{os.getpid()}/fd/{_file}"
+    return found, _trace.take()
 
 
 class _PartsUnpickler(pickle.Unpickler):

@@ -15,6 +15,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +133,7 @@ class SampleSource:
         origin = self.origin_of(key)
         with self._lock:
             self._settle([key])
-            self._log.write(
-                Quarantined(
-                    samples=(key,),
-                    reason=reason,
-                    message=message,
-                    file=origin.file,
-                    line=origin.line,
-                    images=origin.images,
-                )
-            )
+            self._log.write(Quarantined(samples=(key,), reason=reason, message=message, **asdict(origin)))
         return origin
 
     def settle_unused(self, keys: Sequence[SampleKey], reason: UnusedReason) -> None:

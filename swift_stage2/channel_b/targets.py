@@ -1,8 +1,7 @@
 """Turns a match and the ground truth into the corrected answer: its order, its text, its token weights.
 
-The text is serialised from ground truth alone and divided into character spans without gap or
-overlap, so that every token of the text, tokenised once as a whole, gets exactly one weight. Parsing
-the text gives back the same objects. Called by the pipeline.
+The text is serialised from ground truth alone, in pieces that each belong to one group, so that every token of the
+text, tokenised once as a whole, gets exactly one weight. Parsing the text gives back the same objects.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import json
 import random
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from statistics import mode
 
 from swift_stage2.channel_b.dialects import END_OF_TURN, Dialect, is_in_order
 from swift_stage2.channel_b.task import Tokenise
@@ -52,7 +51,7 @@ class AnswerTemplate:
     coordinate: str  # '{}', '<|coord_{}|>' or the latter in quotes
     coordinate_separator: str
     middle: str  # between the two values
-    closer: str  # from behind the second value up to the object's closing bracket
+    closer: str  # from behind the second value to the object's closing bracket, without that
     tail: str  # behind the last object: ']\n```'
     first_number: int  # of the map's objects
     separator: str  # between two objects
@@ -79,9 +78,9 @@ class AnswerTemplate:
         yield self.head, TokenGroup.STRUCTURE
         for number, (each, is_found) in enumerate(zip(objects, found, strict=True)):
             if number:
-                yield self._bracket + self.separator, TokenGroup.ANOTHER
+                yield "}" + self.separator, TokenGroup.ANOTHER
             yield from self._object(number, *each, is_found=is_found)
-        yield self._bracket + self.tail, TokenGroup.CLOSURE
+        yield "}" + self.tail, TokenGroup.CLOSURE
 
     def write(self, objects: Objects) -> str:
         """The answer as text. Raises SampleError as ``pieces`` does."""
@@ -91,7 +90,7 @@ class AnswerTemplate:
         """The character at which each object begins in what ``write`` gives."""
         places, end = [], len(self.head)
         for number, each in enumerate(objects):
-            end += len(self._bracket + self.separator) if number else 0
+            end += len("}" + self.separator) if number else 0
             places.append(end)
             end += len(self.object_at(number, each))
         return places
@@ -106,17 +105,12 @@ class AnswerTemplate:
         Behind the last of ``num_objects`` it is the rest of the answer.
         """
         if number + 1 == num_objects:
-            return self._bracket + self.tail
-        return self._bracket + self.separator + self.opening(number + 1)
+            return "}" + self.tail
+        return "}" + self.separator + self.opening(number + 1)
 
     def opening(self, number: int) -> str:
         """The text from an object's beginning to its first value."""
         return (f'"object_{self.first_number + number}' if self.dialect.named else "") + self.opener
-
-    @property
-    def _bracket(self) -> str:
-        """The one that closes an object, and what ``closer`` has behind it."""
-        return self.closer[self.closer.rindex("}") :]
 
     def _object(
         self, number: int, label: str, box: Sequence[int], *, is_found: bool
@@ -128,7 +122,7 @@ class AnswerTemplate:
         yield values[self.box_first]
         yield self.middle, TokenGroup.STRUCTURE
         yield values[not self.box_first]
-        yield self.closer[: self.closer.rindex("}")], TokenGroup.STRUCTURE
+        yield self.closer, TokenGroup.STRUCTURE
 
     def _escape(self, label: str) -> str:
         """The label as it stands between quotes."""
@@ -150,23 +144,6 @@ class AnswerTemplate:
             )
             raise SampleError(f"a true {wanted}={tuple(box)}", remedy="mend the row's objects.bbox")
         return self.coordinate_separator.join(map(self.coordinate.format, coordinates))
-
-
-@dataclass(frozen=True, slots=True)
-class TextSpan:
-    """Characters ``start <= i < end`` of a target's text."""
-
-    start: int
-    end: int
-    group: TokenGroup
-
-
-@dataclass(frozen=True, slots=True)
-class TargetText:
-    """An answer in a dialect. The spans cover the text from its first to its last character."""
-
-    text: str
-    spans: tuple[TextSpan, ...]
 
 
 def order_ground_truth(pairs: Sequence[tuple[int, int]], num_ground_truth: int) -> tuple[int, ...]:
@@ -195,37 +172,10 @@ def order_missed(missed: Objects, order: MissedOrder, key: SampleKey) -> Objects
     return missed
 
 
-def render_target(objects: Objects, matched_flags: Sequence[bool], template: AnswerTemplate) -> TargetText:
-    """Writes objects exactly as channel A's answers are written.
-
-    Args:
-        objects: (label, box) in the order of the answer; boxes are four integers in the template's space.
-        matched_flags: per object, whether the model had predicted it.
-        template: learned from channel A's answers.
-
-    Raises:
-        SampleError: a label is blank or holds the end of the turn, or a box is not one that parses.
-        ValueError: there is not one flag per object.
-    """
-    if len(objects) != len(matched_flags):
-        raise ValueError(
-            f"every object needs one flag, got num_objects={len(objects)} num_flags={len(matched_flags)}"
-        )
-    texts: list[str] = []
-    spans: list[TextSpan] = []
-    end = 0
-    for text, group in template.pieces(objects, matched_flags):
-        texts.append(text)
-        start, end = end, end + len(text)
-        if spans and spans[-1].group is group:
-            start = spans.pop().start
-        if end > start:
-            spans.append(TextSpan(start, end, group))
-    return TargetText("".join(texts), tuple(spans))
-
-
 def weigh_tokens(
-    offsets: Sequence[tuple[int, int]], spans: Sequence[TextSpan], weights: Mapping[TokenGroup, float]
+    offsets: Sequence[tuple[int, int]],
+    pieces: Iterable[tuple[str, TokenGroup]],
+    weights: Mapping[TokenGroup, float],
 ) -> tuple[float, ...]:
     """One weight per token: that of the group which most of its characters belong to.
 
@@ -234,33 +184,12 @@ def weigh_tokens(
 
     Args:
         offsets: per token its characters ``start <= i < end``, from one tokenisation of the whole text.
-        spans: of the same text.
+        pieces: the text as ``AnswerTemplate.pieces`` gives it.
         weights: per group.
-
-    Raises:
-        ValueError: a token lies outside the text.
     """
-    starts = [span.start for span in spans]
-    for start, end in offsets:
-        if not 0 <= start <= end <= spans[-1].end:
-            raise ValueError(
-                f"tokens must lie within the text, got offsets=({start}, {end}) "
-                f"num_characters={spans[-1].end}; tokenise the target's text as a whole"
-            )
-    return tuple(weights.get(_group_of(offset, spans, starts), 1.0) for offset in offsets)
-
-
-def _group_of(offset: tuple[int, int], spans: Sequence[TextSpan], starts: Sequence[int]) -> TokenGroup:
-    start, end = offset
-    index = bisect_right(starts, start) - 1
-    if end <= spans[index].end:
-        return spans[index].group
-    num_characters: dict[TokenGroup, int] = defaultdict(int)
-    while index < len(spans) and spans[index].start < end:
-        span = spans[index]
-        num_characters[span.group] += min(end, span.end) - max(start, span.start)
-        index += 1
-    return max(num_characters, key=lambda group: num_characters[group])
+    groups = [group for text, group in pieces for _ in text]
+    groups.append(groups[-1])  # for a token without characters behind the last one
+    return tuple(weights.get(mode(groups[start : max(end, start + 1)]), 1.0) for start, end in offsets)
 
 
 Continuations = tuple[tuple[int, int], ...]

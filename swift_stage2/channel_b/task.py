@@ -96,7 +96,7 @@ class Task(ABC):
     """Loss weight of the template's end-of-turn tokens."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of metrics of its own, which evaluations report beside the shipped ones. See ``Target.metrics``."""
-    likeness: ClassVar[str] = "IoU"
+    similarity: ClassVar[str] = "IoU"
     """The doctor's word for what ``MatchQuality.sum_iou`` adds up over pairs."""
     columns: ClassVar[tuple[str, ...]] = ()
     """Names of the columns that it needs. Of those that servers give it finds the values in a rollout's field of that
@@ -233,50 +233,37 @@ def correct_by(task: Task, rollout: Rollout, truth: Any, tokenise: Tokenise) -> 
             raise SampleError(f"task {name_of(task)} needs a rollout's {name}", got="one without")
     target: object = task.correct(rollout, truth, tokenise)
     if not isinstance(target, Target):
-        raise TaskError(
-            f"task {name_of(task)}: correct must return a Target",
-            got=type(target).__name__,
-            remedy="mend the task",
-        )
-    if len(target.weights) != len(target.token_ids):
-        raise TaskError(
-            f"task {name_of(task)}: a Target needs one weight per token",
-            got=f"num_weights={len(target.weights)} "
-            f"num_token_ids={len(target.token_ids)} text={target.text[:80]!r}",
-            remedy="mend the task",
-        )
+        raise _fault(task, "correct must return a Target", type(target).__name__)
+    num_tokens = len(target.token_ids)
+    if len(target.weights) != num_tokens:
+        got = f"num_weights={len(target.weights)} num_token_ids={num_tokens} text={target.text[:80]!r}"
+        raise _fault(task, "a Target needs one weight per token", got)
     for name, values in target.columns.items():
         if name not in task.columns:
-            raise TaskError(
-                f"task {name_of(task)}: a Target carries columns that the task declares",
-                got=f"{name!r}",
-                remedy="add it to the task's columns",
-            )
-        if len(values) != COLUMNS[name].num_values(len(target.token_ids)):
-            raise TaskError(
-                f"task {name_of(task)}: a Target's {name} needs one value per {COLUMNS[name].per}",
-                got=f"num_values={len(values)} num_token_ids={len(target.token_ids)}",
-                remedy="mend the task",
-            )
+            wanted = "a Target carries columns that the task declares"
+            raise _fault(task, wanted, repr(name), remedy="add it to the task's columns")
+        if len(values) != COLUMNS[name].num_values(num_tokens):
+            wanted = f"a Target's {name} needs one value per {COLUMNS[name].per}"
+            raise _fault(task, wanted, f"num_values={len(values)} num_token_ids={num_tokens}")
     return replace(target, quality=replace(target.quality, reward=_reward_by(task, rollout, truth, target)))
 
 
 def _reward_by(task: Task, rollout: Rollout, truth: Any, target: Target) -> dict[str, float]:
     declared = task.reward_terms
     terms = {name: float(value) for name, value in task.reward(rollout, truth, target).items()}
-    if (
-        terms.keys() != declared.keys()
-        or TOTAL in terms
-        or not all(abs(term) <= MOST_REWARD for term in terms.values())
-    ):
-        raise TaskError(
-            f"task {name_of(task)}: reward must give a number within ±{MOST_REWARD:,} for each of "
-            f"{', '.join(declared)}, and {TOTAL} is the name of their sum",
-            got=str(terms),
-            remedy="mend the task, or its reward_terms",
+    are_bounded = all(abs(term) <= MOST_REWARD for term in terms.values())
+    if terms.keys() != declared.keys() or TOTAL in terms or not are_bounded:
+        wanted = (
+            f"reward must give a number within ±{MOST_REWARD:,} for each of {', '.join(declared)}, and {TOTAL} is the "
+            "name of their sum"
         )
+        raise _fault(task, wanted, str(terms), remedy="mend the task, or its reward_terms")
     weights = {**declared, **task.reward_weights}
     return terms | {TOTAL: float(sum(weight * terms[name] for name, weight in weights.items()))}
+
+
+def _fault(task: Task, wanted: str, got: str, remedy: str = "mend the task") -> TaskError:
+    return TaskError(f"task {name_of(task)}: {wanted}", got=got, remedy=remedy)
 
 
 def try_task(

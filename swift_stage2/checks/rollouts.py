@@ -97,7 +97,7 @@ def check_matching(
             f"no rollout can be trained: {refused[0]}", "mend what this names; every sample is quarantined"
         )
     channel_b = config.stage2_ab.channel_b
-    found = _describe(qualities, len(rollouts), task.likeness)
+    found = _describe(qualities, len(rollouts), task.similarity)
     truncated = sum(quality.num_truncated for quality in qualities) / len(qualities)
     if truncated > channel_b.max_truncated_ratio:
         return failed(
@@ -156,11 +156,13 @@ def _rollout(sample: Sample, completion: infer_wire.Completion) -> Rollout:
     )
 
 
-def _describe(qualities: Sequence[MatchQuality], num_rollouts: int, likeness: str) -> str:
+def _describe(qualities: Sequence[MatchQuality], num_rollouts: int, similarity: str) -> str:
     predicted = sum(quality.num_predictions for quality in qualities)
     truths = sum(quality.num_ground_truth for quality in qualities)
     pairs = sum(quality.num_pairs for quality in qualities)
-    mean = f" (mean {likeness} {sum(quality.sum_iou for quality in qualities) / pairs:.2f})" if pairs else ""
+    mean = (
+        f" (mean {similarity} {sum(quality.sum_iou for quality in qualities) / pairs:.2f})" if pairs else ""
+    )
     dropped: Counter[str] = Counter()
     for quality in qualities:
         dropped.update(quality.dropped)

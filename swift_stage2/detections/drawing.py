@@ -54,13 +54,13 @@ class Drawing:
 
 
 def gallery_image(
-    drawing: Drawing, path: str, size: tuple[int, int], likeness: str = "IoU"
+    drawing: Drawing, path: str, size: tuple[int, int], similarity: str = "IoU"
 ) -> tuple[str, str]:
     """A data URI and nothing, or nothing and why the image cannot be read; ``size`` is what places are measured in."""
     if not path:
         return "", "the image has no path"
     try:
-        canvas = draw(drawing, path, size, likeness)
+        canvas = draw(drawing, path, size, similarity)
     except (SampleError, UnreadableImage) as reason:
         return "", str(reason)
     except Exception as error:  # decoders of damaged files raise anything
@@ -71,9 +71,9 @@ def gallery_image(
 
 
 def draw(
-    drawing: Drawing, image: Any, size: tuple[int, int], likeness: str, most_side: int = GALLERY_SIDE
+    drawing: Drawing, image: Any, size: tuple[int, int], similarity: str, most_side: int = GALLERY_SIDE
 ) -> Image.Image:
-    """The picture with a legend. ``size``: width and height that places are measured in; ``likeness``: what pairs have.
+    """The picture with a legend. ``size``: width and height that places are measured in; ``similarity``: of pairs.
 
     Raises:
         SampleError, UnreadableImage, OSError and whatever else decoders raise: the image cannot be read.
@@ -93,7 +93,7 @@ def draw(
         pen.mark(place, text, _MATCHED if number in close else _FALSE, is_true=False)
     num_pairs, mean = len(close), sum(close.values()) / max(1, len(close))
     pen.legend(
-        f"mean {likeness} {mean:.2f}" if num_pairs else "",
+        f"mean {similarity} {mean:.2f}" if num_pairs else "",
         (
             (f"{num_pairs} matched", _MATCHED),
             (f"{len(drawing.predicted) - num_pairs} false", _FALSE),

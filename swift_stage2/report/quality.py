@@ -137,8 +137,8 @@ def _picture(logged: RankMatch) -> Picture:
         match.pairs,
     )
     path = (match.images[0] if match.images else None) or ""
-    likeness = "closeness" if logged.is_of_points else "IoU"
-    image, trouble = gallery_image(drawing, path, match.space, likeness)
+    similarity = "closeness" if logged.is_of_points else "IoU"
+    image, trouble = gallery_image(drawing, path, match.space, similarity)
     return Picture(
         image=image,
         trouble=trouble,

@@ -66,7 +66,7 @@ class FinishedRollout:
     def fields(self) -> dict[str, Any]:
         """Its line of JSON. ``rollout`` is its name, of which a run has no second one; ``version`` is the oldest that
         any of its tokens was sampled under; ``false`` and ``missed`` are predictions and truth without a partner;
-        ``likeness`` is the task's word for what ``mean_iou`` is a mean of.
+        ``similarity`` is the task's word for what ``mean_iou`` is a mean of.
         """
         (epoch, position, row, attempt), quality = self.key, self.matched.quality
         counts = {name: getattr(quality, name) for name in _COUNTS}
@@ -88,7 +88,7 @@ class FinishedRollout:
             "false": quality.num_predictions - quality.num_pairs,
             "missed": quality.num_ground_truth - quality.num_pairs,
             "mean_iou": match_ratios(**counts).get("mean_iou"),
-            "likeness": self.start.likeness,
+            "similarity": self.start.similarity,
             "dropped": quality.dropped,
             "reward": quality.reward,
             "text": self.text,
@@ -98,7 +98,7 @@ class FinishedRollout:
     def line(self) -> str:
         """The rollout in a line to read, no wider than a terminal where it is written on one."""
         told, (epoch, position, row, attempt) = self.fields, self.key
-        iou = "" if told["mean_iou"] is None else f", {told['likeness']} {told['mean_iou']:.2f}"
+        iou = "" if told["mean_iou"] is None else f", {told['similarity']} {told['mean_iou']:.2f}"
         dropped, reward = sum(told["dropped"].values()), told["reward"].get("total")
         parts = [
             time.strftime("%H:%M:%S", time.localtime(self.matched.time)),

@@ -76,7 +76,7 @@ class Start(Event):
     total_steps: int = 0
     queue_limit: int | None = None
     version_window: int = 0
-    likeness: str = "IoU"
+    similarity: str = "IoU"
     save_id: str | None = None
     state: StreamState | None = None
     seed: int = 0

@@ -110,7 +110,7 @@ class PolicyTerm:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of every *next* label with its factor, and the factors; both of shape (places,).
 
-        ``outputs``, ``labels`` and ``loss_scale`` are as ``loss_beside_labels`` takes them. Where rollouts were
+        ``outputs``, ``labels`` and ``loss_scale`` are as ``loss_with_aux_targets`` takes them. Where rollouts were
         sampled at another temperature than 1, sampled tokens have the cross-entropy of the logits over it.
         """
         next_labels, advantages, behaviour = (

@@ -33,7 +33,7 @@ from swift_stage2.runtime.output import going_on
 from swift_stage2.runtime.run_directory import hold_run_directory
 from swift_stage2.runtime.watches import hung_round_ends_process
 from swift_stage2.scheduling.step_plan import Channel
-from swift_stage2.training.beside_labels import cut_beside_labels, loss_beside_labels
+from swift_stage2.training.aux_targets import cut_aux_targets, loss_with_aux_targets
 from swift_stage2.training.best_model import EvaluatedTrainer
 from swift_stage2.training.policy_loss import POLICY_SUMS, PolicyTerm, check_model
 from swift_stage2.training.stop_signals import StopOnSignal
@@ -132,7 +132,7 @@ class Stage2Trainer(EvaluatedTrainer):
             policy.ask_reference(self.accelerator.unwrap_model(model), super().compute_loss, inputs)
         if found or policy is not None:
             weight = self.stage2_config.stage2_ab.channel_b.target.weights.duplicate
-            own_loss = partial(loss_beside_labels, duplicate_weight=weight, policy=policy, **found)
+            own_loss = partial(loss_with_aux_targets, duplicate_weight=weight, policy=policy, **found)
             inputs["compute_loss_func"] = own_loss
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if policy is not None and policy.sums is not None:
@@ -141,7 +141,7 @@ class Stage2Trainer(EvaluatedTrainer):
 
     def prepare_logits_to_keep(self, inputs: dict[str, Any]) -> None:
         """As ms-swift does it: labels and weights are cut to the supervised places, and so is all beside them."""
-        cut_beside_labels(inputs, super().prepare_logits_to_keep)
+        cut_aux_targets(inputs, super().prepare_logits_to_keep)
         super().prepare_logits_to_keep(inputs)
 
     def _prepare_input(self, data: Any) -> Any:

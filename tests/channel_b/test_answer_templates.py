@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from swift_stage2.channel_b.answer_templates import (
 )
 from swift_stage2.channel_b.dialects import DIALECTS, OBJECT_LIST, OBJECT_MAP, Dialect
 from swift_stage2.channel_b.parsing import PredictedObject, parse_rollout
-from swift_stage2.channel_b.targets import AnswerTemplate, render_target
+from swift_stage2.channel_b.targets import AnswerTemplate
 from swift_stage2.errors import ConfigError, DatasetError
 
 Object = tuple[str, tuple[int, ...]]
@@ -123,19 +122,21 @@ def test_what_was_learned_is_written_again_and_read_back(
 
 
 def check_target(objects: Sequence[Object], template: AnswerTemplate, text: str) -> None:
-    """Spans tile the target, and the parser reads its objects back."""
-    flags = [number % 2 == 0 for number in range(len(objects))]
-    target = render_target(objects, flags, template)
-    assert target.text == text
-    assert (target.spans[0].start, target.spans[-1].end) == (0, len(text))
-    assert all(left.end == right.start for left, right in pairwise(target.spans))
-    spelled = Counter(text[span.start : span.end] for span in target.spans if "label" in span.group)
+    """Labels and boxes are pieces of their own, and the parser reads the objects back."""
+    pieces = list(template.pieces(objects, [number % 2 == 0 for number in range(len(objects))]))
+    assert "".join(piece for piece, _ in pieces) == text
+    spelled = Counter(piece for piece, group in pieces if "label" in group)
     assert spelled == Counter(
         json.dumps(label, ensure_ascii=template.ensure_ascii)[1:-1] for label, _ in objects
     )
-    boxes = [text[span.start : span.end] for span in target.spans if "coordinates" in span.group]
+    written = Counter(group for _, group in pieces if "coordinates" in group)
+    assert [written["matched_coordinates"], written["missed_coordinates"]] == [
+        (len(objects) + 1) // 2,
+        len(objects) // 2,
+    ]
+    boxes = [piece for piece, group in pieces if "coordinates" in group]
     assert [[int(n) for n in re.findall("[0-9]+", box)] for box in boxes] == [list(box) for _, box in objects]
-    assert target.spans[-1].group == "closure"
+    assert pieces[-1][1] == "closure"
     parsed = parse_rollout(text, template.dialect)
     assert parsed.objects == tuple(PredictedObject(label, box) for label, box in objects)
     assert not parsed.dropped
@@ -149,22 +150,56 @@ def test_the_order_of_the_answers_does_not_matter(style: Style, answers: list[li
     assert learn_template(texts, style.dialect) == learn_template(sorted(texts), style.dialect)
 
 
-def test_weights_fall_on_what_they_are_for() -> None:
-    target = render_target([A, B], [True, False], learn_template([FENCED], LIST))
-    assert [(target.text[span.start : span.end], str(span.group)) for span in target.spans] == [
-        ('```json\n[\n  {"label": "', "structure"),
-        ("a", "matched_label"),
-        ('", "bbox_2d": [', "structure"),
-        ("1, 2, 3, 4", "matched_coordinates"),
-        ("]", "structure"),
-        ("},\n  ", "another"),
-        ('{"label": "', "structure"),
-        ("b", "missed_label"),
-        ('", "bbox_2d": [', "structure"),
-        ("5, 6, 7, 8", "missed_coordinates"),
-        ("]", "structure"),
-        ("}\n]\n```", "closure"),
-    ]
+@pytest.mark.parametrize(
+    ("text", "dialect", "expected"),
+    [
+        (
+            FENCED,
+            LIST,
+            [
+                ('```json\n[\n  {"label": "', "structure"),
+                ("a", "matched_label"),
+                ('", "bbox_2d": [', "structure"),
+                ("1, 2, 3, 4", "matched_coordinates"),
+                ("]", "structure"),
+                ("},\n  ", "another"),
+                ('{"label": "', "structure"),
+                ("b", "missed_label"),
+                ('", "bbox_2d": [', "structure"),
+                ("5, 6, 7, 8", "missed_coordinates"),
+                ("]", "structure"),
+                ("}\n]\n```", "closure"),
+            ],
+        ),
+        (
+            MAP.example,
+            MAP,
+            [
+                ('{"object_1": {"desc": "', "structure"),
+                ("a", "matched_label"),
+                ('", "bbox_2d": [', "structure"),
+                ("1, 2, 3, 4", "matched_coordinates"),
+                ("]", "structure"),
+                ("}, ", "another"),
+                ('"object_2": {"desc": "', "structure"),
+                ("b", "missed_label"),
+                ('", "bbox_2d": [', "structure"),
+                ("5, 6, 7, 8", "missed_coordinates"),
+                ("]", "structure"),
+                ("}}", "closure"),
+            ],
+        ),
+    ],
+)
+def test_weights_fall_on_what_they_are_for(
+    text: str, dialect: Dialect, expected: list[tuple[str, str]]
+) -> None:
+    pieces = learn_template([text], dialect).pieces([A, B], [True, False])
+    joined: list[tuple[str, str]] = []
+    for piece, group in pieces:
+        before = joined.pop()[0] if joined and joined[-1][1] == group else ""
+        joined.append((before + piece, group))
+    assert joined == expected
 
 
 @pytest.mark.parametrize("dialect", list(DIALECTS.values()))

@@ -13,7 +13,7 @@ KEYS = [SampleKey(0, position, position) for position in range(4)]
 def test_a_sample_has_one_attempt_at_a_time_and_comes_out_once() -> None:
     attempts = Attempts()
     attempts.begin(KEYS)
-    with pytest.raises(ValueError, match="one attempt at a time"):
+    with pytest.raises(AssertionError, match="one attempt at a time"):
         attempts.begin(KEYS[:1])
     attempts.sent(KEYS[:2], server="http://s", seed=1, version=3)
     attempts.sent(KEYS[:1], server="http://s", seed=2, version=4)  # bisected

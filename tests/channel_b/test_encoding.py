@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from real_model import (
+    Rows,
     answer_and_objects,
     boxes_of,
     make_encoder,
@@ -84,7 +85,7 @@ def _segment_with_gaps(encoder: Encoder, sample: Sample) -> tuple[PromptEncoding
 
 @pytest.mark.parametrize("number", range(4))
 def test_a_segment_is_what_the_template_makes_of_the_whole_conversation(
-    encoder: Encoder, template: Any, rows: list[dict[str, Any]], number: int
+    encoder: Encoder, template: Any, rows: Rows, number: int
 ) -> None:
     prompt, segment = _segment_with_gaps(encoder, sample_of(rows[number]))
     num_prompt = len(prompt.token_ids)
@@ -103,7 +104,7 @@ def test_a_segment_is_what_the_template_makes_of_the_whole_conversation(
 
 
 def test_the_batch_is_what_the_templates_own_collator_gives(
-    encoder: Encoder, template: Any, rows: list[dict[str, Any]]
+    encoder: Encoder, template: Any, rows: Rows
 ) -> None:
     template.padding_free = True
     wholes, segments = [], []
@@ -124,7 +125,7 @@ def test_the_batch_is_what_the_templates_own_collator_gives(
     assert ours["input_ids"].shape == (1, sum(segment.num_tokens for segment in segments))
 
 
-def test_weights_land_on_the_tokens_they_are_for(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
+def test_weights_land_on_the_tokens_they_are_for(encoder: Encoder, rows: Rows) -> None:
     sample = sample_of(rows[0])
     weights = {group: float(number) for number, group in enumerate(TokenGroup, start=1)}
     first_box = boxes_of(encoder, sample)[1]
@@ -145,9 +146,7 @@ def test_weights_land_on_the_tokens_they_are_for(encoder: Encoder, rows: list[di
     assert by_group[0.0].startswith("<|im_start|>user"), "the prompt carries no weight"
 
 
-def test_another_prompt_than_the_servers_is_refused_with_numbers(
-    encoder: Encoder, rows: list[dict[str, Any]]
-) -> None:
+def test_another_prompt_than_the_servers_is_refused_with_numbers(encoder: Encoder, rows: Rows) -> None:
     sample, task = sample_of(rows[0]), make_task()
     prompt = encoder.encode_prompt(sample)
     server_ids = [*prompt.token_ids[:7], 99, *prompt.token_ids[7:]]
@@ -160,7 +159,7 @@ def test_another_prompt_than_the_servers_is_refused_with_numbers(
         encoder.encode_segment(rollout, prompt, [(target, 1.0)])
 
 
-def test_a_segment_longer_than_a_pack_is_refused_and_never_cut(rows: list[dict[str, Any]]) -> None:
+def test_a_segment_longer_than_a_pack_is_refused_and_never_cut(rows: Rows) -> None:
     sample = sample_of(rows[0])
     whole = segment_of(make_encoder(), make_task(), sample)
     exact = make_encoder(packing_length=whole.num_tokens)
@@ -175,31 +174,16 @@ def test_a_segment_longer_than_a_pack_is_refused_and_never_cut(rows: list[dict[s
 # --- coordinates ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", range(6))
-def test_ground_truth_is_converted_to_pixels_of_the_resized_image(
-    encoder: Encoder, rows: list[dict[str, Any]], number: int
-) -> None:
-    boxes = boxes_of(encoder, sample_of(rows[number]))
-    assert boxes == _converted(rows[number], RESIZED)
-    assert boxes != tuple(map(tuple, rows[number]["objects"]["bbox"])), "the image must really be resized"
-
-
-@pytest.mark.parametrize("number", range(6))
-def test_ground_truth_is_converted_to_thousandths_for_a_template_that_speaks_them(
-    thousandth_encoder: Encoder, rows: list[dict[str, Any]], number: int
-) -> None:
-    boxes = boxes_of(thousandth_encoder, sample_of(rows[number]))
-    assert boxes == _converted(rows[number], (1000, 1000))
-
-
 @pytest.mark.parametrize(("space", "fixture"), [(RESIZED, "encoder"), ((1000, 1000), "thousandth_encoder")])
 def test_matching_and_target_happen_in_the_templates_space(
-    request: pytest.FixtureRequest, rows: list[dict[str, Any]], space: tuple[int, int], fixture: str
+    request: pytest.FixtureRequest, rows: Rows, space: tuple[int, int], fixture: str
 ) -> None:
     """An answer that names the last object first is matched, and the target repeats it in that space."""
     encoder: Encoder = request.getfixturevalue(fixture)
-    sample, row = sample_of(rows[0]), rows[0]
-    boxes = _converted(row, space)
+    for row in rows[:6]:
+        assert boxes_of(encoder, sample_of(row)) == _converted(row, space)
+        assert _converted(row, space) != tuple(map(tuple, row["objects"]["bbox"])), "it is really resized"
+    sample, boxes = sample_of(rows[0]), _converted(rows[0], space)
     last = len(boxes) - 1
     answer = f'[{{"bbox_2d": {list(boxes[last])}, "label": "{sample.truth.labels[last]}"}}]'
     prompt = encoder.encode_prompt(sample)
@@ -210,9 +194,7 @@ def test_matching_and_target_happen_in_the_templates_space(
 
 
 @pytest.mark.parametrize("fixture", ["encoder", "thousandth_encoder"])
-def test_a_box_outside_its_image_is_refused(
-    request: pytest.FixtureRequest, rows: list[dict[str, Any]], fixture: str
-) -> None:
+def test_a_box_outside_its_image_is_refused(request: pytest.FixtureRequest, rows: Rows, fixture: str) -> None:
     row = copy.deepcopy(rows[0])
     row["objects"]["bbox"][0][2] = 160
     with pytest.raises(SampleError, match="a box must lie inside its image, got bbox="):
@@ -222,9 +204,7 @@ def test_a_box_outside_its_image_is_refused(
 # --- the request ---------------------------------------------------------------------------------
 
 
-def test_the_request_carries_the_prompt_and_the_original_files(
-    encoder: Encoder, rows: list[dict[str, Any]]
-) -> None:
+def test_the_request_carries_the_prompt_and_the_original_files(encoder: Encoder, rows: Rows) -> None:
     request = encoder.request(sample_of(rows[0]))
     assert request["messages"] == rows[0]["messages"][:1]
     (image,) = request["images"]
@@ -232,7 +212,7 @@ def test_the_request_carries_the_prompt_and_the_original_files(
 
 
 def test_images_in_any_form_of_the_data_set_are_sent(
-    encoder: Encoder, rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    encoder: Encoder, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = Path(rows[0]["images"][0])
     content = path.read_bytes()
@@ -249,26 +229,23 @@ def test_images_in_any_form_of_the_data_set_are_sent(
     assert base64.b64decode(sent).startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("content", ["find the <bbox>", "find a <ref-object>"])
-def test_placeholders_in_a_prompt_are_refused(
-    encoder: Encoder, rows: list[dict[str, Any]], content: str
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"messages": [{"role": "user", "content": "find the <bbox>"}]}, "a prompt must not hold"),
+        ({"messages": [{"role": "user", "content": "find a <ref-object>"}]}, "a prompt must not hold"),
+        ({"messages": [{"role": "assistant", "content": "[]"}]}, "a row must end in a user message"),
+        ({"videos": ["a.mp4"]}, "about images alone, got a row with videos; .*channel_a_only"),
+        ({"audios": ["a.mp3"]}, "about images alone, got a row with audios; .*channel_a_only"),
+    ],
+)
+def test_a_row_that_nobody_can_be_asked_about_is_refused(
+    encoder: Encoder, rows: Rows, changes: dict[str, Any], message: str
 ) -> None:
-    row = {**rows[0], "messages": [{"role": "user", "content": content}]}
-    with pytest.raises(SampleError, match="a prompt must not hold"):
-        encoder.request(sample_of(row))
-
-
-def test_a_row_without_a_question_is_refused(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
-    row = {**rows[0], "messages": rows[0]["messages"][1:]}
-    with pytest.raises(SampleError, match="a row must end in a user message"):
-        encoder.encode_prompt(sample_of(row))
-
-
-@pytest.mark.parametrize("key", ["videos", "audios"])
-def test_other_media_than_images_are_refused(encoder: Encoder, rows: list[dict[str, Any]], key: str) -> None:
-    row = {**rows[0], key: ["a.mp4"]}
-    with pytest.raises(SampleError, match=f"about images alone, got a row with {key}; .*channel_a_only"):
-        encoder.encode_prompt(sample_of(row))
+    sample = sample_of({**rows[0], **changes})
+    for ask in (encoder.request, encoder.encode_prompt):
+        with pytest.raises(SampleError, match=message):
+            ask(sample)
 
 
 # --- channel A's answer --------------------------------------------------------------------------
@@ -276,7 +253,7 @@ def test_other_media_than_images_are_refused(encoder: Encoder, rows: list[dict[s
 
 @pytest.mark.parametrize(("space", "fixture"), [(RESIZED, "encoder"), ((1000, 1000), "thousandth_encoder")])
 def test_channel_as_own_answer_spells_out_the_ground_truth(
-    request: pytest.FixtureRequest, rows: list[dict[str, Any]], space: tuple[int, int], fixture: str
+    request: pytest.FixtureRequest, rows: Rows, space: tuple[int, int], fixture: str
 ) -> None:
     sample = sample_of(rows[0])
     answer, objects = answer_and_objects(request.getfixturevalue(fixture), sample)
@@ -292,7 +269,7 @@ def test_channel_as_own_answer_spells_out_the_ground_truth(
 # --- one thread owns the encoder -------------------------------------------------------------------
 
 
-def test_what_channel_a_does_to_its_template_does_not_reach_the_encoder(rows: list[dict[str, Any]]) -> None:
+def test_what_channel_a_does_to_its_template_does_not_reach_the_encoder(rows: Rows) -> None:
     template = make_template()
     template.processor = copy.deepcopy(template.processor)  # the other tests' as well
     encoder, sample = make_encoder(template), sample_of(rows[0])
@@ -305,7 +282,7 @@ def test_what_channel_a_does_to_its_template_does_not_reach_the_encoder(rows: li
     assert after.encodings[0]["labels"] == before.encodings[0]["labels"]
 
 
-def test_the_encoder_leaves_channel_as_template_alone(rows: list[dict[str, Any]]) -> None:
+def test_the_encoder_leaves_channel_as_template_alone(rows: Rows) -> None:
     template = make_template()
     before = template.encode(copy.deepcopy(rows[0]))
     encoder = make_encoder(template)

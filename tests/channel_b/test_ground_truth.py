@@ -14,9 +14,9 @@ def _row(ref: Any, bbox: Any, **more: Any) -> dict[str, Any]:
 
 
 def test_labels_are_stripped_and_boxes_are_numbers_in_their_own_order() -> None:
-    truth = read_ground_truth(_row([" a ", "b"], [[1, 2, 3, 4], (0.5, 0, 0.5, 7.25)]))
+    truth = read_ground_truth(_row([" a ", "b"], [[1, 2, 3, 4], (0.5, 0, 0.5, 0)]))
     assert truth.labels == ("a", "b")
-    assert truth.boxes == ((1.0, 2.0, 3.0, 4.0), (0.5, 0.0, 0.5, 7.25))
+    assert truth.boxes == ((1.0, 2.0, 3.0, 4.0), (0.5, 0.0, 0.5, 0.0))
     assert all(type(number) is float for box in truth.boxes for number in box)
 
 
@@ -68,13 +68,26 @@ def test_what_cannot_be_used_is_refused_with_its_value(row: dict[str, Any], mess
         read_ground_truth(row)
 
 
-def test_boxes_without_area_are_usable() -> None:
-    assert read_ground_truth(_row(["a"], [[3, 3, 3, 3]])) == TrueObjects(("a",), ((3.0, 3.0, 3.0, 3.0),))
+@pytest.mark.parametrize(
+    ("point", "message"),
+    [
+        ([1, 2, 3, 4], "a point must be two numbers x, y, got bbox="),
+        ([1], "two numbers"),
+        (["1", 2], "two numbers"),
+        ([True, 2], "two numbers"),
+        ([-1, 2], "0 <= x and 0 <= y"),
+        ([1, math.nan], "0 <= x and 0 <= y"),
+    ],
+)
+def test_what_is_no_true_point_is_refused(point: list[Any], message: str) -> None:
+    with pytest.raises(SampleError, match=message):
+        read_ground_truth(_row(["a"], [point]), num_coordinates=2)
 
 
 def test_an_image_without_objects_is_a_ground_truth() -> None:
-    assert read_ground_truth(_row([], [])) == TrueObjects((), ())
-    assert read_ground_truth({"objects": {"bbox": []}}) == TrueObjects((), ())
+    assert (
+        read_ground_truth(_row([], [])) == read_ground_truth({"objects": {"bbox": []}}) == TrueObjects((), ())
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from swift_stage2.channel_b.attempts import AttemptOutcomes
 from swift_stage2.channel_b.groups import ComparedGroup, Groups, GroupSettings, Member, compare
 from swift_stage2.channel_b.sample_source import SampleSource
 from swift_stage2.config import GrpoConfig, Objective
-from swift_stage2.errors import DatasetError
 from swift_stage2.records import ReturnReason, Rollout, Sample, SampleKey, UnusedReason, VersionSpan
 from swift_stage2.scheduling.version_clock import VersionClock
 
@@ -143,16 +142,6 @@ def test_every_row_has_its_positions_one_after_another_in_the_order_of_the_plain
         ]
 
 
-def test_a_checkpoint_of_other_groups_is_refused() -> None:
-    state = source_of(3).state_dict()
-    with pytest.raises(DatasetError, match="num_generations=2, checkpoint num_generations=3"):
-        source_of(2).load_state_dict(state)
-    del state["num_generations"]  # as it was before there were groups
-    with pytest.raises(DatasetError, match="num_generations=3, checkpoint num_generations=1"):
-        source_of(3).load_state_dict(state)
-    source_of(1).load_state_dict(state)
-
-
 # --- whatever befalls them ---------------------------------------------------------------------------
 
 
@@ -235,8 +224,8 @@ class Lives(RuleBasedStateMachine):
 
     def add(self, key: SampleKey, reward: float, version: int) -> None:
         quality = SimpleNamespace(reward={"total": reward})
-        judged: Any = SimpleNamespace(target=SimpleNamespace(quality=quality), target_reward=None)
-        self.groups.add(rollout_of(key, version), judged)
+        scored: Any = SimpleNamespace(target=SimpleNamespace(quality=quality), target_reward=None)
+        self.groups.add(rollout_of(key, version), scored)
         self.since_s[self.group_of(key)] = self.now_s
 
     @rule(data=st.data(), one_is_late=st.booleans())
@@ -330,12 +319,15 @@ class Lives(RuleBasedStateMachine):
         reason=st.sampled_from([ReturnReason.STALE, ReturnReason.OVERFLOW, ReturnReason.FAILED]),
     )
     def drop(self, data: st.DataObject, reason: ReturnReason) -> None:
-        """A pack, of several groups perhaps: asked again are those that are enough to be compared."""
+        """A pack, of several groups perhaps: asked again are those that, with what comes, are enough to be compared."""
+        passed_on = {key[:2] for key in self.passed_on}
         keys = self.choose(data, self.passed_on)
-        num_in_pack = Counter(map(self.group_of, keys))
+        num_to_compare = Counter(map(self.group_of, keys))
+        for place, key in self.source._outstanding.items():
+            num_to_compare[self.group_of(key)] += place not in passed_on
         self.groups.drop(keys, reason)
         for key in keys:
-            is_enough = num_in_pack[self.group_of(key)] >= self.min_group
+            is_enough = num_to_compare[self.group_of(key)] >= self.min_group
             counts = reason is not ReturnReason.FAILED  # its process was lost, which is nobody's fault
             returns = is_enough and (not counts or (self.redraw and key.attempt + 1 < MAX_ATTEMPTS))
             assert (key._replace(attempt=key.attempt + counts) in self.source._again) == returns

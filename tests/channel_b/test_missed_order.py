@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Sequence
-from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from detection_task import make_task
@@ -20,11 +15,10 @@ from real_model import make_encoder, rollout_of, sample_of
 from swift_stage2.channel_b.answer_templates import standard_template
 from swift_stage2.channel_b.dialects import DIALECTS
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.preprocessing import make_pack
 from swift_stage2.channel_b.targets import AlternativeTokens, order_missed
 from swift_stage2.config import MissedOrder
-from swift_stage2.records import MatchQuality, SampleKey, Target
-from swift_stage2.training.beside_labels import cut_beside_labels, loss_beside_labels
+from swift_stage2.records import SampleKey
+from swift_stage2.training.aux_targets import cut_aux_targets, loss_with_aux_targets
 
 Object = tuple[str, tuple[int, int, int, int]]
 KEY = SampleKey(epoch=0, position=3, index=7)
@@ -47,13 +41,9 @@ def encoder() -> Encoder:
     return make_encoder(packing_length=600)
 
 
-def test_given_and_any_keep_the_rows_order() -> None:
+def test_orders_that_are_no_draw() -> None:
     assert all(order_missed(ROWS, order, KEY) == ROWS for order in (MissedOrder.GIVEN, MissedOrder.ANY))
-
-
-def test_reading_goes_down_and_then_right() -> None:
-    boxes = [box for _, box in order_missed(ROWS, MissedOrder.READING, KEY)]
-    assert boxes == [(1, 1, 2, 2), (7, 1, 8, 2), (0, 9, 3, 9), (5, 9, 6, 9)]
+    assert order_missed(ROWS, MissedOrder.READING, KEY) == [ROWS[number] for number in (2, 1, 3, 0)]
 
 
 def test_random_is_a_permutation_that_every_attempt_draws_anew_and_a_replay_again() -> None:
@@ -93,101 +83,6 @@ def characters(text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
     return tuple(map(ord, text)), tuple((i, i + 1) for i in range(len(text)))
 
 
-def model(prefix: Sequence[int]) -> torch.Tensor:
-    """Logits over characters that depend on everything written so far."""
-    generator = np.random.default_rng(list(prefix) or [1])
-    return torch.from_numpy(generator.normal(size=128) * 3)
-
-
-def log_prob_of_answer(ids: Sequence[int]) -> float:
-    return math.fsum(float(torch.log_softmax(model(ids[:i]), 0)[ids[i]]) for i in range(1, len(ids)))
-
-
-def losses_of_answer(ids: Sequence[int], alternatives: Sequence[tuple[int, int]]) -> float:
-    logits = torch.stack([model(ids[: i + 1]) for i in range(len(ids))])
-    labels = torch.tensor([[-100, *ids[1:]]])
-    following = torch.tensor([*ids[1:], 0])
-    scale = torch.tensor([1.0] * (len(ids) - 1) + [0.0], dtype=torch.float64)
-    plain = torch.nn.functional.cross_entropy(logits, following, reduction="none") * scale
-    loss = loss_beside_labels(
-        SimpleNamespace(loss=plain, logits=logits[None]),
-        labels,
-        alternatives=torch.tensor(alternatives).reshape(-1, 2),
-        num_items_in_batch=1,
-        loss_scale=scale,
-    )
-    return float(loss)
-
-
-@pytest.mark.parametrize("num_found", [0, 1])
-def test_the_loss_bounds_the_probability_of_the_set_over_all_orders(num_found: int) -> None:
-    """Drawn as the model itself chooses among what is left, exp(-loss) averages to the probability of the set.
-
-    So the mean loss is at least -log of it (Jensen), and equal where no order's loss differs.
-    """
-    objects: list[Object] = [
-        ("a", (1, 2, 3, 4)),
-        ("ab", (1, 2, 3, 5)),
-        ("a", (1, 2, 4, 4)),
-        ("b", (2, 2, 3, 4)),
-    ]
-    form = standard_template(DIALECTS["object_list"])
-    chosen, losses, log_probs = [], [], []
-    for order in permutations(objects[num_found:]):
-        listed = [*objects[:num_found], *order]
-        ids, offsets = characters(form.write(listed))
-        alternatives = AlternativeTokens(listed, form, offsets, characters).alternatives(num_found)
-        losses.append(losses_of_answer(ids, alternatives))
-        log_probs.append(log_prob_of_answer(ids))
-        chosen.append(math.exp(log_probs[-1] + losses[-1]))
-    assert math.fsum(chosen) == pytest.approx(1, abs=1e-4)  # the loss gathers gaps in float32
-    of_set = -float(np.logaddexp.reduce(log_probs))
-    mean_loss = math.fsum(p * loss for p, loss in zip(chosen, losses, strict=True))
-    assert of_set <= mean_loss
-    assert min(losses) < of_set < max(losses)
-
-
-def test_the_gradient_is_that_of_the_summed_probability() -> None:
-    logits = torch.randn(1, 4, 9, dtype=torch.float64, requires_grad=True)
-    labels, scale = torch.tensor([[-100, 3, 1, 4]]), torch.tensor([1.0, 0.5, 2.0, 0.0], dtype=torch.float64)
-    pairs = torch.tensor([(1, 5), (1, 8), (3, 0)])
-    following = torch.tensor([3, 1, 4, 0])
-    plain = torch.nn.functional.cross_entropy(logits[0], following, reduction="none") * scale
-    loss = loss_beside_labels(
-        SimpleNamespace(loss=plain, logits=logits),
-        labels,
-        alternatives=pairs,
-        num_items_in_batch=2,
-        loss_scale=scale,
-    )
-    probabilities = logits[0].softmax(-1)
-    sums = probabilities[0, [3, 5, 8]].sum(), probabilities[1, 1], probabilities[2, [4, 0]].sum()
-    expected = -sum(w * torch.log(p) for w, p in zip(scale, sums, strict=False)) / 2
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
-    (mine,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    (theirs,) = torch.autograd.grad(expected, logits)
-    assert torch.allclose(mine, theirs, atol=1e-6)
-
-
-def test_alternatives_stay_with_their_tokens_in_a_pack(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
-    drawn = random.Random(0)
-    segments, expected, start = [], [], 0
-    for number, row in enumerate(rows[:3]):
-        prompt = encoder.encode_prompt(sample := sample_of(row, number))
-        ids, weights = tuple(drawn.choices(range(270, 400), k=9)), (0.0, *[1.0] * 8)
-        pairs = () if number == 1 else ((0, 401), (2, 402 + number), (7, 410))
-        target = Target("", ids, weights, MatchQuality(0, 0, 0, 0.0, 0, 0), alternatives=pairs)
-        rollout = rollout_of(sample, "", prompt.token_ids)
-        segments.append(encoder.encode_segment(rollout, prompt, [(target, 1.0)]))
-        begin = start + len(prompt.token_ids)
-        expected += [[begin + place, token] for place, token in pairs if weights[place]]
-        start += segments[-1].num_tokens
-    batch = make_pack("p", segments, encoder, 600).batch
-    assert batch["alternatives"].tolist() == expected
-    assert all(batch["labels"][0, place] != -100 for place, _ in expected)
-    assert "alternatives" not in make_pack("q", segments[1:2], encoder, 600).batch
-
-
 def test_alternatives_follow_their_labels_when_unsupervised_places_are_cut() -> None:
     labels = torch.tensor([[-100, -100, 7, -100, 8, 9, -100, 5]])
     pairs = torch.tensor([(2, 1), (5, 2), (5, 3), (7, 4)])
@@ -198,7 +93,7 @@ def test_alternatives_follow_their_labels_when_unsupervised_places_are_cut() -> 
         both["labels"] = torch.nn.functional.pad(both["labels"][:, mask], (1, 0), value=-100)
         both["loss_scale"] = torch.nn.functional.pad(both["loss_scale"][:, mask], (1, 0), value=0)
 
-    cut_beside_labels(inputs, cut)
+    cut_aux_targets(inputs, cut)
     places = inputs["alternatives"][:, 0].tolist()
     kept = [-100, 7, 8, 9, 5]
     assert [kept[place] for place in places] == [int(labels[0, place]) for place, _ in pairs]
@@ -235,19 +130,28 @@ def test_an_object_that_the_rollout_listed_twice_must_not_begin_again(missed_ord
     assert make_task(missed_order=missed_order).correct(rollout, truth, characters).duplicates == ()
 
 
-def test_a_duplicate_costs_the_log_of_what_is_left_beside_it() -> None:
-    logits = torch.randn(1, 3, 6, dtype=torch.float64)
-    labels, scale = torch.tensor([[-100, 3, 1]]), torch.tensor([2.0, 0.5, 0.0], dtype=torch.float64)
-    plain = torch.nn.functional.cross_entropy(logits[0], torch.tensor([3, 1, 0]), reduction="none") * scale
-    probabilities = logits[0].softmax(-1)
-    loss = loss_beside_labels(
-        SimpleNamespace(loss=plain, logits=logits),
+def test_the_gradient_is_that_of_the_probabilities_that_are_wanted_or_not() -> None:
+    """Summed over what is as right as the label, less that of what was listed already."""
+    logits = torch.randn(1, 4, 9, dtype=torch.float64, requires_grad=True)
+    labels, scale = torch.tensor([[-100, 3, 1, 4]]), torch.tensor([1.0, 0.5, 2.0, 0.0], dtype=torch.float64)
+    following = torch.tensor([3, 1, 4, 0])
+    loss = loss_with_aux_targets(
+        SimpleNamespace(
+            loss=torch.nn.functional.cross_entropy(logits[0], following, reduction="none") * scale,
+            logits=logits,
+        ),
         labels,
-        loss_scale=scale,
-        num_items_in_batch=2,
-        duplicates=torch.tensor([(1, 5), (2, 0)]),
+        alternatives=torch.tensor([(1, 5), (1, 8), (3, 0)]),
+        duplicates=torch.tensor([(2, 6), (3, 7)]),
         duplicate_weight=0.5,
+        num_items_in_batch=2,
+        loss_scale=scale,
     )
-    unlikelihood = math.log(1 - probabilities[0, 5]) + math.log(1 - probabilities[1, 0])
-    expected = (float(plain.sum()) - 0.5 * unlikelihood) / 2
-    assert float(loss) == pytest.approx(expected, abs=1e-6)
+    p = logits[0].softmax(-1)
+    sums = p[0, [3, 5, 8]].sum(), p[1, 1], p[2, [4, 0]].sum()
+    unlikelihood = torch.log(1 - p[1, 6]) + torch.log(1 - p[2, 7])
+    expected = -sum(w * torch.log(each) for w, each in zip(scale, sums, strict=False)) - 0.5 * unlikelihood
+    assert loss.item() == pytest.approx(expected.item() / 2, abs=1e-6)
+    (own,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (wanted,) = torch.autograd.grad(expected / 2, logits)
+    assert torch.allclose(own, wanted, atol=1e-6)

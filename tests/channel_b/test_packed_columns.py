@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from real_model import make_encoder, rollout_of, sample_of
+from real_model import Rows, make_encoder, rollout_of, sample_of
 
 from swift_stage2.channel_b.encoding import Encoder, PromptEncoding
 from swift_stage2.channel_b.packing import select_pack
@@ -38,19 +37,20 @@ def sizes() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def prompts(encoder: Encoder, rows: list[dict[str, Any]]) -> list[tuple[Sample, PromptEncoding]]:
+def prompts(encoder: Encoder, rows: Rows) -> list[tuple[Sample, PromptEncoding]]:
     samples = [sample_of(row, number) for number, row in enumerate(rows[:3])]
     return [(sample, encoder.encode_prompt(sample)) for sample in samples]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One target to be: which prompt it answers, its ids, which of them are supervised, which columns it has."""
+    """One target to be: which prompt it answers, its ids, which of them are supervised, what stands beside them."""
 
     prompt: int
     token_ids: tuple[int, ...]
     weights: tuple[float, ...]
     columns: Mapping[str, tuple[float, ...]]
+    alternatives: tuple[tuple[int, int], ...]
 
 
 # In float32 exactly; so is what a server sends.
@@ -68,16 +68,19 @@ def answers(draw: st.DrawFn) -> Answer:
         "reward": (draw(st.floats(-1, 1)),),
         "group": (draw(st.integers(0, 9)),),
     }
+    places = draw(st.sets(st.integers(0, len(ids) - 1))) if ids else ()
+    alternatives = tuple((place, 401 + place) for place in sorted(places))
     missing = draw(st.sets(st.sampled_from(sorted(columns))))
-    return Answer(
-        draw(st.integers(0, 2)), ids, weights, {k: v for k, v in columns.items() if k not in missing}
-    )
+    kept = {name: value for name, value in columns.items() if name not in missing}
+    return Answer(draw(st.integers(0, 2)), ids, weights, kept, alternatives)
 
 
 def segment_of(answer: Answer, prompts: Sequence[tuple[Sample, PromptEncoding]], encoder: Encoder) -> Segment:
     sample, prompt = prompts[answer.prompt]
     rollout = rollout_of(sample, "", prompt.token_ids)
-    target = Target("", answer.token_ids, answer.weights, MATCH, columns=answer.columns)
+    target = Target(
+        "", answer.token_ids, answer.weights, MATCH, columns=answer.columns, alternatives=answer.alternatives
+    )
     return encoder.encode_segment(rollout, prompt, [(target, 1.0)])
 
 
@@ -92,12 +95,13 @@ def test_every_value_stays_with_its_token(
     present = {name for answer in packed for name in answer.columns}
     assert present == COLUMNS.keys() & batch.keys()
     labels, tokens = batch["labels"][0].tolist(), batch["input_ids"][0].tolist()
-    end = 0
+    end, alternatives = 0, []
     for number, answer in enumerate(packed):
         segment = segments[chosen[number]]
         start, end = end, end + segment.num_tokens
         begin = start + len(prompts[answer.prompt][1].token_ids)
         behind = begin + len(answer.token_ids)
+        alternatives += [[begin + at, token] for at, token in answer.alternatives if answer.weights[at]]
         assert tokens[begin:behind] == list(answer.token_ids)
         expected = [t if w else -100 for t, w in zip(answer.token_ids, answer.weights, strict=True)]
         assert labels[begin:behind] == expected
@@ -112,6 +116,7 @@ def test_every_value_stays_with_its_token(
             (value,) = answer.columns.get(name, (COLUMNS[name].filler,))
             assert batch[name][number].item() == value
     assert end == len(labels)
+    assert (batch["alternatives"].tolist() if "alternatives" in batch else []) == alternatives
     assert {name: batch[name].shape for name in present} == {
         name: (1, end) if name == "log_probs" else (len(packed),) for name in present
     }

@@ -73,8 +73,3 @@ def test_a_thin_pack_waits_unless_the_queue_starves(
     lengths: list[int], min_fill_ratio: float, starving: bool, expected: tuple[int, ...] | None
 ) -> None:
     assert decide_pack(lengths, 10, min_fill_ratio, starving) == expected
-
-
-def test_a_decision_refuses_what_can_never_be_packed() -> None:
-    with pytest.raises(PackingError, match="capacity=10"):
-        decide_pack([11], 10, 0.5, starving=False)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -54,6 +52,15 @@ def check(
         (f"[{TEXT_A}]<|im_end|>\n[{TEXT_B}]", (A,), {}, False),
         (f"[{TEXT_A}, <|im_end|>{TEXT_B}]", (A,), {}, True),
         (f"<|im_end|>[{TEXT_A}]", (), {}, False),
+        # Separators spoil no object.
+        (f"[{TEXT_A}, {TEXT_B},]", (A, B), {}, False),
+        (f"[{TEXT_A},, {TEXT_B}]", (A, B), {}, False),
+        (f"[{TEXT_A} {TEXT_B}]", (A, B), {}, False),
+        (f"[,{TEXT_A}{TEXT_B}]", (A, B), {}, False),
+        # Text beside an object is an element of its own.
+        (f"[{TEXT_A} or so, {TEXT_B}]", (A, B), {"not_an_object": 1}, False),
+        (f"[about {TEXT_A}, {TEXT_B}]", (B,), {"not_an_object": 1}, False),
+        (f"[{TEXT_A}}}, {TEXT_B}]", (A, B), {"not_an_object": 1}, False),
         # Prose may hold the first bracket; nothing is guessed.
         (f"I see [two]: [{TEXT_A}]", (), {"not_an_object": 1}, False),
     ],
@@ -124,38 +131,29 @@ def test_a_bad_element_is_dropped_alone_with_its_first_reason(element: str, reas
 
 
 @pytest.mark.parametrize(
-    "box",
-    [
-        "9, 2, 3, 4",
-        "1, 9, 3, 4",
-        "-1, 2, 3, 4",
-        "1.5, 2, 3, 4",
-        "1.0, 2, 3, 4",
-        "1e0, 2, 3, 4",
-        "true, 2, 3, 4",
-        "null, 2, 3, 4",
-        "NaN, 2, 3, 4",
-        "1, 2, Infinity, 4",
-        "-Infinity, 2, 3, 4",
-        '"1", 2, 3, 4',
-        '"1", "2", "3", "4"',
-        "[1], 2, 3, 4",
-        "{}, 2, 3, 4",
-        "<|coord_1|>, 2, 3, 4",
-        '"<|coord_1|>", 2, 3, 4',
-        '"<|coord_1|> ", <|coord_2|>, <|coord_3|>, <|coord_4|>',
-        '"coord_1", <|coord_2|>, <|coord_3|>, <|coord_4|>',
-        "<|coord_9|>, <|coord_2|>, <|coord_3|>, <|coord_4|>",
-        "1, 2, 3, " + "9" * 5000,
-    ],
-)
-def test_invalid_box(box: str) -> None:
-    check(f'[{{"bbox_2d": [{box}], "label": "a"}}]', (), {"invalid_box": 1}, False)
-
-
-@pytest.mark.parametrize(
     ("box", "expected"),
     [
+        ("9, 2, 3, 4", None),
+        ("1, 9, 3, 4", None),
+        ("-1, 2, 3, 4", None),
+        ("1.5, 2, 3, 4", None),
+        ("1.0, 2, 3, 4", None),
+        ("1e0, 2, 3, 4", None),
+        ("true, 2, 3, 4", None),
+        ("null, 2, 3, 4", None),
+        ("NaN, 2, 3, 4", None),
+        ("1, 2, Infinity, 4", None),
+        ("-Infinity, 2, 3, 4", None),
+        ('"1", 2, 3, 4', None),
+        ('"1", "2", "3", "4"', None),
+        ("[1], 2, 3, 4", None),
+        ("{}, 2, 3, 4", None),
+        ("<|coord_1|>, 2, 3, 4", None),
+        ('"<|coord_1|>", 2, 3, 4', None),
+        ('"<|coord_1|> ", <|coord_2|>, <|coord_3|>, <|coord_4|>', None),
+        ('"coord_1", <|coord_2|>, <|coord_3|>, <|coord_4|>', None),
+        ("<|coord_9|>, <|coord_2|>, <|coord_3|>, <|coord_4|>", None),
+        ("1, 2, 3, " + "9" * 5000, None),
         ("1, 2, 1, 2", (1, 2, 1, 2)),
         ("0, 0, 0, 0", (0, 0, 0, 0)),
         ("-0, 0, 0, 0", (0, 0, 0, 0)),
@@ -166,8 +164,9 @@ def test_invalid_box(box: str) -> None:
         ('"<|coord_1|>", <|coord_2|>, "<|coord_3|>", <|coord_4|>', (1, 2, 3, 4)),
     ],
 )
-def test_valid_box(box: str, expected: tuple[int, int, int, int]) -> None:
-    check(f'[{{"bbox_2d": [{box}], "label": "a"}}]', (PredictedObject("a", expected),), {}, False)
+def test_coordinates(box: str, expected: tuple[int, int, int, int] | None) -> None:
+    objects = () if expected is None else (PredictedObject("a", expected),)
+    check(f'[{{"bbox_2d": [{box}], "label": "a"}}]', objects, {} if objects else {"invalid_box": 1}, False)
 
 
 @pytest.mark.parametrize(
@@ -186,20 +185,6 @@ def test_valid_box(box: str, expected: tuple[int, int, int, int]) -> None:
 def test_labels_are_decoded_and_stripped(literal: str, label: str) -> None:
     text = f'[{{"label": {literal}, "bbox_2d": [1, 2, 3, 4]}}, {TEXT_B}]'
     check(text, (PredictedObject(label, (1, 2, 3, 4)), B), {}, False)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [f"[{TEXT_A}, {TEXT_B},]", f"[{TEXT_A},, {TEXT_B}]", f"[{TEXT_A} {TEXT_B}]", f"[,{TEXT_A}{TEXT_B}]"],
-)
-def test_separators_spoil_no_object(text: str) -> None:
-    check(text, (A, B), {}, False)
-
-
-def test_text_beside_an_object_is_an_element_of_its_own() -> None:
-    check(f"[{TEXT_A} or so, {TEXT_B}]", (A, B), {"not_an_object": 1}, False)
-    check(f"[about {TEXT_A}, {TEXT_B}]", (B,), {"not_an_object": 1}, False)
-    check(f"[{TEXT_A}}}, {TEXT_B}]", (A, B), {"not_an_object": 1}, False)
 
 
 def entry(name: str, label: str = "a", box: str = "1, 2, 3, 4") -> str:
@@ -377,33 +362,8 @@ HOSTILE: dict[str, Callable[[int], str]] = {
 }
 
 
-@pytest.mark.parametrize("dialect", list(DIALECTS))
-@pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE.keys())
-def test_work_grows_with_the_length_only(make: Callable[[int], str], dialect: str) -> None:
-    short, long = count_lines(make(1_000), dialect), count_lines(make(8_000), dialect)
-    assert long <= 9 * short + 200
-
-
 @pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE.keys())
 def test_long_hostile_texts_neither_recurse_nor_hang(make: Callable[[int], str]) -> None:
     # Work inside the regular expressions is invisible to a line count; quadratic, it would not end here.
     for dialect in DIALECTS.values():
         assert parse_rollout(make(200_000), dialect).objects == ()
-
-
-def count_lines(text: str, dialect: str) -> int:
-    """Lines of Python that parsing a text executes."""
-    lines = 0
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        parse_rollout(text, DIALECTS[dialect])
-    finally:
-        sys.settrace(before)
-    return lines

@@ -1,4 +1,4 @@
-"""Rollouts that servers abort and that go on: the pipeline of ``test_pipeline``, whose servers can resume.
+"""Rollouts that servers abort and that go on: the pipeline of ``pipeline_bench``, whose servers can resume.
 
 A sample stays drawn while its rollout is partial; it is asked again first, with the ids that it has; and every token
 keeps the version that sampled it.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from channel_b.test_pipeline import PATIENCE_S, WINDOW, Bench, encoder, make_bench, server_encoder
+from channel_b.pipeline_bench import PATIENCE_S, WINDOW, Bench, MakeBench, encoder, make_bench, server_encoder
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +24,6 @@ from swift_stage2.records import BatchOutcome, Rollout, Sample, SampleKey, Versi
 from swift_stage2.scheduling.version_clock import require_fresh
 from swift_stage2.telemetry.account import RankAccount, account_of
 from swift_stage2.telemetry.event_log import read_events
-from swift_stage2.telemetry.events import Start, StreamState
 
 __all__ = ["encoder", "make_bench", "server_encoder"]  # fixtures
 
@@ -36,22 +35,10 @@ class Scene:
 
     def __init__(self, bench: Bench, file: Path) -> None:
         self.bench = bench
-        self.client, self.clock, self.pipeline, self.events = (
-            bench.client,
-            bench.clock,
-            bench.pipeline,
-            bench.events,
-        )
+        self.client, self.clock = bench.client, bench.clock
+        self.pipeline, self.events = bench.pipeline, bench.events
         self._file = file
-        bench.events.log.write(
-            Start(
-                run_id="run",
-                step=0,
-                world_size=1,
-                version_window=WINDOW,
-                state=StreamState(**bench.source.state_dict()),
-            )
-        )
+        bench.begin_log()
 
     def part(self, sample: Sample, *token_ids: int, **changes: Any) -> Rollout:
         """Some tokens more, as the current version samples them."""
@@ -95,7 +82,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(make_bench: Callable[..., Bench], tmp_path: Path) -> Scene:
+def scene(make_bench: MakeBench, tmp_path: Path) -> Scene:
     file = tmp_path / "rank0.jsonl"
     return Scene(make_bench(target_packs=6, max_resumes=WINDOW, log_path=file), file)
 

@@ -1,391 +1,57 @@
-"""The pipeline with real encoder, task, queue, clock and pacer; only the server side is a stand-in.
+"""The pipeline of ``pipeline_bench``: whatever happens to a sample, it ends in exactly one place.
 
-Whatever happens to a sample, it ends in exactly one place: trained, quarantined, or outstanding in its source.
+That is trained, quarantined, or outstanding in its source.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import cut_of, matched_of
-from channel_b.test_rank_evaluation import Recorder as EvaluationRecorder
-from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
+from channel_b.pipeline_bench import (
+    MAX_ATTEMPTS,
+    PATIENCE_S,
+    WINDOW,
+    Answer,
+    MakeBench,
+    encoder,
+    make_bench,
+    server_encoder,
+)
+from real_model import PACKING_LENGTH, Rows, make_task, rollout_of
 
-from swift_stage2.channel_b.attempts import AttemptOutcomes, Attempts
 from swift_stage2.channel_b.encoding import Encoder
-from swift_stage2.channel_b.groups import Groups, GroupSettings
-from swift_stage2.channel_b.pipeline import Pipeline
-from swift_stage2.channel_b.preprocessing import EncodedRollout, Preprocessor, Refusal
-from swift_stage2.channel_b.ready_queue import DropReason, ReadyQueue
-from swift_stage2.channel_b.rollouts import RequestSettings
-from swift_stage2.channel_b.sample_source import RowOrigins, SampleSource
-from swift_stage2.config import DecodingConfig, PackingConfig
-from swift_stage2.evaluation import RankEvaluation
+from swift_stage2.channel_b.preprocessing import Preprocessor, make_segment
+from swift_stage2.channel_b.ready_queue import DropReason
+from swift_stage2.channel_b.sample_source import RowOrigins
+from swift_stage2.config import PackingConfig
 from swift_stage2.records import (
     BatchOutcome,
     Pack,
     QuarantineReason,
     Rollout,
-    RowOrigin,
     Sample,
     SampleKey,
     Segment,
-    Target,
-    VersionSpan,
 )
-from swift_stage2.scheduling.horizon import Pacer, PacerInputs, StepView
-from swift_stage2.scheduling.version_clock import VersionClock
 from swift_stage2.scheduling.watches import TruncationGuard
-from swift_stage2.servers.infer_wire import PREFIX, may_abort
-from swift_stage2.telemetry.account import account_of
-from swift_stage2.telemetry.event_log import EventLog, read_events
-from swift_stage2.telemetry.events import Packed, Returned, Start, StreamState
-from swift_stage2.telemetry.timing import PipelineActivity
+from swift_stage2.telemetry.event_log import read_events
+from swift_stage2.telemetry.events import Returned
 
-PATIENCE_S = 60.0
-WINDOW = 2
-MAX_ATTEMPTS = 3
-PACKING = PackingConfig(packing_length=PACKING_LENGTH)
-
-Answer = Callable[[Sequence[Sample]], BatchOutcome]
-
-
-@pytest.fixture(scope="module")
-def encoder() -> Encoder:
-    return make_encoder()
-
-
-@pytest.fixture(scope="module")
-def server_encoder() -> Encoder:
-    """The server's side of the prompt; it runs on another thread than the pipeline's encoder."""
-    return make_encoder()
-
-
-@dataclass
-class Recorder:
-    """Everything that the pipeline told, and a way to wait for it."""
-
-    segments: list[Segment] = field(default_factory=list)
-    compared_groups: list[tuple[Rollout, ...]] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-    packs: list[Pack] = field(default_factory=list)
-    dropped_packs: list[tuple[Pack, str]] = field(default_factory=list)
-    quarantines: list[tuple[SampleKey, str, str]] = field(default_factory=list)
-    origins: list[RowOrigin] = field(default_factory=list)
-    num_batches: int = 0
-    rollouts: list[Rollout] = field(default_factory=list)  # that were matched
-    activities: list[PipelineActivity] = field(default_factory=list)
-    matches: list[tuple[SampleKey, Target, tuple[int, int] | None]] = field(default_factory=list)
-    log: EventLog = field(default_factory=lambda: EventLog(None))
-
-    def __post_init__(self) -> None:
-        self._changed = threading.Condition()
-
-    def batch(self, outcome: BatchOutcome) -> None:
-        self.num_batches += 1
-        for rollout in outcome.partial:
-            self.log.write(cut_of(rollout))
-        self._tell()
-
-    def count(self, name: str, amount: int = 1) -> None:
-        self.counts[name] += amount
-        self._tell()
-
-    def enter(self, activity: PipelineActivity) -> None:
-        self.activities.append(activity)
-
-    def matched(self, rollout: Rollout, target: Target, space: tuple[int, int] | None) -> None:
-        self.matches.append((rollout.sample.key, target, space))
-        self.rollouts.append(rollout)
-        self.log.write(matched_of(rollout, target.quality))
-        self._tell()
-
-    def compared(self, rollouts: Sequence[Rollout], reward_std: float) -> None:
-        self.compared_groups.append(tuple(rollouts))
-
-    def segment(self, segment: Segment, seconds: float) -> None:
-        self.segments.append(segment)
-        self._tell()
-
-    def pack(self, pack: Pack, seconds: float) -> None:
-        self.packs.append(pack)
-        self.log.write(Packed.of(pack, samples=pack.keys))
-        self._tell()
-
-    def dropped(self, pack: Pack, reason: str) -> None:
-        self.dropped_packs.append((pack, reason))
-        self._tell()
-
-    def quarantined(self, key: SampleKey, reason: str, message: str, origin: RowOrigin) -> None:
-        self.quarantines.append((key, reason, message))
-        self.origins.append(origin)
-        self._tell()
-
-    def wait_until(self, holds: Callable[[], bool]) -> None:
-        with self._changed:
-            assert self._changed.wait_for(holds, PATIENCE_S), "it never happened"
-
-    def _tell(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-
-class StandInClient:
-    """Answers as told; by default every sample with nothing, sampled under the current version."""
-
-    def __init__(self, clock: VersionClock, server_encoder: Encoder, events: Attempts) -> None:
-        self._events = events
-        self._changed = threading.Condition()
-        self._is_woken = False
-        self.max_prompts = 6
-        self.is_closed = False
-        self.in_hand: deque[tuple[tuple[Sample, ...], RequestSettings | None]] = deque()
-        self.num_fruitful = 0
-        self._clock = clock
-        self._encoder = server_encoder
-        self.answer: Answer = self.answer_all
-        self.calls: list[tuple[SampleKey, ...]] = []
-        self.protected: list[set[SampleKey]] = []  # of each call, the samples that must not be aborted
-        self.prefixes: list[list[list[int]]] = []  # of each call, the ids that every request brings
-        self.evaluated: list[tuple[int, ...]] = []  # rows
-        self.distrusted: list[str] = []
-        self.agreeing: set[str] = set()
-        self.proven: tuple[str, ...] = ("http://server",)
-        self.is_open = True
-        self.verdicts: dict[int, bool | None] = {}  # by version; of any other: proven
-
-    @property
-    def free_places(self) -> int:
-        return (
-            0
-            if self.is_closed
-            else max(0, self.max_prompts - sum(len(samples) for samples, _ in self.in_hand))
-        )
-
-    def submit(
-        self,
-        samples: Sequence[Sample],
-        requests: Sequence[Mapping[str, Any]],
-        settings: RequestSettings | None = None,
-    ) -> None:
-        assert len(samples) == len(requests) > 0
-        self.in_hand.append((tuple(samples), settings))
-        if settings is not None:
-            self.evaluated.append(tuple(sample.key.index for sample in samples))
-            return
-        self.calls.append(tuple(sample.key for sample in samples))
-        pairs = zip(samples, requests, strict=True)
-        self.prefixes.append([request.get(PREFIX, []) for request in requests])
-        self.protected.append({sample.key for sample, request in pairs if not may_abort(request)})
-
-    def next_finished(self, timeout_s: float) -> BatchOutcome | None:
-        """Answers what was submitted first."""
-        if not self.in_hand:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_woken, timeout_s)
-                self._is_woken = False
-            return None
-        samples, settings = self.in_hand[0]
-        if settings is not None:
-            outcome = replace(self.answer_all(samples), num_posts=1, settings=settings)
-        else:
-            keys = tuple(sample.key for sample in samples)
-            self._events.sent(keys, server="stand-in", seed=1, version=self._clock.current)
-            outcome = self.answer(samples)
-            end = "answered" if outcome.rollouts or outcome.aborted else "lost"
-            self._events.finished(keys, server="stand-in", end=end, seconds=0.01)
-        self.in_hand.popleft()
-        self.num_fruitful += bool(outcome.rollouts or outcome.quarantined)
-        return outcome
-
-    def wake(self) -> None:
-        with self._changed:
-            self._is_woken = True
-            self._changed.notify_all()
-
-    def confirms(self, rollout: Rollout) -> bool | None:
-        return self.verdicts.get(rollout.spans[-1].version, True)
-
-    def mark_suspect(self, server: str, reason: str) -> None:
-        self.distrusted.append(server)
-
-    def note_agreement(self, servers: Collection[str]) -> set[str]:
-        self.agreeing |= set(servers)
-        return self.agreeing
-
-    def answer_all(self, samples: Sequence[Sample]) -> BatchOutcome:
-        return BatchOutcome(rollouts=tuple(self.rollout(sample) for sample in samples))
-
-    def answer_ahead(self, samples: Sequence[Sample]) -> BatchOutcome:
-        """With the weights of a staged round that is in transfer."""
-        version = self._clock.current + 1
-        self.verdicts.setdefault(version, None)
-        spans = (VersionSpan(version, 0, 0),)
-        return BatchOutcome(rollouts=tuple(replace(self.rollout(each), spans=spans) for each in samples))
-
-    def rollout(self, sample: Sample, *, text: str = "[]") -> Rollout:
-        prompt = self._encoder.encode_prompt(sample)
-        return rollout_of(sample, text, prompt.token_ids, version=self._clock.current, seconds=0.01)
-
-
-@dataclass
-class Bench:
-    """One rank's pipeline and all that it is made of."""
-
-    source: SampleSource
-    client: StandInClient
-    queue: ReadyQueue
-    clock: VersionClock
-    pipeline: Pipeline
-    events: Recorder
-    evaluation: RankEvaluation
-    trained: list[SampleKey] = field(default_factory=list)
-
-    def observe(self, **changes: Any) -> None:
-        pacing = {"step": 0, "last_commit_step": 0, "current_version": self.clock.current}
-        known = {each.name for each in fields(PacerInputs)}
-        pacing |= {name: value for name, value in changes.items() if name in known}
-        view: dict[str, Any] = {
-            "pacing": PacerInputs(**pacing),
-            "started_s": time.monotonic(),
-            "step_seconds": 10.0,
-            "max_prompts": 6,
-            "paused": False,
-        }
-        view |= {name: value for name, value in changes.items() if name not in known}
-        self.client.max_prompts = view["max_prompts"]
-        self.pipeline.observe(StepView(**view))
-
-    def fill(self, num_packs: int, **changes: Any) -> None:
-        """A step's wait; one that nothing ends fails the test."""
-        self.client.max_prompts = changes.get("max_prompts", 6)
-        step = changes.get("step", 0)
-        pacing = PacerInputs(step=step, last_commit_step=0, current_version=self.clock.current)
-        view = StepView(
-            pacing, time.monotonic(), 10.0, self.client.max_prompts, changes.get("paused", False), num_packs
-        )
-        began = time.monotonic()
-        self.pipeline.fill(view, PATIENCE_S)
-        assert time.monotonic() - began < PATIENCE_S
-
-    def work(self) -> bool:
-        """Asks, and goes on with what came of it, asking no more meanwhile; False when nothing came."""
-        before = self.client.num_fruitful
-        self.pipeline._turn(0.0)
-        self.client.is_closed = True
-        self.pipeline._turn(0.0)
-        self.client.is_closed = False
-        return self.client.num_fruitful > before
-
-    def train(self, count: int = 1) -> list[Pack]:
-        """Takes a step's packs as the learner does."""
-        reservation = self.queue.reserve(count, current_version=self.clock.current)
-        assert reservation is not None
-        packs = reservation.take()
-        for pack in packs:
-            self.source.settle_trained(pack.keys, pack_id=pack.pack_id, step=0, version=self.clock.current)
-            self.trained += pack.keys
-        return packs
-
-
-@pytest.fixture
-def make_bench(
-    encoder: Encoder, server_encoder: Encoder, rows: list[dict[str, Any]]
-) -> Iterator[Callable[..., Bench]]:
-    benches: list[Bench] = []
-
-    def make(
-        data: Any = None,
-        *,
-        target_packs: int = 2,
-        limit: int = 4,
-        log_path: Path | None = None,
-        origins: RowOrigins | None = None,
-        num_generations: int = 1,
-        groups: GroupSettings | None = None,
-        redraw_dropped: bool = True,
-        now_s: Callable[[], float] = time.monotonic,
-        **changes: Any,
-    ) -> Bench:
-        clock = VersionClock()
-        events = Recorder(log=EventLog(log_path))
-        source = SampleSource(
-            rows if data is None else data,
-            make_task(),
-            rank=0,
-            world_size=1,
-            seed=1,
-            log=events.log,
-            origins=origins,
-            num_generations=num_generations,
-        )
-
-        attempts = Attempts(events.log)
-        client = StandInClient(clock, server_encoder, attempts)
-        evaluation = RankEvaluation(
-            rows,
-            make_task(),
-            num_samples=5,
-            rank=0,
-            world_size=1,
-            client=client,  # type: ignore[arg-type]
-            make_request=encoder.request,
-            preprocessor=Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
-            decoding=DecodingConfig(),
-            events=EvaluationRecorder(),
-        )
-        pipelines: list[Pipeline] = []
-        queue = ReadyQueue(limit, WINDOW, lambda pack, why: pipelines[0].on_drop(pack, why))
-        ends = AttemptOutcomes(source, events, redraw_dropped=redraw_dropped, max_attempts=MAX_ATTEMPTS)  # type: ignore[arg-type]
-        settings: dict[str, Any] = {
-            "guard": TruncationGuard(1.0),
-            "packing": PACKING,
-            "preprocessor": Preprocessor(encoder, make_task(), packing_length=PACKING_LENGTH),
-        }
-        if groups is not None:
-            settings["groups"] = Groups(ends, groups, source, clock, WINDOW, now_s)
-        pipeline = Pipeline(
-            source=source,
-            client=client,  # type: ignore[arg-type]
-            attempts=attempts,
-            make_request=encoder.request,
-            queue=queue,
-            clock=clock,
-            pacer=Pacer(
-                b_ratio=1.0,
-                version_window=WINDOW,
-                sync_every_steps=4,
-                target_packs=target_packs,
-                packs_per_b_step=1,
-            ),
-            events=events,
-            ends=ends,
-            ask_evaluation=evaluation.ask,
-            take_evaluated=evaluation.take,
-            **(settings | changes),
-        )
-        pipelines.append(pipeline)
-        benches.append(Bench(source, client, queue, clock, pipeline, events, evaluation))
-        return benches[-1]
-
-    yield make
-    for bench in benches:
-        assert bench.pipeline.stop(PATIENCE_S)
+__all__ = ["encoder", "make_bench", "server_encoder"]  # fixtures
 
 
 # --- the way of a good sample ------------------------------------------------------------------------
 
 
-def test_rollouts_become_packs(make_bench: Callable[..., Bench], encoder: Encoder) -> None:
+def test_rollouts_become_packs(make_bench: MakeBench, encoder: Encoder) -> None:
     bench = make_bench()
     bench.pipeline.start()
     bench.clock.advance()
@@ -399,14 +65,19 @@ def test_rollouts_become_packs(make_bench: Callable[..., Bench], encoder: Encode
     assert pack.capacity_tokens == PACKING_LENGTH
     assert pack.num_supervised_tokens == sum(segment.num_supervised_tokens for segment in segments)
     assert pack.quality == tuple(segment.quality for segment in segments)
-    expected = encoder.collate(segments)
+    rollouts = [rollout for rollout in bench.events.rollouts if rollout.sample.key in pack.keys]
+    expected = encoder.collate([_segment(encoder, rollout) for rollout in rollouts])
     assert torch.equal(pack.batch["input_ids"], expected["input_ids"])
     assert torch.equal(pack.batch["position_ids"], expected["position_ids"])
     assert bench.pipeline.production_pace is not None
     assert bench.pipeline.production_pace.typical_steps > 0
 
 
-def test_a_pack_is_as_old_as_its_oldest_segment(make_bench: Callable[..., Bench]) -> None:
+def _segment(encoder: Encoder, rollout: Rollout) -> Segment:
+    return make_segment(rollout, encoder.encode_prompt(rollout.sample), encoder, make_task())[0]
+
+
+def test_a_pack_is_as_old_as_its_oldest_segment(make_bench: MakeBench) -> None:
     bench = make_bench()
 
     def answer_in_the_middle_of_a_round(samples: Sequence[Sample]) -> BatchOutcome:
@@ -424,7 +95,7 @@ def test_a_pack_is_as_old_as_its_oldest_segment(make_bench: Callable[..., Bench]
     assert (len(pack.keys), pack.version) == (2, 1)
 
 
-def test_the_target_ends_production_and_training_renews_it(make_bench: Callable[..., Bench]) -> None:
+def test_the_target_ends_production_and_training_renews_it(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.observe()
     while bench.work():
@@ -438,24 +109,11 @@ def test_the_target_ends_production_and_training_renews_it(make_bench: Callable[
     assert len(bench.client.calls) == count + 1
 
 
-# --- run-ahead -------------------------------------------------------------------------------------------
-
-
-def ask_until_nothing_more_is_asked(bench: Bench) -> int:
-    """How many samples were asked in all."""
-    while bench.work():
-        assert len(bench.client.calls) < 50
-    return sum(map(len, bench.client.calls))
-
-
-# --- one by one ------------------------------------------------------------------------------------------
-
-
 # --- what comes back ---------------------------------------------------------------------------------
 
 
 def test_an_aborted_sample_is_asked_again_first_and_is_not_aborted_twice(
-    make_bench: Callable[..., Bench],
+    make_bench: MakeBench,
 ) -> None:
     bench = make_bench(target_packs=4)
 
@@ -480,7 +138,7 @@ def test_an_aborted_sample_is_asked_again_first_and_is_not_aborted_twice(
 
 
 def test_a_sample_that_never_answers_in_time_is_quarantined_after_its_attempts(
-    make_bench: Callable[..., Bench],
+    make_bench: MakeBench,
 ) -> None:
     bench = make_bench(redraw_dropped=False)
     slow: list[int] = []
@@ -505,7 +163,7 @@ def test_a_sample_that_never_answers_in_time_is_quarantined_after_its_attempts(
 
 
 def test_a_segment_that_went_stale_is_asked_again_and_its_attempt_counts(
-    make_bench: Callable[..., Bench],
+    make_bench: MakeBench,
 ) -> None:
     bench = make_bench()
     made_stale: list[int] = []
@@ -532,17 +190,7 @@ def test_a_segment_that_went_stale_is_asked_again_and_its_attempt_counts(
 class LosingPreprocessor(Preprocessor):
     """The first pack ends the process that holds all segments."""
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts, packing_length=PACKING_LENGTH)
-        self._held: set[SampleKey] = set()
-        self.num_lost = 0
-
-    def encode(self, rollouts: Sequence[Rollout]) -> list[EncodedRollout | Refusal]:
-        self._held |= {rollout.sample.key for rollout in rollouts}
-        return super().encode(rollouts)
-
-    def holds(self, segment: Segment) -> bool:
-        return segment.key in self._held
+    num_lost = 0
 
     def pack(self, pack_id: str, segments: Sequence[Segment]) -> Pack | None:
         if not self.num_lost:
@@ -553,9 +201,9 @@ class LosingPreprocessor(Preprocessor):
 
 
 def test_segments_that_went_with_their_process_are_asked_again_and_their_attempts_do_not_count(
-    make_bench: Callable[..., Bench], encoder: Encoder
+    make_bench: MakeBench, encoder: Encoder
 ) -> None:
-    preprocessor = LosingPreprocessor(encoder, make_task())
+    preprocessor = LosingPreprocessor(encoder, make_task(), packing_length=PACKING_LENGTH)
     bench = make_bench(preprocessor=preprocessor, redraw_dropped=False)
     bench.observe()
     bench.work()
@@ -569,9 +217,7 @@ def test_segments_that_went_with_their_process_are_asked_again_and_their_attempt
 
 
 @pytest.mark.parametrize("redraw", [True, False])
-def test_the_samples_of_a_dropped_pack_return_or_are_quarantined(
-    make_bench: Callable[..., Bench], redraw: bool
-) -> None:
+def test_the_samples_of_a_dropped_pack_return_or_are_quarantined(make_bench: MakeBench, redraw: bool) -> None:
     bench = make_bench(redraw_dropped=redraw)
     bench.observe()
     while not bench.queue.depth:
@@ -597,7 +243,7 @@ def test_the_samples_of_a_dropped_pack_return_or_are_quarantined(
 
 
 def test_a_bad_picture_met_while_running_is_quarantined_and_the_run_goes_on(
-    make_bench: Callable[..., Bench], rows: list[dict[str, Any]], tmp_path: Path
+    make_bench: MakeBench, rows: Rows, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken.png"
     broken.write_bytes(Path(rows[0]["images"][0]).read_bytes()[:-100])
@@ -644,24 +290,37 @@ def _misread(samples: Sequence[Sample]) -> BatchOutcome:
     return BatchOutcome(rollouts=tuple(rollout_of(sample, "[]", (1, 2, 3)) for sample in samples))
 
 
+def _permuted(samples: Sequence[Sample], answer: Answer) -> BatchOutcome:
+    """As a server answers that mixes its requests up."""
+    answers = answer(samples).rollouts
+    pairs = zip(samples, answers[1:] + answers[:1], strict=True)
+    return BatchOutcome(rollouts=tuple(replace(rollout, sample=sample) for sample, rollout in pairs))
+
+
+@pytest.mark.parametrize("is_permuted", [False, True])
 def test_a_server_that_agrees_on_no_prompt_is_at_fault_and_no_sample(
-    make_bench: Callable[..., Bench],
+    make_bench: MakeBench, rows: Rows, is_permuted: bool
 ) -> None:
-    bench = make_bench()
-    bench.client.answer = _misread
+    """Any four rows ask several questions; answers to equal prompts may have been mixed up as well."""
+    bench = make_bench(
+        [
+            {**row, "messages": [{"role": "user", "content": f"<image>{number % 5}"}, *row["messages"][1:]]}
+            for number, row in enumerate(rows)
+        ]
+    )
+    good = bench.client.answer_all
+    bench.client.answer = partial(_permuted, answer=good) if is_permuted else _misread
     bench.observe()
     assert bench.work()
-    assert bench.events.quarantines == []
     assert bench.client.distrusted == ["http://127.0.0.1:1"]
-    bench.client.answer = bench.client.answer_all  # the server has the learner's processor now
+    assert (bench.events.quarantines, bench.events.segments, bench.queue.depth) == ([], [], 0)
+    bench.client.answer = good  # the server has the learner's processor now
     bench.work()
     assert set(bench.client.calls[0]) < set(bench.client.calls[1]), "asked again first, no attempt counted"
     assert {segment.key for segment in bench.events.segments} == set(bench.client.calls[1])
 
 
-def test_one_prompt_that_differs_where_others_agree_is_the_samples_fault(
-    make_bench: Callable[..., Bench],
-) -> None:
+def test_one_prompt_that_differs_where_others_agree_is_the_samples_fault(make_bench: MakeBench) -> None:
     bench = make_bench()
 
     def first_is_misread(samples: Sequence[Sample]) -> BatchOutcome:
@@ -679,7 +338,7 @@ def test_one_prompt_that_differs_where_others_agree_is_the_samples_fault(
 
 @pytest.mark.parametrize("num_bad", [1, 2, 3])
 def test_samples_that_alone_condemned_their_server_are_asked_with_another_one(
-    make_bench: Callable[..., Bench], num_bad: int
+    make_bench: MakeBench, num_bad: int
 ) -> None:
     """Otherwise they would come back first, alone, and condemn a sound server for ever."""
     bench = make_bench()
@@ -704,42 +363,12 @@ def test_samples_that_alone_condemned_their_server_are_asked_with_another_one(
     assert len(bench.events.segments) == 1
 
 
-def test_answers_permuted_among_requests_are_the_servers_fault_and_no_samples(
-    make_bench: Callable[..., Bench], rows: list[dict[str, Any]]
-) -> None:
-    """Any four rows ask several questions; answers to equal prompts may have been mixed up as well."""
-    asked = [
-        {**row, "messages": [{"role": "user", "content": f"<image>{number % 5}"}, *row["messages"][1:]]}
-        for number, row in enumerate(rows)
-    ]
-    bench = make_bench(asked)
-
-    def permuted(samples: Sequence[Sample]) -> BatchOutcome:
-        answers = [bench.client.rollout(sample) for sample in samples]
-        return BatchOutcome(
-            rollouts=tuple(
-                replace(rollout, sample=sample)
-                for sample, rollout in zip(samples, answers[1:] + answers[:1], strict=True)
-            )
-        )
-
-    bench.client.answer = permuted
-    bench.observe()
-    assert bench.work()
-    (server,) = bench.client.distrusted
-    assert server == "http://127.0.0.1:1"
-    assert (bench.events.quarantines, bench.events.segments, bench.queue.depth) == ([], [], 0)
-    bench.client.answer = bench.client.answer_all
-    bench.work()
-    assert set(bench.client.calls[0]) <= set(bench.client.calls[1]), "asked again first, no attempt counted"
-
-
 # --- rollouts that are ahead -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("server_first", [True, False])
 def test_a_rollout_that_is_ahead_waits_for_its_servers_proof_and_for_the_clock(
-    make_bench: Callable[..., Bench], server_first: bool
+    make_bench: MakeBench, server_first: bool
 ) -> None:
     """In a rolling round another server's proof may move the clock first."""
     bench = make_bench()
@@ -749,7 +378,7 @@ def test_a_rollout_that_is_ahead_waits_for_its_servers_proof_and_for_the_clock(
     asked = bench.client.calls[0]
 
     def prove() -> None:
-        bench.client.verdicts[1] = True
+        bench.client.verdicts["run-2"] = True
 
     hear, then_hear = (prove, bench.clock.advance) if server_first else (bench.clock.advance, prove)
     hear()
@@ -767,16 +396,16 @@ def test_a_rollout_that_is_ahead_waits_for_its_servers_proof_and_for_the_clock(
 
 @pytest.mark.parametrize("clock_moves", [True, False])
 def test_a_rollout_whose_round_does_not_prove_its_server_is_asked_again(
-    make_bench: Callable[..., Bench], clock_moves: bool
+    make_bench: MakeBench, clock_moves: bool
 ) -> None:
     bench = make_bench()
     bench.client.answer = bench.client.answer_ahead
     bench.observe()
     assert bench.work()
-    bench.client.verdicts[1] = False
+    bench.client.verdicts["run-2"] = False
+    if clock_moves:  # for another server's proof of the same version
+        bench.clock.advance()
     bench.client.answer = bench.client.answer_all
-    if clock_moves:  # another server proves a later version
-        bench.clock.advance(2)
     bench.observe(step=1)
     assert bench.work()
     first, second = bench.client.calls
@@ -787,7 +416,7 @@ def test_a_rollout_whose_round_does_not_prove_its_server_is_asked_again(
 
 
 def test_a_stop_gives_back_what_is_held_and_a_checkpoint_has_it(
-    make_bench: Callable[..., Bench], tmp_path: Path
+    make_bench: MakeBench, tmp_path: Path
 ) -> None:
     bench = make_bench(log_path=tmp_path / "rank0.jsonl")
     bench.client.answer = bench.client.answer_ahead
@@ -803,7 +432,7 @@ def test_a_stop_gives_back_what_is_held_and_a_checkpoint_has_it(
 
 
 def test_rollouts_whose_preparation_a_stop_interrupts_return(
-    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench()
     prepares, is_interrupted = threading.Event(), threading.Event()
@@ -826,7 +455,7 @@ def test_rollouts_whose_preparation_a_stop_interrupts_return(
 # --- evaluation --------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_has_only_what_production_leaves(make_bench: Callable[..., Bench]) -> None:
+def test_an_evaluation_has_only_what_production_leaves(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.evaluation.begin(0)
     bench.observe(max_prompts=2)
@@ -848,7 +477,7 @@ def test_an_evaluation_has_only_what_production_leaves(make_bench: Callable[...,
     assert bench.evaluation.end().num_answered == 5
 
 
-def test_nothing_of_an_evaluation_reaches_what_trains(make_bench: Callable[..., Bench]) -> None:
+def test_nothing_of_an_evaluation_reaches_what_trains(make_bench: MakeBench) -> None:
     guard = TruncationGuard(0.0)
     bench = make_bench(guard=guard)
     bench.observe()
@@ -870,7 +499,7 @@ def test_nothing_of_an_evaluation_reaches_what_trains(make_bench: Callable[..., 
 # --- pausing and ending ------------------------------------------------------------------------------
 
 
-def test_while_paused_each_version_is_asked_once(make_bench: Callable[..., Bench]) -> None:
+def test_while_paused_each_version_is_asked_once(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.client.answer = lambda samples: BatchOutcome(
         rollouts=tuple(replace(bench.client.rollout(sample), truncated=True) for sample in samples[:1]),
@@ -887,7 +516,7 @@ def test_while_paused_each_version_is_asked_once(make_bench: Callable[..., Bench
         bench.clock.advance()
 
 
-def test_an_exception_in_the_source_becomes_the_pipelines_failure(make_bench: Callable[..., Bench]) -> None:
+def test_an_exception_in_the_source_becomes_the_pipelines_failure(make_bench: MakeBench) -> None:
     class Torn(list[dict[str, Any]]):
         def __getitem__(self, index: Any) -> Any:
             raise RuntimeError("the data set's file is torn")
@@ -901,7 +530,7 @@ def test_an_exception_in_the_source_becomes_the_pipelines_failure(make_bench: Ca
     assert "torn" in str(bench.pipeline.failure)
 
 
-def test_a_step_that_waits_gets_its_packs_and_leaves_nothing_out(make_bench: Callable[..., Bench]) -> None:
+def test_a_step_that_waits_gets_its_packs_and_leaves_nothing_out(make_bench: MakeBench) -> None:
     bench = make_bench(target_packs=1)
     bench.pipeline.start()
     bench.fill(3)
@@ -914,7 +543,7 @@ def test_a_step_that_waits_gets_its_packs_and_leaves_nothing_out(make_bench: Cal
     assert bench.client.num_fruitful == num_asked, "nothing is made that no step demands"
 
 
-def test_a_step_that_waits_trains_a_pack_that_expires_after_it(make_bench: Callable[..., Bench]) -> None:
+def test_a_step_that_waits_trains_a_pack_that_expires_after_it(make_bench: MakeBench) -> None:
     """A round is due before the next step. What is made beyond this step's need pushes out nothing that it trains."""
     bench = make_bench(
         limit=3, packing=PackingConfig(packing_length=80, packing_min_fill_ratio=0.1)
@@ -930,7 +559,7 @@ def test_a_step_that_waits_trains_a_pack_that_expires_after_it(make_bench: Calla
     assert [pack.version for pack in bench.train(3)] == [0, WINDOW, WINDOW]
 
 
-def test_stopping_waits_for_the_client_only_as_long_as_told(make_bench: Callable[..., Bench]) -> None:
+def test_stopping_waits_for_the_client_only_as_long_as_told(make_bench: MakeBench) -> None:
     bench = make_bench()
     asked, answer_now = threading.Event(), threading.Event()
 
@@ -948,98 +577,3 @@ def test_stopping_waits_for_the_client_only_as_long_as_told(make_bench: Callable
     assert bench.pipeline.stop(PATIENCE_S)
     assert len(bench.client.calls) == 1
     assert bench.pipeline.stop(0.0), "it may be asked again"
-
-
-# --- nothing is lost ---------------------------------------------------------------------------------
-
-
-def test_every_sample_that_was_drawn_ends_in_exactly_one_place(
-    make_bench: Callable[..., Bench], tmp_path: Path
-) -> None:
-    """Faults of every kind in turn, versions that pass, packs that expire, a stop in the middle.
-
-    A checkpoint is taken at every step, while the thread draws: the log must agree with each.
-    """
-    bench = make_bench(target_packs=3, limit=3, log_path=tmp_path / "rank0.jsonl")
-    bench.events.log.write(
-        Start(
-            run_id="run",
-            step=0,
-            world_size=1,
-            version_window=WINDOW,
-            state=StreamState(**bench.source.state_dict()),
-        )
-    )
-
-    def misbehave(samples: Sequence[Sample]) -> BatchOutcome:
-        turn = len(bench.client.calls) % 7
-        if turn >= 5:  # of a staged round, whose end the next step brings
-            return bench.client.answer_ahead(samples)
-        if turn == 0:
-            return BatchOutcome(returned=tuple(samples))
-        bad, rest = samples[:1], samples[1:]
-        good = bench.client.answer_all(rest)
-        if turn == 1:
-            return replace(good, quarantined=((bad[0], "poison"),))
-        if turn == 2:
-            return replace(good, returned=tuple(bad), timed_out=tuple(bad))
-        if turn == 3:
-            return replace(good, rollouts=(*good.rollouts, rollout_of(bad[0], "[]", (7,))))
-        everything = bench.client.answer_all(samples)
-        for _ in range(WINDOW + 1):  # what is in the making ages
-            bench.clock.advance()
-        return everything
-
-    bench.client.answer = misbehave
-    drawn: dict[tuple[int, int], SampleKey] = {}
-    draw = bench.source.draw
-
-    def remember(count: int, **terms: Any) -> Any:
-        keys = draw(count, **terms)
-        drawn.update({(key.epoch, key.position): key for key in keys})
-        return keys
-
-    bench.source.draw = remember  # type: ignore[method-assign]
-    bench.pipeline.start()
-    for step in range(200):
-        for place, (version, verdict) in enumerate(list(bench.client.verdicts.items())):
-            if verdict is None:
-                is_proven = bench.client.verdicts[version] = place % 2 == 0
-                bench.clock.advance(max(version, bench.clock.current + 1) + (not is_proven))
-        bench.observe(step=step, last_commit_step=step)
-        num_batches = bench.events.num_batches
-        bench.events.wait_until(
-            lambda n=num_batches: (
-                bench.events.num_batches > n
-                or bench.queue.depth >= 3
-                or None in bench.client.verdicts.values()
-            )
-        )
-        if step % 4 == 3:
-            bench.clock.advance()
-        if bench.queue.depth and step % 2:
-            reservation = bench.queue.reserve(1, current_version=bench.clock.current)
-            if reservation is not None:
-                for pack in reservation.take():
-                    bench.source.settle_trained(
-                        pack.keys, pack_id=pack.pack_id, step=step, version=bench.clock.current
-                    )
-                    bench.trained += pack.keys
-        bench.source.checkpoint(step=step + 1, save_id=f"save {step}")
-        if bench.trained and step > 10:
-            break
-    assert bench.pipeline.stop(PATIENCE_S)
-    assert bench.pipeline.failure is None
-    ends = Counter((key.epoch, key.position) for key in bench.trained)
-    ends.update((key.epoch, key.position) for key, _, _ in bench.events.quarantines)
-    ends.update((epoch, position) for epoch, position, *_ in bench.source.state_dict()["outstanding"])
-    assert bench.trained
-    assert bench.events.quarantines
-    assert set(ends) == set(drawn)
-    assert all(count == 1 for count in ends.values()), [place for place, count in ends.items() if count > 1]
-    account = account_of({0: read_events(tmp_path / "rank0.jsonl")})
-    assert account.is_balanced, account
-    (rank,) = account.ranks
-    assert (rank.drawn, rank.trained) == (len(drawn), len(bench.trained))
-    assert sum(rank.quarantined.values()) == len(bench.events.quarantines)
-    assert {"stale", "failed", "timed_out"} <= rank.returned.keys()

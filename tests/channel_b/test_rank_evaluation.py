@@ -12,7 +12,7 @@ import pytest
 import rollout_batch
 from as_sampled import AsSampled
 from fake_rollout_server import FakeRolloutServer
-from real_model import PACKING_LENGTH, make_encoder, make_task, rollout_of
+from real_model import PACKING_LENGTH, Rows, make_encoder, make_task, rollout_of
 
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.preprocessing import Preprocessor
@@ -144,7 +144,7 @@ class Scene:
 
 
 def test_ranks_share_the_first_rows_and_ask_them_greedily_under_one_version(
-    encoder: Encoder, rows: list[dict[str, Any]]
+    encoder: Encoder, rows: Rows
 ) -> None:
     asked = []
     for rank in (0, 1):
@@ -160,7 +160,7 @@ def test_ranks_share_the_first_rows_and_ask_them_greedily_under_one_version(
 
 
 def test_an_evaluation_asks_for_the_columns_without_which_its_task_corrects_nothing(
-    encoder: Encoder, rows: list[dict[str, Any]]
+    encoder: Encoder, rows: Rows
 ) -> None:
     for log_probs in (None, ()):
         scene = Scene(encoder, rows, task=AsSampled())
@@ -179,7 +179,7 @@ def test_an_evaluation_asks_for_the_columns_without_which_its_task_corrects_noth
 # --- what is counted ---------------------------------------------------------------------------------
 
 
-def test_the_ground_truth_as_answer_is_perfect(encoder: Encoder, rows: list[dict[str, Any]]) -> None:
+def test_the_ground_truth_as_answer_is_perfect(encoder: Encoder, rows: Rows) -> None:
     scene = Scene(encoder, rows)
     scene.part.begin(5)
     assert scene.ask(99)
@@ -192,7 +192,7 @@ def test_the_ground_truth_as_answer_is_perfect(encoder: Encoder, rows: list[dict
 
 
 def test_every_answer_that_is_counted_leaves_its_row_and_so_does_every_failure(
-    encoder: Encoder, rows: list[dict[str, Any]]
+    encoder: Encoder, rows: Rows
 ) -> None:
     scene = Scene(encoder, rows)
     scene.client.answer = lambda samples: replace(
@@ -213,9 +213,7 @@ def test_every_answer_that_is_counted_leaves_its_row_and_so_does_every_failure(
             assert found == pytest.approx(true, abs=0.002 * max(line["width"], line["height"]) + 1)
 
 
-def test_an_answer_of_another_version_is_not_counted_and_asked_again(
-    encoder: Encoder, rows: list[dict[str, Any]]
-) -> None:
+def test_an_answer_of_another_version_is_not_counted_and_asked_again(encoder: Encoder, rows: Rows) -> None:
     scene = Scene(encoder, rows)
     scene.part.begin(5)
     scene.client.version = 6
@@ -226,9 +224,7 @@ def test_an_answer_of_another_version_is_not_counted_and_asked_again(
     assert scene.part.end().num_answered == 5
 
 
-def test_what_is_in_flight_counts_although_no_more_may_be_asked(
-    encoder: Encoder, rows: list[dict[str, Any]]
-) -> None:
+def test_what_is_in_flight_counts_although_no_more_may_be_asked(encoder: Encoder, rows: Rows) -> None:
     scene = Scene(encoder, rows)
 
     def cut_meanwhile(samples: Sequence[Sample]) -> BatchOutcome:
@@ -251,7 +247,7 @@ def test_what_is_in_flight_counts_although_no_more_may_be_asked(
 
 
 def test_what_is_not_answered_is_asked_again_and_fails_after_so_many_requests(
-    encoder: Encoder, rows: list[dict[str, Any]]
+    encoder: Encoder, rows: Rows
 ) -> None:
     scene = Scene(encoder, rows)
     scene.client.answer = lambda samples: BatchOutcome(returned=tuple(samples), num_posts=1)
@@ -265,9 +261,7 @@ def test_what_is_not_answered_is_asked_again_and_fails_after_so_many_requests(
     assert scene.events.given_up_rows == dict.fromkeys((0, 2, 4, 6, 8), "no answer to 3 requests")
 
 
-def test_rows_that_cannot_be_used_fail_and_the_others_count(
-    encoder: Encoder, rows: list[dict[str, Any]]
-) -> None:
+def test_rows_that_cannot_be_used_fail_and_the_others_count(encoder: Encoder, rows: Rows) -> None:
     spoilt = [*rows[:2], {**rows[2], "images": ["/nowhere/a.png"]}, *rows[3:]]
     scene = Scene(encoder, spoilt)
 
@@ -326,7 +320,7 @@ def make_client(server: FakeRolloutServer, fence: InferFence, events: Recorder) 
 
 
 def test_posts_of_an_evaluation_are_greedy_and_told_apart_from_those_of_training(
-    encoder: Encoder, rows: list[dict[str, Any]]
+    encoder: Encoder, rows: Rows
 ) -> None:
     training = Recorder()
     with FakeRolloutServer() as server, make_client(server, InferFence(version=5), training) as client:

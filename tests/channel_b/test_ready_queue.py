@@ -50,16 +50,6 @@ def names(packs: list[Pack]) -> list[int]:
     return [pack.name for pack in packs]
 
 
-def test_a_reservation_survives_overflow_and_any_version() -> None:
-    queue, drops = filled(1, 1, 1, limit=3)
-    reservation = reserved(queue, 2)
-    for name in range(10, 20):
-        queue.offer(Pack(1, name), current_version=1)
-    queue.reserve(99, current_version=50)
-    assert names(reservation.take()) == [0, 1]
-    assert not {0, 1} & {name for name, _ in drops}
-
-
 @pytest.mark.parametrize("is_taken", [True, False])
 def test_there_is_room_for_a_pack_that_pushes_no_young_one_out_now_or_when_packs_are_released(
     is_taken: bool,
@@ -127,51 +117,6 @@ def test_drops_are_reported_outside_the_lock() -> None:
     held.release()  # overflow by release
     queue.reserve(1, current_version=2)  # stale
     assert answered == [True, True, True]
-
-
-def test_no_pack_is_lost_or_doubled_between_threads() -> None:
-    """Two makers, two takers, one that only releases: every pack ends in exactly one place."""
-    num_packs = 300
-    dropped: list[int] = []
-    taken: list[list[int]] = [[], []]
-    queue = ReadyQueue(6, 5, lambda pack, reason: dropped.append(pack.name))
-    start = threading.Barrier(5)
-    makers_done = threading.Event()
-
-    def make(first: int) -> None:
-        start.wait(timeout=60)
-        for name in range(first, first + num_packs):
-            queue.offer(Pack(1, name), current_version=1)
-
-    def take(mine: list[int]) -> None:
-        start.wait(timeout=60)
-        while not makers_done.is_set() or queue.depth >= 2:
-            reservation = queue.reserve(2, current_version=1)
-            if reservation is not None:
-                mine.extend(names(reservation.take()))
-
-    def release() -> None:
-        start.wait(timeout=60)
-        while not makers_done.is_set():
-            reservation = queue.reserve(3, current_version=1)
-            if reservation is not None:
-                reservation.release()
-
-    makers = [threading.Thread(target=make, args=(first,), daemon=True) for first in (0, num_packs)]
-    users = [threading.Thread(target=take, args=(mine,), daemon=True) for mine in taken]
-    users.append(threading.Thread(target=release, daemon=True))
-    for thread in makers + users:
-        thread.start()
-    for thread in makers:
-        thread.join(timeout=60)
-    makers_done.set()
-    for thread in users:
-        thread.join(timeout=60)
-    assert not any(thread.is_alive() for thread in makers + users)
-    left = queue.reserve(queue.depth, current_version=1)
-    assert left is not None
-    everything = dropped + taken[0] + taken[1] + names(left.take())
-    assert sorted(everything) == list(range(2 * num_packs))
 
 
 SEGMENTS = st.lists(st.integers(0, 4), min_size=1, max_size=4)

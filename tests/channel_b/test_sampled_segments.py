@@ -17,7 +17,7 @@ import pytest
 import torch
 from detection_task import make_task
 from peft.tuners.lora import LoraLayer
-from real_model import make_encoder, objects_of, rollout_of, sample_of, tiny_model
+from real_model import Rows, make_encoder, objects_of, rollout_of, sample_of, tiny_model
 from sft_run import build_trainer
 from swift.trainers import Seq2SeqTrainer
 
@@ -87,7 +87,7 @@ def encoder() -> Encoder:
 
 
 @pytest.fixture(scope="module")
-def rollouts(encoder: Encoder, rows: list[dict[str, Any]]) -> list[Rollout]:
+def rollouts(encoder: Encoder, rows: Rows) -> list[Rollout]:
     """One per entry of ``ADVANTAGES``, which lists one object twice and misses the others; every second is cut off."""
     found, drawn = [], random.Random(0)
     for number, advantages in enumerate(ADVANTAGES):

@@ -95,7 +95,7 @@ def test_the_ledger_balances_and_the_gallery_has_the_points(
     assert "mean closeness" in printed
     assert page.stat().st_size > 0
     assert main(["rollouts", "--json", str(run.directory)]) == 0
-    assert '"likeness": "closeness"' in capsys.readouterr().out
+    assert '"similarity": "closeness"' in capsys.readouterr().out
 
 
 def test_the_rows_have_no_fault_as_points_and_are_no_boxes(

@@ -79,7 +79,7 @@ def test_logs_that_grow_by_pieces_cut_anywhere_are_read_as_whole_ones_are(
 
 
 def test_what_the_log_tells_of_a_rollout(tmp_path: Path) -> None:
-    run = FollowedRun(tmp_path, rank=1, world_size=2, run_id="a", likeness="closeness")
+    run = FollowedRun(tmp_path, rank=1, world_size=2, run_id="a", similarity="closeness")
     (key,) = run.draw(1)
     run.ask([key])
     run.matched(key, 4, reward={"total": 0.5})
@@ -87,7 +87,7 @@ def test_what_the_log_tells_of_a_rollout(tmp_path: Path) -> None:
     assert found.fields | {"time": 0.0} == {
         "rollout": "a:1:0:0:0", "time": 0.0, "run_id": "a", "rank": 1, "version": 4, "epoch": 0, "position": 0,
         "row": key.index, "attempt": 0, "server": "http://s", "num_tokens": 4, "truncated": False, "pairs": 1,
-        "false": 0, "missed": 0, "mean_iou": 0.5, "likeness": "closeness", "dropped": {}, "reward": {"total": 0.5},
+        "false": 0, "missed": 0, "mean_iou": 0.5, "similarity": "closeness", "dropped": {}, "reward": {"total": 0.5},
         "text": None,
     }  # fmt: skip
     assert ", 0 missed, closeness 0.50, reward 0.50" in found.line

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from swift_stage2.config import GrpoConfig, Proximal, Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError
-from swift_stage2.training.beside_labels import loss_beside_labels
+from swift_stage2.training.aux_targets import loss_with_aux_targets
 from swift_stage2.training.policy_loss import POLICY_SUMS, PolicyTerm, check_model, token_factors
 
 VOCABULARY = 7
@@ -82,7 +82,9 @@ def ours(batch: Batch, grpo: GrpoConfig) -> tuple[torch.Tensor, dict[str, float]
     outputs = SimpleNamespace(loss=plain, logits=batch.logits)
     reference = batch.reference if grpo.kl_weight else None
     policy = PolicyTerm(batch.advantages, batch.behaviour, batch.temperature, grpo, reference)
-    loss = loss_beside_labels(outputs, batch.labels, loss_scale=scale, num_items_in_batch=None, policy=policy)
+    loss = loss_with_aux_targets(
+        outputs, batch.labels, loss_scale=scale, num_items_in_batch=None, policy=policy
+    )
     assert policy.sums is not None
     sums = dict(zip(POLICY_SUMS, policy.sums.tolist(), strict=True))
     return torch.autograd.grad(loss, batch.logits)[0][0], sums

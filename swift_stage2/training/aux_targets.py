@@ -13,7 +13,7 @@ from swift_stage2.columns import COLUMNS, Per
 from swift_stage2.training.policy_loss import PolicyTerm
 
 
-def cut_beside_labels(inputs: dict[str, Any], cut: Callable[[dict[str, Any]], None]) -> None:
+def cut_aux_targets(inputs: dict[str, Any], cut: Callable[[dict[str, Any]], None]) -> None:
     """Before ms-swift's ``cut`` takes the places that are not supervised out of labels and ``loss_scale``: as there."""
 
     def kept(values: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,7 @@ def cut_beside_labels(inputs: dict[str, Any], cut: Callable[[dict[str, Any]], No
         inputs[name] = torch.stack([moved, inputs[name][:, 1]], dim=1)
 
 
-def loss_beside_labels(
+def loss_with_aux_targets(
     outputs: Any,
     labels: torch.Tensor,
     *,
