@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -122,9 +121,9 @@ def merge_lengths(
 
     The first one tells what does not fit, and what a step of either channel trains.
     """
-    lengths = reduce(RowLengths.merged, map(RowLengths.from_note, control.gather(mine.lengths.to_note())))
+    lengths = RowLengths.merged(control.gather(mine.lengths.to_note()))
     if control.rank == 0:
-        for found, remedy in lengths.troubles:
+        for found, remedy in lengths.troubles(config):
             telemetry.record_warning(f"{found}; {remedy}")
         sizes = step_sizes(config, lengths, packs_per_step * control.world_size)
         if sizes is not None and sizes.holds:
@@ -146,7 +145,7 @@ def step_sizes(config: Stage2Config, lengths: RowLengths, num_packs: int) -> Ine
     capacity, batch = channel.packing.packing_length, int(config.swift.get("per_device_train_batch_size", 1))
     mean, per_pack = lengths.num_tokens / lengths.num_rows, lengths.samples_per_pack(capacity)
     remedy = f"write swift.per_device_train_batch_size: {math.ceil(per_pack / _WANTED_A_STEPS)}"
-    beside = lengths.segments.longest if config.stage2_ab.trains_targets_beside else 0
+    beside = lengths.longest_segment[0] if config.stage2_ab.trains_targets_beside else 0
     wanted = max(math.ceil(_WANTED_A_STEPS * batch * mean), lengths.longest_prompt + max_new_tokens + beside)
     if wanted < capacity:
         remedy += f", or stage2_ab.channel_b.packing.packing_length: {wanted}"

@@ -52,7 +52,7 @@ def examine_learner(
         needs=[prepared, rows_checked],
         fix="mend the data set, or section swift",
     )
-    exam.check("packing_length", lambda: check_packing_length(samples.result), needs=[samples])
+    exam.check("packing_length", lambda: check_packing_length(config, samples.result), needs=[samples])
     exam.check(
         "step sizes",
         lambda: check_step_sizes(
@@ -136,8 +136,7 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> CheckR
     )
     found = (
         f"{len(checked.samples)} of {len(rows)} rows encoded as the model gets them, the first answered as task "
-        f"{config.stage2_ab.task} checks it; prompts of {checked.lengths.shortest_prompt} to "
-        f"{checked.lengths.longest_prompt} tokens"
+        f"{config.stage2_ab.task} checks it; prompts of up to {checked.lengths.longest_prompt} tokens"
     )
     if len(checked.samples) < count:
         looked_at = min(MOST_LOOKED_AT, len(usable))
@@ -146,17 +145,17 @@ def _check_samples(config: Stage2Config, prepared: LearnerPreparation) -> CheckR
     return ok(found, checked)
 
 
-def check_packing_length(samples: CheckedRows) -> CheckResult[None]:
+def check_packing_length(config: Stage2Config, samples: CheckedRows) -> CheckResult[None]:
     """The row that compares ``packing_length`` with the longest prompt and its answer."""
-    if troubles := samples.lengths.troubles:
+    if troubles := samples.lengths.troubles(config):
         return warning(
             " | ".join(found for found, _ in troubles), "; ".join(remedy for _, remedy in troubles)
         )
-    longest = samples.lengths.segments
+    longest, place = samples.lengths.longest_segment
     return ok(
-        f"packing_length {longest.limit} holds the longest prompt and what may follow it; of all "
-        f"{samples.lengths.num_rows:,} rows the longest with its true answer has {longest.longest} tokens "
-        f"({longest.place})"
+        f"packing_length {config.stage2_ab.channel_b.packing.packing_length} holds the longest prompt and what may "
+        f"follow it; of all {samples.lengths.num_rows:,} rows the longest with its true answer has {longest} tokens "
+        f"({place})"
     )
 
 
