@@ -120,19 +120,16 @@ def left_out(why: str) -> CheckResult[Any]:
     return CheckResult(Verdict.NOT_CHECKED, why)
 
 
-DOES_NOT_APPLY = left_out("does not apply to this configuration")
-
-
 @dataclass(frozen=True, slots=True)
 class Check:
     """One entry: its name in the doctor's table, the field of ``Known`` that it needs, and the work.
 
-    ``find`` raises UserError; of a check that does not apply to the configuration it returns ``DOES_NOT_APPLY``.
+    ``find`` raises UserError, and returns what is worth a row; None where all is well, or does not apply.
     """
 
     name: str
     needs: str
-    find: Callable[[Stage2Config, Known], CheckResult[None]]
+    find: Callable[[Stage2Config, Known], CheckResult[None] | None]
 
 
 def run_checks(config: Stage2Config, known: Known, tell: Callable[[str], object] = logger.warning) -> None:
@@ -144,7 +141,7 @@ def run_checks(config: Stage2Config, known: Known, tell: Callable[[str], object]
     tells = os.environ.get("RANK", "0") == "0"
     for check in due_checks(known):
         found = check.find(config, known)
-        if found.verdict is Verdict.WARNING and tells:
+        if found is not None and found.verdict is Verdict.WARNING and tells:
             tell(f"{found.found}; {found.fix}")
 
 
@@ -156,16 +153,17 @@ def due_checks(known: Known) -> Iterator[Check]:
             yield check
 
 
-def _rank_environment(config: Stage2Config, known: Known) -> CheckResult[None]:
-    environment = known.rank_environment or {}
-    check_gloo_address(environment)
-    return ok(f"rank {environment.get('RANK', '0')} of {environment.get('WORLD_SIZE', '1')}")
+def _devices(config: Stage2Config, known: Known) -> None:
+    if config.swift.get("use_cpu") is not True:
+        kind, num_devices = known.devices or (None, 0)
+        require_known_accelerator(kind)
+        require_visible_devices(os.environ, num_devices)
 
 
-def _api_key(config: Stage2Config, known: Known) -> CheckResult[None]:
+def _api_key(config: Stage2Config, known: Known) -> CheckResult[None] | None:
     """Whether there is a key; never what it is."""
     if not config.b_enabled:
-        return DOES_NOT_APPLY
+        return None
     name, key = config.rollout.api_key_env, config.rollout.api_key()
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise ConfigError(
@@ -181,76 +179,53 @@ def _api_key(config: Stage2Config, known: Known) -> CheckResult[None]:
     return ok(f"{name} is not set: right for servers without a key")
 
 
-def _addresses(config: Stage2Config, known: Known) -> CheckResult[None]:
-    num_hosts = config.launch.learner.nnodes
-    if not config.b_enabled or num_hosts == 1:
-        return DOES_NOT_APPLY
-    refuse_lone_addresses(config)
-    return ok(f"every server has an address that leads there from all {num_hosts} hosts of the learner")
-
-
-def _rendezvous(config: Stage2Config, known: Known) -> CheckResult[None]:
-    if (endpoint := config.launch.learner.rdzv_endpoint) is None:
-        return DOES_NOT_APPLY
-    refuse_deaf_endpoint(endpoint)
-    return ok(f"{endpoint} has an address, and its port is free if it is this machine's")
-
-
-def _model(config: Stage2Config, known: Known) -> CheckResult[None]:
+def _model(config: Stage2Config, known: Known) -> None:
     check_model(config.swift)
     check_family(config)
-    names = ("model", "adapters", "resume_from_checkpoint")
-    return ok(", ".join(f"{name} {config.swift[name]}" for name in names if config.swift.get(name)))
 
 
-def _deepspeed(config: Stage2Config, known: Known) -> CheckResult[None]:
-    if not config.swift.get("deepspeed"):
-        return DOES_NOT_APPLY
+def _deepspeed(config: Stage2Config, known: Known) -> None:
     # Else the ranks would learn it once the model is loaded
-    if importlib.util.find_spec("deepspeed") is None:
+    if config.swift.get("deepspeed") and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             "swift.deepspeed needs DeepSpeed in the learner's environment",
             got=f"deepspeed={config.swift['deepspeed']!r:.200} and no such package",
             remedy="install the extra swift-stage2[deepspeed], or remove the key",
         )
-    return ok("DeepSpeed is installed")
 
 
-def _resume(config: Stage2Config, known: Known) -> CheckResult[None]:
+def _resume(config: Stage2Config, known: Known) -> CheckResult[None] | None:
     """As ``refuse_unsupported`` refuses it, when it would be too late."""
     swift = config.swift
     is_sharded_adapter = swift.get("fsdp") and swift.get("tuner_type", "lora") != "full"
     if not is_sharded_adapter or swift.get("save_strategy") == "no":
-        return DOES_NOT_APPLY
+        return None
     return warning(
         "checkpoints of LoRA under FSDP2 cannot be resumed: a run that ends early must begin anew",
         "train with DDP or ZeRO, or write swift.tuner_type: full",
     )
 
 
-def _plugins(config: Stage2Config, known: Known) -> CheckResult[None]:
-    plugins = [Path(place).expanduser() for place in named_places(config.swift, "external_plugins")]
-    for plugin in plugins:
-        if not plugin.is_file():
+def _plugins(config: Stage2Config, known: Known) -> None:
+    for place in named_places(config.swift, "external_plugins"):
+        if not (plugin := Path(place).expanduser()).is_file():
             raise ConfigError(
                 "swift.external_plugins must name Python files",
                 got=f"{str(plugin)!r}, which is none",
                 remedy="correct the path",
             )
-    return ok(", ".join(map(str, plugins))) if plugins else DOES_NOT_APPLY
 
 
-def _disk_directory(config: Stage2Config, known: Known) -> CheckResult[None]:
+def _disk_directory(config: Stage2Config, known: Known) -> None:
     directory = config.rollout.sync.disk_directory
     if not config.b_enabled or directory is None or os.environ.get("RANK", "0") != "0":
-        return DOES_NOT_APPLY
+        return
     if not os.path.isdir(directory) or not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(
             "rollout.sync.disk_directory must be a directory that the learner's user can write",
             got=f"disk_directory={directory!r}",
             remedy="make it, or mount it, and let learner and servers see it",
         )
-    return ok(f"weights travel by {directory}, which can be written")
 
 
 def _data_sets(config: Stage2Config, known: Known) -> CheckResult[None]:
@@ -259,58 +234,39 @@ def _data_sets(config: Stage2Config, known: Known) -> CheckResult[None]:
     return warning(f"{text}; {' | '.join(advice)}", fix) if advice else ok(text)
 
 
-def _earlier_run(config: Stage2Config, known: Known) -> CheckResult[None]:
-    refuse_earlier_run(config.swift)
-    return ok("no earlier run is written over")
-
-
-def _checkpoint_ranks(config: Stage2Config, known: Known) -> CheckResult[None]:
-    checkpoints = named_places(config.swift, "resume_from_checkpoint") if config.b_enabled else []
-    for checkpoint in checkpoints:
+def _checkpoint_ranks(config: Stage2Config, known: Known) -> None:
+    for checkpoint in named_places(config.swift, "resume_from_checkpoint") if config.b_enabled else []:
         check_world_size(os.path.expanduser(checkpoint), known.num_ranks or 1)
-    return ok(f"{checkpoints[0]} goes on with {known.num_ranks} rank(s)") if checkpoints else DOES_NOT_APPLY
-
-
-def _ports(config: Stage2Config, known: Known) -> CheckResult[None]:
-    ports = list(map(str, refuse_busy_ports(config, known.started_servers or ())))
-    return ok(f"ports {', '.join(ports[:-1])} and {ports[-1]} are free") if ports else DOES_NOT_APPLY
-
-
-def _devices(config: Stage2Config, known: Known) -> CheckResult[None]:
-    kind, num_devices = known.devices or (None, 0)
-    if config.swift.get("use_cpu") is True:
-        return ok("the learner computes on the CPU")
-    require_known_accelerator(kind)
-    require_visible_devices(os.environ, num_devices)
-    return ok(f"torch finds {num_devices} device(s) of kind {kind}" if kind else "torch finds the CPU only")
-
-
-def _validation_set(config: Stage2Config, known: Known) -> CheckResult[None]:
-    evaluation, num_rows = config.stage2_ab.evaluation, known.num_validation_rows or 0
-    if not evaluation.every_steps:
-        return DOES_NOT_APPLY
-    config.check_validation_set(num_rows)
-    return ok(
-        f"every evaluation asks the first {min(num_rows, evaluation.num_samples)} of its {num_rows} rows"
-    )
 
 
 CHECKS = (
-    Check("rank environment", "rank_environment", _rank_environment),
+    Check(
+        "rank environment",
+        "rank_environment",
+        lambda config, known: check_gloo_address(known.rank_environment or {}),
+    ),
     Check("learner's devices", "devices", _devices),
     Check("API key", "addresses", _api_key),
-    Check("addresses of hosts", "addresses", _addresses),
-    Check("rendezvous", "starts_learner", _rendezvous),
+    Check("addresses of hosts", "addresses", lambda config, known: refuse_lone_addresses(config)),
+    Check("rendezvous", "starts_learner", lambda config, known: refuse_deaf_endpoint(config)),
     Check("model directory", "files", _model),
     Check("DeepSpeed", "files", _deepspeed),
     Check("resume", "files", _resume),
     Check("plugins", "files", _plugins),
     Check("disk directory", "files", _disk_directory),
     Check("data sets", "rows", _data_sets),
-    Check("earlier run", "run_directory", _earlier_run),
+    Check("earlier run", "run_directory", lambda config, known: refuse_earlier_run(config.swift)),
     Check("ranks", "num_ranks", _checkpoint_ranks),
-    Check("ports", "started_servers", _ports),
-    Check("validation set", "num_validation_rows", _validation_set),
+    Check(
+        "ports",
+        "started_servers",
+        lambda config, known: refuse_busy_ports(config, known.started_servers or ()),
+    ),
+    Check(
+        "validation set",
+        "num_validation_rows",
+        lambda config, known: config.check_validation_set(known.num_validation_rows or 0),
+    ),
 )
 
 

@@ -21,7 +21,7 @@ from swift_stage2.checks.examination import Examination, findings_table, show_ru
 from swift_stage2.config import ServerConfig, ServerEngine, Stage2Config, load_config
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError
-from swift_stage2.runtime.network import addresses_of, connection_error, holder_of, http_remedy, is_here
+from swift_stage2.runtime.network import connection_error, holder_of, http_remedy, is_here, resolve
 from swift_stage2.runtime.output import SafeConsole, quieten_libraries, say
 from swift_stage2.runtime.parser import CommandParser, real_number, whole_number
 from swift_stage2.runtime.visible_devices import select_devices
@@ -220,13 +220,13 @@ def examine_addresses(exam: Examination, config: Stage2Config, *, live: bool) ->
 
 def check_reachable(server: ServerConfig, *, must_answer: bool) -> CheckResult[str]:
     """A TCP connection; hands the address on. A server may not run yet, unless it must answer."""
-    addresses = addresses_of(server.host, server.port)
-    if isinstance(addresses, str):
+    try:
+        address = str(resolve(server.host, server.port)[0][4][0])
+    except OSError as unknown:
         return failed(
-            f"{server.host} has no address: {addresses}",
+            f"{server.host} has no address: {unknown}",
             f"correct base_url {server.base_url}, or make the name {server.host} known to this machine",
         )
-    address = addresses[0]
     if (error := connection_error(address, server.port, _CONNECT_TIMEOUT_S)) is not None:
         found = f"nothing answers at {server.base_url} ({address}): {error}"
         fix = f"{http_remedy(error)}, or correct its base_url in rollout.servers"

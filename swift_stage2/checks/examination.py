@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swift_stage2.checks.checks import (
-    DOES_NOT_APPLY,
+    Check,
     CheckResult,
     Known,
     ValueT,
@@ -90,17 +90,16 @@ class Examination:
     def show(
         self, config: Stage2Config, known: Known, *, needs: Sequence[CheckResult[Any]] = ()
     ) -> dict[str, CheckResult[None]]:
-        """A row for each check of ``checks`` whose needs are ``known``, by its name.
-
-        A check that does not apply to the configuration has no row.
-        """
-        shown = {}
+        """The results of the checks whose needs are ``known``, by name. Those with nothing to say share a row."""
+        shown, silent = {}, []
         for check in due_checks(known):
-            result = self.check(check.name, partial(check.find, config, known), needs=needs)
-            if result.found == DOES_NOT_APPLY.found:
+            result = self.check(check.name, partial(_look, check, config, known), needs=needs)
+            shown[check.name] = result
+            if result.verdict is Verdict.OK and not result.found:
                 self.findings.pop()
-            else:
-                shown[check.name] = result
+                silent.append(check.name)
+        if silent:
+            self.check("checked as well", lambda: ok(", ".join(silent)))
         return shown
 
     @property
@@ -124,6 +123,10 @@ class Examination:
         for secret in self._secrets:
             text = text.replace(secret, _HIDDEN)
         return " ".join(text.split())
+
+
+def _look(check: Check, config: Stage2Config, known: Known) -> CheckResult[None]:
+    return check.find(config, known) or ok("")
 
 
 def show_rules(exam: Examination, rules: Iterable[Inequality]) -> None:
