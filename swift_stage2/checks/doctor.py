@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_stage2.checks.checks import CheckResult, Known, failed, ok, warning
-from swift_stage2.checks.examination import Examination, findings_table, show_rules
+from swift_stage2.checks.examination import Examination, findings_table
 from swift_stage2.config import ServerConfig, ServerEngine, Stage2Config, load_config
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError
@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def examine(exam: Examination, path: Path, options: argparse.Namespace, scratch: Path) -> None:
-    loaded = check_configuration(exam, path)
+    exam.begin_section("Configuration")
+    loaded = exam.check("configuration loads", partial(_load, path))
     if not loaded.passed:
         for name in ("model and data", "servers"):
             exam.check(name, lambda: ok(""), needs=[loaded])
@@ -157,21 +158,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check_configuration(exam: Examination, path: Path) -> CheckResult[Stage2Config]:
-    """The file loads; then one row per rule."""
-    exam.begin_section("Configuration")
-    loaded = exam.check("configuration loads", partial(_load, path))
-    if loaded.passed and loaded.result.b_enabled:
-        show_rules(exam, loaded.result.inequalities(loaded.result.gradient_accumulation_steps))
-    return loaded
-
-
 def _load(path: Path) -> CheckResult[Stage2Config]:
     config = load_config(path)
-    if not config.b_enabled and config.warnings:
-        return warning(config.warnings[0], "remove them", config)
     rollout = f"{len(config.rollout.servers)} server(s)" if config.b_enabled else "channel B is off"
-    return ok(f"{path}: b_ratio {config.stage2_ab.schedule.b_ratio:g}, {rollout}", config)
+    found = f"{path}: b_ratio {config.stage2_ab.schedule.b_ratio:g}, {rollout}"
+    if not config.warnings:
+        return ok(found, config)
+    told, _, remedy = " | ".join(config.warnings).rpartition("; ")
+    return warning(f"{found}; {told}", remedy, config)
 
 
 def check_devices(config: Stage2Config) -> CheckResult[None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -29,10 +29,8 @@ from swift_stage2.checks.checks import (
     failed,
     left_out,
     ok,
-    warning,
 )
 from swift_stage2.config import Stage2Config
-from swift_stage2.config.rules import Inequality
 from swift_stage2.errors import Stage2Error, UserError
 
 logger = logging.getLogger(__name__)
@@ -127,17 +125,6 @@ class Examination:
 
 def _look(check: Check, config: Stage2Config, known: Known) -> CheckResult[None]:
     return check.find(config, known) or ok("")
-
-
-def show_rules(exam: Examination, rules: Iterable[Inequality]) -> None:
-    """A row for each that does not hold, and one for all that do."""
-    rules = list(rules)
-    for rule in rules:
-        if not rule.holds:
-            show = warning if rule.is_advice else failed
-            exam.check(rule.name, partial(show, rule.error.found, rule.remedy))
-    held = [f"{rule.name}: {rule.numbers}" for rule in rules if rule.holds]
-    exam.check("rules between numbers", lambda: ok("; ".join(held)))
 
 
 _STYLES = {

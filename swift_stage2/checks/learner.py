@@ -166,4 +166,4 @@ def check_step_sizes(
     sizes = step_sizes(config, samples.lengths, packs_per_step * num_ranks)
     if sizes is None:
         return left_out("no row could be measured")
-    return ok(sizes.numbers) if sizes.holds else warning(sizes.error.found, sizes.remedy)
+    return warning(*sizes) if sizes.remedy else ok(sizes.told)

@@ -79,16 +79,6 @@ def test_a_good_configuration_is_green_with_every_rule_and_its_numbers(
     }
     report = doctor(configure(**launch, **evaluation, swift__output_dir=str(tmp_path / "new" / "run")))
     assert report.status == 0, report.text
-    rules = report.row("rules between numbers")["found"]
-    for numbers in (
-        "target within limit: 4 <= 6",
-        "version window: version_window 2, sync_every_steps 4",
-        "control timeout: 1800 >= 3 * 40",
-        "target holds a step: 4 >= 2",
-        "limit holds a step: 6 >= 2",
-        "useful limit: 6 <= 2 * max(1, ceil((2 + 1) * 0.25 * 4)) = 6",
-    ):
-        assert numbers in rules
     for check, told in {
         "devices": "launch.learner: CPU only; launch.servers[0]: CPU only",
         "packing_length": "packing_length 256 holds the longest prompt",
@@ -116,7 +106,13 @@ ELSEWHERE = {
 @pytest.mark.parametrize(
     ("changes", "num_gpus", "check", "verdict", "told"),
     [
-        (PREFETCH_RULES, 0, "useful limit", "warning", "write stage2_ab.channel_b.prefetch.queue_limit: 6"),
+        (
+            PREFETCH_RULES,
+            0,
+            "configuration loads",
+            "warning",
+            "write stage2_ab.channel_b.prefetch.queue_limit: 6",
+        ),
         (ELSEWHERE, 2, "devices", "ok", "launch.servers[0]: 7"),
         (
             {"launch": {"servers": [{"engine": "transformers"}]}, "swift__use_cpu": False},

@@ -20,7 +20,7 @@ from swift_stage2 import try_task
 from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.sample_source import RowOrigins
 from swift_stage2.channel_b.task import TASKS, Task, register_task
-from swift_stage2.checks.channel_b_parts import step_sizes
+from swift_stage2.checks.channel_b_parts import StepSizes, step_sizes
 from swift_stage2.checks.samples import (
     RowLengths,
     check_sample,
@@ -30,7 +30,6 @@ from swift_stage2.checks.samples import (
     usable_samples,
 )
 from swift_stage2.config import Stage2Config
-from swift_stage2.config.rules import Inequality
 from swift_stage2.errors import ConfigError, DatasetError, MatchingError, SampleError, TaskError
 from swift_stage2.records import MatchQuality, Sample, SampleKey, Target
 
@@ -197,7 +196,7 @@ def _lengths(num_rows: int, mean: int, prompt: int, answer: int) -> RowLengths:
     return RowLengths(num_rows=num_rows, num_tokens=num_rows * mean, **longest)  # type: ignore[arg-type]
 
 
-def _sizes(lengths: RowLengths, num_packs: int, **changes: Any) -> Inequality:
+def _sizes(lengths: RowLengths, num_packs: int, **changes: Any) -> StepSizes:
     config = _config(changes.pop("packing_length", 4096), changes.pop("max_new_tokens", 1024))
     found = step_sizes(replace(config, swift={**config.swift, **changes}), lengths, num_packs)
     assert found is not None
@@ -227,9 +226,9 @@ def test_the_sizes_of_steps_follow_from_the_rows(
 ) -> None:
     for num_packs in (1, 8):  # both channels have as many micro steps
         told = _sizes(_lengths(500, mean, longest - 50, 50), num_packs, per_device_train_batch_size=batch)
-        assert f"as many rows as {ratio}" in told.numbers
-        assert told.holds is (not advice)
-        assert not advice or advice in told.remedy
+        assert f"as many rows as {ratio}" in told.told
+        assert bool(told.remedy) is bool(advice)
+        assert advice in told.remedy
 
 
 @given(
@@ -240,7 +239,7 @@ def test_the_length_that_is_advised_is_one_that_a_run_takes(
 ) -> None:
     lengths = _lengths(50, mean, prompt, answer)
     told = _sizes(lengths, 4, per_device_train_batch_size=batch)
-    if told.holds:
+    if not told.remedy:
         return
     found = re.search(r"packing_length: (\d+)$", told.remedy)
     assert found is not None
