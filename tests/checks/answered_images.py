@@ -85,7 +85,6 @@ def draw(
     seed: int,
     *,
     answers: Write,
-    data: Write = stored,
     thousandths: bool = False,
     limits: PixelLimits = LIMITS,
     num_images: int = 32,
@@ -119,7 +118,7 @@ def draw(
         images.append(
             AnsweredImage(
                 tuple((written[number][0], answers(written[number][1], size)) for number in order),
-                tuple((label, data(box, size)) for label, box in truth),
+                tuple((label, box) for label, box in truth),
                 size,
                 (1000, 1000) if thousandths else resized_size(size, limits),
                 resized_size(size, limits),
