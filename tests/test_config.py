@@ -112,7 +112,6 @@ REFUSED: list[dict[str, Any]] = [
     {"rollout.max_inflight_per_server": 4097},
     {"swift.report_to": "no"},
     {"swift.report_to": False},
-    {"swift.report_to": ["tensorbord"]},
     {"swift.deepspeed": "none"},
     {"swift.gradient_accumulation_steps": 0},
     {"swift.gradient_accumulation_steps": "4"},

@@ -33,25 +33,14 @@ def refuse_busy_ports(config: Stage2Config, indices: Iterable[int]) -> None:
     """Checks the HTTP and weight-group ports of the servers of ``launch.servers`` with these numbers.
 
     Raises:
-        ConfigError: a port is in use, two servers name one, or its host is not this machine; names the port and the
-            key to change.
+        ConfigError: a port is in use, or its host is not this machine; names the port and the key to change.
     """
-    owners: dict[tuple[str, int], str] = {}
     for index in indices:
         server, key = config.rollout.servers[index], f"rollout.servers[{index}]"
-        places = {f"{key}.base_url": refuse_busy(server.host, server.port, f"{key}.base_url")}
-        group_port = f"{key}.group_port"
-        places[group_port] = refuse_busy(server.group_bind or server.host, server.group_port, group_port)
+        refuse_busy(server.host, server.port, f"{key}.base_url")
+        refuse_busy(server.group_bind or server.host, server.group_port, f"{key}.group_port")
         if (upstream_port := config.launch.servers[index].upstream_port) is not None:
-            name = f"launch.servers[{index}].upstream_port"
-            places[name] = refuse_busy(server.host, upstream_port, name)
-        for name, place in places.items():
-            if (owner := owners.setdefault(place, name)) != name:
-                raise ConfigError(
-                    "every server needs ports of its own",
-                    got=f"port {place[1]} of {place[0]}, however it is named, for both {owner} and {name}",
-                    remedy="give one of them another port",
-                )
+            refuse_busy(server.host, upstream_port, f"launch.servers[{index}].upstream_port")
 
 
 def refuse_lone_addresses(config: Stage2Config) -> None:

@@ -232,7 +232,7 @@ class TargetConfig:
 
     @property
     def has_own_loss(self) -> bool:
-        """True where the loss also reads the probabilities of tokens that are not labels (``beside_labels.py``)."""
+        """True where the loss also reads the probabilities of tokens that are not labels (``training/losses.py``)."""
         return self.missed_order is MissedOrder.ANY or self.weights.duplicate > 0
 
 
@@ -311,7 +311,7 @@ class Stage2AbConfig:
 
     @property
     def has_own_loss(self) -> bool:
-        """True where the loss is not ms-swift's alone (``training/beside_labels.py``)."""
+        """True where the loss is not ms-swift's alone (``training/losses.py``)."""
         return self.uses_rewards or self.channel_b.target.has_own_loss
 
     @property

@@ -11,7 +11,6 @@ import os
 import socket
 from contextlib import ExitStack, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 
@@ -84,15 +83,16 @@ def free_ports(count: int) -> tuple[int, ...]:
         return tuple(each.getsockname()[1] for each in sockets)
 
 
-def refuse_busy(host: str, port: int, key: str) -> tuple[str, int]:
-    """Checks one port; ``key`` is the one in the configuration that names it. Returns its IP address and port.
+def refuse_busy(host: str, port: int, key: str) -> None:
+    """Checks one port; ``key`` is the one in the configuration that names it.
 
     Raises:
         ConfigError: the port is in use or closed to this user, or ``host`` is not this machine.
     """
     try:
-        addresses = resolve(host, port)
-        for number, told in enumerate(addresses):  # of a name with several a server may take any one
+        for number, told in enumerate(
+            resolve(host, port)
+        ):  # of a name with several a server may take any one
             family, kind, protocol, _, address = told
             try:
                 with socket.socket(family, kind, protocol) as probe:
@@ -101,7 +101,6 @@ def refuse_busy(host: str, port: int, key: str) -> tuple[str, int]:
             except OSError as exc:
                 if number == 0 or exc.errno == errno.EADDRINUSE:
                     raise
-        return str(addresses[0][4][0]), port
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise ConfigError(
@@ -121,13 +120,6 @@ def refuse_busy(host: str, port: int, key: str) -> tuple[str, int]:
 
 
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH)
-
-
-def why_deaf(base_url: str, timeout_s: float) -> str:
-    """Why no connection to the URL's host and port opens within the time, and a remedy; empty when one does."""
-    parts = urlsplit(base_url)
-    error = connection_error(parts.hostname or "", parts.port or 0, timeout_s)
-    return f"{error}; {http_remedy(error)}" if error else ""
 
 
 def connection_error(host: str, port: int, timeout_s: float) -> OSError | None:

@@ -24,7 +24,7 @@ from swift_stage2.channel_b.preprocessing import make_pack
 from swift_stage2.channel_b.targets import AlternativeTokens, order_missed
 from swift_stage2.config import MissedOrder
 from swift_stage2.records import MatchQuality, SampleKey, Target
-from swift_stage2.training.beside_labels import cut_beside_labels, loss_beside_labels
+from swift_stage2.training.losses import cut_beside_labels, loss_beside_labels
 
 Object = tuple[str, tuple[int, int, int, int]]
 KEY = SampleKey(epoch=0, position=3, index=7)

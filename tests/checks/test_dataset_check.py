@@ -11,7 +11,7 @@ from builders import config_of
 from golden import Golden, name_of
 from PIL import Image
 
-from swift_stage2.checks.dataset import check_data
+from swift_stage2.checks.checks import check_data
 from swift_stage2.dataset.survey import survey
 from swift_stage2.errors import ConfigError, DatasetError
 

@@ -83,7 +83,7 @@ def test_a_good_configuration_is_green_with_every_rule_and_its_numbers(
         "devices": "launch.learner: CPU only; launch.servers[0]: CPU only",
         "packing_length": "packing_length 256 holds the longest prompt",
         "samples": "12 of 12 rows encoded as the model gets them",
-        "memory": "parameters: a rank needs",
+        "memory": "a rank needs",
         "data sets": "all 24 rows",
     }.items():
         assert report.verdict(check) == "ok", report.row(check)
@@ -238,4 +238,4 @@ def test_no_secret_is_printed(configure: Configure, doctor: Doctor, monkeypatch:
 def test_the_learner_is_estimated_by_one_formula(
     swift: dict[str, str], itemsize: int, num_ranks: int, per_parameter: float
 ) -> None:
-    assert rank_bytes(swift, itemsize * 1000, 1000, num_ranks) == per_parameter * 1000
+    assert rank_bytes(swift, itemsize * 1000, itemsize, num_ranks) == per_parameter * 1000

@@ -54,16 +54,6 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.usefixtures("names")
-def test_two_names_of_one_machine_are_one_place() -> None:
-    group_port = free_port()
-    config = started(here(free_port(), group_port, "twin"), here(free_port(), group_port))
-    with pytest.raises(
-        ConfigError, match=rf"got port {group_port} of 127\.0\.0\.1, however it is named, for both"
-    ):
-        refuse_busy_ports(config, [0, 1])
-
-
 @pytest.mark.parametrize(
     ("server", "is_started", "message"),
     [

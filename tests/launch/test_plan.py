@@ -197,7 +197,6 @@ def test_a_servers_own_environment_reaches_it_alone() -> None:
             r"launch\.servers\[0\] needs a model",
         ),
         ({"launch": servers({})}, 3, r"nproc_per_node=3 devices=\[0, 1\]"),
-        ({}, 0, "nproc_per_node=0"),
     ],
 )
 def test_plans_that_cannot_be_carried_out_are_refused(

@@ -16,8 +16,13 @@ from peft import LoraConfig, get_peft_model
 from swift_stage2.config import GrpoConfig, Proximal, Stage2Config
 from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError
-from swift_stage2.training.beside_labels import loss_beside_labels
-from swift_stage2.training.policy_loss import POLICY_SUMS, PolicyTerm, check_model, token_factors
+from swift_stage2.training.losses import (
+    POLICY_SUMS,
+    PolicyTerm,
+    check_model,
+    loss_beside_labels,
+    token_factors,
+)
 
 VOCABULARY = 7
 PPO = GrpoConfig(proximal=Proximal.BEHAVIOUR, clip_low=0.2, clip_high=0.28, max_importance_weight=1.5)
