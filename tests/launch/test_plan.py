@@ -259,12 +259,6 @@ def test_servers_alone_have_no_learner() -> None:
         ({"learner": SEVERAL}, {"node_rank": 2}, "got node_rank=2 nnodes=2"),
         ({"learner": SEVERAL}, {"node_rank": -1}, "got node_rank=-1 nnodes=2"),
         ({"learner": SEVERAL}, {}, "with 0 on the host that rdzv_endpoint names"),
-        ({"learner": SEVERAL | {"rdzv_endpoint": "http://learner-0:29400"}}, {}, "must be HOST:PORT"),
-        ({"learner": SEVERAL | {"rdzv_endpoint": "fd00::2:29400"}}, {}, "must be HOST:PORT"),
-        ({"learner": {"nnodes": 2}}, {}, "go together, got nnodes=2 rdzv_endpoint=None"),
-        ({"learner": {"rdzv_endpoint": "a:1"}}, {}, "go together, got nnodes=1 rdzv_endpoint='a:1'"),
-        ({"learner": SEVERAL | {"rdzv_endpoint": "learner-0"}}, {}, "must be HOST:PORT"),
-        ({"learner": SEVERAL | {"rdzv_endpoint": "learner-0:0"}}, {}, "must be HOST:PORT"),
     ],
 )
 def test_hosts_of_the_learner_that_cannot_be_are_refused(
