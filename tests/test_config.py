@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from swift_stage2.config import Stage2Config, StarvationAction, load_config
 from swift_stage2.config.binding import bind
 from swift_stage2.config.stage2_ab import PrefetchConfig
-from swift_stage2.config.swift_arguments import UNSUPPORTED, as_argv
+from swift_stage2.config.swift_arguments import UNSUPPORTED, as_argv, best_metric, require_metric
 from swift_stage2.config.yaml_text import write_yaml
 from swift_stage2.errors import ConfigError, UserError
 
@@ -83,6 +83,12 @@ WITH_A_REFERENCE = {
     f"{GRPO}.kl_weight": 0.05,
 }
 EVALUATED = {f"{EVALUATION}.every_steps": 50, "swift.dataset": ["t.jsonl"]}
+BEST = {
+    "swift.val_dataset": ["v.jsonl"],
+    "swift.metric_for_best_model": "eval_f1",
+    "swift.eval_strategy": "no",
+    "swift.save_strategy": "best",
+}
 REWARD_WEIGHTS = "stage2_ab.channel_b.reward.weights"
 WEIGHTS = (
     "structure",
@@ -285,6 +291,12 @@ REFUSED: list[dict[str, Any]] = [
     BY_REWARDS | {"stage2_ab.objective": "mixed", f"{GRPO}.target_in_group": True},
     # evaluations
     EVALUATED,
+    EVALUATED | BEST | {f"{EVALUATION}.every_steps": 0},
+    EVALUATED | BEST | {"swift.metric_for_best_model": "eval_ap"},
+    EVALUATED | BEST | {"swift.metric_for_best_model": "eval/truncated_ratio"},
+    EVALUATED | BEST | {"swift.eval_strategy": "steps"},
+    EVALUATED | BEST | {"swift.eval_strategy": None},
+    EVALUATED | BEST | {"swift.load_best_model_at_end": True},
     EVALUATED | {"swift.split_dataset_ratio": 0.1, "swift.eval_strategy": "no"},
     EVALUATED | {"swift.split_dataset_ratio": 0.1, "swift.save_strategy": "no"},
     {f"{EVALUATION}.every_steps": 50, "stage2_ab.schedule.b_ratio": 0},
@@ -330,6 +342,11 @@ ACCEPTED: list[dict[str, Any]] = [
     EVALUATED | {"swift.split_dataset_ratio": 0.1},
     EVALUATED
     | {"swift.val_dataset": ["v.jsonl"], "swift.split_dataset_ratio": 0.1, "swift.eval_strategy": "no"},
+    EVALUATED | BEST,
+    EVALUATED | BEST | {"swift.eval_strategy": False, "swift.load_best_model_at_end": False},
+    EVALUATED | BEST | {"swift.save_strategy": "steps", "swift.early_stop_interval": 3},
+    EVALUATED | BEST | {"swift.save_strategy": "no"},
+    {"swift.metric_for_best_model": "loss", "swift.load_best_model_at_end": True},
     sharing(on_vllm(0.4)),
     sharing(on_vllm(0.4, "--vllm-gpu-memory-utilization")),
     sharing(on_vllm(0.3), on_vllm(0.3), {"engine": "transformers"}),
@@ -646,3 +663,12 @@ def test_a_validation_set_that_ms_swift_makes_empty_is_none(tmp_path: Path) -> N
     config.check_validation_set(1)
     with pytest.raises(ConfigError, match="got none and every_steps=50"):
         config.check_validation_set(0)
+
+
+def test_a_metric_of_evaluations_is_known_by_its_name() -> None:
+    names = {"eval_f1": "f1", "eval/f1": "f1", "f1": "f1", "eval/exact": "exact"}
+    names |= dict.fromkeys(("loss", "eval_loss", "rouge-l", None))
+    assert {name: best_metric({"metric_for_best_model": name}) for name in names} == names
+    require_metric({"metric_for_best_model": "eval/exact"}, ("exact",))
+    with pytest.raises(ConfigError, match=r"got eval/exakt; write one of eval/precision, .*, eval/exact$"):
+        require_metric({"metric_for_best_model": "eval/exakt"}, ("exact",))
