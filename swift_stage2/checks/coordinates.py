@@ -26,7 +26,6 @@ from swift_stage2.channel_b.parsing import read_ground_truth
 from swift_stage2.channel_b.rollouts.chat_route import RouteNow
 from swift_stage2.channel_b.rollouts.requests import PostEnd
 from swift_stage2.checks.checks import CheckResult, failed, left_out, ok
-from swift_stage2.checks.examination import Examination
 from swift_stage2.checks.rollouts import OTHER_PROMPT, infer, size_difference
 from swift_stage2.config import Stage2Config
 from swift_stage2.dataset.picture import UNREADABLE, look_at
@@ -34,6 +33,7 @@ from swift_stage2.errors import SampleError
 from swift_stage2.records import Box, Sample, SampleKey, image_paths
 
 if TYPE_CHECKING:
+    from swift_stage2.checks.doctor import Examination
     from swift_stage2.checks.preparation import LearnerPreparation
 
 Objects = tuple[tuple[str, Box], ...]

@@ -13,12 +13,12 @@ from swift_stage2.channel_b.encoding import Encoder
 from swift_stage2.channel_b.sample_source import usable_rows
 from swift_stage2.checks.channel_b_parts import make_task, step_sizes
 from swift_stage2.checks.checks import CheckResult, Known, left_out, ok, warning
-from swift_stage2.checks.examination import Examination
 from swift_stage2.checks.samples import MOST_LOOKED_AT, CheckedRows, check_rows
 from swift_stage2.config import Stage2Config
 from swift_stage2.runtime.memory import available_memory_bytes
 
 if TYPE_CHECKING:
+    from swift_stage2.checks.doctor import Examination
     from swift_stage2.checks.preparation import LearnerPreparation
 
 _NUM_SAMPLES = 16

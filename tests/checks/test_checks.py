@@ -23,7 +23,7 @@ from swift_stage2.checks.checks import (
     run_checks,
     warning,
 )
-from swift_stage2.checks.examination import Examination
+from swift_stage2.checks.doctor import Examination
 from swift_stage2.config import Stage2Config
 from swift_stage2.errors import ConfigError, DatasetError, ServerFault
 

@@ -16,7 +16,7 @@ from swift_stage2 import wire
 from swift_stage2.channel_b import detection as detection  # registers the task
 from swift_stage2.checks import live_servers, servers
 from swift_stage2.checks.checks import CheckResult, Verdict
-from swift_stage2.checks.examination import Examination
+from swift_stage2.checks.doctor import Examination
 from swift_stage2.checks.live_servers import check_identity
 from swift_stage2.servers.session import ServerSession
 from swift_stage2.wire import ServerInfo
