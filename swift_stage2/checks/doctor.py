@@ -40,6 +40,7 @@ from swift_stage2.checks.checks import (
     warning,
 )
 from swift_stage2.config import ServerConfig, ServerEngine, Stage2Config, load_config
+from swift_stage2.config.root import SECRET
 from swift_stage2.config.yaml_text import read_yaml
 from swift_stage2.errors import ConfigError, Stage2Error, UserError
 from swift_stage2.runtime.network import connection_error, holder_of, http_remedy, is_here, resolve
@@ -50,7 +51,6 @@ from swift_stage2.runtime.visible_devices import select_devices
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
-_SECRET_MARKS = ("token", "secret", "password", "api_key")
 _NARROWEST_COLUMNS = 80
 _CONNECT_TIMEOUT_S = 5.0
 _SHOWN_AS_JSON = ("section", "check", "verdict", "found", "fix", "counts_as_failed")
@@ -263,7 +263,7 @@ def _secrets(data: dict[str, Any]) -> tuple[str, ...]:
     key = os.environ.get(name if isinstance(name, str) else "SWIFT_ROLLOUT_API_KEY", "")
     swift = data.get("swift")
     entries = swift.items() if isinstance(swift, dict) else ()
-    hidden = (text for place, text in entries if any(mark in place for mark in _SECRET_MARKS))
+    hidden = (text for place, text in entries if SECRET.search(place))
     return (key, *(text for text in hidden if isinstance(text, str)))
 
 

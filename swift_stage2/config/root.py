@@ -32,7 +32,7 @@ from swift_stage2.errors import ConfigError
 from swift_stage2.runtime.network import is_loopback
 
 _PARTS_OF_FIRST_ROUND = 3  # canary, copy, pushes: each may take all of a round's time
-_SECRET = re.compile(r"_(token|secret|webhook_url|api_key|password)$")  # ms-swift's arguments of these names
+SECRET = re.compile(r"_(token|secret|webhook_url|api_key|password)$")  # ms-swift's arguments of these names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +182,7 @@ class Stage2Config:
         """Every setting that a learner needs, as plain values: no ``launch.servers``, and none of ms-swift's tokens."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # enums become text, tuples lists
         plain["launch"]["servers"] = []
-        plain["swift"] = {key: value for key, value in plain["swift"].items() if not _SECRET.search(key)}
+        plain["swift"] = {key: value for key, value in plain["swift"].items() if not SECRET.search(key)}
         return plain
 
     def _check_control_timeout(self) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import config_of
 
 from swift_stage2.config import Stage2Config, load_config
-from swift_stage2.config.binding import bind
 from swift_stage2.errors import ConfigError
 from swift_stage2.launch.plan import EXIT_STATUS_FILE, LaunchPart, LaunchPlan, plan_launch
 
@@ -20,12 +20,8 @@ OUTER = {
 
 
 def config(**sections: Any) -> Stage2Config:
-    data: dict[str, Any] = {
-        "swift": {"model": "stage1", "output_dir": "/runs/a"},
-        "stage2_ab": {"schedule": {"b_ratio": 0.25}},
-        "rollout": {"servers": [{"base_url": "http://127.0.0.1:8000"}]},
-    }
-    return bind(Stage2Config, data | sections)
+    swift = {"model": "stage1", "output_dir": "/runs/a"}
+    return config_of({"swift": swift, "rollout.servers": [{"base_url": "http://127.0.0.1:8000"}]}, sections)
 
 
 def servers(*entries: dict[str, Any]) -> dict[str, Any]:
