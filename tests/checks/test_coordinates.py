@@ -24,7 +24,7 @@ from swift_stage2.demo.scenes import SceneKind, Split
 
 Configure = Callable[..., Path]
 Doctor = Callable[..., Report]
-PIXELS, THOUSANDTHS = resized(), share(1000)
+PIXELS, THOUSANDTHS = resized, share(1000)
 SIDES = [(300, 2400), (60, 300), (640, 641), (1000, 1100)]
 
 
